@@ -131,7 +131,7 @@ def sources(name: str, flags: list[str]) -> list[Path]:
         return [*here.parent.glob("*.py"), *here.glob("*.py")]
     if (ROOT / name).is_file():
         return [ROOT / name]
-    assert name in cli._COMMANDS, f"ssl_kd {name}: no such command"
+    assert name in cli.COMMANDS, f"ssl_kd {name}: no such command"
     return [*(ROOT / "ssl_kd" / "cli").glob("*.py")]
 
 

@@ -1,13 +1,13 @@
-"""`ssl_kd curate CACHE | RUN`: what to throw out, what to look at and what to label, as tables."""
+"""`ssl_kd curate CACHE | RUN`: what to drop, what to look at and what to label next, as tables."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ssl_kd.cli.flags import check_first, flags_after, listed
+from ssl_kd.cli.flags import FlagParser
 from ssl_kd.errors import OK, InputError
 from ssl_kd.settings.early import home_resolved
 
@@ -15,166 +15,114 @@ if TYPE_CHECKING:
     import pyarrow as arrow
 
     from ssl_kd.store import EmbeddingStore
-    from ssl_kd.workbench.curate import Duplicates
+    from ssl_kd.training.clock import Progress
+    from ssl_kd.workbench.run import Run
 
-PROG = "ssl_kd curate"
-WRITTEN = "written.json"  # SHA-256 of each table, by its name
-LISTED = 1000  # outliers and doubtful labels in their tables
-_HELP = {
-    "split": "which split of a cache (default: train; leaks are looked for in test)",
-    "duplicates": "cosine from which on two samples are copies, or auto (default): what is closer"
-    " than chance makes it",
-    "rule": "which copy stays: first | typical | largest (default: first)",
-    "label": "so many samples to label next (default: none)",
-    "format": "csv | parquet (default: csv)",
-    "out": "folder for the tables (default: curated in the run's folder, or beside the cache)",
-}
-_FLAGS = {
-    "images": "decode every image of a run once: which are broken, blank or tiny, which are equal;"
-    " --rule largest does it, too",
-    "exclude": "exclude from a run what does not stay: a decision in its curation.jsonl, which"
-    " ssl_kd explore RUN --undo takes back",
-    "force": "replace tables that were edited, too",
-}
+MAX_LISTED = 1000  # outliers and suspect labels in their tables
 
 
 def curate(argv: Sequence[str]) -> int:
-    """Run the command; return the exit code.
-
-    Args:
-        argv: The folder first, then flags.
-
-    Raises:
-        InputError: invalid flags or paths.
-    """
-    if not argv or {"-h", "--help"} & set(argv):
-        print(
-            f"usage: {PROG} FOLDER [flags]\n\nFOLDER is a finished run's (runs/NAME) or a cache of "
-            "embeddings (data/embeddings).\n\nWrites duplicates, outliers, leaks, labels, images "
-            "and label_next, each a table with a\nline for each sample to look at, and "
-            "kept.txt, the files that stay.\n\n" + listed(_HELP, _FLAGS)
-        )
-        return OK
-    check_first(argv, PROG, "the folder")
-    folder = home_resolved(argv[0])
+    """Write the tables, and print how much each found."""
+    flags = _parser().parse_args(argv)
+    folder: Path = flags.folder
     if not folder.is_dir():
-        raise InputError(f"{folder} is no folder; expected a run's or a cache of embeddings")
-    given = _given(argv)
-    out = Path(given.out).expanduser() if given.out is not None else folder / "curated"
+        raise InputError(f"{folder} is not a folder; expected a run or a cache of embeddings")
+    out: Path = folder / "curated" if flags.out is None else flags.out
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; expected a folder for the tables (--out)")
-    if not given.force:
-        _refuse_what_is_not_ours(out)
-    return _curate(folder, given, out)
-
-
-def _refuse_what_is_not_ours(out: Path) -> None:
-    """Raise InputError where tables would take the place of what someone else wrote."""
-    from ssl_kd.files import sha256_file
-
-    sums = _written(out)
-    for path in sorted(out.iterdir()) if out.is_dir() else ():
-        ours = path.is_file() and sums.get(path.name) == sha256_file(path)
-        if ours or path.name == WRITTEN:
-            continue
+    if out.exists() and any(out.iterdir()) and not flags.force:
         raise InputError(
-            f"{path} exists, and was not written by curate, or edited since: name another folder "
-            "with --out, or replace it by --force"
+            f"{out} is not empty: name another folder with --out, or replace its tables by --force"
         )
-
-
-def _given(argv: Sequence[str]) -> Any:
-    """The flags, each checked."""
-    given, rest = flags_after(argv, PROG, "the folder", _HELP, _FLAGS, numbers=("label",))
-    if rest:
-        known = ", ".join(f"--{name}" for name in [*_HELP, *_FLAGS])
-        raise InputError(f"curate has no {rest[0]}; expected {known}")
-    from ssl_kd.workbench.curate.duplicates import RULES
-
-    for name, default, allowed in (("rule", "first", RULES), ("format", "csv", ("csv", "parquet"))):
-        value = getattr(given, name) or default
-        if value not in allowed:
-            raise InputError(f"--{name} is {value!r}; expected one of {', '.join(allowed)}")
-        setattr(given, name, value)
-    given.threshold = None
-    if given.duplicates not in (None, "auto"):
-        try:
-            given.threshold = float(given.duplicates)
-        except ValueError:
-            given.threshold = -2.0
-        if not -1 <= given.threshold <= 1:
-            raise InputError(
-                f"--duplicates is {given.duplicates!r}; expected auto or a cosine, -1 to 1"
-            )
-    if given.label is not None and given.label < 1:
-        raise InputError(f"--label is {given.label}; expected at least 1")
-    return given
-
-
-def _curate(folder: Path, given: Any, out: Path) -> int:
-    from rich.console import Console
     from rich.table import Table
 
-    from ssl_kd.cli.screen import ProgressBars, open_screen
+    from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
     from ssl_kd.training.ranks import refuse_ranks
 
     screen = open_screen()
     refuse_ranks()
     with ProgressBars(screen) as progress:
-        work = _Work(folder, given, progress)
-        tables = work.tables()
+        curation = _Curation(folder, flags, progress)
+        tables = list(curation.tables())
     out.mkdir(parents=True, exist_ok=True)
-    shown = Table("", "found", "file", title=f"{folder}, {work.split}: {work.store.n:,} samples")
-    for name, (summary, table) in tables.items():
-        path = out / f"{name}.{given.format}"
-        _write(path, table)
-        _remember(path)
+    title = f"{folder}, {flags.split}: {curation.store.n:,} samples"
+    shown = Table("", "found", "file", title=title)
+    for name, summary, table in tables:
+        path = out / f"{name}.csv"
+        _write_table(path, table)
         shown.add_row(name, summary, path.name)
-    _write_kept(out / "kept.txt", work)
-    _remember(out / "kept.txt")
-    shown.add_row("kept", f"{int(work.kept.sum()):,} samples stay", "kept.txt")
-    if given.exclude:
-        shown.add_row("excluded", f"{work.exclude():,} more", "curation.jsonl of the run")
-    console = Console()
-    console.print(shown)
-    console.print(f"Tables: {out}", soft_wrap=True, markup=False)
+    _write_names(out / "kept.txt", curation)
+    shown.add_row("kept", f"{int(curation.kept.sum()):,} samples stay", "kept.txt")
+    if flags.exclude:
+        shown.add_row("excluded", f"{curation.exclude():,} more", "curation.jsonl of the run")
+    print_result(shown, {"Tables": out})
     return OK
 
 
-class _Work:
-    """What is asked of one folder: the stores, and what a run knows beside them."""
+def _parser() -> FlagParser:
+    about = "Writes tables of the samples to look at, and kept.txt, the names of those that stay."
+    parser = FlagParser(prog="ssl_kd curate", description=about)
+    add = parser.add_argument
+    where = "a finished run (runs/NAME) or a cache of embeddings (data/embeddings)"
+    add("folder", metavar="FOLDER", type=home_resolved, help=where)
+    add(
+        "--split", default="train", help="split to look at; default: train. Leaks are those in test"
+    )
+    add("--duplicates", type=_cosine, help="cosine of copies; default: auto, closer than chance")
+    rules = ("first", "typical", "largest")
+    add("--rule", choices=rules, default="first", help="which copy stays; default: first")
+    add("--label", type=int, help="number of samples to label next")
+    add("--out", type=home_resolved, help="new folder for the tables; default: FOLDER/curated")
+    add("--images", action="store_true", help="find corrupt, blank, tiny and equal images of a run")
+    undo = "ssl_kd explore RUN --undo includes them again"
+    add("--exclude", action="store_true", help=f"exclude the others from the run; {undo}")
+    add("--force", action="store_true", help="replace tables that exist")
+    return parser
 
-    def __init__(self, folder: Path, given: Any, progress: Callable[..., None]) -> None:
+
+def _cosine(text: str) -> float | None:
+    try:
+        cosine = None if text == "auto" else float(text)
+    except ValueError:
+        cosine = 2.0
+    if cosine is not None and not -1 <= cosine <= 1:
+        raise ArgumentTypeError(f"expected auto or a cosine from -1 to 1; got {text}")
+    return cosine
+
+
+class _Curation:
+    """The embeddings of a folder, the run that they belong to if any, and what is found in them."""
+
+    def __init__(self, folder: Path, flags: Namespace, progress: Progress) -> None:
         from ssl_kd.store import EmbeddingStore
         from ssl_kd.workbench.run import Run
 
-        self.given, self.progress, self.split = given, progress, given.split or "train"
+        self.flags, self.progress = flags, progress
         self.run: Run | None = None
         self.test: EmbeddingStore | None = None
+        split = flags.split
         if (folder / "config.json").is_file():
             self.run = Run.open(folder)
             samples = self.run.samples
-            self.store = samples.store(self.split)
-            if "test" in samples.splits and self.split != "test":
+            self.store = samples.store(split)
+            if "test" in samples.splits and split != "test":
                 self.test = samples.store("test")
-        else:
-            wants = {"--images": given.images, "--rule largest": given.rule == "largest"}
-            wants["--exclude"] = given.exclude
-            for flag in (flag for flag, wanted in wants.items() if wanted):
-                raise InputError(
-                    f"{flag} needs a run, and {folder} holds embeddings alone: give a run's folder"
-                )
-            if not _has(folder, self.split):
-                raise InputError(
-                    f"{folder} is neither a run's folder (no config.json) nor a cache of the split "
-                    f"{self.split} (no embeddings_{self.split}.json)"
-                )
-            self.store = EmbeddingStore.open(folder, self.split)
-            if self.split != "test" and _has(folder, "test"):
-                self.test = EmbeddingStore.open(folder, "test")
+            return
+        needs_run = {"--images": flags.images, "--rule largest": flags.rule == "largest"}
+        for flag, is_set in (needs_run | {"--exclude": flags.exclude}).items():
+            if is_set:
+                raise InputError(f"{flag} needs a run's folder, and {folder} has no config.json")
+        if not _has_split(folder, split):
+            raise InputError(
+                f"{folder} is neither a run's folder (no config.json) nor a cache of the split "
+                f"{split} (no embeddings_{split}.json)"
+            )
+        self.store = EmbeddingStore.open(folder, split)
+        if split != "test" and _has_split(folder, "test"):
+            self.test = EmbeddingStore.open(folder, "test")
 
-    def tables(self) -> dict[str, tuple[str, arrow.Table]]:
-        """Name -> its summary, and the table."""
+    def tables(self) -> Iterator[tuple[str, str, arrow.Table]]:
+        """Yield name, summary and table of each kind, and set `kept`, `[n]` booleans."""
         from ssl_kd.workbench.curate import (
             label_next,
             leaks,
@@ -184,104 +132,72 @@ class _Work:
         )
         from ssl_kd.workbench.curate.herding import without_label
 
-        found: dict[str, tuple[str, arrow.Table]] = {}
+        run, store, floor = self.run, self.store, self.flags.duplicates
+        split, rule, n_wanted = self.flags.split, self.flags.rule, self.flags.label
         pictures = None
-        if self.run is not None and (self.given.images or self.given.rule == "largest"):
-            pictures = self.run.odd_images(self.split, progress=self._of("images"))
-        same = None if pictures is None else pictures.same
-        floor = self.given.threshold
-        clusters = None if self.run is None else self.run.samples.column("cluster", self.split)
-        copies = near_duplicates(self.store, floor=floor, same=same, progress=self._of("copies"))
-        sizes = None if pictures is None else pictures.sizes
-        self.kept = copies.kept(floor, self.given.rule, sizes=sizes)
-        found["duplicates"] = self._copies(copies, floor)
-        far = outliers(self.store, progress=self._of("outliers"))
-        whole = f"all {len(far):,}, the furthest out first"
-        summary = whole if len(far) <= LISTED else f"the {LISTED:,} furthest out"
-        found["outliers"] = summary, far.top(LISTED).frame()
+        if run is not None and (self.flags.images or rule == "largest"):
+            pictures = run.odd_images(split, progress=self._of("images"))
+        same, sizes = (None, None) if pictures is None else (pictures.same, pictures.sizes)
+        copies = near_duplicates(store, floor=floor, same=same, progress=self._of("copies"))
+        self.kept = copies.kept(floor, rule, sizes=sizes)
+        summary = f"{int((~self.kept).sum()):,} copies in {len(copies.groups(floor)):,} groups, "
+        summary += f"{len(copies.exact):,} of them of equals"
+        yield "duplicates", summary, copies.frame(floor, self.kept)
+        ranked = outliers(store, progress=self._of("outliers"))
+        n_listed = min(len(ranked), MAX_LISTED)
+        summary = f"the {n_listed:,} furthest out of {len(ranked):,}, the furthest first"
+        yield "outliers", summary, ranked.top(MAX_LISTED).frame()
         if pictures is not None:
-            odd = f"{len(pictures):,} broken, blank or tiny"
-            found["images"] = odd, pictures.frame()
             self.kept[list(pictures.reasons)] = False
+            yield "images", f"{len(pictures):,} corrupt, blank or tiny", pictures.frame()
         if self.test is not None:
-            leaked = leaks(self.store, self.test, progress=self._of("leaks")).above(floor)
-            summary = f"{len(leaked):,} of {self.test.n:,} test samples are in {self.split}"
-            found["leaks"] = summary, leaked.frame()
-        labels = None if self.store.labels is None else self.store.labels.numpy()
+            leaked = leaks(store, self.test, progress=self._of("leaks")).above(floor)
+            summary = f"{len(leaked):,} of {self.test.n:,} test samples are in {split}"
+            yield "leaks", summary, leaked.frame()
+        labels = None if store.labels is None else store.labels.numpy()
         if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
-            doubtful = mislabelled(self.store, clusters=clusters)
-            doubted = int((doubtful.columns["label"] != doubtful.columns["suggested"]).sum())
-            summary = f"{doubted:,} whose label others do not share"
-            found["labels"] = summary, doubtful.top(LISTED).frame()
-        if self.given.label is not None:
-            n = self.given.label
-            n = n if n > self.store.n else min(n, len(without_label(self.store)))
-            if self.run is not None:
-                asked = self.run.label_next(n, self.split)
-            else:
-                asked = label_next(self.store, n)
-            summary = f"{n:,} to label next" + (", all without a label" * (n < self.given.label))
-            found["label_next"] = summary, asked.frame()
-        return found
+            clusters = None if run is None else run.samples.column("cluster", split)
+            suspect = mislabelled(store, clusters=clusters)
+            n_suspect = int((suspect.columns["label"] != suspect.columns["suggested"]).sum())
+            summary = f"{n_suspect:,} whose neighbours disagree with their label"
+            yield "labels", summary, suspect.top(MAX_LISTED).frame()
+        if n_wanted is not None:
+            n = n_wanted if n_wanted > store.n else min(n_wanted, len(without_label(store)))
+            chosen = label_next(store, n) if run is None else run.label_next(n, split)
+            summary = f"{n:,} to label next" + (", all without a label" if n < n_wanted else "")
+            yield "label_next", summary, chosen.frame()
 
     def exclude(self) -> int:
-        """Decide that what does not stay is excluded; how many were not before."""
+        """Exclude from the run what does not stay; return how many samples that adds."""
         assert self.run is not None
-        gone = self.run.samples.splits[self.split].start + (~self.kept).nonzero()[0]
-        gone = gone[~self.run.curation.excluded[gone]]
-        if len(gone):
-            self.run.curation.exclude(gone)
-        return len(gone)
-
-    def _copies(self, copies: Duplicates, threshold: float | None) -> tuple[str, arrow.Table]:
-        groups = copies.groups(threshold)
-        gone = int((~self.kept).sum())
-        summary = (
-            f"{gone:,} copies in {len(groups):,} groups, {len(copies.exact):,} of them of equals"
-        )
-        return summary, copies.frame(threshold, self.kept)
+        dropped = self.run.samples.splits[self.flags.split].start + (~self.kept).nonzero()[0]
+        dropped = dropped[~self.run.curation.excluded[dropped]]
+        if len(dropped):
+            self.run.curation.exclude(dropped)
+        return len(dropped)
 
     def _of(self, stage: str) -> Callable[[int, int], None]:
         return lambda done, total: self.progress(stage, done, total, {})
 
 
-def _has(folder: Path, split: str) -> bool:
+def _has_split(folder: Path, split: str) -> bool:
     return (folder / f"embeddings_{split}.json").is_file()
 
 
-def _write(path: Path, table: arrow.Table) -> None:
-    from pyarrow import csv, parquet
+def _write_table(path: Path, table: arrow.Table) -> None:
+    from pyarrow import csv
 
     from ssl_kd.files import atomic_write
     from ssl_kd.files.cells import to_cells
 
-    if path.suffix == ".csv":
-        atomic_write(path, lambda file: csv.write_csv(to_cells(table), file))
-    else:
-        atomic_write(path, lambda file: parquet.write_table(table, file, compression="zstd"))
+    atomic_write(path, lambda file: csv.write_csv(to_cells(table), file))
 
 
-def _written(out: Path) -> dict[str, str]:
-    """SHA-256 of each file of a folder that the next call may replace."""
-    try:
-        known = json.loads((out / WRITTEN).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    pairs = known.items() if isinstance(known, dict) else ()
-    return {name: digest for name, digest in pairs if isinstance(digest, str)}
-
-
-def _remember(path: Path) -> None:
-    from ssl_kd.files import atomic_write_json, sha256_file
-
-    known = _written(path.parent) | {path.name: sha256_file(path)}
-    atomic_write_json(path.parent / WRITTEN, known)
-
-
-def _write_kept(path: Path, work: _Work) -> None:
-    """The names of the samples that stay, a line each (`ssl_kd.files.cells.one_line`)."""
+def _write_names(path: Path, curation: _Curation) -> None:
+    """Write the name of each sample that stays, one per line (`ssl_kd.files.cells.one_line`)."""
     from ssl_kd.files import atomic_write
     from ssl_kd.files.cells import one_line
 
-    lines = (one_line(work.store.ids[row]) + "\n" for row in work.kept.nonzero()[0].tolist())
+    kept = curation.kept.nonzero()[0].tolist()
+    lines = (one_line(curation.store.ids[row]) + "\n" for row in kept)
     atomic_write(path, lambda file: file.writelines(line.encode() for line in lines))

@@ -1,4 +1,4 @@
-"""What a user sees of a failure: one line that says what to do, and an exit code."""
+"""Turn failures that a user can act on into one line that says what to do, and an exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssl_kd.errors import (
     printable,
 )
 
-MOST_LINES = 12  # of the guard's report
+MAX_LINES = 12  # of the guard's report
 VISION_MEMORY = "lower BATCH_SIZE or N_HEADS"
 LANGUAGE_MEMORY = (
     "lower BATCH_SIZE (and raise GRADIENT_ACCUMULATION_STEPS) or BLOCK_SIZE, set "
@@ -31,42 +31,45 @@ LANGUAGE_MEMORY = (
 
 
 def guarded(
-    work: Callable[[], int], again: str = "", memory: str = VISION_MEMORY, *, kept: str = ""
+    work: Callable[[], int], command: str = "", memory: str = VISION_MEMORY, *, kept: str = ""
 ) -> int:
     """Do the work; turn every failure that a user can act on into one line and an exit code.
 
     Args:
         work: Returns its exit code.
-        again: The command that started it, which with `--resume` goes on.
+        command: The command that started it, to continue with.
         memory: What to change where memory runs out.
-        kept: What stays of work that is stopped and goes on where it is begun again, by `again`
-            as it stands.
+        kept: What remains of interrupted work that the same command continues; empty for a run,
+            which `--resume` continues.
     """
     try:
         keep_writing()
-        _check_folder()
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            raise InputError("The current folder no longer exists: cd to another.") from None
         return work()
     except (Exception, KeyboardInterrupt) as error:
-        known = _explained(error, again, memory, kept)
-        if known is None:
+        explanation = _explain(error, command, memory, kept)
+        if explanation is None:
             raise
-        code, message = known
-        say(message, of_lines=code == GUARD_STOPPED)
+        code, message = explanation
+        print_failure(message, multiline=code == GUARD_STOPPED)
         return code
 
 
-def _explained(error: BaseException, again: str, memory: str, kept: str) -> tuple[int, str] | None:
-    """The exit code and message of a failure that a user can act on; None for any other."""
+def _explain(error: BaseException, command: str, memory: str, kept: str) -> tuple[int, str] | None:
+    """Return exit code and message of a failure that a user can act on; None for any other."""
     if isinstance(error, Interrupted) and error.run_dir is not None:
         stop, run_dir = signal.Signals(error.signal), error.run_dir
         flags = {"--resume": "", "--run_name": f" {shlex.quote(run_dir.name)}"}
-        words = again.replace("--run-name", "--run_name")
-        more = [name + value for name, value in flags.items() if name not in words]
-        way = f"continue with: {' '.join([again, *more])}"
+        typed = command.replace("--run-name", "--run_name")
+        more = [name + value for name, value in flags.items() if name not in typed]
+        way = f"continue with: {' '.join([command, *more])}"
         return 128 + stop, f"Stopped by {stop.name}; a checkpoint is in {run_dir}; {way}"
     if isinstance(error, KeyboardInterrupt):
         stop = signal.Signals(getattr(error, "signal", signal.SIGINT))
-        rest = f"; {kept} are kept; continue with: {again}" if kept else " before training began."
+        rest = f"; {kept} are kept; continue with: {command}" if kept else " before training began."
         return 128 + stop, f"Stopped by {stop.name}{rest}"
     if isinstance(error, UserError):
         return error.exit_code, str(error)
@@ -76,14 +79,14 @@ def _explained(error: BaseException, again: str, memory: str, kept: str) -> tupl
     if _is_out_of_memory(error):
         reason = str(error).partition(".")[0]
         return FAILED, f"Out of memory: {memory}, or use --device cpu. ({reason})"
-    if isinstance(error, OSError):  # no such data, disk full, folder not writable
+    if isinstance(error, OSError):  # missing data, disk full, folder not writable
         place = "" if error.filename is None else f"{error.filename}: "
         return code_of(error), f"{place}{error.strerror}" if error.strerror else str(error)
     return None
 
 
 class _Screen(io.FileIO):
-    """A terminal or pipe that its reader may close: what comes after that is dropped.
+    """A terminal or pipe that drops what is written after its reader closed it.
 
     Any other failure, such as a full disk, is raised once: Python writes again at its end.
     """
@@ -101,44 +104,33 @@ class _Screen(io.FileIO):
 
 
 def keep_writing() -> None:
-    """Let no reader that leaves (`| head -1`), and no character it cannot show, end the work."""
-    fresh = "torch" not in sys.modules and sys.stdout is sys.__stdout__  # of a command, not a test
-    if sys.getfilesystemencoding() == "ascii" and fresh and os.environ.get("PYTHONUTF8") != "1":
-        again = [sys.executable, *sys.orig_argv[1:]]  # LC_ALL=C: names are UTF-8 nevertheless
+    """Continue when the reader of the output leaves (`| head -1`) or cannot show a character."""
+    unstarted = "torch" not in sys.modules and sys.stdout is sys.__stdout__  # not within a test
+    if sys.getfilesystemencoding() == "ascii" and unstarted and os.environ.get("PYTHONUTF8") != "1":
+        again = [sys.executable, *sys.orig_argv[1:]]  # LC_ALL=C: file names are UTF-8 nevertheless
         os.execve(sys.executable, again, os.environ | {"PYTHONUTF8": "1"})
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
             buffer = io.BufferedWriter(_Screen(stream.fileno(), "w", closefd=False))
-            how = stream.encoding, "backslashreplace"
-            setattr(sys, name, io.TextIOWrapper(buffer, *how, line_buffering=True))
+            encoding = stream.encoding, "backslashreplace"
+            setattr(sys, name, io.TextIOWrapper(buffer, *encoding, line_buffering=True))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _check_folder() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise InputError("The folder that you stand in is gone: cd to another.") from None
-
-
 def _is_out_of_memory(error: BaseException) -> bool:
-    if "torch" not in sys.modules:  # it takes seconds, for what it cannot have raised
+    if "torch" not in sys.modules:  # importing it takes seconds
         return isinstance(error, MemoryError)
     from ssl_kd.guard.memory import is_out_of_memory
 
     return is_out_of_memory(error)
 
 
-def say(message: object, of_lines: bool = False) -> None:
-    """Print one line, whatever a file that the message names is called.
-
-    The guard's report of why a run stopped has several lines: the first few, each a cause or a way
-    out, indented below the first.
-    """
-    lines = str(message).splitlines() if of_lines else [str(message)]
+def print_failure(message: object, multiline: bool = False) -> None:
+    """Print a message as one line, or the first lines of the guard's report, to stderr."""
+    lines = str(message).splitlines() if multiline else [str(message)]
     lines = [printable(" ".join(line.split())) for line in lines if line.strip()]
-    if len(lines) > MOST_LINES:
-        lines[MOST_LINES - 1 :] = [f"... ({len(lines) - MOST_LINES + 1} more lines)"]
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES - 1 :] = [f"... ({len(lines) - MAX_LINES + 1} more lines)"]
     print("ssl_kd: " + "\n  ".join(lines), file=sys.stderr)

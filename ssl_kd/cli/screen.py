@@ -1,22 +1,16 @@
-"""What a command shows while it works: a live bar of each stage, and the log beside it."""
+"""What a command shows: a live bar of each stage beside the log, and the result at its end."""
 
 from __future__ import annotations
 
 import logging
 import time
-from types import TracebackType
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from rich import progress as bars
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from ssl_kd.errors import printable
 
@@ -31,17 +25,26 @@ class _OneLine(logging.Formatter):
 
 
 def open_screen() -> Console:
-    """The terminal, or what stands in for it, with the library's log on it."""
+    """Return a console on stderr, with the library's log on it."""
     screen = Console(stderr=True)
     if screen.is_terminal:
         handler: logging.Handler = RichHandler(console=screen, show_path=False, show_time=False)
         handler.setFormatter(_OneLine("%(message)s"))
-    else:  # a file of the output: no line is broken
+    else:  # a file or pipe, where no line is wrapped
         handler = logging.StreamHandler()
         handler.setFormatter(_OneLine("%(levelname)-8s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("ssl_kd").setLevel(logging.INFO)
     return screen
+
+
+def print_result(result: Any, files: Mapping[str, Path]) -> None:
+    """Print the result of a command, and the files that it wrote by what they hold."""
+    console = Console()
+    console.print(result)
+    # soft_wrap: a path broken over two lines cannot be clicked or copied.
+    for name, file in files.items():
+        console.print(f"{name}: {file}", soft_wrap=True, markup=False)
 
 
 class ProgressBars:
@@ -54,48 +57,39 @@ class ProgressBars:
 
     def __init__(self, screen: Console) -> None:
         self._screen = screen
-        self._bars = Progress(
-            TextColumn("{task.description:<10}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[info]}", markup=False),
-            console=screen,
-            disable=not screen.is_terminal,
+        columns = (
+            *(bars.TextColumn("{task.description:<10}"), bars.BarColumn()),
+            *(bars.MofNCompleteColumn(), bars.TimeElapsedColumn(), bars.TimeRemainingColumn()),
+            bars.TextColumn("{task.fields[info]}", markup=False),
         )
+        self._bars = bars.Progress(*columns, console=screen, disable=not screen.is_terminal)
         self._tasks: dict[str, Any] = {}
-        self._spoken: dict[str, float] = {}
+        self._printed_at: dict[str, float] = {}
 
     def __enter__(self) -> ProgressBars:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._screen.is_terminal:  # rich before 14.2 ends bars that it never drew, by a line
+    def __exit__(self, *exception: object) -> None:
+        if self._screen.is_terminal:  # rich before 14.2 prints a line even for disabled bars
             self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int, info: dict[str, Any]) -> None:
         """Show that `done` of `total` units of a stage are done."""
-        words = "  ".join(f"{key} {short(value)}" for key, value in info.items())
-        if not self._screen.is_terminal:
-            now = time.monotonic()
-            last = self._spoken.get(stage, -self.quiet_seconds)
-            if done >= total or now - last >= self.quiet_seconds:
-                self._spoken[stage] = now
-                line = f"{stage:<10} {done}/{total}  {words}".rstrip()
-                self._screen.print(line, markup=False, highlight=False, soft_wrap=True)
+        text = "  ".join(f"{key} {short(value)}" for key, value in info.items())
+        if self._screen.is_terminal:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bars.add_task(stage, total=total, info=text)
+            self._bars.update(self._tasks[stage], completed=done, total=total, info=text)
             return
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total, info=words)
-        self._bars.update(self._tasks[stage], completed=done, total=total, info=words)
+        now = time.monotonic()
+        last = self._printed_at.get(stage, -self.quiet_seconds)
+        if done >= total or now - last >= self.quiet_seconds:
+            self._printed_at[stage] = now
+            line = f"{stage:<10} {done}/{total}  {text}".rstrip()
+            self._screen.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def short(value: object) -> str:
-    """A number to four digits; anything else as it is."""
+    """Return a float to four digits, and anything else as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

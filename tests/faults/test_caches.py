@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.cli.curate import WRITTEN, _remember, _written
 from ssl_kd.files import CorruptFileError, load_tensors, save_tensors, sha256_file
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.store.shards import read_manifest, write_manifest
@@ -212,19 +211,6 @@ def test_a_zip_that_is_larger_inside_is_refused_before_it_is_inflated(tmp_path, 
     monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("it was read"))
     with pytest.raises(CorruptFileError, match="compressed or overlap"):
         load_tensors(path)
-
-
-@row(165)
-@pytest.mark.parametrize(
-    "text",
-    ["[" * 100_000, '{"a": NaN}', '{"a": [1]}', "[[1, 2]]", '"ab"', "7", "null", "{", "\udcff"],
-)
-def test_a_list_of_tables_that_was_edited_protects_all_of_them(tmp_path, text):
-    (tmp_path / WRITTEN).write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert _written(tmp_path) == {}
-    (tmp_path / "kept.csv").write_bytes(b"a")
-    _remember(tmp_path / "kept.csv")
-    assert list(_written(tmp_path)) == ["kept.csv"]
 
 
 # --- --force-recompute -------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_a_working_folder_that_is_gone_is_named(settings, train_py, tmp_path, mo
     (tmp_path / "gone").rmdir()
     code, error = train_py(settings())
     monkeypatch.chdir(tmp_path)
-    assert code == 2 and "folder that you stand in is gone" in one_line(error)
+    assert code == 2 and "current folder no longer exists" in one_line(error)
     assert no_run(settings())
 
 

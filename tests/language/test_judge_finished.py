@@ -99,7 +99,7 @@ def test_padded_logits_are_compared(models, tmp_path, text_file):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--teacher", "x"], "judge takes the student first"),
+        (["--teacher", "x"], "The student comes first, before --teacher"),
         (["x", "--learning_rate", "1"], "LEARNING_RATE plays no part in judging"),
         (["x", "--out=."], "--out is ., a folder: expected a file"),
         (["x"], "no folder x"),
@@ -121,7 +121,7 @@ def test_a_run_without_a_student_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text('{"mode": "language"}')
     assert cli.main(["judge", "a"]) == BAD_INPUT
-    assert "the run a has no student yet" in capsys.readouterr().err
+    assert "The run a has no student yet" in capsys.readouterr().err
 
 
 def test_scores_are_those_of_the_teacher_as_it_answers(models, text_file, monkeypatch):

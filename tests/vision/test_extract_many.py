@@ -238,17 +238,17 @@ def test_ranks_are_those_that_a_launcher_gave(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (("--rank", "1"), "--rank came without --world: give both"),
-        (("--world", "4"), "--world came without --rank"),
-        (("--rank", "4", "--world", "4"), "--rank is 4 and --world 4; expected a rank from 0"),
+        (("--rank", "1"), "--rank is 1 and --world None; expected both"),
+        (("--world", "4"), "--rank is None and --world 4; expected both"),
+        (("--rank", "4", "--world", "4"), "--rank is 4 and --world 4; expected both, and a rank"),
         (("--rank", "-1", "--world", "4"), "--rank is -1"),
         (("--rank", "a", "--world", "4"), "invalid int value: 'a'"),
         (("--engine", "dask"), "invalid choice: 'dask'"),
         (("--engine", "ray", "--rank", "0", "--world", "2"), "shares the work itself"),
-        (("--shard_rows", "0"), "--shard_rows is 0; expected at least 1"),
+        (("--shard_rows", "0"), "expected a whole number, at least 1; got 0"),
         (("--datset", "x"), "There is no flag --datset. Did you mean --dataset?"),
         (("--extend", "x"), "an extension embeds its data itself"),
-        (("more",), "'more' is the value of no flag"),
+        (("more",), "'more' belongs to no flag"),
     ],
 )
 def test_what_cannot_be_is_one_line(flags, said, capsys, tmp_path):
@@ -258,14 +258,14 @@ def test_what_cannot_be_is_one_line(flags, said, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_given_twice_have_to_agree(tmp_path, monkeypatch, capsys):
+def test_ranks_are_given_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     flags = ("--embeddings_dir", str(tmp_path / "c"), "--shard_rows", "700")
     assert command(*flags, "--rank", "0", "--world", "2") == 2
-    said = "--rank is 0 and --world 2, but a launcher made this process rank 1 of 2"
+    said = "--rank and --world are set by the launcher (RANK and WORLD_SIZE): leave them out"
     assert said in capsys.readouterr().err and not (tmp_path / "c").exists()
-    assert command(*flags, "--rank", "1", "--world", "2") == 0
+    assert command(*flags) == 0
     assert "has stored its 1 of 3 shards" in capsys.readouterr().out
 
 
@@ -290,7 +290,7 @@ def test_help_lists_the_flags_of_this_command_and_of_the_settings(capsys):
         command("--help")
     told = capsys.readouterr().out
     assert ended.value.code == 0 and "--dataset" in told
-    assert all(f"--{name}" in told for name in ("engine", "rank", "world", "shard_rows"))
+    assert all(f"--{name}" in told for name in ("engine", "rank", "world", "shard-rows"))
 
 
 # --- what is stored -------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def test_a_run(photo_run, tmp_path, capsys):
     shown = capsys.readouterr().out
     names = {"duplicates", "outliers", "images", "leaks", "labels", "label_next", "kept"}
     assert all(name in shown for name in names)
-    assert {path.stem for path in out.iterdir()} == {*names, "written"}
+    assert {path.stem for path in out.iterdir()} == names
     assert csv.read_csv(out / "label_next.csv").num_rows == 12
     outlier = csv.read_csv(out / "outliers.csv").to_pydict()
     assert outlier["score"][0] == 1 and outlier["row"] == outliers(samples.store()).rows.tolist()
@@ -57,12 +57,11 @@ def test_what_does_not_stay_is_excluded_when_asked(photo_run, tmp_path, capsys):
 def test_a_cache(tmp_path, capsys):
     x, _ = distinct(200)
     cache = write(tmp_path / "cache", np.concatenate([x, x[:4]])).folder
-    assert main(["curate", str(cache), "--format", "parquet"]) == 0
-    found = parquet.read_table(cache / "curated" / "duplicates.parquet")
+    assert main(["curate", str(cache)]) == 0
+    found = csv.read_csv(cache / "curated" / "duplicates.csv")
     assert found.num_rows == 8 and "leaks" not in capsys.readouterr().out
     assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 200
-    assert main(["curate", str(cache), "--duplicates", "0.3", "--label", "3"]) == 0
-    assert main(["curate", str(cache), "--duplicates", "0.3"]) == 0
+    assert main(["curate", str(cache), "--duplicates", "0.3", "--label", "3", "--force"]) == 0
     assert csv.read_csv(cache / "curated" / "duplicates.csv").num_rows > 8
     assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == 3
 
@@ -98,15 +97,13 @@ def test_no_name_forges_a_line_of_kept_or_a_formula_of_a_table(tmp_path, odd):
     assert from_cell(cell) == odd and cell[0] not in "=+-@\t\r\n"
 
 
-@pytest.mark.parametrize("edit", ["kept.txt", "mine.txt", "written.json"])
-def test_what_someone_else_wrote_is_replaced_by_force_alone(tmp_path, capsys, edit):
+def test_tables_are_replaced_by_force_alone(tmp_path, capsys):
     cache = write(tmp_path / "cache", distinct(50)[0]).folder
     assert main(["curate", str(cache)]) == 0
-    (cache / "curated" / edit).write_text("edited")
+    (cache / "curated" / "kept.txt").write_text("edited")
     assert main(["curate", str(cache)]) == 2
-    name = "duplicates.csv" if edit == "written.json" else edit
-    assert f"{name} exists, and was not written by curate, or edited" in told(capsys)
-    assert (cache / "curated" / edit).read_text() == "edited"
+    assert "curated is not empty: name another folder with --out" in told(capsys)
+    assert (cache / "curated" / "kept.txt").read_text() == "edited"
     assert main(["curate", str(cache), "--force"]) == 0
     assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 50
 
@@ -114,18 +111,17 @@ def test_what_someone_else_wrote_is_replaced_by_force_alone(tmp_path, capsys, ed
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--label", "3"], "curate takes the folder first, and --label came"),
-        (["nowhere"], "nowhere is no folder"),
-        (["{}", "--rule", "best"], "--rule is 'best'; expected one of first, typical"),
-        (["{}", "--format", "xlsx"], "--format is 'xlsx'; expected one of csv, parquet"),
-        (["{}", "--duplicates", "near"], "--duplicates is 'near'; expected auto or a cosine"),
-        (["{}", "--duplicates", "7"], "--duplicates is '7'; expected auto or a cosine"),
-        (["{}", "--label", "0"], "--label is 0; expected at least 1"),
+        (["--label", "3"], "arguments are required: FOLDER"),
+        (["nowhere"], "nowhere is not a folder"),
+        (["{}", "--rule", "best"], "argument --rule: invalid choice: 'best'"),
+        (["{}", "--duplicates", "near"], "expected auto or a cosine from -1 to 1; got near"),
+        (["{}", "--duplicates", "7"], "expected auto or a cosine from -1 to 1; got 7"),
+        (["{}", "--label", "0"], "0 samples to label were asked for; expected 1 to 50"),
         (["{}", "--label", "400"], "400 samples to label were asked for; expected 1 to 50"),
-        (["{}", "--colour", "red"], "curate has no --colour; expected --split, --duplicates"),
-        (["{}", "--out", "a\0b"], "holds a NUL, which no path"),
-        (["{}", "--images"], "--images needs a run, and"),
-        (["{}", "--exclude"], "--exclude needs a run, and"),
+        (["{}", "--colour", "red"], "There is no flag --colour. ssl_kd curate --help lists"),
+        (["{}", "--out", "a\0b"], "contains a NUL character"),
+        (["{}", "--images"], "--images needs a run's folder, and"),
+        (["{}", "--exclude"], "--exclude needs a run's folder, and"),
         (["{}", "--split", "val"], "nor a cache of the split val (no embeddings_val.json)"),
     ],
 )
@@ -148,6 +144,8 @@ def test_a_run_whose_embeddings_are_others_by_now(photo_run, tmp_path, capsys):
 
 
 def test_help(capsys):
-    assert main(["curate", "--help"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["curate", "--help"])
+    assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert all(f"--{name}" in shown for name in ("duplicates", "rule", "label", "images", "out"))

@@ -1,0 +1,93 @@
+"""`doctor`, `install-check`, `replay` and `config`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ssl_kd.cli.flags import FlagParser
+from ssl_kd.cli.language import language_settings
+from ssl_kd.errors import FAILED, OK
+
+_VERBOSE = "list each distinct warning with its count"
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Check the numerics of this installation, or the gradients of a user's language model."""
+    if argv[:1] == ["gradients"]:
+        return _gradients(argv[1:])
+    parser = FlagParser(prog="ssl_kd doctor")
+    parser.add_argument("--verbose", action="store_true", help=_VERBOSE)
+    flags = parser.parse_args(argv)
+    from ssl_kd.doctor import nan_issues
+
+    return nan_issues(verbose=flags.verbose)
+
+
+def _gradients(argv: Sequence[str]) -> int:
+    prog = "ssl_kd doctor gradients --model FOLDER"
+    parser = FlagParser(prog=prog, add_help=False)
+    parser.add_argument("--model")
+    parser.add_argument("--verbose", action="store_true")
+    flags, rest = parser.parse_known_args(argv)
+    model = [] if flags.model is None else ["--student_model", flags.model]
+    resolved = language_settings([*model, *rest], prog)
+    from ssl_kd.cli.screen import open_screen
+
+    open_screen()
+    from ssl_kd.doctor import language_model
+
+    return language_model(resolved, verbose=flags.verbose)
+
+
+def install_check(argv: Sequence[str]) -> int:
+    """Check packages, device, precision and folders."""
+    parser = FlagParser(prog="ssl_kd install-check")
+    parser.add_argument("--verbose", action="store_true", help=_VERBOSE)
+    flags = parser.parse_args(argv)
+    from ssl_kd.doctor import installation
+
+    return installation(verbose=flags.verbose)
+
+
+def config(argv: Sequence[str]) -> int:
+    """Print a settings file, every default under its comment."""
+    parser = FlagParser(
+        prog="ssl_kd config",
+        epilog="ssl_kd config train > config.py; ssl_kd config distill > scripts/config.py",
+    )
+    parser.add_argument("command", choices=("train", "distill"))
+    flags = parser.parse_args(argv)
+    if flags.command == "train":
+        from ssl_kd.vision.settings import VisionSettings as AllSettings
+    else:
+        from ssl_kd.language.settings import LanguageSettings as AllSettings
+    print(AllSettings.file_text(), end="")
+    return OK
+
+
+def replay(argv: Sequence[str]) -> int:
+    """Repeat a recorded step and print the cause of its fault; 1 where it did not return."""
+    parser = FlagParser(
+        prog="ssl_kd replay",
+        epilog="Only the classes that are named here are imported, whatever the bundle names.",
+    )
+    parser.add_argument("bundle", metavar="BUNDLE", help="a file in a run's folder faults/")
+    parser.add_argument("--head", metavar="CLASS", help="import path of a head of yours")
+    parser.add_argument("--loss", metavar="CLASS", help="import path of a loss of yours")
+    flags = parser.parse_args(argv)
+    from ssl_kd.cli.screen import open_screen
+
+    open_screen()
+    from ssl_kd.guard.recorder import load_bundle
+
+    recorded = load_bundle(flags.bundle).settings.get("replay")
+    if isinstance(recorded, dict) and recorded.get("mode") == "language":
+        from ssl_kd.language import replay as language
+
+        report = language.replay(flags.bundle)
+    else:
+        from ssl_kd.vision import replay as vision
+
+        report = vision.replay(flags.bundle, head=flags.head, loss=flags.loss)
+    print(report)
+    return OK if report.reproduced else FAILED

@@ -1,0 +1,229 @@
+"""`distill`, `cache_teacher`, `judge` and `verify`: the commands of the language mode."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded
+from ssl_kd.cli.flags import LANGUAGE_CONFIG, FlagParser, read_settings, resolve_settings
+from ssl_kd.cli.vision import program
+from ssl_kd.errors import FAILED, OK, InputError
+from ssl_kd.settings.early import home_resolved
+
+if TYPE_CHECKING:
+    from ssl_kd.language.settings import LanguageSettings
+
+_JUDGE = "ssl_kd judge"
+_JUDGE_PROMPTS = 32  # that are continued, unless GENERATIONS is given
+# The settings that judging uses; a run's own hold where no flag says otherwise.
+_JUDGE_SETTINGS = (
+    *("data_path", "eval_path", "block_size", "packing", "eval_rows"),
+    *("batch_size", "max_new_tokens", "device", "model_dtype", "seed"),
+)
+
+
+def language_settings(
+    argv: Sequence[str], prog: str, config: Path = LANGUAGE_CONFIG, preset: str | None = None
+) -> LanguageSettings:
+    """Resolve the settings of the language mode, and check that its packages are installed."""
+    from ssl_kd.language.presets import NOTES, PRESETS
+    from ssl_kd.language.settings import LanguageSettings
+
+    known: Any = {"presets": PRESETS, "notes": NOTES}
+    resolved = read_settings(LanguageSettings, argv, config, prog=prog, preset=preset, **known)
+    resolved.check_packages()
+    return resolved
+
+
+def distill(
+    argv: Sequence[str],
+    *,
+    preset: str | None = None,
+    config: Path = LANGUAGE_CONFIG,
+    prog: str = "distill.py",
+) -> int:
+    """Distil a language model, as the preset and the flags say; return the exit code.
+
+    The arguments are those of `ssl_kd.cli.train`, and the preset where no `--preset` is given.
+    """
+    command = [*program(prog), *argv]
+    return distill_as(lambda: language_settings(argv, prog, config, preset), command)
+
+
+def distill_as(read: Callable[[], LanguageSettings], command: Sequence[str]) -> int:
+    """Distil a language model and show the result; return the exit code.
+
+    Args:
+        read: Resolves the settings; what it raises becomes one line.
+        command: The command that started it, which with `--resume` continues.
+    """
+
+    def work() -> int:
+        resolved = read()
+        resolved.check_packages()
+        from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
+
+        screen = open_screen()
+        from ssl_kd.distillation import Distillation
+        from ssl_kd.report.tables import language_table
+        from ssl_kd.training.ranks import follows
+
+        with ProgressBars(screen) as progress:
+            finished = Distillation.of(resolved).run(progress=progress)
+        if not follows():
+            files = {"Student": finished.path / "student", "Report": finished.report}
+            print_result(language_table(finished.metrics), files)
+        return OK
+
+    return guarded(work, shlex.join(command), LANGUAGE_MEMORY)
+
+
+def cache_teacher(
+    argv: Sequence[str], *, config: Path = LANGUAGE_CONFIG, prog: str = "cache_teacher.py"
+) -> int:
+    """Cache a teacher's distributions over a text, for runs without it; return the exit code.
+
+    The flags are those of `distill`.
+    """
+
+    def work() -> int:
+        resolved = language_settings(argv, prog, config)
+        from ssl_kd.cli.screen import ProgressBars, open_screen, short
+
+        screen = open_screen()
+        from ssl_kd.language.caching import cache_teacher
+        from ssl_kd.training.ranks import following, follows
+
+        if follows():
+            with following():
+                cache_teacher(resolved)
+            return OK
+        with ProgressBars(screen) as progress:
+            caches = cache_teacher(resolved, progress=progress)
+        for cache in caches:
+            facts = ", ".join(f"{name} {short(value)}" for name, value in cache.facts().items())
+            print(f"{cache.folder}: {facts}")
+        return OK
+
+    command = shlex.join([*program(prog), *argv])
+    return guarded(work, command, LANGUAGE_MEMORY, kept="complete shards")
+
+
+def verify(argv: Sequence[str]) -> int:
+    """Print whether live, cached, chunked and served teachers agree; 1 where they do not."""
+    resolved = language_settings(argv, "ssl_kd verify")
+    from rich.console import Console
+
+    from ssl_kd.cli.screen import ProgressBars, open_screen
+
+    screen = open_screen()
+    from ssl_kd.doctor.finding import table
+    from ssl_kd.doctor.verify import agreement_table, verify
+    from ssl_kd.doctor.verify_served import compare_served
+    from ssl_kd.training.ranks import refuse_ranks
+
+    refuse_ranks()
+    with ProgressBars(screen) as progress:
+        ways = verify(resolved, progress=progress)
+    Console().print(agreement_table(ways))
+    agree = all(way.agrees for way in ways)
+    if resolved.teacher_url is not None:
+        findings = compare_served(resolved)
+        Console().print(table(findings))
+        agree &= not any(finding.change for finding in findings)
+    return OK if agree else FAILED
+
+
+def judge(argv: Sequence[str]) -> int:
+    """Judge a finished student, print the table and write the results as JSON."""
+    names = ", ".join(f"--{name}" for name in sorted({*_JUDGE_SETTINGS, "generations"}))
+    parser = FlagParser(prog=_JUDGE, epilog=f"Of the settings (ssl_kd distill --help-all): {names}")
+    add = parser.add_argument
+    add("student", metavar="STUDENT", help="runs/NAME, a saved student's folder, or a Hub name")
+    teacher = "folder or Hub name; none: without. Default: the teacher of the run"
+    add("--teacher", "--teacher-model", help=teacher)
+    add("--out", type=Path, help="JSON file of the results; default: judged.json, in the run")
+    if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+        raise InputError(
+            f"The student comes first, before {argv[0]}: {_JUDGE} runs/latest {argv[0]} ..."
+        )
+    flags, rest = parser.parse_known_args(argv)
+    student, run = _student(flags.student)
+    out: Path = flags.out or (run or Path()) / "judged.json"
+    if out.is_dir():
+        raise InputError(f"--out is {out}, a folder: expected a file")
+    if flags.out is None and out.exists():
+        raise InputError(f"{out} exists: name another file, or this one, with --out")
+    resolved = _judged_settings(rest, student, run, flags.teacher)
+
+    from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
+
+    screen = open_screen()
+    from ssl_kd.files import atomic_write_json
+    from ssl_kd.language.judge_finished import judge
+    from ssl_kd.report.tables import language_table
+    from ssl_kd.training.ranks import refuse_ranks
+
+    refuse_ranks()
+    with ProgressBars(screen) as progress:
+        results = judge(resolved, progress=progress)
+    atomic_write_json(out, results)
+    two_tokenizers = results["same_tokenizer"] is False
+    table = language_table({"table": results["table"], "alignment": two_tokenizers})
+    print_result(table, {"Results": out})
+    return OK
+
+
+def _student(name: str) -> tuple[str, Path | None]:
+    """Return the student to load, and the run that it comes from, if any."""
+    folder = home_resolved(name)
+    for run in (folder, folder.parent):
+        if _config_of(run).get("mode") != "language":
+            continue
+        if not (run / "student").is_dir():
+            raise InputError(f"The run {run} has no student yet: expected a finished one")
+        return str(run / "student"), run
+    # A name on the Hub has no parent folder here.
+    is_path = name[:1] in "./~" or (folder.parent != Path() and folder.parent.is_dir())
+    if is_path and not folder.exists():
+        raise InputError(f"{folder} does not exist: give a run's folder, or a saved student's")
+    return name, None
+
+
+def _config_of(run: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not a run; loading the student says what is wrong
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _judged_settings(
+    argv: Sequence[str], student: str, run: Path | None, teacher: str | None
+) -> LanguageSettings:
+    """Return the run's settings of text, teacher and evaluation, changed by the flags."""
+    from ssl_kd.language.settings import LanguageSettings
+    from ssl_kd.training.folder import check_version
+
+    resolved, flags = resolve_settings(LanguageSettings, argv, LANGUAGE_CONFIG, prog=_JUDGE)
+    if unused := sorted(flags.keys() - {*_JUDGE_SETTINGS, "generations"}):
+        raise InputError(
+            f"{unused[0].upper()} plays no part in judging: leave --{unused[0]} out ({_JUDGE} "
+            "--help lists what does)"
+        )
+    if run is not None:
+        config = _config_of(run)
+        check_version(run, config, LanguageSettings)
+        resolved = LanguageSettings.from_dict(config["settings"])
+        teacher = teacher or (config.get("teacher") or {}).get("name")
+    values = {name: flags.get(name, getattr(resolved, name)) for name in _JUDGE_SETTINGS}
+    return LanguageSettings(
+        **values,
+        generations=flags.get("generations", _JUDGE_PROMPTS),
+        student_model=student,
+        teacher_model=teacher or "none",
+    )

@@ -1,0 +1,188 @@
+"""`train` and `extract`: the vision pipeline, and its caches of embeddings alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssl_kd.cli.failures import guarded
+from ssl_kd.cli.flags import FlagParser, integer_from, read_settings, resolve_settings
+from ssl_kd.errors import OK, InputError
+from ssl_kd.settings.early import check_dataset, check_run_name, launched_as, run_to_extend
+
+if TYPE_CHECKING:
+    from ssl_kd.report.gallery import Images
+    from ssl_kd.training.clock import Progress
+    from ssl_kd.vision.settings import VisionSettings
+
+# The rank on one machine, from torchrun, Open MPI, MPICH and srun.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = "train.py") -> int:
+    """Embed, train, score and report, as `config.py` and the flags say; return the exit code.
+
+    With `--extend RUN` new samples are added to a finished run instead; with `extract` as the first
+    argument all splits are embedded, and nothing is trained.
+
+    Args:
+        argv: The flags.
+        config: The settings file where no `--config` is given; it may be missing.
+        prog: What `--help` calls the program.
+    """
+    command = shlex.join([*program(prog), *argv])
+    if argv[:1] == ["extract"]:
+        work = partial(_extract, argv[1:], config, f"{prog} extract")
+        return guarded(work, command, kept="complete shards")
+    return guarded(lambda: _train(_settings_of_run(argv, config, prog)), command)
+
+
+def program(prog: str) -> list[str]:
+    """Return the command that starts `prog` again as it was started, without its flags."""
+    if not prog.endswith(".py"):
+        return prog.split()
+    on_this_machine, in_all = (os.environ.get(f"{name}WORLD_SIZE", "1") for name in ("LOCAL_", ""))
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", on_this_machine]
+    several = on_this_machine != "1" and on_this_machine == in_all
+    # The same interpreter: another one named python may lack the packages.
+    return [sys.orig_argv[0], *(torchrun if several else []), prog]
+
+
+def _settings_of_run(argv: Sequence[str], config: Path, prog: str) -> VisionSettings:
+    """Return the settings; paths that do not exist are refused before torch is imported."""
+    from ssl_kd.vision.settings import VisionSettings
+
+    resolved, flags = resolve_settings(VisionSettings, argv, config, prog=prog)
+    check_dataset(resolved.dataset)
+    check_dataset(resolved.dataset_test)
+    if resolved.run_name is not None and "WORLD_SIZE" not in os.environ:
+        check_run_name(Path(resolved.runs_dir) / resolved.run_name, resolved.resume)
+    if resolved.extend is None:
+        return resolved
+    run_to_extend(resolved.extend, resolved.runs_dir)
+    from ssl_kd.vision.extend import inherited
+
+    return inherited(resolved, flags)
+
+
+def _train(settings: VisionSettings) -> int:
+    from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
+
+    screen = open_screen()
+    from ssl_kd.report import reported, run_images
+    from ssl_kd.report.tables import extension_text, next_commands, number_text, results_table
+    from ssl_kd.training.ranks import follows
+    from ssl_kd.vision.assignments import assignments_of
+
+    if settings.extend is None:
+        from ssl_kd.vision.run import run
+    else:
+        from ssl_kd.vision.extend import extend as run
+    if follows():  # the first process shows and reports
+        run(settings)
+        return OK
+
+    def start(progress: Progress) -> tuple[Path, Images | None]:
+        finished = run(settings, progress=progress)
+        return finished.path, finished.images
+
+    with ProgressBars(screen) as progress:
+        path = reported(start, run_images, progress)
+    metrics = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
+    if any(row.get("acc") is not None for row in metrics["table"]):
+        result: Any = results_table(metrics)
+    else:
+        sizes = metrics["cluster_sizes"]
+        about = f"{len(sizes)} clusters of {min(sizes)} to {max(sizes)} samples"
+        result = f"{about}; no label is known, so there is nothing to score."
+    if summary := extension_text(metrics) if "extended" in metrics else number_text(metrics):
+        print(summary + ".")
+    files = {"Clusters": assignments_of(path), "Report": path / "report.html"}
+    if (path / "faults").exists():
+        files["Faults, each explained by ssl_kd replay FILE"] = path / "faults"
+    print_result(result, files)
+    print(f"Next: {'; '.join(next_commands(path))}")
+    return OK
+
+
+def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
+    """Fill the caches of all splits, and print where each is and what it holds."""
+    parser = FlagParser(prog=prog, usage=f"{prog} [flags]", add_help=False)
+    add = parser.add_argument
+    engines = "local, this process; or ray, the Ray cluster of RAY_ADDRESS, else this machine"
+    add("--engine", default="local", choices=("local", "ray"), help=engines)
+    add("--rank", type=int, help="which of WORLD processes this is, from 0; set in a job array")
+    add("--world", type=int, help="number of processes; torchrun, mpirun and srun set both")
+    add("--shard-rows", type=integer_from(1), help="samples per shard; default: about 256 MiB")
+    if {"-h", "--help"} & set(argv):
+        print(f"Fills the caches of all splits, and stops.\n\n{parser.format_help()}")
+    flags, rest = parser.parse_known_args(argv)
+    share = _share(flags.engine, flags.rank, flags.world)
+    from ssl_kd.vision.settings import VisionSettings
+
+    resolved = read_settings(VisionSettings, rest, config, prog=prog)
+    check_dataset(resolved.dataset)
+    check_dataset(resolved.dataset_test)
+    if resolved.extend is not None:
+        raise InputError(
+            f"EXTEND is {resolved.extend!r}: an extension embeds its data itself; leave it out here"
+        )
+    from ssl_kd.cli.screen import ProgressBars, open_screen
+
+    with ProgressBars(open_screen()) as progress:
+        options: Any = {"shard_rows": flags.shard_rows, "progress": progress}
+        if flags.engine == "ray":
+            from ssl_kd.vision.extract_ray import fill_by_ray
+
+            caches = fill_by_ray(resolved, **options)
+        else:
+            from ssl_kd.vision.extract_many import fill, fill_share
+
+            if share is None:
+                caches = fill(resolved, **options)
+            else:
+                placed = resolved.replace(device=_device_of_process(resolved.device))
+                caches = fill_share(placed, *share, **options)
+    for cache in caches:
+        print(f"{cache.manifest}: {cache.told}")
+    return OK
+
+
+def _share(engine: str, rank: int | None, world: int | None) -> tuple[int, int] | None:
+    """Return rank and number of processes, from the flags or a launcher; None for a single one."""
+    if launched := launched_as(os.environ):
+        if rank is not None or world is not None:
+            raise InputError(
+                f"--rank and --world are set by the launcher ({launched[2]}): leave them out"
+            )
+        rank, world, _ = launched
+    if rank is None and world is None:
+        return None
+    if engine == "ray":
+        raise InputError(
+            f"--engine ray shares the work itself, but this is process {rank} of {world}: start it"
+            " once, with python alone, without --rank and --world"
+        )
+    if rank is None or world is None or not 0 <= rank < world:
+        raise InputError(
+            f"--rank is {rank} and --world {world}; expected both, and a rank from 0 to world - 1 "
+            "(a job array that counts from 1 subtracts it)"
+        )
+    return rank, world
+
+
+def _device_of_process(device: str) -> str:
+    """Return a GPU of its own for each process that a launcher started on this machine."""
+    local_rank = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "")
+    if local_rank.isdecimal() and device in ("auto", "cuda"):
+        import torch
+
+        if n_gpus := torch.cuda.device_count():
+            return f"cuda:{int(local_rank) % n_gpus}"
+    return device
