@@ -128,8 +128,8 @@ def atomic_write_json(path: str | Path, value: Any) -> None:
     atomic_write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def strict_json(data: bytes) -> Any:
-    """Read JSON that every program reads alike: UTF-8, no key twice, no NaN.
+def strict_json(data: bytes, *, nan: bool = False) -> Any:
+    """Read JSON that every program reads alike: UTF-8, no key twice, no NaN unless `nan`.
 
     Raises:
         ValueError: it is something else, too deep, or has a number of thousands of digits.
@@ -144,7 +144,8 @@ def strict_json(data: bytes) -> Any:
         raise ValueError(f"{name} is not a number of JSON")
 
     try:
-        return json.loads(data.decode(), object_pairs_hook=once, parse_constant=refuse)
+        constant = None if nan else refuse
+        return json.loads(data.decode(), object_pairs_hook=once, parse_constant=constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -1,4 +1,4 @@
-"""One HTTP exchange with a teacher's server: with its host alone, bounded in time and in size."""
+"""One HTTP request to a teacher's server, to its own host only and limited in time and size."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from ssl_kd.errors import InputError, UserError
 
-KEY = "TEACHER_API_KEY"  # of the environment: a setting would stand in the run's files
-MESSAGE = 2**16  # bytes that are read of a refusal
-FOREVER = 1e9  # seconds: a clock takes no infinite ones
-LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # of a host's name
-ADDRESS = re.compile(
-    rf"https?://(?P<host>{LABEL}(\.{LABEL})*\.?|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])"
+KEY = "TEACHER_API_KEY"  # from the environment: settings are written to the run's files
+MESSAGE_BYTES = 2**16  # read at most of an error response
+LONGEST = 1e9  # seconds: asyncio takes no infinite timeout
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # of a host name
+_ADDRESS = re.compile(
+    rf"https?://(?P<host>{_LABEL}(\.{_LABEL})*\.?|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])"
     r"(:(?P<port>\d{1,5}))?(/[!$&-;=A-Z_a-z~%]*)?",
     re.ASCII,
 )
 
 
 class Answer(NamedTuple):
-    """What came back: of a status other than 2xx the first bytes of its content alone."""
+    """A response; for a status other than 2xx only the first bytes of its content."""
 
     status: int
     reason: str
@@ -39,7 +37,7 @@ class Answer(NamedTuple):
 
 
 class NoAnswer(UserError):
-    """No whole answer came: if `again`, one may come to another attempt."""
+    """No complete response arrived; `again` says whether another attempt may succeed."""
 
     def __init__(self, message: str, again: bool = True) -> None:
         super().__init__(message)
@@ -47,34 +45,32 @@ class NoAnswer(UserError):
 
 
 def exchange(url: str, body: bytes | None, *, timeout: float, largest: int) -> Answer:
-    """Send a request and return the whole answer; a redirect is an answer, and is not followed.
+    """Send one request and return the complete response; redirects are returned, not followed.
 
-    The key of the environment goes to the host of the address alone: neither another host nor
-    .netrc nor a proxy has a part in it. An https address is reached through the environment's proxy
-    (HTTPS_PROXY, NO_PROXY), as a tunnel that sees the host only; an http address is connected to
-    directly.
+    The key from the environment is sent to the host of the URL and to no other. The connection is
+    direct: proxies and .netrc are ignored.
 
     Args:
-        url: checked by `check_url`.
+        url: an address that passed `check_url`.
         body: JSON to POST; None for a GET.
-        timeout: seconds for everything, from looking up the name to the last byte.
-        largest: bytes that an answer may have.
+        timeout: seconds for everything, from the DNS lookup to the last byte.
+        largest: largest response in bytes.
 
     Raises:
-        NoAnswer: none came; or it is larger than that, or compressed.
-        InputError: the key, or the environment's proxy, cannot be used.
+        NoAnswer: no response arrived, or it is larger than `largest`.
+        InputError: the key cannot be sent.
     """
     answer: Future[Answer] = Future()
 
     def work() -> None:
         try:
-            # Closing does not wait for a name that is still being looked up.
+            # Unlike asyncio.run, closing does not wait for a DNS lookup that is still running.
             with closing(asyncio.new_event_loop()) as loop:
                 answer.set_result(loop.run_until_complete(_exchange(url, body, timeout, largest)))
         except BaseException as error:
             answer.set_exception(error)
 
-    # A thread for its loop: that of a notebook's cell has a running one.
+    # In a separate thread, because in a notebook this one already runs an event loop.
     threading.Thread(target=work, name="teacher's answer", daemon=True).start()
     return answer.result()
 
@@ -82,105 +78,79 @@ def exchange(url: str, body: bytes | None, *, timeout: float, largest: int) -> A
 async def _exchange(url: str, body: bytes | None, timeout: float, largest: int) -> Answer:
     import aiohttp  # which only a served teacher needs
 
-    headers = {"Accept": "application/json", "Content-Type": "application/json"}
-    headers["Accept-Encoding"] = "identity"  # a megabyte of gzip is a gigabyte of JSON
+    # Uncompressed, because a megabyte of gzip can become a gigabyte of JSON.
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if key := api_key():
         headers["Authorization"] = f"Bearer {key}"
-    how = {"headers": headers, "allow_redirects": False, "proxy": _proxy(url)}
-    limit = aiohttp.ClientTimeout(total=min(timeout, FOREVER))
+    method = "GET" if body is None else "POST"
+    limit = aiohttp.ClientTimeout(total=min(timeout, LONGEST))
     try:
         async with (
             aiohttp.ClientSession(timeout=limit, auto_decompress=False) as session,
-            session.request("GET" if body is None else "POST", url, data=body, **how) as response,
+            session.request(
+                method, url, data=body, headers=headers, allow_redirects=False
+            ) as response,
         ):
-            succeeded = 200 <= response.status < 300
-            try:
-                content = await _content(response, largest if succeeded else MESSAGE, succeeded)
-            except (asyncio.TimeoutError, aiohttp.ClientError, OSError):
-                if succeeded:
-                    raise
-                content = b""  # the status says enough
+            if 200 <= response.status < 300:
+                content = await _whole(response.content, largest)
+            else:
+                content = await response.content.read(MESSAGE_BYTES)
             return Answer(response.status, response.reason or "", response.headers, content)
     except asyncio.TimeoutError:
-        raise NoAnswer(f"no whole answer came in {timeout:g} s") from None
+        raise NoAnswer(f"no complete answer within {timeout:g} s") from None
     except (aiohttp.ClientError, OSError) as error:
         raise NoAnswer(_reason(error)) from None
 
 
-async def _content(response: Any, most: int, whole: bool) -> bytes:
-    """Return the content, of up to so many bytes; where it must be whole, more are refused."""
-    encoding = response.headers.get("Content-Encoding", "identity")
-    if encoding.lower() != "identity":
-        if whole:
-            raise NoAnswer(f"answers in the encoding {short(encoding)}, unasked for", again=False)
-        return b""
-    content = bytearray()
-    async for chunk in response.content.iter_chunked(2**16):
-        content += chunk
-        if len(content) > most and whole:
-            raise NoAnswer(f"answers with more than {most:,} bytes", again=False)
-        if len(content) > most:
-            break
-    return bytes(content[:most])
+async def _whole(stream: Any, largest: int) -> bytes:
+    """Read the stream to its end; refuse one of more than `largest` bytes."""
+    try:
+        await stream.readexactly(largest + 1)
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    raise NoAnswer(f"answers with more than {largest:,} bytes", again=False)
 
 
 def api_key() -> str | None:
-    """Return the key of the environment, where there is one.
+    """Return the key from the environment, or None.
 
     Raises:
-        InputError: it cannot stand in a header; does not show it.
+        InputError: it has characters that a header cannot hold; the message does not show it.
     """
     key = os.environ.get(KEY, "")
-    for place, character in enumerate(key, 1):
-        if not "!" <= character <= "~":
-            kind = "a blank or line break" if character.isspace() else "no printable ASCII"
-            raise InputError(
-                f"the key in the environment variable {KEY} cannot be sent: its character {place} "
-                f"of {len(key)} is {kind}. Set it to the key alone, or unset it"
-            )
+    if not re.fullmatch("[!-~]*", key):
+        raise InputError(
+            f"the key in the environment variable {KEY} cannot be sent: it contains a space, a "
+            "line break or a character outside ASCII. Set it to the key alone, or unset it"
+        )
     return key or None
 
 
-def hidden(text: str) -> str:
-    """Return the text without the key, which a server may repeat."""
+def hide_key(text: str) -> str:
+    """Replace the key, which a server may repeat, by asterisks."""
     return text.replace(os.environ.get(KEY) or "\0", "***")
 
 
-class _Shown(reprlib.Repr):
+class _Repr(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxdict = self.maxlist = 8
         self.maxstring = self.maxother = self.maxlong = 120
 
     def repr_str(self, x: str, level: int) -> str:
-        """Hide the key while it is whole: a cut one would not be recognized."""
-        return super().repr_str(hidden(x), level)
+        """Hide the key before the string is cut, since a part of it would not be found."""
+        return super().repr_str(hide_key(x), level)
 
 
 def short(value: Any, width: int = 120) -> str:
-    """Return what a message shows of a foreign value, however large and deep it is."""
-    text = hidden(value) if isinstance(value, str) else _Shown().repr(value)
+    """Return a value from a server as one short line without the key, for a message."""
+    text = hide_key(value) if isinstance(value, str) else _Repr().repr(value)
     text = " ".join(text[: 10 * width].split())
     return text if len(text) <= width else f"{text[: width - 2]} …"
 
 
-def _proxy(url: str) -> str | None:
-    """Return the proxy through which an https address is reached; None: directly."""
-    host = urlsplit(url).hostname or ""
-    proxy = getproxies().get("https") or getproxies().get("all")
-    if not url.startswith("https://") or not proxy or proxy_bypass(host):
-        return None
-    scheme, _, rest = proxy.rpartition("://")
-    if scheme not in ("", "http", "https"):
-        raise InputError(
-            f"the environment has a proxy of the kind {scheme!r} (HTTPS_PROXY), expected http: set "
-            f"NO_PROXY={host} to reach the teacher's server without it"
-        )
-    return f"{scheme or 'http'}://{rest}"
-
-
 def _reason(error: Exception) -> str:
-    """Return why a connection failed, as the system calls it."""
+    """Return why a connection failed, in the words of the operating system if it has any."""
     cause: Any = getattr(error, "os_error", error)
     if not isinstance(cause, ssl.SSLError) and (getattr(cause, "errno", 0) or 0) > 0:
         return os.strerror(cause.errno)
@@ -188,24 +158,20 @@ def _reason(error: Exception) -> str:
 
 
 def check_url(url: str) -> None:
-    """Raise InputError where this is not an API's address, or holds a secret."""
-    if "@" in url:
+    """Raise InputError unless this is the address of an API without a secret in it."""
+    if "@" in url or "?" in url or "#" in url:
         raise InputError(
-            f"TEACHER_URL holds a name or password, which would stand in the run's files: put the "
-            f"key into the environment variable {KEY}"
-        )
-    if "?" in url or "#" in url:
-        raise InputError(
-            "TEACHER_URL holds a query or a fragment ('?', '#'), expected the address alone, as "
-            f"http://host:8000/v1; a key belongs into the environment variable {KEY}"
+            "TEACHER_URL contains a user name, a query or a fragment ('@', '?', '#'), which would "
+            "be written to the run's files: give the address alone, such as http://host:8000/v1, "
+            f"and the key in the environment variable {KEY}"
         )
     try:
-        parts = ADDRESS.fullmatch(url)
+        parts = _ADDRESS.fullmatch(url)
         if parts is None or len(parts["host"]) > 253 or not 0 < int(parts["port"] or 80) < 2**16:
             raise ValueError
         ipaddress.IPv6Address(parts["ipv6"] or "::1")
     except ValueError:
         raise InputError(
-            f"TEACHER_URL is {short([url])[1:-1]}, expected an address as "
+            f"TEACHER_URL is {short([url])[1:-1]}, expected an address such as "
             "http://host:8000/v1 in ASCII, with a port up to 65535"
         ) from None

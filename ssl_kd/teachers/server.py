@@ -1,4 +1,4 @@
-"""A teacher behind an HTTP server: what it says of a prompt, asked for and checked."""
+"""A teacher behind an HTTP server: its log-probabilities, each number checked."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from urllib.parse import urljoin, urlsplit
 
 import torch
 from torch import Tensor
 
 from ssl_kd.errors import UserError, printable
+from ssl_kd.files import strict_json
 from ssl_kd.settings.import_paths import check_installed
 from ssl_kd.teachers.http_client import (
     KEY,
@@ -25,7 +26,7 @@ from ssl_kd.teachers.http_client import (
     api_key,
     check_url,
     exchange,
-    hidden,
+    hide_key,
     short,
 )
 
@@ -33,25 +34,25 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT, PATIENCE = 120.0, 300.0  # seconds, see `CompletionServer`
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds between two attempts
-TRY_AGAIN = (408, 409, 425, 429)  # of HTTP; and all from 500
-# One answer at a time is Python objects, many times its numbers: in a row they take no longer.
-_READING = threading.Lock()
-TOLERANCE = 1e-3  # of a probability: what a server's rounding may do
-# Bytes that are read of an answer: vLLM writes about 90 for a token; never more than LARGEST.
-PER_TOKEN, LISTED, LARGEST = 512, 2**24, 2**30
+RETRIED = (408, 409, 425, 429)  # HTTP statuses; all from 500 on are retried, too
+# Parsed answers take many times the memory of their numbers, so one is parsed at a time.
+_PARSING = threading.Lock()
+TOLERANCE = 1e-3  # of a probability, for the server's rounding
+# Bytes read of an answer: vLLM writes about 90 for a token; never more than LARGEST.
+BYTES_PER_TOKEN, OVERHEAD, LARGEST = 512, 2**24, 2**30
 
 
 class ServerFailed(UserError, RuntimeError):
-    """A server cannot be reached, refuses, or gives an invalid answer; names the server."""
+    """A server cannot be reached, refuses, or gives an invalid answer; the message names it."""
 
 
 class PromptTopK(NamedTuple):
-    """The likeliest tokens after each token of a prompt but the last.
+    """The most likely tokens after each token of a prompt except the last.
 
     Attributes:
-        tokens: int64 `[n - 1, k]`, the likeliest first.
-        log_probs: float64 `[n - 1, k]`, natural logarithms, at temperature 1.
-        own: float64 `[n - 1]`, of the token that the prompt itself goes on with.
+        tokens: int64 `[n - 1, k]`, the most likely first.
+        log_probs: float64 `[n - 1, k]`, natural logarithms at temperature 1.
+        own: float64 `[n - 1]`, log-probability of the token that follows in the prompt.
     """
 
     tokens: Tensor
@@ -60,34 +61,34 @@ class PromptTopK(NamedTuple):
 
 
 @dataclass
-class _Again(Exception):
-    """An attempt failed in a way that may pass; the seconds that the server asked for."""
+class _Retry(Exception):
+    """An attempt failed, but another may succeed after this many seconds."""
 
-    words: str
+    message: str
     after: float = 0.0
 
 
 @dataclass
-class _Wrong(Exception):
-    """An invalid answer after a token of the prompt; None: the whole answer is invalid."""
+class _Invalid(Exception):
+    """An invalid answer at one token of the prompt; None: as a whole."""
 
-    words: str
+    message: str
     token: int | None = None
 
 
 class CompletionServer:
-    """A server of OpenAI's completions that gives `prompt_logprobs`, as vLLM does.
+    """A server with OpenAI's completions API that returns `prompt_logprobs`, such as vLLM.
 
-    Prompts are token ids, so that nothing is tokenised on the other side. The log-probabilities
-    that vLLM gives are those before its sampling: of temperature 1.
+    Prompts are sent as token ids, so the server tokenizes nothing. vLLM's log-probabilities are
+    those before sampling, at temperature 1.
 
     Args:
-        url: of the API, such as `http://host:8000/v1`. Where the environment has TEACHER_API_KEY,
-            it is sent as a bearer token, to this host alone.
-        model: the name that the server knows the teacher by.
-        timeout: seconds after which an attempt without a whole answer counts as failed.
-        patience: seconds for which an attempt that failed is made again, at growing intervals or
-            as the server's Retry-After says.
+        url: of the API, such as `http://host:8000/v1`. If TEACHER_API_KEY is set in the
+            environment, it is sent to this host as a bearer token.
+        model: the name under which the server offers the teacher.
+        timeout: seconds after which an attempt without a complete answer has failed.
+        patience: seconds during which failed attempts are repeated, at growing intervals or as the
+            server's Retry-After says.
 
     Raises:
         InputError: the address, or the key in the environment, is invalid.
@@ -102,32 +103,30 @@ class CompletionServer:
         check_installed(["aiohttp"], "llm")
         self.url, self.model = url.rstrip("/"), model
         self._timeout, self._patience = timeout, patience
-        self._lock, self._in_trouble = threading.Lock(), False
+        self._warned = False  # since the last complete answer
 
     def __repr__(self) -> str:
         return f"CompletionServer({self.url!r}, {self.model!r})"
 
     def check(self, tokens: int) -> None:
-        """See whether the server has the model, for prompts of so many tokens.
+        """Check that the server has the model and takes prompts of this many tokens.
 
         Raises:
-            ServerFailed: it has not; or as by `top_k`.
+            ServerFailed: it does not; or as `top_k`.
         """
-        listed = self._parsed(self._ask("models"))
-        models = listed.get("data") if isinstance(listed, dict) else None
+        answer = self._parse(self._request("models"))
+        models = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(models, list) or not all(isinstance(m, dict) for m in models):
-            raise self._failed(f"lists no models: {short(listed)}")
-        known = {str(model.get("id")): model for model in models}
-        if self.model not in known:
-            names = ", ".join(_quoted(m) for m in [*known][:5])
-            names += ", ..." if len(known) > 5 else ""
-            raise self._failed(
-                f"does not have the model {self.model!r}, but {names or 'none'}: set "
-                "TEACHER_SERVED_AS to the one that is meant"
+            raise self._failure(f"lists no models: {short(answer)}")
+        offered = {str(model.get("id")): model for model in models}
+        if self.model not in offered:
+            raise self._failure(
+                f"does not have the model {self.model!r}, only {short([*offered][:5])}: set "
+                "TEACHER_SERVED_AS to one of them"
             )
-        room = known[self.model].get("max_model_len")
-        if type(room) is int and tokens + 1 > room:  # one token is generated, at least
-            raise self._failed(
+        room = offered[self.model].get("max_model_len")
+        if type(room) is int and tokens + 1 > room:  # at least one token is generated
+            raise self._failure(
                 f"takes prompts of {room - 1} tokens, and rows have {tokens}: set BLOCK_SIZE to "
                 f"{room - 1} or less, or start the server with a larger --max-model-len"
             )
@@ -135,308 +134,223 @@ class CompletionServer:
     def top_k(
         self, prompt: Sequence[int], k: int, vocabulary: int, where: str = "prompt", first: int = 0
     ) -> PromptTopK:
-        """The k likeliest tokens after each token of a prompt.
+        """Return the k most likely tokens after each token of a prompt.
 
         Args:
-            prompt: ids of two tokens or more.
-            k: how many; a server of vLLM gives as many as its `--max-logprobs`, 20 by
-                default.
-            vocabulary: ids that the teacher's tokenizer has; none beyond may be among them.
-            where: what the prompt is called in an error.
-            first: number of its first token there.
+            prompt: ids of at least two tokens.
+            k: how many; vLLM allows as many as its `--max-logprobs`, by default 20.
+            vocabulary: number of ids of the teacher's tokenizer; larger ids are refused.
+            where: name of the prompt in error messages.
+            first: number of the prompt's first token there.
 
         Raises:
-            ServerFailed: the server did not answer for as long as the patience; it refused; or its
-                answer is invalid: of another model, misaligned, of fewer tokens, with
-                log-probabilities that are NaN, above 0 or unsorted, with ids beyond the
-                vocabulary, or with more than all of the mass. Names server, prompt and token.
+            ServerFailed: the server did not answer within the patience, refused, or gave an
+                invalid answer: of another model, misaligned, too few tokens, log-probabilities
+                that are NaN, above 0 or out of order, ids beyond the vocabulary, or probabilities
+                that cannot sum to 1. The message names server, prompt and token.
         """
-        try:
-            entries = self._complete(prompt, k)
-            with _READING:
-                return _read(entries(), prompt, k, vocabulary)
-        except _Wrong as fault:
-            place = "" if fault.token is None else f", token {first + fault.token}"
-            raise self._failed(f"{fault.words} ({where}{place})") from None
-
-    def texts(self, prompt: Sequence[int], k: int) -> dict[int, str]:
-        """What the server's own tokenizer writes for the k likeliest tokens of a prompt, by id.
-
-        Empty where it does not say so.
-
-        Raises:
-            ServerFailed: as by `top_k`, of which `prompt` and `k` are.
-        """
-        try:
-            entries = [entry for entry in self._complete(prompt, k)() if entry]
-            pairs = [(i, one.get("decoded_token")) for entry in entries for i, one in entry.items()]
-            return {_token_id(i, 0): text for i, text in pairs if isinstance(text, str)}
-        except _Wrong as fault:
-            raise self._failed(fault.words) from None
-        except (TypeError, AttributeError) as fault:
-            words = f"gives no log-probabilities: {short(str(fault))}"
-            raise self._failed(words) from None
-
-    def _complete(self, prompt: Sequence[int], k: int) -> Callable[[], Any]:
-        """Ask; return what reads the `prompt_logprobs` of the answer, unchecked."""
-        asked = {
+        request = {
             "model": self.model,
             "prompt": list(prompt),
             "max_tokens": 1,
             "temperature": 0,
             "prompt_logprobs": k,
         }
-        content = self._ask("completions", asked)
-        return lambda: _entries(self._parsed(content), self.model)
+        try:
+            content = self._request("completions", request)
+            with _PARSING:
+                entries = _entries(self._parse(content), self.model)
+                return _read(entries, prompt, k, vocabulary)
+        except _Invalid as fault:
+            token = "" if fault.token is None else f", token {first + fault.token}"
+            raise self._failure(f"{fault.message} ({where}{token})") from None
 
-    def _failed(self, words: str) -> ServerFailed:
-        return ServerFailed(printable(hidden(f"the teacher's server {self.url} {words}")))
+    def _failure(self, message: str) -> ServerFailed:
+        return ServerFailed(printable(hide_key(f"the teacher's server {self.url} {message}")))
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """What the server answers, in as many attempts as the patience allows."""
-        until, pause = time.monotonic() + self._patience, FIRST_PAUSE
+    def _parse(self, content: bytes) -> Any:
+        try:
+            return strict_json(content, nan=True)
+        except ValueError as error:
+            start = short(content[:4096].decode(errors="replace"))
+            reason = short(str(error), 60)
+            raise self._failure(f"answers with what is not JSON ({reason}): {start}") from None
+
+    def _request(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Return the content of the answer, after as many attempts as the patience allows."""
+        deadline, pause = time.monotonic() + self._patience, FIRST_PAUSE
         while True:
             try:
-                answer = self._attempt(path, body)
-            except _Again as fault:
-                left = until - time.monotonic()
+                content = self._attempt(path, body)
+            except _Retry as fault:
+                left = deadline - time.monotonic()
                 if left <= 0 or fault.after > left:
-                    raise self._failed(
-                        f"{fault.words}; it was asked again for {self._patience:g} s. Once it is "
-                        "back, start again (a run with --resume)"
+                    raise self._failure(
+                        f"{fault.message}; retried for {self._patience:g} s. Start again once it "
+                        "is back (a run with --resume)"
                     ) from None
-                self._say(f"{fault.words}: it is asked again for {left:.0f} s")
+                if not self._warned:
+                    self._warned = True
+                    message = printable(hide_key(f"{fault.message}; retrying for {left:.0f} s"))
+                    logger.warning("the teacher's server %s %s", self.url, message)
                 time.sleep(max(fault.after, min(pause, left)))
                 pause = min(2 * pause, LONGEST_PAUSE)
             else:
-                with self._lock:
-                    self._in_trouble = False
-                return answer
-
-    def _say(self, words: str) -> None:
-        """Warn, once until it answers again."""
-        with self._lock:
-            was_in_trouble, self._in_trouble = self._in_trouble, True
-        if not was_in_trouble:
-            logger.warning("the teacher's server %s %s", self.url, printable(hidden(words)))
+                self._warned = False
+                return content
 
     def _attempt(self, path: str, body: Mapping[str, Any] | None) -> bytes:
-        largest, data = LISTED, None
+        largest, data, prompt = OVERHEAD, None, ""
         if body is not None:
-            data = json.dumps(body).encode()
-            largest += len(body["prompt"]) * (body["prompt_logprobs"] + 1) * PER_TOKEN
+            data, n = json.dumps(body).encode(), len(body["prompt"])
+            largest += n * (body["prompt_logprobs"] + 1) * BYTES_PER_TOKEN
+            prompt = f" to a prompt of {n:,} tokens"
+        largest = min(largest, LARGEST)
         try:
-            answer = exchange(
-                f"{self.url}/{path}", data, timeout=self._timeout, largest=min(largest, LARGEST)
-            )
+            url = f"{self.url}/{path}"
+            answer = exchange(url, data, timeout=self._timeout, largest=largest)
         except NoAnswer as error:
             if error.again:
-                raise _Again(f"does not answer ({error})") from None
-            of = "" if body is None else f" to a prompt of {len(body['prompt']):,} tokens"
-            raise self._failed(f"{error}{of}: see that it is the server that is meant") from None
+                raise _Retry(f"does not answer ({error})") from None
+            raise self._failure(f"{error}{prompt}: is TEACHER_URL the right server?") from None
         if 200 <= answer.status < 300:
             return answer.content
-        raise self._refused(answer, path, body)
+        raise self._refusal(answer, path, body)
 
-    def _parsed(self, content: bytes) -> Any:
-        try:
-            return read_json(content)
-        except ValueError as error:
-            raise self._failed(f"answers what is {error}") from None
-
-    def _refused(self, answer: Answer, path: str, body: Mapping[str, Any] | None) -> Exception:
-        """What an HTTP status other than 2xx means."""
-        words = f"answers {answer.status} {short(answer.reason)}{_message(answer.content)}"
-        if answer.status in TRY_AGAIN or answer.status >= 500:
-            return _Again(words, _seconds(answer.headers.get("Retry-After")))
+    def _refusal(self, answer: Answer, path: str, body: Mapping[str, Any] | None) -> Exception:
+        """Return the exception that an HTTP status other than 2xx means."""
+        message = f"answers {answer.status} {short(answer.reason)}{_message(answer.content)}"
+        if answer.status in RETRIED or answer.status >= 500:
+            after = answer.headers.get("Retry-After", "")  # seconds; a date is ignored
+            return _Retry(message, float(after) if re.fullmatch("[0-9]+", after) else 0.0)
         if 300 <= answer.status < 400:
-            words += (
-                f" and sends on to {_target(f'{self.url}/{path}', answer.headers)}, which is not"
-                " followed, as the key would go there: set TEACHER_URL to the address that is meant"
+            message += (
+                "; redirects are not followed, because the key would go to another host: set "
+                f"TEACHER_URL to the final address (curl -i {self.url}/{path} shows it)"
             )
         elif answer.status in (401, 403):
-            words += f"; it takes the key in the environment variable {KEY}"
+            message += f"; set its key in the environment variable {KEY}"
         elif answer.status == 404 and path == "models":
-            words += "; expected the address of an OpenAI-style API, as in http://host:8000/v1"
-        elif "not JSON compliant" in words:  # a 400 of vLLM
-            return _Wrong(
+            message += "; expected an OpenAI-style API, such as http://host:8000/v1"
+        elif "not JSON compliant" in message:  # how vLLM answers where a value is NaN
+            return _Invalid(
                 "cannot write log-probabilities that are not finite: the weights it serves hold a "
-                "NaN or overflow in its --dtype"
+                "NaN, or overflow in its --dtype"
             )
         elif body is not None:
-            words += f" (CACHE_METHOD is topk:{body['prompt_logprobs']}, the model {self.model!r})"
-        return self._failed(words)
-
-
-def read_json(content: bytes) -> Any:
-    """Parse JSON from elsewhere, in which no object may have a name twice.
-
-    Raises:
-        ValueError: it is no such thing; the message begins with "not JSON" and shows it.
-    """
-    try:
-        return json.loads(content, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        reason = " that can be read (its brackets are too deep)"
-    except _Repeated as error:
-        reason = f" with one meaning (it has the name {error} twice in an object)"
-    except ValueError:
-        reason = ""
-    raise ValueError(f"not JSON{reason}: {short(content[:4096].decode(errors='replace'))}")
-
-
-class _Repeated(ValueError):
-    """A name that an object has twice."""
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(values := dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Repeated(_quoted(next(name for name in names if names.count(name) > 1)))
-    return values
-
-
-def _quoted(name: Any) -> str:
-    """Return what a message shows of a foreign name."""
-    return short([name])[1:-1]
-
-
-def _target(url: str, headers: Mapping[str, str]) -> str:
-    """Return the address that a redirect names, without what may be secret in it."""
-    try:
-        parts = urlsplit(urljoin(url, headers["Location"]))
-    except (KeyError, ValueError):
-        return "no address"
-    return short(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
-
-
-def _seconds(retry_after: str | None) -> float:
-    """Of a Retry-After in seconds; 0 for none, or for a date."""
-    return float(retry_after) if retry_after and re.fullmatch("[0-9]+", retry_after) else 0.0
+            message += f" (CACHE_METHOD is topk:{body['prompt_logprobs']}, model {self.model!r})"
+        return self._failure(message)
 
 
 def _message(content: bytes) -> str:
-    """What a server says of its refusal, with a colon before it."""
+    """Return the message of an error response, after a colon; empty if there is none."""
     text: Any = content.decode(errors="replace")
-    try:
-        text = read_json(content)
-        text = text.get("error", text)
-        text = text["message"] if isinstance(text, dict) else text
-    except (ValueError, KeyError, AttributeError):
-        pass  # not in OpenAI's form: as it came
-    return f": {shown}" if (shown := short(text, 240).strip()) else ""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):  # not in OpenAI's form
+        text = json.loads(content)["error"]
+        text = text["message"]
+    return f": {text}" if (text := short(text, 240).strip()) else ""
 
 
 def _entries(answer: Any, model: str) -> Any:
-    """The `prompt_logprobs` of an answer."""
+    """Return the `prompt_logprobs` of an answer."""
     try:
         name, (choice,) = answer["model"], answer["choices"]
         entries = choice.get("prompt_logprobs")
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise _Wrong(f"answers what is no completion: {short(answer)}") from None
+        raise _Invalid(f"answers with something other than a completion: {short(answer)}") from None
     if name != model:
-        raise _Wrong(f"was asked for the model {model!r} and answers as {_quoted(name)}")
+        raise _Invalid(f"answers as the model {short([name])[1:-1]}, requested was {model!r}")
     if entries is None:
-        raise _Wrong("gives no prompt_logprobs: expected vLLM, or a server that gives them as it")
+        raise _Invalid("returns no prompt_logprobs: expected vLLM, or a server that returns them")
     return entries
 
 
 def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> PromptTopK:
-    """Tensors of vLLM's `[null, {id: {"logprob", "rank"}, ...}, ...]`, an entry a token."""
+    """Convert vLLM's `[null, {id: {"logprob", "rank"}, ...}, ...]`, one entry a token."""
     if not isinstance(entries, list) or len(entries) != len(prompt):
         n = len(entries) if isinstance(entries, list) else short(entries)
-        raise _Wrong(f"gives prompt_logprobs of {n} tokens for a prompt of {len(prompt)}")
+        raise _Invalid(f"returns prompt_logprobs of {n} tokens for a prompt of {len(prompt)}")
     for token, entry in enumerate(entries[1:], 1):
         if not isinstance(entry, dict) or not entry:
-            raise _Wrong(f"gives no log-probabilities: {short(entry)}", token)
+            raise _Invalid(f"returns no log-probabilities: {short(entry)}", token)
     _check_alignment(entries, prompt)
     k, rows, own = min(k, vocabulary), [], []
     for token, entry in enumerate(entries[1:], 1):
         ids, values = _sorted(entry, token, k)
         own.append(values[ids.index(prompt[token])])
         rows.append((ids[:k], values[:k]))
-    found = PromptTopK(
+    top_k = PromptTopK(
         torch.tensor([ids for ids, _ in rows]),
         torch.tensor([values for _, values in rows], dtype=torch.float64),
         torch.tensor(own, dtype=torch.float64),
     )
-    _check_mass(found, vocabulary)
-    return found
+    _check_distribution(top_k, vocabulary)
+    return top_k
 
 
 def _check_alignment(entries: list[Any], prompt: Sequence[int]) -> None:
-    """Each entry holds the prompt's own token: that of another place is at another place."""
+    """Check that each entry holds the prompt's own token, and name a shift by one position."""
 
     def fits(shift: int) -> bool:
-        places = range(max(1, 1 - shift), len(prompt) - max(shift, 0))
-        return all(str(prompt[t + shift]) in entries[t] for t in places)
+        positions = range(max(1, 1 - shift), len(prompt) - max(shift, 0))
+        return all(str(prompt[t + shift]) in entries[t] for t in positions)
 
     if fits(0):
         return
     token = next(t for t in range(1, len(prompt)) if str(prompt[t]) not in entries[t])
-    words = f"does not give the log-probability of the prompt's own token {prompt[token]}"
-    for shift, other in ((1, "next"), (-1, "previous")):
+    message = f"does not return the log-probability of the prompt's own token {prompt[token]}"
+    for shift, neighbor in ((1, "next"), (-1, "previous")):
         if len(prompt) > 3 and fits(shift):
-            words += f", but of the {other} one: its prompt_logprobs are misaligned by one position"
-    raise _Wrong(words, token)
-
-
-def _token_id(name: str, token: int) -> int:
-    """Return the id that a name writes in its one form, so that no two names are the same id."""
-    if re.fullmatch("0|[1-9][0-9]{0,8}", name) is None:
-        raise _Wrong(f"gives the id {_quoted(name)}, expected a number as '10'", token)
-    return int(name)
+            message += f", only that of the {neighbor} one: prompt_logprobs are off by one position"
+    raise _Invalid(message, token)
 
 
 def _sorted(entry: Mapping[str, Any], token: int, k: int) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities, the likeliest first, and at least k of them."""
-    found = []
-    for name, given in entry.items():
-        fields = given if isinstance(given, dict) else {}
+    """Return ids and log-probabilities, the most likely first, at least k of them."""
+    candidates = []
+    for name, fields in entry.items():
+        if re.fullmatch("0|[1-9][0-9]{0,8}", name) is None:  # one spelling for each id
+            raise _Invalid(f"returns the id {short([name])[1:-1]}, expected one as '10'", token)
+        fields = fields if isinstance(fields, dict) else {}
         value, rank = fields.get("logprob", ""), fields.get("rank")
         number = isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
         if not number or not (rank is None or (type(rank) is int and 0 < rank < 2**31)):
-            words = f"gives {short(entry)}, expected {{id: {{'logprob': ..., 'rank': ...}}, ...}}"
-            raise _Wrong(words, token)
-        found.append((_token_id(name, token), float(value), rank))
-    for i, value, _ in found:
+            message = f"returns {short(entry)}, expected {{id: {{'logprob': ..., 'rank': ...}}}}"
+            raise _Invalid(message, token)
         if math.isnan(value) or value > TOLERANCE:
-            raise _Wrong(f"gives the token {i} the log-probability {value:g}", token)
-    found.sort(key=lambda one: -one[1])
-    ranked = [(rank, value) for _, value, rank in found if isinstance(rank, int)]
-    by_rank = [value for _, value in sorted(ranked, key=lambda one: one[0])]
-    if any(b > a + TOLERANCE for a, b in zip(by_rank, by_rank[1:], strict=False)):
-        raise _Wrong("gives log-probabilities that are not in the order of their ranks", token)
-    likeliest = sum(not isinstance(rank, int) or rank <= k for *_, rank in found)
-    if likeliest < k:  # the prompt's own token may come in addition
-        words = f"gives the {likeliest} likeliest tokens, expected {k} or more"
-        raise _Wrong(f"{words}: lower CACHE_METHOD topk:K, or allow more prompt_logprobs", token)
-    return [i for i, _, _ in found], [value for _, value, _ in found]
+            raise _Invalid(f"returns the log-probability {value:g} of the token {name}", token)
+        candidates.append((int(name), float(value), rank))
+    candidates.sort(key=lambda candidate: -candidate[1])
+    ranked = [candidate for candidate in candidates if candidate[2] is not None]
+    values = [value for _, value, _ in sorted(ranked, key=lambda candidate: candidate[2])]
+    if any(b > a + TOLERANCE for a, b in zip(values, values[1:], strict=False)):
+        raise _Invalid("returns log-probabilities that are not in the order of their ranks", token)
+    n = sum(rank is None or rank <= k for *_, rank in candidates)
+    if n < k:  # the prompt's own token may come in addition to the most likely ones
+        message = f"returns the {n} most likely tokens, expected at least {k}"
+        raise _Invalid(f"{message}: lower CACHE_METHOD topk:K, or raise --max-logprobs", token)
+    return [i for i, *_ in candidates], [value for _, value, _ in candidates]
 
 
-def _check_mass(found: PromptTopK, vocabulary: int) -> None:
-    """Ids are tokens, and all probabilities together are 1."""
-    beyond = (found.tokens < 0) | (found.tokens >= vocabulary)
-    if beyond.any():
-        row, column = beyond.nonzero()[0].tolist()
-        raise _Wrong(
-            f"gives the token {int(found.tokens[row, column])} among the likeliest, and the "
-            f"tokenizer has {vocabulary}: another tokenizer, or a padded teacher whose padding "
-            "was never trained away",
+def _check_distribution(top_k: PromptTopK, vocabulary: int) -> None:
+    """Check that ids are in the vocabulary, and that the probabilities can sum to 1."""
+    if len(rows := (top_k.tokens >= vocabulary).nonzero()):
+        row, column = rows[0].tolist()
+        raise _Invalid(
+            f"returns the token {int(top_k.tokens[row, column])}, and the tokenizer has "
+            f"{vocabulary}: it uses another tokenizer, or a padded vocabulary whose padding was "
+            "never trained away",
             row + 1,
         )
-    masses = found.log_probs.exp()
+    masses = top_k.log_probs.exp()
     total = masses.sum(-1)
-    if (high := total > 1 + TOLERANCE).any():
-        row = int(high.nonzero()[0])
-        raise _Wrong(f"gives probabilities that sum to {float(total[row]):.4g}", row + 1)
-    # None of the others is likelier than the last; twice, as the vocabulary may be padded.
-    most = 2 * vocabulary * masses[:, -1]
-    if (low := total + most < 1 - TOLERANCE).any():
-        row = int(low.nonzero()[0])
-        raise _Wrong(
-            f"gives probabilities that sum to {float(total[row]):.4g}, the last of them "
-            f"{float(masses[row, -1]):.2g}: the rest cannot be in the other tokens, so this is no "
-            "distribution over them",
-            row + 1,
-        )
+    # No other token is more likely than the last; twice, since the vocabulary may be padded.
+    most = total + 2 * vocabulary * masses[:, -1]
+    for wrong in (total > 1 + TOLERANCE, most < 1 - TOLERANCE):
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise _Invalid(
+                f"returns probabilities that sum to {float(total[row]):.4g}, the smallest "
+                f"{float(masses[row, -1]):.2g}: with all other tokens they cannot sum to 1",
+                row + 1,
+            )
