@@ -30,6 +30,7 @@ def tiny_run(folder: Path) -> bool:
     """Distil a mixture of experts for some steps, and look at what came of it."""
     import torch
     from safetensors.torch import load_file
+    from transformers import MixtralConfig, MixtralForCausalLM
 
     from ssl_kd.datasets.new_tokenizer import train_tokenizer
     from ssl_kd.datasets.text import open_text
@@ -37,13 +38,22 @@ def tiny_run(folder: Path) -> bool:
     from ssl_kd.language.run import run
     from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.teachers.causal import load_causal_lm
-    from ssl_kd.teachers.student import build_student, save_student
+    from ssl_kd.teachers.student import save_student
 
     text = folder / "text.txt"
     text.write_text("".join(TEXT.format(i) * 60 for i in range(20)), encoding="utf-8")
     tokenizer = train_tokenizer(open_text(text, "all"), 300)
-    teacher = build_student("fresh:2x32", None, tokenizer, seed=0, experts=4)
-    save_student(teacher.model, tokenizer, folder / "teacher", "made for a test")
+    config = MixtralConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    teacher = MixtralForCausalLM(config)
+    save_student(teacher, tokenizer, folder / "teacher", "made for a test")
     tiny = {
         "teacher_model": str(folder / "teacher"),
         "student_model": "llama:1x32",
@@ -59,7 +69,7 @@ def tiny_run(folder: Path) -> bool:
     }
     path = run(LanguageSettings(**{**PRESETS["ultra_stable"], **tiny}))
     found = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
-    before, routers = teacher.model.state_dict(), load_file(path / "router.safetensors")
+    before, routers = teacher.state_dict(), load_file(path / "router.safetensors")
     learned = sum(not torch.equal(router, before[name]) for name, router in routers.items())
     load_causal_lm(path / "student")
     rows = {row["name"]: row["perplexity"] for row in found["table"]}

@@ -59,7 +59,7 @@ from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.remembered import RememberedTeacher
 from ssl_kd.teachers.student import add_lora, build_student, check_rank
-from ssl_kd.teachers.tower import freeze_tower
+from ssl_kd.teachers.layers import freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.process_group import ReadOnlyRunFolder

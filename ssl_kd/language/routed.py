@@ -155,7 +155,7 @@ class Routed:
         router.optimizer.zero_grad()
         with torch.enable_grad():
             leaves = [whole.logits[layer].requires_grad_() for layer in sorted(whole.logits)]
-            penalty = router.regularisation(whole)
+            penalty = router.regularization(whole)
             slopes = torch.autograd.grad(penalty, leaves, retain_graph=True)
             if not router.stopped:
                 # Its gradient of the weights themselves, the same on each rank.

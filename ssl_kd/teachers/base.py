@@ -1,4 +1,4 @@
-"""What a teacher is, and the two that need no network."""
+"""The interface of a teacher, and the two teachers without a network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssl_kd.errors import UserError
 
 
 class TeacherUnavailable(UserError, RuntimeError):
-    """The teacher's weights cannot be reached; one line, with the ways to go on."""
+    """The teacher's weights cannot be downloaded; one line with the ways out."""
 
     def __init__(self, name: str, reason: object) -> None:
         self.reason = shorten(str(reason), 260, placeholder=" …", break_on_hyphens=False)
@@ -28,18 +28,17 @@ class TeacherUnavailable(UserError, RuntimeError):
 class Teacher:
     """A frozen map from an image to a vector.
 
-    A subclass of your own is a value for TEACHER by its import path, package.module.Class. It is
-    built without arguments, but for those of `weights` (TEACHER_WEIGHTS), `image_size` (IMAGE_SIZE)
-    and `token` (TOKEN) that its `__init__` names; a setting that it does not name is refused. Its
-    import path, `weights_id` and `transform_id` are in the fingerprint of a cache, which refuses
-    embeddings of another teacher. For a PyTorch network derive from `Network`, which sets them all
-    and moves to the device.
+    The setting TEACHER accepts the import path of a subclass, package.module.Class. It is built
+    with those of the arguments `weights` (TEACHER_WEIGHTS), `image_size` (IMAGE_SIZE) and `token`
+    (TOKEN) that its `__init__` names; a setting that it does not name is refused. Its import path,
+    `weights_id` and `transform_id` are part of a cache's fingerprint, so a cache refuses the
+    embeddings of another teacher. For a PyTorch network derive from `Network`, which sets all of
+    them and moves to the device.
 
     Attributes:
-        name: what it is, as it stands in the fingerprint of a cache; a class that is found by its
-            import path need not set it.
+        name: part of a cache's fingerprint; optional for a class given by its import path.
         dim: length of an embedding.
-        weights_id: SHA-256 of the weights (`weights_id` of a network), `none` without any.
+        weights_id: SHA-256 of the weights (see `weights_id`), or `none` if there are none.
         transform_id: how an image becomes input, and which token becomes the embedding.
         device: where `embed` computes.
     """
@@ -72,22 +71,22 @@ class Teacher:
 
 
 class Pixels(Teacher):
-    """The image itself, between 0 and 1: no weights, a baseline and the offline default.
+    """The pixels themselves, from 0 to 1: a baseline that needs no download.
 
     Args:
         height: of the input; other images are resized (bicubic).
         width: of the input.
-        colour: three channels instead of one.
+        color: three channels instead of one.
     """
 
-    def __init__(self, height: int, width: int, colour: bool) -> None:
+    def __init__(self, height: int, width: int, color: bool) -> None:
         self.name = "pixels"
-        self.shape = (height, width, 3) if colour else (height, width)
-        self.dim = height * width * (3 if colour else 1)
-        self.transform_id = f"{'RGB' if colour else 'L'} {height}x{width} bicubic"
+        self.shape = (height, width, 3) if color else (height, width)
+        self.dim = height * width * (3 if color else 1)
+        self.transform_id = f"{'RGB' if color else 'L'} {height}x{width} bicubic"
 
     def preprocess(self, image: Image.Image) -> Tensor:
-        """Grey or colour as asked, resized only where it must be."""
+        """Convert to gray or color, and resize if the size differs."""
         height, width = self.shape[:2]
         image = image.convert("RGB" if len(self.shape) == 3 else "L")
         if image.size != (width, height):
@@ -95,21 +94,21 @@ class Pixels(Teacher):
         return self.from_arrays(np.array(image)[None])[0]
 
     def takes(self, arrays: np.ndarray | None) -> bool:
-        """Whether decoded images can skip PIL because they already have the right shape."""
+        """Whether decoded images already have the right shape, so that PIL is not needed."""
         return arrays is not None and arrays.shape[1:] == self.shape
 
     def from_arrays(self, arrays: np.ndarray) -> Tensor:
-        """Decoded images `[n, h, w(, 3)]` as a batch."""
+        """Turn decoded images `[n, h, w(, 3)]` into a batch."""
         batch = torch.from_numpy(arrays)
         return batch.permute(0, 3, 1, 2) if batch.ndim == 4 else batch[:, None]
 
     def embed(self, batch: Tensor) -> Tensor:
-        """All pixels in a row, 0 to 1."""
+        """Flatten the pixels of each image and scale them to [0, 1]."""
         return batch.to(self.device).flatten(1).float() / 255
 
 
 class Features(Teacher):
-    """Stands for the unknown teacher of ready-made features: they are stored as they are.
+    """A placeholder for the unknown teacher of ready-made features, which are stored unchanged.
 
     Args:
         dim: length of a row.

@@ -1,4 +1,4 @@
-"""The model card of a student: what the Hub reads, and how the student came to be."""
+"""The model card of a student, with the front matter that the Hub reads."""
 
 from __future__ import annotations
 
@@ -18,44 +18,33 @@ def model_card(
     images: bool,
     made: Mapping[str, str],
 ) -> str:
-    """Return a model card with the front matter that the Hub reads.
+    """Return a model card in Markdown with the Hub's front matter.
 
     Args:
         title: name of the student.
-        card: Markdown, or the rows of a run's table.
-        base: what the student's weights began as, a folder or a name on the Hub; empty: new ones.
-        adapters: whether it is adapters alone.
-        images: whether it reads images.
-        made: how it was made, in words.
+        card: Markdown, or the rows of a table.
+        base: folder or Hub name of the model it was initialized from; empty for new weights.
+        adapters: whether only adapters are saved.
+        images: whether it takes images.
+        made: what it was made from, such as the teacher, the data and the settings.
     """
     hub = llm_module("huggingface_hub")
-    matter = hub.ModelCardData(
+    folder, hub_name = Path(base).expanduser(), base or None
+    if base and folder.exists():  # the Hub takes no path
+        name = folder.resolve().name
+        hub_name = name if re.fullmatch(r"\w[\w.-]*", name, re.ASCII) else None
+    front = hub.ModelCardData(
         library_name="peft" if adapters else "transformers",
         pipeline_tag="image-text-to-text" if images else "text-generation",
         tags=["distillation", "ssl_kd"],
-        base_model=_hub_id(base),
+        base_model=hub_name,
     )
     body = card if isinstance(card, str) else _table(card)
-    if made := {"base model": base or "none: new weights", **made} if made else {}:
-        lines = [f"- {name}: {' '.join(text.split())}" for name, text in made.items()]
+    if made:
+        facts = {"base model": base or "none: new weights", **made}
+        lines = [f"- {name}: {' '.join(text.split())}" for name, text in facts.items()]
         body = "\n".join([body.rstrip(), "", "## How it was made", "", *lines])
-    return f"---\n{matter.to_yaml()}\n---\n\n# {title}\n\n{body.rstrip()}\n"
-
-
-def _hub_id(base: str) -> str | None:
-    """Return a model's name as the Hub takes it: of a folder what its own card names, or its name.
-
-    (With a path in it a card cannot be pushed.)
-    """
-    folder = Path(base).expanduser()
-    if not base or not folder.exists():
-        return base or None
-    try:
-        known = llm_module("huggingface_hub").ModelCard.load(folder / "README.md").data.base_model
-    except Exception:  # there is none, or yaml cannot read it
-        known = None
-    name = folder.resolve().name
-    return known or (name if re.fullmatch(r"\w[\w.-]*", name, re.ASCII) else None)
+    return f"---\n{front.to_yaml()}\n---\n\n# {title}\n\n{body.rstrip()}\n"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Causal language models: loaded, with or without adapters, and identified."""
+"""Causal language models: load them, with or without adapters, and identify them."""
 
 from __future__ import annotations
 
@@ -29,32 +29,30 @@ from ssl_kd.teachers.weights import model_files, weights_id
 
 logger = logging.getLogger(__name__)
 
-_ID_LENGTH = 16
 _BASE = "set base_model_name_or_path in adapter_config.json to the model they were trained on"
 
 
 class CausalLMUnavailable(UserError, RuntimeError):
-    """A language model's files cannot be reached; one line, with the ways to go on."""
+    """A language model's files cannot be found or downloaded; the message names the ways out."""
 
     def __init__(self, name: str, reason: object) -> None:
-        why = _reason(reason, 260)
         super().__init__(
-            f"language model {name!r} is not available ({why}); give the path of a folder written "
-            "by save_pretrained, check the spelling of the Hub's name, or, without a network, "
-            f"fetch it where there is one (hf download {name}) and copy the Hugging Face cache"
+            f"language model {name!r} is not available ({_reason(reason, 260)}); give a folder "
+            "written by save_pretrained, check the spelling of the name on the Hub, or, without a "
+            f"network, run hf download {name} on a machine with one and copy the Hugging Face cache"
         )
 
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A causal language model with what belongs to it.
+    """A causal language model and its tokenizer.
 
     Attributes:
         model: a transformers model whose output has `logits`.
         tokenizer: a transformers tokenizer.
-        name: path or name it came from, or what it was made as.
+        name: path or name it was loaded from, or the specification it was built from.
         weights_id: identity of configuration and weights, in hexadecimal.
-        processor: of a model of images and text, which prepares both; None without one.
+        processor: prepares images and text for a model that takes both; else None.
     """
 
     model: Any
@@ -65,7 +63,7 @@ class CausalLM:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, name: str, processor: Any = None) -> CausalLM:
-        """A model that was made in memory; its identity is that of its tensors as they are now."""
+        """Wrap a model built in memory; its identity is computed from its current tensors."""
         content = f"{model.config.to_json_string()}\n{weights_id(model)}"
         return cls(model, tokenizer, name, _short_id(content), processor)
 
@@ -79,58 +77,55 @@ def load_causal_lm(
 ) -> CausalLM:
     """Load a causal language model and its tokenizer, in evaluation mode on the CPU.
 
-    A model of images and text comes with its processor, and is one of text as well.
-
-    Each weight is read in the dtype that is asked for; there is no copy in another. A folder of
-    LoRA adapters is loaded with its base in float32, merged into it, and then cast.
+    A model of images and text is loaded with its processor. LoRA adapters are loaded with their
+    base in float32, merged into it, and then cast.
 
     Args:
-        name_or_path: folder by `save_pretrained`, or a name on the Hugging Face Hub.
-        dtype: of the weights (buffers such as rotary frequencies stay as the model keeps them);
-            None for the one they were saved in.
-        remote_code: run Python files that come with the model, where it needs them.
-        quantization: of the linear layers, and on which device the model then is; None: they are of
-            `dtype`, too.
+        name_or_path: folder written by `save_pretrained`, or a name on the Hugging Face Hub.
+        dtype: of the weights (buffers such as rotary frequencies keep theirs); None for the dtype
+            in the file. Each weight is read directly in this dtype.
+        remote_code: allow Python files that come with the model to run.
+        quantization: of the linear layers, which also says the device; None: no quantization.
 
     Raises:
         ImportError: transformers is not installed.
-        FileNotFoundError: no such folder, or none that holds a model.
-        CausalLMUnavailable: the Hub, or that name on it, cannot be reached.
-        ValueError: not a causal language model, no tokenizer, weights damaged or missing.
+        FileNotFoundError: the folder does not exist or holds no model.
+        CausalLMUnavailable: the Hub cannot be reached or has no such model.
+        ValueError: not a causal language model, no tokenizer, or weights damaged or missing.
     """
     name = os.fspath(name_or_path)
     transformers = llm_module("transformers")
-    folder = _local(name)
+    folder = _local_folder(name)
     if folder is not None and (folder / "adapter_config.json").is_file():
         if quantization is not None:
             raise InputError(
-                f"{folder} holds adapters, which are merged into their base as it is loaded, and a "
-                "base in 4 bits takes none: save what load_causal_lm(folder) gives, and name that"
+                f"{folder} holds adapters, which cannot be merged into a base in 4 bits: save the "
+                "merged model of load_causal_lm(folder) with save_pretrained, and name that folder"
             )
-        return _with_adapters(folder, dtype, remote_code)
-    place = name if folder is None else str(folder)
+        return _load_adapted(folder, dtype, remote_code)
+    source = name if folder is None else str(folder)
     with quiet(transformers):
-        model = _weights(transformers, place, dtype, remote_code, quantization)
+        model = _load_model(transformers, source, dtype, remote_code, quantization)
         keep_gradients(model)
-        if quantization is not None and (whole := stacked_bytes(model)):
-            words = "%s: its experts are no linear layers: %.0f MiB of them stay as they are"
-            logger.warning(words, name, whole / 2**20)
-        tokenizer = load_tokenizer(place, remote_code=remote_code)
-        processor = _processor(transformers, place, remote_code) if sees(model) else None
+        if quantization is not None and (unpacked := stacked_bytes(model)):
+            message = "%s: its experts are not linear layers: %.0f MiB of them are not quantized"
+            logger.warning(message, name, unpacked / 2**20)
+        tokenizer = load_tokenizer(source, remote_code=remote_code)
+        processor = _load_processor(transformers, source, remote_code) if sees(model) else None
     model.eval()
     if (code := type(model).__module__).startswith("transformers_modules."):
-        logger.warning("%s runs code of its own, as TRUST_REMOTE_CODE allows: %s", name, code)
+        logger.warning("%s runs its own Python code, as TRUST_REMOTE_CODE allows: %s", name, code)
     _check_causal(model, name)
-    return CausalLM(model, tokenizer, name, files_id(place), processor)
+    return CausalLM(model, tokenizer, name, files_id(source), processor)
 
 
 def sees(model: Any) -> bool:
-    """Whether a model reads images beside text."""
+    """Whether a model takes images as well as text."""
     return getattr(without_adapters(model).config, "vision_config", None) is not None
 
 
 def auto_model(config: Any) -> Any:
-    """The class of transformers that makes a model of a configuration, of text or with images."""
+    """Return the transformers auto class that builds a model from this configuration."""
     transformers = llm_module("transformers")
     both = all(getattr(config, f"{part}_config", None) for part in ("vision", "text"))
     if both and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -139,44 +134,36 @@ def auto_model(config: Any) -> Any:
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
-    """Load a model's tokenizer alone.
-
-    Args:
-        name_or_path: as for `load_causal_lm`.
-        remote_code: run Python files that come with the model, where it needs them.
+    """Load the tokenizer of a model without the model; arguments as for `load_causal_lm`.
 
     Raises:
-        ValueError: there is none that can be read.
+        ValueError: there is no readable tokenizer.
     """
-    place = os.fspath(name_or_path)
+    source = os.fspath(name_or_path)
     transformers = llm_module("transformers")
     try:
-        found = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code)
-        if len(found) <= len(set(found.all_special_ids)):  # made up, where no file holds it
-            raise ValueError("it would know special tokens alone")
-        return found
-    except Exception as error:  # each kind of tokenizer has exceptions of its own
-        _check_own_code(place, error)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, trust_remote_code=remote_code
+        )
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # what it makes up without a file
+            raise ValueError("it would have special tokens only")
+        return tokenizer
+    except Exception as error:  # each kind of tokenizer raises its own exceptions
+        _check_remote_code(source, error)
         raise InputError(
-            f"{place!r} has no readable tokenizer ({_reason(error)}); put tokenizer.json and "
-            "tokenizer_config.json beside its config.json: tokenizer.save_pretrained(folder)"
+            f"{source!r} has no readable tokenizer ({_reason(error)}); put tokenizer.json and "
+            "tokenizer_config.json next to its config.json: tokenizer.save_pretrained(folder)"
         ) from error
 
 
 def files_id(name_or_path: str | os.PathLike[str]) -> str:
-    """Identity of a model's files: SHA-256 over configuration and weights, shortened.
+    """Return a shortened SHA-256 over a model's configuration and weight files.
 
-    Nothing is loaded, so a cache's fingerprint can be checked without its teacher in memory.
-
-    Args:
-        name_or_path: as for `load_causal_lm`.
-
-    Raises:
-        FileNotFoundError: no such folder, or none that holds a model.
-        CausalLMUnavailable: the Hub, or that name on it, cannot be reached.
+    No model is loaded, so a cache's fingerprint can be checked without the teacher in memory.
+    Arguments and errors are those of `load_causal_lm`.
     """
     name = os.fspath(name_or_path)
-    folder = _local(name)
+    folder = _local_folder(name)
     if folder is None:
         cached_file = llm_module("transformers.utils").cached_file
         try:
@@ -191,10 +178,9 @@ def files_id(name_or_path: str | os.PathLike[str]) -> str:
 
 
 def tokenizer_id(tokenizer: Any) -> str:
-    """Identity of a tokenizer: two with the same one give the same ids for every text.
+    """Return an identity of a tokenizer: equal identities give equal ids for every text.
 
-    The padding and truncation that a fast tokenizer was last used with do not count, and neither
-    does how many rows a model's embedding has beyond the vocabulary.
+    Padding and truncation settings of a fast tokenizer do not count.
     """
     if getattr(tokenizer, "is_fast", False):
         state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -207,200 +193,35 @@ def tokenizer_id(tokenizer: Any) -> str:
 
 
 def n_ids(tokenizer: Any) -> int:
-    """One more than the largest id of a tokenizer: more than its `len` where ids have gaps."""
+    """Return the largest id plus one, which exceeds `len(tokenizer)` where ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def positions(model: Any) -> int | None:
-    """How many tokens a model has positions for; None where its configuration does not say."""
+    """Return the longest sequence a model has positions for; None if its config does not say."""
     config = without_adapters(model).config.get_text_config()
     return getattr(config, "max_position_embeddings", None) or None
 
 
 def without_adapters(model: Any) -> Any:
-    """The transformers model inside PEFT's wrapping (its adapters stay in place), or itself."""
+    """Return the transformers model inside a PEFT model (its adapters stay), or the model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def llm_module(name: str) -> ModuleType:
-    """Import a module of the language mode's extra.
-
-    Raises:
-        ImportError: it is not installed; says how to install it.
-    """
+    """Import a module of the extra `llm`; raise an ImportError that says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingPackage(
-            f"the language mode needs {name.partition('.')[0]}, which does not load "
+            f"the language mode needs {name.partition('.')[0]}, which cannot be imported "
             f"({_reason(error)}): pip install 'ssl_kd[llm]'"
         ) from error
 
 
-# --- loading --------------------------------------------------------------------------------------
-
-
-def _local(name: str) -> Path | None:
-    """The folder that a name means, or None for a name on the Hub."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
-            raise FileNotFoundError(
-                f"{folder} has no config.json: expected a folder by save_pretrained, with "
-                "config.json, model.safetensors and the tokenizer's files"
-            )
-        return folder
-    if folder.exists() or folder.is_absolute() or name[:1] in ".~" or name.count("/") > 1:
-        raise FileNotFoundError(
-            f"no folder {folder}: expected one by save_pretrained, or a name on the Hugging Face "
-            "Hub such as gpt2 or Qwen/Qwen2.5-0.5B"
-        )
-    hub = llm_module("huggingface_hub.utils")
-    try:
-        hub.validate_repo_id(name)
-    except hub.HFValidationError as error:
-        raise InputError(
-            f"{name!r} is no folder, and cannot be a name on the Hugging Face Hub: expected one "
-            "such as gpt2-medium or Qwen/Qwen2.5-0.5B, of letters, digits, '-', '_' and '.'"
-        ) from error
-    return None
-
-
-def _weights(
-    transformers: Any,
-    place: str,
-    dtype: torch.dtype | None,
-    remote_code: bool,
-    quantization: Quantization | None,
-) -> Any:
-    try:
-        config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=remote_code)
-        model, info = auto_model(config).from_pretrained(
-            place,
-            dtype="auto" if dtype is None else dtype,
-            trust_remote_code=remote_code,  # None would ask on the terminal
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # named below, which transformers' error does not
-            **({} if quantization is None else quantization.arguments()),
-        )
-    except OSError as error:
-        raise CausalLMUnavailable(place, error) from error
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"{place!r} has weights that cannot be read: {why_refused(error)}. Expected "
-            "model.safetensors, as model.save_pretrained writes it"
-        ) from error
-    except Exception as error:  # transformers, safetensors and pickle have exceptions of their own
-        if is_out_of_memory(error) or isinstance(error, ImportError):
-            raise
-        if "Unrecognized configuration class" in str(error):
-            kind = transformers.AutoConfig.from_pretrained(place).model_type
-            raise InputError(
-                f"{place!r} is a model of type {kind!r}, not a causal language model: expected one "
-                "that AutoModelForCausalLM loads, such as gpt2 or a Llama"
-            ) from error
-        _check_own_code(place, error)
-        raise InputError(f"{place!r} cannot be loaded: {_reason(error)}") from error
-    for name, saved, expected in sorted(info["mismatched_keys"]):
-        raise InputError(
-            f"{place!r} does not fit its config.json: the tensor {name} has the shape "
-            f"{tuple(saved)} in the weights, and {tuple(expected)} by the configuration (its "
-            "vocab_size and other sizes); take the config.json that was saved with them"
-        )
-    missing = sorted(info["missing_keys"])
-    if missing:  # transformers fills them with random numbers
-        few = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise InputError(
-            f"{place!r} lacks {len(missing)} of its model's tensors: {few}; expected the files of "
-            "a whole causal language model"
-        )
-    return model
-
-
-def _processor(transformers: Any, place: str, remote_code: bool) -> Any:
-    """The processor that lies beside a model of images and text; None, and a warning, without."""
-    try:
-        found = transformers.AutoProcessor.from_pretrained(place, trust_remote_code=remote_code)
-    except Exception as error:  # each kind of processor has exceptions of its own
-        _check_own_code(place, error)
-        logger.warning("%s reads text alone: its processor cannot be read (%s)", place, error)
-        return None
-    return found if hasattr(found, "image_processor") else None  # where there is none: a tokenizer
-
-
-def _check_own_code(place: str, error: Exception) -> None:
-    """Raise an InputError where a model needs Python files of its own."""
-    if "trust_remote_code" in str(error):
-        raise InputError(
-            f"{place!r} needs Python code that comes with it, and such code is not run unasked: it "
-            "may do anything. Read it, then set TRUST_REMOTE_CODE (--trust_remote_code)"
-        ) from error
-
-
-def _with_adapters(folder: Path, dtype: torch.dtype | None, remote_code: bool) -> CausalLM:
-    base = _base_of_adapters(folder)
-    if not base:
-        raise InputError(
-            f"{folder} holds adapters that name no base model: {_BASE}, or merge them before saving"
-        )
-    lm = load_causal_lm(base, remote_code=remote_code)
-    peft = llm_module("peft")
-    try:
-        with warnings.catch_warnings():  # peft asks transformers by names that are deprecated
-            warnings.simplefilter("ignore", FutureWarning)
-            model = peft.PeftModel.from_pretrained(lm.model, folder).merge_and_unload()
-            model.requires_grad_(True)  # peft froze what it merged into
-    except Exception as error:  # peft, safetensors and torch have exceptions of their own
-        if is_out_of_memory(error):
-            raise
-        raise InputError(
-            f"{folder}: its adapters do not load on {base}: {_reason(error)}"
-        ) from error
-    if dtype is not None:
-        cast_weights(model, dtype)
-    tokenizer = lm.tokenizer
-    if (folder / "tokenizer_config.json").is_file():
-        tokenizer = load_tokenizer(folder, remote_code=remote_code)
-    return CausalLM(model.eval(), tokenizer, str(folder), files_id(folder), lm.processor)
-
-
-def _base_of_adapters(folder: Path, above: tuple[Path, ...] = ()) -> str | None:
-    config = folder / "adapter_config.json"
-    if not config.is_file():
-        return None
-    if folder.resolve() in above:
-        folders = ", ".join(map(str, above))
-        raise InputError(f"{folders}: adapters that are their own base: {_BASE}")
-    try:
-        base = json.loads(config.read_bytes()).get("base_model_name_or_path") or ""
-        if not isinstance(base, str) or "\0" in base:
-            raise ValueError("base_model_name_or_path is no name")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise InputError(f"{config} cannot be used ({_reason(error)}): {_BASE}") from error
-    if base:
-        _base_of_adapters(Path(base).expanduser(), (*above, folder.resolve()))
-    return base
-
-
-def _check_causal(model: Any, name: str) -> None:
-    """Refuse a model whose answer to a token depends on a later one (BERT loads as causal LM)."""
-    ids = torch.arange(4, device=model.device).repeat(2, 1)
-    ids[1, -1] += 1  # differs at the last position alone
-    ids %= model.get_input_embeddings().weight.shape[0]
-    with evaluating(model):
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    first, second = logits[:, :-1].float()
-    rounding = 32 * torch.finfo(model.dtype).eps * first.abs().max()
-    if (first - second).abs().max() > rounding:  # false where the weights are NaN: not judged here
-        raise InputError(
-            f"{name!r} ({type(model).__name__}) is not a causal language model: its answer at "
-            "a token changes with the tokens that follow"
-        )
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; each module's own mode comes back."""
+    """Switch to evaluation mode without gradients, and restore each module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -413,7 +234,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quiet(transformers: Any) -> Iterator[None]:
-    """No progress bars and no load reports: what matters in them is raised."""
+    """Turn off transformers' progress bars and load reports; we raise what matters in them."""
     logging = transformers.utils.logging
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -426,10 +247,168 @@ def quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+# --- loading --------------------------------------------------------------------------------------
+
+
+def _local_folder(name: str) -> Path | None:
+    """Return the folder that a name means, or None for a name on the Hub."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise FileNotFoundError(
+                f"{folder} has no config.json: expected a folder written by save_pretrained, with "
+                "config.json, model.safetensors and the tokenizer's files"
+            )
+        return folder
+    if folder.exists() or folder.is_absolute() or name[:1] in ".~" or name.count("/") > 1:
+        raise FileNotFoundError(
+            f"no folder {folder}: expected one written by save_pretrained, or a name on the "
+            "Hugging Face Hub such as gpt2 or Qwen/Qwen2.5-0.5B"
+        )
+    hub = llm_module("huggingface_hub.utils")
+    try:
+        hub.validate_repo_id(name)
+    except hub.HFValidationError as error:
+        raise InputError(
+            f"{name!r} is neither a folder nor a possible name on the Hugging Face Hub: expected "
+            "one such as gpt2-medium or Qwen/Qwen2.5-0.5B, of letters, digits, '-', '_' and '.'"
+        ) from error
+    return None
+
+
+def _load_model(
+    transformers: Any,
+    source: str,
+    dtype: torch.dtype | None,
+    remote_code: bool,
+    quantization: Quantization | None,
+) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=remote_code)
+        model, info = auto_model(config).from_pretrained(
+            source,
+            dtype="auto" if dtype is None else dtype,
+            trust_remote_code=remote_code,  # None would ask on the terminal
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # raised below, with the tensor's name
+            **({} if quantization is None else quantization.arguments()),
+        )
+    except OSError as error:
+        raise CausalLMUnavailable(source, error) from error
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"the weights of {source!r} cannot be read: {why_refused(error)}. Expected "
+            "model.safetensors, as model.save_pretrained writes it"
+        ) from error
+    except Exception as error:  # transformers and safetensors raise their own exceptions
+        if is_out_of_memory(error) or isinstance(error, ImportError):
+            raise
+        if "Unrecognized configuration class" in str(error):
+            kind = transformers.AutoConfig.from_pretrained(source).model_type
+            raise InputError(
+                f"{source!r} is a model of type {kind!r}, not a causal language model: expected "
+                "one that AutoModelForCausalLM loads, such as gpt2 or a Llama"
+            ) from error
+        _check_remote_code(source, error)
+        raise InputError(f"{source!r} cannot be loaded: {_reason(error)}") from error
+    for name, saved, expected in sorted(info["mismatched_keys"]):
+        raise InputError(
+            f"{source!r} does not fit its config.json: the tensor {name} has the shape "
+            f"{tuple(saved)} in the weights, and {tuple(expected)} by the configuration; use the "
+            "config.json that was saved with the weights"
+        )
+    if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers
+        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise InputError(
+            f"{source!r} lacks {len(missing)} of its model's tensors: {names}; expected the files "
+            "of a complete causal language model"
+        )
+    return model
+
+
+def _load_processor(transformers: Any, source: str, remote_code: bool) -> Any:
+    """Load the processor of a model of images and text; warn and return None without one."""
+    try:
+        found = transformers.AutoProcessor.from_pretrained(source, trust_remote_code=remote_code)
+    except Exception as error:  # each kind of processor raises its own exceptions
+        _check_remote_code(source, error)
+        logger.warning("%s takes text only: its processor cannot be read (%s)", source, error)
+        return None
+    return found if hasattr(found, "image_processor") else None  # else it is a tokenizer
+
+
+def _check_remote_code(source: str, error: Exception) -> None:
+    """Raise an InputError if the error is about Python files that come with the model."""
+    if "trust_remote_code" in str(error):
+        raise InputError(
+            f"{source!r} needs Python code that comes with it, which is not run unasked because it "
+            "may do anything. Read it, then set TRUST_REMOTE_CODE (--trust_remote_code)"
+        ) from error
+
+
+def _load_adapted(folder: Path, dtype: torch.dtype | None, remote_code: bool) -> CausalLM:
+    base = _base_of_adapters(folder)
+    if not base:
+        raise InputError(f"{folder} holds adapters that name no base model: {_BASE}")
+    lm = load_causal_lm(base, remote_code=remote_code)
+    peft = llm_module("peft")
+    try:
+        with warnings.catch_warnings():  # peft uses deprecated names of transformers
+            warnings.simplefilter("ignore", FutureWarning)
+            model = peft.PeftModel.from_pretrained(lm.model, folder).merge_and_unload()
+            model.requires_grad_(True)  # peft froze the base
+    except Exception as error:  # peft, safetensors and torch raise their own exceptions
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"the adapters in {folder} cannot be loaded on {base}: {_reason(error)}"
+        ) from error
+    if dtype is not None:
+        cast_weights(model, dtype)
+    tokenizer = lm.tokenizer
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = load_tokenizer(folder, remote_code=remote_code)
+    return CausalLM(model.eval(), tokenizer, str(folder), files_id(folder), lm.processor)
+
+
+def _base_of_adapters(folder: Path, above: tuple[Path, ...] = ()) -> str | None:
+    """Return the base model of a folder of adapters, empty if unnamed; None without adapters."""
+    config = folder / "adapter_config.json"
+    if not config.is_file():
+        return None
+    try:
+        base = json.loads(config.read_bytes()).get("base_model_name_or_path") or ""
+        if not isinstance(base, str) or "\0" in base:
+            raise ValueError("base_model_name_or_path is not a name")
+        if folder.resolve() in above:
+            raise ValueError("these adapters are their own base")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"{config} cannot be used ({_reason(error)}): {_BASE}") from error
+    if base:
+        _base_of_adapters(Path(base).expanduser(), (*above, folder.resolve()))
+    return base
+
+
+def _check_causal(model: Any, name: str) -> None:
+    """Refuse a model whose output at a token depends on a later one, such as BERT."""
+    ids = torch.arange(4, device=model.device).repeat(2, 1)
+    ids[1, -1] += 1  # differs at the last position only
+    ids %= model.get_input_embeddings().weight.shape[0]
+    with evaluating(model):
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    first, second = logits[:, :-1].float()
+    rounding = 32 * torch.finfo(model.dtype).eps * first.abs().max()
+    if (first - second).abs().max() > rounding:  # false for NaN, which is not judged here
+        raise InputError(
+            f"{name!r} ({type(model).__name__}) is not a causal language model: its output at "
+            "a token changes with the tokens that follow"
+        )
+
+
 def _reason(error: object, width: int = 200) -> str:
     text = str(error) or type(error).__name__
     return shorten(text, width, placeholder=" …", break_on_hyphens=False)
 
 
 def _short_id(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_ID_LENGTH]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Whether a language model's answers are numbers, and which weight or operation spoils them."""
+"""Whether a language model's outputs are finite, and which weight or operation spoils them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from ssl_kd.teachers.causal import evaluating
 
 
 def not_finite(model: nn.Module) -> str | None:
-    """The first weight that holds a NaN or an infinity, by name; None if none does."""
+    """Return the name of the first weight with a NaN or an infinity; None if there is none."""
     named = model.named_parameters()
     return next((name for name, p in named if not bool(torch.isfinite(p).all())), None)
 
 
-def suspect_weights(model: nn.Module, who: str) -> dict[str, Tensor]:
-    """`who weight name` -> each weight that is not finite, or larger than any healthy one.
+def suspect_weights(model: nn.Module, owner: str) -> dict[str, Tensor]:
+    """Return the weights that are not finite or larger than any healthy one.
 
-    All of a large model would be too much to look at in float64.
+    Only these are examined in float64, since all weights of a large model would be too much. The
+    keys are `owner weight name`, where `owner` is `teacher` or `student`.
     """
     return {
-        f"{who} weight {name}": p.detach()
+        f"{owner} weight {name}": p.detach()
         for name, p in model.named_parameters()
         if not bool((p.detach().abs() < HUGE).all())
     }
@@ -38,25 +39,24 @@ def suspect_weights(model: nn.Module, who: str) -> dict[str, Tensor]:
 def first_fault(
     model: Any,
     batches: Iterable[Batch],
-    who: str,
+    owner: str,
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[Fault, Diagnosis] | None:
-    """Ask a model about batches until its logits are NaN; what made them so, and why.
+    """Run a model on batches until its logits are NaN, and find the operation that made them so.
 
-    A single infinity is no fault: losses and scores take it for a saturated overflow.
+    A single infinity is not a fault: losses and scores treat it as a saturated overflow.
 
     Args:
         model: a causal language model of transformers.
-        batches: of its tokens, on its device; small ones, since all logits are held at once.
-        who: `teacher` or `student`, for the names of its weights.
-        autocast: makes the context that it runs in.
+        batches: small batches of its tokens, since all logits of one are held at once.
+        owner: `teacher` or `student`, for the names of its weights.
+        autocast: makes the context in which the model runs.
         settings: name in lower case -> value, for advice; see `diagnose`.
 
     Returns:
-        The first operation whose NaN reached the logits, and the diagnosis; None where every batch
-        is well.
+        The first operation whose NaN reached the logits, and the diagnosis; None if all are finite.
     """
     with evaluating(model):
         for batch in batches:
@@ -64,22 +64,22 @@ def first_fault(
             with autocast():
                 if not bool(model(**inputs, use_cache=False).logits.isnan().any()):
                     continue
-            with Microscope(suspect_weights(model, who)) as scope, autocast():
+            with Microscope(suspect_weights(model, owner)) as scope, autocast():
                 fault = scope.fault(model(**inputs, use_cache=False).logits)
             return None if fault is None else (fault, of_a_file(diagnose(fault, settings)))
     return None
 
 
-def of_a_file(found: Diagnosis) -> Diagnosis:
-    """The diagnosis of a weight that no step of the run has written, so that none can mend it."""
-    if found.cause != Cause.POISONED_WEIGHT:
-        return found
-    remedy = "its file is damaged, or the training that made it diverged: take another copy of it"
-    return dataclasses.replace(found, remedy=remedy)
+def of_a_file(diagnosis: Diagnosis) -> Diagnosis:
+    """Change the remedy for a bad weight that was read from a file and that no step can repair."""
+    if diagnosis.cause != Cause.POISONED_WEIGHT:
+        return diagnosis
+    remedy = "its file is damaged, or the training that made it diverged: get another copy of it"
+    return dataclasses.replace(diagnosis, remedy=remedy)
 
 
 def in_words(fault: Fault, diagnosis: Diagnosis) -> str:
-    """A fault in one line: operation, place, cause and remedy."""
+    """Describe a fault in one line: operation, place, cause and remedy."""
     where = f"{fault.op}, {'backward' if fault.backward else 'forward'} pass"
     where += f", {fault.place}" if fault.place else ""
     change = "".join(f"; change {advice}" for advice in diagnosis.advice)

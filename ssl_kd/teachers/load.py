@@ -10,7 +10,7 @@ import re
 import socket
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,12 +40,10 @@ DINOV2_MODELS = {
     for letter, size in _SIZES.items()
     for reg in ("", "_reg")
 }
-"""The hub's name of each DINOv2 model, and timm's."""
-DEFAULT_DINOV2 = "dinov2_vits14"
+"""Name of each DINOv2 model on torch.hub -> its name in timm."""
 _DINOV2_WIDTHS = {384: "s", 768: "b", 1024: "l", 1536: "g"}
 _DINOV2_REPOSITORY = "facebookresearch/dinov2"
 _PIXELS_OF_FOLDERS = 32
-_KINDS = {int: "a whole number", str: "text"}
 
 
 def load_teacher(
@@ -63,23 +61,23 @@ def load_teacher(
     Args:
         name: `pixels`, `features`, `dinov2` (dinov2_vits14) or one of `DINOV2_MODELS`,
             `efficientnet_lite0`, `timm:<model>`, `torchvision:<model>`, or the import path of a
-            class of your own, which `Teacher` describes.
-        source: where DINOv2 comes from: `timm`, `hub` (torch.hub, runs the repository's code),
-            `local` (the checkout that torch.hub once fetched), the path of a checkout, or `auto`:
-            the hub, then timm; timm at once with a weights file, for it takes the files of both.
-            The two resize the position embedding differently: their embeddings differ a little.
-        weights: a local file instead of a download; it must fit exactly, but for the classifier.
+            subclass of `Teacher`.
+        source: where DINOv2 comes from: `timm`, `hub` (torch.hub, which runs the repository's
+            code), `local` (the checkout that torch.hub once fetched), the path of a checkout, or
+            `auto`: the hub, then timm; only timm with a weights file, since it reads the files of
+            both. The two resize the position embedding differently, so embeddings differ slightly.
+        weights: a local file instead of a download; it must fit exactly, except the classifier.
         image_size: side of the input in pixels. None: the model's own; 224 for DINOv2; for
-            `pixels` that of the data set, or 32 where its images differ.
+            `pixels` that of the data set, or 32 if its images differ.
         token: `class` (what the network itself pools: the class token of DINOv2), `patch` (the
-            mean patch token) or `both` side by side. The last two need a ViT.
+            mean patch token) or `both` concatenated. The last two need a ViT.
         device: where it runs.
-        dataset: what it will embed; `pixels` takes the shape from it, `features` the width.
+        dataset: the data to embed; `pixels` takes the shape from it, `features` the width.
 
     Raises:
-        TeacherUnavailable: the weights cannot be reached; one line with the ways on.
-        FileNotFoundError: no such weights file.
-        ValueError: an unknown name, weights that do not fit, a size or token it does not have.
+        TeacherUnavailable: the weights cannot be downloaded; one line with the ways out.
+        FileNotFoundError: the weights file does not exist.
+        ValueError: an unknown name, weights that do not fit, an unsupported size or token.
     """
     if token not in ("class", "patch", "both"):
         raise InputError(f"token must be 'class', 'patch' or 'both', got {token!r}")
@@ -94,7 +92,7 @@ def load_teacher(
         return _imported(name, weights, image_size, token).to(device)
     state = None if weights is None else read_weights(weights)
     if name == "dinov2" or name in DINOV2_MODELS:
-        model = DEFAULT_DINOV2 if name == "dinov2" else name
+        model = "dinov2_vits14" if name == "dinov2" else name
         teacher = _dinov2(model, source, state, image_size or 224, token)
     elif name == "efficientnet_lite0":
         teacher = _efficientnet_lite0(state, image_size, token)
@@ -104,8 +102,8 @@ def load_teacher(
         teacher = _torchvision(model, state, image_size, token)
     else:
         raise InputError(
-            f"unknown teacher {name!r}: pixels, dinov2, efficientnet_lite0, timm:<model>, "
-            "torchvision:<model>, features, or package.module.Class for one of your own"
+            f"unknown teacher {name!r}: expected pixels, dinov2, efficientnet_lite0, timm:<model>, "
+            "torchvision:<model>, features, or package.module.Class for your own class"
         )
     return teacher.to(device)
 
@@ -114,9 +112,9 @@ def _pixels(image_size: int | None, dataset: Any) -> Pixels:
     arrays: np.ndarray | None = getattr(dataset, "arrays", None)
     if arrays is None:
         size = image_size or _PIXELS_OF_FOLDERS
-        return Pixels(size, size, colour=True)
+        return Pixels(size, size, color=True)
     height, width = (image_size, image_size) if image_size else arrays.shape[1:3]
-    return Pixels(height, width, colour=arrays.ndim == 4)
+    return Pixels(height, width, color=arrays.ndim == 4)
 
 
 def _features(dataset: Any) -> Features:
@@ -126,136 +124,118 @@ def _features(dataset: Any) -> Features:
     return Features(features.shape[1])
 
 
-# --- By import path -------------------------------------------------------------------------------
-
-
 def _imported(
     path: str, weights: str | os.PathLike[str] | None, image_size: int | None, token: str
 ) -> Teacher:
-    """The teacher of a class behind an import path, with the options that its signature names."""
-    made_by = import_class(path, Teacher, "teacher")
-    taken = inspect.signature(made_by).parameters
+    """Build a teacher from its import path, with those options that its `__init__` names."""
+    teacher_class = import_class(path, Teacher, "teacher")
+    accepted = inspect.signature(teacher_class).parameters
     options = {"weights": weights, "image_size": image_size, "token": token}
     for option, value in options.items():
-        if option not in taken and value not in (None, "class"):
+        if option not in accepted and value not in (None, "class"):
             raise InputError(
                 f"teacher {path!r} does not accept {option} {value!r}: leave it at its default, or "
                 f"give the class's __init__ a parameter {option}"
             )
-    # None is not passed on: the class may have another default.
-    given = {k: v for k, v in options.items() if k in taken and v is not None}
-    teacher = made_by(**given)
+    # None is left out, because the class may have another default.
+    teacher = teacher_class(**{k: v for k, v in options.items() if k in accepted and v is not None})
     for attribute, kind in (("dim", int), ("weights_id", str), ("transform_id", str)):
         value = getattr(teacher, attribute, None)
         if not isinstance(value, kind):
             raise InputError(
-                f"teacher {path!r} has {value!r} as {attribute}, expected {_KINDS[kind]}: set "
+                f"teacher {path!r} has {value!r} as {attribute}, expected {kind.__name__}: set "
                 f"self.{attribute} in its __init__, as ssl_kd.teachers.Teacher describes it"
             )
-    if teacher.weights_id == "none" and any(
-        isinstance(v, nn.Module) for v in vars(teacher).values()
-    ):
+    has_network = any(isinstance(value, nn.Module) for value in vars(teacher).values())
+    if teacher.weights_id == "none" and has_network:
         raise InputError(
-            f"teacher {path!r} holds a network, but its weights_id is 'none', so that a cache "
-            "could not tell its weights from others: set self.weights_id = "
-            "ssl_kd.teachers.weights_id(network), or derive the class from ssl_kd.teachers.Network"
+            f"teacher {path!r} holds a network, but its weights_id is 'none', so a cache could not "
+            "tell its weights from others: set self.weights_id = ssl_kd.teachers.weights_id"
+            "(network), or derive the class from ssl_kd.teachers.Network"
         )
-    named = getattr(teacher, "name", None)
-    teacher.name = f"{path} ({named})" if named else path
+    own_name = getattr(teacher, "name", None)
+    teacher.name = f"{path} ({own_name})" if own_name else path
     return teacher
 
 
 # --- DINOv2 ---------------------------------------------------------------------------------------
 
 
-def _dinov2(
-    name: str,
-    source: str,
-    state: State | None,
-    image_size: int,
-    token: str,
-) -> Teacher:
+def _dinov2(name: str, source: str, state: State | None, image_size: int, token: str) -> Teacher:
     if image_size % 14:
         near = max(14, 14 * round(image_size / 14))
         raise InputError(
-            f"DINOv2 sees patches of 14 px: image_size must be a multiple of 14, such as {near}, "
+            f"DINOv2 has patches of 14 px: image_size must be a multiple of 14, such as {near}, "
             f"got {image_size}"
         )
     if state is not None:
         _check_dinov2(name, state)
-    checkout: str | os.PathLike[str] | None = None
+    checkout = None
     if source == "local":
         checkout = Path(torch.hub.get_dir()) / f"{_DINOV2_REPOSITORY.replace('/', '_')}_main"
     elif source not in ("auto", "hub", "timm"):
-        if not (Path(source) / "hubconf.py").is_file():
+        checkout = Path(source)
+        if not (checkout / "hubconf.py").is_file():
             raise InputError(
                 "source must be 'auto', 'hub', 'timm', 'local' or a checkout of "
                 f"{_DINOV2_REPOSITORY}, got {source!r}"
             )
-        checkout = source
     from_timm = partial(_timm, DINOV2_MODELS[name], f"{name} (timm)", state, image_size, token)
-    from_hub = partial(_hub, name, checkout, state, image_size, token)
     if source == "timm" or (source == "auto" and state is not None):
         return from_timm()
-    if source != "auto":
-        return from_hub()
     try:
-        return from_hub()
+        return _hub(name, checkout, state, image_size, token)
     except TeacherUnavailable as hub:
+        if source != "auto":
+            raise
         try:
             return from_timm()
         except TeacherUnavailable as timm:
             raise TeacherUnavailable(name, f"{hub.reason}; timm: {timm.reason}") from None
 
 
-def _check_dinov2(asked: str, state: State) -> None:
-    """Name the DINOv2 that a file holds when it is not the one asked for."""
+def _check_dinov2(name: str, state: State) -> None:
+    """Refuse weights of another DINOv2 model, and name the model that they belong to."""
     token = state.get("cls_token")
     if token is None or token.shape[-1] not in _DINOV2_WIDTHS:
         raise InputError(
-            f"these weights are not a DINOv2's: they have {', '.join(list(state)[:3])}, ..."
+            f"these weights are not of a DINOv2 model: they have {', '.join(list(state)[:3])}, ..."
         )
     registers = "_reg" if "register_tokens" in state or "reg_token" in state else ""
-    held = f"dinov2_vit{_DINOV2_WIDTHS[token.shape[-1]]}14{registers}"
-    if held != asked:
+    actual = f"dinov2_vit{_DINOV2_WIDTHS[token.shape[-1]]}14{registers}"
+    if actual != name:
         raise InputError(
-            f"these weights are {held}, not {asked}: set --teacher {held}, or take another file"
+            f"these weights are {actual}, not {name}: set --teacher {actual}, or use another file"
         )
 
 
 def _hub(
-    name: str,
-    checkout: str | os.PathLike[str] | None,
-    state: State | None,
-    image_size: int,
-    token: str,
+    name: str, checkout: Path | None, state: State | None, image_size: int, token: str
 ) -> Teacher:
-    place, kind = (_DINOV2_REPOSITORY, "github") if checkout is None else (checkout, "local")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "xFormers is not available", once per layer type
             model: Any = torch.hub.load(
-                os.fspath(place),
+                _DINOV2_REPOSITORY if checkout is None else os.fspath(checkout),
                 name,
-                source=kind,
+                source="github" if checkout is None else "local",
                 trust_repo=True,  # pyright: ignore[reportArgumentType]
                 verbose=False,
                 pretrained=state is None,
             )
-    except Exception as error:  # the repository's own code runs here
+    except Exception as error:  # the repository's code may raise anything
         raise TeacherUnavailable(f"{name} (hub)", error) from error
     if state is not None:
         load_strict(model, state, name)
 
     def features(x: Tensor) -> Tensor:
         out = model.forward_features(x)
-        patch = out["x_norm_patchtokens"].mean(1)
-        return _tokens(token, out["x_norm_clstoken"], patch)
+        return _pooled(token, out["x_norm_clstoken"], out["x_norm_patchtokens"].mean(1))
 
     return Network(f"{name} (hub)", model, features, Transform(image_size, image_size), token)
 
 
-def _tokens(token: str, pooled: Tensor, patch: Tensor) -> Tensor:
+def _pooled(token: str, pooled: Tensor, patch: Tensor) -> Tensor:
     if token == "class":
         return pooled
     return patch if token == "patch" else torch.cat([pooled, patch], 1)
@@ -265,16 +245,16 @@ def _tokens(token: str, pooled: Tensor, patch: Tensor) -> Tensor:
 
 
 def _timm_config(model_name: str) -> Any:
-    """What timm knows of a model by name; None of one by its place, which brings its own.
+    """Return timm's configuration of a named model; None for `hf-hub:` and `local-dir:`.
 
     Raises:
-        InputError: there is no such model, or such a kind of place.
+        InputError: there is no such model.
     """
     import timm
 
     if ":" in model_name:
         if model_name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
-            return None
+            return None  # the configuration comes with the weights
         raise InputError(
             f"timm:{model_name}: expected a model's name, hf-hub:OWNER/NAME or local-dir:FOLDER"
         )
@@ -282,40 +262,34 @@ def _timm_config(model_name: str) -> Any:
         raise InputError(_unknown("timm", model_name, timm.list_models()))
     try:
         return timm.get_pretrained_cfg(model_name)
-    except RuntimeError as error:  # the part behind the dot
+    except RuntimeError as error:  # an unknown tag after the dot
         raise InputError(f"timm:{model_name}: {error}") from error
 
 
 def _timm(
-    model_name: str,
-    name: str,
-    state: State | None,
-    image_size: int | None,
-    token: str,
-    **kwargs: Any,
+    model_name: str, name: str, state: State | None, image_size: int | None, token: str
 ) -> Teacher:
     import timm
     from timm.data.config import resolve_data_config
 
-    is_path = ":" in model_name  # local-dir:... and hf-hub:... bring their own config
-    config = _timm_config(model_name)
+    config, kwargs = _timm_config(model_name), {}
     if config is not None and config.fixed_input_size:
         native = config.input_size[-1]
-        # DINOv2's config says 518, a costly default: 5 times the work of 224.
+        # DINOv2's configuration says 518, which costs 5 times the work of 224.
         image_size = image_size or (224 if "patch14" in model_name and native == 518 else native)
         if image_size != native:
             kwargs["img_size"] = image_size
     model: Any
     if state is None:
         try:
-            with _one_lookup():
+            with _offline_without_network():
                 model = timm.create_model(model_name, pretrained=True, num_classes=0, **kwargs)
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            if is_path:
-                _check_path(model_name, error)
+            if config is None:
+                _check_timm_path(model_name, error)
             raise TeacherUnavailable(name, error) from error
     else:
-        model = _timm_with(model_name, state, config, kwargs)
+        model = _timm_from_file(model_name, state, config, kwargs)
 
     data = resolve_data_config(model=model)
     size = image_size or data["input_size"][-1]
@@ -333,29 +307,24 @@ def _timm(
 
     def features(x: Tensor) -> Tensor:
         tokens = model.forward_features(x)
-        return _tokens(token, model.forward_head(tokens), tokens[:, prefix:].mean(1))
+        return _pooled(token, model.forward_head(tokens), tokens[:, prefix:].mean(1))
 
     return Network(name, model, model if token == "class" else features, transform, token)
 
 
-def _timm_with(model_name: str, state: State, config: Any, kwargs: dict[str, Any]) -> nn.Module:
-    """A timm model with weights from a file: strict, through timm's own conversion of keys."""
+def _timm_from_file(model_name: str, state: State, config: Any, kwargs: dict[str, Any]) -> Any:
+    """Build a timm model with a file's weights: strict, after timm's conversion of their names."""
     import timm
 
     classifier = getattr(config, "classifier", None) or "head"
     first = classifier if isinstance(classifier, str) else classifier[0]
     weight = state.get(f"{first}.weight")
-    # The file's own number of classes: with any other timm would load without being strict.
+    # With another number of classes than the file's, timm would not load strictly.
     classes = 0 if weight is None else len(weight)
     overlay = {"state_dict": state, "num_classes": classes, "custom_load": False, "label_offset": 0}
+    kwargs |= {"num_classes": classes, "pretrained_cfg_overlay": overlay}
     try:
-        model: Any = timm.create_model(
-            model_name,
-            pretrained=True,
-            num_classes=classes,
-            pretrained_cfg_overlay=overlay,
-            **kwargs,
-        )
+        model: Any = timm.create_model(model_name, pretrained=True, **kwargs)
     except (RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"these weights do not fit {model_name}: {reason[:500]}") from error
@@ -363,22 +332,19 @@ def _timm_with(model_name: str, state: State, config: Any, kwargs: dict[str, Any
     return model
 
 
-def _check_path(model_name: str, error: Exception) -> None:
-    """Raise an InputError where a model of timm's is named by a path that is of no use."""
-    source, _, place = model_name.partition(":")
-    folder = Path(place)
-    if source == "hf-hub" and place and folder.is_dir():
-        raise InputError(
-            f"timm:{model_name} names a folder: timm:local-dir:{place} loads one"
-        ) from error
-    found = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    if source == "local-dir" and found:
-        reason = " ".join(str(error).split())[:200]
-        if "weights_only" in reason:  # timm advises to load it anyway
-            reason = "it asks for more than tensors, which was refused; nothing was executed"
-        raise InputError(f"{found[0]} is not a readable weights file: {reason}") from error
-    if isinstance(error, ValueError):  # not even a name
-        raise InputError(f"timm:{model_name}: {' '.join(str(error).split())[:300]}") from error
+def _check_timm_path(model_name: str, error: Exception) -> None:
+    """Raise an InputError if the `hf-hub:` name or the `local-dir:` folder itself is at fault."""
+    source, _, path = model_name.partition(":")
+    if source == "hf-hub" and path and Path(path).is_dir():
+        raise InputError(f"timm:{model_name} names a folder: use timm:local-dir:{path}") from error
+    reason = " ".join(str(error).split())[:300]
+    files = sorted([*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")])
+    if source == "local-dir" and files:
+        if "weights_only" in reason:  # timm's advice is to load it anyway
+            reason = "it contains more than tensors, which was refused; nothing was executed"
+        raise InputError(f"{files[0]} is not a readable weights file: {reason}") from error
+    if isinstance(error, ValueError):  # not a possible name
+        raise InputError(f"timm:{model_name}: {reason}") from error
 
 
 def _unknown(library: str, name: str, known: list[str]) -> str:
@@ -388,18 +354,19 @@ def _unknown(library: str, name: str, known: list[str]) -> str:
 
 
 @contextmanager
-def _one_lookup() -> Iterator[None]:
-    """Without a network the Hugging Face client retries for 47 seconds: look it up once instead."""
+def _offline_without_network() -> Iterator[None]:
+    """Use only the Hugging Face cache if the Hub's name does not resolve.
+
+    Without a network its client would retry for 47 seconds.
+    """
     from huggingface_hub import constants
 
-    offline = False
+    before = constants.HF_HUB_OFFLINE
     if not urllib.request.getproxies():
         try:
             socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
         except OSError:
-            offline = True
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or offline  # what is already cached still loads
+            constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
@@ -429,22 +396,20 @@ def _torchvision(name: str, state: State | None, image_size: int | None, token: 
         raise InputError(_unknown("torchvision", name, known))
     if token != "class":
         raise InputError(
-            f"torchvision:{name} gives its pooled features only: token must be 'class', got "
-            f"{token!r} (timm's ViTs have patch tokens)"
+            f"torchvision:{name} has only pooled features: token must be 'class', got {token!r} "
+            "(timm's ViTs have patch tokens)"
         )
     weights: Any = models.get_model_weights(name)["DEFAULT"]
-    # Two builders prepare their input only for published weights; a file holds such weights, too.
+    # These two transform their input only if they are built with published weights.
     inception = state is not None and name in ("googlenet", "inception_v3")
     kwargs = {"transform_input": True, "init_weights": False} if inception else {}
     try:
-        model: nn.Module = models.get_model(
-            name, weights=weights if state is None else None, **kwargs
-        )
+        model = models.get_model(name, weights=weights if state is None else None, **kwargs)
     except (OSError, RuntimeError) as error:
         raise TeacherUnavailable(f"torchvision:{name}", error) from error
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not linears:
-        raise InputError(f"torchvision:{name} has no linear classifier whose input could be taken")
+        raise InputError(f"torchvision:{name} has no linear classifier that could be removed")
     classifier = linears[-1]
     model.set_submodule(classifier, nn.Identity())
     if state is not None:
@@ -459,8 +424,4 @@ def _torchvision(name: str, state: State | None, image_size: int | None, token: 
         tuple(native.mean),
         tuple(native.std),
     )
-    return Network(f"torchvision:{name}", model, _first_output(model), transform)
-
-
-def _first_output(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: model(x).flatten(1)
+    return Network(f"torchvision:{name}", model, lambda x: model(x).flatten(1), transform)

@@ -1,4 +1,4 @@
-"""A frozen network as a teacher: the input its authors gave it, and the token that is kept."""
+"""A frozen network as a teacher, with the preprocessing it was trained with."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ssl_kd.teachers.weights import weights_id
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-_LONGEST = 4
+_MAX_ASPECT = 4
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Resize, crop the centre, normalise.
+    """Resize, crop the center, normalize.
 
     Attributes:
-        size: side of the square that the network sees.
+        size: side of the square that the network takes.
         resize: length of the shorter side before the crop.
-        interpolation: `bilinear`, `bicubic`, ... as PIL calls it, in lower case.
-        mean: of each channel, in units of 0 to 1.
+        interpolation: `bilinear`, `bicubic` or another of PIL's filters, in lower case.
+        mean: of each channel, for values from 0 to 1.
         std: of each channel.
-        squash: resize both sides to `resize`, whatever the proportions.
+        squash: resize both sides to `resize`, ignoring the aspect ratio.
     """
 
     size: int
@@ -41,12 +41,12 @@ class Transform:
     squash: bool = False
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """A decoded image as uint8 `[3, size, size]`; `normalise` does the rest, on the device."""
+        """Return a decoded image as uint8 `[3, size, size]`; `normalize` follows on the device."""
         from torchvision.transforms import functional as F
 
         image = image.convert("RGB")
-        # A 1000 x 1 image would grow to 256,000 x 256 pixels, of which the crop keeps the centre.
-        limit = _LONGEST * min(image.size)
+        # A 1000 x 1 image would grow to 256,000 x 256 pixels, and the crop keeps only its center.
+        limit = _MAX_ASPECT * min(image.size)
         if max(image.size) > limit and not self.squash:
             image = F.center_crop(image, [min(image.height, limit), min(image.width, limit)])  # type: ignore[arg-type, assignment]
         side = [self.resize, self.resize] if self.squash else [self.resize]
@@ -54,12 +54,12 @@ class Transform:
         image = F.center_crop(image, [self.size, self.size])  # type: ignore[arg-type, assignment]
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
-    def normalise(self, batch: Tensor, out: Tensor | None = None) -> Tensor:
-        """uint8 `[image, 3, size, size]` as float32, channels last, in the network's own units.
+    def normalize(self, batch: Tensor, out: Tensor | None = None) -> Tensor:
+        """Normalize uint8 `[image, 3, size, size]` to float32, channels last.
 
-        The result lies in `out`, a float32 tensor of as many elements, if it is given.
+        The result is written to `out`, a float32 tensor with as many elements, if it is given.
         """
-        # (x / 255 - mean) / std as one multiplication and one addition, a row of pixels at a time:
+        # (x / 255 - mean) / std as one multiplication and one addition per row of pixels:
         # three channels are too short an inner loop (8 times slower).
         n, channels, height, width = batch.shape
         rows = batch.permute(0, 2, 3, 1).reshape(n, height, width * channels)
@@ -70,16 +70,18 @@ class Transform:
 
     def __str__(self) -> str:
         """One line, part of a cache's fingerprint."""
-        how = "squash" if self.squash else "centre"
+        mode = "squash" if self.squash else "centre"
         mean, std = ([round(v, 4) for v in values] for values in (self.mean, self.std))
-        return f"{self.size} px of {self.resize} {self.interpolation} {how}, mean {mean}, std {std}"
+        return (
+            f"{self.size} px of {self.resize} {self.interpolation} {mode}, mean {mean}, std {std}"
+        )
 
 
-@functools.lru_cache(maxsize=8)  # to send them anew would make each batch wait for the last one
+@functools.lru_cache(maxsize=8)  # copying them for each batch would wait for the one before
 def _affine(
     mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Scale and shift of a row of `width` pixels, `[width * channel]` each."""
+    """Return scale and shift of a row of `width` pixels, `[width * channel]` each."""
     with torch.inference_mode(False):
         scale = torch.tensor([1 / (255 * s) for s in std], device=device)
         shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)
@@ -90,10 +92,10 @@ class Network(Teacher):
     """A frozen network.
 
     Args:
-        name: as it stands in the fingerprint.
-        model: the network; frozen and put into evaluation mode here.
-        features: normalised images `[b, 3, size, size]` -> embeddings `[b, dim]`, by `model`.
-        transform: the network's own.
+        name: part of the fingerprint.
+        model: the network; it is frozen and set to evaluation mode.
+        features: maps normalized images `[b, 3, size, size]` to embeddings `[b, dim]` by `model`.
+        transform: the network's preprocessing.
         token: which token `features` returns, for the fingerprint.
 
     Raises:
@@ -133,14 +135,14 @@ class Network(Teacher):
         return self
 
     def preprocess(self, image: Image.Image) -> Tensor:
-        """The network's own resize and crop, as uint8."""
+        """Apply the network's resize and crop; uint8."""
         return self.transform(image)
 
     @torch.inference_mode()
     def embed(self, batch: Tensor) -> Tensor:
-        """Normalise and run the network; float32 `[image, dim]`."""
+        """Normalize the batch and run the network; float32 `[image, dim]`."""
         batch = batch.to(self.device, non_blocking=True)
-        # One buffer for all batches: memory that is new to the process costs a fault per page.
+        # One buffer for all batches, because new memory costs a page fault per page.
         if self._input is None or self._input.numel() != batch.numel():
             self._input = torch.empty(batch.numel(), device=batch.device)
-        return self.features(self.transform.normalise(batch, out=self._input)).float()
+        return self.features(self.transform.normalize(batch, out=self._input)).float()

@@ -18,13 +18,13 @@ from ssl_kd.errors import MissingPackage
 
 @dataclass(frozen=True)
 class Quantization:
-    """Linear layers in NF4, about 4.1 bits a weight; embeddings, norms and the output head stay.
+    """Linear layers in NF4, about 4.1 bits a weight; embeddings, norms and output head unchanged.
 
-    bitsandbytes' 8 bits are not here: their products round what comes in to float16, where it may
-    overflow, and what a row gets depends on the rows beside it.
+    8 bits are not offered: bitsandbytes rounds their input to float16, where it may overflow, and
+    the result of a row depends on the other rows of the batch.
 
     Args:
-        device: where the model goes: weights are packed for their device.
+        device: where the model goes, since weights are packed for their device.
         compute: dtype of the products.
 
     Raises:
@@ -44,11 +44,11 @@ class Quantization:
     def of(
         cls, kind: str | None, device: torch.device, compute: torch.dtype
     ) -> Quantization | None:
-        """As a setting says: `nf4`, or None for none."""
+        """Return the quantization of the setting QUANTIZATION: `nf4`, or None."""
         return None if kind is None else cls(device, compute)
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `from_pretrained`."""
+        """Return the keyword arguments of `from_pretrained`."""
         from transformers import BitsAndBytesConfig
 
         config = BitsAndBytesConfig(
@@ -61,10 +61,9 @@ class Quantization:
 
 
 def keep_gradients(model: Any) -> None:
-    """Have 4-bit layers of a model, which has not run yet, multiply in a way that has gradients.
+    """Turn off a CPU kernel for 4-bit layers that passes no gradient back, without an error.
 
-    Some CPUs have a faster one, which a layer takes for good at its first forward pass in
-    evaluation mode; from then on it gives what is before it no gradient, without an error.
+    A layer would switch to it at its first forward pass in evaluation mode.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -72,5 +71,5 @@ def keep_gradients(model: Any) -> None:
 
 
 def stacked_bytes(model: Any) -> int:
-    """Bytes of a model's experts, which are stacked in tensors that nothing packs."""
+    """Return the bytes of a mixture's experts, whose stacked tensors are not quantized."""
     return sum(p.nbytes for p in model.parameters() if p.ndim > 2 and p.is_floating_point())

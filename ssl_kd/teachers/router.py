@@ -1,6 +1,6 @@
-"""A mixture's router that learns from the student, as in Every Expert Matters.
+"""Train a mixture's routers to suit the student, as in Every Expert Matters.
 
-Its weights are a part like any other: the guard judges them, leaves a sick step out, goes back.
+The router is a part of the guard: a sick step is skipped, and its weights can be restored.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _FIRST_SCALE = 2.0**12
 
 @dataclass(frozen=True)
 class RouterRecord:
-    """What became of one router step.
+    """The outcome of one router step.
 
     Attributes:
-        applied: whether the weights moved.
-        loss: objective and regularisation; NaN and infinities as they came.
-        grad_norm: of all router gradients, before clipping; NaN if there was no backward pass.
-        drift: KL(original gate || now) before the update, mean over layers and real tokens.
+        applied: whether the weights changed.
+        loss: objective plus regularization, possibly NaN or infinite.
+        grad_norm: of all router gradients, before clipping; NaN without a backward pass.
+        drift: KL(original gate || gate) before the update, mean over layers and real tokens.
         entropy: of the gates, mean over layers and real tokens, in nats.
-        event: for the event log, when the guard saw a fault or the router stopped.
+        event: for the event log, if there was a fault or the router stopped.
     """
 
     applied: bool
@@ -49,30 +49,26 @@ class RouterRecord:
 
 
 class RouterStep:
-    """Trains the routers of a mixture, and nothing else, with an optimizer of their own.
+    """Trains only the routers of a mixture, with their own AdamW.
 
-    One step minimises KL(p || q), p the teacher with every expert active and q the student, which
-    stays fixed, plus `balance * (CV(m)^2 + CV(P)^2)` summed over layers. The gradient of every
-    router runs through the layers above it, so this is a backward pass through the frozen teacher.
+    One step minimizes KL(p || q), p the teacher with every expert active and q the fixed student,
+    plus `balance * (CV(m)^2 + CV(P)^2)` summed over layers. A router's gradient runs through the
+    layers above it, so this is a backward pass through the frozen teacher.
 
-    A router could win by imitating the student: KL(original gate || now) is measured at every step,
-    and beyond `drift_limit` the router stays as it is for the rest of the run.
+    A router could win by imitating the student, so KL(original gate || gate) is measured at every
+    step, and beyond `drift_limit` the router is no longer trained.
 
-    `step` is the whole of it, for a loss that is computed in one pass. For several batches run
-    `backward` of each loss, and of `regularisation`, inside `routed`, then `update`.
+    Call `step` for a loss that is computed in one pass. For several batches call `backward` with
+    each loss, and with `regularization`, inside `routed`, then `update`.
 
     Args:
-        mixture: its model is frozen, except for the routers; those become float32.
-        learning_rate: of AdamW, at least 0.
-        weight_decay: of AdamW.
+        mixture: its model is frozen, except the routers, which become float32.
+        learning_rate: of AdamW.
         balance: weight of the load balance, beta in the paper.
         max_norm: the norm of all router gradients is clipped to this.
         drift_limit: in nats, mean over layers and real tokens.
-        gradient_checkpointing: layers are run again in the backward pass instead of kept in memory.
-        scale_loss: for a float16 teacher: the loss is scaled, the scale halved when it overflows.
-
-    Raises:
-        ValueError: names the argument that is out of range.
+        gradient_checkpointing: recompute layers in the backward pass to save memory.
+        scale_loss: for a float16 teacher, scale the loss and halve the scale when it overflows.
 
     References:
         Every Expert Matters, arXiv 2502.12947, 2025, equation 9.
@@ -83,25 +79,13 @@ class RouterStep:
         mixture: Mixture,
         *,
         learning_rate: float = 1e-5,
-        weight_decay: float = 0.0,
         balance: float = 0.01,
         max_norm: float = 1.0,
         drift_limit: float = 0.5,
         gradient_checkpointing: bool = False,
         scale_loss: bool = False,
     ) -> None:
-        at_least_0 = {
-            "learning_rate": learning_rate,
-            "weight_decay": weight_decay,
-            "balance": balance,
-        }
-        for name, value in at_least_0.items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be at least 0, got {value}")
-        for name, value in (("max_norm", max_norm), ("drift_limit", drift_limit)):
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        self.mixture = mixture
+        self.mixture, self.stopped = mixture, False
         self.balance, self.drift_limit = balance, drift_limit
         model: Any = mixture.model
         model.requires_grad_(False)
@@ -110,23 +94,17 @@ class RouterStep:
             parameter.requires_grad_(True)
         promote_to_fp32(model)
         self._checkpointed = gradient_checkpointing
-        self.optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=learning_rate, weight_decay=weight_decay
-        )
+        parameters = self._parameters.values()
+        self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0)
         self.guard = Guard(
-            model,
-            self.optimizer,
-            {_PART: self._parameters.values()},
-            clip_grad=max_norm,
-            scaler=scale_loss,
+            model, self.optimizer, {_PART: parameters}, clip_grad=max_norm, scaler=scale_loss
         )
         if scale_loss:
             self.guard.scale.fill_(_FIRST_SCALE)
-        self.stopped = False
 
     @contextmanager
     def routed(self, mask: Tensor | None = None) -> Iterator[Gates]:
-        """Every expert active, gates recorded, layers checkpointed: for forward *and* backward.
+        """Activate every expert and record the gates, for a forward and backward pass.
 
         Args:
             mask: boolean `[batch, token]`, real tokens.
@@ -138,17 +116,17 @@ class RouterStep:
         ):
             yield gates
 
-    def regularisation(self, gates: Gates) -> Tensor:
-        """What is added to the objective, a scalar with gradient to the routers."""
+    def regularization(self, gates: Gates) -> Tensor:
+        """Return the load balance that is added to the objective, a scalar with gradient."""
         return self.balance * load_balance(gates.mass(), gates.counts()).sum()
 
     def step(
         self, objective: Callable[[], Tensor], mask: Tensor | None = None, *, step: int = 0
     ) -> RouterRecord:
-        """One update of the routers, or none at all.
+        """Update the routers once, or leave them unchanged if the step is sick.
 
         Args:
-            objective: runs the teacher, with gradient, and returns KL(p || q), a scalar with q
+            objective: runs the teacher with gradients and returns KL(p || q), a scalar with q
                 detached: `token_kd(p_logits, q_logits, divergence="reverse_kl")`.
             mask: boolean `[batch, token]`, real tokens, for the load balance and the monitor.
             step: number of the step, for the event.
@@ -157,45 +135,45 @@ class RouterStep:
             ValueError: the objective did not run the teacher, or ran it without gradients.
 
         Returns:
-            What was seen; with a loss or gradient that is not finite, or too much drift, every bit
-            of routers and optimizer is as before, and `event` says so.
+            The outcome. If loss or gradient are not finite, or the drift is too large, routers and
+            optimizer are bit-identical to before, and `event` says why.
         """
         self.optimizer.zero_grad()
         with self.routed(mask) as gates:
             divergence = objective()
             if not (gates.logits and divergence.requires_grad):
                 raise ValueError(
-                    "the objective must run this teacher itself, with gradients on: a teacher from "
-                    "a cache or under torch.no_grad() cannot train its router"
+                    "the objective must run this teacher itself with gradients: a teacher from a "
+                    "cache or under torch.no_grad() cannot train its router"
                 )
-            loss = divergence + self.regularisation(gates)
+            loss = divergence + self.regularization(gates)
             if not self.stopped:
                 self.backward(loss)
         return self.update(loss, gates, step=step)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward pass of a loss, scaled where this step scales; inside `routed`."""
+        """Run the backward pass of a loss, scaled if `scale_loss`; call it inside `routed`."""
         self.guard.backward({_PART: loss})
 
     @torch.no_grad()
     def update(self, loss: Tensor, gates: Gates, *, step: int = 0) -> RouterRecord:
-        """Judge and apply the gradients that `backward` left at the routers; `step` ends with it.
+        """Check the gradients from `backward` and apply them; `step` ends with this.
 
         Args:
-            loss: whose gradients they are.
+            loss: of these gradients.
             gates: of the forward pass.
             step: number of the step, for the event.
         """
         drift, entropy = (float(x.mean()) for x in (gates.drift(), gates.entropy()))
-        seen = partial(RouterRecord, loss=float(loss), drift=drift, entropy=entropy)
+        record = partial(RouterRecord, loss=float(loss), drift=drift, entropy=entropy)
         if self.stopped:
-            return seen(applied=False, grad_norm=math.nan)
+            return record(applied=False, grad_norm=math.nan)
         if drift > self.drift_limit:
             self.stopped = True
             self.guard.discard()
             limit = self.drift_limit
             event = Stage.DRIFT.event(step, _PART, drift, drift=drift, limit=limit)
-            return seen(applied=False, grad_norm=math.nan, event=event)
+            return record(applied=False, grad_norm=math.nan, event=event)
         scale, first = float(self.guard.scale[0]), len(self.guard.events)
         try:
             applied = bool(self.guard.step())
@@ -205,16 +183,16 @@ class RouterStep:
         faults = [e for e in self.guard.events.events[first:] if Stage.of(e) is not None]
         norm = float(self.guard.grad_norm[0]) if math.isfinite(loss) else math.nan
         if not faults:
-            return seen(applied=applied, grad_norm=norm)
+            return record(applied=applied, grad_norm=norm)
         detail = gates.where_not_finite()
         detail += f"; loss scale {scale:g}" if scale > 1 else ""
         detail += "; the router is no longer trained" if self.stopped else ""
         value = float(loss) if faults[0].stage == "loss" else norm
         event = replace(faults[0], step=step, value=value, reason=faults[0].reason + detail)
-        return seen(applied=applied, grad_norm=norm, event=event)
+        return record(applied=applied, grad_norm=norm, event=event)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a bit-identical resume needs: routers, optimizer, guard, if stopped."""
+        """Return everything that a bit-identical resume needs."""
         return {
             "routers": {name: p.detach().clone() for name, p in self._parameters.items()},
             "optimizer": self.optimizer.state_dict(),
@@ -223,16 +201,12 @@ class RouterStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`.
-
-        Raises:
-            ValueError: it belongs to other routers.
-        """
-        theirs = {name: value.shape for name, value in state["routers"].items()}
-        ours = {name: value.shape for name, value in self._parameters.items()}
-        if theirs != ours:
-            differ = sorted(theirs.items() ^ ours.items())
-            raise ValueError(f"this state belongs to other routers: {differ[0][0]} differs")
+        """Continue from `state_dict`; raise ValueError if it belongs to other routers."""
+        saved = {name: value.shape for name, value in state["routers"].items()}
+        shapes = {name: value.shape for name, value in self._parameters.items()}
+        if saved != shapes:
+            name, _ = min(saved.items() ^ shapes.items())
+            raise ValueError(f"this state belongs to other routers: {name} differs")
         with torch.no_grad():
             for name, value in state["routers"].items():
                 self._parameters[name].copy_(value)
@@ -243,6 +217,10 @@ class RouterStep:
 
 @contextmanager
 def _checkpointing(model: nn.Module) -> Iterator[None]:
+    """Recompute layers in the backward pass.
+
+    Layers checkpoint only in training mode; their modules stay in evaluation mode, without dropout.
+    """
     from torch.utils.checkpoint import checkpoint
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -251,11 +229,9 @@ def _checkpointing(model: nn.Module) -> Iterator[None]:
     ]
     before = [(layer.gradient_checkpointing, layer.training) for layer in layers]
     for layer in layers:
-        layer.gradient_checkpointing = True
-        # By hand: the method's name changes between releases. Layers checkpoint only in training
-        # mode; what is inside them stays in eval mode, so dropout stays off.
+        layer.gradient_checkpointing = layer.training = True
+        # The method that sets this has different names in different releases.
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        layer.training = True
     try:
         yield
     finally:

@@ -1084,7 +1084,7 @@ def _foreign(tensors):
 
 
 ROUTER_FILES = {
-    "another teacher's": "original_routers",
+    "another teacher's": "original_rows",
     "a NaN in it": "model.layers.1.mlp.gate.weight is missing, of another shape",
     "truncated": "is not a safetensors file",
     "no file": "no router file",

@@ -299,7 +299,7 @@ def test_an_adapted_router_is_saved_and_given_to_the_teacher_again(tiny, tmp_pat
 
 
 def test_a_dense_teacher_has_no_router(tiny):
-    with pytest.raises(ValueError, match="is a dense model: router_mode must be 'native'"):
+    with pytest.raises(ValueError, match="is a dense model: use router_mode 'native'"):
         Routed(FrozenTeacher(tiny.model()), tiny.settings(router_mode="ka"))
 
 

@@ -131,7 +131,7 @@ def test_hidden_states_and_head_are_the_logits(architecture, batch):
 
 
 @pytest.mark.parametrize("architecture", NOT_LINEAR)
-def test_logits_that_are_more_than_a_product_are_found(architecture, batch):
+def test_scaled_or_capped_logits_are_not_linear(architecture, batch):
     # At these weights a soft cap of 30 moves no logit by more than fp32 rounds.
     assert linear_head(make(architecture)) is None
 
@@ -159,39 +159,29 @@ def test_adapters_count_in_hidden_states(batch):
     torch.testing.assert_close(hidden @ head.weight.T, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_adapters_on_the_head_make_it_more_than_a_product():
+def test_a_head_with_adapters_or_another_input_is_not_linear():
     config = peft.LoraConfig(target_modules=["lm_head"])
     assert linear_head(peft.get_peft_model(make("llama"), config)) is None
-
-
-def test_a_head_that_gets_something_else_is_found():
     model = make("llama")
     model.lm_head.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0],))
     assert linear_head(model) is None
 
 
-def test_a_broken_head_is_still_a_product():
-    # A NaN is found by the guard, in the losses; the probe does not change the way there.
+def test_a_head_with_nan_is_still_linear():
+    # The guard finds a NaN in the losses.
     model = make("llama")
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     assert linear_head(model) is not None
 
 
-def test_hidden_states_carry_gradients(batch):
-    model = make("qwen2")
-    hidden_states(model, batch.model_inputs()).square().sum().backward()
-    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
-
-
 # --- frozen teachers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_frozen_teacher_answers_for_the_rows_asked(batch, offload):
+def test_a_frozen_teacher_returns_the_given_rows(batch):
     model = make("llama")
     expected = logits_of(model, batch).flatten(0, 1)
-    teacher = FrozenTeacher(model, offload=offload)
+    teacher = FrozenTeacher(model)
     rows = torch.tensor([0, 3, 13])
     answer = ask(teacher, batch, rows)
     assert answer.bias is None
@@ -219,13 +209,9 @@ def test_a_frozen_teacher_stays_frozen_and_without_dropout(batch):
     assert not model.training
     assert not any(p.requires_grad for p in model.parameters())
     assert not first.hidden.requires_grad and not first.weight.requires_grad
-
-
-def test_an_answer_can_be_saved_for_a_backward_pass(batch):
-    answer = ask(FrozenTeacher(make("llama")), batch, torch.arange(3))
-    student = torch.ones(3, 32, requires_grad=True)
-    (student * answer.hidden).sum().backward()
-    assert torch.equal(student.grad, answer.hidden)
+    student = torch.ones(4, 32, requires_grad=True)
+    (student * first.hidden).sum().backward()  # an inference tensor could not be saved for it
+    assert torch.equal(student.grad, first.hidden)
 
 
 def test_the_dtype_is_the_teachers_own(batch):
@@ -236,22 +222,6 @@ def test_the_dtype_is_the_teachers_own(batch):
         answer = ask(teacher, batch, torch.arange(3))
     assert answer.hidden.dtype == answer.weight.dtype == torch.bfloat16
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
-
-
-@pytest.mark.gpu
-def test_an_offloaded_teacher_is_on_the_device_only_while_it_answers(batch):
-    model = make("llama tied")
-    expected = logits_of(model, batch).flatten(0, 1)
-    teacher = FrozenTeacher(model, device="cuda", offload=True)
-    batch.input_ids = batch.input_ids.cuda()
-    for _ in range(2):
-        answer = ask(teacher, batch, torch.arange(5, device="cuda"))
-        assert {p.device.type for p in model.parameters()} == {"cpu"}
-        assert all(p.is_pinned() for p in model.parameters())
-        assert answer.weight.is_cuda
-        logits = (answer.hidden @ answer.weight.T).cpu()
-        torch.testing.assert_close(logits, expected[:5], rtol=1e-3, atol=1e-4)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 # --- loading and identity -------------------------------------------------------------------------
@@ -296,17 +266,13 @@ def test_identity_follows_weights_and_configuration(folder):
     assert again.weights_id == CausalLM.of(make("llama"), tokenizer, "made").weights_id
 
 
-def test_ids_are_counted_up_to_the_largest():
-    tokenizer = make_tokenizer()
-    assert n_ids(tokenizer) == len(tokenizer)
-    tokenizer.get_vocab = lambda: {"a": 0, "b": 7}
-    assert n_ids(tokenizer) == 8
-
-
 def test_a_tokenizers_identity_is_what_it_does():
     used = make_tokenizer()
     used(["a b c", "a"], padding=True, truncation=True, max_length=2)
     assert tokenizer_id(used) == tokenizer_id(make_tokenizer())
+    assert n_ids(used) == len(used)
+    used.get_vocab = lambda: {"a": 0, "b": 7}
+    assert n_ids(used) == 8
     used.add_tokens(["zz"])
     assert tokenizer_id(used) != tokenizer_id(make_tokenizer())
 
@@ -314,13 +280,13 @@ def test_a_tokenizers_identity_is_what_it_does():
 def check_refused(name, kind, *words):
     with pytest.raises(kind) as error:
         load_causal_lm(name)
-    said = str(error.value)
-    assert "\n" not in said
+    message = str(error.value)
+    assert "\n" not in message
     for word in (str(name), *words):
-        assert word in said, said
+        assert word in message, message
 
 
-def test_what_cannot_be_loaded_is_said_in_one_line(folder, tmp_path, monkeypatch):
+def test_what_cannot_be_loaded_is_named_in_one_line(folder, tmp_path, monkeypatch):
     check_refused(tmp_path / "none", FileNotFoundError, "save_pretrained")
     (tmp_path / "empty").mkdir()
     check_refused(tmp_path / "empty", FileNotFoundError, "no config.json")
@@ -345,6 +311,8 @@ def test_a_name_that_the_hub_cannot_give(monkeypatch):
     check_refused("nobody/no-such-model", CausalLMUnavailable, "hf download nobody/no-such-model")
     with pytest.raises(CausalLMUnavailable):
         files_id("nobody/no-such-model")
+    with pytest.raises(InputError, match="'gpt2 medium' is neither a folder nor a possible name"):
+        load_causal_lm("gpt2 medium")
 
 
 def test_weights_that_the_file_lacks_are_not_made_up(folder):
@@ -398,7 +366,7 @@ class RunsCode:
         return (print, ("ran",))
 
 
-def test_a_pickle_that_wants_to_run_code_is_refused_in_our_words(tiny, tmp_path, capfd):
+def test_a_pickle_with_code_is_refused_in_one_line(tiny, tmp_path, capfd):
     tiny.folder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"lm_head.weight": RunsCode()}, tmp_path / "pytorch_model.bin")
@@ -413,8 +381,3 @@ def test_a_tensor_that_does_not_fit_the_configuration_is_named(tiny, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
     with pytest.raises(InputError, match=r"lm_head.weight has .*\(320, 32\).*\(400, 32\)"):
         load_causal_lm(tmp_path)
-
-
-def test_a_name_that_the_hub_cannot_have_is_bad_input():
-    with pytest.raises(InputError, match="'gpt2 medium' is no folder, and cannot be a name"):
-        load_causal_lm("gpt2 medium")

@@ -1,6 +1,7 @@
 """Weights lie in memory in the dtype in which they are used, and nothing else changes."""
 
 import copy
+import json
 import subprocess
 import sys
 
@@ -96,9 +97,7 @@ def test_a_teacher_in_half_precision_is_never_in_memory_in_full(tiny, tmp_path):
 
 
 @fault(126)
-def test_a_model_with_code_of_its_own_says_what_to_do(tiny, tmp_path, caplog):
-    import json
-
+def test_code_that_comes_with_a_model_is_run_only_if_allowed(tiny, tmp_path, caplog):
     folder = tmp_path / "own"
     tiny.folder(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -117,4 +116,4 @@ def test_a_model_with_code_of_its_own_says_what_to_do(tiny, tmp_path, caplog):
         load_causal_lm(folder)
     lm = load_causal_lm(folder, remote_code=True)
     assert type(lm.model).__name__ == "OwnForCausalLM"
-    assert "runs code of its own, as TRUST_REMOTE_CODE allows" in caplog.text
+    assert "runs its own Python code, as TRUST_REMOTE_CODE allows" in caplog.text

@@ -37,7 +37,7 @@ def test_input_equals_timms_own_transform(interpolation, crop_mode, width, heigh
     ours = Transform(28, 32, interpolation, mean, std, squash=crop_mode == "squash")
     assert math.floor(28 / 0.875) == 32
     image = noise(width, height)
-    got = ours.normalise(ours(image)[None])[0]
+    got = ours.normalize(ours(image)[None])[0]
     torch.testing.assert_close(got, theirs(image), rtol=1e-5, atol=1e-5)
 
 
@@ -47,7 +47,7 @@ def test_input_equals_torchvisions_own_transform():
     preset = ResNet18_Weights.DEFAULT.transforms()
     ours = Transform(224, 256, "bilinear")
     image = noise(300, 260)
-    got = ours.normalise(ours(image)[None])[0]
+    got = ours.normalize(ours(image)[None])[0]
     torch.testing.assert_close(got, preset(image), rtol=1e-5, atol=1e-5)
 
 

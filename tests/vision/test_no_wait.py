@@ -208,7 +208,7 @@ def test_extraction_waits_for_a_batch_when_the_next_one_is_under_way(monkeypatch
         def embed(images):
             _Event.seen.append("begun")
             sent = images.pin_memory().to("cuda", non_blocking=True)
-            return transform.normalise(sent).flatten(1)
+            return transform.normalize(sent).flatten(1)
 
         images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
         batches = [loading.Batch([i, i + 1], images, []) for i in (0, 2, 4)]
