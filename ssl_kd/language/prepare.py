@@ -56,10 +56,10 @@ from ssl_kd.teachers.causal import (
 )
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.layers import freeze_tower
 from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.remembered import RememberedTeacher
 from ssl_kd.teachers.student import add_lora, build_student, check_rank
-from ssl_kd.teachers.layers import freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.process_group import ReadOnlyRunFolder

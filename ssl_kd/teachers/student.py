@@ -130,6 +130,8 @@ def add_lora(model: Any, rank: int, alpha: float = 16.0, *, seed: int = 0) -> An
         ImportError: peft is not installed.
         ValueError: a rank that does not work.
     """
+    if rank < 1:
+        raise InputError(f"adapters need a rank of at least 1, got LORA_RANK {rank}")
     check_rank(rank, model.config)
     peft = llm_module("peft")
     config = peft.LoraConfig(
@@ -146,14 +148,12 @@ def add_lora(model: Any, rank: int, alpha: float = 16.0, *, seed: int = 0) -> An
 
 
 def check_rank(rank: int, config: Any) -> None:
-    """Raise InputError if the rank of adapters is below 1 or above the rank of their matrices.
+    """Raise InputError if the rank of adapters is above the rank of their matrices.
 
     Args:
         rank: of the adapters.
         config: of the model, or its width, which one side of each matrix does not exceed.
     """
-    if rank < 1:
-        raise InputError(f"adapters need a rank of at least 1, got LORA_RANK {rank}")
     width = config
     if not isinstance(config, int):
         towers = [config.get_text_config(), getattr(config, "vision_config", None)]

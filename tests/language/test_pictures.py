@@ -35,8 +35,8 @@ from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
-from ssl_kd.teachers.student import add_lora, build_student  # noqa: E402
 from ssl_kd.teachers.layers import freeze_tower  # noqa: E402
+from ssl_kd.teachers.student import add_lora, build_student  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402

@@ -112,7 +112,7 @@ def test_code_that_comes_with_a_model_is_run_only_if_allowed(tiny, tmp_path, cap
         "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
         "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
-    with pytest.raises(ValueError, match="not run unasked: .* set TRUST_REMOTE_CODE"):
+    with pytest.raises(ValueError, match="not run unasked .* set TRUST_REMOTE_CODE"):
         load_causal_lm(folder)
     lm = load_causal_lm(folder, remote_code=True)
     assert type(lm.model).__name__ == "OwnForCausalLM"
