@@ -107,9 +107,9 @@ def build_student(
         if tokenizer is None:
             raise InputError(f"student {spec!r} needs a tokenizer, or a teacher that has one")
         if kind == "fresh" and teacher is not None:
-            model = _like_teacher(spec, teacher, tokenizer, *numbers, seed)
+            model = _like_teacher(spec, teacher, tokenizer, numbers[0], numbers[1], seed)
         else:
-            model = _llama(spec, tokenizer, *numbers, seed)
+            model = _llama(spec, tokenizer, numbers[0], numbers[1], seed)
     cast_weights(model, dtype or torch.float32)
     return CausalLM.of(model, tokenizer, spec, processor)
 

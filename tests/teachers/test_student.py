@@ -303,7 +303,8 @@ def test_adapters_load_with_peft(on_disk, tmp_path):
     again = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
     assert torch.equal(logits_of(again), logits_of(model))
     card = ModelCard.load(tmp_path / "adapters" / "README.md")
-    assert (card.data.library_name, card.data.base_model) == ("peft", "base")
+    data = card.data.to_dict()
+    assert (data["library_name"], data["base_model"]) == ("peft", "base")
     assert f"- base model: {tmp_path / 'base'}\n- teacher: a b\n- data: c" in card.text
 
 
