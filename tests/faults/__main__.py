@@ -1,8 +1,8 @@
-"""`python -m tests.faults`: run the fault matrix and print it, a line a row.
+"""`python -m tests.faults`: run the fault matrix and print it, one row a line.
 
-`--markdown` prints the page `docs/faults.md`: it as a table, and below it the guard's table of
-faults; other words go to pytest (`-m "not slow"`, `-k 39`, `-x`). The exit code is 1 if any row
-failed.
+`--markdown` prints the page `docs/faults.md`: the matrix as a table, followed by the guard's table
+of faults. Other arguments are passed to pytest (`-m "not slow"`, `-k 39`, `-x`). The exit code is 1
+if a row failed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ What `python -m tests.faults --markdown` printed: each row is injected by as man
 number in brackets says. A known fault is a test that is expected to fail until its cause is fixed.
 Below it is the guard's table of faults, each with the rows that show it.
 """
-WORDS = {
-    "passed": "passed",
+# Of a row's tests, the first of these outcomes that occurs counts.
+OUTCOMES = {
     "failed": "FAILED",
     "xfailed": "known fault",
+    "passed": "passed",
     "skipped": "skipped here",
 }
 
 
 class Results:
-    """A pytest plugin that remembers what became of each row's tests.
+    """A pytest plugin that collects the outcomes of each row's tests.
 
     Attributes:
-        outcomes: row -> a word of `WORDS` for each of its tests.
+        outcomes: row -> a key of `OUTCOMES` for each of its tests.
     """
 
     def __init__(self) -> None:
@@ -46,14 +47,14 @@ class Results:
         self._rows: dict[str, set[int]] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Note which test is of which row; of other folders these alone are run."""
+        """Note the rows of each test; outside this folder, keep only tests with a row."""
         items[:] = [i for i in items if i.path.parent == FOLDER or i.get_closest_marker("fault")]
         for item in items:
             marks = item.iter_markers("fault")
             self._rows[item.nodeid] = {number for mark in marks for number in mark.args}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a test's outcome; a fault in its set-up or tear-down counts as a failure."""
+        """Note a test's outcome; an error in its set-up or tear-down counts as a failure."""
         if report.when != "call" and report.outcome == "passed":
             return
         expected = report.outcome == "skipped" and hasattr(report, "wasxfail")
@@ -61,29 +62,22 @@ class Results:
             self.outcomes.setdefault(number, []).append("xfailed" if expected else report.outcome)
 
     def kind(self, number: int) -> str:
-        """What became of a row, in one word or two."""
-        if ROWS[number].later:
-            return "later"
-        seen = self.outcomes.get(number)
-        if not seen:
-            return "not run"
-        worst = ("failed", "xfailed", "passed", "skipped")
-        return WORDS[next(outcome for outcome in worst if outcome in seen)]
+        """Return the outcome of a row in one or two words."""
+        seen = self.outcomes.get(number, ())
+        return next((word for outcome, word in OUTCOMES.items() if outcome in seen), "not run")
 
     def of(self, number: int) -> str:
-        """The same with the number of tests that say so, or why there is none."""
-        kind, seen = self.kind(number), self.outcomes.get(number, [])
-        if kind == "later":
-            return f"later: {ROWS[number].later}"
-        if kind == "not run":
+        """Return the outcome of a row with the number of its tests."""
+        kind, seen = self.kind(number), self.outcomes.get(number)
+        if not seen:
             return kind
-        count = sum(WORDS[outcome] == kind for outcome in seen)
+        count = sum(OUTCOMES[outcome] == kind for outcome in seen)
         all_passed = kind == "passed" and count == len(seen)
         return f"passed ({count})" if all_passed else f"{kind} ({count} of {len(seen)})"
 
 
 def lines(results: Results, markdown: bool = False) -> Iterator[str]:
-    """The matrix, a line a row, and a closing count."""
+    """Yield the matrix, one row a line, and the number of rows of each outcome."""
     if markdown:
         yield HEADER
         yield "| # | fault | right behaviour | result |"
@@ -92,18 +86,16 @@ def lines(results: Results, markdown: bool = False) -> Iterator[str]:
         if number in GROUPS:
             yield f"| | **{GROUPS[number]}** | | |" if markdown else f"\n{GROUPS[number]}"
         fault = f"{row.fault} ({row.how})" if row.how else row.fault
-        if markdown:
-            yield f"| {number} | {fault} | {row.outcome} | {results.of(number)} |"
-        else:
-            yield f"{number:>2} | {fault} | {row.outcome} | {results.of(number)}"
+        line = f"{number:>2} | {fault} | {row.outcome} | {results.of(number)}"
+        yield f"| {line.lstrip()} |" if markdown else line
     kinds = Counter(results.kind(number) for number in ROWS)
-    order = [*WORDS.values(), "not run", "later"]
+    order = [*OUTCOMES.values(), "not run"]
     yield ""
     yield f"{len(ROWS)} rows: " + ", ".join(f"{kinds[k]} {k}" for k in order if kinds[k])
 
 
 def kinds() -> Iterator[str]:
-    """The guard's table of faults, a line a kind."""
+    """Yield the guard's table of faults, one kind a line."""
     yield "| kind | what is seen | what is done at once | what to change | rows |"
     yield "|---|---|---|---|---|"
     for stage in KINDS:
@@ -116,22 +108,21 @@ def kinds() -> Iterator[str]:
 
 
 def marked_elsewhere() -> list[Path]:
-    """Files of other folders with tests of rows."""
+    """Return the test files outside this folder that have tests of rows."""
     files = sorted(FOLDER.parent.rglob("test_*.py"))
     return [f for f in files if f.parent != FOLDER and IMPORT in f.read_text(encoding="utf-8")]
 
 
-def main(words: list[str]) -> int:
-    """Run the tests of the rows with further words for pytest; the exit code."""
-    markdown = "--markdown" in words
-    words = [word for word in words if word != "--markdown"]
+def main(arguments: list[str]) -> int:
+    """Run the tests of the rows and print the matrix; return pytest's exit code."""
+    markdown = "--markdown" in arguments
+    arguments = [argument for argument in arguments if argument != "--markdown"]
     results = Results()
-    # With --markdown the table alone is on stdout, to be kept by `>`.
-    screen = sys.stderr if markdown else sys.stdout
-    with contextlib.redirect_stdout(screen):
+    # With --markdown only the page is on stdout, so that `>` writes it to a file.
+    with contextlib.redirect_stdout(sys.stderr if markdown else sys.stdout):
         options = ["-q", "--no-header", "--tb=short", "-rfE", "-p", "no:cacheprovider"]
         code = pytest.main(
-            [str(FOLDER), *map(str, marked_elsewhere()), *options, *words], plugins=[results]
+            [str(FOLDER), *map(str, marked_elsewhere()), *options, *arguments], plugins=[results]
         )
     print("\n".join(lines(results, markdown)))
     if markdown:
