@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from ssl_kd.files import load_tensors
 from ssl_kd.guard.faults import Thresholds
-from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.heads import TEMIHead
 from ssl_kd.report import write_report
 from ssl_kd.vision import pipeline
@@ -32,7 +30,6 @@ from tests.faults.inject import (
     events,
     healthy_alike,
     in_forward,
-    make_trainer,
     metrics,
     newest_checkpoint,
     one_line,
@@ -46,16 +43,6 @@ from tests.faults.matrix import row
 
 HEAD = f"head {SICK}"
 NEVER = Thresholds(restore_after=10**6)
-
-
-@row(28)
-@pytest.mark.parametrize("how", ["none", "own"])
-def test_a_nan_gradient_skips_its_head_alone(how):
-    clean = trained(instance_weight=how)
-    sick = trained(in_forward(set_gradient(math.nan), {3}), instance_weight=how)
-    assert sick.of(HEAD) == [(3, "gradient", "skipped")] and len(sick.events) == 1
-    assert healthy_alike(sick, clean)
-    assert same(sick.owned(SICK, 4), sick.owned(SICK, 3))
 
 
 @row(29)
@@ -118,7 +105,7 @@ def test_a_head_without_gradient_is_reported_as_dead_once():
     assert not short.events
 
 
-@row(32)
+@row(28, 32)
 @pytest.mark.parametrize(
     "fault",
     [set_logit(math.nan), set_gradient(math.nan), set_gradient(1e30)],
@@ -129,6 +116,7 @@ def test_a_skipped_head_keeps_every_bit_under_momentum_and_decay(fault, monkeypa
     monkeypatch.setattr(guarded, "EMA_MOMENTUM", 0.5)
     options = {"learning_rate": 0.1}
     sick = trained(in_forward(fault, {3}), **options)
+    assert [(event.step, event.action) for event in sick.events] == [(3, "skipped")]
     before, after = sick.owned(SICK, 3), sick.owned(SICK, 4)
     assert same(before, after) and before["exp_avg"].any() and before["exp_avg_sq"].any()
     assert (before["updates"], sick.owned(SICK)["updates"]) == (3, 5)
@@ -138,7 +126,7 @@ def test_a_skipped_head_keeps_every_bit_under_momentum_and_decay(fault, monkeypa
         assert not torch.equal(moved["student"], sick.owned(SICK, step)["student"])
 
 
-@row(33)
+@row(16, 33)
 @pytest.mark.parametrize(
     ("fault", "stage"),
     [(set_logit(math.inf), "loss"), (set_gradient(math.nan), "gradient")],
@@ -156,21 +144,6 @@ def test_ten_bad_steps_restore_the_head_from_its_last_good_state(fault, stage):
     assert same(sick.owned(SICK, 70), clean.owned(SICK, 50)) and healthy_alike(sick, clean)
     assert not sick.health.streak[SICK] and sick.health.skipped[SICK] == 10
     assert not torch.equal(sick.owned(SICK)["student"], sick.owned(SICK, 70)["student"])
-
-
-@row(33)
-def test_seven_bad_steps_are_enough_where_the_user_says_so():
-    patience = Thresholds(restore_after=7)
-    sick = trained(in_forward(set_gradient(math.nan), range(5, 12)), 15, thresholds=patience)
-    restored = sick.events[-1]
-    assert (restored.step, restored.stage) == (11, "escalation")
-    assert restored.reason == "7 bad steps in a row"
-
-
-@row(33)
-def test_nine_bad_steps_restore_nothing():
-    sick = trained(in_forward(set_gradient(math.nan), range(60, 69)), steps=80)
-    assert {stage for _, stage, _ in sick.of(HEAD)} == {"gradient"}
 
 
 @row(34)
@@ -296,35 +269,6 @@ def test_half_precision_heads_become_fp32_masters_with_one_line(dtype, caplog):
     assert len(said) == 1 and str(dtype).removeprefix("torch.").replace("float", "fp") in said[0]
 
 
-@row(37)
-def test_a_module_of_half_precision_is_promoted_where_a_scaler_would_have_crashed():
-    model = torch.nn.Linear(4, 2).half()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    line = promote_to_fp32(model)
-    assert line is not None and "\n" not in line
-    assert "fp16" in line and "weight" in line and "bias" in line
-    for parameter, old in zip(model.parameters(), before, strict=True):
-        assert parameter.dtype == torch.float32 and torch.equal(parameter, old.float())
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-    scaler.step(optimizer)  # "Attempting to unscale FP16 gradients" without the promotion
-    scaler.update()
-    assert promote_to_fp32(model) is None
-
-
-@row(37)
-def test_a_guard_refuses_float16_weights_with_one_line():
-    model = torch.nn.Linear(4, 2).half()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="is float16, expected float32.*under torch.autocast") as e:
-        Guard(model, optimizer)
-    assert "\n" not in str(e.value)
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    Guard(model.float(), torch.optim.AdamW(model.parameters()))
-
-
 @row(38)
 @pytest.mark.parametrize(
     "changes",
@@ -347,11 +291,3 @@ def test_a_learning_rate_of_ten_never_leaves_a_number_that_is_not_finite(
     for checkpoint in checkpoints:
         for name, tensor in load_tensors(checkpoint)["tensors"].items():
             assert torch.isfinite(tensor).all(), (checkpoint.name, name)
-
-
-@row(38)
-def test_a_learning_rate_of_ten_without_a_run_folder():
-    found = make_trainer(learning_rate=10.0)
-    for _ in range(30):
-        found.step(torch.randn(2, 16, DIM) * 100, 10.0)
-    assert all(torch.isfinite(t).all() for t in found.state.owned().values())

@@ -169,24 +169,27 @@ def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_tr
     assert [row["stage"] for row in rows[:10]] == ["large"] * 10
 
 
-@row(100)
+@row(48, 100)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         (b"import sys\nsys.exit(0)\n", "line 1: only `NAME = literal`"),
-        (b"SEED = exit(0)\n", "line 1: SEED must be a plain literal"),
+        (b"SEED = __import__('os').mkdir('trace')\n", "line 1: SEED must be a plain literal"),
         ("SEED = 1\n".encode("utf-16"), "is UTF-16: save it as UTF-8"),
         (b"SEED = " + b"-" * 5000 + b"1", "line 1"),
         (None, "cannot be read as a settings file: Is a directory"),
     ],
     ids=["exit", "a call", "UTF-16", "deep", "a folder"],
 )
-def test_a_settings_file_that_is_none_is_named(settings, train_py, tmp_path, text, said):
+def test_a_settings_file_that_is_none_is_named_and_not_run(
+    settings, train_py, tmp_path, text, said, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.py"
     path.mkdir() if text is None else path.write_bytes(text)
     code, error = train_py(settings(), f"--config={path}")
     assert code == 2 and str(path) in one_line(error) and said in error
-    assert no_run(settings())
+    assert no_run(settings()) and not (tmp_path / "trace").exists()
 
 
 LEAVES = """

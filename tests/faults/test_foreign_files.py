@@ -7,9 +7,7 @@ import pickle
 import re
 import struct
 import sys
-import tracemalloc
 import zlib
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.recorder import save_bundle
 from ssl_kd.heads import TEMIHead
-from ssl_kd.language.teacher_cache import TeacherCache
 from ssl_kd.report import write_report
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Pixels
@@ -185,17 +182,6 @@ def test_an_image_that_is_too_large_decoded_is_named_and_left_out(settings, tmp_
     assert "2000 x 900 pixels (I;16) take 5 MiB to decode, more than 3" in left_out["reason"]
 
 
-@row(88)
-def test_sixteen_bits_become_eight_without_eight_times_the_memory(tmp_path):
-    png_of_zeros(tmp_path / "x.png", 3000, 3000, 16)  # 17 MiB
-    decode(tmp_path / "x.png")
-    tracemalloc.start()
-    decode(tmp_path / "x.png")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 70 << 20  # float64 of all of it alone is 69 MiB
-
-
 # --- 89: a cache of data or weights that have changed since ---------------------------------------
 
 
@@ -232,17 +218,6 @@ def test_weights_under_any_name_identify_a_language_model(how, tmp_path):
     write("config.json" if how[0] == "c" else f"{kind}.index.json", "{")
     with pytest.raises(CorruptFileError, match="is damaged"):
         files_id(tmp_path)
-
-
-@row(89)
-def test_a_model_of_usual_names_is_identified_as_ever(tmp_path):
-    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    index = json.dumps({"weight_map": dict(zip("ab", names, strict=True))})
-    files = {"config.json": "{}", names[0]: "one", names[1]: "two"}
-    for name, text in {**files, "model.safetensors.index.json": index}.items():
-        (tmp_path / name).write_text(text)
-    parts = [f"{name} {sha256(text.encode()).hexdigest()}" for name, text in files.items()]
-    assert files_id(tmp_path) == sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 # --- 90: columns and labels that are not what they look like --------------------------------------
@@ -394,14 +369,6 @@ def test_a_manifest_with_other_fields_is_one_line_and_force_rebuilds(
     code, error = train_py(settings(force_recompute=True))
     assert code == 0, error
     assert torch.equal(opened(settings()).tensor(), before)
-
-
-@row(92)
-def test_a_manifest_of_a_teachers_cache_with_other_fields_is_named(tmp_path):
-    path = tmp_path / "teacher.json"
-    write_manifest(path, {"version": 1, "fingerprint": {"k": "many"}, "shards": []})
-    with pytest.raises(CorruptFileError, match="teacher.json is not one of this version .*vocab"):
-        TeacherCache.open(tmp_path)
 
 
 # --- 93: a model's file that is damaged -----------------------------------------------------------

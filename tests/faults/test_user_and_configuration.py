@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_kd.guard import DeviceInfo, Precision, UnsupportedDevice
+from ssl_kd.guard import Precision
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFolderError
@@ -60,51 +60,6 @@ def test_a_value_of_the_wrong_kind_or_range_is_refused_with_what_is_allowed(name
         message = str(refused.value)
         assert message.startswith(f"{name.upper()} is {value!r}, but must be "), message
         assert VisionSettings.allowed(name) in message
-
-
-@row(48)
-def test_a_config_that_is_no_list_of_literals_is_named_by_line(tmp_path, train_py):
-    trace = tmp_path / "executed"
-    for text in (
-        f"import os\nSEED = os.mkdir('{trace}')",
-        f"SEED = __import__('os').mkdir('{trace}')",
-    ):
-        (tmp_path / "config.py").write_text(text)
-        code, error = train_py(VisionSettings(), f"--config={tmp_path / 'config.py'}")
-        assert code == 2 and "config.py, line 1" in one_line(error)
-    assert not trace.exists()
-
-
-OLD = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
-NEW = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-
-
-@row(49)
-@pytest.mark.parametrize("bf16", [True, False], ids=["with bf16 products", "without"])
-def test_half_precision_on_a_cpu_says_what_is_used_instead(bf16):
-    chosen = Precision.for_device(DeviceInfo("cpu", "CPU", bf16_products=bf16), use_fp16=True)
-    assert chosen.student == (torch.bfloat16 if bf16 else torch.float32)
-    assert chosen.weights == chosen.losses == torch.float32 and not chosen.scale
-    assert "bf16" in str(chosen) and "\n" not in str(chosen)
-
-
-@row(49)
-def test_a_p100_is_given_fp32_students_and_the_reason():
-    chosen = Precision.for_device(DeviceInfo("cuda", "Tesla P100", (6, 0), OLD), use_fp16=True)
-    assert (chosen.teacher, chosen.student) == (torch.float16, torch.float32)
-    line = str(chosen)
-    assert "P100" in line and "sm_60" in line and "no" in chosen.why and "\n" not in line
-
-
-@row(49)
-@pytest.mark.parametrize("capability", [(6, 0), (7, 0), (13, 0)])
-def test_a_gpu_without_kernels_is_refused_with_the_build_that_has_them(capability):
-    with pytest.raises(UnsupportedDevice) as refused:
-        Precision.for_device(DeviceInfo("cuda", "some GPU", capability, NEW))
-    message = str(refused.value)
-    assert "some GPU" in message and f"sm_{capability[0]}{capability[1]}" in message
-    assert ("cu126" if capability < (7, 5) else "newest torch") in message
-    assert "\n" not in message
 
 
 @row(49)

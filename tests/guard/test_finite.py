@@ -10,6 +10,7 @@ from ssl_kd.guard.finite import (
     safe_normalize,
     safe_normalize_weights,
 )
+from tests.faults.matrix import row
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -45,6 +46,7 @@ def test_safe_normalize_along_another_axis():
     torch.testing.assert_close(safe_normalize(x, dim=0), expected)
 
 
+@row(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_rows_stay_zero_with_a_finite_gradient(dtype):
     x = torch.zeros(2, 4, dtype=dtype, requires_grad=True)
@@ -73,6 +75,7 @@ def test_the_gradient_of_safe_normalize_at_any_length(scale):
     torch.testing.assert_close(x.grad * scale, torch.tensor([[0.128, -0.096]]))
 
 
+@row(22)
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(

@@ -13,6 +13,7 @@ from ssl_kd.guard.precision import (
     precision_table,
     promote_to_fp32,
 )
+from tests.faults.matrix import row
 from tests.modes import MODES
 
 NEW = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -59,6 +60,7 @@ def test_the_policy(info, use_fp16, teacher, student, scale):
     assert info.name in str(precision) and "\n" not in str(precision)
 
 
+@row(49)
 @pytest.mark.parametrize(
     ("info", "asked", "said"),
     [
@@ -111,6 +113,7 @@ def test_capability_and_architectures(capability, arch, runs):
     assert DeviceInfo("cuda", "Some GPU", capability, arch).has_kernels() is runs
 
 
+@row(49)
 @pytest.mark.parametrize(
     ("capability", "arch", "way"),
     [((6, 0), NEW, "cu126"), ((7, 0), NEW, "cu126"), ((13, 0), OLD, "newest torch")],
@@ -244,6 +247,7 @@ def test_trainable_half_weights_become_masters(dtype):
     assert promote_to_fp32(model) is None
 
 
+@row(37)
 def test_masters_can_be_unscaled_where_half_weights_crash():
     def step(model):
         """One scaled step of an optimizer made before the promotion."""

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssl_kd import losses
+from tests.faults.matrix import row
 from tests.oracles import objectives as oracle
 
 
@@ -30,8 +31,9 @@ def test_value_and_gradient_equal_the_oracle(beta):
     torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
 
 
+@row(18)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scale", [1.0, 100.0, 6e4])
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e4, 6e4])
 def test_low_precision_logits_stay_near_float64(dtype, scale):
     student, teacher, marginal = _case(clusters=100, scale=1.0)
     student, teacher = (student * scale).clamp(-6e4, 6e4), (teacher * scale).clamp(-6e4, 6e4)
@@ -49,20 +51,20 @@ def test_low_precision_logits_stay_near_float64(dtype, scale):
     torch.testing.assert_close(low.grad.double(), high.grad, rtol=8e-3, atol=2e-3)
 
 
+@row(20, 23, 24)
 @settings(max_examples=60, deadline=None)
 @given(
     scale=st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4, 6e4]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     ts=st.sampled_from([1e-4, 0.05, 0.1, 1.0, 1e4]),
     beta=st.sampled_from([1e-3, 0.6, 1.0]),
-    dead=st.booleans(),
+    dead=st.sampled_from([0, 1, 5]),
     seed=st.integers(0, 10),
 )
 def test_finite_and_alive_at_every_extreme(scale, dtype, ts, beta, dead, seed):
     student, teacher, marginal = _case(scale=1.0, seed=seed)
     student = (student * scale).clamp(-65504, 65504).to(dtype).requires_grad_()
-    if dead:
-        marginal[:, 0] = 0.0
+    marginal[:, :dead] = 0.0
     loss = losses.beta_mi(
         student,
         teacher.mul(scale).clamp(-65504, 65504).to(dtype),
@@ -97,6 +99,7 @@ def test_a_second_derivative_is_refused_and_not_taken_for_0():
         slope.square().sum().backward()
 
 
+@row(19)
 def test_disjoint_student_and_teacher_still_learn():
     """Underflow of every product: the reference form has NaN gradients, a clamped one none."""
     student = torch.tensor([[[60.0, 0.0, 0.0]]], requires_grad=True)
@@ -127,6 +130,7 @@ def test_marginal_floor_moves_healthy_values_by_less_than_1e_4(clusters):
     torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-4)
 
 
+@row(24)
 def test_beta_one_and_uniform_marginal_reduce_to_the_log_dot_product():
     student, teacher, _ = _case()
     uniform = torch.full((3, 5), 0.2, dtype=torch.float64)
@@ -192,13 +196,14 @@ def test_a_nan_stays_in_its_sample_and_no_gradient_reaches_teacher_or_marginal()
 BAD_TEMPERATURES = (0.0, -1.0, 1e-9, 1e9, math.nan, math.inf, None, "2", 1j)
 
 
+@row(23, 24)
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
         *[("beta", v) for v in (0.0, -0.1, 1.1, math.nan)],
         *[("student_temperature", v) for v in BAD_TEMPERATURES],
         *[("teacher_temperature", v) for v in BAD_TEMPERATURES],
-        *[("clip_min", v) for v in (math.inf, -math.inf, math.nan)],
+        *[("clip_min", v) for v in (math.inf, -math.inf, math.nan, -1e39)],
     ],
 )
 def test_bad_arguments_are_named(argument, value):

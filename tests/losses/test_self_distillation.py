@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from ssl_kd import losses
+from tests.faults.matrix import row
 from tests.oracles import objectives as oracle
 
 
@@ -59,7 +60,8 @@ def test_centring_stops_a_cluster_that_every_sample_prefers():
     assert shares.max() < 0.5
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
+@row(23)
+@pytest.mark.parametrize("bad", [0.0, -1.0, 1e-9, 1e9, float("nan")])
 def test_bad_temperatures_are_named(bad):
     student, teacher, center = _case()
     with pytest.raises(ValueError, match="teacher_temperature"):
@@ -72,6 +74,7 @@ def test_bad_temperatures_are_named(bad):
         losses.sinkhorn_targets(teacher, 0.05, 0)
 
 
+@row(18)
 @pytest.mark.parametrize("balanced", [False, True])
 def test_finite_logits_beyond_half_precision_count_as_its_largest(balanced):
     signs = torch.randn(2, 2, 3, 7, generator=torch.Generator().manual_seed(0)).sign()

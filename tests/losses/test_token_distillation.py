@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ssl_kd import losses
 from ssl_kd.losses import DIVERGENCES, LegacyClamp, next_token_targets, token_kd
+from tests.faults.matrix import row
 from tests.oracles import token_objectives as oracle
 
 NAMES = (*DIVERGENCES, *oracle.JS)
@@ -91,6 +92,7 @@ ELEVEN = {
 }
 
 
+@row(25)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", ELEVEN)
 def test_the_eleven_fp16_cases(case, name):
@@ -117,6 +119,7 @@ def test_float64_equals_the_oracle(name, temperature):
     torch.testing.assert_close(gradient, slope, rtol=1e-10, atol=1e-14)
 
 
+@row(25)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("side", [0, 1])
 def test_an_entry_outside_the_vocabulary_is_dropped_on_both_sides(name, side):
@@ -131,6 +134,7 @@ def test_an_entry_outside_the_vocabulary_is_dropped_on_both_sides(name, side):
     assert gradient[..., [2, 5]].abs().max() == 0
 
 
+@row(25)
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_of_the_vocabulary_gets_no_mass(name):
     student, teacher = _case()
@@ -142,6 +146,7 @@ def test_padding_of_the_vocabulary_gets_no_mass(name):
     assert gradient[..., 7:].abs().max() == 0
 
 
+@row(25)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("junk", [float("nan"), INF, -INF, 1e4])
 def test_masked_tokens_change_no_bit(name, junk):
@@ -326,6 +331,7 @@ def _filtered(logits, k):
     return logits.masked_fill(logits < logits.topk(k).values[..., -1:], -INF)
 
 
+@row(25)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 100.0])
 def test_a_filtered_teacher_is_exact_and_gives_other_entries_probability_0(name, temperature):
@@ -399,6 +405,7 @@ def test_a_wide_nucleus_is_no_vocabulary_and_a_stray_infinity_is_no_nucleus(name
     )
 
 
+@row(25)
 def test_every_token_masked_is_a_zero_on_the_graph():
     student, teacher = _case()
     student.requires_grad_(), teacher.requires_grad_()
