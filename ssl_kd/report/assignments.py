@@ -1,7 +1,4 @@
-"""Who is in which cluster, from the file of a run: some numbers of each sample, rows on demand.
-
-Nothing that grows with the samples is a Python object of each of them.
-"""
+"""The clusters of a run's samples, from its file; nothing here is a Python object per sample."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,34 +14,28 @@ from pyarrow import compute
 from ssl_kd.vision.assignments import assignments_of
 from ssl_kd.vision.samples import read_table
 
-NUMBERS = ("confidence", "outlier")
-Rows = Callable[[Sequence[int]], list[dict[str, str]]]
-
 
 @dataclass(frozen=True)
 class Assignments:
-    """The samples of one split, and some facts of all others.
+    """The samples of one split.
 
     Args:
-        n: How many samples the split has.
-        numbers: `confidence` and `outlier` of the split, `[n]` each; lacking where the file has no
-            such column of numbers.
-        confidence: Of the samples of all splits; None as above.
-        members: How many of the split have a cluster and a label, by both as they are written.
-        labels: All labels of all splits.
-        rows: Some rows of the split, every column as it is written in a CSV.
+        n: Number of samples.
+        confidence: `[n]`; None where the file has no such column of numbers.
+        members: (cluster, label), as written in the file -> number of samples.
+        labels: Distinct labels of all splits.
+        rows: Returns rows by number, every column as it is written in a CSV.
     """
 
     n: int = 0
-    numbers: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     confidence: NDArray[np.float64] | None = None
     members: Counter[tuple[str, str]] = field(default_factory=Counter)
     labels: list[str] = field(default_factory=list)
-    rows: Rows = lambda wanted: []
+    rows: Callable[[Sequence[int]], list[dict[str, str]]] = lambda wanted: []
 
 
 def read_assignments(folder: Path, split: str) -> Assignments:
-    """Read those of a run folder, of one split; empty where there is no file.
+    """Read the samples of one split of a run folder; none where there is no file.
 
     Raises:
         CorruptFileError: The file is damaged, or lacks a column that every run writes.
@@ -52,38 +43,31 @@ def read_assignments(folder: Path, split: str) -> Assignments:
     path = assignments_of(folder)
     if not path.exists():
         return Assignments()
-    table = read_table(path, [*NUMBERS, "cluster", "label", "split"])
-    labelled = "label" in table.column_names
-    is_own = compute.call_function("equal", [table.column("split"), arrow.scalar(split)])
-    places = np.flatnonzero(is_own.to_numpy())
-    own, members = table.take(arrow.array(places)), Counter()
-    keys = ["cluster", "label"] if labelled else ["cluster"]
-    for row in own.group_by(keys).aggregate([([], "count_all")]).to_pylist():
+    table = read_table(path, ["confidence", "cluster", "label", "split"])
+    has_labels = "label" in table.column_names
+    is_in_split = compute.call_function("equal", [table.column("split"), arrow.scalar(split)])
+    places = np.flatnonzero(is_in_split.to_numpy())
+    of_split = table.take(arrow.array(places))
+    keys = ["cluster", "label"] if has_labels else ["cluster"]
+    members = Counter()
+    for row in of_split.group_by(keys).aggregate([([], "count_all")]).to_pylist():
         members[str(row["cluster"]), row.get("label") or ""] = row["count_all"]
 
     def rows(wanted: Sequence[int]) -> list[dict[str, str]]:
-        inside = [row for row in dict.fromkeys(wanted) if row < len(places)]
-        lines = read_table(path).take(arrow.array(places[inside])).to_pylist()
-        found = dict(zip(inside, map(_as_written, lines), strict=True))
-        return [found.get(row, {}) for row in wanted]
+        known = [row for row in dict.fromkeys(wanted) if row < len(places)]
+        lines = read_table(path).take(arrow.array(places[known])).to_pylist()
+        written = dict(zip(known, map(_as_written, lines), strict=True))
+        return [written.get(row, {}) for row in wanted]
 
-    numbers = {name: values for name in NUMBERS if (values := _numbers(own, name)) is not None}
-    labels = table.column("label").unique().to_pylist() if labelled else []
-    everyone = _numbers(table, "confidence")
-    return Assignments(
-        len(places), numbers, everyone, members, [label or "" for label in labels], rows
-    )
-
-
-def _numbers(table: arrow.Table, name: str) -> NDArray[np.float64] | None:
-    """Return a column of floats; None where there is none."""
-    if name not in table.column_names or not arrow.types.is_floating(table.column(name).type):
-        return None
-    return table.column(name).to_numpy()
+    confidence = None
+    if "confidence" in of_split.column_names:
+        column = of_split.column("confidence")
+        confidence = column.to_numpy() if arrow.types.is_floating(column.type) else None
+    labels = table.column("label").unique().to_pylist() if has_labels else []
+    return Assignments(len(places), confidence, members, [label or "" for label in labels], rows)
 
 
 def _as_written(line: dict[str, Any]) -> dict[str, str]:
-    """Return a row of numbers and text as it stands in a CSV."""
     return {
         name: "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
         for name, value in line.items()

@@ -20,18 +20,18 @@ from ssl_kd.vision.samples import Samples
 logger = logging.getLogger(__name__)
 
 Images = Callable[[list[int]], list[Image.Image | None]]
-MAX_CLUSTERS, MAX_PICTURES, EXTREME = 100, 600, 14
+MAX_CLUSTERS, MAX_PICTURES, N_DOUBTFUL = 100, 600, 14
 
 
 def run_images(run_dir: Path) -> Images | None:
-    """The pictures of a finished run's training rows, for `write_report` later than the run.
+    """Return the pictures of a finished run's training rows, for a report written later.
 
     Args:
         run_dir: The run folder; its settings say where the data set lies.
 
     Returns:
-        Opens the data set when it is asked, and raises what that raises; None where the run
-        learned from features without images, or from text.
+        A function that opens the data set when it is called, and raises what that raises; None
+        where the run learned from features without images, or from text.
     """
     run = RunResults.read(Path(run_dir))
     if run.is_language or not has_pictures(run.metrics):
@@ -49,23 +49,23 @@ def gallery(
     run: RunResults,
     images: Images | None,
     sizes: Sequence[int],
-    colours: Sequence[str],
+    colors: Sequence[str],
     label_names: dict[str, str],
 ) -> dict[str, Any]:
-    """Collect what the page shows of each cluster.
+    """Return what the page shows of each cluster.
 
     Args:
         run: The run folder; `typical` of its arrays are row numbers of the training split.
-        images: Gives the pictures of training rows, None for one that cannot be read; or None.
+        images: Returns the pictures of training rows, None for one that cannot be read; or None.
         sizes: Size of each cluster.
-        colours: Colour of each cluster.
+        colors: Color of each cluster.
         label_names: Name of each label as written in `assignments.csv`.
 
     Returns:
-        `clusters`, `hidden` (number of clusters left out), `doubtful`, `outlying`, and `missing`:
-        the sentence to show where there is no cluster.
+        `clusters`, `hidden` (number of clusters left out), `doubtful` (the samples of the lowest
+        confidence), and `missing`: the sentence to show where there are no pictures.
     """
-    nothing: dict[str, Any] = {"clusters": [], "hidden": 0, "doubtful": [], "outlying": []}
+    nothing: dict[str, Any] = {"clusters": [], "hidden": 0, "doubtful": []}
     typical = run.arrays.get("typical")
     if images is None:
         return nothing | {"missing": "There are no pictures: this data has features, not images."}
@@ -74,40 +74,43 @@ def gallery(
     typical = typical[:, : max(1, min(12, MAX_PICTURES // min(len(typical), MAX_CLUSTERS)))]
     counts = [int(sizes[k]) if k < len(sizes) else -1 for k in range(len(typical))]
     shown = sorted(sorted(range(len(typical)), key=lambda k: -counts[k])[:MAX_CLUSTERS])
-    picked = {k: [int(r) for r in typical[k] if r >= 0] if counts[k] else [] for k in shown}
-    doubtful = extreme_rows(run.assignments, "confidence")
-    outlying = extreme_rows(run.assignments, "outlier", -1)
-    rows = [row for k in shown for row in picked[k]] + doubtful + outlying
+    rows_of = {k: [int(r) for r in typical[k] if r >= 0] if counts[k] else [] for k in shown}
+    doubtful = _least_confident(run.assignments)
+    rows = [row for k in shown for row in rows_of[k]] + doubtful
     try:
         read = zip(rows, images(rows), strict=True)
         pictures = {row: thumbnail(image) for row, image in read if image is not None}
-    except Exception as error:  # the images may be gone by now; the rest of the page still stands
+    except Exception as error:  # the images may no longer exist; the rest of the page remains
         logger.warning("the report has no pictures: %s", error)
         return nothing | {"missing": f"There are no pictures: {type(error).__name__}: {error}"}
-
-    if len(pictures) < len({*rows}):
-        logger.warning("%d of %d pictures cannot be read", len({*rows} - {*pictures}), len({*rows}))
+    if lost := len({*rows} - {*pictures}):
+        logger.warning("%d of %d pictures cannot be read", lost, len({*rows}))
     if not pictures:
         return nothing | {"missing": "There are no pictures: none of them can be read."}
     samples = dict(zip(rows, run.assignments.rows(rows), strict=True))
 
-    def named(row: int, *about: str) -> dict[str, str]:
-        sample = samples[row]
-        name = sample.get("file", f"row {row}")
-        return pictures[row] | {"name": ", ".join([name, *(f"{a} {sample[a]}" for a in about)])}
+    def named(wanted: list[int], *columns: str) -> list[dict[str, str]]:
+        names = {
+            row: [
+                samples[row].get("file", f"row {row}"),
+                *(f"{c} {samples[row][c]}" for c in columns),
+            ]
+            for row in wanted
+            if row in pictures
+        }
+        return [pictures[row] | {"name": ", ".join(parts)} for row, parts in names.items()]
 
     members: dict[str, Counter[str]] = {}
     for (cluster, label), count in run.assignments.members.items():
         if name := label_names.get(label):
             members.setdefault(cluster, Counter())[name] += count
-    offered = {c["cluster"] for c in run.metrics.get("extended", {}).get("new_clusters", [])}
+    new = {c["cluster"] for c in run.metrics.get("extended", {}).get("new_clusters", [])}
     clusters = [
-        _caption(k, counts[k], members.get(str(k)), k in offered)
+        _caption(k, counts[k], members.get(str(k)), k in new)
         | {
-            "cluster": k,
             "size": counts[k],
-            "colour": colours[k] if k < len(colours) else "#808080",
-            "pictures": [named(row) for row in picked[k] if row in pictures],
+            "color": colors[k] if k < len(colors) else "#808080",
+            "pictures": named(rows_of[k]),
         }
         for k in shown
     ]
@@ -115,14 +118,13 @@ def gallery(
         "clusters": clusters,
         "hidden": len(typical) - len(shown),
         "columns": typical.shape[1] if typical.shape[1] <= 8 else -(-typical.shape[1] // 2),
-        "doubtful": [named(row, "cluster", "confidence") for row in doubtful if row in pictures],
-        "outlying": [named(row, "cluster", "outlier") for row in outlying if row in pictures],
+        "doubtful": named(doubtful, "cluster", "confidence"),
     }
 
 
-def _caption(cluster: int, size: int, labels: Counter[str] | None, offered: bool) -> dict[str, Any]:
-    """Title of a cluster, and a line on how many images it has and of which classes."""
-    title = f"Cluster {cluster}" + (" (new)" if offered else "")
+def _caption(cluster: int, size: int, labels: Counter[str] | None, new: bool) -> dict[str, Any]:
+    """Return the title of a cluster, and a line on its size and classes."""
+    title = f"Cluster {cluster}" + (" (new)" if new else "")
     about = f"{size:,} image{'s' if size != 1 else ''}" if size >= 0 else ""
     if labels:
         (name, count), total = labels.most_common(1)[0], labels.total()
@@ -133,24 +135,23 @@ def _caption(cluster: int, size: int, labels: Counter[str] | None, offered: bool
     return {"title": title, "about": about}
 
 
-def extreme_rows(assignments: Assignments, column: str, sign: int = 1) -> list[int]:
-    """Rows where a column is lowest, or highest with sign -1; none where all are alike."""
-    values = sign * assignments.numbers.get(column, np.empty(0))
-    if not len(values) or not np.nanmin(values) < np.nanmax(values):
+def _least_confident(assignments: Assignments) -> list[int]:
+    """Return the rows of the lowest confidence; none where all are equal."""
+    values = assignments.confidence
+    if values is None or not len(values) or not np.nanmin(values) < np.nanmax(values):
         return []
-    return [int(r) for r in np.argsort(values, kind="stable")[:EXTREME]]
+    return [int(row) for row in np.argsort(values, kind="stable")[:N_DOUBTFUL]]
 
 
 def thumbnail(image: Image.Image) -> dict[str, str]:
-    """The picture as a data URI of a few kilobytes."""
+    """Return the picture as a data URI of a few kilobytes."""
     tiny = max(image.size) <= 32
     small = image.convert("L" if image.mode in ("L", "1") else "RGB")
-    if not tiny:
-        small.thumbnail((96, 96))
     target = io.BytesIO()
     if tiny:
         small.save(target, "PNG", optimize=True)
     else:
+        small.thumbnail((96, 96))
         small.save(target, "JPEG", quality=78)
     kind = "png" if tiny else "jpeg"
     data = base64.b64encode(target.getvalue()).decode()

@@ -30,44 +30,53 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "answer_rate": ("answered, %", percent),
 }
 MAX_PROMPTS, MAX_CHARACTERS = 12, 4000
+TEXTS = {  # of a generation -> title of its column
+    "teacher": "teacher",
+    "before": "student before",
+    "after": "student after",
+    "reference": "reference",
+}
 
 
 def content(run: RunResults) -> dict[str, Any]:
     """Return the values of the language template beyond those of the frame."""
-    metrics, config = run.metrics, run.config
+    metrics, data = run.metrics, run.config.get("data") or {}
     rows = [row for row in metrics.get("table") or [] if isinstance(row, dict)]
-    data = config.get("data") or {}
+    scores = {row.get("name"): row for row in rows}
     points, sick = _evaluations(run)
     best = metrics.get("best_step")
     if best is None and points:
         best = min(points, key=lambda point: point[1])[0]
+    # Perplexities of two tokenizers cannot be compared.
+    compared = (ALONE,) if metrics.get("alignment") else (TEACHER, ALONE)
+    references = {name: p for name in compared if (p := _perplexity(scores, name)) is not None}
+    generations = [one for one in metrics.get("generations") or [] if isinstance(one, dict)]
     return {
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
-        **_header(run, rows, points),
+        **_header(run, scores, points),
         "table": _table(rows),
         "validated_apart": data.get("validated_apart"),
         "training": facts(_training(run)),
-        "curves": loss_curves(run.steps, run.events),
-        "perplexity": perplexity_curve(points, best, _marks(run, rows)),
+        "curves": loss_curves(run.steps),
+        "perplexity": perplexity_curve(points, best, references),
         "best": next((f"{amount(v)} at step {step:.0f}" for step, v in points if step == best), ""),
         "sick_evaluations": sick,
-        "generations": _generations(metrics.get("generations") or []),
-        "n_prompts": len(metrics.get("generations") or []),
-        "columns": ("teacher", "student before", "student after", "reference"),
+        "generations": [
+            {"prompt": _cut(one.get("prompt")), "texts": [_cut(one.get(key)) for key in TEXTS]}
+            for one in generations[:MAX_PROMPTS]
+        ],
+        "n_prompts": len(generations),
+        "columns": [*TEXTS.values()],
         "watched": bool(run.steps or run.events or metrics),
-        "cache": facts(metrics.get("cache") or {}),
-        "alignment": facts(metrics.get("alignment") or {}),
-        "models": _models(config),
-        "data": facts(_data(data)),
+        "inputs": facts(_inputs(run)),
         "left_out": "\n".join(map(str, data.get("left_out") or [])),
-    }  # fmt: skip
+    }
 
 
 def _header(
-    run: RunResults, rows: list[dict[str, Any]], points: list[tuple[float, float]]
+    run: RunResults, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> dict[str, Any]:
     """Return the headline, the sentences below it, and the tiles with the main numbers."""
-    scores = {row.get("name"): row for row in rows}
     headline, lead = _headline(run, scores, points)
     if run.metrics.get("best_step") == 0:
         lead.append("No evaluation was better than the student before training, which was kept.")
@@ -88,12 +97,12 @@ def _header(
         )
         if finite(value := scores.get(row, {}).get(key))
     ]
-    data = (run.config.get("data") or {}).get("name", "")
-    teacher, student = ((run.config.get(who) or {}).get("name") for who in (TEACHER, STUDENT))
-    eyebrow = [str(data), f"teacher {teacher}" if teacher else "",
-               f"student {student}" if student else "", f"run {run.path.name}"]  # fmt: skip
+    about = [(run.config.get("data") or {}).get("name", "")]
+    for model in (TEACHER, STUDENT):
+        name = (run.config.get(model) or {}).get("name")
+        about.append(name and f"{model} {name}")
     return {
-        "eyebrow": " · ".join(part for part in eyebrow if part),
+        "eyebrow": " · ".join(str(part) for part in (*about, f"run {run.path.name}") if part),
         "headline": headline,
         "lead": " ".join(lead),
         "tiles": tiles,
@@ -104,10 +113,10 @@ def _headline(
     run: RunResults, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> tuple[str, list[str]]:
     """Compare the student's perplexity with the others, and add the sentences below."""
-    after = _perplexity(scores, STUDENT)
+    after, metrics = _perplexity(scores, STUDENT), run.metrics
     if after is None:
         why = "There is no metrics.json: the run has not ended, or ended before it was evaluated."
-        if run.metrics:
+        if metrics:
             lacks = "finite perplexity of the student" if scores else "table of scores"
             why = f"metrics.json holds no {lacks}."
         if points:
@@ -115,34 +124,29 @@ def _headline(
             why += f" At its last evaluation, step {step:.0f}, perplexity was {amount(value)}."
         return "It is not known what the student learned", [why]
     others = {"before training": BEFORE, "by cross-entropy alone": ALONE}
-    if not run.metrics.get("alignment"):  # perplexities of two tokenizers do not compare
+    if not metrics.get("alignment"):
         others["of the teacher"] = TEACHER
-    compared = [
+    parts = [f"Held-out perplexity {amount(after)}"]
+    parts += [
         f"{amount(value)} {name}"
         for name, row in others.items()
         if (value := _perplexity(scores, row)) is not None
     ]
-    parts = [", ".join([f"Held-out perplexity {amount(after)}", *compared]), *_partial(run)]
+    headline, steps = ", ".join(parts), metrics.get("steps")
+    for term, n in (metrics.get("learned_from") or {}).items():
+        if finite(steps) and n < steps:
+            headline += f"; {term} learned from {n:,} of {steps:,} steps"
     if _perplexity(scores, ALONE) is not None:
-        lead = ["Cross-entropy alone is the same student on an equal budget."]
+        lead = "Cross-entropy alone is the same student on an equal budget."
     elif run.config.get("teacher", ...) is None:
-        lead = ["Without a teacher: the student learned by cross-entropy alone."]
+        lead = "Without a teacher: the student learned by cross-entropy alone."
     else:
-        lead = ["The same student was not trained by cross-entropy alone (--baseline)."]
-    return "; ".join(parts), lead
+        lead = "The same student was not trained by cross-entropy alone (--baseline)."
+    return headline, [lead]
 
 
-def _partial(run: RunResults) -> list[str]:
-    """Name each loss term that did not take part in every step, with its steps."""
-    steps, learned = run.metrics.get("steps"), run.metrics.get("learned_from") or {}
-    if not finite(steps):
-        return []
-    return [f"{name} learned from {n:,} of {steps:,} steps" for name, n in learned.items()
-            if n < steps]  # fmt: skip
-
-
-def _perplexity(found: dict[Any, dict[str, Any]], name: str) -> float | None:
-    value = found.get(name, {}).get("perplexity")
+def _perplexity(scores: dict[Any, dict[str, Any]], name: str) -> float | None:
+    value = scores.get(name, {}).get("perplexity")
     return value if finite(value) else None
 
 
@@ -151,13 +155,17 @@ def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     keys = [key for key in COLUMNS if any(finite(row.get(key)) for row in rows)]
     candidates = [r for r in rows if r.get("name") != TEACHER and finite(r.get("perplexity"))]
     best = min(candidates, key=lambda row: row["perplexity"], default=None)
-    result = []
-    for row in rows:
-        cells = [COLUMNS[k][1](row[k]) if finite(row.get(k)) else DASH for k in keys]
-        kind = "ours" if row is best else "bound" if row.get("name") == TEACHER else ""
-        result.append({"name": row.get("name", DASH), "note": _note(row), "cells": cells,
-                       "kind": kind, "best": row is best})  # fmt: skip
-    return {"columns": [COLUMNS[key][0] for key in keys] if rows else [], "rows": result}
+    shown = [
+        {
+            "name": row.get("name", DASH),
+            "note": _note(row),
+            "cells": [COLUMNS[k][1](row[k]) if finite(row.get(k)) else DASH for k in keys],
+            "kind": "ours" if row is best else "bound" if row.get("name") == TEACHER else "",
+            "best": row is best,
+        }
+        for row in rows
+    ]
+    return {"columns": [COLUMNS[key][0] for key in keys], "rows": shown}
 
 
 def _note(row: dict[str, Any]) -> str:
@@ -178,21 +186,13 @@ def _evaluations(run: RunResults) -> tuple[list[tuple[float, float]], list[str]]
     """Return step and perplexity of each evaluation, and the steps without a finite one."""
     points, sick = {}, []
     for line in run.steps:
-        if isinstance(judged := line.get("eval"), dict) and finite(step := line.get("step")):
-            value = judged.get("perplexity")
+        if isinstance(scores := line.get("eval"), dict) and finite(step := line.get("step")):
+            value = scores.get("perplexity")
             if finite(value):
                 points[step] = value
             else:
                 sick.append(f"{step:.0f}")
     return sorted(points.items()), sick
-
-
-def _marks(run: RunResults, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the perplexities that the curve compares with, all over the same tokens."""
-    found = {row.get("name"): row for row in rows}
-    names = (ALONE,) if run.metrics.get("alignment") else (TEACHER, ALONE)
-    values = {name: _perplexity(found, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _training(run: RunResults) -> dict[str, Any]:
@@ -202,24 +202,33 @@ def _training(run: RunResults) -> dict[str, Any]:
         return [value for line in run.steps if finite(value := line.get(name))]
 
     speed, memory, rates = map(logged, ("tokens_per_second", "gpu_memory_gb", "success_rate"))
-    rate = run.metrics.get("success_rate")
+    rate, times = run.metrics.get("success_rate"), run.metrics.get("seconds") or {}
     rate = rate if finite(rate) else fmean(rates) if rates else None
     return {
         "steps": run.metrics.get("steps") or max(logged("step"), default=None),
         "tokens": run.metrics.get("tokens"),
         "tokens per second": median(speed) if speed else None,
         "GiB of GPU memory at most": max(memory) if memory else None,
-        "steps that went through, %": None if rate is None else 100 * rate,
+        "healthy steps, %": None if rate is None else 100 * rate,
+        **{f"time of {name}": duration(s) for name, s in times.items() if finite(s)},
     }
 
 
-def _generations(asked: list[Any]) -> list[dict[str, Any]]:
-    keys = ("teacher", "before", "after", "reference")
-    return [
-        {"prompt": _cut(one.get("prompt")), "texts": [_cut(one.get(key)) for key in keys]}
-        for one in asked[:MAX_PROMPTS]
-        if isinstance(one, dict)
-    ]
+def _inputs(run: RunResults) -> dict[str, Any]:
+    """Return facts about the models, the text, the teacher's cache and the token alignment."""
+    data, values = run.config.get("data") or {}, {}
+    for model in (TEACHER, STUDENT):
+        about = run.config.get(model) or {}
+        values[model] = about.get("name")
+        for key in ("parameters", "trained", "vocabulary", "layers"):
+            values[f"{model}: {key}"] = about.get(key)
+    names = {"name": "text", "documents": "documents", "train_tokens": "training tokens",
+             "eval_tokens": "held-out tokens", "validation_tokens": "validation tokens",
+             "turns": "turns"}  # fmt: skip
+    values |= {name: data.get(key) or None for key, name in names.items()}
+    for part in ("cache", "alignment"):
+        values |= {f"{part}: {key}": v for key, v in (run.metrics.get(part) or {}).items()}
+    return values
 
 
 def _cut(text: Any) -> str | None:
@@ -227,22 +236,3 @@ def _cut(text: Any) -> str | None:
         return None
     text = str(text)
     return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " …"
-
-
-def _models(config: dict[str, Any]) -> list[dict[str, str]]:
-    keys = ("parameters", "trained", "vocabulary", "layers")
-    models = {who: config.get(who) or {} for who in (TEACHER, STUDENT)}
-    return [
-        {"role": who, "name": str(model.get("name", DASH))}
-        | {key: f"{v:,.0f}" if finite(v := model.get(key)) else DASH for key in keys}
-        for who, model in models.items()
-        if model
-    ]
-
-
-def _data(data: dict[str, Any]) -> dict[str, Any]:
-    """Return how much text there was; of `turns`, how many were learned."""
-    names = {"name": "text", "documents": "documents", "train_tokens": "tokens to learn from",
-             "eval_tokens": "held-out tokens", "validation_tokens": "tokens to choose the step by",
-             "turns": "turns"}  # fmt: skip
-    return {name: data.get(key) or None for key, name in names.items()}

@@ -64,16 +64,6 @@ def number_text(metrics: dict[str, Any]) -> str | None:
     return f"Found {number['n_clusters']} clusters; {likely_range(metrics)}{alternatives}"
 
 
-def agreement_text(metrics: dict[str, Any]) -> str | None:
-    """Return how far other methods agree with the answer, in a line; None with METHOD heads."""
-    agreement = (metrics.get("graph") or {}).get("agreement")
-    if not agreement:
-        return None
-    most_first = sorted(agreement.items(), key=lambda family: -family[1])
-    shares = ", ".join(f"{family} {100 * share:.0f} %" for family, share in most_first)
-    return f"Samples that other methods assign as the answer does: {shares}"
-
-
 def likely_range(metrics: dict[str, Any]) -> str | None:
     """Return the interval of the number of clusters found; None where K was given."""
     number = (metrics.get("graph") or {}).get("number")

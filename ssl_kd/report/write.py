@@ -1,4 +1,4 @@
-"""`report.html`: what was done, how well and how fast, on one self-contained page."""
+"""Write `report.html`: what was done, how well and how fast, on one self-contained page."""
 
 import re
 import shlex
@@ -12,10 +12,9 @@ import jinja2
 
 from ssl_kd.files import atomic_write_text
 from ssl_kd.report import language, vision
-from ssl_kd.report.figures import shares
 from ssl_kd.report.gallery import Images
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.wording import DASH, duration, number
+from ssl_kd.report.wording import DASH, number
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFinished
 from ssl_kd.training.stop import Interrupted
@@ -28,8 +27,8 @@ def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
 
     Args:
         run_dir: The run folder.
-        images: Gives the pictures of these rows of the training split; None where the data has no
-            pictures, as in the language mode. If it raises, the page has no pictures and says why.
+        images: Returns the pictures of rows of the training split; None where the data has no
+            pictures, as in the language mode. If it raises, the page says why it has no pictures.
 
     Returns:
         Path of the page.
@@ -58,12 +57,12 @@ def reported(
     images_of: Callable[[Path], Images | None],
     progress: Progress,
 ) -> Path:
-    """Run, and write the report, of a finished run that lacks it, too.
+    """Run, and write the report; resumed after its end, a run gets the report that it lacks.
 
     Args:
         start: Runs to the end; returns the run's folder, and the pictures for its report.
-        images_of: The pictures of a run that was finished before.
-        progress: Told how far it is.
+        images_of: Returns the pictures of a run that was finished before.
+        progress: Called as `progress(stage, done, total, info)`.
 
     Returns:
         The run's folder.
@@ -87,52 +86,46 @@ def reported(
 
 
 def _frame(run: RunResults) -> dict[str, Any]:
-    """What the pages of both modes have in common."""
+    """Return the values that the pages of both modes share."""
     versions = run.config.get("versions", {})
+    if run.config.get("commit"):
+        versions = versions | {"commit": run.config["commit"]}
     return {
         "events": [_event(e) for e in run.events[:200]],
         "n_events": len(run.events),
         "events_text": _events_text(run),
-        "times": shares(run.metrics.get("seconds") or {}, duration),
         "command": _again(str(run.config.get("command") or "")),
         "precision": run.config.get("precision", ""),
-        "settings": sorted(_plain(run.config.get("settings", {}))),
-        "versions": _plain(versions | {"commit": run.config.get("commit") or "not known"}),
+        "settings": sorted(_plain(run.config.get("settings", {}))) + _plain(versions),
         "folder": run.path.name,
     }
 
 
 def _again(command: str) -> str:
-    """The command without what names or continues this very run: it makes another one."""
+    """Return the command without the flags that name or continue this run."""
     try:
-        words = shlex.split(command)
+        arguments = shlex.split(command)
     except ValueError:  # a quote that is not closed
         return command
     kept, skipped = [], False
-    for word in words:
-        name = word.replace("-", "_")
+    for argument in arguments:
+        name = argument.replace("-", "_")
         if not skipped and not re.match("__(resume|run_name)(=|$)", name):
-            kept.append(word)
+            kept.append(argument)
         skipped = name == "__run_name"
     return shlex.join(kept)
 
 
 def _events_text(run: RunResults) -> str:
     if not run.events:
-        return "Nothing happened: every loss, gradient and weight stayed finite throughout."
+        return "No events: every loss, gradient and weight stayed finite."
     actions = Counter(re.split("[,:]", str(e.get("action", "noted")))[0] for e in run.events)
-    parts = len({str(e.get("part")) for e in run.events})
-    counted = ", ".join(f"{count:,} {name}" for name, count in actions.most_common())
-    kept = sorted(run.path.glob("faults/*.pt"))
-    hint = f" To see the cause: ssl_kd replay {kept[0]}" if kept else ""
-    return (
-        f"The guard stepped in {_times_word(len(run.events))} on {parts} "
-        f"part{'s' if parts != 1 else ''}: {counted}.{hint}"
-    )
-
-
-def _times_word(count: int) -> str:
-    return "once" if count == 1 else f"{count:,} times"
+    n, n_parts = len(run.events), len({str(event.get("part")) for event in run.events})
+    counts = ", ".join(f"{count:,} {name}" for name, count in actions.most_common())
+    bundles = sorted(run.path.glob("faults/*.pt"))
+    hint = f" To see the cause: ssl_kd replay {bundles[0]}" if bundles else ""
+    plurals = "s" if n > 1 else "", "s" if n_parts > 1 else ""
+    return f"{n:,} event{plurals[0]} on {n_parts} part{plurals[1]}: {counts}.{hint}"
 
 
 def _event(event: dict[str, Any]) -> dict[str, str]:

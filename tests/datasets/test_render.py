@@ -371,11 +371,8 @@ def test_arguments_of_every_kind_are_learned_as_they_are(name, arguments):
 
 def test_the_report_says_how_many_turns_are_learned():
     from ssl_kd.datasets.render import describe_turns
-    from ssl_kd.report.language import _data
 
     turns = describe_turns(Counter(there=1200, learned=1199, hidden=2))
-    said = "1,199 of 1,200 turns of the assistant are learned; the template hides the thoughts of 2"
-    assert _data({"name": "chats", "documents": 9, "turns": turns})["turns"] == (
-        f"{said} earlier turns"
-    )
+    about = "1,199 of 1,200 turns of the assistant are learned; the template hides the"
+    assert turns == f"{about} thoughts of 2 earlier turns"
     assert describe_turns(Counter()) == ""

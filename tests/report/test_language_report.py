@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ssl_kd.report import run_images
 from tests.report.reading import Reader, change, put, write_and_read
 
 PROMPTS = ("Once upon a time", "The little dog")
@@ -117,7 +116,7 @@ def test_a_run_without_a_teacher_says_so(run):
     change_row(run, "CE alone", gone=True)
     _, page = read(run)
     assert "Without a teacher: the student learned by cross-entropy alone." in page.text
-    assert "describes no cache of a teacher" in page.text and "--baseline)" not in page.text
+    assert "cache: " not in page.text and "--baseline)" not in page.text
 
 
 def test_all_numbers_of_the_run_are_there(run):
@@ -126,8 +125,8 @@ def test_all_numbers_of_the_run_are_there(run):
         *("bits per character", "0.99", "68.4", "0.311", "2.2", "35.0", "90.0", "1.05"),
         *("40 questions, 22.1 to 50.5 % of them right (95 % interval)",),
         *("evaluation batches left out, not finite: 2", "steps200", "tokens409,600"),
-        *("tokens per second5,095", "12.35 at step 150", "steps that went through, %99"),
-        *("top-k", "64", "260", "0.0132", "0.0071", "teacher", "3.0 s"),
+        *("tokens per second5,095", "12.35 at step 150", "healthy steps, %99"),
+        *("top-k", "64", "260", "0.0132", "0.0071", "time of teacher3.0 s"),
         *(
             "80 s",
             "bytes per token",
@@ -138,7 +137,7 @@ def test_all_numbers_of_the_run_are_there(run):
             "layers:2",
             "stories-3m",
         ),
-        *("documents4,321", "tokens to learn from1,234,567", "held-out tokens51,200"),
+        *("documents4,321", "training tokens1,234,567", "held-out tokens51,200"),
         *(
             "Left out, shortened or split",
             "8,192",
@@ -155,21 +154,11 @@ def test_all_numbers_of_the_run_are_there(run):
     assert page.tags.count("svg") == 2
 
 
-def test_sections_come_in_order(run):
-    source, _ = read(run)
-    sections = re.findall('<section id="(.*?)">', source)
-    assert sections == ["results", "training", "generations", "guard", "cache", "data", "settings"]
-    change(run, "metrics.json", alignment={"coverage": 0.9876, "chunk_sizes": {"1": 300, "2": 40}})
-    source, page = read(run)
-    assert '<section id="alignment">' in source
-    assert "0.9876" in page.text and "1: 300, 2: 40" in page.text
-
-
 def test_across_tokenizers_perplexity_is_not_compared_with_the_teacher(run):
     assert ">teacher 9.871<" in read(run)[0]
     change(run, "metrics.json", alignment={"coverage": 1.0})
     source, page = read(run)
-    assert "the teacher's, on its own tokens" in page.text
+    assert "the teacher's, on its own tokens" in page.text and "coverage" in page.text
     assert "of the teacher" not in headline(run) and ">teacher 9.871<" not in source
 
 
@@ -186,13 +175,6 @@ def test_table_keeps_its_order_and_marks_the_best_student(run):
     assert marked(read(run)[0]) == ["CE alone"]
     change_row(run, "CE alone", perplexity=None)
     assert marked(read(run)[0]) == ["student"]
-
-
-def test_scores_that_no_model_has_are_left_out_with_a_sentence(run):
-    for name in ("student before", "student", "CE alone"):
-        change_row(run, name, answer_accuracy=None, answer_rate=None, n=None, interval=None)
-    _, page = read(run)
-    assert "right answers" not in page.text and "questions" not in page.text
 
 
 def test_page_is_one_file_that_loads_nothing(run):
@@ -222,12 +204,11 @@ def test_user_text_is_inert(run):
 
 
 def test_guard_events_are_counted_and_listed(run):
-    source, page = read(run)
-    assert "The guard stepped in 4 times on 2 parts: 2 cut out, 1 used again" in page.text
+    page = read(run)[1]
+    assert "4 events on 2 parts: 2 cut out, 1 used again" in page.text
     assert "lower the temperature" in page.text and "1e+30" in page.text
-    assert source.count(">kd</text>") == 1  # on the axis below the losses
     (run / "events.jsonl").write_text("")
-    assert "Nothing happened: every loss" in read(run)[1].text
+    assert "No events: every loss" in read(run)[1].text
 
 
 def test_best_step_is_marked_on_the_curve(run):
@@ -243,13 +224,13 @@ def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
     for what in (
         *("It is not known what the student learned", "no metrics.json: the run has not ended"),
         *("no table of scores", "no loss curves", "no evaluation with a finite perplexity"),
-        *("no generations", "No step was logged", "holds no times"),
-        *("describes no cache", "does not describe the models"),
-        *("does not describe the data", "holds no settings", "does not hold the command"),
+        *("no generations", "No step was logged"),
+        *("does not describe the models and the data"),
+        *("holds no settings", "does not hold the command"),
     ):
         assert what in page.text, what
     assert page.tags.count("svg") == 0 and 'class="tile ' not in source
-    assert "Alignment" not in page.text and "Nothing happened" not in page.text
+    assert "No events" not in page.text
     put(tmp_path, "metrics.json", {"steps": 1})
     assert "metrics.json holds no table of scores." in read(tmp_path)[1].text
 
@@ -267,17 +248,11 @@ def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
     assert "holds no finite perplexity of the student" in page.text
     assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
     assert "No finite perplexity at step 210." in page.text
-    assert "steps that went through, %97.5" in page.text  # the mean of the log
-    assert "holds no times" in page.text
+    assert "healthy steps, %97.5" in page.text  # the mean of the log
     row = source[source.index('<th scope="row">student<') :]
     cells = re.findall(r'<td class="n">(.*?)</td>', row[: row.index("</tr>")])
     assert cells == ["–", "0.99", "–", "–", "–", "35.0", "90.0"]
     assert not re.search(r"\b(nan|NaN|None|inf|null)\b", page.text)
-
-
-def test_losses_that_were_never_finite_leave_no_curve(run):
-    write_lines(run / "metrics.jsonl", [{"step": s, "ce": None, "kd": None} for s in range(9)])
-    assert "no loss curves" in read(run)[1].text
 
 
 def test_killed_run_with_half_a_line(run):
@@ -289,7 +264,7 @@ def test_killed_run_with_half_a_line(run):
     assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
     assert "12.35 at step 150" in page.text and "steps200" in page.text
     assert page.tags.count("svg") == 2
-    assert "4 times on 2 parts" in page.text and "python scripts/distill.py" in page.text
+    assert "4 events on 2 parts" in page.text and "python scripts/distill.py" in page.text
 
 
 def test_long_runs_stay_readable_and_small(run):
@@ -298,10 +273,6 @@ def test_long_runs_stay_readable_and_small(run):
            generations=[{"prompt": "p" * 9000, "teacher": "t" * 9000}] * 50)  # fmt: skip
     source, page = read(run)
     assert "12 of 50" in page.text and "ppp …" in page.text and len(source) < 500_000
-
-
-def test_a_language_run_has_no_pictures_to_open(run):
-    assert run_images(run) is None
 
 
 def test_terms_that_took_no_part_in_some_steps_and_a_training_that_did_not_help_are_said(run):
