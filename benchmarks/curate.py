@@ -45,7 +45,7 @@ from ssl_kd.vision.novelty import Novelty
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.workbench.curate import mislabelled, near_duplicates, outliers
-from ssl_kd.workbench.curate.labels import _by_regression
+from ssl_kd.workbench.curate.wrong_labels import _by_regression
 
 COPIES, SIDE, FLIPPED, STRANGE, ROWS, SEEDS = 200, 96, 0.05, 100, 2000, 5
 SICK = 60  # images that are broken, and not among the sound ones

@@ -201,7 +201,7 @@ def visit(playwright: Any, url: str, seconds: float) -> dict[str, float]:
     found["js_MiB"] = (used["usedSize"] + used.get("backingStorageSize", 0)) / 2**20
     found["browser_MiB"] = browser_memory() - empty
     found["frames"] = dragged(page, seconds)
-    colour = "() => { const c = document.getElementById('colour'); c.value = 'outlier'; "
+    colour = "() => { const c = document.getElementById('color'); c.value = 'outlier'; "
     found["colour_s"] = seconds_of(page, colour + "return c.onchange(); }")
     found |= lassoed(page)
     act = "() => { document.getElementById('query').value = '99999'; return explore.search(); }"

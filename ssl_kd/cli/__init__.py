@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "distill": (partial(distill, prog="ssl_kd distill"), "distil a language model"),
     "judge": (judge, "score a finished student: perplexity, calibration, repetition"),
     "verify": (verify, "compare live, cached, chunked and served teachers on your models and text"),
-    "curate": (curate, "find copies, outliers, leaks and wrong labels, and what to label next"),
+    "curate": (curate, "find copies, outliers, leaks and wrong labels"),
     "explore": (explore, "show a run's samples on a map; name, merge and split its clusters"),
     "export": (export, "write a finished run for other programs"),
     "doctor": (

@@ -1,4 +1,4 @@
-"""`ssl_kd curate CACHE | RUN`: what to drop, what to look at and what to label next, as tables."""
+"""`ssl_kd curate CACHE | RUN`: what to drop and what to look at, as tables."""
 
 from __future__ import annotations
 
@@ -69,9 +69,8 @@ def _parser() -> FlagParser:
         "--split", default="train", help="split to look at; default: train. Leaks are those in test"
     )
     add("--duplicates", type=_cosine, help="cosine of copies; default: auto, closer than chance")
-    rules = ("first", "typical", "largest")
+    rules = ("first", "largest")
     add("--rule", choices=rules, default="first", help="which copy stays; default: first")
-    add("--label", type=int, help="number of samples to label next")
     add("--out", type=home_resolved, help="new folder for the tables; default: FOLDER/curated")
     add("--images", action="store_true", help="find corrupt, blank, tiny and equal images of a run")
     undo = "ssl_kd explore RUN --undo includes them again"
@@ -123,23 +122,17 @@ class _Curation:
 
     def tables(self) -> Iterator[tuple[str, str, arrow.Table]]:
         """Yield name, summary and table of each kind, and set `kept`, `[n]` booleans."""
-        from ssl_kd.workbench.curate import (
-            label_next,
-            leaks,
-            mislabelled,
-            near_duplicates,
-            outliers,
-        )
-        from ssl_kd.workbench.curate.herding import without_label
+        from ssl_kd.workbench.curate import leaks, mislabelled, near_duplicates, outliers
 
         run, store, floor = self.run, self.store, self.flags.duplicates
-        split, rule, n_wanted = self.flags.split, self.flags.rule, self.flags.label
+        split, rule = self.flags.split, self.flags.rule
         pictures = None
         if run is not None and (self.flags.images or rule == "largest"):
             pictures = run.odd_images(split, progress=self._of("images"))
-        same, sizes = (None, None) if pictures is None else (pictures.same, pictures.sizes)
+        same = None if pictures is None else pictures.same
         copies = near_duplicates(store, floor=floor, same=same, progress=self._of("copies"))
-        self.kept = copies.kept(floor, rule, sizes=sizes)
+        sizes = pictures.sizes if pictures is not None and rule == "largest" else None
+        self.kept = copies.kept(floor, sizes=sizes)
         summary = f"{int((~self.kept).sum()):,} copies in {len(copies.groups(floor)):,} groups, "
         summary += f"{len(copies.exact):,} of them of equals"
         yield "duplicates", summary, copies.frame(floor, self.kept)
@@ -149,9 +142,9 @@ class _Curation:
         yield "outliers", summary, ranked.top(MAX_LISTED).frame()
         if pictures is not None:
             self.kept[list(pictures.reasons)] = False
-            yield "images", f"{len(pictures):,} corrupt, blank or tiny", pictures.frame()
+            yield "images", f"{len(pictures.reasons):,} corrupt, blank or tiny", pictures.frame()
         if self.test is not None:
-            leaked = leaks(store, self.test, progress=self._of("leaks")).above(floor)
+            leaked = leaks(store, self.test, floor, progress=self._of("leaks"))
             summary = f"{len(leaked):,} of {self.test.n:,} test samples are in {split}"
             yield "leaks", summary, leaked.frame()
         labels = None if store.labels is None else store.labels.numpy()
@@ -159,13 +152,8 @@ class _Curation:
             clusters = None if run is None else run.samples.column("cluster", split)
             suspect = mislabelled(store, clusters=clusters)
             n_suspect = int((suspect.columns["label"] != suspect.columns["suggested"]).sum())
-            summary = f"{n_suspect:,} whose neighbours disagree with their label"
+            summary = f"{n_suspect:,} whose neighbors disagree with their label"
             yield "labels", summary, suspect.top(MAX_LISTED).frame()
-        if n_wanted is not None:
-            n = n_wanted if n_wanted > store.n else min(n_wanted, len(without_label(store)))
-            chosen = label_next(store, n) if run is None else run.label_next(n, split)
-            summary = f"{n:,} to label next" + (", all without a label" if n < n_wanted else "")
-            yield "label_next", summary, chosen.frame()
 
     def exclude(self) -> int:
         """Exclude from the run what does not stay; return how many samples that adds."""

@@ -17,7 +17,7 @@ def explore(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="folder of a finished clustering run")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--port", type=int, default=8090, help="on 127.0.0.1; 0: any free one; default: 8090")
-    add("--static", type=Path, metavar="DIR", help="write the page into the new folder DIR")
+    add("--static", type=Path, metavar="DIR", help="write a page to look at into the new folder DIR")
     add("--apply", type=Path, metavar="FILE", help="add the decisions of another curation.jsonl")
     add("--undo", nargs="?", const="", metavar="ID", help="undo the last decision, or that of ID")
     flags = parser.parse_args(argv)
@@ -26,8 +26,9 @@ def explore(argv: Sequence[str]) -> int:
     from ssl_kd.cli.screen import ProgressBars, open_screen
 
     screen = open_screen()
+    from ssl_kd.vision.samples import Samples
+    from ssl_kd.workbench.decisions import Curation
     from ssl_kd.workbench.explore import serve, write_site
-    from ssl_kd.workbench.finished import Curation, Samples
 
     samples = Samples(flags.run)
     decisions = samples.path / "curation.jsonl"
@@ -36,7 +37,7 @@ def explore(argv: Sequence[str]) -> int:
         print(f"{len(added)} new decisions in {decisions}")
     elif flags.undo is not None:
         line = Curation(samples).undo(flags.undo or None)
-        print(f"The decision {line.what['of']} is undone in {decisions}")
+        print(f"The decision {line['of']} is undone in {decisions}")
     else:
         with ProgressBars(screen) as progress:
             if flags.static is None:

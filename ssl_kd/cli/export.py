@@ -16,7 +16,7 @@ _FLAGS = {
     "split": "splits to export, separated by commas: train,test; default: all",
     "clusters": "clusters to export, separated by commas: 3,7; default: all",
     "names": "name the clusters and keep the names in the run, from `files` (the samples' file "
-    "names) or a table of captions (CSV, TSV, JSON, JSONL, Parquet)",
+    "names) or a table of captions (CSV, TSV, JSONL, Parquet)",
     "link": "of folders: symlink, hardlink or copy; default: symlink",
     "url": "of label-studio: where the folder of pictures is served",
     "push": "upload the model to the Hugging Face Hub under this name, user/name",
@@ -43,9 +43,11 @@ def export(argv: Sequence[str]) -> int:
     from ssl_kd.cli.screen import open_screen
 
     open_screen()
-    from ssl_kd.workbench.export import Content, export, push_run
-    from ssl_kd.workbench.export.registry import format_of
-    from ssl_kd.workbench.finished import Samples, name_samples
+    from ssl_kd.vision.samples import Samples
+    from ssl_kd.workbench.export import FORMATS, export
+    from ssl_kd.workbench.export.cards import push_run
+    from ssl_kd.workbench.export.content import Content
+    from ssl_kd.workbench.naming import name_samples
 
     samples = Samples(flags.run)
     if flags.names is not None:
@@ -56,8 +58,8 @@ def export(argv: Sequence[str]) -> int:
         content = Content.of(samples, splits=splits, clusters=clusters)
         path = export(content, flags.to, flags.out, force=flags.force, **options)
         print(f"{flags.to}: {path}")
-        if code := format_of(flags.to).reads(content, path):
-            print(f"Read it by: {code}")
+        if how_to_read := FORMATS[flags.to].how_to_read:
+            print(f"Read it by: {how_to_read.format(out=str(path))}")
     if flags.push is not None:
         print(f"Hub: {push_run(samples, flags.push, private=flags.private or None)}")
     return OK
@@ -82,10 +84,10 @@ def _parser() -> FlagParser:
 
 def _check_paths(flags: argparse.Namespace, options: dict[str, Any]) -> None:
     """Refuse invalid paths and formats, before torch is imported."""
-    from ssl_kd.workbench.export.registry import place_of
+    from ssl_kd.workbench.export.registry import checked_path
 
     if flags.to is not None:
-        place_of(home_resolved(flags.run), flags.to, flags.out, options, force=flags.force)
+        checked_path(home_resolved(flags.run), flags.to, flags.out, options, force=flags.force)
     run_folder(flags.run)
     if flags.names not in (None, "files") and not home_resolved(flags.names).is_file():
         raise FileNotFoundError(f"there is no file {flags.names}")

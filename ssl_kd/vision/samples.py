@@ -101,12 +101,6 @@ class Samples:
         rows = self._split(split)
         return self.table.column(name).slice(rows.start, len(rows)).to_numpy()
 
-    def parents(self, most: int, split: str = "train") -> NDArray[Any] | None:
-        """The clusters of a split at the finest level of the tree with at most so many; or None."""
-        levels = [self.column(name, split) for name in self.levels]
-        fitting = [level for level in levels if len(np.unique(level)) <= most]
-        return fitting[-1] if fitting else None
-
     @property
     def levels(self) -> list[str]:
         """The columns of the tree, coarsest first, with `cluster` among them where it belongs."""
@@ -179,15 +173,6 @@ class Samples:
         """
         found, _ = find_neighbours(self.store(split), k, search="auto")
         return found.numpy() + self.splits[split].start
-
-    def nearest(self, k: int) -> NDArray[np.int64]:
-        """The k nearest of every sample in its split `[n, k]`; -1 where there are no more."""
-        found = np.full((len(self), k), -1, np.int64)
-        for split in self.splits:
-            rows = self._split(split)
-            if (most := min(k, len(rows) - 1)) > 0:
-                found[rows.start : rows.stop, :most] = self.neighbours(most, split)
-        return found
 
     def image(self, row: int) -> Image.Image | None:
         """The picture of one sample; None where the run learned from features without images.

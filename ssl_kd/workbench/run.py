@@ -1,52 +1,45 @@
-"""A finished clustering run as a Python object: look, decide, curate, take a selection with you."""
+"""A finished clustering run as a Python object: look at it, decide, curate, export."""
 
 from __future__ import annotations
 
 import html
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import pyarrow as arrow
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssl_kd.errors import InputError, MissingPackage
+from ssl_kd.errors import InputError
 from ssl_kd.report.gallery import thumbnail
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.curate import (
-    Duplicates,
-    Leaks,
-    Ranked,
-    label_next,
-    leaks,
-    mislabelled,
-    near_duplicates,
-)
-from ssl_kd.workbench.curate.pictures import Pictures, odd_images
+from ssl_kd.workbench import curate
+from ssl_kd.workbench.curate import Duplicates, Ranked
+from ssl_kd.workbench.curate.image_checks import ImageChecks
+from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore import serve, write_site
-from ssl_kd.workbench.export import Content, export, push_run
-from ssl_kd.workbench.finished import Curation, name_samples
-from ssl_kd.workbench.naming import Names
+from ssl_kd.workbench.export import export
+from ssl_kd.workbench.export.cards import push_run
+from ssl_kd.workbench.export.content import Content
+from ssl_kd.workbench.naming import Names, name_samples
 
-TYPICAL = 8  # samples that stand for a cluster
+TYPICAL = 8  # default number of samples that represent a cluster
 SHOWN = 30  # clusters in a notebook
 _STYLES = {"tiny": "height: 40px; image-rendering: pixelated", "photo": "height: 40px"}
-Kind = Literal["pandas", "polars", "arrow"]
 
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """One cluster of a run, as it is after all decisions.
+    """One cluster of a run after all decisions.
 
     Attributes:
         number: its number.
         name: its name; empty if it has none.
-        rows: its samples `[size]`, numbers within the run.
-        confidence: mean confidence of these.
+        rows: numbers of its samples within the run `[size]`.
+        confidence: their mean confidence.
     """
 
     run: Run
@@ -66,28 +59,28 @@ class Cluster:
         return _table([self])
 
     def typical(self, k: int = TYPICAL) -> NDArray[np.int64]:
-        """The samples that it is surest of, at most k, the surest first."""
+        """Return its k samples with the highest confidence, or all if it has fewer."""
         confidence = self.run.samples.column("confidence")[self.rows]
         return self.rows[np.argsort(-confidence, kind="stable")[:k]]
 
     def images(self, k: int = TYPICAL) -> list[Image.Image]:
-        """The pictures of the typical samples; none where the run learned from features."""
-        found = [self.run.samples.image(int(row)) for row in self.typical(k)]
-        return [image for image in found if image is not None]
+        """Return the pictures of the typical samples; none if the run has only features."""
+        images = [self.run.samples.image(int(row)) for row in self.typical(k)]
+        return [image for image in images if image is not None]
 
 
 class Run:
     """A finished clustering run.
 
-    Samples are numbered from 0 through all splits. The run's own files are never changed; what is
-    decided is kept in `curation.jsonl` beside them.
+    Samples are numbered from 0 across all splits. Decisions are written to `curation.jsonl` in the
+    run's folder; its other files stay unchanged.
 
     Args:
         samples: the run.
 
     Attributes:
-        samples: what the run left: its table, embeddings, neighbours and pictures.
-        curation: what people decided: `rename`, `merge`, `split`, `move`, `exclude`, `undo`.
+        samples: table, embeddings, neighbors and pictures of the run.
+        curation: decisions of people: `rename`, `merge`, `split`, `move`, `exclude`, `undo`.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -98,8 +91,8 @@ class Run:
         """Open a run's folder.
 
         Raises:
-            RunFolderError: no run, one that is not finished, or one of language models.
-            CorruptFileError: a file of it is damaged or was edited.
+            RunFolderError: it is not a finished clustering run.
+            CorruptFileError: one of its files is damaged or was edited.
         """
         return cls(Samples(path))
 
@@ -112,8 +105,8 @@ class Run:
         return len(self.samples)
 
     def __repr__(self) -> str:
-        found = len(self.curation.sizes)
-        return f"Run({str(self.path)!r}, {len(self):,} samples, {found} clusters)"
+        n_clusters = len(self.curation.sizes)
+        return f"Run({str(self.path)!r}, {len(self):,} samples, {n_clusters} clusters)"
 
     def _repr_html_(self) -> str:
         clusters = self.clusters
@@ -121,19 +114,17 @@ class Run:
         rest = f"<p>and {more} more: <code>run.clusters</code></p>" if more > 0 else ""
         return f"<p>{html.escape(repr(self))}</p>{_table(clusters[:SHOWN])}{rest}"
 
-    # --- Look -------------------------------------------------------------------------------------
-
     @property
     def scores(self) -> list[dict[str, Any]]:
-        """How good the answer is, where labels are known: a row for each answer and split."""
+        """Scores against known labels: a row for each method and split."""
         return self.samples.metrics["table"]
 
     @property
     def clusters(self) -> list[Cluster]:
         """All clusters that have a sample, by number."""
-        found, names = self.curation.clusters, self.names.levels.get("cluster", {})
-        order = np.argsort(found, kind="stable")
-        numbers, first = np.unique(found[order], return_index=True)
+        clusters, names = self.curation.clusters, self.names.levels.get("cluster", {})
+        order = np.argsort(clusters, kind="stable")
+        numbers, first = np.unique(clusters[order], return_index=True)
         parts = dict(zip(numbers.tolist(), np.split(order, first[1:]), strict=True))
         confidence = self.samples.column("confidence")
         return [
@@ -149,7 +140,7 @@ class Run:
         ]
 
     def cluster(self, which: int | str) -> Cluster:
-        """One cluster, by its number or its name.
+        """Return one cluster by its number or its name.
 
         Raises:
             InputError: there is none.
@@ -159,140 +150,74 @@ class Run:
             if which == (cluster.number if isinstance(which, int) else cluster.name or None):
                 return cluster
         known = ", ".join(c.name or str(c.number) for c in clusters[:20])
-        raise InputError(f"no cluster is called {which!r}; there are {known}")
+        raise InputError(f"there is no cluster {which!r}; there are {known}")
 
-    def typical(self, k: int = TYPICAL) -> dict[int, NDArray[np.int64]]:
-        """The surest samples of each cluster, at most k."""
-        return {cluster.number: cluster.typical(k) for cluster in self.clusters}
+    def frame(self) -> Any:
+        """Return a pandas data frame with a row for each sample that is not excluded.
 
-    def image(self, row: int) -> Image.Image | None:
-        """The picture of a sample; None where the run learned from features."""
-        return self.samples.image(row)
-
-    def frame(self, kind: Kind = "pandas") -> Any:
-        """A row for each sample that is not excluded, as a data frame.
-
-        `row` is its number; the columns of the file of assignments follow. `cluster` is as it is
-        after all decisions (`cluster_of_run` where that is another), and each level has the names
-        of its clusters beside it, as `cluster_name`.
-
-        Args:
-            kind: `pandas`, `polars` or `arrow`.
-
-        Raises:
-            InputError: another kind; MissingPackage: it is not installed.
+        `row` is its number; the columns of the file of assignments follow. `cluster` is the cluster
+        after all decisions (`cluster_of_run` the original one, where any differs), and each level
+        is followed by the names of its clusters, as `cluster_name`.
         """
-        if kind not in get_args(Kind):
-            raise InputError(f"kind is {kind!r}; expected one of {', '.join(get_args(Kind))}")
         content = Content.of(self.samples)
         table = arrow.Table.from_batches(content.batches(max(len(content), 1)))
-        table = table.add_column(0, "row", arrow.array(content.rows))
-        if kind == "arrow":
-            return table
-        try:
-            package = importlib.import_module(kind)
-        except ImportError as error:
-            raise MissingPackage(f"a frame of {kind} needs it: pip install {kind}") from error
-        return package.from_arrow(table) if kind == "polars" else table.to_pandas()
-
-    # --- Curate -----------------------------------------------------------------------------------
+        return table.add_column(0, "row", arrow.array(content.rows)).to_pandas()
 
     def duplicates(self, split: str = "train", *, floor: float | None = None) -> Duplicates:
-        """Exact and near copies in one split, found once: `.groups(threshold)`, `.kept(...)`.
+        """Find exact and near copies in a split (`ssl_kd.workbench.curate.near_duplicates`)."""
+        return curate.near_duplicates(self.samples.store(split), floor=floor)
 
-        Args:
-            split: of the run; rows are numbered within it.
-            floor: cosine down to which pairs are kept, as for
-                `ssl_kd.workbench.curate.near_duplicates`.
-        """
-        return near_duplicates(self.samples.store(split), floor=floor)
-
-    def leaks(self, train: str = "train", test: str = "test") -> Leaks:
-        """Samples of one split that may be copies of samples of another: `.above(threshold)`."""
-        return leaks(self.samples.store(train), self.samples.store(test))
+    def leaks(
+        self, train: str = "train", test: str = "test", threshold: float | None = None
+    ) -> Ranked:
+        """Find samples of the split `test` that are copies of samples of the split `train`."""
+        return curate.leaks(self.samples.store(train), self.samples.store(test), threshold)
 
     def outliers(self, split: str = "train") -> Ranked:
-        """The samples of a split by the run's own outlier score, the furthest out first.
+        """Rank the samples of a split by the run's outlier score, the furthest first.
 
-        It asks whether a sample fits into what was trained on. `ssl_kd.workbench.curate.outliers`
-        of the split's `samples.store` finds more of what has strayed into a set (docs/curate.md).
+        It measures whether a sample fits the training data. `ssl_kd.workbench.curate.outliers` of
+        `samples.store(split)` finds more foreign samples within a split (docs/curate.md).
         """
         scores = self.samples.column("outlier", split)
         names = self.samples.column("file", split).tolist()
         return Ranked(names, np.arange(len(scores)), scores)
 
     def mislabelled(self, split: str = "train") -> Ranked:
-        """The labelled samples of a split by how little neighbours and clusters support the label.
-
-        Raises:
-            InputError: fewer than two classes are known.
-        """
+        """Rank the labelled samples of a split (`ssl_kd.workbench.curate.mislabelled`)."""
         clusters = self.samples.column("cluster", split)
-        return mislabelled(self.samples.store(split), clusters=clusters)
+        return curate.mislabelled(self.samples.store(split), clusters=clusters)
 
     def odd_images(
         self, split: str = "train", *, progress: Callable[[int, int], None] | None = None
-    ) -> Pictures:
-        """The images of a split that are broken, blank or tiny; each is decoded once.
-
-        Args:
-            split: of the run; rows are numbered within it.
-            progress: called with (images done, n).
-
-        Raises:
-            InputError: the run learned from features; FileNotFoundError: an image is gone.
-        """
+    ) -> ImageChecks:
+        """Find broken, blank and tiny images of a split (`ssl_kd.workbench.curate.odd_images`)."""
         samples = self.samples
         ids, rows = samples.column("file", split).tolist(), samples.splits[split]
-        return odd_images(ids, lambda row: samples.image(rows.start + row), progress=progress)
-
-    def label_next(self, n: int = 100, split: str = "train") -> Ranked:
-        """The samples of a split to label next: many others of their part of the tree are alike.
-
-        Args:
-            n: how many.
-            split: of the run; rows are numbered within it.
-
-        Raises:
-            InputError: there are fewer.
-        """
-        return label_next(self.samples.store(split), n, parents=self.samples.parents(n, split))
+        return curate.odd_images(
+            ids, lambda row: samples.image(rows.start + row), progress=progress
+        )
 
     def explore(self, folder: str | Path | None = None, *, port: int = 0) -> Path | None:
-        """The map of all samples in a browser, where clusters are named, merged and split.
+        """Show the map of all samples in a browser.
 
         Args:
-            folder: write `explore.html` with its data there, for any web server, and return it;
-                None: serve it to this machine until Ctrl-C.
-            port: where it is served; 0: any that is free.
+            folder: write a page to look at there, for any web server, and return its path; None:
+                serve a page on this machine until Ctrl-C, in which clusters can be edited.
+            port: of the local server; 0: any that is free.
         """
         if folder is not None:
             return write_site(self.samples, folder)
         return serve(self.samples, port)
 
-    # --- Name, and take with you ------------------------------------------------------------------
-
     @property
     def names(self) -> Names:
-        """Of the clusters of every level; what people called one stands above what was found."""
+        """Names of the clusters of every level; renamed ones take precedence."""
         return Names.load(self.path).edited({"cluster": self.curation.names})
 
-    def name(
-        self,
-        captions: str | Path | Sequence[str] | None = None,
-        *,
-        describe: Callable[[list[str]], str] | None = None,
-    ) -> Names:
-        """Name the clusters of every level, and keep that in `names.json` of the run.
-
-        Args:
-            captions: a table of captions, or a text of each sample; None: the words of file names.
-            describe: texts of a cluster -> its name, by a language model of yours.
-
-        Raises:
-            InputError, FileNotFoundError: as `ssl_kd.workbench.finished.name_samples`.
-        """
-        name_samples(self.samples, captions, describe=describe).save(self.path)
+    def name(self, captions: str | Path | Sequence[str] | None = None) -> Names:
+        """Write `names.json` in the run's folder (`ssl_kd.workbench.naming.name_samples`)."""
+        name_samples(self.samples, captions).save(self.path)
         return self.names
 
     def export(
@@ -305,18 +230,10 @@ class Run:
         columns: Mapping[str, NDArray[Any]] | None = None,
         **options: Any,
     ) -> Path:
-        """Write the run, or a part of it, in another program's format; where it lies.
+        """Write the run in another program's format; return the path.
 
-        Args:
-            to: one of `ssl_kd.workbench.export.FORMATS`.
-            out: where; None: `export/` in the run's folder. Nothing is overwritten.
-            splits: those that go out; none named: all.
-            clusters: those that go out; none named: all.
-            columns: more of all samples, `[n]` each: `duplicate_group`; `x` and `y` are a map.
-            **options: of the format.
-
-        Raises:
-            InputError: no such format, option, split or cluster, or something is at `out`.
+        `splits`, `clusters` and `columns` are arguments of `export.content.Content.of`, the others
+        of `ssl_kd.workbench.export.export`.
         """
         content = Content.of(self.samples, splits=splits, clusters=clusters, columns=columns)
         return export(content, to, out, **options)
@@ -324,20 +241,20 @@ class Run:
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None
     ) -> str:
-        """Put the model with its card on the Hugging Face hub."""
+        """Upload the model with its card to the Hugging Face Hub; return its address."""
         return push_run(self.samples, repo_id, private=private, token=token)
 
 
 def _table(clusters: Sequence[Cluster]) -> str:
-    """Clusters with their typical pictures, for a notebook."""
+    """Return an HTML table of clusters with typical pictures."""
     rows = []
     for cluster in clusters:
         try:
-            shown = [thumbnail(image) for image in cluster.images()]
-        except (OSError, ValueError):  # the pictures may be gone by now; the numbers still stand
-            shown = []
+            images = [thumbnail(image) for image in cluster.images()]
+        except (OSError, ValueError):  # pictures are missing; the numbers are still shown
+            images = []
         pictures = "".join(
-            f'<img src="{image["source"]}" style="{_STYLES[image["kind"]]}">' for image in shown
+            f'<img src="{image["source"]}" style="{_STYLES[image["kind"]]}">' for image in images
         )
         cells = [cluster.number, html.escape(cluster.name), f"{len(cluster):,}"]
         cells += [f"{cluster.confidence:.2f}", pictures]

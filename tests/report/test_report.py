@@ -342,11 +342,11 @@ def test_any_picture_mode_becomes_a_thumbnail(run, mode):
 def test_a_cluster_has_one_colour_of_its_own_in_the_report_and_the_explorer():
     colours = [figures.tint(k) for k in range(300)]
     assert len(set(colours)) == 300 and colours[:8] == list(figures.CLUSTERS)
-    page = (Path(explore.__file__).parent / "page" / "colours.js").read_text()
+    page = (Path(explore.__file__).parent / "page" / "colors.js").read_text()
     assert re.findall(r'"(#\w{6})"', page.split("PALETTE = ")[1].split("]")[0]) == colours[:8]
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
-    script = f"{page}\nconsole.log(JSON.stringify([...Array(300).keys()].map(tint)))"
+    script = f"{page}\nconsole.log(JSON.stringify([...Array(300).keys()].map(clusterColor)))"
     words = ["node", "--input-type=module", "-e", script]
     tints = json.loads(subprocess.run(words, capture_output=True, check=True, timeout=60).stdout)
     for ours, theirs in zip(colours[8:], tints[8:], strict=True):

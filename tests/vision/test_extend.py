@@ -21,8 +21,8 @@ from ssl_kd.vision.new_clusters import comparable, find_new_clusters
 from ssl_kd.vision.run import run
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.workbench.export import Content
-from ssl_kd.workbench.finished import Curation, curation
+from ssl_kd.workbench.decisions import Curation, curation
+from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.naming import names
 from tests.faults.matrix import row as fault
 from tests.kills import kill_again_and_again
@@ -154,12 +154,12 @@ def test_what_people_decided_about_a_run_holds_in_the_extended_one(parent, setti
     people.merge([0, 1], "both")
     people.exclude([5, 7])
     row = int(np.flatnonzero(people.clusters == 2)[0])
-    made = people.split(2, [row]).what["new"]
+    made = people.split(2, [row])["new"]
     names.Names({"cluster": {2: names.Name("found", "found")}}).save(decided)
     new = save(tmp_path, "new.npz", range(4), 40, 1)
     path = extend(settings(new, extend=str(decided))).path
     grown = Curation.open(path)
-    assert grown.names == {0: "both", 2: "the third"} and grown.history == people.history
+    assert grown.names == {0: "both", 2: "the third"} and grown.lines == people.lines
     n = len(people.clusters)
     assert (grown.clusters[:n] == people.clusters).all() and grown.excluded.sum() == 2
     run_says = np.array(joined(path)[0])

@@ -33,7 +33,9 @@ from ssl_kd.vision.replay import replay
 from ssl_kd.vision.run import run, teacher_of
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.workbench.export import Content, export, model_card
+from ssl_kd.workbench.export import export
+from ssl_kd.workbench.export.cards import model_card
+from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.run import Run as OpenRun
 from tests.faults.matrix import row as fault
 
@@ -753,7 +755,7 @@ def test_a_column_by_name_reaches_both_sets_the_cache_and_an_extension(tmp_path,
     samples = Samples(done.path)
     assert np.array_equal(np.asarray(samples.image(45)), images[45])  # held out
     assert samples.image_file(0) == tmp_path / "photos" / "000.png"
-    with pytest.raises(InputError, match="2 of 64 pictures are gone: 3, 5"):
+    with pytest.raises(InputError, match="2 of 64 pictures are missing: 3, 5"):
         export(Content.of(samples), "folders", tmp_path / "out")
     assert export(Content.of(samples), "folders", tmp_path / "out", skip_missing=True).is_dir()
 

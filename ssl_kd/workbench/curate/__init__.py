@@ -1,18 +1,14 @@
-"""Cleaning what a store holds: copies, outliers, leaks, wrong labels; and what to label next."""
+"""Clean the samples of a store: copies, outliers, leaks, wrong labels, broken images."""
 
-from ssl_kd.workbench.curate.duplicates import RULES, Duplicates, near_duplicates
-from ssl_kd.workbench.curate.herding import label_next
-from ssl_kd.workbench.curate.labels import mislabelled
-from ssl_kd.workbench.curate.outliers import Leaks, leaks, outliers
-from ssl_kd.workbench.curate.pictures import odd_images
-from ssl_kd.workbench.curate.ranked import Ranked
+from ssl_kd.workbench.curate.duplicates import Duplicates, near_duplicates
+from ssl_kd.workbench.curate.image_checks import odd_images
+from ssl_kd.workbench.curate.outliers import leaks, outliers
+from ssl_kd.workbench.curate.ranked_samples import Ranked
+from ssl_kd.workbench.curate.wrong_labels import mislabelled
 
 __all__ = [
-    "RULES",
     "Duplicates",
-    "Leaks",
     "Ranked",
-    "label_next",
     "leaks",
     "mislabelled",
     "near_duplicates",

@@ -1,4 +1,4 @@
-"""The samples of a run that are most like a sample, or like an image of one's own."""
+"""Find the samples of a run that are most similar to a sample or to an image."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ BLOCK = 65_536
 
 
 class Search:
-    """Exact, over all splits, a block of embeddings at a time.
-
-    Args:
-        samples: the run.
-    """
+    """Exact search over all splits of a run, a block of embeddings at a time."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
@@ -36,24 +32,24 @@ class Search:
         self._lock = threading.Lock()
 
     def like_sample(self, row: int, k: int) -> list[int]:
-        """The k samples most like another, the most like first."""
+        """Return the k samples most similar to another, the most similar first."""
         return self._nearest(self._samples.embeddings([row])[0], k, row)
 
     def like_image(self, data: bytes, k: int, name: str = "the image") -> list[int]:
-        """The k samples most like an image, by the run's teacher; it is loaded for the first.
+        """Return the k samples most similar to an image; the run's teacher embeds it.
 
         Args:
-            data: a file's content: JPEG, PNG, WebP ...
+            data: content of a file: JPEG, PNG, WebP ...
             k: how many.
-            name: what errors call it.
+            name: name of the image in errors.
 
         Raises:
-            UnreadableImage: it is no image.
-            InputError: the run learned from features, so no teacher is known.
-            TeacherUnavailable: it cannot be loaded (any more).
+            UnreadableImage: it is not an image.
+            InputError: the run learned from features, so its teacher is unknown.
+            TeacherUnavailable: the teacher cannot be loaded.
         """
         image = decode(io.BytesIO(data), name)
-        with self._lock:  # requests come in threads, a teacher computes one at a time
+        with self._lock:  # requests come in threads, the teacher handles one at a time
             teacher = self._teacher or self._load()
             self._teacher = teacher
             x = teacher.embed(teacher.preprocess(image).unsqueeze(0))[0]
@@ -62,17 +58,19 @@ class Search:
     def _load(self) -> Teacher:
         samples = self._samples
         if samples.metrics["teacher"]["name"] == "features":
-            raise InputError("the run learned from features: no teacher is known to embed an image")
+            raise InputError(
+                "the run learned from features: the teacher that embeds images is unknown"
+            )
         settings = VisionSettings.from_dict(samples.settings)
         dataset = open_dataset(settings.dataset, "train", root=settings.data_dir)
         return teacher_of(settings, dataset, Precision.for_device("cpu"))
 
-    def _nearest(self, x: Tensor, k: int, but: int) -> list[int]:
+    def _nearest(self, x: Tensor, k: int, excluded: int) -> list[int]:
         def candidates() -> Iterator[tuple[int, Tensor]]:
-            for split, run in self._samples.splits.items():
+            for split, rows in self._samples.splits.items():
                 for start, block in self._samples.store(split).blocks(BLOCK):
-                    yield run.start + start, safe_normalize(block)
+                    yield rows.start + start, safe_normalize(block)
 
         query, search = safe_normalize(x.unsqueeze(0)), search_on(torch.device("cpu"))
-        found = nearest_among(query, torch.tensor([but]), candidates(), k, search)
-        return [row for row in found[0].tolist() if row != but]
+        nearest = nearest_among(query, torch.tensor([excluded]), candidates(), k, search)
+        return [row for row in nearest[0].tolist() if row != excluded]

@@ -1,9 +1,9 @@
-"""The page, served to the browser of the user who started it.
+"""Serve the page to the browser of the user who started the server.
 
-Other users of the machine reach the port, and so does another site's page that a browser has open.
-So the address that is printed has a secret token; the page sets it as a cookie for what it loads,
-and what changes something needs it in a header that no other site can send. A request also has to
-name this server by its own name, so that no other domain can stand for it (DNS rebinding).
+Other users of the machine can reach the port, and so can a page of another site in the browser. So
+the printed address has a secret token; the page stores it as a cookie for what it loads, and a
+request that changes something needs it in a header, which no other site can send. A request must
+also name this server as its host, so that no other domain can stand for it (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from __future__ import annotations
 import hmac
 import io
 import logging
-import mmap
 import secrets
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,27 +25,28 @@ from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.files import strict_json
 from ssl_kd.training.clock import Progress
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.explore.search import Search
-from ssl_kd.workbench.explore.site import (
+from ssl_kd.workbench.decisions import Curation
+from ssl_kd.workbench.explore.page_data import (
     DATA,
-    NEIGHBOURS,
     PAGE,
+    PAGE_FILES,
     as_json,
+    decision_files,
     fitted,
-    page_data,
     page_file,
-    page_files,
+    write_page_data,
 )
-from ssl_kd.workbench.finished import Curation
+from ssl_kd.workbench.explore.search import Search
 
 logger = logging.getLogger(__name__)
 
-ADDRESS, LARGEST, IMAGE_SIDE, FOUND = "127.0.0.1", 32 << 20, 320, 24
-PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for what comes after a refusal
+ADDRESS, LARGEST, IMAGE_SIDE = "127.0.0.1", 32 << 20, 320
+NEIGHBORS, SIMILAR = 12, 24  # samples that are shown: of a sample, of an image
+PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for the rest of a refused one
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8",
           "css": "text/css; charset=utf-8", "txt": "text/plain; charset=utf-8",
           "json": "application/json"}  # fmt: skip
-# The library that draws compiles its commands by Function, and sorts points in a worker.
+# regl compiles its commands by Function, and regl-scatterplot sorts points in a worker.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-eval'; worker-src blob:; connect-src 'self'; "
     "img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; base-uri 'none'; "
@@ -64,19 +63,20 @@ class _Refused(Exception):
 
 
 class ExploreServer(ThreadingHTTPServer):
-    """Answers for one run; use it as a context manager, and `serve_forever`.
+    """A server for one run; use it as a context manager, and call `serve_forever`.
 
     Args:
         samples: the run.
-        port: where it listens on 127.0.0.1; 0: wherever is free.
-        progress: called while what is needed is computed.
+        port: on 127.0.0.1; 0: any that is free.
+        progress: called while the data of the page are computed.
 
     Attributes:
-        url: of the page, with the token.
+        url: address of the page, with the token; it allows to look and decide.
         token: the secret of this server.
+        cookie: name of the cookie; browsers also send those of other ports.
 
     Raises:
-        InputError: the port is taken, or none.
+        InputError: the port is invalid or in use.
     """
 
     daemon_threads = True
@@ -95,42 +95,25 @@ class ExploreServer(ThreadingHTTPServer):
         try:
             self.samples, self.curation = samples, Curation(samples)
             self.search, self.token = Search(samples), secrets.token_urlsafe(24)
-            self.data: dict[str, mmap.mmap | bytes] = {}
-            page_data(samples, self._put, progress=progress)
+            self.url = f"http://{ADDRESS}:{self.server_port}/?token={self.token}"
+            self.cookie = f"ssl_kd_explore_{self.server_port}"
+            self.data: dict[str, bytes] = {}
+            write_page_data(samples, self.data.__setitem__, progress=progress)
+            decision_files(self.curation)  # raises here if names.json is damaged
         except BaseException:
             self.server_close()
             raise
 
-    @property
-    def url(self) -> str:
-        """Of the page, with the token: who has it may look and decide."""
-        return f"http://{ADDRESS}:{self.server_port}/?token={self.token}"
-
-    @property
-    def cookie(self) -> str:
-        """The name of the cookie; those of other ports are sent along."""
-        return f"ssl_kd_explore_{self.server_port}"
-
-    def _put(self, name: str, data: bytes) -> None:
-        """Keep a file's content in one without a name: nothing of it outlives a killed process."""
-        if data:
-            with tempfile.TemporaryFile() as file:
-                file.write(data)
-                file.flush()
-                self.data[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        else:
-            self.data[name] = b""
-
-    def knows(self, *words: str) -> bool:
-        """Whether one of these is the token."""
-        return any(hmac.compare_digest(word.encode(), self.token.encode()) for word in words)
+    def has_token(self, *values: str) -> bool:
+        """Return whether one of these is the token."""
+        return any(hmac.compare_digest(value.encode(), self.token.encode()) for value in values)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a broken connection instead of printing it."""
         logger.debug("a connection broke", exc_info=True)
 
     def page(self) -> bytes:
-        """`explore.html` with the token."""
+        """Return `explore.html` with the token."""
         empty = b'<meta name="token" content="">'
         return page_file(PAGE).replace(empty, empty.replace(b'""', f'"{self.token}"'.encode()))
 
@@ -147,12 +130,12 @@ def serve(
     Args:
         samples: the run.
         port: on 127.0.0.1; 0: any that is free.
-        progress: called while what is needed is computed.
-        opened: is called with the page's address once it is there.
+        progress: called while the data of the page are computed.
+        opened: called with the address of the page when it can be opened.
 
     Raises:
-        InputError: the port is taken.
-        FileNotFoundError: the embeddings of the run are gone.
+        InputError: the port is in use.
+        FileNotFoundError: the embeddings of the run are missing.
     """
     with ExploreServer(samples, port, progress=progress) as server:
         opened(server.url)
@@ -163,13 +146,14 @@ def serve(
 
 
 class _Reader(socket.SocketIO):
-    """What a client sends, until its time is over: no byte that still drips in adds to it."""
+    """A socket with a deadline for the whole request, however slowly bytes arrive."""
 
-    until = 0.0  # by time.monotonic
+    deadline = 0.0  # by time.monotonic
 
     def readinto(self, buffer: Any) -> int | None:
-        """As of a socket; TimeoutError: the time is over."""
-        self._sock.settimeout(max(self.until - time.monotonic(), 0.001))  # type: ignore[attr-defined]
+        """Read as a socket does; raise TimeoutError after the deadline."""
+        remaining = max(self.deadline - time.monotonic(), 0.001)
+        self._sock.settimeout(remaining)  # type: ignore[attr-defined]
         return super().readinto(buffer)
 
 
@@ -185,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(self._reader)
 
     def handle_one_request(self) -> None:
-        self._reader.until = time.monotonic() + PATIENCE
+        self._reader.deadline = time.monotonic() + PATIENCE
         super().handle_one_request()
 
     def do_GET(self) -> None:
@@ -201,10 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
         return "ssl_kd"
 
     def _guarded(self, answer: Callable[[str, str], None]) -> None:
-        """Answer, or say in a line why not."""
+        """Answer, or send an error of one line."""
         try:
-            names = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
-            if self.headers.get_all("Host", []) not in ([name] for name in names):
+            if self.headers.get_all("Host", []) not in ([host] for host in self._hosts()):
                 raise _Refused(HTTPStatus.FORBIDDEN, "this server has another name")
             path, _, query = self.path.partition("?")
             answer(path, query)
@@ -218,29 +201,35 @@ class _Handler(BaseHTTPRequestHandler):
             logger.exception("a request failed: %s", printable(self.path))
             self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, "an internal error: see the terminal")
 
+    def _hosts(self) -> list[str]:
+        return [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
+
     def _get(self, path: str, query: str) -> None:
-        opened = self.server.knows(*parse_qs(query).get("token", []))
-        if not opened and not self.server.knows(self.headers.get("X-Token", ""), *self._cookies()):
+        server = self.server
+        is_address = server.has_token(*parse_qs(query).get("token", []))
+        if not is_address and not server.has_token(
+            self.headers.get("X-Token", ""), *self._cookies()
+        ):
             raise _Refused(
                 HTTPStatus.FORBIDDEN, "open the address that ssl_kd explore printed, with its token"
             )
         name = path.removeprefix("/")
         if name in ("", PAGE):
-            return self._send(self.server.page(), _TYPES["html"], cookie=opened)
-        if name in page_files():
+            return self._send(server.page(), _TYPES["html"], cookie=is_address)
+        if name in PAGE_FILES:
             return self._send(page_file(name), _TYPES[name.rpartition(".")[2]])
         folder, _, rest = name.partition("/")
-        if folder == DATA and rest in self.server.data:
-            kind = _TYPES.get(rest.rpartition(".")[2], "application/octet-stream")
-            return self._send(self.server.data[rest], kind)
-        if name == "api/curation":
-            return self._send(as_json({"lines": self.server.curation.lines}), _TYPES["json"])
+        if folder == DATA:
+            contents = server.data if rest in server.data else decision_files(server.curation)
+            if rest in contents:
+                kind = _TYPES.get(rest.rpartition(".")[2], "application/octet-stream")
+                return self._send(contents[rest], kind)
         if name.startswith("api/image/"):
             return self._image(self._row(name))
-        if name.startswith("api/neighbours/"):
-            found = self.server.search.like_sample(self._row(name), NEIGHBOURS)
-            return self._send(as_json(found), _TYPES["json"])
-        raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing of that name")
+        if name.startswith("api/neighbors/"):
+            rows = server.search.like_sample(self._row(name), NEIGHBORS)
+            return self._send(as_json(rows), _TYPES["json"])
+        raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing with that name")
 
     def _cookies(self) -> list[str]:
         pairs = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
@@ -248,22 +237,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self, path: str, _: str) -> None:
         origin = self.headers.get("Origin")
-        ours = {f"http://{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")}
-        if origin not in {None, *ours} or not self.server.knows(self.headers.get("X-Token", "")):
-            raise _Refused(HTTPStatus.FORBIDDEN, "only the page of this server may ask for that")
+        is_ours = origin is None or origin in [f"http://{host}" for host in self._hosts()]
+        if not is_ours or not self.server.has_token(self.headers.get("X-Token", "")):
+            raise _Refused(HTTPStatus.FORBIDDEN, "only the page of this server may send that")
         if path not in ("/api/search", "/api/curation"):
-            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing of that name")
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing with that name")
         body = self._body()
         if path == "/api/search":
             name = printable(unquote(self.headers.get("X-File-Name", "")))[:200] or "the image"
-            found = self.server.search.like_image(body, FOUND, name)
-            return self._send(as_json({"rows": found}), _TYPES["json"])
+            rows = self.server.search.like_image(body, SIMILAR, name)
+            return self._send(as_json({"rows": rows}), _TYPES["json"])
         try:
-            asked = strict_json(body)
+            decision = strict_json(body)
         except ValueError as error:
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"the decision is no JSON: {error}") from error
-        self.server.curation.decide(asked)
-        self._send(as_json({"lines": self.server.curation.lines}), _TYPES["json"])
+            message = f"the decision is not valid JSON: {error}"
+            raise _Refused(HTTPStatus.BAD_REQUEST, message) from error
+        self.server.curation.decide(decision)
+        self._send(decision_files(self.server.curation)["decisions.json"], _TYPES["json"])
 
     def _body(self) -> bytes:
         lengths = self.headers.get_all("Content-Length", [])
@@ -295,7 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(
         self,
-        body: bytes | mmap.mmap,
+        body: bytes,
         kind: str,
         status: HTTPStatus = HTTPStatus.OK,
         *,
@@ -325,11 +315,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[start : start + (1 << 20)])
 
     def _fail(self, status: HTTPStatus, reason: str) -> None:
-        """Refuse, and let the client read it: what it still sends is taken, and thrown away."""
+        """Send an error, and discard what the client still sends, so that it reads the error."""
         self.close_connection = True
         with suppress(OSError):
             self._send(as_json({"error": reason}), _TYPES["json"], status)
             self.connection.shutdown(socket.SHUT_WR)
-            self._reader.until = time.monotonic() + LINGER
+            self._reader.deadline = time.monotonic() + LINGER
             while self.rfile.read1(1 << 16):
                 pass

@@ -1,4 +1,4 @@
-"""Cards for the Hugging Face Hub with scores and use, and the folders that they go in."""
+"""Model and dataset cards for the Hugging Face Hub, and the folders that hold them."""
 
 from __future__ import annotations
 
@@ -16,36 +16,39 @@ from ssl_kd.vision.hub import MODEL, card_of_model, push_folder, usage
 from ssl_kd.vision.model import DIGEST, ClusterModel
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.export.table import write_parquet
-from ssl_kd.workbench.place import new_folder
+from ssl_kd.workbench.export.parquet_table import write_parquet
+from ssl_kd.workbench.output_files import new_folder
 
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
-_NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # the others may be paths
-ANSWER = "consensus"  # the row of the run's table that is its answer
+_NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # other text settings may hold paths
+ANSWER = "consensus"  # the row of the run's table with the final clusters
 
 
 def write_model(content: Content, out: Path) -> Path:
-    """Write the folder of a model's repository: README.md, config.json, model.safetensors.
+    """Write the files of a model repository: README.md, config.json, model.safetensors.
 
     Raises:
-        InputError: there is a folder; FileNotFoundError: the run has no model.
+        InputError: `out` exists; FileNotFoundError: the run has no model.
     """
+    return _write_model(content.samples, out, "USER/NAME")
+
+
+def _write_model(samples: Samples, out: Path, repo_id: str) -> Path:
     for name in MODEL:
-        if not (content.samples.path / name).is_file():
-            raise FileNotFoundError(f"{content.samples.path} has no {name}: finish the run")
+        if not (samples.path / name).is_file():
+            raise FileNotFoundError(f"{samples.path} has no {name}: finish the run first")
     with new_folder(out) as folder:
-        shutil.copyfile(content.samples.path / MODEL[1], folder / MODEL[1])
-        atomic_write_json(folder / MODEL[0], _config(content.samples))
-        text = str(model_card(content.samples))
-        (folder / "README.md").write_text(text, encoding="utf-8")
+        shutil.copyfile(samples.path / MODEL[1], folder / MODEL[1])
+        atomic_write_json(folder / MODEL[0], _config(samples))
+        (folder / "README.md").write_text(str(model_card(samples, repo_id)), encoding="utf-8")
     return out
 
 
 def write_dataset(content: Content, out: Path) -> Path:
-    """Write the folder of a data set's repository: README.md and clusters.parquet.
+    """Write the files of a dataset repository: README.md and clusters.parquet.
 
     Raises:
-        InputError: there is a folder.
+        InputError: `out` exists.
     """
     with new_folder(out) as folder:
         write_parquet(content, folder / "clusters.parquet")
@@ -54,44 +57,43 @@ def write_dataset(content: Content, out: Path) -> Path:
 
 
 def model_card(samples: Samples, repo_id: str = "USER/NAME") -> ModelCard:
-    """Return the card of a run's model: its scores, how to use it, and what it learned from.
+    """Return the card of a run's model: scores, use, and what it was trained on.
 
     Args:
         samples: the run.
-        repo_id: where it will lie, for the lines of code in it.
+        repo_id: its repository, for the code in the card.
     """
-    title, facts = samples.path.resolve().name, _facts(samples)
-    of = f"{facts['clusters']} clusters of {facts['samples']} training samples"
-    use = usage(repo_id, facts["width"], facts["teacher"])
-    return card_of_model(title, of, [_scores(samples), use, _about(facts)])
+    n_train = len(samples.splits.get("train", ()))
+    subtitle = f"{samples.n_clusters} clusters of {n_train} training samples"
+    use = usage(repo_id, samples.config["in_dim"], samples.metrics["teacher"]["name"])
+    sections = [_scores(samples), use, _about(samples)]
+    return card_of_model(samples.path.resolve().name, subtitle, sections)
 
 
 def push_run(
     samples: Samples, repo_id: str, *, private: bool | None = None, token: str | None = None
 ) -> str:
-    """Put a run's model on the hub, with its card; return where it is.
+    """Upload a run's model and its card to the Hub; return its address.
 
     `MultiHeadClusterer.from_pretrained(repo_id)` and `ClusterModel.from_pretrained(repo_id)` load
     it again.
 
     Args:
         samples: the run.
-        repo_id: `user/name`; made where it is not there.
-        private: whether others may not see it; None: as the account says.
-        token: of the hub; None: the one that `hf auth login` kept.
+        repo_id: `user/name`; created if it does not exist.
+        private: whether it is private; None: the default of the account.
+        token: Hub token; None: the one stored by `hf auth login`.
 
     Raises:
-        InputError: no such name can be; HubRefused: the hub took nothing.
+        InputError: an invalid name; HubRefused: the Hub did not accept it.
     """
-    with tempfile.TemporaryDirectory() as place:
-        folder = write_model(Content.of(samples), Path(place) / "model")
-        card = str(model_card(samples, repo_id))
-        (folder / "README.md").write_text(card, encoding="utf-8")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = _write_model(samples, Path(temporary) / "model", repo_id)
         return push_folder(folder, repo_id, private=private, token=token)
 
 
 def dataset_card(content: Content) -> DatasetCard:
-    """Return the card of the table of clusters: its columns, scores, and where it comes from."""
+    """Return the card of the table of clusters: columns, scores, and origin."""
     files = [{"split": "train", "path": "clusters.parquet"}]
     data = DatasetCardData(
         pretty_name=f"Clusters of {content.title}",
@@ -102,19 +104,19 @@ def dataset_card(content: Content) -> DatasetCard:
     body = f"""# Clusters of {content.title}
 
 {len(content)} samples and the cluster of each, by ssl_kd {__version__}; the pictures
-themselves are not here. Columns: {columns}.
+are not included. Columns: {columns}.
 
 {_scores(content.samples)}
 
-{_about(_facts(content.samples))}
+{_about(content.samples)}
 """
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
 
 
 def _config(samples: Samples) -> dict[str, Any]:
     """Return the configuration that loading the model needs, without paths of this machine."""
-    taken = {DIGEST, *inspect.signature(ClusterModel).parameters}
-    config = {name: value for name, value in samples.config.items() if name in taken}
+    needed = {DIGEST, *inspect.signature(ClusterModel).parameters}
+    config = {name: value for name, value in samples.config.items() if name in needed}
     settings = {
         name: value
         for name, value in samples.settings.items()
@@ -123,39 +125,24 @@ def _config(samples: Samples) -> dict[str, Any]:
     return {**config, "settings": settings}
 
 
-def _facts(samples: Samples) -> dict[str, Any]:
-    data, settings = samples.metrics["dataset"], samples.settings
-    return {
-        "clusters": samples.n_clusters,
-        "samples": len(samples.splits.get("train", ())),
-        "teacher": samples.metrics["teacher"]["name"],
-        "width": samples.config["in_dim"],
-        "dataset": Path(data["name"]).name,
-        "seed": settings["SEED"],
-        "method": settings["METHOD"] or "graph",
-    }
-
-
-def _about(facts: dict[str, Any]) -> str:
+def _about(samples: Samples) -> str:
+    settings = samples.settings
     return (
-        f"## About\n\nData: {facts['dataset']}. Teacher: {facts['teacher']}. Method: "
-        f"{facts['method']}. Seed: {facts['seed']}. No label was used to find the clusters."
+        f"## About\n\nData: {Path(samples.metrics['dataset']['name']).name}. Teacher: "
+        f"{samples.metrics['teacher']['name']}. Method: {settings['METHOD'] or 'graph'}. Seed: "
+        f"{settings['SEED']}. No label was used to find the clusters."
     )
 
 
 def _scores(samples: Samples) -> str:
-    """Return the scores of the run's answer as a table, where labels are known."""
-    rows = samples.metrics["table"]
-    rows = [row for row in rows if row["name"] == ANSWER and row.get("acc") is not None]
+    """Return the scores of the final clusters as a table, where labels are known."""
+    rows = [row for row in samples.metrics["table"] if row["name"] == ANSWER]
+    rows = [row for row in rows if row.get("acc") is not None]
     if not rows:
         return "No labels are known, so there are no scores."
-    lines = [
-        ["split", *METRICS.values()],
-        ["---"] * (len(METRICS) + 1),
-        *(
-            [row["split"], *("" if row.get(m) is None else f"{row[m]:.4f}" for m in METRICS)]
-            for row in rows
-        ),
-    ]
+    lines = [["split", *METRICS.values()], ["---"] * (len(METRICS) + 1)]
+    for row in rows:
+        scores = ["" if row.get(m) is None else f"{row[m]:.4f}" for m in METRICS]
+        lines.append([row["split"], *scores])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"Scored against labels that it never saw:\n\n{table}"
+    return f"Scored against labels that were not used in training:\n\n{table}"

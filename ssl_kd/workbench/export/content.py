@@ -1,4 +1,4 @@
-"""What of a run goes out: some of its samples, with everything that is known of them."""
+"""The samples of a run that are exported, with everything that is known about them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from typing_extensions import Self
 from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError, printable
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.finished import Curation
+from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.naming import Names
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 3  # of those that are named in a message
-RECORDS = 4096  # turned into objects at a time
+SHOWN = 3  # missing pictures that a message names
+RECORDS = 4096  # rows that are turned into Python objects at a time
 
 
 @dataclass(frozen=True)
 class Content:
-    """Some samples of a run, in the order of the run.
+    """Samples of a run to export, in the order of the run.
 
     Args:
         samples: the run.
-        rows: the numbers of the samples that go out, ascending, `[m]`.
-        clusters: of all samples of the run, after what people decided, `[n]`; -1 is none.
-        names: of the clusters.
-        columns: more that is known of all samples, name -> `[n]`: `duplicate_group`, `x`, `y`.
+        rows: the numbers of the exported samples `[m]`, ascending.
+        clusters: cluster of every sample of the run `[n]` after all decisions; -1: none.
+        names: names of the clusters.
+        columns: added columns, name -> values of every sample of the run `[n]`.
     """
 
     samples: Samples
@@ -53,133 +53,137 @@ class Content:
         names: Names | None = None,
         columns: Mapping[str, NDArray[Any]] | None = None,
     ) -> Self:
-        """What is asked for of a run, after the decisions in its `curation.jsonl`.
+        """Select samples of a run, after the decisions in its `curation.jsonl`.
 
         Args:
             samples: the run.
-            splits: those that go out; none named: all.
-            clusters: those that go out, as they are after the decisions; none named: all.
-            names: of the clusters; None: those of the run's `names.json`. What people called a
-                cluster in `curation.jsonl` stands above either.
-            columns: more of all samples, `[n]` each.
+            splits: splits to export; empty: all.
+            clusters: clusters to export, numbered as after the decisions; empty: all.
+            names: names of the clusters; None: those of the run's `names.json`. Names from
+                `curation.jsonl` take precedence.
+            columns: added columns, values of every sample of the run `[n]`.
 
         Raises:
-            InputError: a split or cluster that is not there, a column of another length or of a
-                name that is taken, or nothing is left.
-            CorruptFileError: of the run's files.
+            InputError: unknown split or cluster, a column with the wrong length or the name of
+                another one, or nothing is selected.
+            CorruptFileError: a file of the run is damaged.
         """
-        decided = Curation(samples)
-        rows = np.flatnonzero(~decided.excluded)
+        curation = Curation(samples)
+        after = curation.clusters
+        rows = np.flatnonzero(~curation.excluded)
         if unknown := [name for name in splits if name not in samples.splits]:
             raise InputError(
                 f"{samples.path} has no split {unknown[0]!r}, only {', '.join(samples.splits)}"
             )
         if splits:
-            runs = [np.arange(r.start, r.stop) for n, r in samples.splits.items() if n in splits]
-            rows = np.intersect1d(rows, np.concatenate(runs))
-        there = decided.clusters
-        if unknown := [c for c in clusters if not (there == c).any()]:
-            known = ", ".join(str(c) for c in np.unique(there)[:20])
+            rows = rows[np.isin(samples.column("split")[rows].astype(str), splits)]
+        if unknown := [c for c in clusters if not (after == c).any()]:
+            known = ", ".join(str(c) for c in np.unique(after)[:20])
             raise InputError(f"{samples.path} has no cluster {unknown[0]}, only {known}")
         if clusters:
-            rows = rows[np.isin(there[rows], clusters)]
+            rows = rows[np.isin(after[rows], clusters)]
         if not len(rows):
-            raise InputError(f"nothing of {samples.path} is left to export: ask for more")
-        own = Names.load(samples.path) if names is None else names
-        own = own.edited({"cluster": decided.names})
-        return cls(samples, rows, there, own, _checked(samples, columns or {}))
+            raise InputError(
+                f"no sample of {samples.path} is selected: name more splits or clusters"
+            )
+        names = Names.load(samples.path) if names is None else names
+        names = names.edited({"cluster": curation.names})
+        return cls(samples, rows, after, names, _checked(samples, columns or {}))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def title(self) -> str:
-        """What the run is called."""
+        """The name of the run's folder."""
         return self.samples.path.resolve().name
 
     def cluster_names(self) -> dict[int, str]:
-        """The name, or the number, of every cluster that goes out; -1 is `none`."""
-        found = np.unique(self.clusters[self.rows]).tolist()
-        return {c: "none" if c < 0 else self.names.of("cluster", c) for c in found}
+        """Return the name, or the number, of every exported cluster; -1 is `none`."""
+        clusters = np.unique(self.clusters[self.rows]).tolist()
+        return {c: "none" if c < 0 else self.names.of("cluster", c) for c in clusters}
 
     def batches(self, size: int) -> Iterator[arrow.RecordBatch]:
-        """The rows that go out, with all columns, `size` at a time."""
+        """Yield the exported rows with all columns, `size` at a time."""
         for start in range(0, len(self.rows), size):
             yield self._batch(self.rows[start : start + size])
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The rows that go out, as Python objects, one after the other."""
+        """Yield the exported rows one by one, as Python objects."""
         for batch in self.batches(RECORDS):
             yield from batch.to_pylist()
 
     def _batch(self, rows: NDArray[np.int64]) -> arrow.RecordBatch:
         table = self.samples.table.take(arrow.array(rows))
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for name in table.column_names:
-            found[name] = table.column(name).combine_chunks()
+            columns[name] = table.column(name).combine_chunks()
             if name == "cluster":
-                found[name] = arrow.array(self.clusters[rows], arrow.int32())
+                columns[name] = arrow.array(self.clusters[rows], arrow.int32())
             if name in self.samples.levels:
-                numbers = self.clusters[rows] if name == "cluster" else found[name].to_numpy()
+                numbers = self.clusters[rows] if name == "cluster" else columns[name].to_numpy()
                 texts = self.names.column(name, numbers)
                 texts[numbers < 0] = None
-                found[f"{name}_name"] = arrow.array(texts.tolist(), arrow.string())
+                columns[f"{name}_name"] = arrow.array(texts.tolist(), arrow.string())
         if (self.samples.column("cluster") != self.clusters).any():
-            found["cluster_of_run"] = table.column("cluster").combine_chunks()
+            columns["cluster_of_run"] = table.column("cluster").combine_chunks()
         for name, values in self.columns.items():
-            own = values[rows]
-            found[name] = arrow.array(own.tolist() if own.dtype == object else own)
-        return arrow.RecordBatch.from_pydict(found)
+            chosen = values[rows]
+            columns[name] = arrow.array(chosen.tolist() if chosen.dtype == object else chosen)
+        return arrow.RecordBatch.from_pydict(columns)
 
     def with_pictures(self, *, skip_missing: bool = False) -> tuple[Content, list[Path]]:
-        """The rows whose pictures are there, and where.
+        """Return the rows whose pictures exist, and the absolute paths of these.
 
         Args:
-            skip_missing: leave out those that are gone, and say so.
+            skip_missing: leave out rows whose picture is missing, with a warning.
 
         Raises:
-            InputError: pictures are gone, all of them or some; or they are no files of their own.
+            InputError: pictures are missing, or the samples are not picture files.
         """
-        samples, found, gone = self.samples, [], []
+        rows, files, missing = [], [], []
         for row in self.rows.tolist():
             try:
-                path = samples.image_file(row)
+                path = self.samples.image_file(row)
             except (FileNotFoundError, UnreadableImage):
-                gone.append(row)
+                missing.append(row)
                 continue
             if path is None:
                 raise InputError(
-                    f"the samples of {samples.path} are no picture files of their own (they came "
-                    "from a data set in one file, or as features): export them as parquet"
+                    f"the samples of {self.samples.path} are not picture files (they are features, "
+                    "or records of one file): export them as parquet"
                 )
-            (found if path.is_file() else gone).append(row if not path.is_file() else (row, path))
-        if gone:
-            names = samples.column("file")
-            shown = ", ".join(printable(str(names[row])) for row in gone[:SHOWN])
-            what = f"{len(gone)} of {len(self)} pictures are gone: {shown}"
-            what += ", ..." if len(gone) > SHOWN else ""
-            if not skip_missing or not found:
-                raise InputError(f"{what}. Put them back, or leave them out: --skip_missing")
-            logger.warning("%s; left out", what)
-        rows = np.array([row for row, _ in found], dtype=np.int64)
-        return replace(self, rows=rows), [Path(path).absolute() for _, path in found]
+            if path.is_file():
+                rows.append(row)
+                files.append(Path(path).absolute())
+            else:
+                missing.append(row)
+        if missing:
+            names = self.samples.column("file")
+            shown = ", ".join(printable(str(names[row])) for row in missing[:SHOWN])
+            message = f"{len(missing)} of {len(self)} pictures are missing: {shown}"
+            message += ", ..." if len(missing) > SHOWN else ""
+            if not skip_missing or not files:
+                raise InputError(f"{message}. Put them back, or skip them: --skip_missing")
+            logger.warning("%s; skipped", message)
+        return replace(self, rows=np.array(rows, dtype=np.int64)), files
 
 
-def refuse_columns(columns: Iterable[str], taken: Collection[str], whose: str) -> None:
-    """Raise InputError where a column that was given would take the place of another."""
+def refuse_columns(columns: Iterable[str], taken: Collection[str], owner: str) -> None:
+    """Raise InputError if an added column has the name of an existing one."""
     if both := [name for name in columns if name in taken]:
-        raise InputError(f"{whose} has a column {both[0]!r} already: call yours otherwise")
+        raise InputError(f"{owner} has a column {both[0]!r} already: rename yours")
 
 
 def _checked(samples: Samples, columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    found = {}
-    named = [f"{level}_name" for level in samples.levels]
-    refuse_columns(columns, [*samples.table.column_names, *named, "cluster_of_run"], "the run")
-    for name, values in columns.items():
-        found[name] = np.asarray(values)
-        if found[name].shape != (len(samples),):
+    level_names = [f"{level}_name" for level in samples.levels]
+    taken = [*samples.table.column_names, *level_names, "cluster_of_run"]
+    refuse_columns(columns, taken, "the run")
+    arrays = {name: np.asarray(values) for name, values in columns.items()}
+    for name, values in arrays.items():
+        if values.shape != (len(samples),):
             raise InputError(
-                f"column {name!r} has shape {list(found[name].shape)}, expected "
-                f"[{len(samples)}], a value for each sample of {samples.path}"
+                f"column {name!r} has shape {list(values.shape)}, expected [{len(samples)}]: a "
+                f"value for each sample of {samples.path}"
             )
-    return found
+    return arrays

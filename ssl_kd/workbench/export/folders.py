@@ -1,4 +1,4 @@
-"""Folders: one for each cluster, with links to its pictures, or copies."""
+"""Folders: one for each cluster, with links to its pictures, or copies of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from ssl_kd.errors import InputError
 from ssl_kd.settings import nearest
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.place import Distinct, new_folder, safe_name
+from ssl_kd.workbench.output_files import UniqueNames, new_folder, safe_name
 
 LINKS = ("symlink", "hardlink", "copy")
 
@@ -21,13 +21,14 @@ def write_folders(
     """Write `OUT/03 cat/0001.jpg`: a link to each picture, in the folder of its cluster.
 
     Args:
-        content: the samples to export.
-        out: a folder that does not exist yet.
+        content: what to export.
+        out: a new folder.
         link: `symlink`, `hardlink` (on the same disk) or `copy`.
-        skip_missing: leave out pictures that are gone.
+        skip_missing: leave out pictures that are missing.
 
     Raises:
-        InputError: another kind of link; `out` exists; pictures are gone; hard links across disks.
+        InputError: unknown kind of link; `out` exists; pictures are missing; hard links across
+            disks.
     """
     if link not in LINKS:
         raise InputError(f"--link is {link!r}, not {', '.join(LINKS)}.{nearest(link, LINKS)}")
@@ -38,27 +39,27 @@ def write_folders(
         c: safe_name("none" if c < 0 else f"{c:0{width}} {'' if text == str(c) else text}".strip())
         for c, text in names.items()
     }
-    free = {cluster: Distinct() for cluster in folders}
-    with new_folder(out) as place:
+    unique = {cluster: UniqueNames() for cluster in folders}
+    with new_folder(out) as root:
         for folder in folders.values():
-            (place / folder).mkdir()
+            (root / folder).mkdir()
         for row, file in zip(content.rows.tolist(), files, strict=True):
             cluster = int(content.clusters[row])
-            _put(place / folders[cluster] / free[cluster](safe_name(file.name)), file, link)
+            _put(root / folders[cluster] / unique[cluster](safe_name(file.name)), file, link)
     return out
 
 
-def _put(place: Path, file: Path, link: str) -> None:
+def _put(path: Path, file: Path, link: str) -> None:
     if link == "symlink":
-        place.symlink_to(file)
+        path.symlink_to(file)
     elif link == "copy":
-        shutil.copy2(file, place)
+        shutil.copy2(file, path)
     else:
         try:
-            os.link(file.resolve(), place)
+            os.link(file.resolve(), path)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
             raise InputError(
-                f"{file} is on another disk than {place}: use --link symlink or copy"
+                f"{file} is on another disk than {path}: use --link symlink or copy"
             ) from error

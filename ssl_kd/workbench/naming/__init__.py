@@ -1,16 +1,7 @@
-"""Names of clusters, from captions or file names, or by a language model of the user's."""
+"""Names of clusters, from captions or file names, and `names.json`, which stores them."""
 
-from ssl_kd.workbench.naming.captions import read_captions
-from ssl_kd.workbench.naming.described import names_from_model
+from ssl_kd.workbench.naming.contrastive_words import names_from_texts
+from ssl_kd.workbench.naming.name_run import name_samples
 from ssl_kd.workbench.naming.names import Name, Names
-from ssl_kd.workbench.naming.words import class_tfidf, file_words, names_from_texts
 
-__all__ = [
-    "Name",
-    "Names",
-    "class_tfidf",
-    "file_words",
-    "names_from_model",
-    "names_from_texts",
-    "read_captions",
-]
+__all__ = ["Name", "Names", "name_samples", "names_from_texts"]

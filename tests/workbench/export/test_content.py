@@ -11,8 +11,9 @@ from pyarrow import parquet
 
 from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.export import Content, export
-from ssl_kd.workbench.finished import Curation
+from ssl_kd.workbench.decisions import Curation
+from ssl_kd.workbench.export import export
+from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.naming import Name, Names
 from tests.faults.matrix import row as fault
 
@@ -86,7 +87,7 @@ def test_what_cannot_be_asked_for(photo_run, tmp_path):
     refused("has a column 'outlier' already", lambda: Content.of(samples, columns=taken))
     refused("not parquet, .*parquet", lambda: export(content, "parqet"))
     refused(
-        "does not take --link; of its own it takes none",
+        "does not take --link; its own options: none",
         lambda: export(content, "parquet", tmp_path / "a.parquet", link="copy"),
     )
     refused("ends in .parquet", lambda: export(content, "parquet", tmp_path / "a"))
@@ -102,7 +103,7 @@ def test_missing_pictures_are_named_and_the_rest_goes_on_when_asked(copied, tmp_
     gone = sorted((tmp_path / "photos" / "train" / "digit 0").iterdir())[:2]
     for file in gone:
         file.unlink()
-    with pytest.raises(InputError, match=f"2 of .* pictures are gone.*{gone[0].name}"):
+    with pytest.raises(InputError, match=f"2 of .* pictures are missing.*{gone[0].name}"):
         export(Content.of(Samples(copied)), to, out)
     assert not out.exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
     export(Content.of(Samples(copied)), to, out, skip_missing=True)
@@ -134,7 +135,7 @@ def test_a_full_disk_leaves_nothing(photo_run, tmp_path, monkeypatch, to):
 
 
 def test_groups_of_rows_are_one_file(photo_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("ssl_kd.workbench.export.table.ROWS_PER_GROUP", 50)
+    monkeypatch.setattr("ssl_kd.workbench.export.parquet_table.ROWS_PER_GROUP", 50)
     content = Content.of(Samples(photo_run))
     path = export(content, "parquet", tmp_path / "a.parquet")
     with parquet.ParquetFile(path) as file:

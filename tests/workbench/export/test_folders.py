@@ -9,7 +9,8 @@ import pytest
 
 from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.export import Content, export, folders
+from ssl_kd.workbench.export import export, folders
+from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.naming import Name, Names
 from tests.faults.matrix import row as fault
 
@@ -88,7 +89,7 @@ def test_nothing_is_overwritten(content, tmp_path):
     place = next((out / "1 ring").iterdir())
     place.write_bytes(bytes(len(place.read_bytes())))
     before = {path: path.lstat().st_mtime_ns for path in out.rglob("*")}
-    with pytest.raises(InputError, match="out exists: name another place, or move it"):
+    with pytest.raises(InputError, match="out exists: choose another path, or move it"):
         export(content, "folders", out, link="copy")
     assert before == {path: path.lstat().st_mtime_ns for path in out.rglob("*")}
     with pytest.raises(InputError, match="--link is 'sym', not .*symlink"):

@@ -17,7 +17,8 @@ from pyarrow import parquet
 from ssl_kd.errors import InputError
 from ssl_kd.vision.estimator import MultiHeadClusterer
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.export import Content, export
+from ssl_kd.workbench.export import export
+from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.naming import Name, Names
 from tests.faults.matrix import row as fault
 
@@ -33,34 +34,24 @@ def rows_of(content):
     return [row for batch in content.batches(1000) for row in batch.to_pylist()]
 
 
-def test_fiftyone_has_the_documented_layout(content, tmp_path):
-    out = export(content, "fiftyone", tmp_path / "out")
-    metadata = json.loads((out / "metadata.json").read_text())
-    samples = json.loads((out / "samples.json").read_text())["samples"]
-    fields = {field["name"]: field for field in metadata["sample_fields"]}
-    assert fields["cluster"]["embedded_doc_type"] == "fiftyone.core.labels.Classification"
-    assert fields["outlier"]["ftype"] == "fiftyone.core.fields.FloatField"
-    assert len({sample["_id"]["$oid"] for sample in samples}) == len(content)
-    for sample, row in zip(samples, rows_of(content), strict=True):
-        assert sample["filepath"].endswith(row["file"]) and sample["tags"] == [row["split"]]
-        assert sample["cluster"]["label"] == row["cluster_name"]
-        assert sample["cluster"]["confidence"] == row["confidence"]
-        assert sample["label"]["label"] == row["label"]
-        assert sample["second"] == row["second"]
-        assert set(sample) <= {"_id", "_media_type", "_rand"} | set(fields)
-
-
-def test_a_column_that_begins_with_null_is_a_field_of_fiftyones(photo_run, tmp_path):
-    samples = Samples(photo_run)
-    scores = np.array([None, *map(float, range(1, len(samples)))], dtype=object)
+def test_fiftyone_samples(photo_run, content, tmp_path):
+    samples = content.samples
+    scores = np.array([None, np.nan, *map(float, range(2, len(samples)))], dtype=object)
     nothing = np.full(len(samples), None)
-    content = Content.of(samples, columns={"score": scores, "nothing": nothing})
+    columns = {"score": scores, "nothing": nothing}
+    content = Content.of(samples, names=content.names, columns=columns)
     out = export(content, "fiftyone", tmp_path / "out")
-    fields = json.loads((out / "metadata.json").read_text())["sample_fields"]
-    kinds = {field["name"]: field["ftype"].rpartition(".")[2] for field in fields}
-    assert kinds["score"] == "FloatField" and "nothing" not in kinds
-    found = json.loads((out / "samples.json").read_text())["samples"]
-    assert [sample["score"] for sample in found] == list(scores)
+    written = json.loads((out / "samples.json").read_text())["samples"]
+    for number, (sample, row) in enumerate(zip(written, rows_of(content), strict=True)):
+        assert sample["filepath"].endswith(row["file"]) and sample["tags"] == [row["split"]]
+        assert sample["cluster"] == {
+            "_cls": "Classification",
+            "label": row["cluster_name"],
+            "confidence": row["confidence"],
+        }
+        assert sample["label"]["label"] == row["label"] and sample["outlier"] == row["outlier"]
+        assert sample["second"] == row["second"] and "nothing" not in sample
+        assert sample.get("score") == (row["score"] if number > 1 else None)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other program
@@ -89,7 +80,7 @@ def test_fiftyone_reads_it(content, tmp_path, monkeypatch):
     monkeypatch.setenv("FIFTYONE_DATABASE_VALIDATION", "false")
     fiftyone = pytest.importorskip("fiftyone")
     out = export(content, "fiftyone", tmp_path / "out")
-    found = fiftyone.Dataset.from_dir(str(out), dataset_type=fiftyone.types.FiftyOneDataset)
+    found = fiftyone.Dataset.from_dir(str(out), dataset_type=fiftyone.types.LegacyFiftyOneDataset)
     assert len(found) == len(content) and found.media_type == "image"
     for sample, row in zip(found, rows_of(content), strict=True):
         assert sample.filepath.endswith(row["file"]) and sample.tags == [row["split"]]
@@ -175,5 +166,5 @@ def test_a_run_without_labels_has_no_scores(content, tmp_path):
 def test_features_have_no_pictures(content, tmp_path, monkeypatch):
     monkeypatch.setattr(Samples, "image_file", lambda self, row: None)
     for to in ("folders", "fiftyone", "label-studio"):
-        with pytest.raises(InputError, match="no picture files of their own"):
+        with pytest.raises(InputError, match="are not picture files"):
             export(content, to, tmp_path / to)

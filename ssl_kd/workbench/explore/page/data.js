@@ -1,8 +1,6 @@
-// The files in data/, and what is asked of the server where there is one.
+// Read the files in data/, and send requests to the server if there is one.
 
-import { Refused } from "./decisions.js";
-
-export const TOKEN = document.querySelector('meta[name="token"]').content;
+export const TOKEN = document.querySelector('meta[name="token"]').content; // "": a static page
 
 export async function get(path) {
   const answer = await fetch(path);
@@ -10,28 +8,28 @@ export async function get(path) {
   return answer;
 }
 
-export async function post(path, body, kind, name = "") {
-  const headers = { "X-Token": TOKEN, "Content-Type": kind, "X-File-Name": encodeURIComponent(name) };
+export async function post(path, body, type, name = "") {
+  const headers = { "X-Token": TOKEN, "Content-Type": type, "X-File-Name": encodeURIComponent(name) };
   const answer = await fetch(path, { method: "POST", headers, body });
-  const said = await answer.json();
-  if (!answer.ok) throw new Refused(said.error);
-  return said;
+  const content = await answer.json();
+  if (!answer.ok) throw new Error(content.error);
+  return content;
 }
 
-/** A file of so many bytes; `told` hears how many have come. */
-export async function bytes(path, size, told = () => {}) {
-  const reader = (await get(path)).body.getReader(), whole = new Uint8Array(size);
+/** Read a file of `size` bytes; `progress` is called with the number of bytes read. */
+export async function readBytes(path, size, progress = () => {}) {
+  const reader = (await get(path)).body.getReader(), content = new Uint8Array(size);
   let at = 0;
-  for (let part; !(part = await reader.read()).done; told(at)) {
-    if (at + part.value.length <= size) whole.set(part.value, at);
+  for (let part; !(part = await reader.read()).done; progress(at)) {
+    if (at + part.value.length <= size) content.set(part.value, at);
     at += part.value.length;
   }
-  if (at !== size) throw new Error(`${path} has ${at} bytes; expected ${size}: it is of another page`);
-  return whole.buffer;
+  if (at !== size) throw new Error(`${path} has ${at} bytes; expected ${size}: it belongs to another page`);
+  return content.buffer;
 }
 
-/** The file names, as they came: a million of them are one block of memory, not a million texts. */
-export class Names {
+/** File names in one block of memory, because a million strings would need far more. */
+export class FileNames {
   constructor(lines) {
     Object.assign(this, { lines, ends: [], decoder: new TextDecoder() });
     let n = 1;
@@ -48,64 +46,38 @@ export class Names {
     return this.text(row, row);
   }
 
-  /** The samples whose name has these words in it, whatever the case. */
-  search(words) {
-    const found = [], wanted = words.toLowerCase(), block = 8192;
+  /** The samples whose name contains a text, ignoring case. */
+  search(text) {
+    const rows = [], wanted = text.toLowerCase(), block = 8192;
     for (let first = 0; first < this.ends.length; first += block) {
       const last = Math.min(first + block, this.ends.length) - 1;
-      const text = this.text(first, last).toLowerCase();
-      if (!text.includes(wanted)) continue;
-      text.split("\n").forEach((name, i) => { if (name.includes(wanted)) found.push(first + i); });
+      const names = this.text(first, last).toLowerCase();
+      if (!names.includes(wanted)) continue;
+      names.split("\n").forEach((name, i) => { if (name.includes(wanted)) rows.push(first + i); });
     }
-    return found;
+    return rows;
   }
 }
 
-/** The columns of the samples, each read when it is first asked for. */
+/** The columns of the samples, each read when it is first needed. */
 export class Table {
   constructor(meta) {
-    Object.assign(this, { meta, columns: new Map(), files: null, reading: null, near: new Map() });
+    Object.assign(this, { meta, columns: new Map(), files: null, reading: null });
   }
 
-  async column(name, told) {
+  async column(name) {
     if (!this.columns.has(name)) {
       const { file, kind } = this.meta.columns[name];
-      const read = await bytes(`data/${file}`, 4 * this.meta.samples, told);
-      this.columns.set(name, new (kind === "number" ? Float32Array : Int32Array)(read));
+      const content = await readBytes(`data/${file}`, 4 * this.meta.samples);
+      this.columns.set(name, new (kind === "number" ? Float32Array : Int32Array)(content));
     }
-    return this.columns.get(name);
-  }
-
-  /** One that was read before. */
-  known(name) {
     return this.columns.get(name);
   }
 
   names() {
     this.reading ??= get("data/files.txt").then((answer) => answer.arrayBuffer())
-      .then((read) => { this.files = new Names(new Uint8Array(read)); return this.files; })
-      .catch((error) => { this.reading = null; throw error; }); // to be tried again
+      .then((content) => { this.files = new FileNames(new Uint8Array(content)); return this.files; })
+      .catch((error) => { this.reading = null; throw error; }); // the next call tries again
     return this.reading;
   }
-
-  /** The nearest samples of one, of a static page: out of a file of some thousand samples. */
-  async neighbours(row) {
-    const { neighbours: k, per_file: rows, samples } = this.meta, part = Math.floor(row / rows);
-    const size = 4 * k * Math.min(rows, samples - part * rows);
-    if (!this.near.has(part)) {
-      this.near.set(part, bytes(`data/neighbours_${part}.i32`, size)
-        .catch((error) => { this.near.delete(part); throw error; }));
-    }
-    const found = new Int32Array(await this.near.get(part)), first = (row - part * rows) * k;
-    return [...found.subarray(first, first + k)].filter((other) => other >= 0);
-  }
-}
-
-/** Give a person a file. */
-export function save(name, text) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: "application/jsonl" }));
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

@@ -1,31 +1,28 @@
-// The picture of a sample: asked of the server, or cut out of a sheet of many.
+// The picture of a sample: from the server, or a part of a sheet of many.
 
 export class Pictures {
   /**
-   * @param meta sheets: { rows: samples in order, tile, columns, per_sheet } in a static export
-   * @param served whether images are there for the asking
+   * @param meta sheets: { rows: samples in order, tile, columns, per_sheet } of a static page
+   * @param isServed whether a server gives images
    */
-  constructor(meta, served) {
-    this.sheets = meta.sheets;
-    this.served = Boolean(served);
-    this.any = meta.images && (this.served || this.sheets !== null);
+  constructor(meta, isServed) {
+    Object.assign(this, { sheets: meta.sheets, isServed, tiny: meta.tiny });
+    this.any = meta.images && (isServed || this.sheets !== null);
     this.at = new Map((this.sheets?.rows ?? []).map((row, i) => [row, i]));
-    this.tiny = meta.tiny;
   }
 
-  /** The picture as an element `size` pixels wide and high; null where there is none. */
+  /** The picture as an element `size` pixels wide and high; null if there is none. */
   element(row, size) {
     if (!this.any) return null;
-    if (this.served) {
+    const className = this.tiny ? "thumb tiny" : "thumb";
+    if (this.isServed) {
       const image = new Image(size, size);
-      Object.assign(image, { className: this.tiny ? "thumb tiny" : "thumb", alt: "", loading: "lazy" });
-      image.src = `api/image/${row}`;
-      return image;
+      return Object.assign(image, { className, alt: "", loading: "lazy", src: `api/image/${row}` });
     }
     if (!this.at.has(row)) return null;
     const { tile, columns, per_sheet: perSheet } = this.sheets, i = this.at.get(row);
-    const k = i % perSheet, scale = size / tile, box = document.createElement("span");
-    box.className = this.tiny ? "thumb tiny" : "thumb";
+    const k = i % perSheet, scale = size / tile;
+    const box = Object.assign(document.createElement("span"), { className });
     Object.assign(box.style, { width: `${size}px`, height: `${size}px`,
       backgroundImage: `url(data/sheet_${Math.floor(i / perSheet)}.webp)`,
       backgroundSize: `${columns * tile * scale}px auto`,
@@ -33,8 +30,8 @@ export class Pictures {
     return box;
   }
 
-  /** What there is to show of it: a list of one element, or of none. */
-  all(row, size) {
+  /** A list of the element, or an empty one. */
+  list(row, size) {
     const element = this.element(row, size);
     return element ? [element] : [];
   }

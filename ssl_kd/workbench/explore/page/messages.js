@@ -1,19 +1,19 @@
-// What the page says and asks.
+// Messages, questions and descriptions of decisions.
 
 export const $ = (id) => document.getElementById(id);
 export const number = (value) => value.toLocaleString("en");
 
-let quiet;
-export function say(text, bad = false, lasting = false) {
+let timer;
+export function showMessage(text, isError = false, stays = false) {
   $("status").textContent = text;
-  $("status").classList.toggle("bad", bad);
-  clearTimeout(quiet);
-  if (!lasting) quiet = setTimeout(() => { $("status").textContent = ""; }, bad ? 8000 : 2500);
+  $("status").classList.toggle("bad", isError);
+  clearTimeout(timer);
+  if (!stays) timer = setTimeout(() => { $("status").textContent = ""; }, isError ? 8000 : 2500);
 }
 
-/** A decision in words. */
-export function told(line) {
-  const rows = line.rows && `${number(line.rows.length)} sample${line.rows.length > 1 ? "s" : ""}`;
+/** One line that describes a decision; `rows` is a number of samples. */
+export function describe(line) {
+  const rows = line.rows && `${number(line.rows)} sample${line.rows > 1 ? "s" : ""}`;
   return {
     rename: () => `${line.cluster} ${line.name ? `is called “${line.name}”` : "has no name"}`,
     merge: () => `${line.clusters.join(", ")} merged` + (line.name ? ` as “${line.name}”` : ""),
@@ -21,11 +21,10 @@ export function told(line) {
       : `${line.cluster} split in ${line.parts.length + 1} (${line.level})`),
     move: () => `${rows} moved to ${line.into ?? line.new}`,
     exclude: () => `${rows} excluded`,
-    undo: () => "undo",
-  }[line.do]?.() ?? line.do;
+  }[line.do]();
 }
 
-/** What a person types; null where they think better of it. */
+/** Ask for a line of text; null if the user cancels. */
 export function ask(question, answer = "") {
   $("question").textContent = question;
   $("answer").value = answer;

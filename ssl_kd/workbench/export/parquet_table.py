@@ -1,4 +1,4 @@
-"""Parquet: a row for each sample, with everything that is known of it."""
+"""Parquet: a row for each sample, with everything that is known about it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pyarrow import parquet
 from ssl_kd.files import atomic_write
 from ssl_kd.vision.assignments import ROWS_PER_GROUP
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.place import refuse_existing
+from ssl_kd.workbench.output_files import refuse_existing
 
 
 def write_parquet(content: Content, out: Path) -> Path:
-    """The columns of the run's assignments, names of every level, and what was given beside them.
+    """Write the columns of the run's assignments, names of every level, and added columns.
 
-    `cluster` is what it is after people's decisions; where these changed any, `cluster_of_run` is
-    what it was. Written in groups of rows, never all of them in memory, and only whole.
+    `cluster` is the cluster after all decisions; where they changed any, `cluster_of_run` is the
+    original one. Row groups are written one by one, so that memory stays small.
 
     Raises:
-        InputError: there is a file; OSError: it cannot be written, and nothing is left behind.
+        InputError: `out` exists; OSError: it cannot be written, and nothing is left behind.
     """
     refuse_existing(out)
     batches = content.batches(ROWS_PER_GROUP)
@@ -32,7 +32,7 @@ def write_parquet(content: Content, out: Path) -> Path:
             writer.write_batch(first)
             for batch in batches:
                 writer.write_table(arrow.Table.from_batches([batch]).cast(first.schema))
-        refuse_existing(out)  # it may be there by now
+        refuse_existing(out)  # another process may have written it meanwhile
 
     atomic_write(out, write)
     return out

@@ -1,4 +1,4 @@
-"""A place in the plane for every sample of a run."""
+"""Lay out every sample of a run in the plane."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Blocks = Callable[[], Iterable[tuple[int, Tensor]]]
 def map_of(
     samples: Samples, seed: int = 0, progress: Progress | None = None
 ) -> NDArray[np.float32]:
-    """Places `[n, 2]` of every sample, within [-1, 1]; kept in the run's folder as `map.pt`.
+    """Return the place of every sample `[n, 2]`, within [-1, 1].
 
-    What is kept is used for the same embeddings and seed, and computed anew for any other.
+    It is stored as `map.pt` in the run's folder and used again for the same embeddings and seed.
 
     Raises:
-        FileNotFoundError, RunFolderError: the embeddings are gone, or are others by now.
+        FileNotFoundError, RunFolderError: the embeddings are missing, or belong to other samples.
     """
     stores = [(rows.start, samples.store(split)) for split, rows in samples.splits.items()]
     if len({store.dim for _, store in stores}) > 1:
@@ -44,14 +44,11 @@ def map_of(
     key, path = hashlib.sha256(identity.encode()).hexdigest(), samples.path / FILE
     remove_orphans(path)
     try:
-        kept = load_tensors(path)
-        same = kept["key"] == key and kept["places"].shape == (len(samples), 2)
-        if (
-            same
-            and kept["places"].dtype == torch.float32
-            and bool((kept["places"].abs() <= 1).all())
-        ):
-            return kept["places"].numpy()
+        stored = load_tensors(path)
+        places = stored["places"]
+        is_valid = places.shape == (len(samples), 2) and places.dtype == torch.float32
+        if stored["key"] == key and is_valid and bool((places.abs() <= 1).all()):
+            return places.numpy()
     except FileNotFoundError:
         pass
     except (CorruptFileError, KeyError, TypeError, AttributeError) as error:
@@ -67,7 +64,7 @@ def map_of(
     try:
         save_tensors(path, {"places": torch.from_numpy(places), "key": key})
     except OSError as error:
-        logger.warning("the map is not kept for the next time: %s", error)
+        logger.warning("the map cannot be stored for the next time: %s", error)
     return places
 
 
@@ -80,18 +77,18 @@ def lay_out(
     *,
     progress: Progress | None = None,
 ) -> NDArray[np.float32]:
-    """Lay out some samples by t-SNE, and put each other one among those that are like it.
+    """Lay out landmarks by t-SNE, and put every other sample among its nearest landmarks.
 
-    A sample that is no landmark gets the mean place of its nearest landmarks, as far as those lie
-    on one island of the map, plus a shift of the size of the gaps there, so that none hides
-    another. Memory is that of the result and a block; time grows with n.
+    Such a sample gets the mean place of those of its nearest landmarks that are on the same island
+    of the map, plus a random shift of the size of the gaps there, so that none hides another.
+    Memory is that of the result and a block; time grows with n.
 
     Args:
-        blocks: gives the number of the first row, and rows `[b, d]`, of all samples.
-        landmarks: `[m, d]`, some of them.
-        rows: `[m]`, which, ascending.
-        n: how many there are.
-        seed: starts the layout and shifts the places.
+        blocks: yields the number of the first row, and rows `[b, d]`, of all samples.
+        landmarks: embeddings of some samples `[m, d]`.
+        rows: their numbers `[m]`, ascending.
+        n: number of samples.
+        seed: seed of the layout and the shifts.
         progress: called with (`map`, rows done, n, {}).
 
     Returns:
@@ -110,7 +107,7 @@ def lay_out(
         gaps = _gaps(laid)
         for start, x in blocks():
             closeness, nearest = search(safe_normalize(x.float()), units, k)
-            at = _among(closeness.numpy(), nearest.numpy(), laid, gaps)
+            at = _mean_places(closeness.numpy(), nearest.numpy(), laid, gaps)
             shift = random.standard_normal(at.shape, np.float32)
             places[start : start + len(x)] = at + shift * gaps[nearest[:, :1].numpy()] / 2
             if progress is not None:
@@ -120,7 +117,7 @@ def lay_out(
 
 
 def _gaps(laid: NDArray[np.float32]) -> NDArray[np.float32]:
-    """How far each landmark is from the nearest other on the map `[m]`; none of the longest."""
+    """Return the distance of each landmark to the nearest other on the map `[m]`, clipped."""
     points = torch.from_numpy(laid)
     near = torch.empty(len(points))
     for start in range(0, len(points), 1024):
@@ -129,14 +126,14 @@ def _gaps(laid: NDArray[np.float32]) -> NDArray[np.float32]:
     return near.clamp(max=near.quantile(0.9)).numpy()
 
 
-def _among(
+def _mean_places(
     closeness: NDArray, nearest: NDArray, laid: NDArray[np.float32], gaps: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """The mean place of the nearest landmarks `[b, k]` that lie by the nearest one's side."""
-    found = laid[nearest]
-    far = np.linalg.norm(found - found[:, :1], axis=2) > 8 * np.median(gaps)
-    distance = 1 - closeness  # of unit rows: half its square
+    """Return the mean place of the nearest landmarks `[b, k]` that are near the nearest one."""
+    places = laid[nearest]
+    far = np.linalg.norm(places - places[:, :1], axis=2) > 8 * np.median(gaps)
+    distance = 1 - closeness  # half the squared distance of unit rows
     scale = np.maximum(distance.mean(1, keepdims=True) - distance[:, :1], 1e-6)
     weight = np.where(far, 0, np.exp(-2 * (distance - distance[:, :1]) / scale))
     weight = weight / weight.sum(1, keepdims=True)
-    return np.einsum("bk,bkd->bd", weight, found).astype(np.float32)
+    return np.einsum("bk,bkd->bd", weight, places).astype(np.float32)

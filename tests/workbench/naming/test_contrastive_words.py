@@ -1,4 +1,4 @@
-"""Names by contrastive words: known answers, trees, and texts that say nothing."""
+"""Names by contrastive words: known answers, trees, and texts without distinctive words."""
 
 import math
 
@@ -7,8 +7,12 @@ import pytest
 from scipy import sparse
 
 from ssl_kd.errors import InputError
-from ssl_kd.workbench.naming import class_tfidf, file_words, names_from_texts
-from ssl_kd.workbench.naming.names import named, siblings
+from ssl_kd.workbench.naming.contrastive_words import (
+    class_tfidf,
+    names_from_texts,
+    siblings,
+    unique_names,
+)
 
 
 def test_class_tfidf_by_hand():
@@ -31,15 +35,15 @@ def test_weight_of_a_contrasted_word_by_hand():
     assert names.of("cluster", 1) == "dog"
 
 
-def test_what_every_cluster_says_names_none():
+def test_words_of_every_cluster_name_none():
     texts = [f"a photo of the {word} {i}" for word in ("cat", "dog", "ship") for i in range(5)]
     names = names_from_texts(texts, {"cluster": np.repeat([0, 1, 2], 5)})
     assert [names.of("cluster", c) for c in range(3)] == ["cat", "dog", "ship"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("each", [2, 5, 40, 400])
-def test_words_that_fall_by_chance_name_no_cluster(seed, each):
+def test_random_words_name_no_cluster(seed, each):
     rng = np.random.default_rng(seed)
     said = np.array(["mer", "été", "la", "plage", "2023", "img", "soleil", "maman"])
     texts = [" ".join(rng.choice(said, 4)) for _ in range(5 * each)]
@@ -64,7 +68,7 @@ def tree():
     return texts, {"level_2": np.array(coarse), "cluster": np.array(fine)}
 
 
-def test_each_level_says_what_sets_it_apart_from_its_siblings():
+def test_each_level_is_distinguished_from_its_siblings():
     texts, levels = tree()
     names = names_from_texts(texts, levels)
     parents = names.levels["level_2"]
@@ -81,10 +85,10 @@ def test_siblings():
 
 def test_no_two_of_a_level_have_the_same_name():
     words = {0: [("dog", 2.0), ("red", 0.1)], 1: [("dog", 2.0), ("old", 0.1)], 2: [("dog", 1.0)]}
-    names = {cluster: name.text for cluster, name in named(words).items()}
+    names = {cluster: name.text for cluster, name in unique_names(words).items()}
     assert names == {0: "dog, red", 1: "dog, old", 2: "dog"}
     alike = {0: [("dog", 1.0), ("cat", 0.9)], 5: [("cat", 1.0), ("dog", 0.9)]}
-    assert {name.text for name in named(alike).values()} == {"dog, cat (0)", "cat, dog (5)"}
+    assert {name.text for name in unique_names(alike).values()} == {"dog, cat (0)", "cat, dog (5)"}
 
 
 def test_clusters_without_a_word_keep_their_numbers():
@@ -93,7 +97,7 @@ def test_clusters_without_a_word_keep_their_numbers():
     assert [names.of("cluster", c) for c in (0, 1, 2, -1)] == ["cat", "1", "2", "-1"]
     assert names_from_texts([""] * 7, {"cluster": clusters}).of("cluster", 0) == "0"
     assert names_from_texts([], {"cluster": np.array([], int)}).levels == {"cluster": {}}
-    with pytest.raises(InputError, match="2 texts came for 7 samples"):
+    with pytest.raises(InputError, match="got 2 texts for 7 samples"):
         names_from_texts(["a", "b"], {"cluster": clusters})
 
 
@@ -102,10 +106,7 @@ def test_one_cluster_alone_is_named_by_its_words():
     assert names.of("cluster", 0) == "blue"
 
 
-def test_words_of_any_script_and_of_file_names():
+def test_words_of_any_script():
     texts = ["Schöne Katze"] * 2 + ["chien très grand"] * 2 + ["кошка спит"] * 2
     names = names_from_texts(texts, {"cluster": np.repeat([0, 1, 2], 2)})
     assert names.of("cluster", 2) == "кошка, спит"
-    files = ["digit 0/0001.png", "a\\b_c-d.e.jpg", "trip/beach/bigRedBoat12.jpg", "../x\ny", ""]
-    found = ["", "a b c d e", "trip big Red Boat", "x y", ""]
-    assert file_words(files, leave_out={"digit 0", "beach"}) == found

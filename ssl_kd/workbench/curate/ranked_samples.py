@@ -1,4 +1,4 @@
-"""Samples in the order in which they deserve a look, and why: cut anywhere."""
+"""Samples ranked by a score."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 
 class Ranked:
-    """Some samples and a score of each, the highest first; among equals by their rows.
+    """Samples with a score each, the highest first; equal scores by row.
 
     Args:
-        names: the sample's name, by its row.
-        rows: `[m]` rows.
-        scores: `[m]`.
-        columns: more about each, `[m]`.
+        names: name of the sample of every row of the store.
+        rows: the rows `[m]`.
+        scores: their scores `[m]`.
+        columns: further columns `[m]`.
     """
 
     def __init__(
@@ -38,20 +38,20 @@ class Ranked:
         return f"Ranked({len(self)} samples{best})"
 
     def above(self, threshold: float) -> Ranked:
-        """Those with at least this score."""
+        """Return the samples with at least this score."""
         return self.only(self.scores >= threshold)
 
     def top(self, k: int) -> Ranked:
-        """The first k."""
+        """Return the first k."""
         return self.only(slice(k))
 
     def only(self, places: NDArray[np.bool_] | slice) -> Ranked:
-        """Some of them, by their places in this order."""
+        """Return the samples at some places of this order."""
         columns = {name: values[places] for name, values in self.columns.items()}
         return Ranked(self._names, self.rows[places], self.scores[places], columns)
 
     def frame(self) -> arrow.Table:
-        """`row`, `file`, `score` and what more is known, the highest score first."""
+        """Return `row`, `file`, `score` and the further columns as a table."""
         names = [self._names[row] for row in self.rows.tolist()]
         columns = {"row": self.rows, "file": arrow.array(names, arrow.string())}
         return arrow.table({**columns, "score": self.scores, **self.columns})

@@ -20,10 +20,10 @@ _UNSAFE = re.compile(r'[\\/:*?"<>|\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
-def refuse_existing(path: Path, way: str = "move it away") -> None:
-    """Raise InputError if something exists at `path`, even a broken link; `way` is the remedy."""
+def refuse_existing(path: Path, remedy: str = "move it away") -> None:
+    """Raise InputError if something exists at `path`, even a broken link."""
     if os.path.lexists(path):
-        raise InputError(f"{path} exists: name another place, or {way}")
+        raise InputError(f"{path} exists: choose another path, or {remedy}")
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_list(path: Path, items: Iterable[Any], begin: str = "[", end: str = "]") -> None:
-    """A list in JSON, an item a line, never all of it in memory."""
+    """Write a JSON list, one item per line, without holding all items in memory."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(begin)
         for number, item in enumerate(items):
@@ -57,35 +57,34 @@ def write_list(path: Path, items: Iterable[Any], begin: str = "[", end: str = "]
         file.write(f"\n{end}\n")
 
 
-def safe_name(text: str, *, longest: int = LONGEST) -> str:
-    r"""A name of one file or folder on any system, at most `longest` bytes; its ending is kept.
+def safe_name(text: str) -> str:
+    r"""Return a name for a file or folder on any system, at most 150 bytes; its suffix is kept.
 
     >>> safe_name("a/b\n..:c.jpg"), safe_name(".."), safe_name("NUL.txt")
     ('a_b_.._c.jpg', '_', '_NUL.txt')
     """
-    name = _UNSAFE.sub("_", unicodedata.normalize("NFC", text)).strip(" ")
-    name = name.rstrip(". ")
+    name = _UNSAFE.sub("_", unicodedata.normalize("NFC", text)).strip(" ").rstrip(". ")
     name = f"_{name}" if not name.strip(".") or _RESERVED.fullmatch(name) else name
-    stem, dot, ending = name.rpartition(".")
-    if not stem or len(ending.encode()) > 10:
-        stem, dot, ending = name, "", ""
-    room = longest - len((dot + ending).encode())
-    return stem.encode()[:room].decode(errors="ignore") + dot + ending
+    stem, dot, suffix = name.rpartition(".")
+    if not stem or len(suffix.encode()) > 10:
+        stem, dot, suffix = name, "", ""
+    room = LONGEST - len((dot + suffix).encode())
+    return stem.encode()[:room].decode(errors="ignore") + dot + suffix
 
 
-class Distinct:
-    """Names of one folder, told apart: `a.png`, `a (2).png`. Upper and lower case are the same."""
+class UniqueNames:
+    """Make the names in one folder unique: `a.png`, `a (2).png`; case is ignored."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     def __call__(self, name: str) -> str:
-        """The name, or the next that is free."""
-        stem, dot, ending = name.rpartition(".")
-        stem, dot, ending = (stem, dot, ending) if stem else (name, "", "")
-        found, number = name, 1
-        while found.casefold() in self._taken:
+        """Return the name, or the next one that is free."""
+        stem, dot, suffix = name.rpartition(".")
+        stem, dot, suffix = (stem, dot, suffix) if stem else (name, "", "")
+        unique, number = name, 1
+        while unique.casefold() in self._taken:
             number += 1
-            found = f"{stem} ({number}){dot}{ending}"
-        self._taken.add(found.casefold())
-        return found
+            unique = f"{stem} ({number}){dot}{suffix}"
+        self._taken.add(unique.casefold())
+        return unique

@@ -1,4 +1,4 @@
-"""How near the nearest others of each row are: distances of kept neighbours, and what is chance."""
+"""Distances of each row to its nearest neighbors, and how many of them chance explains."""
 
 from __future__ import annotations
 
@@ -12,84 +12,82 @@ from torch import Tensor
 from ssl_kd.errors import InputError
 from ssl_kd.store import EmbeddingStore
 
-BLOCK_BYTES = 32 << 20  # of neighbours' embeddings that are compared at once
-# Of the distances to the last neighbours: where a row has nothing but copies around it, its own
-# says nothing of how far apart different samples are.
+BLOCK_BYTES = 32 << 20  # of neighbors' embeddings that are compared at once
+# Quantile of the distances to the last neighbors that bounds them from below: a row that has only
+# copies around it does not show how far apart different samples are.
 DENSEST_SHARE = 0.05
-SAME = 1e-6  # rounding of directions of equal rows, and more
+SAME = 1e-6  # above the rounding of directions of equal rows
 Progress = Callable[[int, int], None]
 Block = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
 
 
 def units(x: Tensor) -> Tensor:
-    """Rows `[b, d]` at length 1, float64; a row of zeros stays one."""
+    """Return rows `[b, d]` with length 1, float64; a row of zeros stays zero."""
     x, tiny = x.double(), torch.finfo(torch.float64).tiny
     x = x / x.abs().amax(1, keepdim=True).clamp(min=tiny)
     return x / x.norm(dim=1, keepdim=True).clamp(min=tiny)
 
 
-def neighbour_distances(
-    store: EmbeddingStore,
-    neighbours: Tensor,
-    rows: NDArray[np.int64] | None = None,
+def neighbor_distances(
+    store: EmbeddingStore, neighbors: Tensor, rows: NDArray[np.int64] | None = None
 ) -> Iterator[Block]:
-    """Go through rows and the distances to their neighbours, nearest first.
+    """Yield blocks of rows with their neighbors, nearest first.
+
+    Directions are subtracted before the length is taken, so that small distances are exact.
 
     Args:
         store: n embeddings.
-        neighbours: `[n, k]` rows of it, as `find_neighbours` gives them; `[m, k]` for some.
-        rows: `[m]`, those that the neighbours are of; None: all.
-
-    The difference is taken before its length, so that small distances are no rounding errors.
+        neighbors: rows of it `[n, k]`, as `find_neighbours` returns them; `[m, k]` with `rows`.
+        rows: the rows that `neighbors` belong to `[m]`; None: all.
 
     Yields:
-        rows `[b]`, their neighbours `[b, k]`, and the length of the difference of their directions
-        `[b, k]`, 0 ... 2: `sqrt(2 - 2 cos)`.
+        Rows `[b]`, their neighbors `[b, k]`, and the length of the difference of their directions
+        `[b, k]`, 0 to 2: `sqrt(2 - 2 cos)`.
 
     Raises:
         InputError: a row is not finite.
     """
-    k = neighbours.shape[1]
+    k = neighbors.shape[1]
     size = max(1, BLOCK_BYTES // (4 * store.dim * (k + 1)))
-    wanted = np.arange(store.n) if rows is None else rows
-    for start in range(0, len(wanted), size):
-        own = torch.from_numpy(wanted[start : start + size])
-        others = neighbours[start : start + size].long()
-        needed, places = torch.cat([own.unsqueeze(1), others], 1).unique(return_inverse=True)
+    rows = np.arange(store.n) if rows is None else rows
+    for start in range(0, len(rows), size):
+        block = torch.from_numpy(rows[start : start + size])
+        others = neighbors[start : start + size].long()
+        needed, places = torch.cat([block.unsqueeze(1), others], 1).unique(return_inverse=True)
         x = units(store.gather(needed)).float()
         check_finite(x, store, needed)
         distance = (x[places[:, 1:]] - x[places[:, :1]]).norm(dim=2).double()
         distance, order = distance.sort(dim=1, stable=True)
-        yield own.numpy(), others.gather(1, order).numpy(), distance.numpy()
+        yield block.numpy(), others.gather(1, order).numpy(), distance.numpy()
 
 
 def check_finite(x: Tensor, store: EmbeddingStore, rows: Tensor) -> None:
-    """Raise InputError where one of some rows of a store, `x` of them, is not finite; name it."""
+    """Raise InputError if one of the `rows` of a store, with values `x`, is not finite."""
     if not (finite := x.isfinite().all(1)).all():
         row = int(rows[~finite][0])
         raise InputError(f"row {row} of {store.folder} ({store.split}) is not finite")
 
 
 def similarity(distance: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The cosine of two directions whose difference has this length."""
+    """Return the cosine of directions whose difference has this length."""
     return 1 - np.square(distance) / 2
 
 
 class Spacing:
-    """How the rows of a store lie among each other, in 16 bytes of each.
+    """Distances among the rows of a store, and the number of dimensions that they fill.
 
     Args:
-        nearest: `[n]`, distance of the nearest other row.
-        furthest: `[n]`, distance of the k-th.
-        inverse: `[n]`, estimates of the inverse of the dimension.
-        k: neighbours that were looked at.
+        nearest: distance of each row to the nearest other `[n]`.
+        furthest: distance to the k-th nearest `[n]`.
+        inverse: estimates of the inverse of the dimension `[n]`.
+        k: number of neighbors.
 
     Attributes:
         nearest: as given.
-        scale: `[n]`, `furthest`, from below at its 5 % quantile.
+        scale: `furthest`, but at least its 5 % quantile `[n]`.
         k: as given.
-        dimension: how many dimensions the rows fill locally, estimated from the further half of
-            the neighbours: a few copies of a row are among the nearer.
+        dimension: the local dimension, estimated from the further half of the neighbors, because
+            copies of a row are among the nearer.
 
     References:
         Levina and Bickel, Maximum likelihood estimation of intrinsic dimension, NeurIPS 2004; and
@@ -111,27 +109,18 @@ class Spacing:
 
     @classmethod
     def of(cls, distances: NDArray[np.float64]) -> Spacing:
-        """From distances to the nearest k, `[n, k]`, ascending."""
+        """Create it from distances to the nearest k `[n, k]`, ascending."""
         inverse = _inverse_dimension(distances)
         return cls(distances[:, 0], distances[:, -1], inverse, distances.shape[1])
 
     @classmethod
     def measure(
-        cls,
-        store: EmbeddingStore,
-        neighbours: Tensor,
-        progress: Progress | None = None,
+        cls, store: EmbeddingStore, neighbors: Tensor, progress: Progress | None = None
     ) -> Spacing:
-        """From a store and its neighbours `[n, k]`, a block at a time.
-
-        Args:
-            store: n embeddings.
-            neighbours: `[n, k]`, as `find_neighbours` gives them.
-            progress: called with (rows done, n).
-        """
-        n, k = neighbours.shape
+        """Create it from a store and its neighbors `[n, k]`, a block at a time."""
+        n, k = neighbors.shape
         nearest, furthest, inverse = np.empty(n), np.empty(n), np.empty(n)
-        for rows, _, distance in neighbour_distances(store, neighbours):
+        for rows, _, distance in neighbor_distances(store, neighbors):
             nearest[rows], furthest[rows] = distance[:, 0], distance[:, -1]
             inverse[rows] = _inverse_dimension(distance)
             if progress is not None:
@@ -141,26 +130,26 @@ class Spacing:
     def closeness(
         self, first: NDArray[np.int64], second: NDArray[np.int64], distance: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Distances in units of the smaller `scale` of the two; 0 of equal rows, however dense."""
+        """Return distances in units of the smaller `scale` of the two rows; 0 for equal rows."""
         scale = np.minimum(self.scale[first], self.scale[second])
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(distance > 0, distance / scale, 0.0)
 
     def chance(self, closeness: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The share of rows that would have another one that close if none were a copy.
+        """Return the share of rows with another one as close if there were no copies.
 
-        Each of the k - 1 others within the k-th neighbour is one with probability
-        `closeness^dimension`, where they are spread evenly over `dimension` dimensions.
+        Each of the k - 1 others within the k-th neighbor is as close with probability
+        `closeness^dimension` if they are spread evenly over `dimension` dimensions.
         """
         within = np.minimum(closeness, 1 - 1e-12) ** self.dimension
         return -np.expm1((self.k - 1) * np.log1p(-within))
 
     def excess(self, closeness: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of the rows at least as close as each `[m]`, the share that is by chance, 0 ... 1.
+        """Return the share by chance among the rows at least as close as each `[m]`, 0 to 1.
 
         References:
-            Benjamini and Hochberg, Controlling the false discovery rate, JRSS B 1995; stepping
-            down, which is the more careful: once too much is by chance, nothing further is surer.
+            Benjamini and Hochberg, Controlling the false discovery rate, JRSS B 1995, but stepping
+            down, which is more conservative: once the share is too high, it stays so.
         """
         ordered = np.sort(closeness)
         share = self.chance(ordered) * len(self.nearest) / np.arange(1, len(ordered) + 1)
@@ -169,12 +158,12 @@ class Spacing:
 
 
 def _inverse_dimension(distances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """An estimate from each row of distances `[b, k]`; 0, NaN or infinite where it has none."""
+    """Return an estimate for each row of distances `[b, k]`; 0, NaN or infinite if undefined."""
     k = distances.shape[1]
     places = np.arange(k // 2, k - 1)
     if not len(places):
         return np.zeros(len(distances))
-    # Where the density is even: E log(r_k / r_j) = (H_{k-1} - H_{j-1}) / dimension.
+    # With even density: E log(r_k / r_j) = (H_{k-1} - H_{j-1}) / dimension.
     sums = np.concatenate([[0], np.cumsum(1 / np.arange(1, k + 1))])
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.log(distances[:, -1:] / distances[:, places])

@@ -1,0 +1,150 @@
+"""Samples whose label neighbors, a classifier and clusters contradict."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import KFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+from ssl_kd.errors import InputError
+from ssl_kd.store import EmbeddingStore, find_neighbours
+from ssl_kd.workbench.curate.duplicates import NEIGHBORS
+from ssl_kd.workbench.curate.neighbor_spacing import neighbor_distances, similarity
+from ssl_kd.workbench.curate.ranked_samples import Ranked
+
+TEMPERATURE = 0.07  # of the neighbors' votes, as in the k-NN accuracy
+FOLDS = 5
+ROUNDS = 2  # of the neighbors' votes; later rounds weigh each by the belief in its label
+BUDGET = 200_000_000  # rows x dimensions x classes that a classifier is fitted to
+PREDICTED = 8192  # rows at once
+
+
+def mislabelled(
+    store: EmbeddingStore,
+    labels: NDArray[np.integer] | None = None,
+    *,
+    clusters: NDArray[np.integer] | None = None,
+    seed: int = 0,
+) -> Ranked:
+    """Rank labelled samples by how improbable their label is.
+
+    The score is 1 minus the mean of these probabilities of the label: the vote of the 20 nearest
+    neighbors, a logistic regression fitted to the other four fifths, and, with `clusters`, the
+    shares of the labels among the other members of the sample's cluster. The neighbors vote twice;
+    the second time each is weighted by the probability of its own label, so that wrong labels count
+    less. The regression's penalty is that of rows of squared length 1 on average (inverse of 1).
+
+    Args:
+        store: n embeddings.
+        labels: `[n]`, -1 where unknown; None: those of the store.
+        clusters: cluster of each sample `[n]`, -1 for none.
+        seed: draws the folds.
+
+    Returns:
+        The labelled samples; columns `label` and `suggested`, the most probable class: by name, if
+        the store has class names and `labels` is None.
+
+    Raises:
+        InputError: fewer than two classes, or labels of another length.
+
+    References:
+        Northcutt et al., Confident learning: Estimating uncertainty in dataset labels, JAIR 2021
+        (out-of-sample probabilities; the ranking by self-confidence).
+    """
+    names = None
+    if labels is None:
+        labels = None if store.labels is None else store.labels.numpy()
+        names = None if store.class_names is None else np.array(store.class_names, dtype=object)
+    if labels is None or len(np.unique(labels[labels >= 0])) < 2:
+        raise InputError(
+            f"{store.folder} ({store.split}) has labels of fewer than two classes; wrong labels "
+            "can be found among at least two"
+        )
+    if len(labels) != store.n:
+        raise InputError(f"got {len(labels)} labels for {store.n} samples; expected one for each")
+    known = np.flatnonzero(labels >= 0)
+    classes, given = np.unique(labels[known], return_inverse=True)
+    codes = np.full(store.n, -1)
+    codes[known] = given
+    parts: list[NDArray[np.floating]] = [_by_regression(store, known, given, len(classes), seed)]
+    if clusters is not None:
+        parts.append(_by_cluster(np.asarray(clusters)[known], given, len(classes)))
+    k = min(NEIGHBORS, store.n - 1)
+    neighbors, _ = find_neighbours(store, k, search="auto")
+    mean, belief = parts[0], np.ones(store.n)
+    for _ in range(ROUNDS):
+        votes = _by_neighbors(store, neighbors, codes, len(classes), belief)[known]
+        mean = np.mean([votes, *parts], 0)
+        belief[known] = mean[np.arange(len(known)), given]
+    columns = {"label": labels[known], "suggested": classes[mean.argmax(1)]}
+    if names is not None:
+        columns = {name: names[numbers] for name, numbers in columns.items()}
+    return Ranked(store.ids, known, 1 - belief[known], columns)
+
+
+def _by_neighbors(
+    store: EmbeddingStore,
+    neighbors: Tensor,
+    codes: NDArray[np.integer],
+    n_classes: int,
+    belief: NDArray[np.float64],
+) -> NDArray[np.float32]:
+    """Return votes `[n, class]` of labelled neighbors, weighted by nearness and belief `[n]`.
+
+    They are uniform where a row has no labelled neighbor.
+    """
+    votes = np.zeros((store.n, n_classes), np.float32)
+    for rows, others, distance in neighbor_distances(store, neighbors):
+        cosine = similarity(distance)
+        weight = np.exp((cosine - cosine[:, :1]) / TEMPERATURE) * belief[others]
+        for place in range(others.shape[1]):
+            voted = codes[others[:, place]]
+            labelled = voted >= 0
+            votes[rows[labelled], voted[labelled]] += weight[labelled, place]
+    total = votes.sum(1, keepdims=True)
+    return np.where(total > 0, votes / np.where(total > 0, total, 1), 1 / n_classes)
+
+
+def _by_regression(
+    store: EmbeddingStore, known: NDArray[np.int64], given: NDArray, n_classes: int, seed: int
+) -> NDArray[np.float32]:
+    """Return probabilities `[m, class]` by classifiers that were not fitted to the sample."""
+    probabilities = np.full((len(known), n_classes), 1 / n_classes, np.float32)
+    if len(known) < FOLDS:
+        return probabilities
+    most = max(1000, BUDGET // (store.dim * n_classes))
+    rng = np.random.default_rng(seed)
+    for train, test in KFold(FOLDS, shuffle=True, random_state=seed).split(known):
+        if len(train) > most:
+            train = rng.choice(train, most, replace=False)
+        if len(np.unique(given[train])) < 2:
+            continue
+        regression = LogisticRegression(C=1 / store.dim, max_iter=200, tol=1e-3)
+        model = make_pipeline(StandardScaler(), regression)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            model.fit(store.gather(torch.from_numpy(known[train])).numpy(), given[train])
+        for rows in np.array_split(test, -(-len(test) // PREDICTED)):
+            x = store.gather(torch.from_numpy(known[rows])).numpy()
+            probabilities[rows] = 0
+            probabilities[np.ix_(rows, regression.classes_)] = model.predict_proba(x)
+    return probabilities
+
+
+def _by_cluster(clusters: NDArray, given: NDArray, n_classes: int) -> NDArray[np.float64]:
+    """Return shares of the labels among the other members of each sample's cluster `[m, class]`."""
+    _, code = np.unique(clusters, return_inverse=True)
+    counts = np.zeros((code.max() + 1, n_classes))
+    np.add.at(counts, (code, given), 1)
+    others = counts[code]
+    others[np.arange(len(given)), given] -= 1
+    others[(others.sum(1) == 0) | (clusters < 0)] = 1  # no other member
+    return others / others.sum(1, keepdims=True)

@@ -1,0 +1,271 @@
+"""The data of the page `explore.html`, and a folder with both that any web server can serve."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from scipy.ndimage import gaussian_filter, maximum_filter
+
+from ssl_kd.datasets import UnreadableImage
+from ssl_kd.errors import InputError, printable
+from ssl_kd.evaluate.sample import random_rows
+from ssl_kd.files import atomic_write_bytes
+from ssl_kd.training.clock import Progress
+from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.decisions import Curation
+from ssl_kd.workbench.explore.map_layout import map_of
+from ssl_kd.workbench.naming import Names
+from ssl_kd.workbench.output_files import new_folder
+
+logger = logging.getLogger(__name__)
+
+PAGE, DATA = "explore.html", "data"
+SCRIPTS = ("explore", "colors", "data", "messages", "pictures", "plot")
+PAGE_FILES = (
+    PAGE,
+    "explore.css",
+    *(f"{name}.js" for name in SCRIPTS),
+    "vendor/regl-scatterplot.js",
+    "vendor/LICENSES.txt",
+)
+_REDIRECT = (
+    f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={PAGE}">'
+    f'<link rel="icon" href="data:,"><a href="{PAGE}">{PAGE}</a>\n'
+).encode()
+Put = Callable[[str, bytes], object]  # takes the name and the content of a file
+PICTURES, EXAMPLES = 10_000, 400
+TRIED = 20  # samples, until a picture can be read
+TILE, TINY, COLUMNS = 64, 32, 32  # pixels of a picture, of a tiny one; pictures in a row of a sheet
+GRID = 256  # cells of the map on either side, in which samples are counted
+
+
+def page_file(name: str) -> bytes:
+    """Return the content of one of `PAGE_FILES`."""
+    return files("ssl_kd.workbench.explore").joinpath("page", *name.split("/")).read_bytes()
+
+
+def write_site(
+    samples: Samples,
+    folder: str | Path,
+    *,
+    pictures: int = PICTURES,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a folder with `explore.html` to look at the run, and an `index.html` that leads to it.
+
+    Args:
+        samples: the run.
+        folder: a new folder; it appears once the page is complete.
+        pictures: number of samples with a picture, examples first, others at random; about 2 KB
+            each.
+        progress: called with (stage, done, total, {}).
+
+    Returns:
+        The path of `explore.html`.
+
+    Raises:
+        InputError: `folder` exists.
+        FileNotFoundError: the embeddings of the run are missing.
+    """
+    out = Path(folder).expanduser().absolute()
+    with new_folder(out) as page:
+
+        def put(name: str, content: bytes) -> None:
+            atomic_write_bytes(page / DATA / name, content)
+
+        for name in PAGE_FILES:
+            atomic_write_bytes(page / name, page_file(name))
+        atomic_write_bytes(page / "index.html", _REDIRECT)
+        write_page_data(samples, put, pictures=pictures, progress=progress)
+        for name, content in decision_files(Curation(samples)).items():
+            put(name, content)
+    return out / PAGE
+
+
+def write_page_data(
+    samples: Samples,
+    put: Put,
+    *,
+    pictures: int = 0,
+    progress: Progress | None = None,
+) -> None:
+    """Write the data that decisions do not change: columns as binary files, names, `meta.json`.
+
+    Args:
+        samples: the run.
+        put: called with the name and the content of each file.
+        pictures: number of samples with a picture in sheets; 0: a server gives them.
+        progress: as for `write_site`.
+    """
+    places = map_of(samples, progress=progress)
+    put("places.f32", places.T.astype("<f4").tobytes())
+    columns = {name: _write_column(samples, name, put) for name in _color_columns(samples)}
+    put("files.txt", _lines(samples.column("file")).encode())
+    examples = examples_of(places, samples)
+    first = _first_picture(samples)
+    is_tiny = first is not None and max(first.size) <= TINY
+    sheets = None
+    if pictures and first is not None:
+        sheets = _write_sheets(samples, examples[:pictures], pictures, is_tiny, put, progress)
+    meta = {
+        "title": samples.path.name,
+        "samples": len(samples),
+        "columns": columns,
+        "examples": examples.tolist(),
+        "images": first is not None,
+        "tiny": is_tiny,
+        "sheets": sheets,
+    }
+    put("meta.json", as_json(meta))
+
+
+def decision_files(curation: Curation) -> dict[str, bytes]:
+    """Return the files of the page that decisions change: clusters, and names with the history."""
+    lines = curation.lines
+    for line in lines:
+        if "rows" in line:
+            line["rows"] = len(line["rows"])
+    stored = Names.load(curation.samples.path).edited({"cluster": curation.names}).levels
+    names = {level: {k: name.text for k, name in of.items()} for level, of in stored.items()}
+    return {
+        "clusters.i32": curation.clusters.astype("<i4").tobytes(),
+        "decisions.json": as_json({"lines": lines, "names": names}),
+    }
+
+
+def examples_of(places: NDArray[np.float32], samples: Samples) -> NDArray[np.int64]:
+    """Return the surest sample at each density peak of the map, densest first."""
+    cells = np.clip(((places + 1) / 2 * GRID).astype(np.int64), 0, GRID - 1)
+    flat = cells[:, 0] * GRID + cells[:, 1]
+    counts = np.bincount(flat, minlength=GRID * GRID).reshape(GRID, GRID)
+    density = gaussian_filter(counts.astype(np.float32), 2)
+    is_peak = (density == maximum_filter(density, 9)) & (density > 1e-4 * density.max())
+    peaks = np.argwhere(is_peak)
+    peaks = peaks[np.argsort(-density[tuple(peaks.T)], kind="stable")][:EXAMPLES]
+    confidence, rows = samples.column("confidence"), []
+    order = np.argsort(flat, kind="stable")
+    ordered = flat[order]
+    for x, y in peaks:
+        near: list[NDArray[np.int64]] = []
+        for row in range(max(0, x - 2), min(GRID, x + 3)):
+            edges = [row * GRID + max(0, y - 2), row * GRID + min(GRID - 1, y + 2) + 1]
+            start, stop = np.searchsorted(ordered, edges)
+            near.append(order[start:stop])
+        members = np.concatenate(near)
+        if len(members):
+            rows.append(int(members[np.argmax(confidence[members])]))
+    return np.array(list(dict.fromkeys(rows)), np.int64)
+
+
+def _color_columns(samples: Samples) -> list[str]:
+    """Return the columns, besides the clusters after all decisions, that samples are colored by."""
+    levels = [level for level in samples.levels if level != "cluster"]
+    others = ("label", "confidence", "outlier", "split")
+    return [*levels, *(name for name in others if name in samples.table.column_names)]
+
+
+def _write_column(samples: Samples, name: str, put: Put) -> dict[str, Any]:
+    if name in ("label", "split"):
+        text = samples.table.column(name).cast("string").combine_chunks().dictionary_encode()
+        dictionary = text.dictionary.to_pylist()
+        values = sorted(set(dictionary) - {""})
+        known = {value: code for code, value in enumerate(values)}
+        codes = np.array([*(known.get(value, -1) for value in dictionary), -1])  # -1: unknown
+        put(f"{name}.i32", codes[text.indices.fill_null(-1).to_numpy()].astype("<i4").tobytes())
+        return {"kind": "category", "file": f"{name}.i32", "values": [*map(printable, values)]}
+    values = samples.column(name)
+    if name in ("confidence", "outlier"):
+        numbers = values.astype("<f4")
+        put(f"{name}.f32", numbers.tobytes())
+        finite = numbers[np.isfinite(numbers)]
+        low, high = np.quantile(finite, [0, 0.99]) if len(finite) else (0, 1)
+        return {"kind": "number", "file": f"{name}.f32", "low": float(low), "high": float(high)}
+    put(f"{name}.i32", values.astype("<i4").tobytes())
+    return {"kind": "cluster", "file": f"{name}.i32"}
+
+
+def _lines(names: NDArray[Any]) -> str:
+    """Return a line for each name; line breaks within names are escaped."""
+    text = "\n".join(map(str, names))
+    clean = text.count("\n") == len(names) - 1 and text.replace("\n", "").isprintable()
+    return text if clean else "\n".join(printable(str(name)) for name in names)
+
+
+def _first_picture(samples: Samples) -> Image.Image | None:
+    """Return the first picture that can be read; None if the run has none, or they are missing."""
+    reason: Exception | None = None
+    for row in range(min(len(samples), TRIED)):
+        try:
+            return samples.image(row)
+        except (OSError, InputError, UnreadableImage) as error:
+            reason = reason or error
+    logger.warning("the page has no pictures: %s", reason)
+    return None
+
+
+def _write_sheets(
+    samples: Samples,
+    examples: NDArray[np.int64],
+    pictures: int,
+    is_tiny: bool,
+    put: Put,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Write `sheet_0.webp` ... with many pictures each; missing ones stay white.
+
+    Returns:
+        Where the page finds the pictures: `rows` in the order of the sheets, `tile`, `columns`,
+        `per_sheet`.
+    """
+    others = np.setdiff1d(np.arange(len(samples)), examples, assume_unique=True)
+    drawn = others[random_rows(len(others), pictures - len(examples), 0)]
+    rows, tile, per_sheet = np.union1d(examples, drawn), TINY if is_tiny else TILE, COLUMNS**2
+    missing, last = 0, ""
+    for start in range(0, len(rows), per_sheet):
+        shown = rows[start : start + per_sheet]
+        height = -(-len(shown) // COLUMNS) * tile
+        sheet = Image.new("RGB", (COLUMNS * tile, height), "white")
+        for at, row in enumerate(shown.tolist()):
+            try:
+                image = samples.image(row)
+            except (OSError, UnreadableImage) as error:
+                missing, last = missing + 1, str(error)
+                continue
+            assert image is not None
+            small = fitted(image, tile)
+            left, top = at % COLUMNS * tile, at // COLUMNS * tile
+            gap = [(tile - side) // 2 for side in small.size]
+            sheet.paste(small, (left + gap[0], top + gap[1]))
+        target = io.BytesIO()
+        sheet.save(target, "WEBP", quality=80, lossless=is_tiny)
+        put(f"sheet_{start // per_sheet}.webp", target.getvalue())
+        if progress is not None:
+            progress("pictures", start + len(shown), len(rows), {})
+    if missing:
+        logger.warning("%d pictures are missing; the last: %s", missing, last)
+    return {"rows": rows.tolist(), "tile": tile, "columns": COLUMNS, "per_sheet": per_sheet}
+
+
+def fitted(image: Image.Image, side: int) -> Image.Image:
+    """Return a picture in RGB, at most `side` pixels wide and high; tiny ones are enlarged."""
+    small = image.convert("RGB")
+    if max(small.size) > side:
+        small.thumbnail((side, side))
+    elif max(small.size) <= side // 2:
+        times = side // max(small.size)
+        small = small.resize((small.width * times, small.height * times), Image.Resampling.NEAREST)
+    return small
+
+
+def as_json(value: Any) -> bytes:
+    """Return JSON without NaN."""
+    return json.dumps(value, allow_nan=False).encode()

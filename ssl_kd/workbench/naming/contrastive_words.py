@@ -1,0 +1,207 @@
+"""Name clusters by words that are frequent in them and rare in neighboring clusters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.stats import hypergeom
+from sklearn.feature_extraction.text import CountVectorizer
+
+from ssl_kd.errors import InputError
+from ssl_kd.workbench.naming.names import Name, Names
+
+WORDS = 10  # stored for each cluster
+SHARPNESS = 3  # chosen on half of the articles of docs/results.md, and better on the other half
+CHANCE = 0.01  # probability that a cluster of random texts gets a name
+LEAST_LIFT = 0.5  # a word of a name is at least twice as frequent as in the siblings' texts
+TOKEN = r"(?u)[^\W\d_]{2,}"  # letters; numbers rarely describe a picture
+SHOWN = 3  # words of a name, if the second and third weigh nearly as much as the first
+LEAST_SHARE = 1 / 3  # of the first word's weight
+
+
+def names_from_texts(
+    texts: Sequence[str],
+    levels: Mapping[str, NDArray[np.integer]],
+    *,
+    vectorizer: CountVectorizer | None = None,
+) -> Names:
+    """Name clusters by the words of their texts that distinguish them from their siblings.
+
+    A word weighs `W max(0, 1 - f_siblings / f)^3`: W is its c-TF-IDF, f its share of the words of
+    the cluster and f_siblings that of the siblings' words. Words that all clusters share ("the",
+    "photo") weigh nothing, in any language, without a list of stop words.
+
+    A name begins with a word that is at least twice as frequent as in the siblings' texts, and that
+    is either in more of the cluster's texts than chance explains (Fisher's exact test at one in a
+    hundred for all words of a cluster, Bonferroni), or in half of its texts and in none of theirs.
+    The other words of a name are twice as frequent, too.
+
+    Args:
+        texts: of each sample `[n]`; empty ones are skipped.
+        levels: level -> each sample's cluster `[n]`, coarsest level first; -1 is no cluster.
+        vectorizer: counts words; default: runs of two letters and more, in lower case.
+
+    Returns:
+        The names. A cluster without a distinctive word that is in two of its texts has none.
+
+    Raises:
+        InputError: the number of texts is not that of the samples.
+
+    References:
+        Grootendorst, "BERTopic: Neural topic modeling with a class-based TF-IDF procedure",
+        arXiv:2203.05794, 2022, eq. 2.
+
+    >>> texts = ["a red car", "the red car", "a green tree", "green tree, tall"]
+    >>> names = names_from_texts(texts, {"cluster": np.array([0, 0, 1, 1])})
+    >>> names.of("cluster", 0), names.of("cluster", 1)
+    ('car, red', 'green, tree')
+    """
+    for level, clusters in levels.items():
+        if len(clusters) != len(texts):
+            raise InputError(
+                f"got {len(texts)} texts for {len(clusters)} samples ({level}): expected one for "
+                "each sample, an empty one where there is none"
+            )
+    vectorizer = CountVectorizer(token_pattern=TOKEN) if vectorizer is None else vectorizer
+    try:
+        counts = sparse.csr_matrix(vectorizer.fit_transform(texts))
+    except ValueError as error:
+        if "empty vocabulary" not in str(error):
+            raise
+        return Names({level: {} for level in levels})
+    terms = vectorizer.get_feature_names_out()
+    names = {}
+    for level, clusters in levels.items():
+        words = _distinctive_words(counts, terms, clusters, siblings(levels, level))
+        names[level] = unique_names(words)
+    return Names(names)
+
+
+def class_tfidf(counts: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return c-TF-IDF, `W = tf log(1 + A / f)`, of term counts `[class, term]`.
+
+    tf is the term's share of the words of the class (the paper's count, divided by a constant of
+    the class, so that classes of any size compare), f how often it occurs in all classes, and A
+    the mean number of words of a class.
+    """
+    totals = np.asarray(counts.sum(1)).ravel()
+    frequency = np.asarray(counts.sum(0)).ravel()
+    rarity = np.log1p(totals.mean() / np.maximum(frequency, 1))
+    shares = sparse.diags(1 / np.maximum(totals, 1)) @ counts
+    return sparse.csr_matrix(shares @ sparse.diags(rarity))
+
+
+def unique_names(words: Mapping[int, Sequence[tuple[str, float]]]) -> dict[int, Name]:
+    """Return a name for each cluster of one level from its words, heaviest first.
+
+    A name is the heaviest word, and up to two more that weigh at least a third of it. Clusters with
+    equal names get one more word each; if there is none, their numbers.
+    """
+    length = {
+        cluster: sum(weight >= LEAST_SHARE * own[0][1] for _, weight in own[:SHOWN])
+        for cluster, own in words.items()
+        if own
+    }
+
+    def equal() -> list[int]:
+        keys = {c: frozenset(word for word, _ in words[c][:n]) for c, n in length.items()}
+        counts = Counter(keys.values())
+        return [cluster for cluster, key in keys.items() if counts[key] > 1]
+
+    while longer := [cluster for cluster in equal() if length[cluster] < len(words[cluster])]:
+        for cluster in longer:
+            length[cluster] += 1
+    numbered, names = set(equal()), {}
+    for cluster, n in length.items():
+        text = ", ".join(word for word, _ in words[cluster][:n])
+        text = f"{text} ({cluster})" if cluster in numbered else text
+        names[cluster] = Name(text, text, tuple(words[cluster]))
+    return names
+
+
+def siblings(levels: Mapping[str, NDArray[np.integer]], level: str) -> dict[int, list[int]]:
+    """Return, for each cluster of a level, the clusters that it is compared with.
+
+    These are the other parts of its parent at the next coarser level; all others at the coarsest
+    level, or if it is the only part of its parent.
+    """
+    clusters, order = levels[level], list(levels)
+    numbers = np.unique(clusters[clusters >= 0]).tolist()
+    others = {cluster: [c for c in numbers if c != cluster] for cluster in numbers}
+    if position := order.index(level):
+        parents = levels[order[position - 1]]
+        assigned = (clusters >= 0) & (parents >= 0)
+        pairs = np.unique(np.stack([parents[assigned], clusters[assigned]]), axis=1)
+        for parent in np.unique(pairs[0]):
+            parts = pairs[1][pairs[0] == parent].tolist()
+            if len(parts) > 1:
+                others |= {part: [c for c in parts if c != part] for part in parts}
+    return others
+
+
+def _distinctive_words(
+    counts: sparse.csr_matrix,
+    vocabulary: NDArray[np.object_],
+    clusters: NDArray[np.integer],
+    others: Mapping[int, list[int]],
+) -> dict[int, list[tuple[str, float]]]:
+    """Return the heaviest words of each cluster of one level; `others`: from `siblings`."""
+    ids = sorted(others)
+    index = {cluster: place for place, cluster in enumerate(ids)}
+    members = np.flatnonzero(clusters >= 0)
+    entries = (np.searchsorted(ids, clusters[members]), members)
+    belongs = sparse.csr_matrix((np.ones(len(members)), entries), (len(ids), len(clusters)))
+    occurrences = sparse.csr_matrix(belongs @ counts)  # [cluster, term]
+    texts = sparse.csr_matrix(belongs @ (counts > 0))  # texts of the cluster with the term
+    sizes = belongs @ (np.diff(counts.indptr) > 0)  # texts of the cluster
+    weights, totals = class_tfidf(occurrences), np.asarray(occurrences.sum(1)).ravel()
+    all_texts = np.asarray(texts.sum(0)).ravel()
+    all_occurrences = np.asarray(occurrences.sum(0)).ravel()
+    words = {}
+    for place, cluster in enumerate(ids):
+        row = occurrences[place]
+        terms, frequency = row.indices, row.data
+        inside = texts[place, terms].toarray().ravel()
+        rest = [index[c] for c in others[cluster]]
+        if len(rest) == len(ids) - 1:  # all others: subtracting is faster than adding
+            elsewhere, n_elsewhere = (
+                all_occurrences[terms] - frequency,
+                totals.sum() - totals[place],
+            )
+            outside, n_outside = all_texts[terms] - inside, sizes.sum() - sizes[place]
+        else:
+            elsewhere = np.asarray(occurrences[rest][:, terms].sum(0)).ravel()
+            outside = np.asarray(texts[rest][:, terms].sum(0)).ravel()
+            n_elsewhere, n_outside = totals[rest].sum(), sizes[rest].sum()
+        lift = 1 - (elsewhere / max(n_elsewhere, 1)) / (frequency / max(totals[place], 1))
+        weight = weights[place, terms].toarray().ravel() * np.maximum(lift, 0) ** SHARPNESS
+        usable = (inside >= 2) & (weight > 0)
+        first = np.zeros(len(terms), bool)  # whether a name may begin with it
+        first[usable] = _beyond_chance(inside[usable], outside[usable], sizes[place], n_outside)
+        first &= lift >= LEAST_LIFT
+        usable &= (lift >= LEAST_LIFT) & first.any()
+        order = np.lexsort((vocabulary[terms].astype(str), -weight, ~first))
+        chosen = [at for at in order if usable[at]][:WORDS]
+        words[cluster] = [(str(vocabulary[terms[at]]), float(weight[at])) for at in chosen]
+    return words
+
+
+def _beyond_chance(
+    inside: NDArray[np.floating], outside: NDArray[np.floating], n: float, n_outside: float
+) -> NDArray[np.bool_]:
+    """Return whether each word is in more of a cluster's texts than chance explains.
+
+    Args:
+        inside: how many of the cluster's n texts have the word `[word]`.
+        outside: how many of the siblings' texts have it `[word]`.
+        n: number of the cluster's texts.
+        n_outside: number of the siblings' texts; without any, every word passes.
+    """
+    if not n_outside:
+        return np.ones(len(inside), bool)
+    chance = hypergeom.sf(inside - 1, n + n_outside, inside + outside, n)
+    return (chance * len(inside) <= CHANCE) | ((2 * inside >= n) & (outside == 0))
