@@ -17,7 +17,9 @@ def explore(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="folder of a finished clustering run")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--port", type=int, default=8090, help="on 127.0.0.1; 0: any free one; default: 8090")
-    add("--static", type=Path, metavar="DIR", help="write a page to look at into the new folder DIR")
+    add(
+        "--static", type=Path, metavar="DIR", help="write a page to look at into the new folder DIR"
+    )
     add("--apply", type=Path, metavar="FILE", help="add the decisions of another curation.jsonl")
     add("--undo", nargs="?", const="", metavar="ID", help="undo the last decision, or that of ID")
     flags = parser.parse_args(argv)

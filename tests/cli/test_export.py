@@ -12,8 +12,8 @@ from pyarrow import parquet
 
 from ssl_kd import cli
 from ssl_kd.errors import InputError
-from ssl_kd.workbench.export import Content
-from ssl_kd.workbench.finished import Samples
+from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.naming import Names
 from tests.faults.matrix import row as fault
 
