@@ -48,7 +48,7 @@ def test_force_replaces_a_file_once_the_new_one_is_complete_and_no_folder(
     out = tmp_path / "out.parquet"
     argv = ["export", str(copied), "--to", "parquet", "--out", str(out)]
     out.write_text("mine")
-    assert cli.main(argv) == 2 and "replace it by --force" in capsys.readouterr().err
+    assert cli.main(argv) == 2 and "replace it with --force" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(parquet.ParquetWriter, "write_table", lambda *a, **k: 1 / 0)
         patch.setattr(parquet.ParquetWriter, "write_batch", lambda *a, **k: 1 / 0)

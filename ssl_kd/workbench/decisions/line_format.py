@@ -88,7 +88,7 @@ def check_line(line: Any, *, is_request: bool = False) -> dict[str, Any]:
     if missing := [key for key in required if key not in line]:
         raise InputError(f"it has no {missing[0]}; expected an object with {', '.join(required)}")
     keys = line.keys() - set(required)
-    if not any(_fits(keys, form.split()) for form in forms):
+    if not any(_fits(keys, form) for form in forms):
         raise InputError(
             f"{do} has the fields {reprlib.repr(' '.join(sorted(keys)))}; "
             f"expected {' or '.join(forms)}"
@@ -102,9 +102,9 @@ def check_line(line: Any, *, is_request: bool = False) -> dict[str, Any]:
     return line
 
 
-def _fits(keys: set[str], form: list[str]) -> bool:
-    needed = {key for key in form if not key.endswith("?")}
-    return needed <= keys <= {key.removesuffix("?") for key in form}
+def _fits(keys: set[str], form: str) -> bool:
+    needed = {key for key in form.split() if not key.endswith("?")}
+    return needed <= keys <= {key.removesuffix("?") for key in form.split()}
 
 
 def read_file(path: Path) -> bytes:

@@ -100,7 +100,7 @@ def test_the_state_is_that_of_the_decisions_that_are_not_undone(run, tmp_path, p
         clusters, ids = [*curation.sizes], [line["id"] for line in curation.lines]
         act, *args = [
             (curation.rename, rng.choice(clusters), f"n{rng.integers(5)}"),
-            (curation.move, rows, rng.choice([None, *clusters])),
+            (curation.move, rows, [None, *clusters][rng.integers(len(clusters))]),
             (curation.merge, clusters[:2]),
             (curation.exclude, rows),
             *[(curation.undo, str(rng.choice(ids or [""])))] * 4,
