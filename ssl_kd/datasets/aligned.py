@@ -1,10 +1,9 @@
-"""Rows that hold the same text for two tokenizers: what a teacher with its own vocabulary needs."""
+"""Rows of the same text in the tokens of two tokenizers, for a teacher with its own vocabulary."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,22 +23,20 @@ from ssl_kd.losses.cross_tokenizer import Positions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-logger = logging.getLogger(__name__)
-
 SLICE = 256  # rows that the statistics look at together
 
 
 @dataclass(frozen=True)
 class AlignedBatch:
-    """Rows of the same text, for both models.
+    """Rows of the same text for both models.
 
     Attributes:
-        student: what the student gets, and what of it counts for the cross-entropy.
-        teacher: what the teacher gets.
-        ids: `[B, T]` of the student and `[B, T']` of the teacher, on the CPU as all below.
+        student: the student's inputs, and the targets of the cross-entropy.
+        teacher: the teacher's inputs.
+        ids: `[B, T]` of the student and `[B, T']` of the teacher, on the CPU like the fields below.
         ends: of the same shapes; ends within the row.
         counts: `[B, T]`, as in `student`.
-        vocabulary: what the two vocabularies have in common.
+        vocabulary: the common part of the two vocabularies.
     """
 
     student: Batch
@@ -51,21 +48,21 @@ class AlignedBatch:
 
     @property
     def rows(self) -> Tensor:
-        """Which rows of the blocks, int64 `[B]`."""
+        """The row numbers in the blocks, int64 `[B]`."""
         return self.student.rows
 
     def _joined(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ends of all rows as if they were one text, flattened."""
+        """Return the ends of all rows as if they were one text, flattened."""
         length = self.ends[0].max(1, initial=0)
         before = (np.cumsum(length) - length)[:, None]
         student, teacher = (np.where(e > 0, e + before, 0).ravel() for e in self.ends)
         return student, teacher
 
     def groups(self) -> Groups:
-        """The groups that count, for every ALIGN.
+        """Return the groups that count.
 
-        Every student token of such a group counts, and on both sides a token stands before its
-        first one, to predict it.
+        Every student token of such a group counts, and on both sides a token precedes its first
+        token, to predict it.
         """
         aligned = align(*self._joined())
         size, device = len(aligned.ends), self.student.input_ids.device
@@ -108,11 +105,11 @@ class Groups:
     """The groups of a batch that count.
 
     Attributes:
-        student: where the student predicts them.
-        teacher: where the teacher predicts them.
-        matched: `[G]` bool, one token stands against one of the same text.
-        one_to_one: `[G]` bool, one token stands against one.
-        characters: `[G]` int64, of each group.
+        student: positions where the student predicts them.
+        teacher: positions where the teacher predicts them.
+        matched: `[G]` bool, one token on each side, of the same text.
+        one_to_one: `[G]` bool, one token on each side.
+        characters: `[G]` int64, characters in each group.
     """
 
     student: Positions
@@ -127,15 +124,15 @@ class Groups:
 
 @dataclass(frozen=True)
 class AlignedBlocks:
-    """The same pieces of text for two tokenizers, a piece a row.
+    """The same pieces of text for two tokenizers, one piece per row.
 
     Attributes:
-        student: its tokens, as `make_blocks` would lay them out without packing.
+        student: its tokens, laid out as by `make_blocks` without packing.
         teacher: the teacher's tokens of the same characters.
         ends: int32 `[n, T]` and `[n, T']`: `partition` within the row; 0 for special tokens,
             context and padding.
-        vocabulary: what the two vocabularies have in common.
-        characters: of the groups that hold something to learn, also those that no block can hold.
+        vocabulary: the common part of the two vocabularies.
+        characters: characters to learn, including those that no block can hold.
     """
 
     student: Blocks
@@ -169,15 +166,14 @@ class AlignedBlocks:
         return AlignedBatch(*batches, ids, ends, counts, self.vocabulary)  # pyright: ignore[reportArgumentType]
 
     def statistics(self) -> dict[str, float]:
-        """How well the two tokenizers fit, over all rows.
+        """Measure how well the two tokenizers fit, over all rows.
 
         Returns:
-            `coverage`, `one_to_one`, `matched`: shares of the characters to learn that stand in a
-            group, in one of one token against one, in one of two tokens of the same text.
-            `groups`; `student_tokens_per_group`, `teacher_tokens_per_group`,
-            `characters_per_group`: means; `longest_group`: in characters.
+            `coverage`, `one_to_one`, `matched`: the share of the characters to learn that are in a
+            group, in a group of one token on each side, in one of two tokens of the same text;
+            `student_tokens_per_group`, `teacher_tokens_per_group`, `characters_per_group`: means.
         """
-        n = students = teachers = covered = one_to_one = matched = longest = 0
+        n = students = teachers = covered = one_to_one = matched = 0
         for rows in torch.arange(len(self)).split(SLICE):
             groups = self.batch(rows).groups()
             n += len(groups)
@@ -186,17 +182,14 @@ class AlignedBlocks:
             covered += int(groups.characters.sum())
             one_to_one += int(groups.characters[groups.one_to_one].sum())
             matched += int(groups.characters[groups.matched].sum())
-            longest = max([longest, *groups.characters.tolist()])
-        every, each = max(self.characters, 1), max(n, 1)
+        total, n = max(self.characters, 1), max(n, 1)
         return {
-            "coverage": covered / every,
-            "one_to_one": one_to_one / every,
-            "matched": matched / every,
-            "groups": float(n),
-            "student_tokens_per_group": students / each,
-            "teacher_tokens_per_group": teachers / each,
-            "characters_per_group": covered / each,
-            "longest_group": float(longest),
+            "coverage": covered / total,
+            "one_to_one": one_to_one / total,
+            "matched": matched / total,
+            "student_tokens_per_group": students / n,
+            "teacher_tokens_per_group": teachers / n,
+            "characters_per_group": covered / n,
         }
 
 
@@ -212,14 +205,12 @@ def aligned_blocks(
     teacher_tokenizer: PreTrainedTokenizerFast,
     block_size: int,
 ) -> AlignedBlocks:
-    """Turn documents into rows that hold the same characters for two tokenizers.
-
-    How well the tokenizers fit (`AlignedBlocks.statistics`) is logged.
+    """Turn documents into rows of the same characters for two tokenizers.
 
     Both sides follow `make_blocks` with `packing=False`: start token, text, end token; the prompt
-    does not count. A document that is too long for either side loses the beginning of its prompt
-    and is cut where both sides cut it; each further part begins with the token before it, as
-    context that does not count.
+    does not count. A document that is too long for either side loses the beginning of its prompt,
+    and is cut where both sides have a token boundary; each further part begins with the token
+    before it, as context that does not count.
 
     Args:
         dataset: texts, or prompts with completions. Chat messages are left out: two chat templates
@@ -229,8 +220,8 @@ def aligned_blocks(
         block_size: tokens in a row of either side, at least 3.
 
     Raises:
-        ValueError: a tokenizer that is not fast or lacks an EOS, no common text of tokens, a block
-            size below 3, or a data set that holds images or of which nothing is left.
+        ValueError: a tokenizer that is not fast or has no EOS, no common token text, a block size
+            below 3, or a data set with images, or of which nothing is left.
     """
     if block_size < 3:
         raise ValueError(f"block_size must be at least 3 (context, token, end), got {block_size}")
@@ -265,9 +256,7 @@ def aligned_blocks(
     student, teacher = (
         _lay_out(rows, k, block_size, frames[k].end, characters, left_out) for k in (0, 1)
     )
-    blocks = AlignedBlocks(student[0], teacher[0], (student[1], teacher[1]), vocabulary, total)
-    _log_fit(dataset.name, blocks.statistics())
-    return blocks
+    return AlignedBlocks(student[0], teacher[0], (student[1], teacher[1]), vocabulary, total)
 
 
 def _documents(
@@ -276,7 +265,7 @@ def _documents(
     frames: Sequence[Frame],
     left_out: list[str],
 ) -> Iterator[tuple[str, int, _Document]]:
-    """Where each stands, how many of its characters are to be learned, and its tokens."""
+    """Yield each document's place, number of characters to learn, and tokens."""
     for example in dataset.examples:
         if example.messages is not None:
             left_out.append(
@@ -294,27 +283,13 @@ def _documents(
         yield example.where, len(text) - len(prompt), _Document.of(len(prompt), read, around)
 
 
-def _log_fit(name: str, fit: Mapping[str, float]) -> None:
-    logger.info(
-        "%s: groups cover %.1f %% of the characters to learn, %.1f %% by tokens of the same text; "
-        "per group %.2f tokens of the student, %.2f of the teacher, %.1f characters, at most %.0f",
-        name,
-        100 * fit["coverage"],
-        100 * fit["matched"],
-        fit["student_tokens_per_group"],
-        fit["teacher_tokens_per_group"],
-        fit["characters_per_group"],
-        fit["longest_group"],
-    )
-
-
 @dataclass(frozen=True)
 class _Document:
-    """A text in tokens of both sides; what follows `begin` is to be learned."""
+    """A text in tokens of both sides; characters from `begin` on are learned."""
 
     begin: int
-    ends: np.ndarray  # of the groups
-    bounds: list[np.ndarray]  # for each side, the first token of each group, and the end
+    ends: np.ndarray  # the end of each group
+    bounds: list[np.ndarray]  # of each side: the first token of each group, and the end
     read: list[tuple[np.ndarray, np.ndarray]]
     around: list[tuple[list[int], list[int]]]
 
@@ -330,7 +305,7 @@ class _Document:
         return cls(begin, ends, bounds, read, around)
 
     def cut(self, most: int) -> Iterator[tuple[int, int]]:
-        """Ranges of groups of which neither side has more than so many tokens."""
+        """Yield ranges of groups with at most `most` tokens on either side."""
         whole_from = max(int(np.searchsorted(b, b[-1] - most)) for b in self.bounds)
         start = min(whole_from, self._first_learned())
         while start < len(self.ends):
@@ -338,14 +313,14 @@ class _Document:
             stop = int(min(ends)) - 1
             if stop > start:
                 yield start, stop
-            start = max(stop, start + 1)  # a group that no block can hold is left out
+            start = max(stop, start + 1)  # a group too long for a block is left out
 
     def learned(self, start: int, stop: int) -> int:
-        """Characters to learn in a range of groups."""
+        """Return the number of characters to learn in a range of groups."""
         return int(self.ends[stop - 1]) - max(self.begin, self._edge(start))
 
     def characters(self) -> int:
-        """Characters of the groups that hold something to learn."""
+        """Return the number of characters in groups with something to learn."""
         return int(self.ends[-1]) - self._edge(self._first_learned())
 
     def _first_learned(self) -> int:
@@ -358,7 +333,7 @@ class _Document:
         ids, ends = self.read[side]
         part = slice(*self.bounds[side][[start, stop]])
         before, after = self.around[side]
-        if start:  # the token before, as context
+        if start:  # the preceding token, as context
             before = list(ids[part.start - 1 : part.start])
         if stop < len(self.ends):
             after = []

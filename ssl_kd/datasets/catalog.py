@@ -1,4 +1,4 @@
-"""`open_dataset`: the images or features that a name or path in the settings stands for."""
+"""`open_dataset`: open images or features by name or path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DatasetUnreachable(UserError, RuntimeError):
 
 
 class NoSuchSplit(DatasetUnavailable):
-    """The source is there, but has no such split; the message says which."""
+    """The source exists, but has no such split."""
 
 
 def open_dataset(
@@ -42,26 +42,26 @@ def open_dataset(
 ) -> ImageDataset | FeatureDataset:
     """Open one split of a data set.
 
-    A folder holds images at any depth, or has them below `path/train` and `path/test` (or `val`).
-    The test split of a feature file `..._train.npz` is `..._test.npz` beside it.
+    A folder contains images at any depth, or has them below `path/train` and `path/test` (or
+    `val`). The test split of a feature file `..._train.npz` is `..._test.npz` beside it.
 
     Args:
         name: `digits`, `cifar10`, `cifar100`, `stl10`, `fashion_mnist`, `imagenet`, or the path of
             a folder of images or of a feature file (.npy, .npz, .pt, .safetensors, .parquet).
         split: `train` or `test`.
-        root: where torchvision's data sets lie.
-        download: fetch a torchvision data set that is missing.
-        class_names: the classes in the order to keep, for a test set from another source; folders
-            and feature files only. Both splits of one source agree without it.
-        whole: the source was named for this split alone: a feature file is it, and so is a folder
-            without folders of splits in it.
+        root: folder of torchvision's data sets.
+        download: download a missing torchvision data set.
+        class_names: the order of classes, for a test set from another source; folders and feature
+            files only. Both splits of one source agree without it.
+        whole: use the source for this split alone: a feature file, or a folder without folders of
+            splits in it, is the split.
         labels: `folders`: the first folder below the root is an image's class; `auto`: a folder has
-            no labels, anything else those that it brings.
-        column: the array or list column of a feature file that holds the features.
+            no labels, other sources have their own.
+        column: the array or list column of a feature file with the features.
 
     Raises:
         NoSuchSplit: the source has no such split.
-        DatasetUnavailable: nothing there; says where it was looked for.
+        DatasetUnavailable: there is nothing at that place.
         ValueError: no such name, split or column.
     """
     if split not in _FOLDER_OF_SPLIT:
@@ -70,8 +70,7 @@ def open_dataset(
     path = None if name in NAMES else dataset_path(name)
     if column is not None and (path is None or path.is_dir()):
         raise InputError(
-            f"COLUMN is {column!r}, but {name} holds images, not a file's columns: leave --column "
-            "out"
+            f"COLUMN is {column!r}, but {name} has images, not columns: leave --column out"
         )
     if path is None:
         return NAMES[name](name, split, Path(root), download)
@@ -111,7 +110,7 @@ def _open_folder(
 
 
 def _class_folders(train: Path | None) -> tuple[str, ...] | None:
-    # The test split may lack a class: classes keep their numbers of the training split.
+    # The test split may lack a class: classes are numbered as in the training split.
     if train is None:
         return None
     folders = [f for f in train.iterdir() if f.is_dir() and not f.is_symlink()]
@@ -135,7 +134,7 @@ def _digits(name: str, split: Split, root: Path, download: bool) -> ImageDataset
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
-    # 15 keeps 0..16 in eight bits and the pixels in proportion to the original values.
+    # 15 scales 0..16 to eight bits proportionally.
     images = (data.images * 15).astype(np.uint8)
     order = np.random.default_rng(0).permutation(len(images))
     rows = np.sort(order[:1437] if split == "train" else order[1437:])
@@ -163,8 +162,8 @@ def _torchvision(name: str, split: Split, root: Path, download: bool) -> ImageDa
             reason = " ".join(str(error).split())
             raise DatasetUnreachable(f"{name} could not be downloaded: {reason}") from error
         raise DatasetUnavailable(
-            f"{name} is not in {root / folder}, or damaged there: put it there as torchvision "
-            "expects it, or let --download fetch it"
+            f"{name} is not in {root / folder}, or damaged: put it there as torchvision expects "
+            "it, or use --download"
         ) from error
     arrays = np.asarray(data.data)
     if name == "stl10":
@@ -174,7 +173,7 @@ def _torchvision(name: str, split: Split, root: Path, download: bool) -> ImageDa
 
 
 def _unpack(folder: Path) -> None:
-    # torchvision unpacks only what it may download, not the four .gz that were put there by hand.
+    # torchvision does not unpack files that it did not download itself.
     for packed in folder.glob("*.gz"):
         if not packed.with_suffix("").exists():
             with gzip.open(packed) as source:
@@ -183,23 +182,11 @@ def _unpack(folder: Path) -> None:
 
 def _imagenet(name: str, split: Split, root: Path, download: bool) -> ImageDataset:
     folder = root / "imagenet"
-    archives = "ILSVRC2012_devkit_t12.tar.gz and ILSVRC2012_img_{train,val}.tar"
-    if (folder / "ILSVRC2012_devkit_t12.tar.gz").is_file() or (folder / "meta.bin").is_file():
-        from torchvision import datasets
-
-        try:  # unpacks and sorts the archives the first time; meta.bin is never unpickled
-            datasets.ImageNet(folder, "train" if split == "train" else "val")
-        except Exception as error:  # torch has many for a damaged meta.bin
-            reason = " ".join(str(error).split())[:200]
-            raise DatasetUnavailable(
-                f"imagenet in {folder} cannot be read: {reason}. Delete meta.bin, which is made "
-                "anew out of the devkit archive, or leave train/ and val/ alone there"
-            ) from error
     dataset = _open_folder(folder, name, split, None, False, True) if folder.is_dir() else None
     if dataset is None or not (folder / "train").is_dir():
         raise DatasetUnavailable(
-            f"imagenet is not in {folder}: it cannot be downloaded without an account, so put "
-            f"{archives} there, or the unpacked train/<class>/ and val/<class>/"
+            f"imagenet is not in {folder}: download ILSVRC2012 with an account of image-net.org, "
+            "and unpack it there to train/<class>/ and val/<class>/"
         )
     return dataset
 
@@ -209,4 +196,4 @@ NAMES: dict[str, Callable[[str, Split, Path, bool], ImageDataset]] = {
     "digits": _digits,
     "imagenet": _imagenet,
 }
-"""Data sets by name, and the function that opens each."""
+"""Name -> function that opens the data set."""

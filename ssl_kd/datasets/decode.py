@@ -1,4 +1,4 @@
-"""Any image file as eight bits of grey or colour, the way a person sees it."""
+"""Decode any image file to eight bits of gray or RGB, as a viewer would show it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from PIL import ExifTags, Image, ImageOps
 from ssl_kd.errors import UserError
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-"""What is decoded; some of PIL's other formats start a program, as EPS starts Ghostscript."""
+"""Accepted formats; some others make PIL start a program (EPS: Ghostscript)."""
 LARGEST = 512 << 20
-"""Bytes that decoding one image may take; one that takes more counts as unreadable."""
+"""Bytes that decoding one image may need; larger images count as unreadable."""
 STRIP = 64
-"""Rows that are changed at a time."""
+"""Rows converted at a time."""
 
 
 class UnreadableImage(UserError, ValueError):
-    """An image that cannot be decoded; `id` names it, `reason` says why in a few words."""
+    """An image that cannot be decoded, with its `id` and the `reason`."""
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(f"{id}: {reason}")
@@ -29,21 +29,21 @@ class UnreadableImage(UserError, ValueError):
 
 
 def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -> Image.Image:
-    """Read an image file as a person would see it.
+    """Decode an image file as a viewer would show it.
 
-    The first frame counts, EXIF rotation is applied, transparency is laid on white, sixteen bits
-    become eight by scale (not by clipping), CMYK and palettes become RGB.
+    The first frame is used, EXIF rotation is applied, transparency is blended with white, sixteen
+    bits are scaled (not clipped) to eight, CMYK and palettes become RGB.
 
     Args:
         source: the file, or its bytes.
-        id: what to call it in errors; its path when left out.
+        id: its name in errors; None for its path.
 
     Returns:
-        An image in mode `L` (grey, 1-bit and 16-bit sources) or `RGB`.
+        An image in mode `L` (gray, 1-bit and 16-bit sources) or `RGB`.
 
     Raises:
-        UnreadableImage: for whatever cannot be decoded, is none of `FORMATS`, or would take more
-            than `LARGEST` bytes.
+        UnreadableImage: it cannot be decoded, is none of `FORMATS`, or needs more than `LARGEST`
+            bytes.
     """
     try:
         with Image.open(source, formats=FORMATS) as image:
@@ -60,7 +60,7 @@ def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -
 
 
 def decoded(open_image: Callable[[int], Image.Image | None], row: int) -> Image.Image | None:
-    """Return the image that `open_image` gives; None where it cannot be read."""
+    """Return `open_image(row)`, or None if the image is unreadable."""
     try:
         return open_image(row)
     except UnreadableImage:
@@ -68,11 +68,11 @@ def decoded(open_image: Callable[[int], Image.Image | None], row: int) -> Image.
 
 
 def _check_size(image: Image.Image) -> None:
-    """Raise ValueError where decoding would hold more than `LARGEST` bytes at once.
+    """Raise ValueError if decoding would need more than `LARGEST` bytes at once.
 
-    PIL holds three channels in four bytes, and what is changed is held beside its answer. WebP's
-    library has three more copies, that of JPEG the coefficients of a progressive file. A JPEG is
-    decoded at half its size where the whole is too large.
+    PIL stores three channels in four bytes, and a conversion needs source and result. WebP's
+    library has three more copies, that of JPEG the coefficients of a progressive file. A JPEG that
+    is too large is decoded at half its size.
     """
     deep = 2 if image.mode.startswith("I;16") else 4
     per_pixel = 1 if image.mode in ("1", "L", "P") else deep
@@ -105,7 +105,7 @@ def _orientation(image: Image.Image) -> int:
 
 def _as_seen(image: Image.Image) -> Image.Image:
     image.load()
-    orientation = _orientation(image)  # of a PNG it may come after the pixels
+    orientation = _orientation(image)  # in a PNG it may follow the pixels
     if orientation != 1:
         _check_bytes(image, 2 * _answer_bytes(image))
     deep = image.mode in ("I", "F") or image.mode.startswith("I;16")
@@ -128,7 +128,7 @@ def _as_seen(image: Image.Image) -> Image.Image:
 def _in_strips(
     image: Image.Image, mode: str, change: Callable[[Image.Image], Image.Image]
 ) -> Image.Image:
-    """Change some rows after others: copies of all of them would take several times the memory."""
+    """Convert an image in strips, which takes a fraction of the memory of full copies."""
     changed = Image.new(mode, image.size)
     for top in range(0, image.height, STRIP):
         box = (0, top, image.width, min(top + STRIP, image.height))
@@ -142,10 +142,10 @@ def _on_white(strip: Image.Image) -> Image.Image:
 
 
 def _scaled(image: Image.Image) -> Callable[[Image.Image], Image.Image]:
-    """Return how grey values of more than eight bits become eight.
+    """Return the conversion of gray values of more than eight bits to eight.
 
-    A file without a declared scale (floats, 32-bit integers) has the smallest of 1 (floats only),
-    255 and 65535 that holds its values; beyond that, or below zero, it is stretched.
+    Floats and 32-bit integers have no declared scale: it is the smallest of 1 (floats only), 255
+    and 65535 that covers the values; beyond that, or below zero, they are stretched.
     """
     low, high = 0.0, 65535.0
     if not image.mode.startswith("I;16"):

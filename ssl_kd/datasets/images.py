@@ -1,4 +1,4 @@
-"""Images by number: a folder of files, or an array that is already decoded."""
+"""Data sets of images: folders of files, and decoded arrays."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ EXTENSIONS = frozenset(
     ".jpg .jpeg .jfif .png .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .pnm".split()
 )
 LARGE = 256 << 20
-"""Bytes of a data set beyond which reading it for its fingerprint is announced."""
+"""Bytes beyond which reading a data set for its fingerprint is logged."""
 BLOCK = 1 << 20
-"""Bytes that are read at a time."""
+"""Bytes read at a time."""
 
 
 class ImageDataset:
-    """Images with names and, where known, classes.
+    """Images with names and, if known, classes.
 
     Attributes:
-        name: what the user called the data set.
+        name: the data set, as given by the user.
         split: `train` or `test`.
-        ids: one name per image, unique in the data set; for folders the path below the root.
-        labels: int64 `[n]`, -1 where unknown; None when nothing is labelled.
-        class_names: name of class `labels[i]`, or None.
-        arrays: uint8 `[n, h, w]` or `[n, h, w, 3]` when the images are held decoded, else None.
+        ids: one unique name per image; in folders the path below the root.
+        labels: int64 `[n]`, -1 where unknown; None if nothing is labeled.
+        class_names: name of each class, or None.
+        arrays: uint8 `[n, h, w]` or `[n, h, w, 3]` of decoded images, else None.
         fingerprint: identity of the content, see `digest_array` and `digest_files`.
     """
 
@@ -64,28 +64,24 @@ class ImageDataset:
         return len(self.ids)
 
     def image_file(self, i: int) -> Path | None:
-        """Return where image `i` lies on the disk; None where it is not a file of its own."""
+        """Return the file of image `i`; None if it is not a separate file."""
         return None
 
     def image(self, i: int) -> Image.Image:
-        """Decode image `i` to mode `L` or `RGB`.
-
-        Raises:
-            UnreadableImage: it cannot be decoded; the exception holds its id and the reason.
-        """
+        """Decode image `i` to mode `L` or `RGB`; raise UnreadableImage."""
         raise NotImplementedError
 
 
 class ArrayDataset(ImageDataset):
-    """Images that came decoded: digits, CIFAR, STL-10, Fashion-MNIST.
+    """Decoded images: digits, CIFAR, STL-10, Fashion-MNIST.
 
     Args:
-        name: what the user called it; the ids are `name/split/number` unless given.
+        name: the data set, as given by the user.
         split: `train` or `test`.
         arrays: uint8 `[n, h, w]` or `[n, h, w, 3]`.
         labels: integers `[n]`, or None.
         class_names: name of each class.
-        ids: names of the images, instead.
+        ids: names of the images; None: `name/split/number`.
     """
 
     def __init__(
@@ -110,28 +106,27 @@ class ArrayDataset(ImageDataset):
         )
 
     def image(self, i: int) -> Image.Image:
-        """Image `i`, in mode `L` or `RGB`."""
+        """Return image `i` in mode `L` or `RGB`."""
         assert self.arrays is not None
         return Image.fromarray(self.arrays[i])
 
 
 class FolderDataset(ImageDataset):
-    """Every image file below a folder; where it is `labelled`, the first folder level is the class.
+    """All image files below a folder; if `labelled`, the first folder level is the class.
 
-    Files directly in the folder have no class (label -1). A symbolic link that leads out of the
-    folder is not followed: it stays in the list and reads as `UnreadableImage`. Hidden files are
-    passed over. The fingerprint is that of the files, whether they are labelled or not.
+    Files directly in the folder have no class (label -1). Symbolic links out of the folder are not
+    followed: they stay in the list and read as `UnreadableImage`. Hidden files are skipped. The
+    fingerprint does not depend on `labelled`.
 
     Args:
         root: the folder.
-        name: what the user called it.
+        name: the data set, as given by the user.
         split: `train` or `test`.
-        labelled: whether the folders are classes. The folders of an album are not: only who has
-            sorted the images can say.
-        class_names: the classes in the order to keep, when another split has set it.
+        labelled: whether folders are classes.
+        class_names: the order of classes, if another split has set it.
 
     Attributes:
-        folders: the folders of the first level that hold an image, sorted.
+        folders: the folders of the first level that contain an image, sorted.
 
     Raises:
         FileNotFoundError: no folder, or no image in it.
@@ -182,11 +177,11 @@ class FolderDataset(ImageDataset):
         )
 
     def image_file(self, i: int) -> Path:
-        """Return where image `i` lies."""
+        """Return the file of image `i`."""
         return self.root / self.paths[i]
 
     def image(self, i: int) -> Image.Image:
-        """Decode image `i` to mode `L` or `RGB`; raises UnreadableImage."""
+        """Decode image `i` to mode `L` or `RGB`; raise UnreadableImage."""
         path = self.root / self.paths[i]
         reason = ""
         try:
@@ -194,7 +189,7 @@ class FolderDataset(ImageDataset):
                 reason = "a symbolic link out of the data folder"
             elif path.is_dir() and not path.is_symlink():
                 reason = "a folder that cannot be listed"
-            elif not path.is_file():  # opening a pipe would wait for ever
+            elif not path.is_file():  # opening a pipe would block
                 reason = "a broken link, a folder or a device, not a file"
         except OSError as error:
             reason = error.strerror
@@ -204,26 +199,26 @@ class FolderDataset(ImageDataset):
 
 
 def _printable(path: str) -> str:
-    # File names are bytes: one that is not UTF-8 must still be printable and fit into a CSV.
+    # A file name that is not UTF-8 must be printable and fit into a CSV.
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def is_inside(path: Path, root: Path) -> bool:
-    """Whether a path of `find_images`, which enters no linked folder, ends below `root`."""
+    """Return whether a path of `find_images`, with links resolved, is below `root`."""
     if not path.is_symlink():
         return True
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 def find_images(root: Path) -> Iterator[str]:
-    """Paths, relative to `root`, of the image files below it; linked folders are not entered.
+    """Yield the image files below `root`, relative to it, without entering linked folders.
 
-    A folder that cannot be listed is one entry: `.` where it is `root` itself.
+    A folder that cannot be listed is one entry (`.` if it is `root` itself).
     """
     closed: list[OSError] = []
     for folder, folders, files in os.walk(root, onerror=closed.append):
         folders[:] = [f for f in folders if not f.startswith(".")]
-        # A linked folder is listed as one entry, so that leaving it out does not go unnoticed.
+        # A linked folder is one entry, so that it is reported as left out.
         links = [f for f in folders if os.path.islink(os.path.join(folder, f))]
         for file in files + links:
             is_image = os.path.splitext(file)[1].lower() in EXTENSIONS and not file.startswith(".")
@@ -243,7 +238,7 @@ def _is_file(path: Path, root: Path) -> bool:
 def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:
     """Return the SHA-256 of shape, dtype, labels and every value."""
     digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
-    _say_if_large(array.nbytes)
+    _log_if_large(array.nbytes)
     rows = max(1, BLOCK * len(array) // max(array.nbytes, 1))
     for start in range(0, len(array), rows):
         digest.update(np.ascontiguousarray(array[start : start + rows]).data)
@@ -254,11 +249,7 @@ def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:
 
 
 def digest_files(root: Path, paths: Sequence[str]) -> str:
-    """Return the SHA-256 of names, sizes and every byte.
-
-    Times are left out on purpose: a copy of a data set is the same data set, and an edit may keep
-    the time.
-    """
+    """Return the SHA-256 of names, sizes and all bytes, not of times: a copy is the same data."""
     digest = hashlib.sha256()
     total = 0
     for path in paths:
@@ -266,7 +257,7 @@ def digest_files(root: Path, paths: Sequence[str]) -> str:
         size = file.stat().st_size if _is_file(file, root) else -1
         digest.update(f"{size} ".encode() + os.fsencode(path) + b"\0")
         total += max(size, 0)
-    _say_if_large(total)
+    _log_if_large(total)
     for path in paths:
         file = root / path
         try:
@@ -274,11 +265,11 @@ def digest_files(root: Path, paths: Sequence[str]) -> str:
                 with open(file, "rb", buffering=0) as content:
                     while block := content.read(BLOCK):
                         digest.update(block)
-        except OSError as error:  # its name and size are in the digest, decoding will report it
+        except OSError as error:  # decoding reports it
             digest.update(type(error).__name__.encode())
     return digest.hexdigest()
 
 
-def _say_if_large(size: int) -> None:
+def _log_if_large(size: int) -> None:
     if size > LARGE:
         logger.info("reading all %.1f GiB of the data for its fingerprint", size / 2**30)

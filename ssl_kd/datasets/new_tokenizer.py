@@ -1,4 +1,4 @@
-"""A tokenizer of one's own, from the text of a run."""
+"""Train a tokenizer on the text of a run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on a data set; the same data give the same tokenizer.
+    """Train a byte-level BPE; the same data give the same tokenizer.
 
     Args:
-        dataset: documents; of prompts, completions and messages both sides are read.
+        dataset: documents, or prompts, completions and messages.
         vocab_size: at least 259, for the bytes and `<s>`, `</s>`, `<pad>`. A small data set may
-            end with fewer: see `len(tokenizer)`.
+            give fewer: see `len(tokenizer)`.
 
     Returns:
-        A tokenizer that puts `<s>` before a text, and saves and loads with `AutoTokenizer`.
+        A tokenizer that adds `<s>` before a text, and saves and loads with `AutoTokenizer`.
 
     Raises:
         ImportError: transformers is not installed.

@@ -1,4 +1,4 @@
-"""Pieces of different lengths in rows of one length."""
+"""Pack pieces of different lengths into rows of one length."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 
 def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
-    """Which pieces share a row: the longest first, each into the fullest row with room for it.
+    """Assign pieces to rows, the longest first, each to the fullest row with room for it.
 
     Returns:
-        The pieces of each row, by number; every piece once.
+        The numbers of the pieces in each row.
     """
     open_rows: dict[int, list[list[int]]] = {}
     rooms: list[int] = []  # the keys of open_rows, sorted
@@ -34,12 +34,12 @@ def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
             open_rows[room] = []
             insort(rooms, room)
         open_rows[room].append(row)
-    # In the order of the documents again: the first rows must not be those of the longest ones.
+    # In the order of the documents, so that the first rows are not those of the longest ones.
     return sorted(sorted(row) for row in rows)
 
 
 def digest_of(*columns: np.ndarray) -> str:
-    """SHA-256 of columns of one shape."""
+    """Return the SHA-256 of columns of one shape."""
     digest = hashlib.sha256(repr(columns[0].shape).encode())
     for column in columns:
         digest.update(np.ascontiguousarray(column).data)  # no copy of it

@@ -1,4 +1,4 @@
-"""Images that stand in a text: where they are read from, and what a model gets of them."""
+"""Images in a text: their sources, and the inputs of a model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from PIL import Image
 from torch import Tensor
 
 from ssl_kd.datasets.decode import decode
 
-_KEYS = ("image", "path", "url", "base64", "bytes", "image_url")
+_KEYS = ("bytes", "image", "path", "url", "image_url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Picture:
     """An image of a record.
 
     Attributes:
-        source: its file, or the bytes of one.
+        source: its file, or the bytes of a file.
         digest: SHA-256 of these bytes.
     """
 
@@ -34,20 +33,12 @@ class Picture:
 
     @classmethod
     def of(cls, source: Path | bytes) -> Picture:
-        """An image, read once for its digest.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Create an image, whose file is read once for its digest; raise OSError."""
         content = source if isinstance(source, bytes) else source.read_bytes()
         return cls(source, hashlib.sha256(content).hexdigest())
 
     def image(self, where: str) -> Image.Image:
-        """The image in RGB, as a person would see it.
-
-        Raises:
-            UnreadableImage: it cannot be decoded; begins with `where`, and names its file.
-        """
+        """Decode to RGB; raise UnreadableImage, which begins with `where` and names the file."""
         if isinstance(self.source, bytes):
             return decode(io.BytesIO(self.source), where).convert("RGB")
         return decode(self.source, f"{where}, {self.source}").convert("RGB")
@@ -58,8 +49,8 @@ class Pictures:
     """The images of a batch.
 
     Attributes:
-        inputs: what a model gets beside the tokens, by the names of its arguments.
-        of: a string for each row, which says what its images are; empty where it has none.
+        inputs: inputs of a model in addition to the tokens, by argument name.
+        of: the digests of each row's images, joined by spaces.
     """
 
     inputs: Mapping[str, Tensor]
@@ -67,20 +58,18 @@ class Pictures:
 
 
 def picture_of(value: Any, folder: Path) -> Picture:
-    """What a field of a record names as an image.
+    """Read an image from a field of a record.
 
-    A path, from the folder of the record's file on; a `file:` or `data:` URL; bytes; an image of
-    PIL; or a mapping that holds one of these, as `datasets` and OpenAI's API write it.
+    Accepts a path (relative to the folder of the record's file), a `data:` URL, bytes, an image of
+    PIL, or a mapping that contains one of these, as in `datasets` and OpenAI's API.
 
     Raises:
-        ValueError: it names none, one on the network, or a file that cannot be read; says so.
+        ValueError: it is none of these, on the network, or a file that cannot be read.
     """
     if isinstance(value, Mapping):
-        inner = next((value[key] for key in ("bytes", *_KEYS) if value.get(key)), None)
+        inner = next((value[key] for key in _KEYS if value.get(key)), None)
         if inner is None:
-            raise ValueError(f"an image holds {sorted(map(str, value))}; expected one of {_KEYS}")
-        if value.get("base64"):
-            inner = f"data:,;base64,{value['base64']}"
+            raise ValueError(f"an image has {sorted(map(str, value))}; expected one of {_KEYS}")
         return picture_of(inner, folder)
     if isinstance(value, Image.Image):
         buffer = io.BytesIO()
@@ -88,22 +77,19 @@ def picture_of(value: Any, folder: Path) -> Picture:
         return Picture.of(buffer.getvalue())
     if isinstance(value, bytes):
         return Picture.of(value)
-    if isinstance(value, str | os.PathLike):
-        return _named(os.fspath(value), folder)
-    raise ValueError(f"an image is {type(value).__name__}: expected a path, a URL, bytes or PIL's")
-
-
-def _named(name: str, folder: Path) -> Picture:
-    scheme = urlsplit(name[:16]).scheme
-    if scheme in ("http", "https"):
-        raise ValueError(f"the image {name[:80]} is on the network: fetch it, and name its file")
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(
+            f"an image is {type(value).__name__}: expected a path, URL, bytes or PIL's"
+        )
+    name = os.fspath(value)
+    if name.startswith(("http://", "https://")):
+        raise ValueError(f"the image {name[:80]} is on the network: download it, and give its file")
     try:
-        if scheme == "data":
+        if name.startswith("data:"):
             _, mark, content = name.partition(";base64,")
             if not mark:
                 raise ValueError("an image is a data: URL that is not base64")
             return Picture.of(base64.b64decode(content, validate=True))
-        path = Path(unquote(urlsplit(name).path)) if scheme == "file" else Path(name).expanduser()
-        return Picture.of(folder / path)
+        return Picture.of(folder / Path(name).expanduser())
     except OSError as error:
         raise ValueError(f"the image {name} cannot be read: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""Rows of tokens with images among them: which tokens stand for an image, and what a model sees."""
+"""Blocks of tokens with images."""
 
 from __future__ import annotations
 
@@ -33,46 +33,45 @@ from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import to_device_async
 
-_OF_QWEN = ("<|vision_start|>", "<|vision_end|>")  # what its templates put around an image
+_OF_QWEN = ("<|vision_start|>", "<|vision_end|>")  # around an image in its templates
 
 
 @dataclass(frozen=True)
 class PictureBlocks(Blocks):
-    """Rows of tokens, a document each, with the images that stand in them.
+    """Rows of tokens, one document each, with their images.
 
-    An image is decoded and prepared anew whenever a batch is made that holds it.
+    Images are decoded and prepared whenever a batch with them is created.
 
     Attributes:
         processor: of transformers, which prepares images for the model.
-        pictures: of each row.
+        pictures: the images of each row.
     """
 
     processor: Any = None
     pictures: tuple[tuple[Picture, ...], ...] = ()
 
     def part(self, rows: slice) -> PictureBlocks:
-        """Some rows; the digest stays that of all."""
-        found = super().part(rows)
-        assert isinstance(found, PictureBlocks)
-        return replace(found, pictures=self.pictures[rows])
+        """Return some rows; the digest stays that of all."""
+        part = super().part(rows)
+        assert isinstance(part, PictureBlocks)
+        return replace(part, pictures=self.pictures[rows])
 
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None
     ) -> Batch:
-        """Gather rows and their images.
-
-        Raises:
-            UnreadableImage: the file of an image is no longer what it was.
-        """
+        """Gather rows and their images; raise UnreadableImage if a file has changed."""
         batch = super().batch(rows, device)
-        held = [self.pictures[row] for row in batch.rows.tolist()]
-        of = tuple(" ".join(picture.digest for picture in some) for some in held)
-        if not any(held):
+        pictures = {row: self.pictures[row] for row in batch.rows.tolist()}
+        if not any(pictures.values()):
             return batch
-        named = zip(batch.rows.tolist(), held, strict=True)
-        images = [p.image(f"an image of row {row}") for row, some in named for p in some]
+        of = tuple(" ".join(p.digest for p in self.pictures[row]) for row in batch.rows.tolist())
+        images = [
+            picture.image(f"an image of row {row}")
+            for row in batch.rows.tolist()
+            for picture in self.pictures[row]
+        ]
         inputs = _prepared(self.processor, images)
-        if _tells_kinds(self.processor):
+        if "mm_token_type_ids" in self.processor.model_input_names:
             ids = torch.tensor(image_tokens(self.processor), device=batch.input_ids.device)
             inputs["mm_token_type_ids"] = torch.isin(batch.input_ids, ids).long()
         inputs = {name: to_device_async(value, device) for name, value in inputs.items()}
@@ -80,18 +79,18 @@ class PictureBlocks(Blocks):
 
 
 def image_tokens(of: Any) -> list[int]:
-    """The ids that stand for images and films.
+    """Return the token ids of images and videos.
 
     Args:
         of: a processor of transformers, or the configuration of a model.
     """
     names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
-    found = {getattr(of, name, None) for name in names}
-    return sorted(number for number in found if isinstance(number, int) and number >= 0)
+    ids = {getattr(of, name, None) for name in names}
+    return sorted(number for number in ids if isinstance(number, int) and number >= 0)
 
 
 def processor_state(processor: Any) -> dict[str, Any]:
-    """What decides how a processor of transformers prepares images."""
+    """Return the settings that determine how a processor of transformers prepares images."""
     state = processor.image_processor.to_dict()
     kept = {k: v for k, v in state.items() if "processor" not in k and k != "_processor_class"}
     return {**kept, "image_tokens": image_tokens(processor)}
@@ -100,17 +99,17 @@ def processor_state(processor: Any) -> dict[str, Any]:
 def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -> PictureBlocks:
     """Turn documents with and without images into rows of tokens, as `make_blocks` does.
 
-    Each image stands in the text as so many tokens as the processor gives it. These are never
-    targets: neither cross-entropy nor divergence counts a position whose next token is one. A
-    document with images that is longer than a row is left out: nothing of an image is cut off.
+    Each image is as many tokens in the text as its processor makes of it. These are never targets:
+    neither cross-entropy nor divergence counts a position whose next token is one. A document with
+    images that is longer than a row is left out, so that no image is cut.
 
     Args:
         dataset: the documents.
         processor: of transformers, with an image processor, a fast tokenizer and a chat template.
-        block_size: tokens in a row, those of images included, at least 2.
+        block_size: tokens in a row, including those of images, at least 2.
 
     Raises:
-        InputError: the processor cannot be used so; no target is left. It says why.
+        InputError: the processor is not supported, or no target is left.
     """
     if block_size < 2:
         raise ValueError(f"block_size must be at least 2, got {block_size}")
@@ -154,13 +153,13 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
 
 
 class _Reader:
-    """Reads documents as a processor does."""
+    """Tokenizes documents with a processor."""
 
     def __init__(self, processor: Any) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.images = image_tokens(processor)
         self.turns: Counter[str] = Counter()
-        self.lost: list[str] = []  # turns and chats that the template does not show
+        self.lost: list[str] = []  # turns and chats lost in the template
         self.frame = Frame.of(self.tokenizer)
         self.template = getattr(processor, "chat_template", None) or self.tokenizer.chat_template
         self._in_parts: bool | None = None
@@ -171,7 +170,7 @@ class _Reader:
         self._place = token.join(around)
 
     def read(self, example: Example) -> Document | str | None:
-        """The tokens of a document, or why it is left out; None where `lost` says it."""
+        """Return the tokens of a document, or why it is left out; None if `lost` says why."""
         rendered = render(self._written_for(example), self.tokenizer, self.template)
         self.turns.update(rendered.turns)
         self.lost += rendered.left_out
@@ -205,7 +204,7 @@ class _Reader:
         return Document(*framed(self.frame.around(example), ids, counts, characters))
 
     def _written_for(self, example: Example) -> Example:
-        """The example as tokenizer and template take it."""
+        """Return the example in the form of tokenizer and template."""
         if example.messages is not None:
             if not self._takes_parts():
                 return example
@@ -223,7 +222,7 @@ class _Reader:
         return replace(example, **placed)
 
     def _takes_parts(self) -> bool:
-        """Whether the chat template wants a message's content in parts; most of these do."""
+        """Return whether the chat template needs the content of messages in parts."""
         if self._in_parts is None and self.template is not None:
             asked = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
             try:
@@ -234,14 +233,14 @@ class _Reader:
         return bool(self._in_parts)
 
     def _expanded(self, example: Example, text: str, images: list[Any]) -> np.ndarray:
-        """The tokens with as many for each image as the processor gives it."""
+        """Return the token ids with each image expanded by the processor."""
         try:
             found: Any = self.processor(
                 images=images, text=[text], add_special_tokens=False, return_tensors="pt"
             )
         except ValueError as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{example.where}: the processor refuses it: {reason}") from error
+            raise InputError(f"{example.where}: the processor rejects it: {reason}") from error
         ids = found["input_ids"][0]
         if not self._tried:
             self._try(found, images)
@@ -249,7 +248,7 @@ class _Reader:
         return ids.numpy()
 
     def _try(self, found: Any, images: list[Any]) -> None:
-        """Refuse a processor whose images cannot be prepared apart from their text."""
+        """Raise InputError if the processor cannot prepare images apart from their text."""
         of_text = ("input_ids", "attention_mask", "mm_token_type_ids")
         with_text = {name: value for name, value in found.items() if name not in of_text}
         alone = _prepared(self.processor, images)
@@ -257,7 +256,7 @@ class _Reader:
             torch.equal(torch.as_tensor(with_text[name]), value) for name, value in alone.items()
         )
         if not same:
-            raise self._unfit("prepares images otherwise with their text than without")
+            raise self._unfit("prepares images differently with their text than without")
         kinds, ids = found.get("mm_token_type_ids"), found["input_ids"]
         if kinds is not None and not torch.equal(
             torch.as_tensor(kinds) > 0, torch.isin(ids, torch.tensor(self.images))
@@ -273,10 +272,5 @@ class _Reader:
 
 
 def _prepared(processor: Any, images: list[Any]) -> dict[str, Tensor]:
-    """What a model gets of images, of all rows together."""
+    """Return the model inputs of images, of all rows together."""
     return dict(processor.image_processor(images=images, return_tensors="pt"))
-
-
-def _tells_kinds(processor: Any) -> bool:
-    """Whether its model needs to know which tokens are images."""
-    return "mm_token_type_ids" in processor.model_input_names

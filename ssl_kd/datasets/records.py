@@ -1,4 +1,4 @@
-"""What a record of a data set means: the forms in which people write texts, questions and chats."""
+"""Interpret records of data sets: texts, questions and chats in their common forms."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from ssl_kd.datasets.picture import Picture, picture_of
 
 IMAGE = "<image>"
-"""Where an image stands in a string, as LLaVA's data sets write it."""
+"""The place of an image in a string, as in LLaVA's data sets."""
 
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately "
     "completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
 )
-"""The prompt that Alpaca's records stand for.
+"""The prompt of Alpaca's records.
 
 References:
     Taori et al. (2023), Stanford Alpaca, https://github.com/tatsu-lab/stanford_alpaca.
 """
-_ROLES = {  # who speaks in ShareGPT's records
+_ROLES = {  # of ShareGPT's records
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
@@ -30,31 +30,31 @@ _ROLES = {  # who speaks in ShareGPT's records
     "system": "system",
 }
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Where data sets write what an assistant thought before it spoke."""
+"""Fields with the thoughts before an assistant's answer."""
 _OF_A_TURN = ("name", "tool_call_id", *THOUGHTS)
-"""What chat templates read of a message beside role, content and tool calls."""
+"""Fields of a message that chat templates use besides role, content and tool calls."""
 _EXPECTED = (
     "strings in messages or conversations (of a chat), prompt and completion (or lists of "
-    "messages in both), question and answer, instruction and output, or text; --text_field names "
-    "another field whose text is learned"
+    "messages in both), question and answer, instruction and output, or text; --text_field selects "
+    "another field of text"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One thing to learn: a `text`, or a `prompt` with its `completion`, or chat `messages`.
+    """A `text`, a `prompt` with its `completion`, or chat `messages`.
 
     Attributes:
-        where: where it was read: `file.jsonl:17`, the line or the record.
+        where: its place in the data: `file.jsonl:17`, the line or the record.
         text: a document, all of which is learned.
-        prompt: what is given, and not learned; with `completion`.
-        completion: what is learned after the prompt.
-        messages: `role` and `content`, a string, each; what the role `assistant` says is learned,
-            its `tool_calls` (`{"type", "function": {"name", "arguments"}}`) with it.
-        given: how many of the messages are a prompt, in which nothing is learned.
-        tools: the tools that the chat template gets, as JSON schemas.
-        images: those that stand in it, in their order: in strings at each IMAGE, in messages at
-            each part `{"type": "image"}` (the content of such a message is a list of parts).
+        prompt: the input, which is not learned; with `completion`.
+        completion: the text learned after the prompt.
+        messages: each with `role` and `content`, a string; messages of the role `assistant` are
+            learned, with their `tool_calls` (`{"type", "function": {"name", "arguments"}}`).
+        given: number of messages that are a prompt, in which nothing is learned.
+        tools: JSON schemas of the tools for the chat template.
+        images: the images in order: in strings at each IMAGE, in messages at each part
+            `{"type": "image"}` (the content of such a message is a list of parts).
     """
 
     where: str
@@ -67,7 +67,7 @@ class Example:
     images: tuple[Picture, ...] = ()
 
     def content(self) -> bytes:
-        """Its content, whatever the place: equal bytes are duplicates.
+        """Return the content without the place, as bytes that are equal for duplicates.
 
         Raises:
             UnicodeEncodeError: half of a surrogate pair, which is not valid text.
@@ -87,38 +87,37 @@ class _Unusable(Exception):
 def as_example(
     record: Any, where: str, field: str | None = None, folder: Path | None = None
 ) -> Example | str:
-    """What a record says, or why it says nothing that can be learned.
+    """Interpret a record; return an example, or a complaint if it has nothing to learn.
 
-    The first of these that it holds: `messages`; `conversations` (ShareGPT, with `from` and
-    `value`, and `system` beside them); `prompt` and `completion`, strings or lists of messages
-    (TRL); `question` and `answer` (the question and a line break are the prompt; GSM8K);
-    `instruction`, `input` and `output` (in Alpaca's own prompt); `text`. Chats may bring `tools`. A
-    message's parts of text are joined; one with a part of a kind that is neither text nor image is
-    not learned.
+    The first of these that it contains: `messages`; `conversations` (ShareGPT, with `from` and
+    `value`, and an optional field `system`); `prompt` and `completion`, strings or lists of
+    messages (TRL); `question` and `answer` (the question and a line break are the prompt; GSM8K);
+    `instruction`, `input` and `output` (in Alpaca's prompt); `text`. Chats may have `tools`. Text
+    parts of a message are joined; other parts must be images.
 
     Images are parts of messages (`{"type": "image", "image": ...}`, or `path`, `url`, or OpenAI's
-    `image_url`), or stand in the fields `image` or `images` of the record (see `picture_of`). The
-    latter have their places at the parts that name none, or at each IMAGE in the strings; where
-    there is no such place, before the first thing that the user says.
+    `image_url`), or in the fields `image` or `images` of the record (see `picture_of`). The latter
+    belong to the parts without a source, or to each IMAGE in the strings; if there is no such
+    place, they precede the first user message.
 
     Args:
-        record: what was read: a mapping, or something that is none.
-        where: names it in complaints.
-        field: a field that holds a text; no other is looked at. None for the forms above.
-        folder: where paths of images begin; None: where the process runs.
+        record: a mapping; anything else gives a complaint.
+        where: the place of the record, for complaints.
+        field: the field that contains a text; None for the forms above.
+        folder: the folder of relative image paths; None: the working directory.
     """
     if not isinstance(record, Mapping):
         return f"{where}: not an object but {type(record).__name__}"
     try:
         if field is not None:
             return _text(record, where, field)
-        found = (
+        example = (
             _chat(record, where, images := _Images(record, folder or Path()))
             or _prompted(record, where)
             or _alpaca(record, where)
             or _text(record, where, "text", _EXPECTED)
         )
-        return images.placed(found)
+        return images.placed(example)
     except _Unusable as error:
         return f"{where}: {error}"
 
@@ -158,9 +157,6 @@ def _not_empty(text: str, field: str) -> str:
     return text
 
 
-# --- chats ----------------------------------------------------------------------------------------
-
-
 def _chat(record: Mapping[str, Any], where: str, images: _Images) -> Example | None:
     prompt, completion = record.get("prompt"), record.get("completion")
     given: Sequence[Any] = ()
@@ -181,7 +177,7 @@ def _chat(record: Mapping[str, Any], where: str, images: _Images) -> Example | N
 
 
 def _listed(record: Mapping[str, Any], field: str) -> list[Any] | None:
-    """A field that is a list, or a list as JSON (in a table every cell is a string)."""
+    """Return a field that is a list, or a list in JSON (in a table every cell is a string)."""
     value = record.get(field)
     if isinstance(value, str) and value.strip():
         value = _parsed(value, field)
@@ -191,7 +187,7 @@ def _listed(record: Mapping[str, Any], field: str) -> list[Any] | None:
 
 
 def _turn(message: Any, images: _Images) -> dict[str, Any]:
-    """A message as chat templates take it."""
+    """Convert a message to the form of chat templates."""
     if not isinstance(message, Mapping):
         raise _Unusable("a message must hold the strings role and content (or from and value)")
     role, content, calls = (message.get(name) for name in ("role", "content", "tool_calls"))
@@ -210,7 +206,7 @@ def _turn(message: Any, images: _Images) -> dict[str, Any]:
     if isinstance(content, str) and images.listed and IMAGE in content:
         content = images.cut(content)
     if isinstance(content, list) and role == "assistant":
-        raise _Unusable("an image in a message of the assistant, which no model here can write")
+        raise _Unusable("an image in a message of the assistant, which no model here can generate")
     if content is None and calls:
         content = ""
     if not isinstance(role, str) or not isinstance(content, str | list):
@@ -223,12 +219,12 @@ def _turn(message: Any, images: _Images) -> dict[str, Any]:
 
 
 def _part(part: Any, images: _Images) -> dict[str, str]:
-    """A part of a message's content, without the source of its image."""
+    """Convert a part of a message's content, without the source of its image."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind in ("image", "image_url"):
-        images.found.append(images.read({**part, "type": None}))
+        images.parts.append(images.read({**part, "type": None}))
         return {"type": "image"}
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
@@ -237,16 +233,16 @@ def _part(part: Any, images: _Images) -> dict[str, str]:
 
 
 class _Images:
-    """The images of a record: those that it lists, and those that its messages name.
+    """The images of a record.
 
     Attributes:
-        listed: of the fields `image` and `images`.
-        found: of the parts of messages, in their order; None for the next one that is listed.
+        listed: images in the fields `image` and `images`.
+        parts: images of parts of messages, in order; None for the next listed one.
     """
 
     def __init__(self, record: Mapping[str, Any], folder: Path) -> None:
         self._folder = folder
-        self.found: list[Picture | None] = []
+        self.parts: list[Picture | None] = []
         values = [record[name] for name in ("image", "images") if record.get(name)]
         self.listed = [
             self.read(one)
@@ -255,7 +251,7 @@ class _Images:
         ]
 
     def read(self, value: Any) -> Picture | None:
-        """An image; None of a part that is but a place for one."""
+        """Read an image; return None for a part without a source."""
         if isinstance(value, Mapping) and not any(value.values()):
             return None
         try:
@@ -264,35 +260,35 @@ class _Images:
             raise _Unusable(str(error)) from error
 
     def cut(self, content: str) -> list[dict[str, str]]:
-        """A message with IMAGE in it, in parts."""
+        """Split a message at each IMAGE into parts."""
         first, *others = content.split(IMAGE)
         parts = [{"type": "text", "text": first}] if first else []
         for text in others:
-            self.found.append(None)
+            self.parts.append(None)
             parts.append({"type": "image"})
             parts += [{"type": "text", "text": text}] if text else []
         return parts
 
     def placed(self, example: Example) -> Example:
-        """The example with its images, each at its place."""
+        """Return the example with its images, each at its place."""
         if example.messages is None:
             strings = [example.text or "", example.prompt or "", example.completion or ""]
-            self.found = [None] * (sum(map(str.count, strings, [IMAGE] * 3)) if self.listed else 0)
-        if self.listed and not self.found:
+            self.parts = [None] * (sum(map(str.count, strings, [IMAGE] * 3)) if self.listed else 0)
+        if self.listed and not self.parts:
             example = _led(example, len(self.listed))
-            self.found = [None] * len(self.listed)
-        places = self.found.count(None)
+            self.parts = [None] * len(self.listed)
+        places = self.parts.count(None)
         if places != len(self.listed):
             raise _Unusable(f"{len(self.listed)} images, and {places} places for them")
         if example.completion and self.listed and IMAGE in example.completion:
-            raise _Unusable("an image in the completion, which no model here can write")
+            raise _Unusable("an image in the completion, which no model here can generate")
         listed = iter(self.listed)
-        images = tuple(next(listed) if image is None else image for image in self.found)
+        images = tuple(next(listed) if image is None else image for image in self.parts)
         return replace(example, images=images) if images else example
 
 
 def _led(example: Example, images: int) -> Example:
-    """The example with places for images before the first thing that the user says."""
+    """Insert places for images before the first user message."""
     lead = IMAGE * images
     if example.messages is None:
         name = "prompt" if example.text is None else "text"
@@ -300,7 +296,7 @@ def _led(example: Example, images: int) -> Example:
     turns = list(example.messages)
     at = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
     if at is None:
-        raise _Unusable("images, and no message of the user that they could stand in")
+        raise _Unusable("images, but no user message to put them in")
     content = turns[at]["content"]
     given = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts = [*({"type": "image"} for _ in range(images)), *given]
@@ -309,7 +305,7 @@ def _led(example: Example, images: int) -> Example:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """A tool call; its arguments may have come as JSON, as OpenAI's API gives them."""
+    """Convert a tool call, whose arguments may be JSON as in OpenAI's API."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _Unusable("a tool call must hold function, with name and arguments")
@@ -318,9 +314,9 @@ def _call(call: Any) -> dict[str, Any]:
         arguments = _parsed(arguments, f"arguments of {function['name']}")
     if not isinstance(arguments, Mapping):
         raise _Unusable(f"arguments of {function['name']} are not an object")
-    own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     function = {"name": function["name"], "arguments": _plain(arguments)}
-    return {**own, "type": "function", "function": function}
+    return {**call_id, "type": "function", "function": function}
 
 
 def _parsed(text: str, what: str) -> Any:
@@ -331,5 +327,5 @@ def _parsed(text: str, what: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The same in JSON's own types (a table may hold dates)."""
+    """Convert to JSON's types (a table may contain dates)."""
     return json.loads(json.dumps(value, default=str))

@@ -1,16 +1,16 @@
-"""The text of an example as a tokenizer gets it, and which stretches of it are to be learned.
+"""Format an example as a tokenizer's input, and locate the parts to be learned.
 
-A turn of the assistant is learned from the end of the generation prompt to where the template has
-ended the turn: thoughts, content, tool calls and end-of-turn token, as the whole conversation shows
-them. Templates rewrite earlier turns (Qwen3 and gpt-oss drop thoughts, Mistral moves the tools), so
-what the first messages render to is no prefix of the whole; contents repeat, so they cannot be
-searched for. Instead the conversation is rendered once more with marks in it: rare characters at
-the edges of each content and thought, inside the whitespace that templates strip and beside the
-`</think>` that they split at, and behind the name of each tool call. Without its marks the second
-text must equal the first, so they tell which part of which message stands where. What precedes a
-turn's first mark is then compared with what the template writes there as a generation prompt, and
-what follows its last one with how a conversation ends there. Where the template has
-`{% generation %}`, its blocks are taken, less that prompt.
+A turn of the assistant is learned from the end of the generation prompt to the template's end of
+the turn: thoughts, content, tool calls and end-of-turn token, as in the whole conversation.
+Templates rewrite earlier turns (Qwen3 and gpt-oss drop thoughts, Mistral moves the tools), so the
+rendered first messages are not a prefix of the whole; contents repeat, so they cannot be searched
+for. Instead the conversation is rendered again with marks: rare characters at the edges of each
+content and thought, inside the whitespace that templates strip and beside the `</think>` that they
+split at, and after the name of each tool call. Without its marks the second text must equal the
+first, so the marks give the place of each part of each message. The text before a turn's first mark
+is then compared with the template's generation prompt, and the text after its last mark with the
+end of a conversation. If the template has `{% generation %}`, its blocks are used, without that
+prompt.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _Mark = tuple[int, int, str]  # position, number of the message, part: c(ontent)
 
 @dataclass(frozen=True)
 class Rendered:
-    """A string, and the spans of it that count: (begin, end, characters of the text itself).
+    """A string with the spans that count: (begin, end, characters of the content itself).
 
     Attributes:
         text: the string.
-        spans: none where nothing of it can be learned.
+        spans: empty if nothing can be learned.
         left_out: what is not learned, and why.
-        turns: of the assistant, how many are `there`, `learned`, and `lost` as they could not be
-            located; and of how many earlier ones thoughts are `hidden` by the template's design.
+        turns: number of assistant turns `there`, `learned`, and `lost` because they could not be
+            located; and of earlier ones whose thoughts are `hidden` by the template.
     """
 
     text: str
@@ -64,7 +64,7 @@ class Rendered:
 def render(
     example: Example, tokenizer: PreTrainedTokenizerFast, template: str | None = None
 ) -> Rendered:
-    """The text of an example and what counts; `template`: one that is not the tokenizer's."""
+    """Format an example, with `template` instead of the tokenizer's chat template if given."""
     if example.messages is None:
         prompt, learned = example.prompt or "", example.text or example.completion or ""
         whole = prompt + learned
@@ -72,7 +72,7 @@ def render(
     if not (template or tokenizer.chat_template):
         raise InputError(
             f"{example.where}: messages need a chat template, and the tokenizer "
-            f"{tokenizer.name_or_path!r} has none: take the tokenizer of a chat model, set "
+            f"{tokenizer.name_or_path!r} has none: use the tokenizer of a chat model, set "
             "tokenizer.chat_template, or write the data as prompt and completion"
         )
     roles = [message["role"] for message in example.messages]
@@ -85,7 +85,7 @@ def render(
 
 
 def check_located(name: str, turns: Counter[str], left_out: Sequence[str]) -> None:
-    """Raise InputError where more than 1 % of a data set's turns were not located."""
+    """Raise InputError if more than 1 % of a data set's turns were not located."""
     if 100 * turns["lost"] > turns["there"]:
         first = next(line for line in left_out if _NOT_LOCATED in line)
         raise InputError(
@@ -96,7 +96,7 @@ def check_located(name: str, turns: Counter[str], left_out: Sequence[str]) -> No
 
 
 def describe_turns(turns: Counter[str]) -> str:
-    """Say how many turns are learned of those that are there; nothing where there are none.
+    """Describe how many turns are learned; empty if there are none.
 
     >>> describe_turns(Counter(there=3, learned=2, hidden=1))
     '2 of 3 turns of the assistant are learned; the template hides the thoughts of 1 earlier turn'
@@ -115,17 +115,17 @@ def show_chat(
     *,
     prompt: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return what a chat template makes of messages, and where its `{% generation %}` blocks are.
+    """Apply a chat template; return the text, and the places of its `{% generation %}` blocks.
 
     Args:
         messages: of the chat.
         tools: JSON schemas.
         tokenizer: of transformers, with a chat template.
-        template: one that is not the tokenizer's.
-        prompt: whether the generation prompt is added.
+        template: used instead of the tokenizer's.
+        prompt: whether to add the generation prompt.
 
     Raises:
-        TemplateError: the template fails, in whatever way.
+        TemplateError: the template fails for any reason.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -148,7 +148,7 @@ def show_chat(
             texts, blocks = show(messages)
         except TypeError:  # DeepSeek's templates add the arguments to strings
             texts, blocks = show([_with_calls(message, in_json) for message in messages])
-    except Exception as error:  # each template has its own way to fail
+    except Exception as error:  # templates fail in many ways
         reason = " ".join(str(error).split())[:200]
         raise TemplateError(f"refuses the messages: {reason}") from error
     return texts[0], blocks[0] if blocks else []
@@ -157,14 +157,14 @@ def show_chat(
 def _with_calls(
     message: Mapping[str, Any], change: Callable[[int, Mapping[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """A message with other functions in its tool calls."""
+    """Return a message with changed functions in its tool calls."""
     calls = enumerate(message.get("tool_calls", ()))
     changed = [{**call, "function": change(n, call["function"])} for n, call in calls]
     return {**message, "tool_calls": changed} if changed else dict(message)
 
 
 class _Chat:
-    """A conversation under a template."""
+    """A conversation formatted by a template."""
 
     def __init__(self, example: Example, tokenizer: Any, template: str | None) -> None:
         messages, self._where, self._tools = example.messages or (), example.where, example.tools
@@ -176,8 +176,6 @@ class _Chat:
         self._shown = cache(self._show)
 
     def _mark(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message with marks."""
-
         def mark(part: str, size: int) -> str:
             self._sizes[i][part] = size
             return f"\U00013000{i}{part}\U00013001"
@@ -187,7 +185,7 @@ class _Chat:
             return text.replace(core, core.join([mark(part, size)] * 2), 1) if core else text
 
         def spoken(text: str) -> str:
-            if message["role"] != "assistant":  # templates ask whether a user's is <tool_response>
+            if message["role"] != "assistant":  # templates look for a user's <tool_response>
                 return text if text.lstrip().startswith("<") else edged(text, "c", 0)
             before, close, answer = text.rpartition("</think>")
             begin, tag, thought = before.rpartition("<think>")
@@ -208,7 +206,7 @@ class _Chat:
         return {**_with_calls(message, called), **thoughts, "content": content}
 
     def _show(self, upto: int, prompt: bool = False) -> tuple[str, list[_Mark]]:
-        """What the template shows of the first messages, and where their marks were."""
+        """Render the first messages; return the text, and the places of their marks."""
         text, _ = show_chat(self._marked[:upto], self._tools, *self._chosen, prompt=prompt)
         marks, cut = {}, 0
         for n, match in enumerate(_MARK.finditer(text)):
@@ -219,7 +217,7 @@ class _Chat:
         return _MARK.sub("", text), [*marks.values()]
 
     def rendered(self, turns: Sequence[int]) -> Rendered:
-        """The text with the spans of these turns."""
+        """Return the text with the spans of these turns."""
         spans, lost, hidden = [], [], 0
         try:
             whole, marks = self._shown(len(self._messages))
@@ -231,7 +229,7 @@ class _Chat:
                 parts = {part for _, message, part in marks if message == i}
                 hidden += self._hides(i, parts)
                 located = self._by_marks(i, marks)
-            else:  # the marks have disturbed the template
+            else:  # the marks changed what the template does
                 parts, located = sizes.keys(), self._by_prefixes(i)
             characters = [0] * (len(located) - 1) + [sum(sizes[part] for part in parts)]
             spans += [(*span, n) for span, n in zip(located, characters, strict=False)]
@@ -241,7 +239,7 @@ class _Chat:
         return Rendered(self._text, tuple(spans), tuple(lost), counts + Counter(hidden=hidden))
 
     def _hides(self, i: int, shown: set[str]) -> bool:
-        """Whether a thought of an earlier turn is left out; what never is shown is refused."""
+        """Return whether an earlier thought is hidden; raise if a part is never shown."""
         absent = self._sizes[i].keys() - shown
         if not absent or not shown and absent == {"c"}:  # the whole turn, which is not located
             return False
@@ -252,7 +250,7 @@ class _Chat:
         return True
 
     def _by_prefixes(self, i: int) -> list[tuple[int, int]]:
-        """Where a turn stands if what the first messages render to begins the whole."""
+        """Locate a turn if the rendered first messages are a prefix of the whole."""
         message, earlier = self._messages[i], self._messages[:i]
         before = show_chat(earlier, self._tools, *self._chosen, prompt=True)[0] if i else ""
         after, _ = show_chat([*earlier, message], self._tools, *self._chosen)
@@ -263,7 +261,7 @@ class _Chat:
         return [(len(before), len(after))] if whole else []
 
     def _by_marks(self, i: int, marks: list[_Mark]) -> list[tuple[int, int]]:
-        """Return where a turn stands; nothing if that is unknown."""
+        """Locate a turn by its marks; empty if its place is unknown."""
         at = [n for n, (_, message, _) in enumerate(marks) if message == i]
         if not at or at != [*range(at[0], at[-1] + 1)]:
             return []
@@ -277,19 +275,19 @@ class _Chat:
         return [] if begin is None or end is None else [(begin, end)]
 
     def _begin(self, i: int, marks: list[_Mark], at: int) -> int | None:
-        """Where the generation prompt before a turn ends, whose first mark is the one `at`."""
+        """Return the end of the generation prompt before a turn whose first mark is number `at`."""
         if i:
             return self._edge(i, marks[at - 1] if at else (0, -1, ""), marks[at][0], prompt=True)
-        # No message is before it: what a prompt adds behind all stands before it, too.
+        # No message precedes it: the prompt added after all messages also precedes it.
         more, _ = self._shown(len(self._messages), prompt=True)
         prompt = more[_common(self._text, more) :]
         place = self._text.rfind(prompt, 0, marks[at][0])
         return place + len(prompt) if prompt and place >= 0 else 0
 
     def _edge(self, upto: int, mark: _Mark, stop: int, *, prompt: bool = False) -> int | None:
-        """Where the first messages (and a generation prompt) end, behind their last mark.
+        """Return the end of the first messages (and a generation prompt) after their last mark.
 
-        The same text between two marks has the same edge, which is kept for other conversations.
+        The same text between two marks has the same edge, which is cached for other conversations.
         """
         gap, role = self._text[mark[0] : stop], self._messages[upto - 1]["role"]
         key = (self._template, bool(self._tools), role, mark[2], prompt, gap)
@@ -303,7 +301,7 @@ class _Chat:
         return None if length is None else mark[0] + length
 
     def _reach(self, gap: str, mark: _Mark, upto: int, prompt: bool) -> int | None:
-        """How far what the first messages have behind their last mark reaches into a gap."""
+        """Return how far the text after the last mark of the first messages extends into a gap."""
         text, marks = self._shown(upto, prompt=prompt)
         last = marks[-1] if marks else (0, -1, "")
         tail = text[last[0] :]
@@ -311,7 +309,7 @@ class _Chat:
             return None
         if gap.startswith(tail):
             return len(tail)
-        # The prompt may hold `<think>`, which the turn does not; the last turn may end with EOS.
+        # The prompt may contain `<think>`, unlike the turn; the last turn may end with EOS.
         common = _common(gap, tail)
         if _CONTROL.search(gap, 0, common):
             return common
@@ -320,6 +318,6 @@ class _Chat:
 
 
 def _common(text: str, other: str) -> int:
-    """How far two texts are the same, without a control token that would be cut."""
+    """Return the length of the common prefix, without a partial control token."""
     end = len(os.path.commonprefix([text, other]))
     return next((m.start() for m in _CONTROL.finditer(text) if m.start() < end < m.end()), end)

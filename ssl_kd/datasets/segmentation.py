@@ -1,8 +1,8 @@
-"""Two tokenizers on one text: where both cut it, and what stands between the cuts.
+"""Align two tokenizations of one text.
 
-Each side is reduced to one number a token, its `ends`: the character after the smallest stretch of
-text that holds the token and whose borders no token crosses. The common segmentation is then the
-intersection of two sorted sets, and a batch of rows is aligned at once, without a loop over tokens.
+Each side is reduced to one number per token, its `ends`: the end of the smallest stretch of text
+that contains the token and whose borders no token crosses. The common segmentation is then the
+intersection of two sorted sets, computed for a batch of rows at once.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ _SPACES = np.array([c for c in range(0x3001) if chr(c).isspace()])
 def partition(text: str, offsets: np.ndarray, special: np.ndarray | None = None) -> np.ndarray:
     """Turn a tokenizer's offsets into a partition of the text.
 
-    A cut stands between two tokens where no token before reaches beyond it and none after begins
-    before it; tokens that overlap, such as the bytes of one character, stay together. Characters
-    that no token claims (spaces that some offsets leave out, marks that normalisation composed,
-    what a tokenizer drops) go to the token before, up to the first space; from there on to the
-    token after.
+    A cut is between two tokens if no token before reaches beyond it and no token after begins
+    before it; overlapping tokens, such as the bytes of one character, stay together. Characters
+    without a token (spaces that some offsets leave out, marks composed by normalization) belong to
+    the token before, up to the first space; from there on to the token after.
 
     Args:
-        text: what was tokenized, in characters (code points).
+        text: the tokenized text, in characters (code points).
         offsets: `[token, 2]`, begin and end of each token.
-        special: `[token]` bool, tokens that stand for no text (BOS, EOS); None for none.
+        special: `[token]` bool, tokens without text (BOS, EOS); None for none.
 
     Returns:
-        `[token]` int64, the end of the stretch that holds each token; 0 for a special one. It never
-        falls from one token to the next, and the last is `len(text)`: stretch by stretch, every
-        character is covered once.
+        `[token]` int64, the end of the stretch that contains each token; 0 for a special one. It
+        never decreases, and the last is `len(text)`: the stretches cover every character once.
 
     >>> partition("a cat", np.array([[0, 1], [2, 4], [3, 5]]))  # the space is left out; "a" twice
     array([1, 5, 5])
@@ -52,7 +50,7 @@ def partition(text: str, offsets: np.ndarray, special: np.ndarray | None = None)
     spaces = np.append(np.flatnonzero(np.isin(characters, _SPACES)), len(text))
     cuts = np.minimum(spaces[np.searchsorted(spaces, reach)], ahead)
     clean = np.flatnonzero((reach <= ahead) & (cuts > 0) & (cuts < len(text)))
-    # Of tokens without a width, those at a cut go to the stretch after it: a prefix before a word.
+    # A token of width 0 at a cut belongs to the stretch after it: a prefix before a word.
     cuts, first = np.unique(cuts[clean], return_index=True)
     stretch = np.searchsorted(clean[first], np.arange(len(inside)))
     ends[inside] = np.append(cuts, len(text))[stretch]
@@ -60,10 +58,10 @@ def partition(text: str, offsets: np.ndarray, special: np.ndarray | None = None)
 
 
 class Alignment(NamedTuple):
-    """The finest segmentation that two partitions share.
+    """The finest segmentation common to two partitions.
 
     Attributes:
-        ends: `[group]`, the character after each group, ascending.
+        ends: `[group]`, the end of each group, ascending.
         student: `[token]`, the group of each student token, ascending; -1 for a special one.
         teacher: `[token']`, the same of the teacher.
     """
@@ -80,9 +78,6 @@ def align(student_ends: np.ndarray, teacher_ends: np.ndarray) -> Alignment:
         student_ends: from `partition`; `[token]`, 0 for special tokens.
         teacher_ends: `[token']`, of the same text.
 
-    Returns:
-        The groups, none where one side has no token.
-
     >>> # BOS, "ab", "c", "de" and "a", "bc", "de"
     >>> align(np.array([0, 2, 3, 5]), np.array([1, 3, 5]))
     Alignment(ends=array([3, 5]), student=array([-1,  0,  0,  1]), teacher=array([0, 0, 1]))
@@ -97,31 +92,20 @@ def align(student_ends: np.ndarray, teacher_ends: np.ndarray) -> Alignment:
 
 
 def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Refuse a tokenizer that does not give the positions of its tokens.
-
-    Raises:
-        ValueError: it gives no offsets.
-    """
+    """Raise InputError for a tokenizer that gives no offsets."""
     if not tokenizer.is_fast:
         raise InputError(
-            f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer, as "
-            "AutoTokenizer.from_pretrained does where tokenizer.json is there"
+            f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer, which "
+            "AutoTokenizer.from_pretrained loads if there is a tokenizer.json"
         )
 
 
 class TextReader:
-    """A tokenizer with the positions of its tokens in the text.
+    """A fast tokenizer with correct positions of its tokens in the text.
 
-    Some tokenizers drop characters that they do not know silently, and count the offsets
-    after them too short. Such characters are found by asking once about each, and left out before
-    tokenizing: the ids stay those of the text as it is (but for a space that a tokenizer prefixes
-    to a text that begins with such a character), and the offsets are right.
-
-    Args:
-        tokenizer: a fast one.
-
-    Raises:
-        ValueError: it gives no offsets.
+    Some tokenizers silently drop unknown characters, and give too small offsets after them. Such
+    characters are found by tokenizing each one once, and removed before tokenizing: the ids do not
+    change (except for a space that a tokenizer prefixes to a text that begins with one).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -130,14 +114,11 @@ class TextReader:
         self._dropped: dict[str, bool] = {}
 
     def read(self, text: str, *, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Tokenize a text.
+        """Return ids and ends (see `partition`) of a text, `[token]` int64 each.
 
         Args:
             text: any string without half surrogate pairs.
-            special: with the tokens that the tokenizer itself puts around a text.
-
-        Returns:
-            ids and ends, `[token]` int64 each; see `partition`.
+            special: include the special tokens that the tokenizer itself adds.
         """
         dropped = self._drops(text)
         kept = [i for i, c in enumerate(text) if c not in dropped] if dropped else range(len(text))
@@ -153,12 +134,12 @@ class TextReader:
         if dropped:
             begins, ends = np.array([*kept, len(text)]), np.array([0, *(i + 1 for i in kept)])
             offsets = np.stack([begins[offsets[:, 0]], ends[offsets[:, 1]]], axis=1)
-        # A space may have no width either, and is text: the tokenizer's own mask decides.
+        # A space may also have width 0, and is text: the tokenizer's own mask decides.
         outside = empty & np.array(encoded["special_tokens_mask"], dtype=bool)
         return np.array(encoded["input_ids"], dtype=np.int64), partition(text, offsets, outside)
 
     def _drops(self, text: str) -> set[str]:
-        """Characters of the text that leave no trace between two others."""
+        """Return the characters of the text that leave no token between two others."""
         present = set(text)
         new = sorted(present - self._dropped.keys())
         if new:

@@ -1,4 +1,4 @@
-"""Text and tokens that outgrow memory: beyond a size they lie in temporary files."""
+"""Collections that move to temporary files when they outgrow memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,21 +20,19 @@ from ssl_kd.errors import InputError
 logger = logging.getLogger(__name__)
 
 IN_MEMORY = 1 << 30
-"""Bytes of one collection, or of one column, up to which it stays in memory."""
+"""Largest size in bytes of a collection or a column in memory."""
 
 T = TypeVar("T")
 
 
 class SpilledSequence(Sequence[T]):
-    """Items that are kept pickled: in memory, or in a temporary file once beyond `IN_MEMORY`.
-
-    The file has no name, lies where `tempfile` puts it (TMPDIR) and is gone with the process.
+    """Pickled items in memory, or in a temporary file (in TMPDIR) beyond `IN_MEMORY` bytes.
 
     Args:
-        items: what can be pickled; read once.
+        items: picklable items; iterated once.
 
     Raises:
-        InputError: the disk has no room.
+        InputError: the disk is full.
     """
 
     def __init__(self, items: Iterable[T] = ()) -> None:
@@ -54,11 +52,7 @@ class SpilledSequence(Sequence[T]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
-    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(len(self))[index])
         index = range(len(self))[index]
@@ -70,11 +64,7 @@ class SpilledSequence(Sequence[T]):
 
 
 def filled_array(rows: int, width: int, dtype: Any, fill: int = 0) -> np.ndarray:
-    """Return an array `[rows, width]` of one value; larger than `IN_MEMORY`, mapped from a file.
-
-    Raises:
-        InputError: the disk has no room.
-    """
+    """Return an array `[rows, width]` of one value, beyond `IN_MEMORY` bytes mapped from a file."""
     dtype = np.dtype(dtype)
     if (size := rows * width * dtype.itemsize) <= IN_MEMORY:
         return np.full((rows, width), fill, dtype)
@@ -82,26 +72,26 @@ def filled_array(rows: int, width: int, dtype: Any, fill: int = 0) -> np.ndarray
     block = np.full((height, width), fill, dtype)
     _log_spill()
     with _explain_full_disk(size), tempfile.TemporaryFile() as file:
-        for _ in range(math.ceil(rows / height)):  # not sparse: a full disk fails here, not later
+        for _ in range(math.ceil(rows / height)):  # not sparse, so that a full disk fails here
             file.write(block.data)
         file.flush()
         return np.memmap(file, dtype, "r+", shape=(rows, width))
 
 
 def _log_spill() -> None:
-    message = "text larger than %.1f GiB: it lies in temporary files in %s (TMPDIR)"
+    message = "the text is larger than %.1f GiB: using temporary files in %s (TMPDIR)"
     logger.info(message, IN_MEMORY / 2**30, tempfile.gettempdir())
 
 
 @contextlib.contextmanager
 def _explain_full_disk(size: int) -> Iterator[None]:
-    """Raise InputError with the ways out in place of the system's error of a full disk."""
+    """Replace the error of a full disk by an InputError with the way out."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise InputError(
-            f"the text is larger than memory should hold, and {tempfile.gettempdir()} has no room "
-            f"for {size:,} bytes of it: set TMPDIR to a folder of a larger disk, or read less"
+            f"the text needs {size:,} bytes of temporary files, and {tempfile.gettempdir()} is "
+            "full: set TMPDIR to a folder of a larger disk, or read less"
         ) from error

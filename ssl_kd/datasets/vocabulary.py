@@ -1,4 +1,4 @@
-"""What two vocabularies have in common: the texts of their tokens, as bytes."""
+"""The common part of two vocabularies: the texts of their tokens, as bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerFast) -> list[bytes | None]:
-    """What text each token stands for, as bytes; None for special tokens.
+    """Return the text of each token as bytes; None for special tokens.
 
-    Byte-level BPE, SentencePiece with byte tokens, and WordPiece (where a word brings the space
-    before it along) come to the same form.
+    Byte-level BPE, SentencePiece with byte tokens, and WordPiece (in which a word includes the
+    space before it) give the same form.
     """
     model = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = {
@@ -50,7 +50,7 @@ def token_texts(tokenizer: PreTrainedTokenizerFast) -> list[bytes | None]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes bytes with (Radford et al., 2019)."""
+    """Return the characters that represent bytes in byte-level BPE (Radford et al., 2019)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -60,16 +60,16 @@ _BYTE_OF = _byte_alphabet()
 
 
 class SharedVocabulary(NamedTuple):
-    """Two vocabularies carried onto the token texts that both have.
+    """Maps of two vocabularies to the token texts that both have.
 
-    A token that only one side has counts as the longest common text it begins with: where the
-    teacher has " Lily" and the student must begin with " L", the teacher's mass goes to " L".
-    Leaving such mass out would teach the student that names never come.
+    A token that only one side has is mapped to the longest common text that it begins with: if the
+    teacher has " Lily" and the student only " L", the teacher's probability goes to " L". Dropping
+    it would teach the student that names never come.
 
     Attributes:
         student: class of each student token.
         teacher: class of each teacher token.
-        student_exact: `[tokens]` bool, its text is that of its class.
+        student_exact: `[tokens]` bool, whether its text is that of its class.
         teacher_exact: the same of the teacher.
     """
 
@@ -79,12 +79,12 @@ class SharedVocabulary(NamedTuple):
     teacher_exact: Tensor
 
     def same_text(self, student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
-        """Whether the tokens of each pair stand for the same text; `[n]` bool."""
+        """Return whether the tokens of each pair have the same text, `[n]` bool."""
         alike = self.student.classes[student_ids] == self.teacher.classes[teacher_ids]
         return alike & self.student_exact[student_ids] & self.teacher_exact[teacher_ids]
 
     def to(self, device: torch.device | str) -> SharedVocabulary:
-        """The same on a device."""
+        """Move the tensors to a device."""
         student, teacher = (VocabularyMap(m.classes.to(device), m.size) for m in self[:2])
         return SharedVocabulary(
             student, teacher, self.student_exact.to(device), self.teacher_exact.to(device)
@@ -94,11 +94,7 @@ class SharedVocabulary(NamedTuple):
 def shared_vocabulary(
     student_tokenizer: PreTrainedTokenizerFast, teacher_tokenizer: PreTrainedTokenizerFast
 ) -> SharedVocabulary:
-    """Find what two vocabularies have in common.
-
-    Raises:
-        ValueError: they have no text of a token in common.
-    """
+    """Map two vocabularies to their common token texts; raise InputError if there are none."""
     sides = [token_texts(student_tokenizer), token_texts(teacher_tokenizer)]
     common = sorted((set(sides[0]) & set(sides[1])) - {None, b""})  # pyright: ignore[reportArgumentType]
     if not common:
@@ -114,6 +110,6 @@ def shared_vocabulary(
 
 def _longest(text: bytes | None, number: dict[bytes | None, int]) -> int:
     for stop in range(len(text or b""), 0, -1):
-        if (found := number.get(text[:stop])) is not None:  # pyright: ignore[reportOptionalSubscript]
-            return found
+        if (common := number.get(text[:stop])) is not None:  # pyright: ignore[reportOptionalSubscript]
+            return common
     return len(number)

@@ -22,7 +22,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import Self
 
-from ssl_kd.datasets.in_memory import as_array
+from ssl_kd.datasets.features import as_array
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, atomic_write_json, sha256_file
 from ssl_kd.guard.events import EventLog
@@ -60,7 +60,7 @@ class MultiHeadClusterer(
     and `random_state` are settings of `config.py`, with their meaning, range and default. The same
     embeddings and seed give the same answer as a run of `train.py`.
 
-    Inputs are `[n, n_features]`: NumPy arrays, data frames (of numbers, or one column of lists), or
+    Inputs are `[n, n_features]`: NumPy arrays, data frames of numbers, or
     tensors of any dtype and device; computed in float32, whatever autocast, gradient mode, default
     dtype or device is set around it. Outputs are NumPy arrays. Global random states stay as they
     were.

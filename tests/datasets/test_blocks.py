@@ -101,8 +101,7 @@ def test_every_target_once_whatever_the_tokenizer(any_tokenizer, packing):
     assert blocks.left_out == ()
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("block_size", [7, 64, 512])
+@pytest.mark.parametrize(("packing", "block_size"), [(True, 7), (False, 64), (True, 512)])
 def test_characters_are_those_of_the_text(any_tokenizer, packing, block_size):
     texts = (*STORIES, "  two  spaces, é and \n\nlines ", "a", "now 5 %")
     blocks = make_blocks(dataset(*texts), any_tokenizer, block_size, packing=packing)
@@ -157,18 +156,9 @@ def test_no_token_is_lost_or_doubled(tokenizer, texts, block_size, data):
     assert (batch.documents.flatten()[places] == 1).all()
 
 
-@settings(max_examples=60, deadline=None)
-@given(text=st.text(min_size=1))
-def test_a_trained_tokenizer_gives_any_text_back(tokenizer, text):
-    ids = tokenizer(text)["input_ids"]
-    assert ids[0] == tokenizer.bos_token_id
-    assert tokenizer.decode(ids[1:]) == text
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_only_the_completion_counts(any_tokenizer, packing):
+def test_only_the_completion_counts(any_tokenizer):
     pairs = [("Tom has 2 cats. How many?\n", "2 cats"), ("Lily saw a", " big red ball.")]
-    blocks = make_blocks(dataset(*pairs), any_tokenizer, 64, packing=packing)
+    blocks = make_blocks(dataset(*pairs), any_tokenizer, 64)
     assert blocks.characters == sum(len(completion) for _, completion in pairs)
     # Packed rows hold the longest first; the pairs are in that order.
     for (ids, counts), (prompt, completion) in zip(pieces(blocks), pairs, strict=True):
@@ -309,29 +299,10 @@ def test_a_document_of_which_nothing_is_left():
         make_blocks(dataset("%%"), tok, 16)
 
 
-def test_long_documents_are_named_after_those_left_out(tokenizer):
-    blocks = make_blocks(dataset(*STORIES * 3), tokenizer, 8)
-    assert len(blocks.left_out) == 6
-    assert blocks.left_out[0].startswith("f:1: ") and "split into" in blocks.left_out[0]
-
-
-def test_another_end_token(shared_data):
-    tok = AutoTokenizer.from_pretrained(shared_data / "lm" / "stories3M")
-    usual = tok.eos_token_id
-    tok.eos_token = tok.bos_token
-    blocks = make_blocks(dataset(STORIES[0]), tok, 64)
-    ids, _ = pieces(blocks)[0]
-    assert (ids[0], ids[-1]) == (tok.bos_token_id, tok.bos_token_id)
-    assert usual not in blocks.ids
-
-
-def test_rows_are_filled_well_and_keep_the_order_of_the_documents():
-    assert best_fit([3, 9, 5, 1, 2], 10) == [[0, 2, 4], [1, 3]]
-
-
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60))
 def test_no_two_rows_would_fit_into_one(lengths):
+    assert best_fit([3, 9, 5, 1, 2], 10) == [[0, 2, 4], [1, 3]]  # in the order of the documents
     rows = best_fit(lengths, 30)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     used = sorted(sum(lengths[i] for i in row) for row in rows)
@@ -461,8 +432,9 @@ def losses(model, blocks, size):
     return torch.cat(found).sort().values
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ISOLATING)
+@pytest.mark.parametrize(
+    ("name", "attention"), [*((n, "sdpa") for n in ISOLATING), ("llama", "eager")]
+)
 def test_packed_documents_do_not_see_each_other(name, attention, tokenizer):
     model = build(ISOLATING[name], attention)
     assert isolates_documents(model)
@@ -491,26 +463,33 @@ def test_models_that_do_not_look_at_positions_are_found_out(name):
     assert not isolates_documents(build(LEAKING[name]))
 
 
-def test_a_model_that_takes_no_positions():
-    class Bare(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = torch.nn.Embedding(8, 4)
+class Bare(torch.nn.Module):
+    """Takes no positions."""
 
-        def get_input_embeddings(self):
-            return self.embedding
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 4)
 
-        def forward(self, input_ids):
-            return self.embedding(input_ids)
+    def get_input_embeddings(self):
+        return self.embedding
 
+    def forward(self, input_ids):
+        return self.embedding(input_ids)
+
+
+def test_a_model_without_positions_leaks():
     assert not isolates_documents(Bare())
 
 
-def test_a_model_that_says_nothing_proves_nothing(caplog):
+@pytest.mark.parametrize("output", ["the same for any input", "not finite"])
+def test_an_output_that_shows_nothing_is_no_leak(output, caplog):
     model = build(ISOLATING["llama"])
-    torch.nn.init.zeros_(model.lm_head.weight)
+    if output == "not finite":
+        model.model.norm.weight.data[0] = float("nan")
+    else:
+        torch.nn.init.zeros_(model.lm_head.weight)
     assert not isolates_documents(model)
-    assert "the output of LlamaForCausalLM is the same whatever it reads" in caplog.text
+    assert f"the output of LlamaForCausalLM is {output}" in caplog.text
     assert "attend to each other" not in caplog.text
 
 
@@ -526,11 +505,3 @@ def test_the_probe_leaves_everything_as_it_was():
     assert random.getstate() == random_states[1]
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_model_that_is_not_finite_is_not_said_to_leak(caplog):
-    model = build(ISOLATING["llama"])
-    model.model.norm.weight.data[0] = float("nan")
-    assert not isolates_documents(model)
-    assert "the output of LlamaForCausalLM is not finite" in caplog.text
-    assert "attend to each other" not in caplog.text

@@ -1,12 +1,10 @@
 import datetime
-import decimal
 import os
 import pickle
 import re
 
 import numpy as np
 import pytest
-import scipy.sparse
 import torch
 from PIL import Image
 from safetensors.torch import save_file
@@ -66,15 +64,15 @@ def list_columns(path, **columns):
     return path
 
 
-@pytest.mark.parametrize("name", ["embedding", "clip_emb", "vector ☃", "a.b", "Features"])
-def test_the_only_list_column_is_taken_whatever_it_is_called(tmp_path, name):
+@pytest.mark.parametrize("name", ["clip_emb", "a.b ☃"])
+def test_the_only_list_column_has_the_features_whatever_its_name(tmp_path, name):
     path = list_columns(tmp_path / "f.parquet", **{name: list(X), "label": Y, "url": ["a"] * 5})
     data = open_features(path)
     np.testing.assert_array_equal(data.features, X)
     assert data.labels is not None and data.labels.tolist() == Y.tolist()
 
 
-def test_of_several_list_columns_one_is_to_be_called_the_features(tmp_path):
+def test_one_of_several_list_columns_must_be_chosen(tmp_path):
     two = {"clip": list(X), "dino": list(X * 2)}
     with pytest.raises(InputError, match="2 columns of lists, clip, dino: .*--column clip"):
         open_features(list_columns(tmp_path / "f.parquet", **two))
@@ -121,19 +119,6 @@ def test_a_column_that_holds_no_lists_or_cannot_be_is_refused(tmp_path):
             open_features(tmp_path / name, column="clip")
 
 
-def test_a_column_of_categories_is_no_column_of_lists(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    kinds = pyarrow.array(list("aabba")).dictionary_encode()
-    data = open_features(list_columns(tmp_path / "f.parquet", clip=list(X), kind=kinds))
-    np.testing.assert_array_equal(data.features, X)
-
-
-@pytest.mark.parametrize("rows", [[[1.0, None], [2.0, 3.0]], [[1.0], [2.0, 3.0]], [None, [1.0]]])
-def test_lists_with_gaps_are_refused(tmp_path, rows):
-    with pytest.raises(InputError, match="clip are of several lengths or null"):
-        open_features(list_columns(tmp_path / "f.parquet", clip=rows))
-
-
 # --- Pictures of rows ---------------------------------------------------------------------------
 
 
@@ -155,19 +140,10 @@ def test_a_column_of_image_paths_gives_the_pictures(tmp_path, absolute):
                 give(row)
 
 
-def test_columns_of_numbers_have_pictures_too(tmp_path, caplog):
-    Image.new("L", (4, 4)).save(tmp_path / "a.png")
-    data = open_features(
-        list_columns(tmp_path / "f.parquet", a=X[:, 0], b=X[:, 1], p=["a.png"] * 5)
-    )
-    assert data.features.shape == (5, 2) and data.image(2).size == (4, 4)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
 @pytest.mark.parametrize(
     "path",
     ["secret.txt", "text.png", "pipe.png", "link.png", "folder.png", "x\0.png", "é" * 400 + ".png",
-     "/dev/zero", "../../../../../etc/passwd", "gone.png", "https://a.org/a.png", "\ud7ff\n.png"],
+     "/dev/zero", "gone.png", "\ud7ff\n.png"],
 )  # fmt: skip
 def test_only_images_are_given_out_by_a_path(tmp_path, path):
     for name in ("secret.txt", "text.png"):
@@ -188,13 +164,7 @@ def test_addresses_are_no_pictures_and_that_is_logged(tmp_path, caplog):
     caplog.set_level("INFO")
     urls = [f"https://example.org/{i}.jpg" for i in range(5)]
     data = open_features(pictured(tmp_path, urls))
-    assert not data.pictured and "no picture is shown, for its column shown" in caplog.text
-
-
-def test_a_sparse_matrix_of_scipy_is_refused_by_name(tmp_path):
-    scipy.sparse.save_npz(tmp_path / "s.npz", scipy.sparse.csr_array(X))
-    with pytest.raises(InputError, match=r"s.npz is a sparse matrix of SciPy.*toarray\(\)"):
-        open_features(tmp_path / "s.npz")
+    assert not data.pictured and "no images are shown: its column shown" in caplog.text
 
 
 def test_npy_stays_on_disk_and_labels_are_optional(tmp_path):
@@ -204,16 +174,11 @@ def test_npy_stays_on_disk_and_labels_are_optional(tmp_path):
     assert data.labels is None and data.class_names is None
 
 
-def test_labels_that_are_all_unknown_count_as_none(tmp_path):
-    np.savez(tmp_path / "f.npz", x=X, y=np.full(5, -1))
-    data = open_features(tmp_path / "f.npz")
-    assert data.labels is None and data.class_names is None
-
-
-def test_plain_tensors_and_bfloat16(tmp_path):
-    torch.save(torch.tensor(X).bfloat16(), tmp_path / "f.pt")
-    data = open_features(tmp_path / "f.pt")
-    np.testing.assert_allclose(data.features, X, rtol=1e-2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_plain_tensors_of_types_that_numpy_lacks(tmp_path, dtype):
+    x = torch.tensor(X).to(dtype)
+    torch.save(x, tmp_path / "f.pt")
+    assert open_features(tmp_path / "f.pt").features.tolist() == x.float().tolist()
 
 
 def test_a_pickle_with_code_is_refused(tmp_path):
@@ -229,48 +194,21 @@ def test_a_pickle_with_code_is_refused(tmp_path):
     assert not os.path.exists(marker)
 
 
-def test_what_a_pickle_asks_for_is_named(tmp_path):
-    torch.save(torch.nn.Linear(2, 3), tmp_path / "f.pt")
-    with pytest.raises(ValueError, match=r"f.pt .* asks for torch.nn.modules.linear.Linear, .*was"):
-        open_features(tmp_path / "f.pt")
-
-
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor")
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (torch.zeros(3, 2).to_sparse(), "sparse tensor: save its to_dense()"),
-        (torch.zeros(3, 2, device="meta"), "meta tensor"),
+        (torch.zeros(3, 2).to_sparse(), "pass a dense tensor"),
         ([[1.0, 2.0], [3.0]], "inhomogeneous"),
         (torch.zeros(3, 2, dtype=torch.complex64), "must be numbers"),
-        (torch.zeros(1, 1).expand(10**7, 10**5), "expanded tensor"),
         (torch.zeros(3, 0), "must be numbers"),
     ],
 )
-def test_tensors_that_are_no_plain_numbers_are_one_line(tmp_path, value, words):
+def test_values_that_are_no_plain_numbers_are_one_line(tmp_path, value, words):
     torch.save({"features": value}, tmp_path / "f.pt")
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
         open_features(tmp_path / "f.pt")
     assert "f.pt" in str(refused.value) and "\n" not in str(refused.value)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch says that its quantised tensors are to go
-def test_quantised_tensors_are_one_line(tmp_path):
-    x = torch.quantize_per_tensor(torch.rand(3, 2), 0.1, 0, torch.qint8)
-    torch.save({"features": x}, tmp_path / "f.pt")
-    with pytest.raises(ValueError, match="quantised tensor: save its dequantize"):
-        open_features(tmp_path / "f.pt")
-
-
-def test_float8_and_files_of_torchs_older_format(tmp_path):
-    x = torch.rand(3, 2).to(torch.float8_e4m3fn)
-    torch.save(x, tmp_path / "f.pt")
-    assert open_features(tmp_path / "f.pt").features.tolist() == x.float().tolist()
-
-
-def test_only_what_is_asked_for_is_read(tmp_path):
-    np.savez(tmp_path / "f.npz", x=X, junk=np.array([Payload("/nowhere")], dtype=object))
-    assert open_features(tmp_path / "f.npz").features.tolist() == X.tolist()
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "pt", "safetensors", "parquet"])
@@ -288,6 +226,8 @@ def test_unfit_contents_are_described(tmp_path):
     np.savez(path, something=X)
     with pytest.raises(ValueError, match="holds \\['something'\\]"):
         open_features(path)
+    np.savez(path, x=X, junk=np.array([Payload("/nowhere")], dtype=object))
+    assert open_features(path).features.tolist() == X.tolist()  # nothing else is read
     for bad in (X[0], np.zeros((0, 3)), np.array([["a"]]), np.zeros((2, 2, 2))):
         np.savez(path, x=bad)
         with pytest.raises(ValueError, match="must be numbers"):
@@ -351,33 +291,11 @@ def test_fingerprint_follows_values_and_labels(tmp_path):
 # --- Parquet ------------------------------------------------------------------------------------
 
 
-def test_an_index_of_pandas_is_no_feature(tmp_path):
-    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
-    frame = pandas.DataFrame(X, columns=list("abc")).assign(label=Y)
-    order = [3, 1, 4, 0, 2]
-    frame.to_parquet(tmp_path / "range.parquet")
-    np.testing.assert_array_equal(open_features(tmp_path / "range.parquet").features, X)
-    frame.iloc[order].to_parquet(tmp_path / "shuffled.parquet")
-    frame.set_index(pandas.Index(Y * 100, name="row")).to_parquet(tmp_path / "named.parquet")
-    shuffled, named = (open_features(tmp_path / f"{n}.parquet") for n in ("shuffled", "named"))
-    np.testing.assert_array_equal(shuffled.features, X[order])
-    np.testing.assert_array_equal(named.features, X)
-    assert shuffled.labels is not None and shuffled.labels.tolist() == Y[order].tolist()
-
-
-def test_an_index_that_another_program_kept_as_a_column_is_no_feature(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    columns = {"a": X[:, 0], "b": X[:, 1], "__index_level_0__": Y * 1000}
-    parquet.write_table(pyarrow.table(columns), tmp_path / "f.parquet")
-    assert open_features(tmp_path / "f.parquet").features.shape == (5, 2)
-
-
 def test_columns_that_are_no_numbers_are_named(tmp_path, caplog):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = {
         "a": X[:, 0],
         "flag": X[:, 1] > 0,
-        "price": [decimal.Decimal("1.5")] * 5,
         "species": ["x"] * 5,
         "when": [datetime.datetime(2026, 1, 1)] * 5,
         "kind": pyarrow.array(list("vwvwv")).dictionary_encode(),
@@ -386,26 +304,20 @@ def test_columns_that_are_no_numbers_are_named(tmp_path, caplog):
     path = tmp_path / "part=3" / "f.parquet"
     parquet.write_table(pyarrow.table(columns), path)
     data = open_features(path)
-    np.testing.assert_allclose(data.features, np.c_[X[:, 0], X[:, 1] > 0, np.full(5, 1.5)])
+    np.testing.assert_allclose(data.features, np.c_[X[:, 0], X[:, 1] > 0])
     assert "3 columns are not numbers and are left out of the features: species (string), when" in (
         caplog.text
     )
     assert "kind (dictionary" in caplog.text and "called one of labels, label" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [(["s", "t"], r"holds \['s', 't'\]; expected columns of numbers"), (["a", "a"], "of one name")],
-)
-def test_a_table_without_features_is_described(tmp_path, names, words):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.Table.from_arrays([pyarrow.array(["x"]), pyarrow.array(["y"])], names=names)
-    parquet.write_table(table, tmp_path / "f.parquet")
-    with pytest.raises(ValueError, match=words):
-        open_features(tmp_path / "f.parquet")
+def test_a_table_without_features_is_described(tmp_path):
+    path = list_columns(tmp_path / "f.parquet", s=["x"], t=["y"])
+    with pytest.raises(ValueError, match=r"holds \['s', 't'\]; expected columns of numbers"):
+        open_features(path)
 
 
-def test_what_the_labels_were_taken_for_is_said(tmp_path, caplog):
+def test_the_use_of_labels_and_ids_is_logged(tmp_path, caplog):
     caplog.set_level("INFO", "ssl_kd")
     np.savez(tmp_path / "f.npz", x=X, y=[-1, 1, 1, -1, 1])
     assert open_features(tmp_path / "f.npz").class_names == ("-1", "1")
@@ -413,17 +325,12 @@ def test_what_the_labels_were_taken_for_is_said(tmp_path, caplog):
     np.savez(tmp_path / "f.npz", x=X, y=[-1, 1, 0, -1, 1])
     assert open_features(tmp_path / "f.npz").class_names == ("0", "1")
     assert "2 of 5 samples have no label" in caplog.text
-
-
-def test_columns_that_are_taken_for_labels_and_ids_are_said(tmp_path, caplog):
-    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
-    caplog.set_level("INFO", "ssl_kd")
+    pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(X, columns=list("abc")).assign(y=Y, target=Y, id=Y)
-    frame.to_parquet(tmp_path / "f.parquet")
+    frame.set_index(pandas.Index(Y * 100, name="row")).to_parquet(tmp_path / "f.parquet")
     assert open_features(tmp_path / "f.parquet").features.shape == (5, 3)
-    assert "column target is taken for the labels" in caplog.text
-    assert "column id is taken for the ids" in caplog.text
-    assert "called like labels or ids: y. Rename" in caplog.text
+    assert "column target is used for the labels" in caplog.text
+    assert "column id is used for the ids" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -431,8 +338,9 @@ def test_columns_that_are_taken_for_labels_and_ids_are_said(tmp_path, caplog):
     [
         ({"a": [1.0, None], "b": [1.0, 2.0]}, "1 columns have nulls, the first is a with 1"),
         ({"a": [1.0, 2.0], "b": [True, None]}, "1 columns have nulls, the first is b with 1"),
-        ({"x": [[1.0, 2.0], [1.0]]}, "column x are of several lengths or null"),
         ({"x": [[1.0, 2.0], None]}, "column x are of several lengths or null"),
+        ({"x": [[1.0, 2.0], [1.0]]}, "column x are of several lengths or null"),
+        ({"x": [[1.0, None], [2.0, 3.0]]}, "column x are of several lengths or null"),
     ],
 )
 def test_rows_with_gaps_are_named_by_their_column(tmp_path, columns, words):

@@ -332,14 +332,6 @@ def test_tokens_that_count_are_those_of_the_turns(name):
     assert int(short.counts.sum()) == int(blocks.counts.sum())
 
 
-@EVERY
-def test_a_chat_is_left_as_it_was(name):
-    example = as_example({"messages": copy.deepcopy(CALLED), "tools": TOOLS}, "f:1")
-    before = copy.deepcopy(example)
-    render(example, tokenizer_with(TEMPLATES[name]))
-    assert example == before
-
-
 def test_what_one_chat_cannot_show_is_not_held_against_the_next():
     template = (
         "{% if 'bad' in messages[0].content and messages|length == 1 %}{{ raise_exception('') }}"
@@ -357,9 +349,7 @@ def test_a_chat_of_a_thousand_messages_is_learned_whole():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"": ""}, {"a": None}, {"a": [1, {"b": "c"}]}, {"n": 1e300}, {"é": '\n"\\'}, {"a": " "}],
-    ids=json.dumps,
+    "arguments", [{}, {"a": [1, {"b": None}]}, {"é": '\n"\\', "n": 1e300}], ids=json.dumps
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_of_every_kind_are_learned_as_they_are(name, arguments):

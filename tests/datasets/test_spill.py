@@ -51,8 +51,7 @@ def test_tables_are_the_same_from_a_file(little, rows):
     assert found[1].tolist() == [6] * 7 and found.sum() == 7 * (5 * rows + 1)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_blocks_are_the_same_from_files(tiny, tmp_path, monkeypatch, packing, request):
+def test_blocks_are_the_same_from_files(tiny, tmp_path, request):
     path = tmp_path / "text.jsonl"
     path.write_text(
         "".join(json.dumps({"text": f"{n} " * (n % 40 + 1)}) + "\n" for n in range(200))
@@ -62,7 +61,7 @@ def test_blocks_are_the_same_from_files(tiny, tmp_path, monkeypatch, packing, re
     def made():
         texts, held_out = open_text(path, "train"), open_text(path, "test")
         texts = texts.without(held_out)
-        return texts, make_blocks(texts, tokenizer, 24, packing=packing), aligned(texts)
+        return texts, make_blocks(texts, tokenizer, 24), aligned(texts)
 
     def aligned(texts):
         return aligned_blocks(texts, tokenizer, tokenizer, 24)

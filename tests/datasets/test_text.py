@@ -1,4 +1,3 @@
-import builtins
 import json
 import platform
 
@@ -36,11 +35,6 @@ def test_the_forms_of_a_line(tmp_path):
         Example("f.jsonl:3", prompt="How many?\n", completion="One and one.\n#### 2"),
         Example("f.jsonl:4", messages=tuple(CHAT)),
     )
-
-
-def test_another_field(tmp_path):
-    path = write_jsonl(tmp_path / "f.jsonl", [{"content": "once", "text": 5}])
-    assert open_text(path, "all", field="content").examples == (Example("f.jsonl:1", text="once"),)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +111,12 @@ def test_plain_text_is_cut_between_paragraphs(tmp_path):
     paragraph = "word " * 500 + "\n"
     (tmp_path / "f.md").write_text("# Title\n\n" + f"{paragraph}\n" * 5)
     (tmp_path / "g.txt").write_text("word " * 100 + "\n" + "line without a blank one\n" * 3000)
-    (tmp_path / "h.raw").write_text("\n \n")
+    (tmp_path / "h.txt").write_text("\n \n")
     (tmp_path / "i.png").write_bytes(b"\x89PNG")
     data = open_text(tmp_path, "all")
     places = [e.where for e in data.examples]
     assert places[:4] == ["f.md:1", "f.md:7", "f.md:11", "g.txt:1"]
-    assert data.left_out == ("h.raw:1: empty",)
+    assert data.left_out == ("h.txt:1: empty",)
     texts = [str(e.text) for e in data.examples]
     assert "\n\n".join(texts[:3]) == (tmp_path / "f.md").read_text().strip("\n")
     assert "\n".join(texts[3:]) == (tmp_path / "g.txt").read_text().strip("\n")
@@ -154,7 +148,7 @@ def test_what_is_held_out_can_be_left_out(tmp_path):
     assert [e.text for e in kept.examples] == ["text 0", "text 3", "text 4"]
     assert kept.digest != every.digest and kept.left_out[0].startswith("2 documents")
     assert kept.without(held_out) is kept
-    with pytest.raises(ValueError, match="every document of .*a.jsonl is held out"):
+    with pytest.raises(ValueError, match="every document of .*a.jsonl is also held out"):
         every.without(every)
 
 
@@ -164,7 +158,7 @@ def test_one_document_cannot_be_divided(tmp_path):
         open_text(path, "test", held_out=1e-9)
 
 
-@pytest.mark.parametrize("name", ["test", "validation", "valid", "val", "eval"])
+@pytest.mark.parametrize("name", ["test", "validation"])
 def test_a_split_of_its_own(tmp_path, name):
     train = write_jsonl(tmp_path / "my_train.jsonl", [{"text": "a"}])
     write_jsonl(tmp_path / f"my_{name}.jsonl", [{"text": "b"}])
@@ -271,21 +265,8 @@ def test_hugging_face_that_cannot_be_opened(monkeypatch):
         raise ConnectionError(f"no route to the hub for {arguments}")
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", no_network)
-    with pytest.raises(DatasetUnreachable, match=r"\('wikitext', 'raw-v1'\).*name a \.jsonl file"):
+    with pytest.raises(DatasetUnreachable, match=r"\('wikitext', 'raw-v1'\).*use a \.jsonl file"):
         open_text("hf:wikitext:raw-v1")
-
-
-def test_hugging_face_without_the_package(monkeypatch):
-    load = builtins.__import__
-
-    def no_datasets(name, *arguments, **more):
-        if name == "datasets":
-            raise ImportError(name)
-        return load(name, *arguments, **more)
-
-    monkeypatch.setattr(builtins, "__import__", no_datasets)
-    with pytest.raises(ImportError, match=r"pip install 'ssl_kd\[llm\]'"):
-        open_text("hf:wikitext")
 
 
 def test_real_text(shared_data):

@@ -1,15 +1,14 @@
 """Files of every kind hold the same documents; one that is damaged is named."""
 
 import csv
-import gzip
 import json
 import re
 
 import pyarrow
 import pytest
-from pyarrow import ipc, parquet
+from pyarrow import parquet
 
-from ssl_kd.datasets import Example, open_text
+from ssl_kd.datasets import open_text
 from tests.faults.matrix import row as fault  # noqa: E402
 
 TEXTS = ["once", 'he said "no",\nand left', "drei Bären 🐻"]
@@ -18,34 +17,19 @@ CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4
 
 def write(path):
     rows = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    name = path.name
-    if name.endswith(".jsonl.gz"):
-        path.write_bytes(gzip.compress(lines.encode()))
-    elif name == "lines.json":
-        path.write_text(lines)
-    elif name == "indented.json":
+    if path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=2))
-    elif name.endswith((".csv", ".tsv")):
+    elif path.suffix == ".csv":
         with path.open("w", newline="", encoding="utf-8-sig") as file:
-            delimiter = "\t" if name.endswith(".tsv") else ","
-            writer = csv.DictWriter(file, ["text", "id"], delimiter=delimiter)
+            writer = csv.DictWriter(file, ["text", "id"])
             writer.writeheader()
             writer.writerows(rows)
-    elif name.endswith(".parquet"):
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
     else:
-        table = pyarrow.Table.from_pylist(rows)
-        new = ipc.new_file if name == "file.arrow" else ipc.new_stream
-        with new(str(path), table.schema) as file:
-            file.write_table(table, max_chunksize=2)
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
     return path
 
 
-KINDS = ["a.jsonl.gz", "lines.json", "indented.json", "a.csv", "a.tsv", "a.parquet", "a.arrow"]
-
-
-@pytest.mark.parametrize("name", [*KINDS, "file.arrow"])
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.parquet"])
 def test_every_kind_of_file_holds_the_same(tmp_path, name):
     data = open_text(write(tmp_path / name), "all")
     assert [e.text for e in data.examples] == TEXTS
@@ -54,12 +38,11 @@ def test_every_kind_of_file_holds_the_same(tmp_path, name):
     assert ids.digest == data.digest
 
 
-def test_packed_plain_text_and_one_record_a_file(tmp_path):
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+def test_one_record_per_file(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps({"text": "three"}, indent=1))
     (tmp_path / "stats.json").write_text('{"rows": 2}')  # no data, and no reason to stop
     data = open_text(tmp_path, "all")
-    assert [e.text for e in data.examples] == ["one\ntwo", "three"]
+    assert [e.text for e in data.examples] == ["three"]
     assert data.left_out[0].startswith("stats.json: holds ['rows']; expected")
     with pytest.raises(ValueError, match="stats.json has no usable record: stats.json: holds"):
         open_text(tmp_path / "stats.json", "all")
@@ -84,12 +67,9 @@ def test_a_table_of_chats_has_no_fields_that_only_others_have(tmp_path):
 @pytest.mark.parametrize(
     ("name", "damage", "complaint"),
     [
-        ("a.jsonl.gz", lambda raw: raw[:-10], r"damaged \(Compressed file ended"),
-        ("a.jsonl.gz", lambda raw: b"text", r"damaged \(Not a gzipped file"),
         ("a.parquet", lambda raw: raw[:-1], r"damaged \(Parquet magic bytes"),
         ("a.parquet", lambda raw: b"", r"damaged \(Parquet file size is 0"),
-        ("a.arrow", lambda raw: b"text", r"damaged \("),
-        ("indented.json", lambda raw: raw[:-5], r"not JSON \("),
+        ("a.json", lambda raw: raw[:-5], r"not JSON \("),
         ("a.csv", lambda raw: b"txt\nonce\n", r"a.csv:2: holds \['txt'\]"),
         ("a.csv", lambda raw: b"text\nonce,more\n", "a.csv:2: more fields than the first line"),
         ("a.csv", lambda raw: b"text\n\xff\n", "a.csv:2: not UTF-8"),
@@ -112,10 +92,8 @@ def test_what_save_to_disk_wrote(tmp_path):
     train = datasets.Dataset.from_list([{"text": f"story {i}"} for i in range(50)])
     test = datasets.Dataset.from_list([{"text": "the end"}])
     train.save_to_disk(tmp_path / "one", num_shards=3)
-    # A cache that a later `map` leaves beside it is none of its data.
-    (tmp_path / "one" / "cache-0.arrow").write_bytes(b"")
-    told = [open_text(tmp_path / "one", split) for split in ("train", "test")]
-    assert sum(map(len, told)) == 50 and len(told[1])
+    parts = [open_text(tmp_path / "one", split) for split in ("train", "test")]
+    assert sum(map(len, parts)) == 50 and len(parts[1])
     assert [e.text for e in open_text(tmp_path / "one", "all").examples] == train["text"]
     datasets.DatasetDict(train=train, validation=test).save_to_disk(tmp_path / "two")
     assert [e.text for e in open_text(tmp_path / "two", "test").examples] == ["the end"]
@@ -129,30 +107,9 @@ def test_splits_as_the_hub_has_them(tmp_path):
             write(tmp_path / f"{split}-{i:05d}-of-{n:05d}.parquet")
     assert len(open_text(tmp_path, "train")) == 2 * len(TEXTS)
     assert len(open_text(tmp_path, "test")) == len(TEXTS)
-    write(tmp_path / "my_train.jsonl.gz")
-    (tmp_path / "my_test.jsonl.gz").write_bytes(gzip.compress(b'{"text": "end"}\n'))
-    assert open_text(tmp_path / "my_train.jsonl.gz", "test").examples == (
-        Example("my_test.jsonl.gz:1", text="end"),
-    )
 
 
 def test_a_folder_without_text_says_what_it_may_hold(tmp_path):
     (tmp_path / "table.xlsx").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"nothing to learn from: no file in it is one of \.jsonl"):
         open_text(tmp_path, "all")
-
-
-def test_only_the_split_that_is_asked_for_is_held(tmp_path):
-    """The memory of reading a part is that of the part, not of the whole file."""
-    import tracemalloc
-
-    line = json.dumps({"text": "word " * 200}) + "\n"
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(line.replace("word", f"word{i}", 1) for i in range(4000)))  # 4 MB
-    peaks = {}
-    for fraction in (0.05, 0.95):
-        tracemalloc.start()
-        open_text(path, "test", held_out=fraction)
-        peaks[fraction] = tracemalloc.get_traced_memory()[1] / 1e6
-        tracemalloc.stop()
-    assert peaks[0.05] < 1 and 3.5 < peaks[0.95] < 7
