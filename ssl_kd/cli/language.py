@@ -114,7 +114,7 @@ def cache_teacher(
 
 
 def verify(argv: Sequence[str]) -> int:
-    """Print whether live, cached, chunked and served teachers agree; 1 where they do not."""
+    """Print whether plain, live, cached and served losses agree; return 1 if they do not."""
     resolved = language_settings(argv, "ssl_kd verify")
     from rich.console import Console
 
@@ -122,8 +122,7 @@ def verify(argv: Sequence[str]) -> int:
 
     screen = open_screen()
     from ssl_kd.doctor.finding import table
-    from ssl_kd.doctor.verify import agreement_table, verify
-    from ssl_kd.doctor.verify_served import compare_served
+    from ssl_kd.doctor.verify import agreement_table, compare_served, verify
     from ssl_kd.training.ranks import refuse_ranks
 
     refuse_ranks()

@@ -6,75 +6,71 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssl_kd.doctor import machine, numerics, own_data
+from ssl_kd.doctor import machine
 from ssl_kd.doctor.finding import Finding, report
 from ssl_kd.vision.settings import VisionSettings
 
 if TYPE_CHECKING:
     from ssl_kd.language.settings import LanguageSettings
-    from ssl_kd.store import EmbeddingStore
 
 __all__ = ["Finding", "installation", "language_model", "nan_issues"]
 
 
 def installation(config: Path = Path("config.py"), *, verbose: bool = False) -> int:
-    """Print versions, device, precision and why, real kernels, and which folders can be written.
+    """Check and print packages, device, precision, kernels, and which folders are writable.
 
     Args:
         config: the settings file; it may be missing.
-        verbose: print each distinct warning with its count; else only how many there were.
+        verbose: print each distinct warning with its count, not only their number.
 
     Returns:
-        0 if everything is sound, else 1.
+        0 if there is no fault, else 1.
     """
-    settings = _settings(config)
+    found = _settings(config)
+    folders = {"DATA_DIR": found.data_dir, "EMBEDDINGS_DIR": found.embeddings_root}
     checks = (
         machine.packages(),
-        machine.torchvision(),
-        machine.device(settings),
-        machine.neighbour_search(),
-        machine.folders(settings),
+        machine.device(found.device, found.use_fp16),
+        machine.folders({**folders, "RUNS_DIR": found.runs_dir}),
     )
     return report("Installation", checks, verbose)
 
 
 def nan_issues(config: Path = Path("config.py"), *, verbose: bool = False) -> int:
-    """Print whether model, losses, gradients, cache and first steps are healthy.
+    """Check and print whether model, losses, gradients, cache and first steps are healthy.
 
-    Nothing is written: the steps are those of a trainer that is thrown away.
+    Nothing is written.
 
     Args:
         config: the settings file; it may be missing.
-        verbose: print each distinct warning with its count; else only how many there were.
+        verbose: print each distinct warning with its count, not only their number.
 
     Returns:
-        0 if everything is healthy, else 1.
+        0 if there is no fault, else 1.
     """
-    settings = _settings(config)
-    stores: dict[str, EmbeddingStore] = {}  # those that can be read; filled by `cache`
+    from ssl_kd.doctor import numerics, own_data  # with torch, which takes seconds
+
+    found = _settings(config)
     checks = (
-        numerics.forward(settings),
-        numerics.losses(settings),
-        numerics.gradient_flow(settings),
-        numerics.isolation(settings),
-        own_data.cache(settings, stores),
-        own_data.embeddings(stores),
-        own_data.first_batches(settings, stores),
+        numerics.forward(found),
+        numerics.losses(found.beta, found.student_temp, found.teacher_temp),
+        numerics.gradients(found),
+        own_data.own_data(found),
     )
     return report("Numerics", checks, verbose)
 
 
 def language_model(settings: LanguageSettings, *, verbose: bool = False) -> int:
-    """Print the health of the student's weights, loss and gradients in its first steps on the text.
+    """Check and print a student's weights, loss and gradients in its first steps on the text.
 
     Args:
-        settings: those of a run; STUDENT_MODEL, DATA_PATH and those of the optimizer matter.
-        verbose: print each distinct warning with its count; else only how many there were.
+        settings: of a run; STUDENT_MODEL, the text and the optimizer matter.
+        verbose: print each distinct warning with its count, not only their number.
 
     Returns:
-        0 if everything is healthy, else 1.
+        0 if there is no fault, else 1.
     """
-    from ssl_kd.doctor.gradients import gradients, open_model  # torch takes seconds
+    from ssl_kd.doctor.gradients import gradients, open_model  # with torch
 
     lm, blocks = open_model(settings.student_model, settings)
     return report(f"Gradients of {lm.name}", [gradients(settings, lm, blocks)], verbose)

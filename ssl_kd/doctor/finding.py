@@ -1,4 +1,4 @@
-"""What the checks found, as a table with a remedy for each fault."""
+"""The findings of the checks, as a table with a remedy for each fault."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-AS_SAID = "do what that message says"
-STYLES = {"ok": "green", "note": "yellow", "FAULT": "bold red"}
+FOLLOW_MESSAGE = "do what that message says"
+_STYLES = {"ok": "green", "note": "yellow", "FAULT": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Finding:
     """One line of the doctor's table.
 
     Attributes:
-        tried: what was checked.
-        seen: what was found there.
-        change: what to change; a finding with one is a fault.
-        note: not a fault all the same, but advice, or why something was not checked.
+        check: what was checked.
+        result: what came out.
+        change: what to change; a finding with a change is a fault.
+        note: not a fault but advice, or the reason why something was not checked.
     """
 
-    tried: str
-    seen: str
+    check: str
+    result: str
     change: str = ""
     note: bool = False
 
@@ -38,15 +38,16 @@ class Finding:
 
 
 def table(findings: Iterable[Finding]) -> Table:
-    """What was tried, what was seen, and below a fault what to change."""
+    """Return a table of checks and results, with what to change below a fault."""
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column("status", no_wrap=True, min_width=7)
-    rows.add_column("tried", overflow="fold", max_width=40)
-    rows.add_column("seen", overflow="fold", ratio=1)
+    rows.add_column("check", overflow="fold", max_width=40)
+    rows.add_column("result", overflow="fold", ratio=1)
     for finding in findings:
-        seen = f"{finding.seen}\n-> {finding.change}" if finding.change else finding.seen
-        status = Text(f"  {finding.status}", STYLES[finding.status])
-        rows.add_row(status, Text(finding.tried), Text(seen))  # Text: brackets are no markup
+        change = f"\n-> {finding.change}" if finding.change else ""
+        status = Text(f"  {finding.status}", _STYLES[finding.status])
+        # As Text, in which brackets are not markup.
+        rows.add_row(status, Text(finding.check), Text(finding.result + change))
     return rows
 
 
@@ -59,11 +60,10 @@ def report(title: str, checks: Iterable[Iterator[Finding]], verbose: bool) -> in
             try:
                 for finding in check:
                     findings.append(finding)
-            except Exception as error:  # a check that cannot run is the fault it was looking for
-                name = getattr(check, "__name__", "check").strip("_").replace("_", " ")
-                seen = f"{type(error).__name__}: {error}"
+            except Exception as error:  # a check that fails is a fault by itself
+                name = getattr(check, "__name__", "check").replace("_", " ")
                 change = "fix the faults above first; if there are none, report this as a bug"
-                findings.append(Finding(name, seen, change))
+                findings.append(Finding(name, f"{type(error).__name__}: {error}", change))
     print(title)
     Console().print(table(findings))
 
@@ -72,8 +72,8 @@ def report(title: str, checks: Iterable[Iterator[Finding]], verbose: bool) -> in
     counts += [count(statuses["note"], "note")] if statuses["note"] else []
     if caught and verbose:
         print("Warnings")
-        seen = Counter(f"{w.category.__name__}: {' '.join(str(w.message).split())}" for w in caught)
-        for warning, times in seen.most_common():
+        lines = (f"{w.category.__name__}: {' '.join(str(w.message).split())}" for w in caught)
+        for warning, times in Counter(lines).most_common():
             print(f"  {times} x {warning}")
     elif caught:
         counts.append(f"{count(len(caught), 'warning')} (--verbose lists them)")
@@ -81,6 +81,6 @@ def report(title: str, checks: Iterable[Iterator[Finding]], verbose: bool) -> in
     return 1 if statuses["FAULT"] else 0
 
 
-def count(n: int, what: str) -> str:
-    """`1 fault`, `2 faults`."""
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
+def count(n: int, noun: str) -> str:
+    """Return `1 fault` or `2 faults`."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

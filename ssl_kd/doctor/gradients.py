@@ -1,4 +1,4 @@
-"""The user's language model: one forward and backward pass, then ten steps."""
+"""A language model's weights, one forward and backward pass, and ten steps on one batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ssl_kd.datasets.blocks import Batch, Blocks, isolates_documents, make_blocks
 from ssl_kd.datasets.picture_blocks import make_picture_blocks
 from ssl_kd.datasets.text import first_few, open_text
-from ssl_kd.doctor.finding import AS_SAID, Finding, count
+from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding, count
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.guard.seeds import seeded
@@ -27,47 +27,43 @@ from ssl_kd.teachers.student import add_lora
 from ssl_kd.training.schedule import learning_rate_at
 
 STEPS = 10
-TEXT_BYTES = 1_000_000  # of the text: more than ten steps can see
-LARGE_LOGIT = 1e4  # float16 ends at 65504, and intermediate sums are larger still
+TEXT_BYTES = 1_000_000  # of the text: more than ten steps need
 EXPLODED = 100.0  # times the median norm of the parts
-SCALE = 1024.0  # of the loss in float16, as the guard would have it
-HALF = torch.finfo(torch.float16)
-SHOWN = 5
-NOT_AGAIN = (
-    "a second run of the same batch is finite, so the device does not compute the same twice: "
-    "check its memory and its driver"
+SCALE = 1024.0  # of the loss in float16
+NOT_REPEATED = (
+    "a second run of the same batch is finite, so the device gives different results: check its "
+    "memory and its driver"
 )
 
 
-def open_model(student: str, settings: TextSettings) -> tuple[CausalLM, Blocks]:
-    """Load a model in the dtype that it is stored in, and lay out some of the text.
+def open_model(student: str, text: TextSettings) -> tuple[CausalLM, Blocks]:
+    """Load a model in the dtype of its file, and some of the text in rows.
 
     Args:
         student: STUDENT_MODEL.
-        settings: the text, and the length of its rows.
+        text: the text, and the length of its rows.
 
     Raises:
         SettingsError: STUDENT_MODEL names no existing model.
-        FileNotFoundError, CausalLMUnavailable, ValueError: as by `load_causal_lm`, `open_text` and
+        FileNotFoundError, CausalLMUnavailable, ValueError: as `load_causal_lm`, `open_text` and
             `make_blocks`.
     """
     if student.startswith(("fresh:", "layers:", "llama:")):
         raise SettingsError(
-            f"STUDENT_MODEL is {student!r}, which is made during a run: name an existing model, "
+            f"STUDENT_MODEL is {student!r}, which is built during a run: name an existing model, "
             "--model FOLDER or its name on the Hugging Face Hub."
         )
-    stored: Any = "auto"  # the dtype in the file, which load_causal_lm passes on
-    lm = load_causal_lm(student, dtype=stored)
-    texts = open_text(settings.data_path, "train", max_bytes=TEXT_BYTES)
-    size = min(settings.block_size, positions(lm.model) or settings.block_size)
+    lm = load_causal_lm(student, dtype=None)
+    texts = open_text(text.data_path, "train", max_bytes=TEXT_BYTES)
+    size = min(text.block_size, positions(lm.model) or text.block_size)
     if lm.processor is not None:
         return lm, make_picture_blocks(texts, lm.processor, size)
-    packing = settings.packing and isolates_documents(lm.model)
+    packing = text.packing and isolates_documents(lm.model)
     return lm, make_blocks(texts, lm.tokenizer, size, packing=packing)
 
 
 def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Iterator[Finding]:
-    """What training by cross-entropy would meet in its first steps; the model is changed."""
+    """Check the first steps of training by cross-entropy; the model is changed."""
     settings = settings.replace(
         teacher_model="none",
         teacher_cache=None,
@@ -80,77 +76,63 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
         router_mode="native",
         legacy_clamp=None,
     )
-    precision = precision_of(settings)
+    precision, model = precision_of(settings), lm.model
     yield Finding("precision", str(precision))
-    yield from _weights(lm.model)
-    model = lm.model
+    yield from _weights(model)
     if settings.lora_rank:
         model = add_lora(model, settings.lora_rank, settings.lora_alpha)
     gpus = [precision.device] if precision.device.type == "cuda" else []
     with seeded(settings.seed, gpus):
         distiller = Distiller(model, settings, precision)
-        rows = range(min(settings.batch_size, len(blocks)))
-        batch = blocks.batch(rows, precision.device)
-        if not (yield from _forward(distiller, batch)):
-            return
-        yield from _backward(distiller, batch)
-        yield from _steps(distiller, batch)
+        batch = blocks.batch(range(min(settings.batch_size, len(blocks))), precision.device)
+        if (yield from _forward(distiller, batch)):
+            yield from _backward(distiller, batch)
+            rates = [
+                learning_rate_at(
+                    step, STEPS, settings.peak_lr, settings.warmup_fraction, settings.lr_schedule
+                )
+                for step in range(STEPS)
+            ]
+            yield from _steps(distiller, batch, rates)
 
 
 def _weights(model: nn.Module) -> Iterator[Finding]:
-    """Promote the weights to float32, and look at their range."""
+    """Promote the weights to float32, and check that they are finite and fit into float16."""
     n = sum(p.numel() for p in model.parameters())
     stored = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     yield Finding("model", f"{type(model).__name__}, {n:,} parameters, stored in {stored}")
     if (line := promote_to_fp32(model)) is not None:
         yield Finding("weights: promoted", line)
-    sick, largest, where, over, lost = [], 0.0, "", 0, 0
-    for name, p in model.named_parameters():
-        size = p.detach().abs()
-        if not size.isfinite().all():
-            sick.append(name)
-            continue
-        if (peak := float(size.max())) > largest:
-            largest, where = peak, name
-        over += int((size > HALF.max).sum())
-        lost += int(((size > 0) & (size < HALF.smallest_normal * HALF.eps)).sum())
+    peaks = {name: float(p.detach().abs().max()) for name, p in model.named_parameters()}
+    sick = [name for name, peak in peaks.items() if not math.isfinite(peak)]
     yield Finding(
         "weights: finite",
-        f"NaN or inf in {', '.join(first_few(sick, SHOWN))}" if sick else "all of them",
-        "the file is damaged, or its training diverged: take an earlier checkpoint, or download it"
+        f"NaN or inf in {', '.join(first_few(sick, 5))}" if sick else "all of them",
+        "the file is damaged, or its training diverged: use an earlier checkpoint, or download it"
         " again"
         if sick
         else "",
     )
-    yield Finding(
-        "weights: range",
-        f"largest {largest:.3g} in {where or 'none'}; in float16 {over:,} of {n:,} would overflow,"
-        f" and {lost:,} underflow to zero",
-        "use --model_dtype bfloat16 or float32" if over else "",
-        note=bool(over),
-    )
+    largest = max((name for name in peaks if name not in sick), key=peaks.get, default=None)
+    if largest is not None:
+        overflows = peaks[largest] > torch.finfo(torch.float16).max
+        change = "it overflows in float16: use --model_dtype bfloat16 or float32"
+        result = f"largest {peaks[largest]:.3g} in {largest}"
+        yield Finding("weights: range", result, change if overflows else "", note=overflows)
 
 
 def _forward(distiller: Distiller, batch: Batch) -> Generator[Finding, None, bool]:
-    """Loss and logits; returns whether the loss is finite, so that a backward pass makes sense."""
-    with torch.no_grad(), distiller.precision.autocast():
-        logits = distiller.student(**batch.model_inputs(), use_cache=False).logits
-    largest, way = float(logits.abs().amax()), ""  # NaN where one is
-    if math.isfinite(largest) and largest > LARGE_LOGIT:
-        way = "float16 ends at 65504: use --model_dtype bfloat16 or float32"
-    seen = f"{list(logits.shape)}, largest {largest:.3g}"
-    yield Finding("forward: logits", seen, way, note=bool(way))
-
-    ce = float(_mean_loss(distiller, batch).detach())
-    guessing = math.log(logits.shape[-1])
-    seen = f"{ce:.4g} nats a token; guessing among {logits.shape[-1]:,} tokens gives {guessing:.4g}"
-    if not math.isfinite(ce):
-        why = distiller.explain(batch) or NOT_AGAIN
-        yield Finding("forward: loss", seen, why)
+    """Check the loss; return whether it is finite, so that a backward pass makes sense."""
+    loss = float(_mean_loss(distiller, batch).detach())
+    vocabulary = without_adapters(distiller.student).get_output_embeddings().weight.shape[0]
+    guessing = math.log(vocabulary)
+    result = f"{loss:.4g} nats a token; guessing among {vocabulary:,} tokens gives {guessing:.4g}"
+    if not math.isfinite(loss):
+        yield Finding("forward: loss", result, distiller.explain(batch) or NOT_REPEATED)
         return False
-    worse = ce > 1.2 * guessing
-    way = "worse than guessing: does the tokenizer belong to this model?" if worse else ""
-    yield Finding("forward: loss", seen, way, note=worse)
+    worse = loss > 1.2 * guessing
+    change = "worse than guessing: does the tokenizer belong to this model?" if worse else ""
+    yield Finding("forward: loss", result, change, note=worse)
     return True
 
 
@@ -159,37 +141,32 @@ def _mean_loss(distiller: Distiller, batch: Batch) -> Tensor:
 
 
 def _backward(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
-    """The gradient's norm by part: embedding, each layer, head, the rest."""
+    """Check the gradient's norm by part: embedding, each layer, head, the rest."""
     parts = _parts(distiller.student)
-    trained = [p for some in parts.values() for p in some]
+    trained = [p for parameters in parts.values() for p in parameters]
     scale = SCALE if distiller.precision.scale else 1.0
     loss = _mean_loss(distiller, batch) * scale
-    found = iter(torch.autograd.grad(loss, trained, allow_unused=True))
+    grads = iter(torch.autograd.grad(loss, trained, allow_unused=True))
     norms: dict[str, float] = {}
-    for part, some in parts.items():
-        sizes = [g.norm() for g in (next(found) for _ in some) if g is not None]
+    for part, parameters in parts.items():
+        sizes = [grad.norm() for grad in (next(grads) for _ in parameters) if grad is not None]
         norms[part] = float(torch.stack(sizes).norm()) / scale if sizes else 0.0
     finite = sorted(norm for norm in norms.values() if math.isfinite(norm))
     median = finite[len(finite) // 2] if finite else math.nan
     for part, norm in norms.items():
-        way, note = "", False
+        change, note = "", False
         if not math.isfinite(norm):
-            way = distiller.explain(batch) or NOT_AGAIN
+            change = distiller.explain(batch) or NOT_REPEATED
         elif norm == 0:
-            way = "no gradient reaches it: look for a detach, a clamp or an unused module"
+            change = "no gradient reaches it: look for a detach, a clamp or an unused module"
         elif norm > EXPLODED * median:
-            way, note = f"{norm / median:.0f} times the median part: leave CLIP_GRAD on", True
-        yield Finding(f"gradient: {part}", f"norm {norm:.3g}", way, note)
-    total = math.hypot(*norms.values())
-    limit = distiller.settings.clip_grad
-    clipped = limit is not None and total > limit
-    yield Finding(
-        "gradient: all", f"norm {total:.3g}{f', clipped to {limit:g} in training' * clipped}"
-    )
+            change, note = f"{norm / median:.0f} times the median part: leave CLIP_GRAD on", True
+        yield Finding(f"gradient: {part}", f"norm {norm:.3g}", change, note)
+    yield Finding("gradient: all", f"norm {math.hypot(*norms.values()):.3g}")
 
 
 def _parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Trained parameters by where they stand in a causal language model."""
+    """Group the trained parameters of a causal language model by their place in it."""
     causal: Any = without_adapters(model)
     inner, outer = causal.get_input_embeddings().weight, causal.get_output_embeddings().weight
     stack = f"{stack_of(causal)}."
@@ -209,31 +186,30 @@ def _parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     return parts
 
 
-def _steps(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
-    """Ten steps on one batch, as a run takes them."""
-    settings, results, stopped = distiller.settings, [], ""
+def _steps(distiller: Distiller, batch: Batch, rates: list[float]) -> Iterator[Finding]:
+    """Train on one batch, as a run does, and check that the loss falls."""
+    results, stopped = [], ""
     try:
-        for step in range(STEPS):
-            how = settings.peak_lr, settings.warmup_fraction, settings.lr_schedule
-            rate = learning_rate_at(step, STEPS, *how)
+        for rate in rates:
             results.append(distiller.step([batch], rate))
     except TooFewHealthyParts as error:
         stopped = str(error)
     losses = [result.ce for result in results]
     with torch.no_grad():
         losses.append(float(_mean_loss(distiller, batch)))
-    updated = sum(result.updated for result in results)
-    fell = losses[-1] < losses[0]
+    updated, peak = sum(result.updated for result in results), max(rates)
     yield Finding(
-        f"{count(STEPS, 'step')} on one batch",
+        f"{count(len(rates), 'step')} on one batch",
         f"loss {losses[0]:.4g} to {losses[-1]:.4g}, {updated} of {len(results)} steps taken, peak"
-        f" learning rate {settings.peak_lr:g}",
-        "" if fell else f"the loss does not fall: try --learning_rate {settings.peak_lr / 10:.1g}",
+        f" learning rate {peak:g}",
+        ""
+        if losses[-1] < losses[0]
+        else f"the loss does not fall: try --learning_rate {peak / 10:.1g}",
     )
     if stopped:
-        yield Finding("steps: stopped", stopped, AS_SAID)
+        yield Finding("steps: stopped", stopped, FOLLOW_MESSAGE)
     events = distiller.guard.events.events
-    # The loss scale is still settling: that is what the first steps are for.
-    settling = distiller.precision.scale and updated > 0
-    for reason, times in Counter(f"{e.part}: {e.reason}; {e.action}" for e in events).items():
-        yield Finding("steps: guard", f"{times} x {reason}", "" if settling else "see above", True)
+    # In the first steps the loss scale is still being adjusted.
+    adjusting = distiller.precision.scale and updated > 0
+    for event, times in Counter(f"{e.part}: {e.reason}; {e.action}" for e in events).items():
+        yield Finding("steps: guard", f"{times} x {event}", "" if adjusting else "see above", True)

@@ -1,157 +1,121 @@
-"""Head and losses on inputs that break other implementations: extremes, gradients, isolation."""
+"""Heads and losses on extreme inputs: finite values, gradients, and isolation of a sick head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
+from ssl_kd import losses as library
 from ssl_kd.doctor.finding import Finding
-from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.guard.update import part_norms
+from ssl_kd.heads import HeadBank, head_maker
+from ssl_kd.vision.settings import HeadSettings
 
 _DIM, _CLUSTERS, _HEADS, _BATCH = 32, 10, 4, 16
 
 
-def _bank(settings: VisionSettings):
-    """A small bank of the head that the settings name, and its weights."""
-    from ssl_kd.heads import HeadBank, head_maker
-
-    widths = {"hidden_dim": settings.hidden_dim, "bottleneck_dim": settings.bottleneck_dim}
-    bank = HeadBank(head_maker(settings.head, _DIM, _CLUSTERS, **widths), _HEADS)
-    return bank, bank.initial_weights(settings.seed)
+def _bank(heads: HeadSettings) -> tuple[HeadBank, Tensor]:
+    """Return a small bank of the heads that the settings name, and its weights."""
+    widths = {"hidden_dim": heads.hidden_dim, "bottleneck_dim": heads.bottleneck_dim}
+    bank = HeadBank(head_maker(heads.head, _DIM, _CLUSTERS, **widths), _HEADS)
+    return bank, bank.initial_weights(heads.seed)
 
 
-def _batch(scale: float = 1.0):
-    import torch
-
+def _rows(scale: float = 1.0) -> Tensor:
     return scale * torch.randn(_BATCH, _DIM, generator=torch.Generator().manual_seed(0))
 
 
-def forward(settings: VisionSettings) -> Iterator[Finding]:
-    """The head's logits are finite for ordinary and for extreme rows."""
-    import torch
-
-    bank, weights = _bank(settings)
-    for name, x in (
-        ("ordinary rows", _batch()),
-        ("all-zero rows", _batch(0.0)),
-        ("rows of 1e4", _batch(1e4)),
-    ):
-        logits = bank(bank.unflatten(weights), x)
-        largest = logits.abs().max().item()
-        fine = bool(torch.isfinite(logits).all())
-        yield Finding(
-            f"forward: {name}",
-            f"{settings.head}: largest logit {largest:.3g}",
-            "" if fine else "the head turns finite input into NaN or inf: look for a division or"
-            " log in it that a row of zeros or of large values reaches",
-        )  # fmt: skip
+def forward(heads: HeadSettings) -> Iterator[Finding]:
+    """Check that logits are finite for ordinary and for extreme rows."""
+    bank, weights = _bank(heads)
+    for name, scale in (("ordinary rows", 1.0), ("all-zero rows", 0.0), ("rows of 1e4", 1e4)):
+        logits = bank(bank.unflatten(weights), _rows(scale))
+        change = "the head turns finite input into NaN or inf: look for a division or a log in it"
+        result = f"{heads.head}: largest logit {logits.abs().max().item():.3g}"
+        yield Finding(f"forward: {name}", result, "" if logits.isfinite().all() else change)
 
 
-def losses(settings: VisionSettings) -> Iterator[Finding]:
-    """The loss and its gradient survive what breaks the published form."""
-    import torch
-
-    from ssl_kd import losses
-
+def losses(beta: float, student_temp: float, teacher_temp: float) -> Iterator[Finding]:
+    """Check the loss and its gradient where the published formula overflows or vanishes."""
     even = torch.full((1, _CLUSTERS), 1 / _CLUSTERS)
-    eye = torch.eye(_CLUSTERS)[None]  # one sample per cluster, one row each
-    gone = torch.eye(_CLUSTERS)[:1]  # all mass on cluster 0: nine exact zeros
+    eye = torch.eye(_CLUSTERS)[None]  # one sample per cluster
+    one_cluster = torch.eye(_CLUSTERS)[:1]  # nine exact zeros
     for name, student, teacher, marginal in (
         ("fp16 logits of 6e4", (6e4 * eye).half(), (6e4 * eye).half(), even),
         ("fp16 logits of -6e4", (-6e4 * eye).half(), (6e4 * eye).half(), even),
         ("disjoint probabilities", 30 * eye, 30 * eye.roll(1, -1), even),
         ("all-equal logits", 0 * eye, 0 * eye, even),
-        ("marginal of exactly 0", eye, 2 * eye, gone),
+        ("marginal of exactly 0", eye, 2 * eye, one_cluster),
     ):
         student = student.clone().requires_grad_()
-        loss = losses.beta_mi(
+        loss = library.beta_mi(
             student,
             teacher,
             marginal,
-            beta=settings.beta,
-            student_temperature=settings.student_temp,
-            teacher_temperature=settings.teacher_temp,
+            beta=beta,
+            student_temperature=student_temp,
+            teacher_temperature=teacher_temp,
         )
         (gradient,) = torch.autograd.grad(loss.sum(), student)
         size = gradient.float().abs().max().item()
-        fine = bool(torch.isfinite(loss).all() and torch.isfinite(gradient).all())
-        # At equal logits the symmetric loss has no gradient; at disjoint ones it must have one.
-        fine = fine and not (name == "disjoint probabilities" and size == 0)
+        healthy = bool(loss.isfinite().all() and gradient.isfinite().all())
+        # The gradient is rightly 0 at equal logits, but not at disjoint ones.
+        healthy = healthy and not (name == "disjoint probabilities" and size == 0)
         yield Finding(
             f"loss: {name}",
             f"from {loss.min().item():.3g} to {loss.max().item():.3g}, gradient up to {size:.3g}",
-            "" if fine else "raise STUDENT_TEMP and TEACHER_TEMP in config.py, and report this",
+            "" if healthy else "raise STUDENT_TEMP and TEACHER_TEMP in config.py, and report this",
         )
 
 
-def _step(settings: VisionSettings, weights):
-    """Losses `[head]` and gradients `[head, parameter]` of one step of the bank."""
-    import torch
-
-    from ssl_kd import losses
-
-    bank, _ = _bank(settings)
+def _step(heads: HeadSettings, bank: HeadBank, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return losses `[head]` and gradients `[head, parameter]` of one step of the bank."""
     weights = weights.clone().requires_grad_()
-    x = _batch()
+    x = _rows()
     logits = bank(bank.unflatten(weights), torch.cat([x, x + 0.1 * x.roll(1, 0)]))
     logits = logits.unflatten(1, (2, _BATCH))
-    teacher = losses.log_probabilities(logits.detach(), settings.teacher_temp)
+    teacher = library.log_probabilities(logits.detach(), heads.teacher_temp)
     marginal = teacher.exp().mean((1, 2))
-    loss = losses.temi(
-        logits, teacher, marginal, beta=settings.beta, student_temperature=settings.student_temp
+    loss = library.temi(
+        logits, teacher, marginal, beta=heads.beta, student_temperature=heads.student_temp
     )
-    # A sick head is cut out before the sum: NaN times 0 is NaN.
-    torch.where(torch.isfinite(loss), loss, 0.0).sum().backward()
-    assert weights.grad is not None
-    return loss.detach(), weights.grad
+    # A sick head is removed before the sum, because NaN times 0 is NaN.
+    (gradients,) = torch.autograd.grad(torch.where(loss.isfinite(), loss, 0.0).sum(), weights)
+    return loss.detach(), gradients
 
 
-def gradient_flow(settings: VisionSettings) -> Iterator[Finding]:
-    """Every head and every parameter gets a gradient."""
-    import torch
+def gradients(heads: HeadSettings) -> Iterator[Finding]:
+    """Check that every parameter of every head gets a gradient, and that a NaN stays in its head.
 
-    from ssl_kd.guard.update import part_norms
-
-    bank, weights = _bank(settings)
-    _, gradients = _step(settings, weights)
-    norms = part_norms(gradients)
-    fine = bool(torch.isfinite(norms).all()) and bool((norms > 0).all())
+    A NaN in one head's weights must not change one bit of another's loss or gradient.
+    """
+    bank, weights = _bank(heads)
+    loss, flat = _step(heads, bank, weights)
+    norms = part_norms(flat)
+    healthy = bool(norms.isfinite().all()) and bool((norms > 0).all())
     yield Finding(
         "gradient: every head",
         f"norms from {norms.min().item():.2g} to {norms.max().item():.2g}",
-        "" if fine else "a head's gradient is zero or not finite: check the head's own code",
+        "" if healthy else "a head's gradient is zero or not finite: check the head's own code",
     )
-    dead = [
-        name
-        for name, gradient in bank.unflatten(gradients).items()
-        if not torch.isfinite(gradient).all() or not gradient.any()
-    ]
+    named = bank.unflatten(flat).items()
+    dead = [name for name, value in named if not value.isfinite().all() or not value.any()]
     yield Finding(
         "gradient: every parameter",
         f"none or NaN in {', '.join(dead)}" if dead else "reaches each one, finite",
         "these parameters never learn: use them in forward, or remove them" if dead else "",
     )
-
-
-def isolation(settings: VisionSettings) -> Iterator[Finding]:
-    """A NaN put into one head's weights must not change one bit of another's loss or gradient."""
-    import torch
-
-    from ssl_kd.guard.update import part_norms
-
-    sick = 1
-    _, weights = _bank(settings)
-    clean = _step(settings, weights)
+    sick, others = 1, [0, *range(2, _HEADS)]
     weights[sick, 0] = float("nan")
-    loss, gradients = _step(settings, weights)
-    others = [i for i in range(_HEADS) if i != sick]
-    same = torch.equal(loss[others], clean[0][others])
-    same = same and torch.equal(gradients[others], clean[1][others])
-    seen = not torch.isfinite(loss[sick]) or not torch.isfinite(part_norms(gradients)[sick])
+    sick_loss, sick_flat = _step(heads, bank, weights)
+    same = torch.equal(sick_loss[others], loss[others])
+    same = same and torch.equal(sick_flat[others], flat[others])
+    detected = not (sick_loss[sick].isfinite() and part_norms(sick_flat)[sick].isfinite())
     yield Finding(
         "isolation: NaN in one head",
-        f"the others are {'the same to the last bit' if same else 'CHANGED'};"
-        f" the sick one is {'noticed' if seen else 'NOT noticed'}",
-        ""
-        if same and seen
-        else "the heads are mixed somewhere: check `stacked` of the head's class",
+        f"the others are {'bit-identical' if same else 'CHANGED'}; the NaN is"
+        f" {'detected' if detected else 'NOT detected'}",
+        "" if same and detected else "the heads are mixed: check `stacked` of the head's class",
     )

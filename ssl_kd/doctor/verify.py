@@ -1,8 +1,7 @@
-"""Do all ways to compute the loss agree? Live, cached and in chunks, on the user's models."""
+"""Whether all ways to compute the loss agree on the user's models: plain, live, cached, served."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,46 +11,52 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.datasets.blocks import Batch, Blocks, make_blocks
+from ssl_kd.doctor.finding import Finding
 from ssl_kd.language.kept import LastHidden
-from ssl_kd.language.prepare import Task, prepare
+from ssl_kd.language.prepare import prepare
+from ssl_kd.language.served import ServedTeacher
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller, precision_of
-from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
-from ssl_kd.losses.token_distillation import linear_distillation, next_token_targets, token_kd
+from ssl_kd.language.text_rows import texts_of
+from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import n_ids
-from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
+from ssl_kd.teachers.causal import load_causal_lm, positions
+from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.server import ServerFailed
 from ssl_kd.training.clock import Progress, no_progress
 
-ROWS = 4  # of the text: whole logits of both models must fit in memory
-CHUNK_TOKENS = 7  # a prime: the last chunk is an incomplete one
+ROWS = 4  # of the text: all logits of both models must fit in memory
+SERVED_ROWS = 8
 
 Allowed = tuple[float, float]
 """Largest relative difference of a value, and of a gradient."""
 
 EXACT: Allowed = (1e-4, 1e-3)
-HALF: Allowed = (2e-2, 5e-2)  # each way rounds its half-precision products at other places
-STORED: Allowed = (1e-3, 1e-2)  # log-probabilities are stored in float16
-# k tokens give only a lower bound of the value; what the student learns from is the gradient.
+HALF: Allowed = (2e-2, 5e-2)  # half-precision products are rounded at different places
+# The k most likely tokens give a lower bound of the value only, but the student learns from the
+# gradient.
 SHORTENED: Allowed = (1e-1, 1e-1)
-LEAST = 0.1  # nats: of a term near zero, rounding is a large share
+LEAST = 0.1  # nats: rounding is a large share of a term near zero
+# Allowed mean difference of a served teacher's log-probabilities in nats, weighted by probability;
+# bfloat16 and float32 differ by about 0.01.
+SERVED = 0.05
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far one way to compute the loss lies from the plain one.
+    """How much one way to compute the loss differs from the plain one.
 
     Attributes:
-        way: which one.
+        way: name of the way.
         ce: cross-entropy, nats a token.
         kd: the divergence times temperature squared, nats a token.
-        ce_off: difference to the plain value, relative to it, or to 0.1 nats where it is less.
+        ce_off: difference from the plain value, relative to it, or to 0.1 nats if it is smaller.
         kd_off: the same.
         gradient_off: norm of the difference of the weighted loss's gradient in all trained weights,
             relative to the norm of the plain gradient.
-        allowed: what is allowed of values and of the gradient.
+        allowed: largest differences of the values and of the gradient.
     """
 
     way: str
@@ -64,88 +69,33 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether all differences are as small as allowed; a NaN never is."""
+        """Whether all differences are allowed; NaN is not."""
         value, gradient = self.allowed
         return max(self.ce_off, self.kd_off) <= value and self.gradient_off <= gradient
 
 
 def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> list[Agreement]:
-    """Compute the loss of a few rows in every way that a run may, and compare.
+    """Compute the loss of a few rows in several ways, and compare.
 
-    The plain way takes the models' own whole logits, `token_kd` and PyTorch's cross-entropy. The
-    others: `live`, as a training step does; `chunked`, with the logits of seven tokens at a time,
-    where they are linear in the hidden states; `cache, k = V`, from the whole vocabulary written to
-    a temporary folder; `cache, hidden`, from the teacher's hidden states written there, where its
-    logits are linear in them; and the cache of TEACHER_CACHE, if given.
-    Dropout is off. Nothing is trained.
+    The plain way uses the models' logits, `token_kd` and PyTorch's cross-entropy. The others:
+    `live`, as a training step does, and the cache of TEACHER_CACHE, if given. Dropout is off, and
+    nothing is trained.
 
     Args:
-        settings: teacher, student, text, loss and precision, as for a run.
-        progress: as for a run.
+        settings: teacher, student, text, loss and precision of a run.
+        progress: called as in a run.
 
     Returns:
-        The plain way first, and how far each other one lies from it.
+        The plain way first, and how much each other one differs from it.
 
     Raises:
-        SettingsError: no teacher, or one with another tokenizer: there is only one way then to
-            compute the loss. And as by `prepare`.
+        SettingsError: no teacher, or one with another tokenizer, so there is only one way to
+            compute the loss. Also as `prepare`.
     """
-    _check(settings)
-    settings = settings.replace(
-        router_mode="native",
-        legacy_clamp=None,
-        teacher_offload=False,
-        teacher_url=None,  # `compare_served` asks it
-        teacher_cache=settings.teacher_cache if settings.teacher_url is None else None,
-    )
-    precision = precision_of(settings)
-    task = prepare(settings, precision, progress)
-    assert isinstance(task.blocks, Blocks) and task.teacher is not None
-    frozen = task.frozen or FrozenTeacher(  # with a cache it is not loaded for work
-        task.teacher.model, device=precision.device, dtype=precision.teacher
-    )
-    few = task.blocks.part(slice(ROWS))
-    batch = few.batch(range(len(few)), precision.device)
-    distiller = Distiller(task.student.model, settings, precision, Plain(frozen))
-    distiller.student.eval()
-
-    exact = precision.student == precision.teacher == torch.float32
-    close = EXACT if exact else HALF
-    plain = _measured(distiller, _plain(distiller, frozen, batch), batch)
-    found = [_compared("plain", plain, plain, close)]
-
-    def compare(way: str, terms: Tensor, allowed: Allowed) -> None:
-        measured = _measured(distiller, terms, batch)
-        found.append(_compared(way, measured, plain, allowed))
-
-    def step() -> Tensor:  # as in training
-        return torch.stack([*distiller.terms(batch).values()])
-
-    compare("live", step(), close)
-    if distiller.head is not None:
-        compare("chunked", _in_chunks(distiller, frozen, batch), close)
-    with tempfile.TemporaryDirectory() as folder:
-        ways = {"k = V": ("topk", STORED if exact else HALF), "hidden": ("hidden", close)}
-        for name, (method, allowed) in ways.items():
-            if method == "topk" or frozen.linear:
-                cache = _whole_cache(f"{folder}/{method}", method, frozen, few, task)
-                distiller.source = Plain(cache)
-                compare(f"cache, {name}", step(), allowed)
-    if task.caches:
-        distiller.source, kept = Plain(*task.caches), task.caches[0].kept
-        allowed = SHORTENED
-        if isinstance(kept, LastHidden):
-            allowed = close if kept.stored == precision.teacher else HALF
-        compare(f"cache, {kept}", step(), allowed)
-    return found
-
-
-def _check(settings: LanguageSettings) -> None:
-    """Refuse what leaves nothing to compare."""
     if settings.teacher_model == "none" or settings.align != "auto":
-        came = "TEACHER_MODEL 'none'" if settings.align == "auto" else f"ALIGN {settings.align!r}"
+        option = "TEACHER_MODEL 'none'" if settings.align == "auto" else f"ALIGN {settings.align!r}"
         raise SettingsError(
-            f"{came} leaves nothing to compare: name a teacher with the student's tokenizer."
+            f"{option} leaves nothing to compare: name a teacher with the student's tokenizer."
         )
     if len(settings.teacher_names) > 1:
         raise SettingsError(
@@ -154,21 +104,59 @@ def _check(settings: LanguageSettings) -> None:
     experts = settings.router_mode in ("all", "ka") or settings.router_weights is not None
     if settings.teacher_cache is not None and experts:
         raise SettingsError(
-            "TEACHER_CACHE holds answers of other experts or routers (ROUTER_MODE "
-            f"{settings.router_mode!r}, ROUTER_WEIGHTS {settings.router_weights!r}), and "
-            "only the teacher as it came is compared: set TEACHER_CACHE to None."
+            f"TEACHER_CACHE was written with other experts or routers (ROUTER_MODE "
+            f"{settings.router_mode!r}, ROUTER_WEIGHTS {settings.router_weights!r}), and only the "
+            "original teacher is compared: set TEACHER_CACHE to None."
         )
+    settings = settings.replace(
+        router_mode="native",
+        legacy_clamp=None,
+        teacher_offload=False,
+        teacher_url=None,  # `compare_served` compares it
+        teacher_cache=settings.teacher_cache if settings.teacher_url is None else None,
+    )
+    precision = precision_of(settings)
+    task = prepare(settings, precision, progress)
+    assert isinstance(task.blocks, Blocks) and task.teacher is not None
+    frozen = task.frozen or FrozenTeacher(  # with a cache it is loaded but not placed
+        task.teacher.model, device=precision.device, dtype=precision.teacher
+    )
+    few = task.blocks.part(slice(ROWS))
+    batch = few.batch(range(len(few)), precision.device)
+    distiller = Distiller(task.student.model, settings, precision, Plain(frozen))
+    distiller.student.eval()
+    weights = settings.alpha_ce, settings.alpha_kd
+    exact = precision.student == precision.teacher == torch.float32
+    close = EXACT if exact else HALF
+
+    sums = _plain(distiller, frozen, batch, settings.temperature, settings.kind_of_divergence)
+    plain = _measured(distiller, sums, weights, batch)
+    found = [_compared("plain", plain, plain, close)]
+
+    def compare(way: str, allowed: Allowed) -> None:
+        terms = torch.stack([*distiller.terms(batch).values()])
+        measured = _measured(distiller, terms, weights, batch)
+        found.append(_compared(way, measured, plain, allowed))
+
+    compare("live", close)
+    if task.caches:
+        distiller.source, kept = Plain(*task.caches), task.caches[0].kept
+        allowed = SHORTENED
+        if isinstance(kept, LastHidden):
+            allowed = close if kept.stored == precision.teacher else HALF
+        compare(f"cache, {kept}", allowed)
+    return found
 
 
-def agreement_table(found: Sequence[Agreement]) -> Table:
-    """How far each way to compute the loss lies from the plain one."""
-    title = "Losses in nats a token, and how far off the plain ones"
+def agreement_table(agreements: Sequence[Agreement]) -> Table:
+    """Return a table of how much each way to compute the loss differs from the plain one."""
+    title = "Losses in nats a token, and differences from the plain ones"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("way", no_wrap=True)
     for name in ("ce", "kd", "ce off", "kd off", "gradient off"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
-    for way in found:
+    for way in agreements:
         values = [f"{value:.5g}" for value in (way.ce, way.kd)]
         values += [f"{value:.1g}" for value in (way.ce_off, way.kd_off, way.gradient_off)]
         limits = "allowed {:g}, gradient {:g}".format(*way.allowed)
@@ -176,9 +164,15 @@ def agreement_table(found: Sequence[Agreement]) -> Table:
     return table
 
 
-def _plain(distiller: Distiller, frozen: FrozenTeacher, batch: Batch) -> Tensor:
-    """Both terms from whole logits, sums over the real tokens `[2]`."""
-    settings, inputs = distiller.settings, batch.model_inputs()
+def _plain(
+    distiller: Distiller,
+    frozen: FrozenTeacher,
+    batch: Batch,
+    temperature: float,
+    divergence: str,
+) -> Tensor:
+    """Compute both terms from all logits, sums over the real tokens `[2]`."""
+    inputs = batch.model_inputs()
     rows, targets = next_token_targets(batch.input_ids, batch.counts)
     mask = torch.zeros(batch.counts.numel(), dtype=torch.bool, device=rows.device)
     mask[rows] = True
@@ -186,77 +180,77 @@ def _plain(distiller: Distiller, frozen: FrozenTeacher, batch: Batch) -> Tensor:
         teacher_logits = frozen.model(**inputs, use_cache=False).logits
     with distiller.precision.autocast():
         logits = distiller.student(**inputs, use_cache=False).logits
-    kd = token_kd(
-        logits,
-        teacher_logits,
-        mask=mask.view_as(batch.counts),
-        temperature=settings.temperature,
-        divergence=settings.kind_of_divergence,
-    )
+    mask = mask.view_as(batch.counts)
+    kd = token_kd(logits, teacher_logits, mask=mask, temperature=temperature, divergence=divergence)
     ce = F.cross_entropy(logits.float().flatten(0, 1)[rows], targets)
     return torch.stack([ce, kd]) * len(rows)
 
 
-def _in_chunks(distiller: Distiller, frozen: FrozenTeacher, batch: Batch) -> Tensor:
-    """Both terms with the logits of a few tokens at a time."""
-    settings, head = distiller.settings, distiller.head
-    assert head is not None
-    rows, targets = next_token_targets(batch.input_ids, batch.counts)
-    with distiller.precision.autocast():
-        hidden = hidden_states(distiller.student, batch.model_inputs()).flatten(0, 1)[rows]
-        return linear_distillation(
-            hidden,
-            head.weight,
-            head.bias,
-            targets,
-            [frozen(batch, rows)],
-            temperature=settings.temperature,
-            divergence=settings.kind_of_divergence,
-            weights=(settings.alpha_ce, settings.alpha_kd),
-            chunk_tokens=CHUNK_TOKENS,
-        )
-
-
-def _whole_cache(
-    folder: str,
-    method: str,
-    frozen: FrozenTeacher,
-    blocks: Blocks,
-    task: Task,
-) -> TeacherCache:
-    """A cache of the first rows that holds the whole vocabulary, or all that decides it."""
-    assert task.teacher is not None
-    tokenizer, teacher = task.student.tokenizer, task.teacher
-    vocabulary = min(n_ids(tokenizer), frozen.model.get_output_embeddings().weight.shape[0])
-    fingerprint = TeacherFingerprint(
-        **identity(teacher.name, teacher.weights_id, tokenizer, task.train_set, blocks),
-        dtype=str(frozen.model.dtype).removeprefix("torch."),
-        method=method,
-        k=vocabulary,
-        temperature=task.settings.temperature,
-    )
-    return write(frozen, blocks, folder, fingerprint, vocabulary=vocabulary)
-
-
-@dataclass(frozen=True)
-class _Measured:
-    values: Tensor  # [2], means over the real tokens
-    gradient: Tensor  # of the weighted loss in all trained weights
-
-
-def _measured(distiller: Distiller, terms: Tensor, batch: Batch) -> _Measured:
-    settings, terms = distiller.settings, terms / max(int(batch.counts.sum()), 1)
+def _measured(
+    distiller: Distiller, sums: Tensor, weights: tuple[float, float], batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """Return the terms' means over real tokens `[2]`, and the weighted loss's gradient."""
+    terms = sums / max(int(batch.counts.sum()), 1)
     trained = [p for p in distiller.student.parameters() if p.requires_grad]
-    loss = settings.alpha_ce * terms[0] + settings.alpha_kd * terms[1]
+    loss = weights[0] * terms[0] + weights[1] * terms[1]
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-    return _Measured(
-        terms.detach(), torch.cat([g.detach().flatten() for g in gradients if g is not None])
-    )
+    return terms.detach(), torch.cat([g.detach().flatten() for g in gradients if g is not None])
 
 
-def _compared(way: str, found: _Measured, plain: _Measured, allowed: Allowed) -> Agreement:
-    off = (found.values - plain.values).abs() / plain.values.abs().clamp(min=LEAST)
+def _compared(
+    way: str,
+    measured: tuple[Tensor, Tensor],
+    plain: tuple[Tensor, Tensor],
+    allowed: Allowed,
+) -> Agreement:
+    (values, gradient), (plain_values, plain_gradient) = measured, plain
+    off = (values - plain_values).abs() / plain_values.abs().clamp(min=LEAST)
     tiny = torch.finfo(torch.float32).tiny
-    distance = (found.gradient - plain.gradient).norm() / plain.gradient.norm().clamp(min=tiny)
-    (ce, kd), (ce_off, kd_off) = found.values.tolist(), off.tolist()
+    distance = (gradient - plain_gradient).norm() / plain_gradient.norm().clamp(min=tiny)
+    (ce, kd), (ce_off, kd_off) = values.tolist(), off.tolist()
     return Agreement(way, ce, kd, ce_off, kd_off, float(distance), allowed)
+
+
+@torch.no_grad()
+def compare_served(settings: LanguageSettings) -> list[Finding]:
+    """Compare a served teacher's log-probabilities for a few rows with those of TEACHER_MODEL.
+
+    They agree if they differ by at most 0.05 nats on average, weighted by their probabilities.
+
+    Args:
+        settings: TEACHER_URL, a TEACHER_MODEL that can be loaded, and the text.
+
+    Returns:
+        One finding, a fault if they do not agree.
+
+    Raises:
+        FileNotFoundError, CausalLMUnavailable: the weights cannot be loaded.
+        SettingsError: as `texts_of`.
+    """
+    local = load_causal_lm(settings.teacher_model)
+    texts, _ = texts_of(settings)
+    size = min(settings.block_size, positions(local.model) or settings.block_size)
+    blocks = make_blocks(texts, local.tokenizer, size, packing=False).part(slice(SERVED_ROWS))
+    batch = blocks.batch(range(len(blocks)))
+    rows, _ = next_token_targets(batch.input_ids, batch.counts)
+    try:
+        served = ServedTeacher.of(settings, size, local.tokenizer, torch.device("cpu"))
+        top_k = served.top_k_at(batch, rows)
+    except ServerFailed as error:
+        return [Finding("the served teacher", str(error), "check how the server was started")]
+    logits = local.model(**batch.model_inputs(), use_cache=False).logits.flatten(0, 1)[rows]
+    log_p, weights = logits.double().log_softmax(-1), top_k.log_probs.exp()
+    differences = (top_k.log_probs - log_p.gather(-1, top_k.tokens)).abs()
+    off = float((weights * differences).sum() / weights.sum().clamp(min=1e-30))
+    same = float((log_p.argmax(-1) == top_k.tokens[:, 0]).double().mean())
+    n, k = top_k.tokens.shape
+    result = (
+        f"{n} positions, {k} tokens at each: off by {off:.3g} nats on average (allowed {SERVED:g}),"
+        f" the most likely token is the same at {same:.0%}"
+    )
+    change = (
+        "serve TEACHER_MODEL in its own dtype, with its own tokenizer, and with log-probabilities "
+        "before sampling (vLLM: --logprobs-mode raw_logprobs), prompt_logprobs[t] being of token t "
+        "given those before it; or ignore this if you mean another model"
+    )
+    return [Finding("the served teacher", result, "" if off <= SERVED else change)]

@@ -432,7 +432,7 @@ def test_the_doctor_takes_gradients_of_images(settings, folders):
     asked = settings(student_model=folders("llava"))
     lm, blocks = open_model(asked.student_model, asked)
     assert isinstance(blocks, PictureBlocks) and any(blocks.pictures)
-    found = {finding.tried: finding for finding in gradients(asked, lm, blocks)}
+    found = {finding.check: finding for finding in gradients(asked, lm, blocks)}
     assert "gradient: layer 2" in found
     assert [f for f in found.values() if f.change and not f.note] == []
 

@@ -5,7 +5,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ssl_kd.teachers import weights
 from ssl_kd.teachers.weights import (
     efficientnet_lite0_file,
     load_strict,
@@ -29,12 +28,9 @@ def test_identity_follows_every_tensor():
     model.state_dict()["1.num_batches_tracked"].add_(1)
     assert len({first, second, weights_id(model), weights_id(net())}) == 4
     assert weights_id(model.bfloat16()) != second
-
-
-def test_identity_does_not_depend_on_the_memory_format():
-    model = nn.Conv2d(3, 4, 3)
-    first = weights_id(model)
-    assert weights_id(model.to(memory_format=torch.channels_last)) == first
+    convolution = nn.Conv2d(3, 4, 3)
+    first = weights_id(convolution)
+    assert weights_id(convolution.to(memory_format=torch.channels_last)) == first
 
 
 @pytest.mark.parametrize("wrapping", ["bare", "model", "state_dict", "ddp", "safetensors"])
@@ -67,17 +63,7 @@ def test_what_holds_no_weights_is_refused(tmp_path):
         read_weights(tmp_path / "absent.pth")
 
 
-def test_a_long_reason_ends_at_a_word(tmp_path, monkeypatch):
-    def fail(path):
-        raise RuntimeError("many words " * 99)
-
-    (tmp_path / "w.pth").write_bytes(b"x")
-    monkeypatch.setattr(weights, "load_tensors", fail)
-    with pytest.raises(ValueError, match="( many words)+( many)? …$"):
-        read_weights(tmp_path / "w.pth")
-
-
-def test_strict_load_says_what_differs():
+def test_strict_load_names_what_differs():
     state = net().state_dict()
     model = net()
     load_strict(model, dict(state), "net")
