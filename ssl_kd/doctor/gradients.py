@@ -113,12 +113,12 @@ def _weights(model: nn.Module) -> Iterator[Finding]:
         if sick
         else "",
     )
-    largest = max((name for name in peaks if name not in sick), key=peaks.get, default=None)
-    if largest is not None:
-        overflows = peaks[largest] > torch.finfo(torch.float16).max
-        change = "it overflows in float16: use --model_dtype bfloat16 or float32"
-        result = f"largest {peaks[largest]:.3g} in {largest}"
-        yield Finding("weights: range", result, change if overflows else "", note=overflows)
+    largest, name = max(
+        ((p, name) for name, p in peaks.items() if name not in sick), default=(0, "")
+    )
+    overflows = largest > torch.finfo(torch.float16).max
+    change = "it overflows in float16: use --model_dtype bfloat16 or float32" if overflows else ""
+    yield Finding("weights: range", f"largest {largest:.3g} in {name}", change, note=overflows)
 
 
 def _forward(distiller: Distiller, batch: Batch) -> Generator[Finding, None, bool]:
