@@ -1,4 +1,4 @@
-"""A torch that was built without `torch.distributed`, as some of conda's and for Windows are."""
+"""A torch that was built without `torch.distributed`, like some from conda and for Windows."""
 
 import json
 import os
@@ -11,7 +11,7 @@ BUILT_WITHOUT = """
 import sys
 
 class Without:
-    # By these torch knows what it was built with; `import torch` asks as it imports the package.
+    # torch checks these names of its extension when it imports the package.
     NAMES = ("_c10d_init", "_rpc_init", "_dist_autograd_init", "_faulty_agent_init")
 
     def find_spec(self, name, path=None, target=None):
@@ -72,9 +72,9 @@ def test_one_process_trains_without_it(tmp_path):
 
 
 def test_several_processes_are_refused_in_a_line(tmp_path):
-    told = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = python(JOINS, tmp_path / "runs", **told)
+    variables = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = python(JOINS, tmp_path / "runs", **variables)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "was built without torch.distributed" in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Where the curves of a run are shown: TensorBoard's files, Weights & Biases, Trackio."""
+"""Send a run's curves to TensorBoard files, Weights & Biases, or Trackio."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ import numpy as np
 from ssl_kd.errors import MissingPackage, UserError
 
 TRACKERS = ("wandb", "trackio")
-PROJECT = "ssl_kd"
 
 
 class BoardUnavailable(UserError, RuntimeError):
-    """A tracker that does not take the run; the message says why and what to do."""
+    """A tracker refuses the run; the message says why and what to do."""
 
 
 def check_boards(names: Collection[str]) -> None:
-    """See that the packages are there, before any work.
-
-    Raises:
-        ImportError: one is not installed; says how to install it.
-    """
+    """Raise an ImportError, before any work, if the package of a tracker is not installed."""
     for name in names:
         if name in TRACKERS and importlib.util.find_spec(name) is None:
             raise MissingPackage(
@@ -35,13 +30,13 @@ def check_boards(names: Collection[str]) -> None:
 
 
 class Board:
-    """Hands the numbers of a run on to those who draw them; a context manager.
+    """Logs the numbers of a run; a context manager.
 
     Args:
         path: the run folder; its name is the run's.
-        names: of `tensorboard` (files in the folder), `wandb` and `trackio` (of the project
-            `ssl_kd`); none of them for none.
-        config: settings, for those that keep them.
+        names: any of `tensorboard` (files in the folder), `wandb` and `trackio` (in the project
+            `ssl_kd`).
+        config: settings, for trackers that store them.
 
     Raises:
         BoardUnavailable: a tracker cannot be reached, or its credentials are missing.
@@ -55,7 +50,7 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(path / "tensorboard"))
-        self._trackers = [_begun(name, path, config or {}) for name in TRACKERS if name in names]
+        self._trackers = [_start(name, path, config or {}) for name in TRACKERS if name in names]
 
     def __enter__(self) -> Board:
         return self
@@ -67,22 +62,15 @@ class Board:
             tracker.finish()
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """A number becomes a scalar, a list of them a histogram; what is not finite is left out.
-
-        (Trackers get a list's mean and its lowest value.)
-        """
+        """Log finite numbers as scalars; of a list its mean and its lowest value."""
         scalars: dict[str, float] = {}
         for name, value in row.items():
             values = np.atleast_1d(np.array(value, dtype=float))
             values = values[np.isfinite(values)]
-            if not len(values):
-                continue
-            if not isinstance(value, list):
+            if len(values) and isinstance(value, list):
+                scalars |= {f"{name}_mean": values.mean(), f"{name}_lowest": values.min()}
+            elif len(values):
                 scalars[name] = float(values[0])
-                continue
-            scalars |= {f"{name}_mean": float(values.mean()), f"{name}_lowest": float(values.min())}
-            if self._writer is not None:
-                self._writer.add_histogram(name, values, step)
         for name, value in scalars.items():
             if self._writer is not None:
                 self._writer.add_scalar(name, value, step)
@@ -90,16 +78,18 @@ class Board:
             tracker.log(scalars, step=step)
 
 
-def _begun(name: str, path: Path, config: Mapping[str, Any]) -> Any:
-    """A tracker's module with a run of this name; one that is resumed goes on."""
+def _start(name: str, path: Path, config: Mapping[str, Any]) -> Any:
+    """Start a run of this name, or continue it, and return the tracker's module."""
     tracker: Any = importlib.import_module(name)
-    own = {"id": path.name, "dir": str(path)} if name == "wandb" else {}
+    options = {"id": path.name, "dir": str(path)} if name == "wandb" else {}
     try:
-        tracker.init(project=PROJECT, name=path.name, config=dict(config), resume="allow", **own)
-    except Exception as error:  # the network and each tracker have exceptions of their own
+        tracker.init(
+            project="ssl_kd", name=path.name, config=dict(config), resume="allow", **options
+        )
+    except Exception as error:  # each tracker raises its own exceptions
         reason = " ".join(str(error).split())[:200]
         raise BoardUnavailable(
-            f"{name} does not take the run ({reason}): log in there, set WANDB_MODE=offline for "
-            "wandb, or set REPORT_TO to 'none'"
+            f"{name} does not accept the run ({reason}): log in, set WANDB_MODE=offline for wandb, "
+            "or set REPORT_TO to 'none'"
         ) from error
     return tracker

@@ -1,4 +1,4 @@
-"""Where a run's time went, and how far it is."""
+"""The time of a run's stages, and its progress."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Progress = Callable[[str, int, int, dict[str, Any]], None]
 
 
 class Clock:
-    """Seconds per stage."""
+    """Measures seconds per stage."""
 
     def __init__(self) -> None:
         self.began, self.stages = time.perf_counter(), {}
 
     @contextlib.contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Time what is done inside as this stage."""
+        """Time the block as this stage."""
         start = time.perf_counter()
         yield
         self.stages[stage] = round(time.perf_counter() - start, 2)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Stage -> seconds, and `total` since the beginning."""
+        """Seconds of each stage, and `total` since the clock was made."""
         return self.stages | {"total": round(time.perf_counter() - self.began, 2)}
 
 

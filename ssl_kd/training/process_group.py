@@ -1,4 +1,4 @@
-"""Processes that do one job: what they exchange, and the run folder that the first one writes."""
+"""The processes of one job: what they exchange, and the run folder that the first one writes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ T = TypeVar("T")
 
 
 class ProcessGroup:
-    """The ranks of `torch.distributed` where it is initialised; else this process, one of one.
+    """The ranks of `torch.distributed` if it is initialized; else this process alone.
 
-    All of them make it and call it at the same points.
+    All ranks must create it and call its methods at the same points. Whatever waits for another
+    rank raises RankLost if that rank does not respond.
 
     Args:
-        device: whose backend sends.
+        device: whose backend is used.
 
     Attributes:
         rank: of this process, from 0.
-        world: how many there are.
-
-    Raises:
-        RankLost: another rank does not make its own; so does whatever waits for the others.
+        world: number of processes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,35 +42,30 @@ class ProcessGroup:
         self.world = 1 if self._agreement is None else self._agreement.world
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Raise RankLost, which names what was waited for, where the process group fails inside."""
+        """Raise RankLost, naming `what` was waited for, if the group fails in the block."""
         if self._agreement is None:
             return contextlib.nullcontext()
         return self._agreement.waiting(what)
 
     def sums(self, what: str, *numbers: float) -> list[float]:
-        """Sum numbers over the ranks; each is sent as float32.
-
-        Args:
-            what: they are, and of which step; the same on every rank.
-            *numbers: of this rank.
-        """
+        """Sum numbers over the ranks, sent as float32; `what` names them, the same on all ranks."""
         if self._agreement is None:
             return [*numbers]
-        told = self._agreement.exchange(what, torch.tensor(numbers, dtype=torch.float32))
-        return told.double().sum(0).tolist()
+        of_ranks = self._agreement.exchange(what, torch.tensor(numbers, dtype=torch.float32))
+        return of_ranks.double().sum(0).tolist()
 
     def means(self, what: str, *numbers: float) -> list[float]:
-        """Average numbers over the ranks; each is sent as float32."""
+        """Average numbers over the ranks, as `sums`."""
         return [number / self.world for number in self.sums(what, *numbers)]
 
     def of_all(self, what: str, value: T) -> list[T]:
         """Gather a value that can be pickled from each rank, in their order."""
         if self._agreement is None:
             return [value]
-        told: list[Any] = [None] * self.world
+        values: list[Any] = [None] * self.world
         with self._agreement.waiting(what, always=True):
-            dist.all_gather_object(told, value)
-        return told
+            dist.all_gather_object(values, value)
+        return values
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a batch: every n-th of n ranks."""
@@ -82,15 +75,15 @@ class ProcessGroup:
         """Return whether any rank got a signal to stop; all ranks then act on the same one."""
         if self._agreement is None:
             return bool(signals.caught)
-        mine = torch.tensor([float(*signals.caught[:1])])
-        told = self._agreement.exchange(f"whether to stop {when}", mine)
-        caught = [int(number) for number in told.flatten().tolist() if number]
+        own = torch.tensor([float(*signals.caught[:1])])
+        of_ranks = self._agreement.exchange(f"whether to stop {when}", own)
+        caught = [int(number) for number in of_ranks.flatten().tolist() if number]
         if caught and not signals.caught:
             signals.caught.append(caught[0])
         return bool(caught)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up the gradients of the ranks, in place; one that a rank lacks is 0 there."""
+        """Sum the gradients over the ranks, in place; a missing one counts as 0."""
         if self._agreement is None:
             return
         parameters = list(parameters)
@@ -104,10 +97,10 @@ class ProcessGroup:
 
 
 class ReadOnlyRunFolder(RunFolder):
-    """The run folder as every rank but the first sees it: for reading.
+    """The run folder on every rank but the first.
 
     Args:
-        path: where the first rank writes it, on a file system of all ranks.
+        path: where the first rank writes it, on a shared file system.
     """
 
     writes = False
@@ -120,7 +113,7 @@ class ReadOnlyRunFolder(RunFolder):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Do nothing: the first rank has the folder's lock."""
+        """Do nothing: the first rank holds the folder's lock."""
 
     def checkpoint(self, step: int) -> dict[str, Any]:
         """Return the tensors of the first rank's checkpoint of a step; none at step 0."""
@@ -130,33 +123,33 @@ class ReadOnlyRunFolder(RunFolder):
 
 
 @contextlib.contextmanager
-def run_folder(settings: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
-    """Open the run's folder on the first rank, and give the others the same one for reading.
+def run_folder(run: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
+    """Open the run's folder on the first rank, and the same one for reading on the others.
 
     Raises:
         RunFolderError, SettingsError, OSError: as `RunFolder`.
         RankStopped: the same, on the other ranks.
     """
     with contextlib.ExitStack() as stack:
-        own: list[RunFolder] = []
+        opened: list[RunFolder] = []
 
-        def opened() -> Path:
-            own.append(stack.enter_context(RunFolder(settings)))
-            return own[0].path
+        def open_folder() -> Path:
+            opened.append(stack.enter_context(RunFolder(run)))
+            return opened[0].path
 
-        path = ranks.from_first(opened)
-        yield own[0] if own else ReadOnlyRunFolder(path)
+        path = ranks.from_first(open_folder)
+        yield opened[0] if opened else ReadOnlyRunFolder(path)
 
 
 def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any]]:
-    """Load, on every rank, the checkpoint that the first one finds."""
-    found: list[tuple[int, dict[str, Any]]] = []
+    """Load the newest checkpoint of the first rank on every rank."""
+    loaded: list[tuple[int, dict[str, Any]]] = []
 
     def load() -> int:
-        found.append(folder.load_checkpoint())
-        return found[0][0]
+        loaded.append(folder.load_checkpoint())
+        return loaded[0][0]
 
     start = ranks.from_first(load)
     if isinstance(folder, ReadOnlyRunFolder):
         return start, folder.checkpoint(start)
-    return found[0]
+    return loaded[0]

@@ -1,4 +1,4 @@
-"""Processes that a launcher started together: how they join, wait for the first, and end."""
+"""The processes that a launcher started: they join, wait for the first one, and end together."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from ssl_kd.errors import FAILED, InputError, Interrupted, UserError
 from ssl_kd.guard.agreement import LOST, RankLost
 from ssl_kd.settings.early import LAUNCHERS
 
-if TYPE_CHECKING:  # a torch that was built for one process alone has none of them
-    from torch.distributed import (  # public, but not so marked
+if TYPE_CHECKING:  # a torch built without torch.distributed has none of them
+    from torch.distributed import (
         Store,  # pyright: ignore[reportPrivateImportUsage]
         TCPStore,  # pyright: ignore[reportPrivateImportUsage]
     )
 
 _JOINED_BY = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
-_POLL = 0.05  # seconds between two looks at what rank 0 does
-_LAST_WORDS = 1.0  # seconds that another rank's reason to stop is waited for
-_LINGER = 5.0  # and that rank 0 waits for the others to leave
+_POLL = 0.05  # seconds between two looks at rank 0
+_REASON_WAIT = 1.0  # seconds to wait for another rank's reason to stop
+_LINGER = 5.0  # seconds that rank 0 waits for the others to leave
 _WAY_OUT = (
-    "A rank died or hangs: the first error is in its own log. Start all ranks again; --resume goes"
-    " on from the last checkpoint"
+    "A rank died or hangs: its own log has the first error. Start all ranks again; --resume goes on"
+    " from the last checkpoint"
 )
 
 T = TypeVar("T")
 
 
 class RankStopped(RankLost):
-    """Another rank stopped first; this one says why, and ends with the same exit code."""
+    """Another rank stopped first; the message has its reason, and the exit code is the same."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -50,26 +50,22 @@ class RankStopped(RankLost):
 
 
 def refuse_ranks() -> None:
-    """Let no process work alone that a launcher (torchrun, mpirun, srun) started as one of several.
+    """Raise InputError if a launcher (torchrun, mpirun, srun) started several processes.
 
-    Each would do all the work in a folder of its own, and none would tell.
-
-    Raises:
-        InputError: a launcher's variable counts more than one; the message names this process's
-            rank.
+    Each of them would do all the work in its own folder.
     """
     if found := _launcher():
         size, count = found
         raise InputError(
             f"This is rank {os.environ.get(LAUNCHERS[size], 'unknown')} of {count} ({size}), but"
-            " this is work for one process on one device. Start it with python alone, not torchrun,"
-            " mpirun or srun with several tasks; for several GPUs one run for each, --device"
+            " this command runs in one process on one device. Start it with python alone, without"
+            " torchrun, mpirun or srun; to use several GPUs start one run for each, --device"
             " cuda:0, cuda:1 ..."
         )
 
 
 def _launcher() -> tuple[str, int] | None:
-    """The variable that says that a launcher started several processes, and how many."""
+    """Return the variable by which a launcher announces several processes, and their number."""
     for size in LAUNCHERS:
         count = os.environ.get(size, "")
         if count.isdecimal() and int(count) > 1:
@@ -78,14 +74,14 @@ def _launcher() -> tuple[str, int] | None:
 
 
 def follows() -> bool:
-    """Whether a launcher started this process as another than the first of several."""
-    found = _launcher()
-    return found is not None and os.environ.get(LAUNCHERS[found[0]], "0") != "0"
+    """Whether this is one of several processes, but not the first."""
+    launcher = _launcher()
+    return launcher is not None and os.environ.get(LAUNCHERS[launcher[0]], "0") != "0"
 
 
 @contextlib.contextmanager
 def following() -> Iterator[None]:
-    """Log errors alone: the first process speaks for all."""
+    """Log only errors in the block, because the first process logs for all."""
     logger = logging.getLogger("ssl_kd")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -97,46 +93,46 @@ def following() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that work together, as one of them sees them.
+    """This process and the others of its job.
 
     Attributes:
-        rank: of this one, from 0.
-        world: how many there are; 1 for a process by itself.
-        device: its own, `cpu` or `cuda:1`; for a process by itself as it was given.
+        rank: of this process, from 0.
+        world: number of processes.
+        device: of this process, such as `cpu` or `cuda:1`; for a single process as given.
     """
 
     rank: int
     world: int
     device: str
-    _stop: Store | None = None  # outlives any rank, under torchrun
-    _first: Store | None = None  # lives in rank 0: the others notice when it ends
+    _stop: Store | None = None  # under torchrun it outlives the ranks
+    _first: Store | None = None  # is in rank 0, so the others notice when that ends
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What rank 0's `work()` returns, on every rank; the others wait for as long as it takes.
+        """Run `work` on rank 0 and return its result on every rank; the others wait without limit.
 
-        Call it on every rank in the same order. What is returned is pickled: tensors on the CPU.
+        Call it on every rank in the same order. The result is pickled, with tensors on the CPU.
 
         Raises:
             RankLost: rank 0 died.
             RankStopped: rank 0 stopped.
         """
-        done: list[Any] = [None]
+        result: list[Any] = [None]
         if self.rank == 0:
-            done[0] = work()
+            result[0] = work()
         if self._first is not None:
             turn = f"done {self._first.add(f'turns of {self.rank}', 1)}"
             if self.rank == 0:
                 self._first.add(turn, 1)
             else:
                 self._wait_for(self._first, turn)
-            dist.broadcast_object_list(done)
-        return done[0]
+            dist.broadcast_object_list(result)
+        return result[0]
 
     def _wait_for(self, store: Store, key: str) -> None:
-        """Look for a key of rank 0's now and then: signals are heard, and its end is noticed."""
+        """Poll for a key that rank 0 sets, so that signals and the end of rank 0 are noticed."""
         try:
-            while not store.add(key, 0):  # asks without waiting, in every version of torch
-                if self._said() is not None:
+            while not store.add(key, 0):  # does not block in any version of torch
+                if self._stop_reason() is not None:
                     raise RankLost(f"rank {self.rank} of {self.world} is not needed any more")
                 time.sleep(_POLL)
         except DistError as error:
@@ -145,7 +141,7 @@ class Ranks:
             ) from error
 
     def _lost(self, error: BaseException) -> RankLost | None:
-        """What an error of the process group means; None for any other."""
+        """Translate an error of the process group; None for any other error."""
         if not isinstance(error, DistError):
             if isinstance(error, UserError) or not isinstance(error, RuntimeError):
                 return None
@@ -155,7 +151,7 @@ class Ranks:
         return RankLost(f"rank {self.rank} of {self.world} lost the others: {line}. {_WAY_OUT}")
 
     def _leave(self, patience: float) -> None:
-        """Rank 0, where the stores may live, goes last: the others still ask why it stopped."""
+        """Leave; rank 0 waits for the others, which may still read the reason from its store."""
         assert self._stop is not None
         deadline = time.monotonic() + patience
         with contextlib.suppress(DistError):
@@ -164,35 +160,35 @@ class Ranks:
                 time.sleep(_POLL)
                 left = self._stop.add("left", 0)
 
-    def _said(self) -> dict[str, Any] | None:
-        """Who stopped first, why, and with which exit code; None while no rank has stopped."""
+    def _stop_reason(self) -> dict[str, Any] | None:
+        """Return rank, reason and exit code of the first rank to stop; None if none has."""
         assert self._stop is not None
         try:
             if self._stop.add("stops", 0):
                 return json.loads(self._stop.get("stopped"))
-        except DistError:  # it lived in rank 0, which is gone
+        except DistError:  # the store was in rank 0, which is gone
             pass
         return None
 
     def _ended_by(self, error: BaseException) -> RankStopped | None:
-        """Tell the others why this rank stops; another error where it is only one of those."""
-        patience = 0.0 if self.rank == 0 and not isinstance(error, RankLost) else _LAST_WORDS
-        deadline = time.monotonic() + patience
-        while (said := self._said()) is None and time.monotonic() < deadline:
+        """Publish why this rank stops, or return an error with the reason of the first to stop."""
+        first_error = self.rank == 0 and not isinstance(error, RankLost)
+        deadline = time.monotonic() + (0.0 if first_error else _REASON_WAIT)
+        while (reason := self._stop_reason()) is None and time.monotonic() < deadline:
             time.sleep(_POLL)
-        if said is None:
+        if reason is None:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            told = {"rank": self.rank, "code": _code(error), "why": line}
+            reason = {"rank": self.rank, "code": _code(error), "why": line}
             with contextlib.suppress(DistError):
                 assert self._stop is not None
-                self._stop.set("stopped", json.dumps(told))
+                self._stop.set("stopped", json.dumps(reason))
                 self._stop.add("stops", 1)
             return None
-        if self.rank == 0 and not isinstance(error, RankLost):
+        if first_error:
             return None
         return RankStopped(
-            f"rank {self.rank} of {self.world} stopped with rank {said['rank']}: {said['why']}",
-            said["code"],
+            f"rank {self.rank} of {self.world} stopped with rank {reason['rank']}: {reason['why']}",
+            reason["code"],
         )
 
 
@@ -204,61 +200,61 @@ def _code(error: BaseException) -> int:
 
 @contextlib.contextmanager
 def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Ranks]:
-    """The process group that torchrun describes, for as long as the block runs.
+    """Join the process group that torchrun describes, for the block.
 
-    A process by itself gets no group. Otherwise `torch.distributed` is initialised inside: gloo
-    for tensors on the CPU, and NCCL for those on a GPU, one GPU for each process of a machine.
+    A single process gets no group. Otherwise `torch.distributed` is initialized with gloo for
+    tensors on the CPU and NCCL for those on a GPU, one GPU for each process of a machine.
 
     Args:
         device: the setting DEVICE: `auto`, `cpu` or `cuda`.
-        timeout: of a collective; `Ranks.from_first` waits for longer.
+        timeout: of a collective; `Ranks.from_first` may wait longer.
 
     Raises:
-        InputError: a launcher that is not like torchrun, another device than these, or a torch
-            that was built without `torch.distributed`.
-        RankStopped: in place of what ended this rank, where another one stopped before it.
+        InputError: a launcher without torchrun's variables, another device, or a torch that was
+            built without `torch.distributed`.
+        RankStopped: another rank stopped before this one.
     """
-    found = _launcher()
-    if found is None:
+    launcher = _launcher()
+    if launcher is None:
         yield Ranks(0, 1, device)
         return
-    mine = _device(device, *found)
-    if mine.type == "cuda":
-        torch.cuda.set_device(mine)
+    own_device = _device(device, *launcher)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     from torch.distributed import (
         PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
         rendezvous,  # pyright: ignore[reportPrivateImportUsage]
     )
 
     store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
-    backend = "gloo" if mine.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if own_device.type == "cpu" else "cpu:gloo,cuda:nccl"
     groups = PrefixStore("groups", store)
     dist.init_process_group(backend, store=groups, rank=rank, world_size=world, timeout=timeout)
     stop = PrefixStore("ends", store)
-    ranks = Ranks(rank, world, str(mine), stop, _store_of_first(rank, stop, timeout))
+    ranks = Ranks(rank, world, str(own_device), stop, _store_of_first(rank, stop, timeout))
     try:
-        dist.barrier()  # all are in touch with rank 0: from now on its end is noticed
+        dist.barrier()  # all are connected to rank 0, so from now on they notice its end
         yield ranks
     except BaseException as error:
-        with _deaf():
+        with _without_sigterm():
             lost = ranks._lost(error)
             traceback.clear_frames(error.__traceback__)  # they would keep the group alive
             other = ranks._ended_by(lost or error) or lost
-            _part()  # ends collectives in which other ranks wait for this one
+            _end_group()  # ends collectives in which other ranks wait for this one
             outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             ranks._leave(0.0 if outlives else _LINGER)
         if other is not None:
             raise other from error
         raise
-    _part()
+    _end_group()
     ranks._leave(_LINGER)
 
 
-def _part() -> None:
-    """End the group; gloo outlives it here, and ends without Python's lock.
+def _end_group() -> None:
+    """End the group, but keep gloo until the call returns.
 
-    The group of torch 2.6 ends gloo with the lock held: it waits for gloo's threads, and one that
-    has a tensor to free waits for the lock.
+    In torch 2.6 the group ends gloo while it holds Python's lock and waits for gloo's threads, and
+    a thread that has a tensor to free waits for the lock.
     """
     gloo = dist.group.WORLD and dist.group.WORLD._get_backend(torch.device("cpu"))
     dist.destroy_process_group()
@@ -266,9 +262,9 @@ def _part() -> None:
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """SIGTERM is not heard inside: torchrun sends it to all where one has died, and ends go on."""
-    if threading.current_thread() is not threading.main_thread():  # Python's own condition
+def _without_sigterm() -> Iterator[None]:
+    """Ignore SIGTERM, which torchrun sends to all ranks when one has died, while ranks end."""
+    if threading.current_thread() is not threading.main_thread():  # as Python requires
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -281,16 +277,16 @@ def _deaf() -> Iterator[None]:
 def _store_of_first(rank: int, store: Store, timeout: timedelta) -> TCPStore:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    host = os.environ["MASTER_ADDR"]  # rank 0 is there
+    host = os.environ["MASTER_ADDR"]  # of rank 0
     if rank == 0:
-        mine = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        store.set("port", str(mine.port))
-        return mine
+        own = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store.set("port", str(own.port))
+        return own
     return TCPStore(host, int(store.get("port")), is_master=False, timeout=timeout)
 
 
 def _device(device: str, size: str, count: int) -> torch.device:
-    """The device of this process, one of `count`, as the variable `size` says.
+    """Return the device of this process, one of `count` by the variable `size`.
 
     Raises:
         InputError: as `joined`.
@@ -298,28 +294,28 @@ def _device(device: str, size: str, count: int) -> torch.device:
     if size != "WORLD_SIZE" or any(name not in os.environ for name in _JOINED_BY):
         raise InputError(
             f"This is rank {os.environ.get(LAUNCHERS[size], 'unknown')} of {count} ({size}), but"
-            f" what torchrun tells its processes ({', '.join(_JOINED_BY)}) is missing: each would"
-            " work alone. Start them by torchrun --nproc_per_node N, or one with python alone"
+            f" torchrun's variables ({', '.join(_JOINED_BY)}) are not set, so each process would"
+            " work alone. Start them with torchrun --nproc_per_node N, or one with python alone"
         )
     if not dist.is_available():
         raise InputError(
             f"{count} processes were started ({size}), but torch {torch.__version__} was built"
-            " without torch.distributed, by which they would talk: install a build that has it"
-            " (that of PyPI does), or start one with python alone"
+            " without torch.distributed, which they need: install a build with it, such as that"
+            " from PyPI, or start one with python alone"
         )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
         raise InputError(
             f"DEVICE is {device}, but {count} processes were started: expected auto, cpu or cuda,"
-            " by which each takes a GPU of its own"
+            " with which each uses another GPU"
         )
     if device == "cpu":
         return torch.device("cpu")
-    local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if local >= there:
+    local, n_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local >= n_gpus:
         raise InputError(
-            f"process {local} of this machine has no GPU: it has {there}, counted from 0. Start"
-            f" torchrun with --nproc_per_node {there}, or give --device cpu"
+            f"process {local} of this machine has no GPU: it has {n_gpus}, counted from 0. Start"
+            f" torchrun with --nproc_per_node {n_gpus}, or set --device cpu"
         )
     return torch.device("cuda", local)

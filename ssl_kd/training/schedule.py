@@ -8,14 +8,14 @@ import math
 def learning_rate_at(
     step: int, steps: int, peak: float, warmup_fraction: float, schedule: str = "cosine"
 ) -> float:
-    """Return the learning rate of a step: a linear warm-up to `peak`, then what `schedule` says.
+    """Return the learning rate of a step: a linear warm-up to `peak`, then the schedule.
 
     Args:
         step: from 0 to `steps - 1`.
-        steps: in all.
+        steps: total number of steps.
         peak: the largest learning rate.
-        warmup_fraction: share of the steps that warm up, 0 up to, not including, 1.
-        schedule: `cosine` or `linear`, down to 0 after the last step; `constant_with_warmup`;
+        warmup_fraction: share of the steps that warm up, in [0, 1).
+        schedule: `cosine` or `linear`, down to 0 after the last step; `constant_with_warmup`; or
             `constant`, without a warm-up.
     """
     if schedule == "constant":
@@ -26,6 +26,4 @@ def learning_rate_at(
     if schedule == "constant_with_warmup":
         return peak
     done = (step - warmup) / max(1, steps - warmup)
-    if schedule == "linear":
-        return peak * (1 - done)
-    return peak * 0.5 * (1 + math.cos(math.pi * done))
+    return peak * (1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))

@@ -14,28 +14,28 @@ from ssl_kd.errors import Interrupted
 
 
 class Resumable(Protocol):
-    """A run that can be stopped and resumed.
-
-    Attributes:
-        path: its folder.
-        trained: whether there is anything to resume from.
-    """
+    """A run that can be stopped and resumed."""
 
     @property
-    def path(self) -> Path: ...  # noqa: D102
+    def path(self) -> Path:
+        """Its folder."""
+        ...
+
     @property
-    def trained(self) -> bool: ...  # noqa: D102
+    def trained(self) -> bool:
+        """Whether there is anything to resume from."""
+        ...
 
 
 class Signals:
-    """Ctrl-C and SIGTERM as `Interrupted`, raised at once; between two steps while training."""
+    """Raises Ctrl-C and SIGTERM as `Interrupted`: at once, or during training after a step."""
 
     def __init__(self, folder: Resumable) -> None:
         self.caught: list[int] = []
         self._folder, self._deferred, self._before = folder, False, {}
 
     def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():  # Python's own condition
+        if threading.current_thread() is threading.main_thread():  # as Python requires
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._catch)
         return self
@@ -54,7 +54,7 @@ class Signals:
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Only record signals; the loop inside looks at `caught`."""
+        """Only record signals in `caught`, for a loop that checks it, and raise at the end."""
         self._deferred = True
         try:
             yield
@@ -65,12 +65,12 @@ class Signals:
 
 
 class FinishEarly:
-    """Within it Ctrl-C is noted; at the end, with what was reached until then, it is raised.
+    """Records Ctrl-C in the block, and raises it at the end, with the results so far.
 
     A second Ctrl-C is raised at once. Outside the main thread nothing changes.
 
     Attributes:
-        wanted: whether the work is to end early.
+        wanted: whether the work should end early.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of a run reach whoever is to draw them."""
+"""The numbers of a run reach TensorBoard and the trackers."""
 
 import sys
 import types
@@ -10,7 +10,7 @@ from ssl_kd.training.board import Board, check_boards
 
 
 class Tracker(types.ModuleType):
-    """A module with the three functions of wandb and trackio that are called."""
+    """A module with the functions of wandb and trackio that are used."""
 
     def __init__(self, name, fault=None):
         super().__init__(name)
@@ -48,13 +48,13 @@ def test_a_tracker_gets_settings_and_numbers(tmp_path, monkeypatch, name):
     assert tracker.finished == 1
 
 
-def test_a_tracker_that_is_not_there_or_takes_no_run(tmp_path, monkeypatch):
+def test_a_missing_or_failing_tracker_names_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="REPORT_TO is 'trackio', .* pip install trackio, or set"):
         check_boards({"trackio", "tensorboard"})
     check_boards({"tensorboard"})
     monkeypatch.setitem(sys.modules, "wandb", Tracker("wandb", RuntimeError("no\nAPI key")))
-    with pytest.raises(UserError, match=r"wandb does not take the run \(no API key\): log in"):
+    with pytest.raises(UserError, match=r"wandb does not accept the run \(no API key\): log in"):
         Board(tmp_path, {"wandb"})
 
 

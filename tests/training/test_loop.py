@@ -7,7 +7,7 @@ from ssl_kd.training.loop import Pace, run_loop
 
 
 class Learner:
-    """Nothing is learned; a step may find that too few are healthy."""
+    """Learns nothing; too few parts are healthy at the step `sick`."""
 
     def __init__(self, steps, sick=None):
         self.steps, self.sick, self.pace = steps, sick, Pace()
@@ -27,41 +27,42 @@ class Learner:
 
 
 def saved(learner, stop=None, fails=()):
-    """What the loop does about checkpoints, in order, and what came of it."""
-    told = []
+    """The loop's calls for checkpoints in order, and its result or error."""
+    calls = []
 
     def on_checkpoint(done):
         def wait():
-            told.append(f"wait {done}")
+            calls.append(f"wait {done}")
             if done in fails:
                 raise OSError("No space left on device")
 
-        told.append(f"save {done}")
+        calls.append(f"save {done}")
         return wait
 
-    asked = iter(range(100))
+    steps = iter(range(100))
     loop = {"log_every": 1, "checkpoint_every": 2, "on_log": lambda row: None}
-    loop |= {"on_checkpoint": on_checkpoint, "should_stop": lambda: next(asked) == stop}
+    loop |= {"on_checkpoint": on_checkpoint, "should_stop": lambda: next(steps) == stop}
     try:
-        told.append(run_loop(learner, **loop))
+        calls.append(run_loop(learner, **loop))
     except (TooFewHealthyParts, OSError) as error:
-        told.append(str(error))
-    return told
+        calls.append(str(error))
+    return calls
 
 
-def test_the_last_is_waited_for():
-    assert saved(Learner(5)) == ["save 2", "wait 2", "save 4", "wait 4", "save 5", "wait 5", 5]
+@pytest.mark.parametrize(
+    ("sick", "stop", "expected"),
+    [
+        (None, None, ["save 2", "wait 2", "save 4", "wait 4", "save 5", "wait 5", 5]),
+        (None, 3, ["save 2", "wait 2", "save 3", "wait 3", 3]),
+        (3, None, ["save 2", "wait 2", "save 4", "wait 4", "none is left"]),
+    ],
+    ids=["finished", "stopped", "sick"],
+)
+def test_every_checkpoint_is_waited_for(sick, stop, expected):
+    assert saved(Learner(5, sick), stop) == expected
 
 
-def test_so_is_that_of_a_run_that_is_told_to_stop():
-    assert saved(Learner(5), stop=3) == ["save 2", "wait 2", "save 3", "wait 3", 3]
-
-
-def test_so_is_that_of_a_run_that_cannot_continue():
-    assert saved(Learner(5, sick=3)) == ["save 2", "wait 2", "save 4", "wait 4", "none is left"]
-
-
-def test_one_that_is_not_written_is_an_error_or_at_the_end_a_warning(caplog):
+def test_a_checkpoint_that_fails_is_an_error_or_at_the_end_a_warning(caplog):
     full = "No space left on device"
     assert saved(Learner(5), stop=3, fails={3}) == ["save 2", "wait 2", "save 3", "wait 3", full]
     assert saved(Learner(5), fails={2}) == ["save 2", "wait 2", full]
@@ -74,8 +75,8 @@ def test_one_that_is_not_written_is_an_error_or_at_the_end_a_warning(caplog):
     assert f"the last checkpoint, of step 4, could not be written: {full}" in caplog.text
 
 
-@pytest.mark.parametrize("told", [None, {}, [1]])
-def test_what_is_saved_at_once_is_not_waited_for(told):
+@pytest.mark.parametrize("result", [None, {}, [1]])
+def test_what_is_saved_at_once_is_not_waited_for(result):
     loop = {"log_every": 1, "checkpoint_every": 2, "on_log": lambda row: None}
-    loop |= {"on_checkpoint": lambda done: told, "should_stop": lambda: False}
+    loop |= {"on_checkpoint": lambda done: result, "should_stop": lambda: False}
     assert run_loop(Learner(5), **loop) == 5

@@ -1,4 +1,4 @@
-"""Processes that torchrun started: how they join, wait for the first, and end together."""
+"""Processes of torchrun join, wait for the first one, and end together."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from tests.ranks import run_joined
 # -- joining --------------------------------------------------------------------------------------
 
 
-def test_a_process_by_itself_joins_nothing():
+def test_a_single_process_joins_no_group():
     with joined("cuda:1") as ranks:
         assert (ranks.rank, ranks.world, ranks.device) == (0, 1, "cuda:1")
         assert ranks.from_first(lambda: "mine") == "mine"
@@ -23,21 +23,21 @@ def test_a_process_by_itself_joins_nothing():
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "rank 1 of 2 .WORLD_SIZE.*MASTER_ADDR.* is missing"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "rank 1 of 2 .WORLD_SIZE.*MASTER_ADDR.* are not set"),
         ({"PMI_SIZE": "3", "PMI_RANK": "2"}, "rank 2 of 3 .PMI_SIZE.*torchrun --nproc_per_node"),
     ],
 )
-def test_a_launcher_that_says_not_where_to_meet_is_refused(monkeypatch, variables, said):
+def test_a_launcher_without_torchruns_variables_is_refused(monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=said), joined("cpu"):
+    with pytest.raises(InputError, match=message), joined("cpu"):
         pass
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "said"),
+    ("device", "gpus", "message"),
     [
         ("cuda:1", 2, "DEVICE is cuda:1, but 3 processes"),
         ("mps", 0, "DEVICE is mps"),
@@ -45,13 +45,13 @@ def test_a_launcher_that_says_not_where_to_meet_is_refused(monkeypatch, variable
         ("cuda", 2, "no GPU: it has 2"),
     ],
 )
-def test_a_device_that_is_not_each_ones_own_is_refused(monkeypatch, device, gpus, said):
+def test_a_device_for_all_processes_is_refused(monkeypatch, device, gpus, message):
     torchrun = {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "2"}
     for name, value in (torchrun | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(InputError, match=said), joined(device):
+    with pytest.raises(InputError, match=message), joined(device):
         pass
 
 
@@ -61,13 +61,13 @@ def test_a_device_that_is_not_each_ones_own_is_refused(monkeypatch, device, gpus
 def twice_from_first(rank):
     with joined("auto") as ranks:
         slow = ranks.from_first(lambda: (time.sleep(1.5), torch.arange(3))[1])
-        told = ranks.from_first(lambda: {"rank": ranks.rank})
+        second = ranks.from_first(lambda: {"rank": ranks.rank})
         total = torch.ones(1)
         dist.all_reduce(total)
-        return ranks.rank, ranks.world, ranks.device, slow.tolist(), told, int(total)
+        return ranks.rank, ranks.world, ranks.device, slow.tolist(), second, int(total)
 
 
-def test_what_the_first_found_reaches_all():
+def test_the_result_of_the_first_reaches_all():
     found = run_joined(twice_from_first, 3)
     assert found == [(rank, 3, "cpu", [0, 1, 2], {"rank": 0}, 3) for rank in range(3)]
 
@@ -92,7 +92,7 @@ def fail(rank, who, how):
         return type(error), str(error), error.exit_code, time.monotonic() - begun
 
 
-def test_all_end_with_the_first_and_say_why():
+def test_all_end_with_the_first_and_its_reason():
     first, *others = run_joined(fail, 3, 0, "input")
     assert first[0] is InputError and "more of it" in first[1]
     for rank, other in enumerate(others, 1):
@@ -110,7 +110,7 @@ def test_all_end_with_another_than_the_first():
     assert first[1] == "rank 0 of 3 stopped with rank 1: no such thing"
 
 
-def test_a_first_that_is_killed_is_noticed_by_those_who_wait():
+def test_the_others_notice_that_the_first_was_killed():
     first, *others = run_joined(fail, 3, 0, "kill")
     assert first is None
     for rank, other in enumerate(others, 1):
