@@ -42,14 +42,12 @@ DINOV2_MODELS = {
 }
 """Name of each DINOv2 model on torch.hub -> its name in timm."""
 _DINOV2_WIDTHS = {384: "s", 768: "b", 1024: "l", 1536: "g"}
-_DINOV2_REPOSITORY = "facebookresearch/dinov2"
 _PIXELS_OF_FOLDERS = 32
 
 
 def load_teacher(
     name: str,
     *,
-    source: str = "auto",
     weights: str | os.PathLike[str] | None = None,
     image_size: int | None = None,
     token: str = "class",
@@ -61,11 +59,9 @@ def load_teacher(
     Args:
         name: `pixels`, `features`, `dinov2` (dinov2_vits14) or one of `DINOV2_MODELS`,
             `efficientnet_lite0`, `timm:<model>`, `torchvision:<model>`, or the import path of a
-            subclass of `Teacher`.
-        source: where DINOv2 comes from: `timm`, `hub` (torch.hub, which runs the repository's
-            code), `local` (the checkout that torch.hub once fetched), the path of a checkout, or
-            `auto`: the hub, then timm; only timm with a weights file, since it reads the files of
-            both. The two resize the position embedding differently, so embeddings differ slightly.
+            subclass of `Teacher`. DINOv2 comes from torch.hub, which runs its repository's code, or
+            if that fails or with a weights file from timm. The two resize the position embedding
+            differently, so embeddings differ slightly.
         weights: a local file instead of a download; it must fit exactly, except the classifier.
         image_size: side of the input in pixels. None: the model's own; 224 for DINOv2; for
             `pixels` that of the data set, or 32 if its images differ.
@@ -93,7 +89,7 @@ def load_teacher(
     state = None if weights is None else read_weights(weights)
     if name == "dinov2" or name in DINOV2_MODELS:
         model = "dinov2_vits14" if name == "dinov2" else name
-        teacher = _dinov2(model, source, state, image_size or 224, token)
+        teacher = _dinov2(model, state, image_size or 224, token)
     elif name == "efficientnet_lite0":
         teacher = _efficientnet_lite0(state, image_size, token)
     elif kind == "timm" and model:
@@ -161,33 +157,20 @@ def _imported(
 # --- DINOv2 ---------------------------------------------------------------------------------------
 
 
-def _dinov2(name: str, source: str, state: State | None, image_size: int, token: str) -> Teacher:
+def _dinov2(name: str, state: State | None, image_size: int, token: str) -> Teacher:
     if image_size % 14:
         near = max(14, 14 * round(image_size / 14))
         raise InputError(
             f"DINOv2 has patches of 14 px: image_size must be a multiple of 14, such as {near}, "
             f"got {image_size}"
         )
+    from_timm = partial(_timm, DINOV2_MODELS[name], f"{name} (timm)", state, image_size, token)
     if state is not None:
         _check_dinov2(name, state)
-    checkout = None
-    if source == "local":
-        checkout = Path(torch.hub.get_dir()) / f"{_DINOV2_REPOSITORY.replace('/', '_')}_main"
-    elif source not in ("auto", "hub", "timm"):
-        checkout = Path(source)
-        if not (checkout / "hubconf.py").is_file():
-            raise InputError(
-                "source must be 'auto', 'hub', 'timm', 'local' or a checkout of "
-                f"{_DINOV2_REPOSITORY}, got {source!r}"
-            )
-    from_timm = partial(_timm, DINOV2_MODELS[name], f"{name} (timm)", state, image_size, token)
-    if source == "timm" or (source == "auto" and state is not None):
         return from_timm()
     try:
-        return _hub(name, checkout, state, image_size, token)
+        return _hub(name, image_size, token)
     except TeacherUnavailable as hub:
-        if source != "auto":
-            raise
         try:
             return from_timm()
         except TeacherUnavailable as timm:
@@ -209,24 +192,18 @@ def _check_dinov2(name: str, state: State) -> None:
         )
 
 
-def _hub(
-    name: str, checkout: Path | None, state: State | None, image_size: int, token: str
-) -> Teacher:
+def _hub(name: str, image_size: int, token: str) -> Teacher:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "xFormers is not available", once per layer type
             model: Any = torch.hub.load(
-                _DINOV2_REPOSITORY if checkout is None else os.fspath(checkout),
+                "facebookresearch/dinov2",
                 name,
-                source="github" if checkout is None else "local",
                 trust_repo=True,  # pyright: ignore[reportArgumentType]
                 verbose=False,
-                pretrained=state is None,
             )
     except Exception as error:  # the repository's code may raise anything
         raise TeacherUnavailable(f"{name} (hub)", error) from error
-    if state is not None:
-        load_strict(model, state, name)
 
     def features(x: Tensor) -> Tensor:
         out = model.forward_features(x)

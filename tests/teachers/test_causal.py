@@ -22,61 +22,18 @@ from ssl_kd.teachers.causal import (  # noqa: E402
     tokenizer_id,
 )
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states, linear_head  # noqa: E402
+from tests.teachers.small_models import (  # noqa: E402
+    LINEAR,
+    NOT_LINEAR,
+    SMALL,
+    VOCAB,
+    logits_of,
+    make_model,
+    make_tokenizer,
+)
 
 # peft asks transformers by a name that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-
-VOCAB = 64
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-OPT = {"ffn_dim": 48, "word_embed_proj_dim": 24, **SMALL}
-LINEAR = {
-    "llama": ("LlamaConfig", SMALL),
-    "llama tied": ("LlamaConfig", {**SMALL, "tie_word_embeddings": True}),
-    "gpt2": ("GPT2Config", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}),
-    "qwen2": ("Qwen2Config", SMALL),
-    "opt": ("OPTConfig", OPT),
-    "gpt_neox": ("GPTNeoXConfig", SMALL),
-    "phi, bias in the head": ("PhiConfig", SMALL),
-    "gemma2 without caps": (
-        "Gemma2Config",
-        {**SMALL, "head_dim": 8, "final_logit_softcapping": None},
-    ),
-}
-NOT_LINEAR = {
-    "gemma2": ("Gemma2Config", {**SMALL, "head_dim": 8}),
-    "cohere": ("CohereConfig", {**SMALL, "logit_scale": 0.5}),
-    "granite": ("GraniteConfig", {**SMALL, "logits_scaling": 2.0}),
-}
-
-
-def make(architecture, **changes):
-    kind, options = {**LINEAR, **NOT_LINEAR}[architecture]
-    torch.manual_seed(0)
-    config = getattr(transformers, kind)(**{**options, **changes})
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def make_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(97 + i): i + 3 for i in range(26)}
-    raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
 
 
 @dataclass
@@ -97,7 +54,7 @@ def batch():
 
 @pytest.fixture
 def folder(tmp_path):
-    make("llama").save_pretrained(tmp_path)
+    make_model("llama").save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     return tmp_path
 
@@ -108,21 +65,15 @@ def ask(teacher, batch, rows):
     return answer
 
 
-def logits_of(model, batch):
-    model.eval()
-    with torch.no_grad():
-        return model(**batch.model_inputs()).logits
-
-
 # --- hidden states and heads ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", LINEAR)
 def test_hidden_states_and_head_are_the_logits(architecture, batch):
-    model = make(architecture)
+    model = make_model(architecture)
     head = linear_head(model)
     assert head is not None
-    expected = logits_of(model, batch)
+    expected = logits_of(model, batch.input_ids)
     with torch.no_grad():
         hidden = hidden_states(model, batch.model_inputs())
         logits = torch.nn.functional.linear(hidden, head.weight, head.bias)
@@ -133,11 +84,11 @@ def test_hidden_states_and_head_are_the_logits(architecture, batch):
 @pytest.mark.parametrize("architecture", NOT_LINEAR)
 def test_scaled_or_capped_logits_are_not_linear(architecture, batch):
     # At these weights a soft cap of 30 moves no logit by more than fp32 rounds.
-    assert linear_head(make(architecture)) is None
+    assert linear_head(make_model(architecture)) is None
 
 
 def test_the_probe_leaves_the_model_as_it_was():
-    model = make("gpt2")
+    model = make_model("gpt2")
     model.train()
     model.transformer.h[0].eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -152,24 +103,24 @@ def test_the_probe_leaves_the_model_as_it_was():
 
 def test_adapters_count_in_hidden_states(batch):
     config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    model = peft.get_peft_model(make("llama"), config)
+    model = peft.get_peft_model(make_model("llama"), config)
     head = linear_head(model)
-    expected = logits_of(model, batch)
+    expected = logits_of(model, batch.input_ids)
     hidden = hidden_states(model, batch.model_inputs())
     torch.testing.assert_close(hidden @ head.weight.T, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_head_with_adapters_or_another_input_is_not_linear():
     config = peft.LoraConfig(target_modules=["lm_head"])
-    assert linear_head(peft.get_peft_model(make("llama"), config)) is None
-    model = make("llama")
+    assert linear_head(peft.get_peft_model(make_model("llama"), config)) is None
+    model = make_model("llama")
     model.lm_head.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0],))
     assert linear_head(model) is None
 
 
 def test_a_head_with_nan_is_still_linear():
     # The guard finds a NaN in the losses.
-    model = make("llama")
+    model = make_model("llama")
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     assert linear_head(model) is not None
@@ -179,8 +130,8 @@ def test_a_head_with_nan_is_still_linear():
 
 
 def test_a_frozen_teacher_returns_the_given_rows(batch):
-    model = make("llama")
-    expected = logits_of(model, batch).flatten(0, 1)
+    model = make_model("llama")
+    expected = logits_of(model, batch.input_ids).flatten(0, 1)
     teacher = FrozenTeacher(model)
     rows = torch.tensor([0, 3, 13])
     answer = ask(teacher, batch, rows)
@@ -190,8 +141,8 @@ def test_a_frozen_teacher_returns_the_given_rows(batch):
 
 
 def test_a_capped_teacher_answers_with_logits(batch):
-    model = make("gemma2", final_logit_softcapping=0.01)
-    expected = logits_of(model, batch).flatten(0, 1)
+    model = make_model("gemma2", final_logit_softcapping=0.01)
+    expected = logits_of(model, batch.input_ids).flatten(0, 1)
     answer = FrozenTeacher(model)(batch, torch.tensor([2, 5]))
     assert isinstance(answer, LogitsTeacher)
     torch.testing.assert_close(answer.logits, expected[[2, 5]])
@@ -199,7 +150,7 @@ def test_a_capped_teacher_answers_with_logits(batch):
 
 
 def test_a_frozen_teacher_stays_frozen_and_without_dropout(batch):
-    model = make("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    model = make_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
     teacher = FrozenTeacher(model)
     model.train()
     before = torch.random.get_rng_state()
@@ -215,7 +166,7 @@ def test_a_frozen_teacher_stays_frozen_and_without_dropout(batch):
 
 
 def test_the_dtype_is_the_teachers_own(batch):
-    model = make("llama")
+    model = make_model("llama")
     frequencies = model.model.rotary_emb.inv_freq.clone()
     teacher = FrozenTeacher(model, dtype=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.float16):
@@ -229,7 +180,9 @@ def test_the_dtype_is_the_teachers_own(batch):
 
 def test_what_was_saved_is_loaded(folder, batch, capfd):
     lm = load_causal_lm(folder)
-    assert torch.equal(logits_of(lm.model, batch), logits_of(make("llama"), batch))
+    assert torch.equal(
+        logits_of(lm.model, batch.input_ids), logits_of(make_model("llama"), batch.input_ids)
+    )
     assert tokenizer_id(lm.tokenizer) == tokenizer_id(make_tokenizer())
     assert (lm.name, lm.weights_id) == (str(folder), files_id(folder))
     assert not lm.model.training
@@ -241,10 +194,10 @@ def test_adapters_are_merged_into_their_base(folder, tmp_path, batch):
     base = load_causal_lm(folder)
     config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
     adapted = peft.get_peft_model(base.model, config)
-    expected = logits_of(adapted, batch)
+    expected = logits_of(adapted, batch.input_ids)
     adapted.save_pretrained(tmp_path / "adapters")
     lm = load_causal_lm(tmp_path / "adapters")
-    torch.testing.assert_close(logits_of(lm.model, batch), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits_of(lm.model, batch.input_ids), expected, rtol=1e-4, atol=1e-5)
     assert not any("lora" in name for name, _ in lm.model.named_parameters())
     assert lm.weights_id == files_id(tmp_path / "adapters") != base.weights_id
 
@@ -254,16 +207,16 @@ def test_identity_follows_weights_and_configuration(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     second = files_id(folder)
-    make("llama", initializer_range=0.03).save_pretrained(folder)
+    make_model("llama", initializer_range=0.03).save_pretrained(folder)
     assert len({first, second, files_id(folder)}) == 3
 
     tokenizer = make_tokenizer()
-    in_memory = [make("llama"), make("llama", rms_norm_eps=1e-3), make("llama")]
+    in_memory = [make_model("llama"), make_model("llama", rms_norm_eps=1e-3), make_model("llama")]
     with torch.no_grad():
         in_memory[2].lm_head.weight[0, 0] += 1
     assert len({CausalLM.of(model, tokenizer, "made").weights_id for model in in_memory}) == 3
-    again = CausalLM.of(make("llama"), tokenizer, "another name")
-    assert again.weights_id == CausalLM.of(make("llama"), tokenizer, "made").weights_id
+    again = CausalLM.of(make_model("llama"), tokenizer, "another name")
+    assert again.weights_id == CausalLM.of(make_model("llama"), tokenizer, "made").weights_id
 
 
 def test_a_tokenizers_identity_is_what_it_does():
@@ -300,7 +253,7 @@ def test_what_cannot_be_loaded_is_named_in_one_line(folder, tmp_path, monkeypatc
     file.write_bytes(whole)
     (folder / "tokenizer.json").unlink()
     check_refused(folder, ValueError, "no readable tokenizer", "tokenizer.json")
-    make("gpt2").save_pretrained(tmp_path / "no tokenizer")
+    make_model("gpt2").save_pretrained(tmp_path / "no tokenizer")
     check_refused(tmp_path / "no tokenizer", ValueError, "no readable tokenizer", "special tokens")
 
 

@@ -100,7 +100,6 @@ def test_features_need_a_feature_file():
         ({"name": "pixels", "weights": "w.pth"}, "has no weights"),
         ({"name": "dinov2_vits16"}, "unknown teacher"),
         ({"name": "dinov2", "image_size": 225}, "a multiple of 14, such as 224"),
-        ({"name": "dinov2", "source": "huggingface"}, "source must be"),
     ],
 )
 def test_invalid_arguments_are_named(arguments, message):
@@ -112,9 +111,6 @@ def test_invalid_arguments_are_named(arguments, message):
     "arguments",
     [
         {"name": "dinov2"},
-        {"name": "dinov2", "source": "timm"},
-        {"name": "dinov2", "source": "hub"},
-        {"name": "dinov2", "source": "local"},
         {"name": "timm:resnet18"},
         {"name": "torchvision:resnet18"},
         {"name": "efficientnet_lite0"},
@@ -231,38 +227,26 @@ class FakeHub(nn.Module):
         return {"x_norm_clstoken": patches[:, 0], "x_norm_patchtokens": patches}
 
 
-def test_dinov2_from_a_checkout_of_the_hub_repository(tmp_path):
-    (tmp_path / "hubconf.py").write_text(
-        "dependencies = ['torch']\n"
-        "import warnings\n"
-        "def dinov2_vits14(pretrained=True):\n"
-        "    warnings.warn('xFormers is not available (Attention)')\n"
-        "    assert not pretrained\n"
-        "    from tests.teachers.test_load import FakeHub\n"
-        "    return FakeHub()\n"
-    )
+def test_dinov2_from_the_hub(monkeypatch):
     model = FakeHub()
-    torch.save({"teacher": model.state_dict()}, tmp_path / "w.pth")
-    batch = torch.randint(0, 256, (2, 3, 28, 28), dtype=torch.uint8)
-    expected = {}
-    source = str(tmp_path)
-    for token in ("class", "patch", "both"):
-        teacher = load_teacher(
-            "dinov2", weights=tmp_path / "w.pth", image_size=28, token=token, source=source
-        )
-        assert teacher.name == "dinov2_vits14 (hub)" and isinstance(teacher, Network)
-        expected[token] = teacher.embed(batch)
-        with torch.no_grad():
-            out = model.forward_features(teacher.transform.normalize(batch))
-        want = {"class": out["x_norm_clstoken"], "patch": out["x_norm_patchtokens"].mean(1)}
-        if token != "both":
-            torch.testing.assert_close(expected[token], want[token], rtol=1e-4, atol=1e-4)
-    assert torch.equal(expected["both"], torch.cat([expected["class"], expected["patch"]], 1))
 
-    del model.proj.bias
-    torch.save(model.state_dict(), tmp_path / "w.pth")
-    with pytest.raises(ValueError, match="do not fit dinov2_vits14: 1 missing: proj.bias"):
-        load_teacher("dinov2", source=str(tmp_path), weights=tmp_path / "w.pth", image_size=28)
+    def load(repository, name, **_):
+        assert (repository, name) == ("facebookresearch/dinov2", "dinov2_vits14")
+        return model
+
+    monkeypatch.setattr(torch.hub, "load", load)
+    batch = torch.randint(0, 256, (2, 3, 28, 28), dtype=torch.uint8)
+    found = {}
+    for token in ("class", "patch", "both"):
+        teacher = load_teacher("dinov2", image_size=28, token=token)
+        assert teacher.name == "dinov2_vits14 (hub)" and isinstance(teacher, Network)
+        found[token] = teacher.embed(batch)
+    with torch.no_grad():
+        out = model.forward_features(teacher.transform.normalize(batch))
+    patch = out["x_norm_patchtokens"].mean(1)
+    torch.testing.assert_close(found["class"], out["x_norm_clstoken"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found["patch"], patch, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found["both"], torch.cat([found["class"], found["patch"]], 1))
 
 
 @pytest.mark.parametrize("classes", [1000, 7, 0])

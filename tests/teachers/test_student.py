@@ -24,59 +24,27 @@ from ssl_kd.teachers.student import (  # noqa: E402
     save_student,
 )
 from tests.faults.matrix import row as fault  # noqa: E402
+from tests.teachers import small_models  # noqa: E402
+from tests.teachers.small_models import SMALL, VOCAB, make_model, make_tokenizer  # noqa: E402
 
 # peft asks transformers by a name that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
-VOCAB, DEPTH = 64, 5
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": DEPTH,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": DEPTH, "n_head": 4, "n_positions": 64}
-ARCHITECTURES = {
-    "llama": ("LlamaConfig", SMALL),
-    "gpt2": ("GPT2Config", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}),
-    "qwen2": ("Qwen2Config", SMALL),
-    "gemma2": ("Gemma2Config", {**SMALL, "head_dim": 8}),
-    "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32, **SMALL}),
-    "gpt_neox": ("GPTNeoXConfig", SMALL),
-}
-each = pytest.mark.parametrize("architecture", ARCHITECTURES)
-
-
-def make_tokenizer(words=26):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i + 3 for i in range(words)}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+DEPTH = SMALL["num_hidden_layers"]
+each = pytest.mark.parametrize(
+    "architecture", ["llama", "gpt2", "qwen2", "gemma2", "opt", "gpt_neox"]
+)
 
 
 def make(architecture, **changes):
-    kind, options = ARCHITECTURES[architecture]
-    torch.manual_seed(1)
-    config = getattr(transformers, kind)(**{**options, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    if architecture == "opt":  # without a projection between embeddings and layers
+        changes = {"word_embed_proj_dim": 32, **changes}
+    model = make_model(architecture, seed=1, **changes).eval()
     return CausalLM.of(model, make_tokenizer(), architecture)
 
 
 def logits_of(model):
-    ids = torch.arange(14).view(2, 7) + 3
-    model.eval()
-    with torch.no_grad():
-        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    return small_models.logits_of(model, torch.arange(14).view(2, 7) + 3)
 
 
 # --- building -------------------------------------------------------------------------------------
