@@ -162,8 +162,8 @@ class RunFolder:
         for name, (file, digest) in own.items():
             if before.get(name, digest) != digest:
                 raise RunFolderError(
-                    f"{self.path} cannot be resumed: {file}, which defines {name}, has changed "
-                    "since it started. Restore it, or start a new run without --resume"
+                    f"{self.path} cannot be resumed: {file}, where {name} comes from, has changed "
+                    "since it began. Restore it, or start a new run without --resume"
                 )
         digests = {name: digest for name, (_, digest) in own.items()}
         self.update_json("config.json", own_code=before | digests)
