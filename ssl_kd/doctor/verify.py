@@ -125,19 +125,27 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
     batch = few.batch(range(len(few)), precision.device)
     distiller = Distiller(task.student.model, settings, precision, Plain(frozen))
     distiller.student.eval()
-    weights = settings.alpha_ce, settings.alpha_kd
     exact = precision.student == precision.teacher == torch.float32
     close = EXACT if exact else HALF
 
-    sums = _plain(distiller, frozen, batch, settings.temperature, settings.kind_of_divergence)
-    plain = _measured(distiller, sums, weights, batch)
-    found = [_compared("plain", plain, plain, close)]
+    def measure(sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the terms' means over real tokens `[2]`, and the weighted loss's gradient."""
+        terms = sums / max(int(batch.counts.sum()), 1)
+        trained = [p for p in distiller.student.parameters() if p.requires_grad]
+        loss = settings.alpha_ce * terms[0] + settings.alpha_kd * terms[1]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        return terms.detach(), torch.cat([g.detach().flatten() for g in gradients if g is not None])
 
     def compare(way: str, allowed: Allowed) -> None:
-        terms = torch.stack([*distiller.terms(batch).values()])
-        measured = _measured(distiller, terms, weights, batch)
-        found.append(_compared(way, measured, plain, allowed))
+        values, gradient = measure(torch.stack([*distiller.terms(batch).values()]))
+        off = (values - plain[0]).abs() / plain[0].abs().clamp(min=LEAST)
+        distance = (gradient - plain[1]).norm() / plain[1].norm().clamp(min=1e-30)
+        ways.append(Agreement(way, *values.tolist(), *off.tolist(), float(distance), allowed))
 
+    plain = measure(
+        _plain(distiller, frozen, batch, settings.temperature, settings.kind_of_divergence)
+    )
+    ways = [Agreement("plain", *plain[0].tolist(), 0.0, 0.0, 0.0, close)]
     compare("live", close)
     if task.caches:
         distiller.source, kept = Plain(*task.caches), task.caches[0].kept
@@ -145,7 +153,7 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
         if isinstance(kept, LastHidden):
             allowed = close if kept.stored == precision.teacher else HALF
         compare(f"cache, {kept}", allowed)
-    return found
+    return ways
 
 
 def agreement_table(agreements: Sequence[Agreement]) -> Table:
@@ -184,31 +192,6 @@ def _plain(
     kd = token_kd(logits, teacher_logits, mask=mask, temperature=temperature, divergence=divergence)
     ce = F.cross_entropy(logits.float().flatten(0, 1)[rows], targets)
     return torch.stack([ce, kd]) * len(rows)
-
-
-def _measured(
-    distiller: Distiller, sums: Tensor, weights: tuple[float, float], batch: Batch
-) -> tuple[Tensor, Tensor]:
-    """Return the terms' means over real tokens `[2]`, and the weighted loss's gradient."""
-    terms = sums / max(int(batch.counts.sum()), 1)
-    trained = [p for p in distiller.student.parameters() if p.requires_grad]
-    loss = weights[0] * terms[0] + weights[1] * terms[1]
-    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-    return terms.detach(), torch.cat([g.detach().flatten() for g in gradients if g is not None])
-
-
-def _compared(
-    way: str,
-    measured: tuple[Tensor, Tensor],
-    plain: tuple[Tensor, Tensor],
-    allowed: Allowed,
-) -> Agreement:
-    (values, gradient), (plain_values, plain_gradient) = measured, plain
-    off = (values - plain_values).abs() / plain_values.abs().clamp(min=LEAST)
-    tiny = torch.finfo(torch.float32).tiny
-    distance = (gradient - plain_gradient).norm() / plain_gradient.norm().clamp(min=tiny)
-    (ce, kd), (ce_off, kd_off) = values.tolist(), off.tolist()
-    return Agreement(way, ce, kd, ce_off, kd_off, float(distance), allowed)
 
 
 @torch.no_grad()
