@@ -196,7 +196,7 @@ def faults_of(
         samples: names of the samples, by the row that an event names.
         precision: of the steps.
     """
-    changes = {stage.name.lower(): stage.kind.remedy for stage in Stage if stage.kind.remedy}
+    changes = {stage.name.lower(): stage.kind.advice for stage in Stage if stage.kind.advice}
     if precision.scale:
         changes["gradient"] = f"set USE_FP16 = False; {changes['gradient']}"
     groups: dict[tuple[str, str], list[Event]] = {}

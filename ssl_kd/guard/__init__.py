@@ -1,4 +1,4 @@
-"""The guard: precision per device, finite arithmetic, parts that fail alone, safe files."""
+"""The guard: keeps training when losses or gradients are not finite, and finds out why."""
 
 from ssl_kd.guard.agreement import RankLost
 from ssl_kd.guard.events import Event, EventLog

@@ -1,7 +1,7 @@
-"""Buffers that forward passes change, as a BatchNorm's statistics: what a step may do to them.
+"""Buffers that forward passes change, as a BatchNorm's statistics, and how a bad batch is undone.
 
-A batch that is left out of an update has already run through the modules, through those of others,
-too: a trunk that parts share, a discriminator that only judges. None of it may stay in a buffer.
+A batch that is left out of an update has already run through the modules, also through those of
+others: a trunk that parts share, a discriminator. It must leave nothing in their buffers.
 """
 
 from __future__ import annotations
@@ -20,61 +20,58 @@ _FLOATS |= {torch.complex64, torch.complex128}
 
 
 class _BeforeForward:
-    """A forward pre-hook that a copy of the module, or a file that it is saved to, does not need.
+    """A forward pre-hook that is empty in a copy or a saved file of the module."""
 
-    Args:
-        watched: what to tell; None for nothing.
-    """
-
-    def __init__(self, watched: Buffers | None = None) -> None:
-        self._watched = None if watched is None else weakref.ref(watched)
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self._buffers = None if buffers is None else weakref.ref(buffers)
 
     def __call__(self, module: nn.Module, _: object) -> None:
-        if torch.compiler.is_compiling() or self._watched is None:
+        if torch.compiler.is_compiling() or self._buffers is None:
             return
         training = module.training or torch.is_grad_enabled()  # else no step has begun
-        if training and (watched := self._watched()) is not None:
-            watched.begin()
+        if training and (buffers := self._buffers()) is not None:
+            buffers.begin()
 
     def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
         return _BeforeForward, ()
 
 
 class Buffers:
-    """The buffers of some modules, and the values that they go back to: before a step's forward.
+    """The buffers of some modules, and their values before the forward pass of a step.
 
-    These are known from the end of the step before, but for buffers that were written since: they
-    are looked at again at the step's first forward pass. What is written behind PyTorch's back (in
-    `.data`), or before a forward pass that is compiled as a whole, is not seen.
+    The values are kept at the end of a step; buffers that are written between steps are looked at
+    again at the next step's first forward pass. Writes through `.data`, or before a forward pass
+    that is compiled as a whole, are not seen.
 
     A buffer is spoiled by a NaN or an infinity of a kind that it did not hold before: a mask of
-    -inf, or the bounds of an observer, which begin infinite, are as they should be.
+    -inf, or the bounds of an observer, which begin infinite, are not.
 
     Args:
-        modules: name -> module, each with the buffers of its own that it saves. Those that a module
-            does not save are caches: they may change their shape as they like.
-        beside: a weight; buffers that have to be made anew are made where it is.
+        modules: name -> module, each with the persistent buffers of its own. Others are caches and
+            may change their shape.
+        weight: new buffers are put on its device.
 
     Attributes:
         kept: the values to go back to; None where there was no tensor.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], beside: nn.Parameter) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], weight: nn.Parameter) -> None:
         self._places = [
             (module, key, f"{name}.{key}" if name else key)
             for name, module in modules
             for key in module._buffers.keys()  # noqa: SIM118 - TorchScript's cannot be iterated
             if key not in module._non_persistent_buffers_set
         ]
-        self._beside = beside
+        self._weight = weight
         self.keep()
         self.end_step()
         hook = _BeforeForward(self)
         for module, _, name in {id(place[0]): place for place in self._places}.values():
             if isinstance(module, torch.jit.RecursiveScriptModule):  # pyright: ignore[reportPrivateImportUsage]
                 raise ValueError(
-                    f"the buffer {name} is a scripted module's (torch.jit.script), which takes no "
-                    "hooks: make the Guard around the Python module, and script it once trained"
+                    f"the buffer {name} belongs to a scripted module (torch.jit.script), which "
+                    "takes no hooks: make the Guard around the Python module, and script it once "
+                    "it is trained"
                 )
             handle = module.register_forward_pre_hook(hook)
             weakref.finalize(self, handle.remove)
@@ -83,21 +80,19 @@ class Buffers:
         return len(self._places)
 
     def live(self) -> list[Tensor | None]:
-        """The buffers as they are now: a module may have put another tensor in the place."""
+        """Return the buffers as they are now; a module may have replaced a tensor."""
         return [module._buffers[key] for module, key, _ in self._places]
 
     def look(self, zero: Tensor, of: Sequence[Tensor | None] | None = None) -> list[Tensor]:
-        """The largest magnitude in each buffer, NaN where there is one; waits for no device.
+        """Return the largest magnitude in each buffer, or tensor in `of`; NaN where it holds one.
 
-        Args:
-            zero: a 0 on the device, for buffers that are always finite.
-            of: tensors to look at in place of the buffers.
+        Does not wait for the device; `zero` is a 0 there, for buffers that are always finite.
         """
-        looked = self.live() if of is None else of
-        largest = [zero] * len(looked)
+        tensors = self.live() if of is None else of
+        largest = [zero] * len(tensors)
         floats = {
             i: b
-            for i, b in enumerate(looked)
+            for i, b in enumerate(tensors)
             if b is not None and b.dtype in _FLOATS and b.layout == torch.strided and b.numel()
         }
         if floats:
@@ -110,34 +105,32 @@ class Buffers:
         self, largest: Sequence[float] | None = None, of: Sequence[Tensor | None] | None = None
     ) -> list[int]:
         """0 for a finite buffer, 1 for one with an infinity, 2 for one with a NaN."""
-        if largest is None:  # ask the device
-            zero = torch.zeros((), device=self._beside.device)
+        if largest is None:  # waits for the device
+            zero = torch.zeros((), device=self._weight.device)
             numbers = [narrow(number).to(zero) for number in self.look(zero, of)]
             largest = torch.stack(numbers).tolist() if numbers else []
         return [2 if math.isnan(x) else int(math.isinf(x)) for x in largest]
 
     def keep(self, *, ask: bool = True) -> None:
-        """Remember the buffers, for the next step to start from.
+        """Keep the buffers, for the next step to start from.
 
-        Args:
-            ask: the device which are finite; else they are as `spoiled` saw and `heal` left them.
+        With `ask` read from the device which are finite; else use what `spoiled` and `heal` left.
         """
         self.kept = [None if b is None else b.clone() for b in self.live()]
         self._bad = self._badness() if ask else self._now
         self._mark()
 
     def _mark(self) -> None:
-        """What the buffers hold now is kept."""
         self._at_keep = [(b, _version(b)) for b in self.live()]
         self._written: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     def end_step(self) -> None:
-        """The next forward pass begins another step."""
+        """Let the next forward pass begin another step."""
         self._begun = False
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before a forward pass, of which the step's first counts: see what was written since."""
+        """Note what was written since the last step, before the first forward pass of this one."""
         if self._begun:
             return
         self._begun = True
@@ -147,7 +140,7 @@ class Buffers:
                 self._written[i] = now, None if now is None else now.clone()
 
     def _take_written(self) -> None:
-        """Go back to what was written between steps, where that was no worse; may wait."""
+        """Keep what was written between steps, unless that was spoiled; may wait."""
         if not self._written:
             return
         live = self.live()
@@ -162,34 +155,24 @@ class Buffers:
     @property
     def nan(self) -> str:
         """The names of those that held a NaN when they were last kept."""
-        pairs = zip(self._places, self._bad, strict=True)
-        return ", ".join(name for (_, _, name), bad in pairs if bad == 2)
+        return self.names(i for i, bad in enumerate(self._bad) if bad == 2)
 
     def spoiled(self, largest: Sequence[float] | None = None) -> list[int]:
-        """Which buffers are spoiled now, by number; empty as a rule.
+        """Return the numbers of the buffers that are spoiled now; usually empty.
 
-        Args:
-            largest: as `look` gave them; None: ask the device.
+        Waits for the device, unless `largest` has what `look` returned.
         """
         self._now = self._badness(largest)
         pairs = zip(self._now, self._bad, strict=True)
         return [i for i, (now, before) in enumerate(pairs) if now > before]
 
-    def are_well(self) -> bool:
-        """Whether none is spoiled; waits for the device."""
-        return not self.spoiled()
-
-    def words(self, some: Iterable[int]) -> str:
-        """The names of some buffers."""
-        return ", ".join(self._places[i][2] for i in some)
+    def names(self, numbers: Iterable[int]) -> str:
+        """Return the names of some buffers, as one text."""
+        return ", ".join(self._places[i][2] for i in numbers)
 
     @torch.no_grad()
     def heal(self, spoiled: Sequence[int]) -> None:
-        """Put buffers back that were spoiled, here or on another rank, with those of their modules.
-
-        Args:
-            spoiled: their numbers, once `spoiled` was asked.
-        """
+        """Put back spoiled buffers and the others of their modules; call `spoiled` first."""
         if not spoiled:
             return
         self._take_written()
@@ -201,11 +184,7 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self, values: Sequence[Tensor | None] | None = None) -> None:
-        """Give the buffers the values that `live` showed.
-
-        Args:
-            values: of `live`; None: those to go back to.
-        """
+        """Set all buffers to `values`, as `live` returns them; None for the kept values."""
         if values is None:
             self._take_written()
         for i, value in enumerate(self.kept if values is None else values):
@@ -219,11 +198,11 @@ class Buffers:
         now = module._buffers[key]
         if now is not None and value is not None:
             now.copy_(value)
-        else:  # made by a forward pass, the first one as a rule
-            where = self._beside.device
+        else:  # made by a forward pass, usually the first one
+            where = self._weight.device
             module._buffers[key] = None if value is None else value.to(where, copy=True)
 
 
 def _version(tensor: Tensor | None) -> int | None:
-    """Grows with each write in place; None where it is not counted."""
+    """A count of in-place writes; None where torch does not count them."""
     return None if tensor is None or tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Why a number is not finite, in words, and what to change: the expert behind the microscope."""
+"""Why a number is not finite, in a sentence, and what to change."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class Diagnosis:
     """Why, and what to do.
 
     Attributes:
-        cause: in a word.
-        words: what was seen.
+        cause: its class.
+        words: what was seen, as a sentence.
         remedy: what to do about it.
-        advice: settings to change for it, as far as they are known.
+        advice: settings to change, as far as they are known.
     """
 
     cause: Cause
@@ -116,7 +116,7 @@ _CHANGES: dict[Cause, dict[str, Any]] = {
     },
     Cause.POISONED_INPUT: {"rebuild_damaged": True},
 }
-"""What to set a setting to, or how to get there from what it is now, for each cause."""
+"""The new value of settings for each cause, or a function of the present value."""
 
 
 def diagnose(
@@ -124,22 +124,31 @@ def diagnose(
     settings: Mapping[str, Any] | None = None,
     usual: Mapping[str, float] | None = None,
 ) -> Diagnosis:
-    """Say what a fault comes from.
+    """Return what a fault comes from.
 
     Args:
         fault: from `Microscope.fault`.
-        settings: name in lower case -> value, as far as the caller has them; only settings that are
-            in there are advised on: temperatures, `learning_rate`, `clip_grad`, `use_fp16` or
+        settings: name in lower case -> value, as far as the caller has them; advice is given only
+            on settings in there: temperatures, `learning_rate`, `clip_grad`, `use_fp16` or
             `model_dtype`, `rebuild_damaged`.
-        usual: name -> a sane value, above which none is advised: a tenth of a mad one is mad.
+        usual: name -> the largest value to advise: a tenth of a far too large one is still too
+            large.
     """
-    cause, words = _judge(fault)
+    cause, sentence = _judge(fault)
     advice = _advice(cause, fault, settings or {}, usual or {})
-    return Diagnosis(cause, words, _REMEDIES[cause], tuple(advice))
+    return Diagnosis(cause, sentence, _REMEDIES[cause], tuple(advice))
+
+
+def report(fault: Fault, diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Return (label, text) of a report: the operation's inputs and outputs, cause and remedy."""
+    rows = [("input", str(facts)) for facts in fault.inputs]
+    rows += [("output", str(facts)) for facts in fault.outputs]
+    rows += [("cause", f"{diagnosis.cause.value}: {diagnosis.words}")]
+    rows += [("change", str(advice)) for advice in diagnosis.advice]
+    return [*rows, ("remedy", diagnosis.remedy)]
 
 
 def _judge(fault: Fault) -> tuple[Cause, str]:
-    """Cause and words."""
     if fault.poisoned is not None:
         facts = fault.named.get(fault.poisoned) or _bad_input(fault)
         return _kind(fault.poisoned), f"{fault.poisoned} came in not finite ({_damage(facts)})"
@@ -152,8 +161,8 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
             return _kind(name), f"{name} reaches {facts.largest:.3g}"
     if runaway := _runaway(fault.named):
         name = max(runaway, key=lambda name: fault.named[name].rms)
-        words = f"{name} has grown to a root mean square of {fault.named[name].rms:.3g}"
-        return Cause.LEARNING_RATE, words
+        grown = f"{name} has grown to a root mean square of {fault.named[name].rms:.3g}"
+        return Cause.LEARNING_RATE, grown
 
     op, node = fault.made.op, (fault.node or "").removesuffix("0")
     zero = any(facts.zeros for facts in fault.inputs)
@@ -182,7 +191,7 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
 
 
 def _runaway(named: dict[str, TensorFacts]) -> list[str]:
-    """Weights as large as no healthy training makes them; one poisoned entry is in one of them."""
+    """Names of weights larger than healthy training makes them."""
     return [name for name, facts in named.items() if "weight" in name and facts.rms > LARGE_WEIGHTS]
 
 
@@ -222,27 +231,27 @@ def _overflow(fault: Fault) -> tuple[Cause, str]:
     largest = max((facts.largest for facts in fault.inputs), default=0.0)
     factor, before, wanted = _temperature(fault)
     if wanted:
-        words = f"values up to {before:.3g} were divided by {1 / factor:.3g}, which overflows {out}"
-        return Cause.TEMPERATURE, words
-    words = f"values up to {largest:.3g} went into {fault.op}, and {out} ends at {limit:.3g}"
+        divided = f"values up to {before:.3g} were divided by {1 / factor:.3g}"
+        return Cause.TEMPERATURE, f"{divided}, which overflows {out}"
+    sentence = f"values up to {largest:.3g} went into {fault.op}, and {out} ends at {limit:.3g}"
     if fault.made.op in _EXPS:
-        words = f"the exponential of {largest:.3g}: {out} holds it up to {limit:.3g}"
+        sentence = f"the exponential of {largest:.3g}: {out} holds it up to {limit:.3g}"
     if out == "float16":
-        return Cause.FP16_OVERFLOW, words
-    return (Cause.LEARNING_RATE if largest >= HUGE else Cause.UNKNOWN), words
+        return Cause.FP16_OVERFLOW, sentence
+    return (Cause.LEARNING_RATE if largest >= HUGE else Cause.UNKNOWN), sentence
 
 
 def _limit(fault: Fault) -> float:
-    """The largest number that the operation's result can hold, or be the exponential of."""
+    """The largest finite result of the operation; for an exponential, its largest input."""
     largest = torch.finfo(getattr(torch, fault.outputs[0].dtype)).max
     return math.log(largest) if fault.made.op in _EXPS else largest
 
 
 def _temperature(fault: Fault) -> tuple[float, float, float]:
-    """Amplification seen, what it amplified, temperature to try; 0 where that is not the cause."""
+    """Amplification, the values before it, temperature to try (0 where that is not the cause)."""
     (factor, before), limit = _sharpening(fault.made), _limit(fault)
     exponential = fault.made.op in _EXPS
-    if not exponential:  # logits that would overflow at any usual temperature are not its fault
+    if not exponential:  # logits that overflow at any usual temperature have another cause
         limit = limit / 10 if fault.made.op in _SOFTMAXES | {"div", "mul"} else 0.0
     if not (2 < factor <= 1e4 and 0 < before < limit):
         return factor, before, 0.0
@@ -251,15 +260,15 @@ def _temperature(fault: Fault) -> tuple[float, float, float]:
 
 
 def _sharpening(made: Made, depth: int = 5) -> tuple[float, float]:
-    """The largest factor that a scalar multiplied by on the way here, and what it multiplied."""
-    found = (0.0, 0.0)
+    """The largest scalar factor among the last operations, and the values that it multiplied."""
+    factors = [(0.0, 0.0)]
     number = abs(made.numbers[0]) if made.numbers else 0.0
     if made.op in ("div", "mul") and 0 < number < math.inf:
-        found = (1 / number if made.op == "div" else number, made.largest)
+        factors.append((1 / number if made.op == "div" else number, made.largest))
     if depth > 0:
         near = [p for p in made.parents if p.op in _ELEMENTWISE]
-        found = max([found, *(_sharpening(p, depth - 1) for p in near)])
-    return found
+        factors += [_sharpening(p, depth - 1) for p in near]
+    return max(factors)
 
 
 def _round_up(x: float) -> float:

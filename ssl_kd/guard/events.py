@@ -18,8 +18,8 @@ class Event:
     Attributes:
         step: optimizer step, from 0.
         part: which part, `head 3`; `batch` where the input itself was bad.
-        stage: `input`, `teacher`, `loss` or `gradient`: where it was found.
-        reason: what was seen, in words.
+        stage: where the fault was found: `input`, `teacher`, `loss`, `gradient`, ...
+        reason: what was seen.
         action: what was done, `skipped`.
         value: the number that was seen; None where it is not finite or there is none.
     """
@@ -32,7 +32,7 @@ class Event:
     value: float | None = None
 
     def line(self) -> str:
-        """The event as one line of strict JSON."""
+        """Return the event as one line of strict JSON."""
         row = asdict(self)
         if row["value"] is not None and not math.isfinite(row["value"]):
             row["value"] = None
@@ -40,14 +40,13 @@ class Event:
 
 
 class EventLog:
-    """Events of one run, kept in memory and appended to `events.jsonl` as they come.
+    """The events of one run, in memory and appended to a file as they come.
 
-    A full disk must not end the run: what cannot be written is kept in memory, with one warning.
+    Events that cannot be written (a full disk) stay in memory, with one warning.
 
     Args:
         path: the file; None for memory alone.
-        announce: log the events, too: the first of each kind as a warning, the others for
-            debugging.
+        announce: log the events too: the first of each kind as a warning, later ones at DEBUG.
     """
 
     def __init__(self, path: str | Path | None = None, *, announce: bool = False) -> None:
@@ -74,5 +73,5 @@ class EventLog:
             kind = (event.stage, event.action)
             level = logging.DEBUG if kind in self._announced else logging.WARNING
             self._announced.add(kind)
-            words = (event.step, event.part, event.reason, event.action)
-            logger.log(level, "step %d, %s: %s; %s", *words)
+            message = "step %d, %s: %s; %s"
+            logger.log(level, message, event.step, event.part, event.reason, event.action)

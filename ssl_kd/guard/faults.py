@@ -1,4 +1,4 @@
-"""The one table of faults: what a step may find wrong with a part, how, and what comes of it.
+"""The table of faults: what can be wrong with a part in a step, how it is found, what is done.
 
 A new kind of fault is one detector and one member of `Stage` here, and one row of the fault matrix.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum, unique
 from numbers import Integral, Real
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,11 +18,15 @@ from torch import Tensor
 from ssl_kd.guard.events import Event
 
 WARM_UP, FEW = 20, 5
-"""Gradient norms after which a part's running median is trusted, and trusted by its magnitude."""
+"""Gradient norms after which a running median is trusted, and trusted to its order of magnitude."""
 
 JUMP, FIRST_JUMP, FIRST_PATIENCE = 1e4, 1e5, 2
-"""How many times a running median of a few norms no first steps of training come to; how many times
-that of fewer; and after how many of those in a row it was their beginning that was small."""
+"""Ratio to the running median that is a spike before `WARM_UP` norms, and before `FEW`; and the
+number of such spikes in a row, before `FEW`, after which the first norms are taken to be too small.
+"""
+
+SKIPPED = "skipped"
+"""The action for most faults: the step leaves the part out."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +34,19 @@ class Thresholds:
     """When the guard acts.
 
     Attributes:
-        spike_factor: a gradient norm this many times its running median is a spike; before the
-            20th norm its square is, or 1e4 where that is more, and before the fifth 1e5 where that
-            is more. The first norm has nothing to be judged by, and a fall is never a spike.
-        spike_patience: spikes in a row before they count as the new normal; before the fifth norm
-            2 are enough.
+        spike_factor: a gradient norm this many times its running median is a spike. Before the
+            20th norm the limit is the square of this factor, and at least 1e4; before the fifth
+            norm, at least 1e5. The first norm is never a spike.
+        spike_patience: spikes in a row before they count as the new normal; 2 at most before the
+            fifth norm.
         dead_after: steps of exactly zero gradient before a part is reported as dead.
-        restore_after: bad steps in a row before a part is restored; again as many before it is
-            re-initialised, and again before it is retired.
+        restore_after: bad steps in a row before a part is restored; the same number again before it
+            is re-initialized, and again before it is retired.
         forgive_after: healthy steps in a row after which a restored part counts as recovered.
-        min_parts: fewer parts than this that are not retired end the run.
-        stop_after: bad steps in a row of every part that end the run, whatever was tried before;
-            None: as `restore_after`, once going back was tried.
-        max_norm: a part's gradient norm above this is too large, whatever it was before; None: any
-            size will do.
+        min_parts: fewest parts that must not be retired; below it the run ends.
+        stop_after: bad steps in a row of every part that end the run, even if nothing was restored
+            yet; None: `restore_after` steps after a restore.
+        max_norm: a gradient norm above this is too large, whatever the median; None for no limit.
 
     Raises:
         ValueError: a threshold is out of range.
@@ -66,28 +69,15 @@ class Thresholds:
             value = getattr(self, field.name)
             if value is None and field.name == "stop_after":
                 continue
-            # NumPy's whole numbers are as good as Python's; a truth value is none.
+            # NumPy's integers are allowed; booleans are not.
             if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name} is {value!r}; expected a whole number from 1")
 
 
 def _check_number(name: str, value: Any, above: float, expected: str) -> None:
-    known = isinstance(value, Real) and not isinstance(value, bool)
-    if not known or not above < float(value) < math.inf:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not above < float(value) < math.inf:
         raise ValueError(f"{name} is {value!r}; expected {expected}")
-
-
-SKIPPED = "skipped"
-"""What is done at once with most parts that are sick: the step leaves them out."""
-
-
-class Memory(Protocol):
-    """What detectors may ask of the past, `[part]` each; see `ssl_kd.guard.health.Health`."""
-
-    level: Tensor
-    seen: Tensor
-    zeros: Tensor
-    retired: Tensor
 
 
 @dataclass(frozen=True)
@@ -97,72 +87,77 @@ class Observation:
     Attributes:
         loss: the loss.
         norm: gradient norm, before clipping.
-        memory: of the steps before.
+        level: running median of the norm's logarithm.
+        n_norms: norms in that median.
+        zeros: steps of exactly zero gradient in a row, before this one.
+        retired: whether the part is left out for good.
         thresholds: when the guard acts.
-        teacher: boolean, the part's targets are finite; None where there are none.
-        scale: the loss scale; None where there is none.
+        teacher: boolean, the part's targets are finite; None without targets.
+        scale: the loss scale; None without one.
     """
 
     loss: Tensor
     norm: Tensor
-    memory: Memory
+    level: Tensor
+    n_norms: Tensor
+    zeros: Tensor
+    retired: Tensor
     thresholds: Thresholds
     teacher: Tensor | None = None
     scale: Tensor | None = None
 
 
-def _dead(seen: Observation) -> Tensor:
-    return (seen.norm == 0) & (seen.memory.zeros + 1 == seen.thresholds.dead_after)
+def _dead(step: Observation) -> Tensor:
+    return (step.norm == 0) & (step.zeros + 1 == step.thresholds.dead_after)
 
 
-def _large(seen: Observation) -> Tensor | None:
-    limit = seen.thresholds.max_norm
-    return None if limit is None else seen.norm > limit
+def _large(step: Observation) -> Tensor | None:
+    limit = step.thresholds.max_norm
+    return None if limit is None else step.norm > limit
 
 
-def _spike(seen: Observation) -> Tensor:
-    factor = math.log(seen.thresholds.spike_factor)
-    above = seen.norm.log() - seen.memory.level
-    first = (seen.memory.seen >= 1) & (above > max(math.log(FIRST_JUMP), 2 * factor))
-    early = (seen.memory.seen >= FEW) & (above > max(math.log(JUMP), 2 * factor))
-    return first | early | (seen.memory.seen >= WARM_UP) & (above > factor)
+def _spike(step: Observation) -> Tensor:
+    factor = math.log(step.thresholds.spike_factor)
+    above = step.norm.log() - step.level
+    first = (step.n_norms >= 1) & (above > max(math.log(FIRST_JUMP), 2 * factor))
+    early = (step.n_norms >= FEW) & (above > max(math.log(JUMP), 2 * factor))
+    return first | early | (step.n_norms >= WARM_UP) & (above > factor)
 
 
-def _gradient(seen: Observation) -> Tensor:
-    return ~torch.isfinite(seen.norm)
+def _gradient(step: Observation) -> Tensor:
+    return ~torch.isfinite(step.norm)
 
 
-def _overflow(seen: Observation) -> Tensor | None:
-    # Above a scale of 1 this is what scaling expects, and no reason to restore a part.
-    return None if seen.scale is None else ~torch.isfinite(seen.norm) & (seen.scale > 1)
+def _overflow(step: Observation) -> Tensor | None:
+    # At a scale above 1 an infinite gradient is expected now and then: no reason to restore a part.
+    return None if step.scale is None else ~torch.isfinite(step.norm) & (step.scale > 1)
 
 
-def _loss(seen: Observation) -> Tensor:
-    return ~torch.isfinite(seen.loss)
+def _loss(step: Observation) -> Tensor:
+    return ~torch.isfinite(step.loss)
 
 
-def _teacher(seen: Observation) -> Tensor | None:
-    return None if seen.teacher is None else ~seen.teacher
+def _teacher(step: Observation) -> Tensor | None:
+    return None if step.teacher is None else ~step.teacher
 
 
-def _retired(seen: Observation) -> Tensor:
-    return seen.memory.retired
+def _retired(step: Observation) -> Tensor:
+    return step.retired
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is to know of one kind of fault.
+    """One row of the table of faults.
 
     Attributes:
-        reason: what was seen, in words; empty for what is no fault. It may have fields to fill in.
-        detect: finds it in a step, boolean `[part]` or None where it cannot be there; None for a
-            kind that is found elsewhere.
-        value: which number of the step belongs to it.
+        reason: what was seen; empty for no fault. It may have fields to fill in.
+        detect: finds the fault in a step, boolean `[part]`, or None where it cannot occur; None for
+            a kind that is found elsewhere.
+        value: which number of the step the event reports.
         action: what is done at once.
         updates: whether the part is updated all the same.
         not_finite: whether some operation made a NaN or an infinity, which a replay can find.
-        advice: what to change in any loop.
-        remedy: what to change in this project's settings.
+        advice: what to change.
     """
 
     reason: str = ""
@@ -172,25 +167,20 @@ class Kind:
     updates: bool = False
     not_finite: bool = False
     advice: str = ""
-    remedy: str = ""
-
-    def change(self, in_run: bool) -> str:
-        """What to change: in a run its setting, save where only a replay knows which."""
-        return self.remedy if in_run and not self.not_finite else self.advice
 
 
-@unique  # a number twice would be a second name of the same kind
+@unique  # a repeated number would be a second name of the same kind
 class Stage(IntEnum):
     """Where in a step a part's fault was found; checkpoints hold the numbers, events the names.
 
-    In the order of a step from its end to its beginning: where several kinds apply, the one that is
-    earliest in the step, here the last, is the cause.
+    Listed from the end of a step to its beginning: where several kinds apply, the last one here is
+    the earliest in the step and counts as the cause.
     """
 
     kind: Kind
 
     def __new__(cls, number: int, kind: Kind = Kind()) -> Stage:  # noqa: B008
-        """A number that knows its row of the table."""
+        """Make a member whose value is `number`, with its row of the table."""
         member = int.__new__(cls, number)
         member._value_, member.kind = number, kind
         return member
@@ -213,10 +203,8 @@ class Stage(IntEnum):
             "square",
             _large,
             value="norm",
-            advice="lower the learning rate; if norms of this size are normal, raise "
-            "Thresholds.max_norm or leave it out, or set clip_grad",
-            remedy="lower LEARNING_RATE; where norms of this size are normal, raise "
-            "GRAD_NORM_THRESHOLD",
+            advice="lower the learning rate; if norms of this size are normal, raise the threshold "
+            "(max_norm, in a run GRAD_NORM_THRESHOLD) or set clip_grad",
         ),
     )
     SPIKE = (
@@ -226,8 +214,7 @@ class Stage(IntEnum):
             _spike,
             value="norm",
             advice="lower the learning rate or set clip_grad; if such jumps are normal, raise "
-            "Thresholds.spike_factor",
-            remedy="lower LEARNING_RATE",
+            "spike_factor",
         ),
     )
     GRADIENT = (
@@ -239,9 +226,7 @@ class Stage(IntEnum):
             not_finite=True,
             advice="if the loss had been growing, lower the learning rate; otherwise look for "
             "sqrt, log or a norm at 0 (torch.autograd.set_detect_anomaly(True) names the "
-            "operation); under float16 autocast pass scaler=True",
-            remedy="with a HEAD of your own, look for a square root, norm or log in it that reaches"
-            " zero",
+            "operation); under float16 autocast scale the loss",
         ),
     )
     OVERFLOW = (
@@ -261,8 +246,7 @@ class Stage(IntEnum):
             value="loss",
             not_finite=True,
             advice="look for NaN in the inputs and for log or division of 0 in the loss; lower the "
-            "learning rate",
-            remedy="raise STUDENT_TEMP; with a HEAD of your own, look for a division or log in it",
+            "learning rate, or raise the student's temperature",
         ),
     )
     TEACHER = (
@@ -272,7 +256,8 @@ class Stage(IntEnum):
             _teacher,
             value="loss",
             not_finite=True,
-            remedy="raise TEACHER_TEMP; with a HEAD of your own, look for a division or log in it",
+            advice="raise the teacher's temperature; in a custom head look for log or division of "
+            "0",
         ),
     )
     RETIRED = 6, Kind(detect=_retired)
@@ -283,7 +268,7 @@ class Stage(IntEnum):
         Kind(
             "the embedding of row {row} is not finite",
             action="left out of the batch",
-            remedy="python train.py --rebuild_damaged, or take that sample out of the data",
+            advice="rebuild the cached embeddings (--rebuild_damaged), or remove the sample",
         ),
     )
     MARGINAL = 9, Kind("a cluster's running marginal is exactly 0", action="smoothed")
@@ -294,7 +279,7 @@ class Stage(IntEnum):
             "a forward pass left buffers not finite",
             action="put back",
             updates=True,
-            advice="look at every batch that runs through these modules in training mode, also on "
+            advice="check every batch that runs through these modules in training mode, also on "
             "the way to another part's or model's loss: for NaN, and for values above 1e18, whose "
             "squares overflow",
         ),
@@ -317,14 +302,14 @@ class Stage(IntEnum):
         detail: str = "",
         **fill: object,
     ) -> Event:
-        """The guard's event of such a fault.
+        """Return the event of such a fault.
 
         Args:
             step: optimizer step, from 0.
             part: which part.
             value: the number that was seen.
-            action: what was done, where that is not the table's.
-            detail: is added to the reason.
+            action: what was done; the table's action by default.
+            detail: appended to the reason.
             **fill: fields of the reason.
         """
         reason = self.kind.reason.format(**fill) + detail
@@ -332,7 +317,7 @@ class Stage(IntEnum):
 
     @classmethod
     def of(cls, event: Event) -> Stage | None:
-        """The kind of an event; None for what the guard did, which is no fault."""
+        """Return the kind of an event; None where it reports an action, not a fault."""
         return cls.__members__.get(event.stage.upper())
 
 
@@ -340,18 +325,18 @@ _DETECTORS = [(int(stage), stage.kind.detect) for stage in Stage if stage.kind.d
 _UPDATED = [int(stage) for stage in Stage if stage.kind.updates]
 
 
-def judge(seen: Observation) -> Tensor:
-    """What is wrong with each part in a step: `[part]` int8, values of `Stage`."""
-    found = torch.zeros_like(seen.norm, dtype=torch.int8)
+def judge(step: Observation) -> Tensor:
+    """Return what is wrong with each part in a step: `[part]` int8, values of `Stage`."""
+    stage = torch.zeros_like(step.norm, dtype=torch.int8)
     for number, detect in _DETECTORS:
-        where = detect(seen)
+        where = detect(step)
         if where is not None:
-            found = found.masked_fill(where, number)
-    return found
+            stage = stage.masked_fill(where, number)
+    return stage
 
 
 def is_healthy(stage: Tensor) -> Tensor:
-    """Which parts of a step are updated: boolean `[part]` from `Stage` values `[part]`."""
+    """Return which parts of a step are updated: boolean `[part]` from `Stage` values `[part]`."""
     healthy = stage == _UPDATED[0]
     for number in _UPDATED[1:]:
         healthy = healthy | (stage == number)

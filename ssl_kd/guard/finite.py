@@ -1,4 +1,4 @@
-"""Arithmetic that stays finite: floors from the dtype, safe normalisation, masked means."""
+"""Arithmetic that stays finite: floors from the dtype, safe normalization, masked means."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHORT = 100  # entries of an axis below which a softmax over it is faster where it is not the last
+SHORT = 100  # a softmax over fewer entries than this is faster along an axis that is not the last
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that loss arithmetic on `x` runs in: float64 stays, everything else is float32."""
+    """Return the dtype of loss arithmetic on `x`: float64 for float64, otherwise float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def probability_floor(dtype: torch.dtype) -> float:
-    """Additive floor for a probability that is about to go through a logarithm.
+    """Return what to add to a probability before a logarithm: `finfo(dtype).eps ** 2`.
 
-    `finfo(dtype).eps ** 2`: 1.4e-14 in float32. Next to a uniform share of 10,000 clusters it moves
-    the logarithm by 1.4e-10 nats, and an exact 0 becomes -31.9 instead of -inf.
+    In float32, 1.4e-14: a uniform share of 10,000 clusters moves by 1.4e-10 nats, and the logarithm
+    of an exact 0 is -31.9 instead of -inf.
     """
     return torch.finfo(dtype).eps ** 2
 
@@ -27,13 +27,13 @@ def probability_floor(dtype: torch.dtype) -> float:
 class _UnitAndNorm(torch.autograd.Function):
     """`x / |x|` and `|x|`; for a zero vector 0 and 1.
 
-    The gradient in closed form reads only these two: a third of the passes of autograd's own. Both
-    being outputs, it can be differentiated again.
+    The closed-form gradient needs only these two, a third of autograd's passes over memory. Both
+    are outputs, so that it can be differentiated again.
     """
 
     @staticmethod
     def forward(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        # Dividing by the largest entry first: squares of 1e20 overflow, squares of 1e-25 vanish.
+        # Divide by the largest entry first: squares of 1e20 overflow, squares of 1e-25 vanish.
         largest = x.abs().amax(dim=dim, keepdim=True)
         largest = torch.where(largest > 0, largest, 1)
         unit = x / largest
@@ -59,7 +59,7 @@ class _UnitAndNorm(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, dim: int) -> Any:
-        # One that torch generates cannot do without either gradient before torch 2.7.
+        # Before torch 2.7 a generated rule requires both gradients.
         batched = x.movedim(in_dims[0], 0)
         return _UnitAndNorm.apply(batched, dim if dim < 0 else dim + 1), (0, 0)
 
@@ -68,8 +68,8 @@ def safe_normalize(x: Tensor, dim: int = -1) -> Tensor:
     """Scale vectors to unit L2 length; zero vectors stay zero, with a finite gradient.
 
     Args:
-        x: any floating tensor. Half precision is upcast, so neither the sum of squares nor the
-            floor is lost (`F.normalize` of a zero float16 row is NaN, of a large one is 0).
+        x: any floating tensor. Half precision is upcast, so that the sum of squares does not
+            overflow (`F.normalize` of a zero float16 row is NaN, of a large one 0).
         dim: the axis that holds the vector.
 
     Returns:
@@ -80,10 +80,10 @@ def safe_normalize(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def safe_normalize_weights(weights: Tensor, dim: int = -1) -> Tensor:
-    """Turn weights into proportions that sum to one, whatever came in.
+    """Turn any weights into proportions that sum to one.
 
-    Entries that are NaN, infinite or negative count as 0 and the others keep their proportions;
-    where nothing positive is left the result is uniform.
+    Entries that are NaN, infinite or negative count as 0, and the others keep their proportions;
+    where no positive entry is left the result is uniform.
 
     Args:
         weights: any floating tensor; float16 sums do not overflow.
@@ -105,7 +105,7 @@ def safe_normalize_weights(weights: Tensor, dim: int = -1) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int = -1) -> Tensor:
-    """Mean of `values` where `mask`, 0 where nothing is left; masked entries may be NaN or inf.
+    """Return the mean of `values` where `mask`, 0 for an empty mask; other entries may be NaN.
 
     Args:
         values: any floating tensor.

@@ -1,13 +1,13 @@
-"""Each part's health: judged by tensors alone, so that a healthy step never waits for the device.
+"""Each part's health, as tensors, so that a healthy step never waits for the device.
 
-`Health.judge` says what is wrong with each part of a step, `Health.record_` remembers it, and
-`Health.escalate` decides, whenever the host looks, what becomes of parts that stay sick:
-skip -> restore from the last good state -> re-initialise once -> retire -> stop.
+`Health.judge` finds what is wrong with each part of a step, `Health.record_` remembers it, and
+`Health.escalate` decides on the host what happens to parts that stay sick:
+skip -> restore from the last good state -> re-initialize once -> retire -> stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import astuple, dataclass, fields
 
 import torch
@@ -25,19 +25,19 @@ from ssl_kd.guard.faults import (
 )
 from ssl_kd.guard.parts import TooFewHealthyParts
 
-_SHORTEST = 0.05
+_SHORTEST = 0.05  # nats that the running median moves by, once it is settled
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What decides whether training can go on; the sum of several is that of all their parts.
+    """Counts that decide whether training can continue; tallies of several processes add up.
 
     Attributes:
-        parts: how many there are.
-        active: how many of them are not retired.
-        late: how many of those were bad for too many steps in a row.
-        tried: how many of those that are not retired were restored and not forgiven since.
-        left: how many would not be retired after what is to be done now.
+        parts: all parts.
+        active: parts that are not retired.
+        late: active parts that were bad for too many steps in a row.
+        tried: active parts that were restored and have not recovered since.
+        left: active parts that will not be retired now.
     """
 
     parts: int
@@ -50,7 +50,7 @@ class Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def hopeless(self, thresholds: Thresholds) -> str:
-        """Why training cannot continue; empty where it can."""
+        """Return why training cannot continue; empty where it can."""
         if self.late == self.active and (self.tried or not self.active):
             return (
                 f"no part had a healthy step in the last {thresholds.restore_after}, although "
@@ -59,7 +59,7 @@ class Tally:
         if self.left < thresholds.min_parts:
             return (
                 f"only {self.left} of {self.parts} parts are left after skipping, restoring and "
-                f"re-initialising the others; at least {thresholds.min_parts} are asked for"
+                f"re-initializing the others; at least {thresholds.min_parts} are required"
             )
         return ""
 
@@ -70,14 +70,14 @@ class Health:
 
     Attributes:
         level: running median of the logarithm of the gradient norm.
-        seen: gradient norms that went into it.
+        seen: gradient norms in that median.
         spikes: spikes in a row.
         zeros: exactly zero gradients in a row.
-        skipped: steps the part was left out of.
-        streak: how many of those were the last ones in a row.
+        skipped: steps that left the part out.
+        streak: the last of those in a row.
         run: healthy steps in a row.
-        restored: whether it was restored and has not been forgiven since.
-        reinitialised: whether it was ever re-initialised.
+        restored: whether it was restored and has not recovered since.
+        reinitialised: whether it was ever re-initialized.
         retired: whether it is left out for good.
     """
 
@@ -94,29 +94,19 @@ class Health:
 
     @classmethod
     def fresh(cls, parts: int, device: torch.device | str = "cpu") -> Health:
-        """Before the first step."""
-
-        def zeros(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(parts, dtype=dtype, device=device)
-
-        counts = {
-            name: zeros(torch.int32)
-            for name in ("seen", "spikes", "zeros", "skipped", "streak", "run")
-        }
-        flags = {name: zeros(torch.bool) for name in ("restored", "reinitialised", "retired")}
-        return cls(level=zeros(torch.float32), **counts, **flags)
-
-    @classmethod
-    def copy_of(cls, tensors: Mapping[str, Tensor]) -> Health:
-        """What `tensors` gave, in memory of its own."""
-        return cls(**{name: tensor.clone() for name, tensor in tensors.items()})
+        """Return the state before the first step."""
+        dtypes = dict.fromkeys((field.name for field in fields(cls)), torch.int32)
+        dtypes |= {"level": torch.float32}
+        dtypes |= dict.fromkeys(("restored", "reinitialised", "retired"), torch.bool)
+        zeros = {n: torch.zeros(parts, dtype=dtype, device=device) for n, dtype in dtypes.items()}
+        return cls(**zeros)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Name -> tensor `[part]`, for a checkpoint."""
+        """Return name -> tensor `[part]`, for a checkpoint."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def rows(self, rows: slice) -> Health:
-        """Some parts' health, sharing memory with the whole."""
+        """Return some parts' health, sharing memory with this one."""
         return Health(**{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     def judge(
@@ -127,30 +117,28 @@ class Health:
         teacher: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """What is wrong with each part in this step; changes nothing.
+        """Return what is wrong with each part in this step; changes nothing.
 
         Args:
             loss: `[part]`.
             norm: gradient norm `[part]`, before clipping.
             thresholds: when a norm is a spike, and a part dead.
             teacher: boolean `[part]`: the part's targets are finite.
-            scale: `[part]`, the loss scale: above 1 a gradient that is not finite is an overflow
-                as scaling expects them, and no reason to restore a part.
+            scale: `[part]`, the loss scale; above 1 an infinite gradient is an expected overflow.
 
         Returns:
-            `[part]` int8, values of `Stage`: the earliest stage that was found bad.
+            `[part]` int8, values of `Stage`: the earliest bad stage of the step.
         """
-        return judge(Observation(loss, norm, self, thresholds, teacher, scale))
+        memory = (self.level, self.seen, self.zeros, self.retired)
+        return judge(Observation(loss, norm, *memory, thresholds, teacher, scale))
 
     def record_(
         self, stage: Tensor, norm: Tensor, thresholds: Thresholds, absent: Tensor | None = None
     ) -> None:
-        """Remember a step's stages and gradient norms, `[part]` each.
+        """Remember a step's stages and gradient norms, `[part]` each, except of `absent` parts.
 
-        Parts that are `absent`, boolean `[part]`, had no part in the step: nothing is remembered.
-
-        The median is tracked by strides of a fixed length towards each norm: how far off a spike
-        is makes no difference, and what is zero or not finite does not count at all.
+        The median moves by a fixed stride towards each norm, so the size of a spike does not
+        matter; norms that are zero or not finite do not count.
         """
         if absent is not None:
             before = [tensor.clone() for tensor in self.tensors().values()]
@@ -162,9 +150,9 @@ class Health:
         self.spikes.add_(1).mul_(spike)
         counts = (healthy | spike) & (norm > 0)
         log = torch.where(counts, norm, 1).log()
-        stride = (WARM_UP / (self.seen + 1)).clamp(_SHORTEST, 1)  # a nat at first, to get there
+        stride = (WARM_UP / (self.seen + 1)).clamp(_SHORTEST, 1)  # one nat at first
         moved = self.level + stride * (log - self.level).sign()
-        # Spikes that do not end are no spikes: the level has changed.
+        # Spikes that do not end are a new level.
         most = self.spikes.new_full((), thresholds.spike_patience)
         patience = torch.where(self.seen <= FEW, most.clamp(max=FIRST_PATIENCE), most)
         jump = (self.seen == 0) | (self.spikes >= patience)
@@ -180,26 +168,25 @@ class Health:
     def escalate(
         self,
         thresholds: Thresholds,
-        beside: Collection[int] = (),
-        tell: Callable[[Tally], object] | None = None,
+        shared: Collection[int] = (),
+        report: Callable[[Tally], object] | None = None,
     ) -> dict[int, str]:
-        """Decide what becomes of the parts that were bad for too many steps in a row.
+        """Decide what to do with the parts that were bad for too many steps in a row.
 
-        Asks the device for its numbers, so call it as often as waiting for them is acceptable.
+        Waits for the device, so do not call it in every step of a run on a GPU.
 
         Args:
-            thresholds: after how many, and how few parts may be left.
-            beside: parts that the others share: restored like them, but never counted as left.
-            tell: gets the tally, where these are not all parts there are: whether too few are left
-                is then decided elsewhere.
+            thresholds: after how many bad steps, and how few parts may be left.
+            shared: parts that the others depend on: restored like them, never counted as left.
+            report: receives the tally where these are not all parts; the caller then decides
+                whether too few are left.
 
         Returns:
             part -> `restore`, `reinitialise` or `retire`, for the caller to carry out; the counters
-            are moved on here. Empty as a rule.
+            are updated here. Usually empty.
 
         Raises:
-            TooFewHealthyParts: no part is healthy although all were restored, or fewer than
-                `min_parts` would be left.
+            TooFewHealthyParts: no part is healthy although all were restored, or too few are left.
         """
         late = (self.streak >= thresholds.restore_after).tolist()
         patience = thresholds.stop_after or thresholds.restore_after
@@ -207,13 +194,12 @@ class Health:
             return {}
         columns = (self.streak, self.retired, self.restored, self.reinitialised)
         streak, retired, restored, reinitialised = (column.tolist() for column in columns)
-        active = [p for p, gone in enumerate(retired) if not gone and p not in beside]
+        active = [p for p, gone in enumerate(retired) if not gone and p not in shared]
         if thresholds.stop_after and all(streak[part] >= patience for part in active):
             raise TooFewHealthyParts(f"no part had a healthy step in the last {patience}")
-        sick = [part for part, gone in enumerate(retired) if late[part] and not gone]
         actions = {}
-        for part in sick:
-            if not restored[part] or part in beside:
+        for part in (part for part, gone in enumerate(retired) if late[part] and not gone):
+            if not restored[part] or part in shared:
                 actions[part] = "restore"
             else:
                 actions[part] = "retire" if reinitialised[part] else "reinitialise"
@@ -224,8 +210,8 @@ class Health:
             tried=sum(restored[part] for part in active),
             left=len(active) - sum(action == "retire" for action in actions.values()),
         )
-        if tell is not None:
-            tell(tally)
+        if report is not None:
+            report(tally)
         elif why := tally.hopeless(thresholds):
             raise TooFewHealthyParts(why)
         for part, action in actions.items():
@@ -233,6 +219,6 @@ class Health:
             self.restored[part] = True
             self.reinitialised[part] |= action == "reinitialise"
             self.retired[part] = action == "retire"
-            if action == "reinitialise":  # its gradients have nothing to do with the old ones
+            if action == "reinitialise":  # its new gradients are unrelated to the old ones
                 self.seen[part] = self.spikes[part] = self.zeros[part] = 0
         return actions

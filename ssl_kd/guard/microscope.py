@@ -1,8 +1,8 @@
 """Finds the operation that made a step's numbers not finite.
 
-Looking at every operation doubles the cost of a step, so this is for one step that is known to be
-sick, run again: `with Microscope(named) as scope: ...`, then `scope.fault(loss)`; what that comes
-from says `ssl_kd.guard.diagnosis.diagnose`.
+Checking every operation makes a step several times slower, so this is for one step that is known to
+be bad, run again: `with Microscope(named) as scope: ...`, then `scope.fault(loss)`, whose cause
+`ssl_kd.guard.diagnosis.diagnose` finds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SPARSE |= {torch.sparse_bsr, torch.sparse_bsc}
 
 _PASSED_OVER = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 
-# What overwrites its first argument without reading it, and what hands out memory as it finds it.
+# Operations that overwrite their first argument without reading it, and that do not set memory.
 _OVERWRITES = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential"}
 _UNINITIALISED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What is worth knowing of a tensor.
+    """Statistics of a tensor.
 
     Attributes:
         shape: its shape.
@@ -46,8 +46,8 @@ class TensorFacts:
         zeros: entries that are exactly 0.
         first_bad: index of the first entry that is not finite.
         rms: root mean square of the finite entries.
-        outliers: entries above 1e3 and above 1e4 times the median size of those that are not 0
-            (0 where they are one in eight or fewer); they were not learned.
+        outliers: entries above 1e3 and above 1e4 times the median magnitude of those that are not
+            0 (above 1e3 where at most one in eight is not 0): larger than training makes them.
         bad_rows: the first eight indices in the first dimension at which some entry is not finite.
     """
 
@@ -65,7 +65,7 @@ class TensorFacts:
 
     @classmethod
     def of(cls, x: Tensor) -> TensorFacts:
-        """Look at a tensor of any dtype and layout."""
+        """Return the statistics of a tensor of any dtype and layout."""
         shape, dtype = tuple(x.shape), str(x.dtype).removeprefix("torch.")
         x = x.detach()
         x = x if x.layout == torch.strided else x.to_dense()
@@ -74,10 +74,8 @@ class TensorFacts:
         good = x[finite].double()
         bad = (~finite).nonzero()
         size = good.abs()
-        some = size[size > 0]
-        usual = float(some.median()) if 8 * len(some) > len(size) else 0.0
-        limit = max(1e4 * usual, 1e3)
-        outliers = int((size > limit).sum())
+        nonzero = size[size > 0]
+        usual = float(nonzero.median()) if 8 * len(nonzero) > len(size) else 0.0
         return cls(
             shape=shape,
             dtype=dtype,
@@ -88,7 +86,7 @@ class TensorFacts:
             zeros=int((x == 0).sum()),
             first_bad=tuple(bad[0].tolist()) if len(bad) else None,
             rms=float(good.square().mean().sqrt()) if len(good) else 0.0,
-            outliers=outliers,
+            outliers=int((size > max(1e4 * usual, 1e3)).sum()),
             bad_rows=tuple(bad[:, 0].unique()[:8].tolist()) if x.ndim else (),
         )
 
@@ -104,18 +102,18 @@ class TensorFacts:
 
     def __str__(self) -> str:
         """One line: `float32 [2, 64], -1.2 to 3.4, 5 zeros, 1 NaN`."""
-        words = [f"{self.dtype} {list(self.shape)}"]
+        facts = [f"{self.dtype} {list(self.shape)}"]
         if self.low is not None:
-            words.append(f"{self.low:.3g} to {self.high:.3g}")
+            facts.append(f"{self.low:.3g} to {self.high:.3g}")
         for count, name in ((self.zeros, "zero"), (self.nans, "NaN"), (self.infs, "inf")):
             if count:
-                words.append(f"{count} of {self.size} {name}")
-        return ", ".join(words)
+                facts.append(f"{count} of {self.size} {name}")
+        return ", ".join(facts)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line of source."""
+    """A line of source code."""
 
     file: str
     line: int
@@ -128,7 +126,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Made:
-    """How a tensor came to be: the operation, its numbers, and how its inputs came to be."""
+    """How a tensor was made: the operation, its numbers, and how its inputs were made."""
 
     op: str
     numbers: tuple[float, ...]
@@ -146,12 +144,12 @@ class Fault:
         node: there, the autograd node it belongs to, `SqrtBackward0`.
         place: the line that called it; in the backward pass, the line whose gradient it computes.
         inputs: what it read.
-        outputs: what it wrote.
+        outputs: the results that are not finite.
         poisoned: name of the input that was not finite before the scope began.
-        masked: whether the infinity was put there on purpose, as masks do.
-        made: how the output came to be.
-        named: what was known beforehand of the tensors that were given by name.
-        module: what `within` called the place; None without it.
+        masked: whether the infinity is a constant, as in masks.
+        made: how the output was made.
+        named: name -> statistics of the named tensors before the scope began.
+        module: where it ran, as `within` has it; None without it.
     """
 
     op: str
@@ -170,14 +168,14 @@ class Fault:
 class Microscope(TorchDispatchMode):
     """Watches every operation, forward and backward, for the first that made NaN or infinity.
 
-    An infinity may be meant: a mask, a branch that `torch.where` drops. So every origin is noted,
-    the flow of what is not finite is followed from tensor to tensor, and `fault` names the first
-    origin that reached the result one asks about. Backward passes have to run inside as well.
+    An infinity may be intended: a mask, a branch that `torch.where` drops. So every origin is noted
+    and followed from tensor to tensor, and `fault` names the first origin that reached a result.
+    Backward passes have to run inside as well.
 
     Args:
         named: name -> tensor that exists beforehand. A name that begins with `input` is data, one
             with `weight` in it a weight, any other a piece of state.
-        within: names the module whose operations run now.
+        within: returns the name of the module whose operations run now.
 
     >>> with Microscope() as scope:
     ...     loss = torch.tensor([1.0, 0.0]).log().sum()
@@ -210,9 +208,9 @@ class Microscope(TorchDispatchMode):
         super().__exit__(*exception)
 
     def fault(self, *results: Tensor) -> Fault | None:
-        """The first origin that reached the first result that is not finite; None if all are.
+        """Return the origin of the first result that is not finite; None if all are finite.
 
-        Without results, the first origin at all, masks last.
+        Without results, return the first origin of all, masks last.
         """
         if not results:
             return min(self._origins, key=lambda fault: fault.masked, default=None)
@@ -223,7 +221,7 @@ class Microscope(TorchDispatchMode):
         return None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-        """Run one operation and look at what came out."""
+        """Run one operation and check its results."""
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
@@ -233,30 +231,19 @@ class Microscope(TorchDispatchMode):
         outputs = _floating(out) or written
         if op in _UNINITIALISED or func.is_view:  # a view is followed by its storage
             return out
-        self._follow(str(func.overloadpacket), args, kwargs, reads, outputs)
-        return out
-
-    def _follow(
-        self,
-        op: str,
-        args: tuple,
-        kwargs: dict,
-        reads: list[tuple[Tensor, Tensor]],
-        outputs: list[Tensor],
-    ) -> None:
         numbers = [float(x) for x in tree_leaves((args, kwargs)) if type(x) in (int, float)]
         numbers += [x.item() for x, _ in reads if x.ndim == 0 and not x.is_complex()]
         parents = tuple(m for _, x in reads if (m := self._made.get(_key(x))) is not None)
-        largest = max((_largest(x) for x, _ in reads), default=0.0)
+        largest = max((float(x.detach().abs().max()) for x, _ in reads if x.numel()), default=0.0)
         made = Made(op.rpartition(".")[2].rstrip("_"), tuple(numbers), parents, largest)
-        bad = [x for x in outputs if _is_bad(x)]
-        origin = None
-        if bad:
-            origin = self._trace(op, made, reads, bad, any(not math.isfinite(n) for n in numbers))
         for x in outputs:
             self._made[self._keep(x)] = made
-        for x in bad:
-            self._origin_of[self._keep(x)] = origin  # type: ignore[assignment]
+        if bad := [x for x in outputs if _is_bad(x)]:
+            constant = any(not math.isfinite(n) for n in numbers)
+            origin = self._trace(str(func.overloadpacket), made, reads, bad, constant)
+            for x in bad:
+                self._origin_of[self._keep(x)] = origin
+        return out
 
     def _trace(
         self,
@@ -266,16 +253,16 @@ class Microscope(TorchDispatchMode):
         bad: list[Tensor],
         constant: bool,
     ) -> int:
-        """Where the bad outputs come from: a known origin, or a new one."""
+        """Return the number of the origin of bad outputs: a known one, or a new one."""
         sick = [(seen, x) for seen, x in reads if _is_bad(seen)]
         known = [self._origin_of[_key(x)] for _, x in sick if _key(x) in self._origin_of]
         for seen, x in sick:
-            if _key(x) not in self._origin_of:  # it was so before anything was computed
+            if _key(x) not in self._origin_of:  # it was bad before anything was computed
                 name = self._name(x)
-                meant = name is None and not x.requires_grad and not torch.isnan(seen).any()
-                if name is None and not meant:
+                mask = name is None and not x.requires_grad and not torch.isnan(seen).any()
+                if name is None and not mask:
                     name = "weight" if x.requires_grad else "input"
-                known.append(self._note(op, made, reads, bad, poisoned=name, masked=meant))
+                known.append(self._note(op, made, reads, bad, poisoned=name, masked=mask))
                 self._origin_of[self._keep(x)] = known[-1]
         real = [origin for origin in known if not self._origins[origin].masked]
         if real:
@@ -341,7 +328,7 @@ class Microscope(TorchDispatchMode):
 def _reads(
     func: torch._ops.OpOverload, op: str, args: tuple, kwargs: dict
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """(as it was, the tensor) of what an operation reads, and the tensors that it writes."""
+    """(value before, tensor) of what an operation reads, and the tensors that it writes."""
     reads, written = [], []
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -356,7 +343,7 @@ def _reads(
 
 
 def _floating(values: object) -> list[Tensor]:
-    """The floating-point tensors in a tree, each as `_entries` has it."""
+    """The floating-point tensors in a tree, sparse ones as their dense entries."""
     return [
         _entries(x)
         for x in tree_leaves(values)
@@ -368,7 +355,7 @@ def _floating(values: object) -> list[Tensor]:
 
 
 def _entries(x: Tensor) -> Tensor:
-    """The dense tensor of what is stored in a sparse one; any other as it is."""
+    """The stored entries of a sparse tensor as a dense one; any other tensor unchanged."""
     if x.layout == torch.sparse_coo:
         return x._values()
     return x.values() if x.layout in _SPARSE else x
@@ -378,31 +365,23 @@ def _is_bad(x: Tensor) -> bool:
     return not bool(torch.isfinite(x).all())
 
 
-def _largest(x: Tensor) -> float:
-    return float(x.detach().abs().max()) if x.numel() else 0.0
-
-
 def _key(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
 def _place(node: Any) -> Place | None:
-    """The innermost line outside torch and the guard; of an autograd node, of its forward pass."""
+    """The innermost line outside torch and the guard; for an autograd node, in the forward pass."""
     if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
         entries = re.findall(
             r'File "(.+)", line (\d+)', "".join(node.metadata.get("traceback_", []))
         )
         for file, line in reversed(entries):
-            if _is_outside(file):
+            if not file.startswith(_PASSED_OVER):
                 return _line(file, int(line))
     frame = sys._getframe()
-    while frame is not None and not _is_outside(frame.f_code.co_filename):
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
         frame = frame.f_back
     return None if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
-
-
-def _is_outside(file: str) -> bool:
-    return not file.startswith(_PASSED_OVER)
 
 
 def _line(file: str, number: int) -> Place:

@@ -16,12 +16,14 @@ from ssl_kd.guard.norms import local
 from ssl_kd.guard.seeds import seeded
 
 WHOLE, SHARED = "model", "shared"
-"""The part without `parts=`; the part of the weights that no given part owns."""
+"""The name of the only part without `parts=`, and of the weights that no named part owns."""
+
+Parameters = nn.Module | Iterable[nn.Parameter]
 
 
 @dataclass
 class ModulePart:
-    """One part: what the optimizer updates of it, and its last good state."""
+    """One part: its weights and buffers, and its last good state."""
 
     name: str
     weights: list[nn.Parameter]
@@ -31,44 +33,36 @@ class ModulePart:
     due: int = 0  # the step from which the next snapshot may be taken
 
     @property
-    def resettable(self) -> bool:
-        """Whether some module of it has `reset_parameters`."""
-        children = (child for module in self.modules for child in module.modules())
-        return any(callable(getattr(child, "reset_parameters", None)) for child in children)
+    def resets(self) -> list[Callable[[], object]]:
+        """The `reset_parameters` methods of its modules."""
+        children = [child for module in self.modules for child in module.modules()]
+        methods = [getattr(child, "reset_parameters", None) for child in children]
+        return [method for method in methods if callable(method)]
 
 
 class ModuleParts:
     """The parts of a model, each with its rows of the optimizer's state and its buffers.
 
-    Args:
-        model: the module that is trained.
-        optimizer: holds its parameters.
-        given: name -> a module or parameters; what is trained beyond them becomes the last part,
-            `shared`. None for the whole model as one part.
-        fresh_optimizer: a part that is restored begins with an empty optimizer state.
-        reinitialise: gives a part new weights, by its name; None: its modules'
-            `reset_parameters`.
+    Args as those of `Guard`, which are checked here: ValueError where parts and optimizer do not
+    fit, or a parameter is complex or float16.
 
     Attributes:
-        buffers: those of each part by its name, and last those that belong to none.
-        everywhere: which of some flags are true on every rank; a single process takes its own.
-
-    Raises:
-        ValueError: parts and optimizer do not fit, or a parameter is complex or float16.
+        names: of the parts; the last one is `shared` where no named part owns some trained weights.
+        buffers: (name, buffers) of each part, and last those of no part.
+        everywhere: flags -> which of them are true on every rank; the identity for one process.
+        note: appended to the event of a restored part.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        given: Mapping[str, nn.Module | Iterable[nn.Parameter]] | None,
+        parts: Mapping[str, Parameters] | None,
         *,
         fresh_optimizer: bool = False,
-        reinitialise: Callable[[str], object] | None = None,
     ) -> None:
         self._optimizer, self._fresh_optimizer = optimizer, fresh_optimizer
-        self._by_user = reinitialise
-        self._parts, shared = _divide(model, optimizer, given)
+        self._parts, shared = _divide(model, optimizer, parts)
         self._owned = {id(p) for part in self._parts for p in part.weights}
         self.names = [part.name for part in self._parts]
         self.buffers = [(part.name, part.buffers) for part in self._parts] + [(SHARED, shared)]
@@ -85,15 +79,11 @@ class ModuleParts:
         return iter(self._parts)
 
     def weights(self) -> list[nn.Parameter]:
-        """All parameters that the parts own."""
+        """Return all parameters that the parts own."""
         return [p for part in self._parts for p in part.weights]
 
     def check_gradients(self) -> None:
-        """Refuse a step in which the optimizer would update what no part owns.
-
-        Raises:
-            ValueError: a parameter was added, or unfrozen, since.
-        """
+        """Raise ValueError where the optimizer would update a parameter that no part owns."""
         for group in self._optimizer.param_groups:
             if any(p.grad is not None and id(p) not in self._owned for p in group["params"]):
                 raise ValueError(
@@ -101,36 +91,29 @@ class ModuleParts:
                     "after the guard was made: make a new Guard"
                 )
 
-    def can_reinitialise(self, part: int) -> bool:
-        """Whether there is a way to re-initialise it."""
-        return self._by_user is not None or self._parts[part].resettable
-
     def snapshot(self, parts: Sequence[int], step: int, every: int) -> None:
-        """Keep parts' states on the CPU, where one is due and it is finite.
+        """Copy the state of parts to the CPU, where a snapshot is due and the state is finite.
 
-        Args:
-            parts: which ones.
-            step: number of the step, which has just shown the state to be good and is not applied.
-            every: steps until the next one.
+        `step`, which is not applied yet, has shown the state to be good; the next one is due
+        `every` steps later.
         """
         due = [self._parts[part] for part in parts if step >= self._parts[part].due]
         finite = self.everywhere(self._are_finite(due))
-        for mine, good in zip(due, finite, strict=True):
-            mine.due = step + every
-            if not good:
-                continue
-            mine.good = {
-                "step": step,
-                "weights": [_to_cpu(p) for p in mine.weights],
-                "state": [{k: _to_cpu(v) for k, v in row.items()} for row in self._state(mine)],
-                "buffers": [_to_cpu(b) for b in mine.buffers.live()],
-            }
+        for part, is_finite in zip(due, finite, strict=True):
+            part.due = step + every
+            if is_finite:
+                part.good = {
+                    "step": step,
+                    "weights": [_to_cpu(p) for p in part.weights],
+                    "state": [{k: _to_cpu(v) for k, v in row.items()} for row in self._state(part)],
+                    "buffers": [_to_cpu(b) for b in part.buffers.live()],
+                }
 
     def _state(self, part: ModulePart) -> list[dict[str, Any]]:
         return [dict(self._optimizer.state.get(p, {})) for p in part.weights]
 
     def _are_finite(self, parts: Sequence[ModulePart]) -> list[bool]:
-        """Whether weights and optimizer state of each are; one wait for the device."""
+        """Whether weights and optimizer state of each are finite; waits for the device once."""
         flags = []
         for part in parts:
             state = (value for row in self._state(part) for value in row.values())
@@ -144,19 +127,18 @@ class ModuleParts:
         ]
 
     def finite(self) -> list[bool]:
-        """As `Parts`."""
+        """Return whether weights, optimizer state and buffers of each part are well."""
         pairs = zip(self._are_finite(self._parts), self._parts, strict=True)
-        return self.everywhere([finite and part.buffers.are_well() for finite, part in pairs])
+        return self.everywhere([finite and not part.buffers.spoiled() for finite, part in pairs])
 
     @torch.no_grad()
     def restore(self, part: int) -> int | None:
-        """As `Parts`."""
+        """Restore a part; return the step of its last good state, None where there is none."""
         mine = self._parts[part]
         if mine.good is None:
             return None
-        for p, weight, saved in zip(
-            mine.weights, mine.good["weights"], mine.good["state"], strict=True
-        ):
+        saved_rows = zip(mine.weights, mine.good["weights"], mine.good["state"], strict=True)
+        for p, weight, saved in saved_rows:
             p.copy_(weight)
             if self._fresh_optimizer:
                 self._optimizer.state.pop(p, None)
@@ -166,7 +148,7 @@ class ModuleParts:
                 del live[key]
             for key, value in saved.items():
                 if isinstance(value, Tensor) and key in live:
-                    live[key].copy_(value)  # on its device, which need not be the weight's
+                    live[key].copy_(value)  # its device need not be the weight's
                 else:
                     live[key] = copy.deepcopy(value)
         mine.buffers.put_back(mine.good["buffers"])
@@ -175,32 +157,23 @@ class ModuleParts:
 
     @torch.no_grad()
     def reinitialise(self, part: int, seed: int, step: int) -> None:
-        """As `Parts`; the loop's random numbers are not touched."""
+        """Draw a part anew by `seed`, without a good state; the global generators do not move."""
         mine = self._parts[part]
         gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
         with seeded(seed, gpus):
-            if self._by_user is not None:
-                self._by_user(mine.name)
-            else:
-                for module in mine.modules:
-                    for child in module.modules():
-                        if callable(reset := getattr(child, "reset_parameters", None)):
-                            reset()
+            for reset in mine.resets:
+                reset()
         for p in mine.weights:
             self._optimizer.state.pop(p, None)
         mine.good, mine.due = None, 0
         mine.buffers.keep()
 
     def state_dict(self) -> dict[str, Any]:
-        """Name -> last good state, for a checkpoint."""
+        """Return name -> last good state, for a checkpoint."""
         return {part.name: {"good": part.good, "due": part.due} for part in self._parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave.
-
-        Raises:
-            ValueError: the state is of other parts.
-        """
+        """Load what `state_dict` returned; ValueError where it has other parts."""
         if list(state) != self.names:
             raise ValueError(
                 f"the state has the parts {', '.join(state)}; "
@@ -213,23 +186,20 @@ class ModuleParts:
 
 
 def without_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A guard's state without last good states, of which each rank has pieces: a step keeps one."""
+    """Return a guard's state without the last good states, of which each rank holds a shard."""
     return {**state, "parts": {name: {"good": None, "due": 0} for name in state["parts"]}}
 
 
 def _divide(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    given: Mapping[str, nn.Module | Iterable[nn.Parameter]] | None,
+    named: Mapping[str, Parameters] | None,
 ) -> tuple[list[ModulePart], Buffers]:
-    """The parts; what the optimizer trains beyond them is the last one, `shared`.
-
-    Also the buffers that are left, where nothing is trained beyond the parts.
-    """
+    """Return the parts, and the buffers of no part."""
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         if id(p) in held and p.is_complex():
-            raise ValueError(f"parameter {name!r} is complex; the guard's norms are of real ones")
+            raise ValueError(f"parameter {name!r} is complex; the guard needs real parameters")
         if id(p) in held and p.requires_grad and p.dtype == torch.float16:
             raise ValueError(
                 f"parameter {name!r} is float16, expected float32, or updates below its spacing are"
@@ -242,30 +212,28 @@ def _divide(
             f"the optimizer holds none of the {len(trainable)} trainable parameters of the model: "
             "make it from this model's parameters (a copy of a model has others)"
         )
-    if given is None:
+    if named is None:
         # In the model's order, in which clip_grad_norm_(model.parameters()) sums, too.
         weights = [*({id(p): p for p in model.parameters() if id(p) in held} | held).values()]
         buffers = Buffers(model.named_modules(), weights[0])
         return [ModulePart(WHOLE, weights, buffers, [model])], Buffers([], weights[0])
-    if not given or SHARED in given:
-        raise ValueError(f"parts are {list(given)}; expected names, other than {SHARED!r}")
-    weights_of = {name: _weights(name, what, held) for name, what in given.items()}
+    if not named or SHARED in named:
+        raise ValueError(f"parts are {list(named)}; expected names, other than {SHARED!r}")
     owner: dict[int, str] = {}
-    for name, weights in weights_of.items():
+    parts, taken = [], set()
+    for name, what in named.items():
+        weights = _weights(name, what, held)
         for p in weights:
             if id(p) in owner:
                 raise ValueError(
                     f"{name!r} and {owner[id(p)]!r} share a parameter of shape {tuple(p.shape)}; "
-                    "leave it out of both, or hand over loss terms instead of parts"
+                    "leave it out of both, or pass loss terms instead of parts"
                 )
             owner[id(p)] = name
-    parts, taken = [], set()
-    for name, what in given.items():
         modules = [what] if isinstance(what, nn.Module) else []
-        inside = [pair for module in modules for pair in module.named_modules()]
-        taken |= {id(module) for _, module in inside}
-        weights = weights_of[name]
-        parts.append(ModulePart(name, weights, Buffers(inside, weights[0]), modules))
+        inner = [pair for module in modules for pair in module.named_modules()]
+        taken |= {id(module) for _, module in inner}
+        parts.append(ModulePart(name, weights, Buffers(inner, weights[0]), modules))
     others = ((key, module) for key, module in model.named_modules() if id(module) not in taken)
     shared = Buffers(others, parts[0].weights[0])
     if rest := [p for key, p in held.items() if key not in owner and p.requires_grad]:
@@ -274,16 +242,13 @@ def _divide(
     return parts, shared
 
 
-def _weights(
-    name: str, what: nn.Module | Iterable[nn.Parameter], held: Mapping[int, nn.Parameter]
-) -> list[nn.Parameter]:
-    """The trainable parameters of a given part, each once."""
-    weights = what.parameters() if isinstance(what, nn.Module) else what
-    # One parameter would be iterated by row.
-    weights = [weights] if isinstance(weights, nn.Parameter) else weights
-    if isinstance(weights, Iterable):
-        weights = list(weights)
-    if not isinstance(weights, list) or not all(isinstance(p, nn.Parameter) for p in weights):
+def _weights(name: str, what: Parameters, held: Mapping[int, nn.Parameter]) -> list[nn.Parameter]:
+    """The trainable parameters of a part, each once."""
+    weights: Any = what.parameters() if isinstance(what, nn.Module) else what
+    if isinstance(weights, nn.Parameter):  # it would be iterated by row
+        weights = [weights]
+    weights = list(weights) if isinstance(weights, Iterable) else [weights]
+    if not all(isinstance(p, nn.Parameter) for p in weights):
         raise ValueError(f"part {name!r} is {what!r}; expected a module, or parameters")
     weights = [*{id(p): p for p in weights if p.requires_grad}.values()]
     if not weights:
@@ -303,15 +268,11 @@ def _to_cpu(value: Any) -> Any:
 
 
 def check_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that computes several losses in one step.
-
-    Raises:
-        ValueError: its step needs a closure (LBFGS).
-    """
+    """Raise ValueError for an optimizer whose step computes several losses (LBFGS)."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
             f"{type(optimizer).__name__}.step needs a closure, which computes several losses in one"
-            " step: the guard judges a step before it is taken. Take an optimizer whose step can be"
+            " step: the guard judges a step before it is taken. Use an optimizer whose step can be"
             " called without one"
         )

@@ -1,8 +1,9 @@
-"""What a step shows of its losses: their values and gradient norms, read in one wait."""
+"""Losses and gradient norms of a step, read from the device in one wait."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def norm_of(gradients: list[Tensor]) -> Tensor:
-    """L2 norm of all of them as one, in float32 at least; whole, where they are sharded.
+    """Return the L2 norm of all gradients together, in float32 or float64, over all shards.
 
-    In float64 it is finite where they are, also where their squares are not.
+    In float64 it is finite where they are, even where their squares are not.
     """
     rows = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     wide = (torch.float32, torch.float64)
@@ -32,25 +33,25 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
 
 
 def is_sharded(x: Tensor) -> TypeGuard[DTensor]:
-    """Whether each rank holds a piece of it, as of FSDP2's weights."""
-    return hasattr(x, "full_tensor")  # without the half second that importing the class takes
+    """Return whether each rank holds a shard of it, as of FSDP2's weights."""
+    return hasattr(x, "full_tensor")  # importing DTensor takes half a second
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's piece of a tensor; itself where it is whole."""
+    """Return this rank's shard of a tensor; a tensor that is not sharded as it is."""
     return x.to_local() if is_sharded(x) else x
 
 
 def narrow(x: Tensor) -> Tensor:
-    """A number in float32; what is finite in float64 stays finite."""
+    """Return a number in float32; a finite float64 number stays finite."""
     if x.dtype == torch.float64:
         limit = torch.finfo(torch.float32).max
         x = torch.where(x.isfinite(), x.clamp(-limit, limit), x)
     return x.to(torch.float32)
 
 
-def look(losses: dict[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
-    """Loss and gradient norm at `through` of each, `[loss]`, on the CPU: waits for the device."""
+def look(losses: Mapping[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient norm at `through` of each, `[loss]` on the CPU; waits once."""
     values = [narrow(loss.detach()) for loss in losses.values()]
     norms = [torch.ones_like(value) for value in values]
     if through is not None:
@@ -61,13 +62,13 @@ def look(losses: dict[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
 
 
 def read(numbers: list[list[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
-    """Lists of numbers on a device, as vectors on the CPU, in one wait."""
-    flat = torch.stack([narrow(x).to(device) for some in numbers for x in some]).cpu()
-    return flat.split([len(some) for some in numbers])
+    """Return lists of numbers on a device as vectors on the CPU; waits once."""
+    flat = torch.stack([narrow(x).to(device) for column in numbers for x in column]).cpu()
+    return flat.split([len(column) for column in numbers])
 
 
 def _norm_at(tensors: list[Tensor], name: str, loss: Tensor) -> Tensor:
-    if not loss.requires_grad:  # a constant, as a term has it that found nothing in this batch
+    if not loss.requires_grad:  # a constant: a term that does not apply to this batch
         return torch.zeros_like(loss)
     gradients = torch.autograd.grad(loss, tensors, retain_graph=True, allow_unused=True)
     if not (reached := [g for g in gradients if g is not None]):

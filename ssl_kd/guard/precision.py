@@ -12,17 +12,14 @@ from torch import nn
 from ssl_kd.errors import InputError, UserError
 
 _HALVES = (torch.float16, torch.bfloat16)
-_BUILT = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
-_BUILT_CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 
 
 @contextlib.contextmanager
 def default_torch_state() -> Iterator[None]:
-    """Compute as in a fresh process, whatever mode of torch the caller is in; also a decorator.
+    """Compute as in a fresh process, whatever mode of torch the caller uses; also a decorator.
 
-    Inside there is no autocast, `no_grad` or `inference_mode` of the caller's, new tensors are
-    float32 and on the CPU, and what was set before is set again after. (The default dtype is one
-    for all threads.)
+    Inside, the caller's autocast, `no_grad` and `inference_mode` are off, and new tensors are
+    float32 on the CPU; afterwards all is as before. The default dtype changes for all threads.
     """
     dtype = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
@@ -31,7 +28,7 @@ def default_torch_state() -> Iterator[None]:
         for device in ("cpu", "cuda", "mps"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        # Every call in such a context costs a little; torch 2.6 does not name another's.
+        # Only where needed: each call inside a device context costs a little.
         if torch.empty(0).device.type != "cpu":
             stack.enter_context(torch.device("cpu"))
         if dtype != torch.float32:
@@ -46,14 +43,14 @@ class UnsupportedDevice(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What the policy needs to know of a device; hand it one you describe to test without it.
+    """The facts about a device that decide its precision; make one to test without the device.
 
     Attributes:
         type: "cpu", "cuda" or "mps".
-        name: what the device calls itself.
+        name: of the device.
         capability: CUDA compute capability, `(7, 5)` for a T4; None elsewhere.
-        arch_list: what `torch.cuda.get_arch_list()` says, `("sm_75", ..., "compute_90")`.
-        bf16_products: CPU only: matrix products in bfloat16 run in hardware.
+        arch_list: `torch.cuda.get_arch_list()`, `("sm_75", ..., "compute_90")`.
+        bf16_products: CPU only: the hardware multiplies matrices in bfloat16.
     """
 
     type: str
@@ -64,7 +61,7 @@ class DeviceInfo:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceInfo:
-        """Describe a device of this machine."""
+        """Return the description of a device of this machine."""
         if device.type == "cuda":
             return cls(
                 "cuda",
@@ -73,33 +70,33 @@ class DeviceInfo:
                 tuple(torch.cuda.get_arch_list()),
             )
         if device.type == "cpu":
-            return cls("cpu", "CPU", bf16_products=_cpu_has_bf16_products())
+            # Without these instructions bf16 products are 2 to 4 times slower than fp32.
+            checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+            fast = any(getattr(torch.cpu, check, lambda: False)() for check in checks)
+            return cls("cpu", "CPU", bf16_products=fast)
         return cls(device.type, device.type.upper())
 
     def has_kernels(self) -> bool:
-        """Whether the torch build holds kernels for this capability, as far as it says.
+        """Return whether `arch_list` has kernels for this capability.
 
-        Binary code of one major version runs on later minor versions of it (`sm_90a` on 9.0 alone);
+        Binary code of one major version runs on later minor versions of it (`sm_90a` only on 9.0);
         `compute_XY` is portable code that newer GPUs compile for themselves.
         """
         built = [arch.partition("_") for arch in self.arch_list if "_" in arch]
-        if self.capability is None or not built:  # AMD's names, gfx90a, say nothing here
+        if self.capability is None or not built:  # AMD's names (gfx90a) do not tell
             return True
         for kind, _, digits in built:
             number = digits.rstrip("abcdefghijklmnopqrstuvwxyz")
             made_for = (int(number[:-1]), int(number[-1]))
+            same_major = made_for[0] == self.capability[0] or kind != "sm"
             if digits.endswith("a"):
-                runs = made_for == self.capability
-            elif kind == "sm":
-                runs = made_for[0] == self.capability[0] and made_for <= self.capability
-            else:
-                runs = made_for <= self.capability
-            if runs:
+                same_major = made_for == self.capability
+            if same_major and made_for <= self.capability:
                 return True
         return False
 
     def halves(self) -> tuple[tuple[torch.dtype, ...], str]:
-        """The half precisions whose matrix products this device is fast in, best first; and why."""
+        """Return the half precisions with fast matrix products here, best first; and why."""
         if self.type == "cpu":
             if self.bf16_products:
                 return (torch.bfloat16,), "it multiplies bf16 in hardware"
@@ -119,12 +116,6 @@ class DeviceInfo:
         return f"{self.name or self.type.upper()} (sm_{self.capability[0]}{self.capability[1]})"
 
 
-def _cpu_has_bf16_products() -> bool:
-    # Without the instructions bf16 products are 2 to 4 times slower than fp32: ask, never assume.
-    asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
-
-
 @dataclass(frozen=True)
 class Precision:
     """The dtypes of a run on one device.
@@ -133,10 +124,10 @@ class Precision:
         device: where it runs.
         teacher: dtype of the frozen teacher's forward pass.
         student: dtype of the students' matrix products (autocast).
+        scale: whether losses are scaled before the backward pass (float16 products only).
+        why: the reason, in a sentence, and any difference from what was requested.
         weights: dtype of trainable weights; always float32.
         losses: dtype of loss arithmetic; always float32.
-        scale: whether losses are scaled before the backward pass (float16 products only).
-        why: the reason, in a sentence; where something else was asked for, what and what instead.
     """
 
     device: torch.device
@@ -153,16 +144,16 @@ class Precision:
         device: str | torch.device | DeviceInfo = "auto",
         use_fp16: bool | torch.dtype = False,
     ) -> Precision:
-        """Decide the dtypes; on a CUDA device of this machine, after real kernels ran there.
+        """Decide the dtypes; on a CUDA device of this machine, after running real kernels there.
 
         Args:
             device: "auto", "cpu", "cuda", "cuda:1", a `torch.device` or a described device.
-            use_fp16: run the students' products in the best half precision that the device is fast
-                in; `torch.float16` or `torch.bfloat16`: in this one, if it is one of those. The
-                frozen teacher uses half precision on a GPU in any case.
+            use_fp16: run the students' products in the device's best fast half precision;
+                `torch.float16` or `torch.bfloat16`: in this one, if it is fast. The frozen teacher
+                uses half precision on a GPU in any case.
 
         Raises:
-            ValueError: the device is not there; `use_fp16` is another dtype.
+            ValueError: there is no such device; `use_fp16` is another dtype.
             UnsupportedDevice: the installed torch has no kernels for this GPU.
 
         >>> print(Precision.for_device(DeviceInfo("cuda", "V100", (7, 0)), use_fp16=True).student)
@@ -184,19 +175,19 @@ class Precision:
         if use_fp16 is not False and halves:
             student = use_fp16 if use_fp16 in halves else halves[0]
         teacher = student
-        if info.type == "cuda":  # frozen weights in half the memory, whether faster or not
+        if info.type == "cuda":  # half the memory for frozen weights, even where it is not faster
             teacher = halves[0] if halves else torch.float16
         reason = f"{info}: {why}" if info.type == "cuda" or use_fp16 else f"{info}: fp32 throughout"
-        asked = torch.float16 if use_fp16 is True else use_fp16
-        if asked and asked != student:
-            reason = f"{_short(asked)} was requested, {_short(student)} is used; {reason}"
+        wanted = torch.float16 if use_fp16 is True else use_fp16
+        if wanted and wanted != student:
+            reason = f"{_short(wanted)} was requested, {_short(student)} is used; {reason}"
         if info.type == "cuda" and not described:
             for dtype in dict.fromkeys((full, teacher, student)):
                 _try_kernels(place, dtype, info)
         return cls(place, teacher, student, student == torch.float16, reason)
 
     def autocast(self) -> torch.autocast:
-        """The context that the students' forward passes run in."""
+        """Return the context for the students' forward passes."""
         return torch.autocast(
             self.device.type, dtype=self.student, enabled=self.student != torch.float32
         )
@@ -211,29 +202,22 @@ class Precision:
 
 
 def precision_table() -> str:
-    """The policy as a markdown table, one row for each kind of device.
+    """Return the policy as a markdown table, one row for each kind of device.
 
     `python -c "from ssl_kd.guard import precision; print(precision.precision_table())"`
     """
     devices = (
-        DeviceInfo("cuda", "P100", (6, 0), _BUILT_CU126),
-        DeviceInfo("cuda", "V100", (7, 0), _BUILT_CU126),
-        DeviceInfo("cuda", "T4", (7, 5), _BUILT),
-        DeviceInfo("cuda", "A100", (8, 0), _BUILT),
-        DeviceInfo("cuda", "H100", (9, 0), _BUILT),
+        DeviceInfo("cuda", "P100", (6, 0)),
+        DeviceInfo("cuda", "V100", (7, 0)),
+        DeviceInfo("cuda", "T4", (7, 5)),
+        DeviceInfo("cuda", "A100", (8, 0)),
+        DeviceInfo("cuda", "H100", (9, 0)),
         DeviceInfo("cpu", "CPU with bf16 products", bf16_products=True),
         DeviceInfo("cpu", "other CPUs"),
         DeviceInfo("mps", "Apple GPU"),
     )
-    columns = (
-        "device",
-        "frozen teacher",
-        "students by default",
-        "students with `--use_fp16`",
-        "loss scale",
-        "why",
-    )
-    rows = [columns, ("---",) * len(columns)]
+    columns = "device|frozen teacher|students by default|students with `--use_fp16`|loss scale|why"
+    rows = [columns.split("|"), ["---"] * 6]
     for info in devices:
         plain, half = Precision.for_device(info), Precision.for_device(info, use_fp16=True)
         teacher = _short(plain.teacher)
@@ -241,47 +225,40 @@ def precision_table() -> str:
             teacher += f" ({_short(half.teacher)} with `--use_fp16`)"
         scale = "per part" if half.scale else "none"
         students = (_short(plain.student), _short(half.student))
-        rows.append((str(info), teacher, *students, scale, info.halves()[1]))
+        rows.append([str(info), teacher, *students, scale, info.halves()[1]])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def promote_to_fp32(model: nn.Module) -> str | None:
-    """Turn half-precision trainable parameters into float32 masters, in place.
+    """Turn half-precision trainable parameters into float32, in place.
 
     Half-precision weights lose every update below their spacing, and a loss scaler refuses them
     ("Attempting to unscale FP16 gradients"). The parameters stay the same objects, so an optimizer
-    that holds them goes on, provided that it has not made its state yet; run the model under
-    autocast from here on. Frozen parameters and buffers are left alone, and a NaN or an infinity is
-    carried over as it is.
+    that holds them still works, if it has no state yet; run the model under autocast from here on.
+    Frozen parameters and buffers are not changed, and a NaN or an infinity stays as it is.
 
     Args:
         model: any module.
 
     Returns:
-        One line that says which parameters, and whether they are finite; None if there were none.
+        One line that names the parameters, and those that are not finite; None if there were none.
 
     >>> promote_to_fp32(nn.Linear(2, 1))
     """
-    promoted: list[str] = []
-    poisoned: list[str] = []
-    dtypes = set()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or parameter.dtype not in _HALVES:
-            continue
-        dtypes.add(_short(parameter.dtype))
-        gradient, parameter.grad = parameter.grad, None  # of another dtype than its parameter
+    halves = {n: p for n, p in model.named_parameters() if p.requires_grad and p.dtype in _HALVES}
+    if not halves:
+        return None
+    dtypes = sorted({_short(p.dtype) for p in halves.values()})
+    for parameter in halves.values():
+        gradient, parameter.grad = parameter.grad, None  # its dtype must match the parameter's
         parameter.data = parameter.data.float()
         if gradient is not None:
             parameter.grad = gradient.float()
-        promoted.append(name)
-        if not torch.isfinite(parameter.detach()).all():
-            poisoned.append(name)
-    if not promoted:
-        return None
     line = (
-        f"{len(promoted)} trainable parameters were {' and '.join(sorted(dtypes))} and are fp32 "
-        f"masters now: {_listed(promoted)}; run the model under autocast"
+        f"{len(halves)} trainable parameters were {' and '.join(dtypes)} and are fp32 masters now: "
+        f"{_listed([*halves])}; run the model under autocast"
     )
+    poisoned = [n for n, p in halves.items() if not torch.isfinite(p.detach()).all()]
     return f"{line}; NOT FINITE: {_listed(poisoned)}" if poisoned else line
 
 
@@ -304,46 +281,46 @@ def _resolve(device: str | torch.device) -> torch.device:
     if place.type == "cuda":
         count = torch.cuda.device_count()
         if (place.index or 0) >= count:
-            raise InputError(f"device {device!r} asked for, but torch sees {count} CUDA devices")
+            raise InputError(f"device {device!r}: torch sees only {count} CUDA devices")
     if place.type == "mps" and not torch.backends.mps.is_available():
-        raise InputError(f"device {device!r} asked for, but torch sees no Apple GPU")
+        raise InputError(f"device {device!r}: torch sees no Apple GPU")
     return place
 
 
 def _run_kernels(place: torch.device, dtype: torch.dtype) -> None:
-    """A matrix product and a softmax in one dtype, waited for: a launch alone fails silently."""
+    """Run a matrix product and a softmax, and wait: a launch alone fails silently."""
     x = torch.ones(32, 32, device=place, dtype=dtype)
     torch.softmax((x @ x).float(), dim=-1)
     torch.cuda.synchronize(place)
 
 
 def _try_kernels(place: torch.device, dtype: torch.dtype, info: DeviceInfo) -> None:
-    """Run real kernels; what torch says of its architectures is not always what it can do."""
+    """Run real kernels: torch's list of architectures may be wrong."""
     try:
         _run_kernels(place, dtype)
     except RuntimeError as error:
-        said = str(error).strip().splitlines()[0]
-        if any(word in said for word in ("no kernel image", "invalid device function", "ARCH_MIS")):
-            raise UnsupportedDevice(_no_kernels(info, said)) from error
-        if "toolchain" in said or "driver version is insufficient" in said:
+        line = str(error).strip().splitlines()[0]
+        if any(text in line for text in ("no kernel image", "invalid device function", "ARCH_MIS")):
+            raise UnsupportedDevice(_no_kernels(info, line)) from error
+        if "toolchain" in line or "driver version is insufficient" in line:
             raise UnsupportedDevice(
-                f"{info}: {said}. Its driver is older than the CUDA {torch.version.cuda} that the "
+                f"{info}: {line}. Its driver is older than the CUDA {torch.version.cuda} that the "
                 "installed torch was built with: update the driver, or install a build for an "
                 "older CUDA"
             ) from error
         raise
 
 
-def _no_kernels(info: DeviceInfo, said: str = "") -> str:
+def _no_kernels(info: DeviceInfo, error: str = "") -> str:
+    way = "Install the newest torch"
     if info.capability is not None and info.capability < (7, 5):
         way = (
-            "install a build against CUDA 12.6 (torch 2.6 to 2.14 have one): pip install "
+            "Install a build against CUDA 12.6 (torch 2.6 to 2.14 have one): pip install "
             "'torch<2.15' torchvision --index-url https://download.pytorch.org/whl/cu126"
         )
-    else:
-        way = "install the newest torch"
-    seen = f", and a first kernel fails with {said!r}" if said else " only"
+    seen = f", and a first kernel fails with {error!r}" if error else " only"
+    architectures = ", ".join(info.arch_list) or "no GPU"
     return (
-        f"{info}: the installed torch has kernels for {', '.join(info.arch_list) or 'no GPU'}"
-        f"{seen}. {way[0].upper()}{way[1:]}, or run with --device cpu"
+        f"{info}: the installed torch has kernels for {architectures}{seen}. "
+        f"{way}, or run with --device cpu"
     )

@@ -22,6 +22,7 @@ _FORMAT = "ssl_kd flight recorder 2"
 _KINDS = {"event": dict, "indices": Tensor, "tensors": dict, "settings": dict, "left_out": list}
 _EVENT = {"step": int, "part": str, "stage": str, "reason": str, "action": str}
 _EVENT |= {"value": float | int | None}
+_MOST = 8  # bundles of a run
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Bundle:
     """One step of one part, as it was when it went wrong.
 
     Attributes:
-        event: what the guard saw, in which part and step.
-        indices: which samples or tokens the batch was made of.
+        event: the fault, its part and step.
+        indices: which samples or tokens were in the batch.
         tensors: what the step is computed from; `views` is the batch.
         settings: plain values: numbers, strings, lists and dictionaries of them.
         left_out: names of tensors that were over the size limit.
@@ -47,26 +48,26 @@ def save_bundle(path: str | Path, bundle: Bundle, limit_mib: float = 64) -> None
     """Write a bundle, atomically.
 
     Args:
-        path: the file; its folder is made if it is missing.
-        bundle: its tensors are copied to the CPU. Of its settings, numbers of other libraries
-            become Python's, and what is neither number, string nor collection becomes its words.
-        limit_mib: of all tensors together; over it, `views` is left out first, then the largest.
+        path: the file; a missing folder is made.
+        bundle: its tensors are copied to the CPU. In its settings, numbers of other libraries
+            become Python's, and other objects become their `str`.
+        limit_mib: of all tensors together; above it, `views` is left out first, then the largest.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
     """
-    kept = dict(bundle.tensors)
-    first = sorted(kept, key=lambda name: (name == "views", kept[name].nbytes), reverse=True)
+    tensors = dict(bundle.tensors)
+    first = sorted(tensors, key=lambda name: (name == "views", tensors[name].nbytes), reverse=True)
     left_out = list(bundle.left_out)
-    while sum(tensor.nbytes for tensor in kept.values()) > limit_mib * 2**20:
+    while sum(tensor.nbytes for tensor in tensors.values()) > limit_mib * 2**20:
         left_out.append(first.pop(0))
-        del kept[left_out[-1]]
+        del tensors[left_out[-1]]
     content = {
         "format": _FORMAT,
         "event": _plain(asdict(bundle.event)),
         "indices": bundle.indices.detach().cpu(),
         # Cloned: a view would bring the whole storage behind it into the file.
-        "tensors": {name: tensor.detach().cpu().clone() for name, tensor in kept.items()},
+        "tensors": {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()},
         "settings": _plain(bundle.settings),
         "left_out": left_out,
     }
@@ -74,7 +75,7 @@ def save_bundle(path: str | Path, bundle: Bundle, limit_mib: float = 64) -> None
 
 
 def _plain(value: Any) -> Any:
-    """The value in built-in types alone, as a file can hold it that executes nothing."""
+    """The value in built-in types alone, so that loading the file executes nothing."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Mapping):
@@ -87,15 +88,15 @@ def _plain(value: Any) -> Any:
 
 
 def load_bundle(path: str | Path) -> Bundle:
-    """Read a bundle back; nothing in it is executed.
+    """Read a bundle; nothing in it is executed.
 
     Raises:
         FileNotFoundError: there is no such file.
         InputError: it is a file of another kind.
-        CorruptFileError: it is damaged, or holds something other than a bundle.
+        CorruptFileError: it is damaged, or is not a bundle.
     """
     with open(path, "rb") as file:
-        if (start := file.read(2)) and start != b"PK":  # a bundle is a zip file, as torch writes it
+        if (start := file.read(2)) and start != b"PK":  # torch writes a bundle as a zip file
             raise InputError(
                 f"{path} is a file of another kind. Expected a bundle: one of the files in the "
                 "folder faults of a run"
@@ -104,7 +105,7 @@ def load_bundle(path: str | Path) -> Bundle:
     form = content.pop("format", None) if isinstance(content, dict) else None
     if form != _FORMAT:
         raise CorruptFileError(
-            f"{path} is not a bundle of the flight recorder of this version: its format is "
+            f"{path} is not a bundle of this version's flight recorder: its format is "
             f"{str(form)[:50]!r}, expected {_FORMAT!r}. Install the commit that wrote it (`commit` "
             "in config.json of the run), or record the fault again."
         )
@@ -115,14 +116,14 @@ def load_bundle(path: str | Path) -> Bundle:
         and all(isinstance(name, str) for name in content["left_out"])
     ):
         raise CorruptFileError(
-            f"{path} is damaged: a field of the bundle is missing, is of another kind or does not "
-            f"belong there. Expected {', '.join(_KINDS)}, and nothing else."
+            f"{path} is damaged: a field of the bundle is missing, unknown, or of the wrong type. "
+            f"Expected {', '.join(_KINDS)}, and nothing else."
         )
     return Bundle(**{**content, "event": Event(**content["event"])})
 
 
 def has_fields(values: object, kinds: Mapping[str, Any]) -> bool:
-    """Whether `values` is a dictionary of exactly these names, each of its type (or union)."""
+    """Return whether `values` is a dictionary of exactly these names, each of its type."""
     return (
         isinstance(values, dict)
         and values.keys() == kinds.keys()
@@ -131,32 +132,29 @@ def has_fields(values: object, kinds: Mapping[str, Any]) -> bool:
 
 
 class FlightRecorder:
-    """Saves the first fault of each part, and no more than a few in all.
+    """Saves the first fault of each part, and at most eight bundles in all.
 
     Args:
-        folder: where bundles go, `head-3-step300.pt`; made with the first one. Those that are there
-            already count, so a resumed run records no part twice.
-        limit_mib: size limit of each.
-        most: bundles in all.
+        folder: for bundles, `head-3-step300.pt`; made with the first one. Bundles that are there
+            already count, so that a resumed run records no part twice.
     """
 
-    def __init__(self, folder: str | Path, limit_mib: float = 64, most: int = 8) -> None:
-        self.folder, self.limit_mib, self.most = Path(folder), limit_mib, most
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
         self._recorded = {file.stem.rpartition("-step")[0] for file in self.folder.glob("*.pt")}
 
     def wants(self, part: str) -> bool:
-        """Whether a fault of this part would be saved; ask before gathering what belongs to it."""
-        return len(self._recorded) < self.most and _slug(part) not in self._recorded
+        """Return whether a fault of this part would be saved."""
+        return len(self._recorded) < _MOST and _slug(part) not in self._recorded
 
     def bundles(self) -> list[Path]:
-        """What was saved, oldest first."""
+        """Return the saved bundles, oldest first."""
         return sorted(self.folder.glob("*.pt"), key=lambda file: file.stat().st_mtime_ns)
 
     def record(self, bundle: Bundle) -> Path | None:
-        """Save a fault as `save_bundle` does; the file, or None where it is not wanted.
+        """Save a fault; return the file, or None where it is not wanted or cannot be written.
 
-        A disk that is full must not end a run whose guard has dealt with the fault: then a warning
-        is logged, and nothing is saved.
+        A full disk must not end the run: it is logged as a warning.
         """
         part, step = bundle.event.part, bundle.event.step
         if not self.wants(part):
@@ -164,7 +162,7 @@ class FlightRecorder:
         self._recorded.add(_slug(part))
         path = self.folder / f"{_slug(part)}-step{step}.pt"
         try:
-            save_bundle(path, bundle, self.limit_mib)
+            save_bundle(path, bundle)
         except OSError as error:
             logger.warning("step %d, %s: the fault could not be recorded: %s", step, part, error)
             return None

@@ -3,9 +3,9 @@
     python -m ssl_kd.guard train.py --lr 3
     python -m ssl_kd.guard --on-bad skip -m my_project.train --lr 3
 
-Each model that the script calls gets a `Watch`; each `optimizer.step()` first asks whether the loss
-and all gradients are finite, which waits for the device once. Neither the numbers of a healthy run
-nor its random numbers change.
+Each model that the script calls gets a `Watch`; each `optimizer.step()` first checks whether the
+loss and all gradients are finite, which waits for the device once. Neither the numbers of a healthy
+run nor its random numbers change.
 """
 
 from __future__ import annotations
@@ -34,24 +34,17 @@ from ssl_kd.guard.watch import Finding, Watch, finding_of
 
 logger = logging.getLogger(__name__)
 
-_OVERFLOWS = 5  # in a row: at the start a loss scale is too large by some powers of two
+_OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few halvings too large
 
 
 class ScriptWatch:
-    """Watches every model, loss and optimizer of this process, while it is entered.
+    """Watches every model, loss and optimizer of this process, inside `watching`.
 
-    Args:
-        on_bad: what becomes of a step that is not finite: `stop` ends the script, `skip` leaves the
-            optimizer without gradients, `go-on` changes nothing.
-        record: as `Watch`.
-        every_op: look at every operation, also those outside of models; a step takes about three
-            times as long.
-        tell: gets each report.
+    Options as the flags of the command; `report` receives each report.
 
     Attributes:
-        steps: of optimizers, from 0.
+        steps: optimizer steps so far.
         bad: how many were not finite.
-        findings: step -> what was found.
     """
 
     def __init__(
@@ -60,10 +53,10 @@ class ScriptWatch:
         *,
         record: bool = False,
         every_op: bool = False,
-        tell: Callable[[str], object] = logger.warning,
+        report: Callable[[str], object] = logger.warning,
     ) -> None:
-        self.on_bad, self.record, self.every_op, self.tell = on_bad, record, every_op, tell
-        self.steps, self.bad, self.findings = 0, 0, dict[int, Finding]()
+        self.on_bad, self.record, self.every_op, self.report = on_bad, record, every_op, report
+        self.steps, self.bad = 0, 0
         self._watches: dict[int, Watch] = {}  # in the order of the first calls
         self._losses: list[Tensor] = []
         self._overflows = 0
@@ -73,46 +66,49 @@ class ScriptWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what runs in here."""
-        with contextlib.ExitStack() as stack:
-            call, backward = nn.Module.__call__, torch.autograd.backward
-            update = torch.amp.GradScaler.update
+        """Watch everything that runs inside."""
+        call, backward = nn.Module.__call__, torch.autograd.backward
+        update = torch.amp.GradScaler.update
 
-            def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if getattr(self._inside, "a_model", False) or not torch.is_grad_enabled():
-                    return call(module, *args, **kwargs)
-                if id(module) not in self._watches:
-                    self._watches[id(module)] = Watch(module, record=self.record)
-                self._inside.a_model = True
-                try:
-                    return call(module, *args, **kwargs)
-                finally:
-                    self._inside.a_model = False
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "a_model", False) or not torch.is_grad_enabled():
+                return call(module, *args, **kwargs)
+            if id(module) not in self._watches:
+                self._watches[id(module)] = Watch(module, record=self.record)
+            self._inside.a_model = True
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._inside.a_model = False
 
-            def with_loss(tensors: Any, *args: Any, **kwargs: Any) -> None:
-                losses = [tensors] if isinstance(tensors, Tensor) else [*tensors]
-                self._losses += [x.detach() for x in losses]
-                backward(tensors, *args, **kwargs)
+        def with_loss(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            losses = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+            self._losses += [x.detach() for x in losses]
+            backward(tensors, *args, **kwargs)
 
-            def after_update(scaler: torch.amp.GradScaler, *args: Any) -> None:
-                before = scaler.get_scale()
-                update(scaler, *args)
-                self._judge_overflow(before, scaler.get_scale())
+        def after_update(scaler: torch.amp.GradScaler, *args: Any) -> None:
+            before = scaler.get_scale()
+            update(scaler, *args)
+            self._judge_overflow(before, scaler.get_scale())
 
-            for owner, name, ours in (
-                (nn.Module, "__call__", watched),
-                (torch.autograd, "backward", with_loss),
-                (torch.amp.GradScaler, "update", after_update),
-            ):
-                stack.enter_context(mock.patch.object(owner, name, ours))
+        with (
+            mock.patch.object(nn.Module, "__call__", watched),
+            mock.patch.object(torch.autograd, "backward", with_loss),
+            mock.patch.object(torch.amp.GradScaler, "update", after_update),
+        ):
             hook = register_optimizer_step_pre_hook(lambda opt, *_: self._judge(opt))
-            stack.callback(hook.remove)
-            stack.callback(self._close)
             self._begin_scope()
-            yield
+            try:
+                yield
+            finally:
+                self._scopes.close()
+                for watch in self._watches.values():
+                    watch.close()
+                self._watches.clear()
+                hook.remove()
 
     def summary(self) -> str:
-        """One line: how many steps there were, and how many of them were bad."""
+        """Return one line: how many steps there were, and how many of them were bad."""
         if not self.steps and not self.bad:
             return "no optimizer took a step"
         if not self.bad:
@@ -136,12 +132,12 @@ class ScriptWatch:
                 p.grad = None
 
     def _judge_overflow(self, before: float, after: float) -> None:
-        """A step that a GradScaler left out does not reach its optimizer."""
+        """Judge a step that a GradScaler left out, so that its optimizer was not called."""
         if after >= before:
             return
         self._overflows += 1
-        never = any(bool(loss.isnan().any()) for loss in self._losses)
-        if never or self._overflows == _OVERFLOWS or after <= 1:
+        is_nan = any(bool(loss.isnan().any()) for loss in self._losses)
+        if is_nan or self._overflows == _OVERFLOWS or after <= 1:
             self._report(f"step {self.steps}, skipped at a loss scale of {before:g}", self._losses)
             if self.on_bad == "stop":
                 raise SystemExit(GUARD_STOPPED)
@@ -149,22 +145,20 @@ class ScriptWatch:
 
     def _report(self, step: str, bad: list[Tensor]) -> None:
         self.bad += 1
-        found = self._found(bad)
-        self.findings[self.steps] = found
-        self.tell(f"{step}:\n{found}")
+        self.report(f"{step}:\n{self._locate(bad)}")
 
-    def _found(self, bad: list[Tensor]) -> Finding:
+    def _locate(self, bad: list[Tensor]) -> Finding:
         if self._scope is not None and (fault := self._scope.fault(*bad)) is not None:
             return finding_of(fault, None)
-        self._inside.a_model = True  # what is run again is not watched
+        self._inside.a_model = True  # do not watch what is run again
         try:
-            found = [x for watch in self._watches.values() if (x := watch.explain()) is not None]
+            findings = [x for watch in self._watches.values() if (x := watch.explain())]
         finally:
             self._inside.a_model = False
-        forward = [x for x in found if x.fault is not None and not x.fault.backward]
-        named = [x for x in found if x.fault is not None]
-        # Forward passes come in the order of their calls, backward passes in the reverse.
-        best = [*forward, *named[::-1], *found]
+        named = [x for x in findings if x.fault is not None]
+        forward = [x for x in named if x.fault is not None and not x.fault.backward]
+        # Watches are in the order of their forward passes; backward passes ran in the reverse.
+        best = [*forward, *named[::-1], *findings]
         first = best[0] if best else Finding(None, note="the models' own numbers are finite")
         if first.fault is not None or self._scope is not None:
             return first
@@ -177,15 +171,9 @@ class ScriptWatch:
         self._begin_scope()
 
     def _begin_scope(self) -> None:
-        self._scopes.close()  # what made a tensor is only of use within its step
+        self._scopes.close()  # how a tensor was made matters only within its step
         if self.every_op:
             self._scope = self._scopes.enter_context(Microscope())
-
-    def _close(self) -> None:
-        self._scopes.close()
-        for watch in self._watches.values():
-            watch.close()
-        self._watches.clear()
 
 
 def _are_finite(numbers: list[Tensor]) -> bool:
@@ -197,10 +185,10 @@ def _are_finite(numbers: list[Tensor]) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a script, and say what was found.
+    """Run a script and report its first step that is not finite.
 
     Returns:
-        0, or what the script ends with; 3 where a step was not finite and `--on-bad` is `stop`.
+        0, or the script's exit code; 3 where a step was not finite and `--on-bad` is `stop`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m ssl_kd.guard",
@@ -219,21 +207,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     add("script", help="the script to run")
     add("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
-    asked = parser.parse_args(arguments)
-    if not asked.module and not Path(asked.script).is_file():
-        print(f"{asked.script} is not a file; expected a Python script", file=sys.stderr)
+    options = parser.parse_args(arguments)
+    if not options.module and not Path(options.script).is_file():
+        print(f"{options.script} is not a file; expected a Python script", file=sys.stderr)
         return BAD_INPUT
-    tell = lambda words: print(f"\n{words}\n", file=sys.stderr, flush=True)  # noqa: E731
-    watch = ScriptWatch(asked.on_bad, record=asked.record, every_op=asked.every_op, tell=tell)
-    sys.argv = [asked.script, *asked.rest]
-    sys.path[0] = "" if asked.module else str(Path(asked.script).resolve().parent)
+    watch = ScriptWatch(
+        options.on_bad,
+        record=options.record,
+        every_op=options.every_op,
+        report=lambda text: print(f"\n{text}\n", file=sys.stderr, flush=True),
+    )
+    sys.argv = [options.script, *options.rest]
+    sys.path[0] = "" if options.module else str(Path(options.script).resolve().parent)
+    run, alter = (runpy.run_module, {"alter_sys": True}) if options.module else (runpy.run_path, {})
     code: object = OK
     with watch.watching():
         try:
-            if asked.module:
-                runpy.run_module(asked.script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(asked.script, run_name="__main__")
+            run(options.script, run_name="__main__", **alter)
         except SystemExit as stop:
             code = OK if stop.code is None else stop.code
     print(f"guard: {watch.summary()}", file=sys.stderr)

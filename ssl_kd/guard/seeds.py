@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key and on nothing else: neither on the clock nor on a resume."""
+"""Random numbers that depend on a key alone: not on the clock, nor on a resume."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def seed_of(*key: int) -> int:
-    """A seed for whatever the whole numbers of `key` name, `seed_of(seed, step)`: 0 to 2**63 - 1.
+    """Return a seed for a key of integers, `seed_of(seed, step)`: 0 to 2**63 - 1.
 
-    The same on every machine and in every process: Python randomises the hashes of strings alone.
+    The same on every machine and in every process: Python randomizes only the hashes of strings.
     """
     return hash(key) & (2**63 - 1)
 
 
 @contextlib.contextmanager
 def seeded(seed: int, devices: Iterable[torch.device | int] = ()) -> Iterator[None]:
-    """Draw by `seed` inside; outside, torch's global generators go on as if nothing had been drawn.
+    """Draw from `seed` inside; torch's global generators are put back afterwards.
 
     Args:
         seed: 0 to 2**64 - 1.
-        devices: GPUs that draw by it, too; the generators of others are not touched.
+        devices: GPUs whose generators are seeded too; those of others are not touched.
     """
     devices = list(devices)
     with torch.random.fork_rng(devices):
@@ -36,11 +36,11 @@ def seeded(seed: int, devices: Iterable[torch.device | int] = ()) -> Iterator[No
 
 
 class drawing(TorchDispatchMode):
-    """Draw by `seed` inside, on the CPU and in this thread; nothing outside notices.
+    """Draw from `seed` inside, on the CPU and in this thread; nothing outside changes.
 
-    The numbers are those of `seeded`, but from a generator of its own. The global one belongs to
-    all threads: putting it back would take from another thread what that has drawn meanwhile. Each
-    operation inside costs some microseconds more, and a compiled function cannot run there.
+    The numbers are those of `seeded`, but from a separate generator: all threads share the global
+    one, so putting it back would undo the draws of another thread. Each operation inside costs some
+    microseconds more, and a compiled function cannot run there.
     """
 
     def __init__(self, seed: int = 0) -> None:

@@ -1,9 +1,8 @@
-"""The guarded update: many parts side by side, each judged, clipped and updated on its own.
+"""The guarded update of many parts at once, each clipped and updated separately.
 
-Everything a part owns is one row of a matrix `[part, ...]`: its weights, both Adam moments, its
-EMA teacher, its step count. A part that is not `healthy` keeps its row to the last bit, and no
-operation mixes rows, so the others never notice. Nothing here waits for the device: decisions are
-tensors, not Python branches.
+All state of a part is one row of a matrix `[part, ...]`: its weights, both Adam moments, its EMA
+teacher, its step count. A part that is not `healthy` keeps its row to the last bit, and no
+operation mixes rows. Nothing here waits for the device: decisions are tensors, not Python branches.
 """
 
 from __future__ import annotations
@@ -20,25 +19,15 @@ def _column(per_part: Tensor, like: Tensor) -> Tensor:
 
 
 def keep_unless_(healthy: Tensor, old: Tensor, new: Tensor) -> None:
-    """Overwrite `old` by `new` in the rows that are healthy; the other rows keep every bit.
-
-    Args:
-        healthy: boolean `[part]`.
-        old: `[part, ...]`, changed in place.
-        new: the same shape; may hold anything in rows that are not healthy.
-    """
+    """Overwrite `old` by `new`, `[part, ...]`, in the healthy rows; the others keep every bit."""
     torch.where(_column(healthy, old), new, old, out=old)
 
 
 class only_healthy:
-    """Whatever happens to `tensors` inside, rows that are not healthy keep every bit.
+    """A context in which changes to `tensors` are undone for rows that are not healthy.
 
-    On a CPU, where asking is free, a step in which all are healthy costs nothing; elsewhere nothing
-    waits for the device, at the price of a copy.
-
-    Args:
-        healthy: boolean `[part]`.
-        *tensors: `[part, ...]` each; changed in place inside, row by row.
+    On a CPU a step in which all are healthy costs nothing; on other devices all tensors, `[part,
+    ...]` each, are copied, so that nothing waits.
     """
 
     # A class: torch.compile cannot read a generator's context before torch 2.7.
@@ -65,16 +54,15 @@ class only_healthy:
 
 
 def part_norms(gradients: Tensor) -> Tensor:
-    """L2 norm of each part's gradient `[part, parameter]` -> `[part]`, in float32.
+    """Return the L2 norm of each part's gradient, `[part, parameter]` -> `[part]` float32.
 
-    A NaN or an infinity anywhere shows in the norm, and so do finite entries whose squares
-    overflow: one number per part is the whole check.
+    It is not finite where an entry is not, or where the sum of squares overflows.
     """
     return torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float32)
 
 
 def clip_factors(norms: Tensor, max_norm: float | None) -> Tensor:
-    """The factor `[part]` that brings each part's norm down to `max_norm`; 1 without a limit."""
+    """Return the factor `[part]` that clips each part's norm to `max_norm`; 1 without a limit."""
     if max_norm is None:
         return torch.ones_like(norms)
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
@@ -90,7 +78,7 @@ class AdamWState:
 
     @classmethod
     def zeros_like(cls, weights: Tensor) -> AdamWState:
-        """A fresh state for weights `[part, parameter]`."""
+        """Return the initial state for weights `[part, parameter]`."""
         return cls(
             torch.zeros_like(weights),
             torch.zeros_like(weights),
@@ -108,9 +96,9 @@ def adamw_(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> None:
-    """One AdamW step for every part, each with its own step count; for use in `only_healthy`.
+    """Take one AdamW step for every part, each with its own step count; use in `only_healthy`.
 
-    Zeroing a sick part's gradient would not do: momentum and decay still move its weights.
+    A zero gradient does not protect a sick part: momentum and decay still move its weights.
 
     Args:
         weights: `[part, parameter]` float32, changed in place.
@@ -136,7 +124,7 @@ def adamw_(
     torch.addcmul(correct2.new_full((), eps), update, correct2.rsqrt(), out=update)
     torch.div(state.exp_avg, update, out=update)
     weights.mul_(1 - learning_rate * weight_decay)
-    # A number over a tensor is this product, too: a rate on the device gives the same bits.
+    # `reciprocal * rate` has the same bits for a rate on the device and for a number.
     weights.addcmul_(update, correct1.reciprocal() * learning_rate, value=-1)
 
 
@@ -145,8 +133,8 @@ def rescale_(
 ) -> None:
     """Halve the loss scale of the parts that overflowed, double it after many good steps.
 
-    One part's overflow moves no other part's scale, and 1 is the floor: a part that is NaN on every
-    step cannot drive it to where healthy gradients underflow.
+    Parts do not affect each other's scale, and 1 is the minimum, so that a part that is always NaN
+    cannot lower it until healthy gradients underflow.
 
     Args:
         scale: `[part]`, changed in place; stays in [1, 65536].

@@ -1,10 +1,10 @@
 """Names the operation that first made a value that is not finite, in any training loop.
 
-A `Watch` keeps what each forward pass of a model began with: its arguments, the state of the random
-number generators, and the gradients that came back at its outputs. Where a step turns out bad, the
-model is run once more from there, forward and backward, with every operation watched by a
-`Microscope`; so neither the loop nor the loss has to be known. With `record=True` each module's
-ranges are kept as well, which locate a step that does not repeat.
+A `Watch` keeps the inputs of each forward pass of a model: its arguments, the state of the random
+number generators, and the gradients that came back at its outputs. Where a step is bad, it runs the
+model again from there, forward and backward, with every operation checked by a `Microscope`; it
+needs to know neither the loop nor the loss. With `record=True` it also keeps each module's ranges,
+which locate the fault of a step that does not repeat.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ssl_kd.guard.diagnosis import Diagnosis, diagnose
+from ssl_kd.guard.diagnosis import Diagnosis, diagnose, report
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.microscope import Fault, Microscope, TensorFacts
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from ssl_kd.guard.verdicts import Verdicts
 
 _DEVICES = ("cpu", "cuda")
-_FINDINGS = 8  # a step is run again so often, at most: a run that stays sick should go on
+_CALLS = 8  # most forward passes of one step that are kept, the last ones
+_FINDINGS = 8  # most steps that a `Locator` runs again, so that a run that stays sick goes on
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Where the first value that is not finite was made; as a string, what a person reads.
+    """Where the first value that is not finite was made; as a string, a short report.
 
     Attributes:
-        module: name of the module, as `named_modules` gives it, after the class of the model:
+        module: name of the module, as `named_modules` has it, after the class of the model:
             `Net.layers.0`; None where the value was made outside of the model.
         fault: the operation, its line and the ranges of its inputs; None where the step could not
             be repeated, or the operation is outside of the model.
         diagnosis: the likely cause and what to change; None without `fault`.
-        rows: which rows of the batch, from 0, the first eight; empty where all are, and where that
-            cannot be told.
-        note: what is known besides, or why there is no operation.
+        rows: which rows of the batch, from 0, the first eight; empty for all, or if unknown.
+        note: further facts, or why there is no operation.
         rank: of this process in `torch.distributed`; None without.
     """
 
@@ -61,42 +61,37 @@ class Finding:
     @property
     def headline(self) -> str:
         """One line: `aten.log, forward, in Net.act (model.py:12: return x.log()), row 3`."""
-        words = "outside of the model" if self.module is None else f"in {self.module}"
+        line = "outside of the model" if self.module is None else f"in {self.module}"
         if self.fault is not None:
             direction = "backward" if self.fault.backward else "forward"
-            line = f" ({self.fault.place})" if self.fault.place else ""
-            words = f"{self.fault.op}, {direction}, {words}{line}"
+            place = f" ({self.fault.place})" if self.fault.place else ""
+            line = f"{self.fault.op}, {direction}, {line}{place}"
         if self.rows:
-            some = ", ".join(map(str, self.rows))
-            words += f", row{'s' * (len(self.rows) > 1)} {some}"
-        return words if self.rank is None else f"{words}, rank {self.rank}"
+            line += f", row{'s' * (len(self.rows) > 1)} {', '.join(map(str, self.rows))}"
+        return line if self.rank is None else f"{line}, rank {self.rank}"
 
     @property
     def why(self) -> str:
-        """What it comes from, in a sentence; the note where that is not known."""
+        """The cause, in a sentence; the note where it is not known."""
         return self.note if self.diagnosis is None else self.diagnosis.words
 
     def __str__(self) -> str:
         """A few lines: where, the operation's inputs and outputs, the cause, what to change."""
         rows = [("first bad", self.headline)]
-        if self.fault is not None:
-            rows += [("input", str(facts)) for facts in self.fault.inputs]
-            rows += [("output", str(facts)) for facts in self.fault.outputs]
-        if self.diagnosis is not None:
-            rows.append(("cause", f"{self.diagnosis.cause.value}: {self.diagnosis.words}"))
-            rows.append(("change", self.diagnosis.remedy))
+        if self.fault is not None and self.diagnosis is not None:
+            rows += report(self.fault, self.diagnosis)
         rows += [("note", self.note)] if self.note else []
         return "\n".join(f"{name:<11}{value}" for name, value in rows)
 
 
 def finding_of(fault: Fault, module: str | None, rows: tuple[int, ...] = ()) -> Finding:
-    """A fault with its likely cause, on this rank; module and rows as `Finding`."""
+    """Return a fault with its likely cause, on this rank; module and rows as in `Finding`."""
     return Finding(module, fault, diagnose(fault), rows, rank=_rank())
 
 
 @dataclass
 class _Call:
-    """One forward pass: what it takes to run it again."""
+    """One forward pass, with all that is needed to run it again."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -115,7 +110,7 @@ class _Call:
 class Watch:
     """Finds the first operation of a model whose result is not finite.
 
-    Ask after the backward pass and before the optimizer changes the weights:
+    Call `explain` after the backward pass, before the optimizer changes the weights:
 
         watch = Watch(model)
         ...
@@ -125,32 +120,27 @@ class Watch:
         optimizer.step()
         watch.forget()
 
-    `Guard(model, optimizer, locate=True)` does this by itself, and for a script that is not changed
-    at all `python -m ssl_kd.guard train.py`.
+    `Guard(model, optimizer, locate=True)` does this by itself, and for an unchanged script
+    `python -m ssl_kd.guard train.py`.
 
-    A step is repeated from the arguments of the model, so what they refer to must not have been
-    written since; dropout draws the same numbers again. Hooks on modules run once more. A model in
-    which other ranks take part (FSDP2's sharded weights, SyncBatchNorm) is not run again: there
-    `record` names the module.
+    A step is repeated from the model's arguments, so the tensors in them must not have been written
+    to since; dropout draws the same numbers again. Hooks on modules run again. A model in which
+    other ranks take part (FSDP2's sharded weights, SyncBatchNorm) is not run again: there `record`
+    names the module.
 
     Until `forget` the arguments and the gradients at the outputs stay in memory. Of a model that
-    returns its own loss, only the loss's gradient is kept, not those of the logits beside it.
+    returns its own loss, only the loss's gradient is kept, not those of the logits. At most the
+    last eight forward passes of a step are kept.
 
     Args:
         model: is called as a whole by the loop; DistributedDataParallel and a compiled model are
-            looked into.
-        record: keep each module's ranges over the last steps, too.
-        calls: forward passes of one step that are kept, the last ones.
-
-    Raises:
-        ValueError: `calls` is below 1.
+            unwrapped.
+        record: also keep the ranges of each module's outputs and gradients in this step.
     """
 
-    def __init__(self, model: nn.Module, *, record: bool = False, calls: int = 8) -> None:
-        if calls < 1:
-            raise ValueError(f"calls is {calls}; expected a whole number from 1")
+    def __init__(self, model: nn.Module, *, record: bool = False) -> None:
         self.model, self.ranges = model, ModuleRanges(_inner(model)) if record else None
-        self._calls: deque[_Call] = deque(maxlen=calls)
+        self._calls: deque[_Call] = deque(maxlen=_CALLS)
         self._replaying = False
         watch: weakref.ref[Watch] = weakref.ref(self)
         self._hooks = [
@@ -169,7 +159,7 @@ class Watch:
         self._calls.clear()
 
     def forget(self) -> None:
-        """End a step: its forward passes need not be repeated any more."""
+        """End a step: forget its forward passes."""
         self._calls.clear()
         if self.ranges is not None:
             self.ranges.end_step()
@@ -178,29 +168,28 @@ class Watch:
         """Find the first value of this step that is not finite.
 
         Returns:
-            None where no forward pass of the step made one, and no gradient of it either.
+            None where every value and gradient of the step's forward passes is finite.
         """
         notes = []
         for call in self._calls:
-            found = self._explain(call)
-            if isinstance(found, Finding):
-                return found
-            notes += [found] if found else []
-        origin = None if self.ranges is None else self.ranges.origin()
-        if origin is not None:
-            note = "; ".join([str(origin), *notes[:1]])
-            return Finding(origin.module, rows=origin.rows, note=note, rank=_rank())
+            answer = self._explain(call)
+            if isinstance(answer, Finding):
+                return answer
+            notes += [answer] if answer else []
+        if self.ranges is not None and (origin := self.ranges.origin()) is not None:
+            module, note = origin
+            return Finding(module, note="; ".join([note, *notes[:1]]), rank=_rank())
         return Finding(None, note=notes[0], rank=_rank()) if notes else None
 
     def _explain(self, call: _Call) -> Finding | str | None:
-        """What a forward pass shows when it is repeated, or why it cannot be; None: it is well."""
+        """What a repeated forward pass shows, or why it cannot be repeated; None: it is healthy."""
         model = _inner(self.model)
         if any(is_sharded(p) for p in model.parameters()):
             return "not repeated: the weights are sharded over ranks"
         if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             return "not repeated: SyncBatchNorm would wait for the other ranks"
         if _versions(call.inputs) != call.versions:
-            return "not repeated: the model's inputs were written since"
+            return "not repeated: the model's inputs were overwritten since"
         top = type(model).__name__
         stack = _Stack(top, {id(m): f"{top}.{name}" for name, m in model.named_modules() if name})
         scope = Microscope(_named(model, call), within=stack)
@@ -209,30 +198,22 @@ class Watch:
             with _as_before(model, call), stack, scope:
                 outputs, gradients = _repeat(model, call)
         except Exception as error:  # whatever the model raises must not end the training
-            return (
-                f"not repeated: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            )
+            line = str(error).strip().partition("\n")[0]
+            return f"not repeated: {type(error).__name__}: {line}"
         finally:
             self._replaying = False
         fault = scope.fault(*outputs)
         outside = [g for g in call.gradients.values() if not bool(torch.isfinite(g).all())]
         if fault is None and outside:
             ranges = "; ".join(str(TensorFacts.of(x)) for x in outputs)
-            note = (
-                f"the model returned finite values ({ranges}), and a gradient that is not came back"
-            )
+            note = f"the model's outputs are finite ({ranges}), but the gradient there is not"
             return Finding(None, rows=TensorFacts.of(outside[0]).bad_rows, note=note, rank=_rank())
         fault = fault or scope.fault(*gradients)
-        if fault is None:
-            return None
-        return finding_of(fault, fault.module or top, _rows(fault, call))
+        return fault and finding_of(fault, fault.module or top, _rows(fault, call))
 
 
 class Locator:
-    """Asks a `Watch` in the first of several bad steps, at most eight times in a run.
-
-    Args:
-        model: as `Watch`; None: nothing is looked for.
+    """Runs a `Watch` in the first of several bad steps, at most eight times in a run.
 
     Attributes:
         findings: step -> what was found on this rank.
@@ -241,80 +222,77 @@ class Locator:
     def __init__(self, model: nn.Module | None) -> None:
         self._watch = None if model is None else Watch(model)
         self.findings: dict[int, Finding] = {}
-        self._asked = 0
-        self._seen: list[str] = []  # in this step, on all ranks
+        self._n_located = 0
+        self._lines: list[str] = []  # of this step, on all ranks
 
     def forget(self) -> None:
         """End a step."""
-        self._seen = []
+        self._lines = []
         if self._watch is not None:
             self._watch.forget()
 
     def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Verdicts | None) -> None:
-        """Look where a part's numbers are not finite, if they were in the step before.
+        """Locate the fault of parts that are not finite now and were healthy in the last step.
 
-        Args:
-            step: its number.
-            stage: `[part]`, what is wrong with each, of `Stage`.
-            streak: `[part]`, bad steps in a row before this one.
-            ranks: of which each looks for itself; None for a single process.
+        Each of several ranks looks for itself, and all share what they find.
         """
         new = [Stage(number).kind for number in stage[streak == 0].tolist()]
         if self._watch is None or not any(kind.not_finite for kind in new):
             return
-        if self._asked == _FINDINGS:
+        if self._n_located == _FINDINGS:
             return
-        self._asked += 1
-        found = self._watch.explain()
-        if found is not None:
-            self.findings[step] = found
-        words = "" if found is None else f"{found.headline}: {found.why}"
-        self._seen = [x for x in ([words] if ranks is None else ranks.share(step, words)) if x]
+        self._n_located += 1
+        finding = self._watch.explain()
+        if finding is not None:
+            self.findings[step] = finding
+        line = "" if finding is None else f"{finding.headline}: {finding.why}"
+        lines = [line] if ranks is None else ranks.share(step, line)
+        self._lines = [line for line in lines if line]
 
     def events(self, step: int) -> list[Event]:
-        """What was found in this step on any rank, for the log."""
-        return [Event(step, "model", "origin", words, "located") for words in self._seen]
+        """Return the events of what was located in this step on any rank."""
+        return [Event(step, "model", "origin", line, "located") for line in self._lines]
 
     def lines(self) -> list[str]:
-        """Each finding, for a person."""
-        return [f"Step {step}:\n{found}" for step, found in self.findings.items()]
+        """Return a report for each finding."""
+        return [f"Step {step}:\n{finding}" for step, finding in self.findings.items()]
 
 
-def _listening(watch: weakref.ref[Watch]) -> Watch | None:
+def _listening(reference: weakref.ref[Watch]) -> Watch | None:
     """The watch, if this forward pass is one of the training loop's."""
-    mine = watch()
-    return mine if mine is not None and not mine._replaying and is_first_run() else None
+    watch = reference()
+    return watch if watch is not None and not watch._replaying and is_first_run() else None
 
 
-def _before(watch: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict) -> None:
-    mine = _listening(watch)
-    if mine is not None and torch.is_grad_enabled():
+def _before(reference: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict) -> None:
+    watch = _listening(reference)
+    if watch is not None and torch.is_grad_enabled():
         call = _Call(args, kwargs, module.training, [], _random_states(), _autocast())
         call.versions += _versions(call.inputs)
-        mine._calls.append(call)
+        watch._calls.append(call)
 
 
 def _after(
-    watch: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict, output: Any
+    reference: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict, output: Any
 ) -> None:
-    mine = _listening(watch)
-    if mine is None or not mine._calls or mine._calls[-1].is_done:
+    watch = _listening(reference)
+    if watch is None or not watch._calls or watch._calls[-1].is_done:
         return
-    mine._calls[-1].is_done = True
-    kept = weakref.ref(mine._calls[-1])
+    watch._calls[-1].is_done = True
+    call = weakref.ref(watch._calls[-1])
     outputs = [(i, x) for i, x in enumerate(floating(output)) if x.requires_grad]
-    losses = [(i, x) for i, x in outputs if x.ndim == 0]  # those beside are on the way to it
+    losses = [(i, x) for i, x in outputs if x.ndim == 0]  # the other outputs lead to it
     for i, x in losses or outputs:
-        x.register_hook(partial(_keep_gradient, kept, i))
+        x.register_hook(partial(_keep_gradient, call, i))
 
 
-def _keep_gradient(call: weakref.ref[_Call], number: int, gradient: Tensor) -> None:
-    if (mine := call()) is not None:
-        mine.gradients[number] = gradient.detach()
+def _keep_gradient(reference: weakref.ref[_Call], number: int, gradient: Tensor) -> None:
+    if (call := reference()) is not None:
+        call.gradients[number] = gradient.detach()
 
 
 def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
-    """Run the model again; its outputs, and the gradients of what it was computed from."""
+    """Run the model again; return its outputs, and the gradients of its weights and inputs."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     output = torch.func.functional_call(model, buffers, call.args, dict(call.kwargs))
     outputs = floating(output)
@@ -334,7 +312,7 @@ def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
 
 @contextlib.contextmanager
 def _as_before(model: nn.Module, call: _Call) -> Iterator[None]:
-    """The random numbers, precision and mode that a forward pass began with."""
+    """Restore the random numbers, precision and mode that a forward pass began with."""
     devices = [int(name) for name in call.random if name != "cpu"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
@@ -356,13 +334,9 @@ def _as_before(model: nn.Module, call: _Call) -> Iterator[None]:
 
 
 class _Stack:
-    """The module whose operations run now: a name for each operation that a `Microscope` sees.
+    """The name of the module whose operations run now, for a `Microscope`.
 
-    In the backward pass it is the module at whose output the gradient last was.
-
-    Args:
-        top: name of the model.
-        names: of the modules in it, by `id`.
+    In the backward pass it is the module at whose output the gradient was last.
     """
 
     def __init__(self, top: str, names: Mapping[int, str]) -> None:
@@ -404,7 +378,7 @@ def _named(model: nn.Module, call: _Call) -> dict[str, Tensor]:
 
 
 def _rows(fault: Fault, call: _Call) -> tuple[int, ...]:
-    """Rows of the batch in which the operation's result is not finite; empty where all are."""
+    """Rows of the batch in which the operation's result is not finite; empty for all."""
     sizes = {len(x) for x in call.inputs if x.ndim}
     facts = fault.outputs[0]
     known = (
@@ -425,7 +399,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    """How often each was written in place; those of inference mode do not count it."""
+    """In-place writes to each so far; -1 for tensors of inference mode, which do not count."""
     return [-1 if x.is_inference() else x._version for x in tensors]
 
 
@@ -446,5 +420,5 @@ def _autocast() -> dict[str, torch.dtype]:
 
 
 def _rank() -> int | None:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if there else None
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if initialized else None

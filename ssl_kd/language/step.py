@@ -171,7 +171,6 @@ class Distiller(Objective):
             scaler=precision.scale,
             fresh_optimizer=True,
             events=events,
-            in_run=True,
         )
         self.tokens = 0
         self.learned = dict.fromkeys(self.weights, 0)

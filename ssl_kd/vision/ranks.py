@@ -283,9 +283,8 @@ class RankHeads(Heads):
 
     def escalate(self, done: int) -> tuple[list[Event], str]:
         """As `Heads`; whether too few heads are left is decided when all tell."""
-        return self.trainer.recovery.escalate(
-            done - 1, lambda tally: self._tallies.append((done, tally))
-        )
+        keep = lambda tally: self._tallies.append((done, tally))  # noqa: E731
+        return self.trainer.recovery.escalate(done - 1, self.trainer.thresholds, keep)
 
     def seen(self) -> tuple[Tensor, ...]:
         """As `Heads`, of all heads; they told it at the look before."""

@@ -119,8 +119,8 @@ def _seen(bundle: Bundle, norm: float) -> tuple[tuple[str, str], ...]:
     if found is Stage.SPIKE:
         rate = bundle.settings["learning_rate"]
         rows.append(("change", f"LEARNING_RATE {rate:g} -> {rate / 10:g}"))
-    if found is not None and not found.kind.not_finite and found.kind.remedy:
-        rows.append(("remedy", found.kind.remedy))
+    if found is not None and not found.kind.not_finite and found.kind.advice:
+        rows.append(("remedy", found.kind.advice))
     return tuple(rows)
 
 

@@ -258,7 +258,6 @@ class Heads:
             return
         unread, self._unread = _on_cpu(self._unread), []
         events = [event for number in range(len(unread)) for event in self._events(unread, number)]
-        self.trainer.recovery.watch(done)
         if not events:
             return
         self._last = next(event for event in events if event.step == events[-1].step)
@@ -270,7 +269,7 @@ class Heads:
 
     def escalate(self, done: int) -> tuple[list[Event], str]:
         """As `Recovery.escalate`."""
-        return self.trainer.recovery.escalate(done - 1)
+        return self.trainer.recovery.escalate(done - 1, self.trainer.thresholds)
 
     def stop(self, done: int, hopeless: str) -> NoReturn:
         """End the training, with what was seen last and what to change."""

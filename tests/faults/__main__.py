@@ -100,10 +100,9 @@ def kinds() -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for stage in KINDS:
         kind = stage.kind
-        change = "; ".join(filter(None, [kind.advice, kind.remedy]))
         rows = ", ".join(str(number) for number, row in ROWS.items() if stage in row.kinds)
         seen = re.sub(r"{(\w+).*?}", r"*\1*", kind.reason)
-        cells = [stage.name.lower(), seen, kind.action, change, rows]
+        cells = [stage.name.lower(), seen, kind.action, kind.advice, rows]
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 

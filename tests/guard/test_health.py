@@ -10,7 +10,6 @@ from ssl_kd.guard import TooFewHealthyParts
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage, Thresholds, is_healthy
 from ssl_kd.guard.health import Health
-from ssl_kd.guard.update import rescale_
 from tests.faults.matrix import row
 
 DEFAULT = Thresholds()
@@ -105,12 +104,6 @@ def test_spikes_that_do_not_end_become_the_new_level():
     assert health.skipped.item() == 5 and health.streak.item() == 0
 
 
-def test_a_large_first_norm_is_left_behind():
-    health = Health.fresh(1)
-    feed(health, [1e4] + [1.0] * 200)
-    assert abs(float(health.level)) < 0.2
-
-
 @pytest.mark.parametrize("first", [1e8, 1e-8])
 def test_the_median_gets_there_from_a_wild_first_norm(first):
     health = Health.fresh(1)
@@ -136,34 +129,17 @@ def test_an_overflow_of_the_loss_scale_is_skipped_but_costs_no_patience():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "value"),
     [
-        {"spike_factor": 1.0},
-        {"spike_factor": math.nan},
-        {"spike_factor": math.inf},
-        {"spike_patience": 0},
-        {"dead_after": 0},
-        {"restore_after": 2.5},
-        {"restore_after": -3},
-        {"forgive_after": 0},
-        {"min_parts": 0},
-        {"min_parts": None},
-        {"stop_after": 0},
-        {"stop_after": 1.5},
-        {"max_norm": 0.0},
-        {"max_norm": math.nan},
-        {"max_norm": math.inf},
-        {"max_norm": "2"},
-        {"max_norm": True},
-        {"spike_factor": None},
-        {"restore_after": True},
-        {"restore_after": "3"},
+        *[("spike_factor", value) for value in (1.0, math.nan, math.inf, None)],
+        *[("restore_after", value) for value in (0, -3, 2.5, None, True, "3")],
+        *[("stop_after", value) for value in (0, 1.5)],
+        *[("max_norm", value) for value in (0.0, math.nan, math.inf, "2", True)],
     ],
 )
-def test_a_threshold_out_of_range_is_named(wrong):
-    ((name, value),) = wrong.items()
+def test_a_threshold_out_of_range_is_named(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value!r}; expected"):
-        Thresholds(**wrong)
+        Thresholds(**{name: value})
 
 
 def test_thresholds_may_be_numbers_of_numpy():
@@ -184,12 +160,12 @@ def test_absent_parts_and_parts_beside_do_not_count():
     for _ in range(2):
         health.record_(bad, torch.ones(3), few, absent)
     assert health.streak.tolist() == [2, 0, 2] and health.skipped.tolist() == [2, 0, 2]
-    assert health.escalate(few, beside={2}) == {0: "restore", 2: "restore"}
+    assert health.escalate(few, shared={2}) == {0: "restore", 2: "restore"}
     health.retired[0] = health.retired[1] = True
     for _ in range(2):
         health.record_(bad, torch.ones(3), few)
     with pytest.raises(TooFewHealthyParts):  # what the others shared is no part left
-        health.escalate(few, beside={2})
+        health.escalate(few, shared={2})
 
 
 def test_zero_gradients_are_reported_once_and_only_in_a_row():
@@ -243,16 +219,6 @@ def bad_steps(health, n, thresholds, which=None):
         sick[[part for part in range(len(sick)) if part not in which]] = 0
     for _ in range(n):
         health.record_(sick, torch.ones(len(sick)), thresholds)
-
-
-def test_each_rung_of_the_ladder_takes_as_many_bad_steps_as_the_first():
-    few, health = Thresholds(restore_after=3), Health.fresh(2)
-    for rung in ("restore", "reinitialise", "retire"):
-        bad_steps(health, 2, few, {0})
-        assert health.escalate(few) == {}
-        bad_steps(health, 1, few, {0})
-        assert health.escalate(few) == {0: rung}
-    assert health.retired.tolist() == [True, False]
 
 
 def test_exactly_as_many_parts_as_asked_for_are_enough_and_one_fewer_stops_the_run():
@@ -310,32 +276,6 @@ def test_a_part_begun_anew_is_judged_without_its_past(begun_anew):
     assert (Stage.SPIKE in stages) != begun_anew
 
 
-@pytest.mark.parametrize("begun_anew", [False, True])
-def test_a_part_begun_anew_is_not_called_dead_for_zeros_of_before(begun_anew):
-    few, health = Thresholds(restore_after=2, dead_after=9), Health.fresh(2)
-    first = health.rows(slice(0, 1))
-    feed(first, [0.0] * 6, thresholds=few)
-    health.streak[0], health.restored[0] = 2, begun_anew
-    health.escalate(few)
-    stages = feed(first, [0.0] * 9, thresholds=few)
-    assert stages.index(Stage.DEAD) == (8 if begun_anew else 2)
-
-
-def test_steps_without_a_gradient_say_nothing_about_the_median():
-    health = Health.fresh(1)
-    feed(health, [1.0] * 40)
-    before = health.level.clone(), health.seen.clone()
-    feed(health, [0.0] * 10)
-    assert torch.equal(health.level, before[0]) and torch.equal(health.seen, before[1])
-
-
-def test_rows_share_memory_and_tensors_name_everything():
-    health = Health.fresh(4)
-    health.rows(slice(1, 3)).skipped.add_(1)
-    assert health.skipped.tolist() == [0, 1, 1, 0]
-    assert len(health.tensors()) == 10
-
-
 def test_the_step_compiles_without_a_break():
     """Nothing in it asks the device for a number: one graph, no break."""
     health, norm = Health.fresh(3), torch.tensor([1.0, math.nan, 2.0])
@@ -348,20 +288,6 @@ def test_the_step_compiles_without_a_break():
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     assert compiled(torch.ones(3), norm).tolist() == [0, Stage.GRADIENT, 0]
     assert health.streak.tolist() == [0, 1, 0]
-
-
-@given(st.lists(st.booleans(), min_size=50, max_size=50), st.integers(0, 49))
-@settings(max_examples=30, deadline=None)
-def test_one_parts_overflows_move_no_other_scale(overflows, until):
-    """Part 0 overflows at every step, part 1 as told, part 2 never."""
-    scale, alone = torch.full((3,), 1024.0), torch.full((1,), 1024.0)
-    steps = torch.arange(0, 50)
-    for at in range(until):
-        overflow = torch.tensor([True, overflows[at], False])
-        count = steps[at : at + 1].float()
-        rescale_(scale, ~overflow, overflow, count.expand(3), grow_every=10)
-        rescale_(alone, ~overflow[2:], overflow[2:], count, grow_every=10)
-    assert scale[2] == alone[0] and scale[0] >= 1.0 and torch.isfinite(scale).all()
 
 
 @row(163)

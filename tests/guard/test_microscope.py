@@ -54,21 +54,6 @@ def test_a_backward_fault_is_placed_at_the_line_of_the_forward_pass():
     assert found.cause == Cause.ZERO_NORM and "safe_normalize" in found.remedy
 
 
-def test_a_custom_function_is_placed_inside_its_own_backward():
-    class Bad(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad / (grad - grad)  # here
-
-    x = torch.ones(2, requires_grad=True)
-    fault, _ = look(lambda: gradient(Bad.apply(x).sum(), x))
-    assert fault.backward and fault.place.text.endswith("# here")
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_poisoned_weight_is_named_although_all_share_one_storage(value):
     flat = torch.randn(20)
@@ -125,12 +110,6 @@ def test_the_origin_that_reached_the_result_is_the_fault_not_an_earlier_one():
 
     fault, _ = look(step)
     assert fault.op == "aten.div"
-
-
-def test_a_row_that_is_masked_as_a_whole():
-    shut = torch.zeros(2, 3).masked_fill(torch.tensor([[True], [False]]), float("-inf"))
-    fault, found = look(lambda: torch.softmax(shut, -1).sum())
-    assert fault.op == "aten._softmax" and found.cause == Cause.MASKED
 
 
 @pytest.mark.parametrize(
@@ -215,11 +194,6 @@ def test_a_temperature_is_not_blamed_for_a_zero_it_divided():
     assert found.cause == Cause.FP16_OVERFLOW and found.words.endswith("holds it up to 11.1")
 
 
-def test_the_limit_in_the_words_is_that_of_the_dtype():
-    _, found = look(lambda: torch.tensor([4e4]).half() * torch.tensor([4e4]).half())
-    assert found.words.endswith("float16 ends at 6.55e+04")
-
-
 def test_weights_that_ran_away_and_one_that_was_hit_are_told_apart():
     x = torch.randn(8, 4)
     away = torch.randn(4, 4) * 1e15
@@ -294,11 +268,6 @@ def test_injected_faults_of_every_kind_are_found():
 def test_a_function_outside_its_domain_is_named_with_the_value(step, words):
     _, found = look(lambda: step(torch.tensor([0.0, 1.0])).sum())
     assert (found.cause, found.words) == (Cause.DOMAIN, words)
-
-
-def test_the_logarithm_of_an_exact_zero_is_still_that():
-    _, found = look(lambda: torch.tensor([0.0, 1.0]).log().sum())
-    assert found.cause == Cause.LOG_OF_ZERO
 
 
 def test_no_value_above_a_usual_one_is_advised():

@@ -1,6 +1,5 @@
 """What recovery reports of parts and does to them, on two numbers per part."""
 
-import logging
 import math
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.guard.health import Health
 from ssl_kd.guard.parts import RowParts
-from ssl_kd.guard.recovery import WINDOW, Recovery
+from ssl_kd.guard.recovery import Recovery
 
 FEW = Thresholds(restore_after=3)
 N = 3
@@ -24,7 +23,7 @@ class Bench:
         self.seeds = []
         self.parts = RowParts(names, {"weights": self.weights}, self.begun_anew)
         self.health = Health.fresh(N)
-        self.recovery = Recovery(self.parts, self.health, lambda: thresholds)
+        self.recovery = Recovery(self.parts, self.health)
         self.thresholds = thresholds
 
     def begun_anew(self, part, seed):
@@ -61,42 +60,12 @@ def test_what_a_retired_part_misses_is_counted_but_no_event():
     assert bench.recovery.counts[1, Stage.RETIRED] == 1
 
 
-def test_a_part_that_is_unsteady_is_warned_of_once_until_it_was_steady_again(caplog):
-    bench, seen = Bench(), []
-    with caplog.at_level(logging.WARNING):
-        for window, missed in enumerate([11, 11, 10, 11]):
-            for step in range(WINDOW):
-                bench.step(step, {1} if step < missed else ())
-                bench.recovery.watch(window * WINDOW + step + 1)
-            seen.append((bench.recovery.unsteady.tolist()[1], len(caplog.messages)))
-    assert seen == [(True, 1), (True, 1), (False, 1), (True, 2)]
-    assert set(caplog.messages) == {"part 1 missed 11 of the last 100 steps"}
-
-
-def test_a_retired_part_is_not_unsteady(caplog):
-    bench = Bench()
-    bench.health.skipped[1], bench.health.retired[1] = WINDOW, True
-    bench.recovery.watch(WINDOW)
-    assert not caplog.messages and not bench.recovery.unsteady.any()
-
-
-def test_a_window_counts_from_where_the_last_one_ended_across_a_resumed_run():
-    first, second = Bench(), Bench()
-    first.health.skipped[1] = 50
-    first.recovery.watch(WINDOW)
-    second.health.skipped[1] = 55
-    second.recovery.load(first.recovery.tensors())
-    assert second.recovery.unsteady.tolist() == [False, True, False]
-    second.recovery.watch(2 * WINDOW)
-    assert not second.recovery.unsteady.any()  # it missed five
-
-
 def test_each_rung_is_told_with_its_reason_and_leaves_the_weights_that_it_says():
     bench, told = Bench(), []
     for step in range(9):
         bench.weights[1] = 1.0 + step  # as if it were trained
         bench.step(step, {1})
-        events, hopeless = bench.recovery.escalate(step)
+        events, hopeless = bench.recovery.escalate(step, bench.thresholds)
         assert not hopeless
         if events:
             (event,) = events
@@ -115,7 +84,7 @@ def test_a_part_is_begun_anew_by_another_seed_at_another_step_or_place():
     for step, part in ((5, 0), (5, 1), (6, 1)):
         bench = Bench()
         bench.health.streak[part], bench.health.restored[part] = 3, True
-        bench.recovery.escalate(step)
+        bench.recovery.escalate(step, bench.thresholds)
         ((begun, seed),) = bench.seeds
         assert begun == part and bench.parts.good_step[part] == step + 1
         seeds.add(seed)
@@ -129,7 +98,7 @@ def test_a_run_that_stops_puts_back_what_is_sick_and_nothing_else():
     bench.health.retired[2], bench.health.streak[2] = True, 0
     bench.weights += 50
     bench.weights[2, 0] = math.nan  # retired, and hit from outside
-    events, why = bench.recovery.escalate(1)
+    events, why = bench.recovery.escalate(1, bench.thresholds)
     assert bench.weights.tolist() == [[0, 0], [1, 1], [2, 2]]
     assert [e.part for e in events] == ["part 0", "part 1", "part 2", "run"]
     assert events[-1].action == "stopped" and events[-1].reason == why
@@ -141,7 +110,7 @@ def test_a_run_that_stops_leaves_a_healthy_part_as_it_is():
     bench.health.streak[0] = 3
     bench.health.restored[0] = bench.health.reinitialised[0] = True
     bench.weights += 50
-    events, why = bench.recovery.escalate(7)
+    events, why = bench.recovery.escalate(7, bench.thresholds)
     assert "only 2 of 3" in why and bench.weights.tolist() == [[0, 0], [51, 51], [52, 52]]
     assert [(e.step, e.part) for e in events] == [(7, "part 0"), (7, "run")]
 
@@ -161,7 +130,7 @@ def test_the_diagnosis_advises_on_the_fault_seen_most_often():
     bench = Bench()
     for step in range(5):
         bench.step(step, {1}, Stage.SPIKE if step < 3 else Stage.LOSS)
-    events, _ = bench.recovery.escalate(4)
+    events, _ = bench.recovery.escalate(4, bench.thresholds)
     line = bench.recovery.diagnosis(5, events)
     assert line.startswith("part 1, 5 steps: ") and "\n" not in line  # the others were well
     assert "(3 times)" in line and "(2 times)" in line

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -21,11 +20,9 @@ from torch import nn
 from ssl_kd.errors import BAD_INPUT
 from ssl_kd.files import sha256_file
 from ssl_kd.guard import Precision
-from ssl_kd.guard.faults import Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.store import approximate
 from ssl_kd.training.ranks import Ranks
-from ssl_kd.vision import fit
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.run import run
@@ -121,9 +118,14 @@ def spoil(rank, heads, at):
     before_step(do)
 
 
-def restoring_after(rank, steps):
-    """A head is restored after so many bad steps in a row."""
-    mock.patch.object(fit, "Thresholds", partial(Thresholds, restore_after=steps)).start()
+def warn_of(rank, head):
+    """The process that trains this head logs a warning in the sixth step."""
+
+    def do(trainer, step):
+        if step == 5 and trainer.bank.first <= head < trainer.bank.first + trainer.bank.n_heads:
+            logging.getLogger("ssl_kd.vision.step").warning("head %d is being watched", head)
+
+    before_step(do)
 
 
 def strike(rank, who, number, at):
@@ -310,11 +312,9 @@ def test_the_mean_over_all_heads_takes_one_all_reduce_a_step(settings):
 
 
 def test_what_another_rank_warns_of_is_said_once_by_the_first(settings):
-    changes = {"max_steps": 100, "checkpoint_every": 100}
-    sick = (spoil, (4,), range(5, 6)), (restoring_after, 1000)
-    [one] = run_joined(listening, 1, settings("one", **changes), *sick)
-    first, second = run_joined(listening, 2, settings("two", **changes), *sick)
-    assert [words for _, words in one if "head 4 missed 95 of the last 100" in words]
+    [one] = run_joined(listening, 1, settings("one"), (warn_of, 4))
+    first, second = run_joined(listening, 2, settings("two"), (warn_of, 4))
+    assert [text for _, text in one if text == "head 4 is being watched"]
     assert sorted(first) == sorted(one) and not second
 
 

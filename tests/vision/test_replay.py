@@ -130,7 +130,7 @@ def test_a_spike_is_judged_by_the_median_before_it(tmp_path, times, seen):
     report = replay(record(tmp_path, spoil))
     assert report.reproduced == seen and report.fault is None
     assert ("LEARNING_RATE 0.004 -> 0.0004" in str(report)) == seen
-    assert (Stage.SPIKE.kind.remedy in str(report)) == seen
+    assert (Stage.SPIKE.kind.advice in str(report)) == seen
 
 
 def test_a_state_of_a_later_step_is_said_to_be_one(tmp_path):
