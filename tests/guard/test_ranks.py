@@ -286,8 +286,8 @@ def climb(rank):
     """One rank's part is always bad: restored, re-initialized, retired; on all ranks alike."""
 
     def loop(step, rank, outputs, y, guard):
-        features, losses = losses_of(outputs, y, ("b",) if step > 2 and rank == 1 else ())
-        guard.backward(losses, features if step % 2 else None)
+        losses = losses_of(outputs, y, ("b",) if step > 2 and rank == 1 else ())[1]
+        guard.backward(losses, outputs[1:] if step % 2 else None)
 
     return train(rank, loop, 12, of_parts, thresholds=Thresholds(restore_after=2, forgive_after=3))
 

@@ -134,7 +134,7 @@ def test_a_compiled_model_is_repeated_without_compilation():
 
 def test_a_loss_outside_of_the_model_is_told_from_one_inside():
     found = explain(network(nn.Linear(6, 2)), X, lambda out: (out * 0).log().sum())
-    assert found.module is None and found.fault is None and "finite values" in found.note
+    assert found.module is None and found.fault is None and "outputs are finite" in found.note
     assert "outside of the model" in found.headline
 
 
