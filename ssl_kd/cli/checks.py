@@ -78,7 +78,7 @@ def replay(argv: Sequence[str]) -> int:
     from ssl_kd.cli.screen import open_screen
 
     open_screen()
-    from ssl_kd.guard.recorder import load_bundle
+    from ssl_kd.training.fault_bundle import load_bundle
 
     recorded = load_bundle(flags.bundle).settings.get("replay")
     if isinstance(recorded, dict) and recorded.get("mode") == "language":

@@ -19,12 +19,12 @@ from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.guard.precision import Precision
-from ssl_kd.guard.recorder import Bundle, FlightRecorder
 from ssl_kd.language.parallel import DistributedStudent
 from ssl_kd.language.routed import Routed, fixed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import named_rows
 from ssl_kd.teachers.finite import in_words, of_a_file, suspect_weights
+from ssl_kd.training.fault_bundle import Bundle, FlightRecorder
 from ssl_kd.training.process_group import ProcessGroup
 
 

@@ -16,7 +16,6 @@ from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.render import describe_turns
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.guard.precision import Precision
-from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
 from ssl_kd.language.foreign_names import GIVEN
@@ -61,6 +60,7 @@ from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.remembered import RememberedTeacher
 from ssl_kd.teachers.student import add_lora, build_student, check_rank
 from ssl_kd.training.clock import Progress
+from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.process_group import ReadOnlyRunFolder
 from ssl_kd.training.ranks import Ranks

@@ -12,8 +12,6 @@ from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.errors import InputError
 from ssl_kd.guard.precision import Precision
-from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
-from ssl_kd.guard.replay import DTYPES, Replay, damaged
 from ssl_kd.language.fault_explainer import examine, set_rng_state, trained
 from ssl_kd.language.prepare import Task, make_distiller, prepare
 from ssl_kd.language.rollouts import writer
@@ -22,6 +20,14 @@ from ssl_kd.language.sources import named_rows
 from ssl_kd.language.step import Distiller
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.clock import no_progress
+from ssl_kd.training.fault_bundle import (
+    DTYPES,
+    Bundle,
+    Replay,
+    damaged,
+    has_fields,
+    load_bundle,
+)
 
 _REPLAY = {"mode": str, "student": str, "teacher": str, "scale": bool, "device": str, "exact": bool}
 _REPLAY |= {"explained": str, "learns_from": str}

@@ -21,7 +21,6 @@ from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.modules import without_pieces
 from ssl_kd.guard.precision import Precision
-from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.fault_explainer import FaultExplainer, examine, rng_state
 from ssl_kd.language.objective import Objective, Term, student_side
@@ -32,6 +31,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass
 from ssl_kd.language.sources import Source, named_rows
 from ssl_kd.teachers.finite import in_words
+from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)

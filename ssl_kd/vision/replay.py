@@ -14,12 +14,18 @@ from ssl_kd.guard.diagnosis import diagnose
 from ssl_kd.guard.faults import Stage, is_healthy
 from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.guard.precision import Precision
-from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
-from ssl_kd.guard.replay import DTYPES, Replay, damaged
 from ssl_kd.guard.seeds import seed_of
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.import_paths import path_of_file
+from ssl_kd.training.fault_bundle import (
+    DTYPES,
+    Bundle,
+    Replay,
+    damaged,
+    has_fields,
+    load_bundle,
+)
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.settings import VisionSettings

@@ -15,12 +15,12 @@ from ssl_kd.errors import InputError
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
-from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, kept_neighbours
 from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Progress
+from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.training.loop import run_loop
 from ssl_kd.training.process_group import ReadOnlyRunFolder, load_checkpoint

@@ -26,9 +26,9 @@ from ssl_kd.cli.flags import read_settings
 from ssl_kd.cli.screen import ProgressBars
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.recorder import Bundle, save_bundle
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
+from ssl_kd.training.fault_bundle import Bundle, save_bundle
 from ssl_kd.training.folder import RunFinished, RunFolderError
 from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision.settings import VisionSettings

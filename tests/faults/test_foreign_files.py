@@ -20,12 +20,12 @@ from ssl_kd import MultiHeadClusterer, cli
 from ssl_kd.datasets import UnreadableImage, decode, open_dataset
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
-from ssl_kd.guard.recorder import save_bundle
 from ssl_kd.heads import TEMIHead
 from ssl_kd.report import write_report
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Pixels
 from ssl_kd.teachers.causal import files_id
+from ssl_kd.training.fault_bundle import save_bundle
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import bundle_of, replay

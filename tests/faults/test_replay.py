@@ -10,12 +10,12 @@ pytest.importorskip("transformers")
 
 from ssl_kd.files import CorruptFileError  # noqa: E402
 from ssl_kd.guard.parts import TooFewHealthyParts  # noqa: E402
-from ssl_kd.guard.recorder import load_bundle  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.teachers.student import NotFinite  # noqa: E402
+from ssl_kd.training.fault_bundle import load_bundle  # noqa: E402
 from tests.faults.inject import events  # noqa: E402
 from tests.faults.inject_language import NAN, UP, write_lines  # noqa: E402
 from tests.faults.matrix import row  # noqa: E402

@@ -10,9 +10,9 @@ pytest.importorskip("transformers")
 from benchmarks import diagnosis, diagnosis_language  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.diagnosis import Cause  # noqa: E402
-from ssl_kd.guard.recorder import FlightRecorder, load_bundle  # noqa: E402
 from ssl_kd.language.fault_explainer import FaultExplainer, examine, rng_state, set_rng_state  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
+from ssl_kd.training.fault_bundle import FlightRecorder, load_bundle  # noqa: E402
 
 CPU = torch.device("cpu")
 

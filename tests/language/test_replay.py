@@ -17,12 +17,12 @@ from ssl_kd import cli  # noqa: E402
 from ssl_kd.files import CorruptFileError  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.diagnosis import Cause  # noqa: E402
-from ssl_kd.guard.recorder import FlightRecorder, load_bundle  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.fault_explainer import trained  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
+from ssl_kd.training.fault_bundle import FlightRecorder, load_bundle  # noqa: E402
 from tests.bits import same  # noqa: E402
 
 UP = "model.layers.1.mlp.up_proj.weight"

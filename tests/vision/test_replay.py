@@ -12,7 +12,7 @@ from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.faults import Stage
-from ssl_kd.guard.recorder import FlightRecorder
+from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.replay import bundle_of, replay
 from ssl_kd.vision.settings import VisionSettings
