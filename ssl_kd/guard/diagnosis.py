@@ -153,8 +153,8 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
         facts = fault.named.get(fault.poisoned) or _bad_input(fault)
         return _kind(fault.poisoned), f"{fault.poisoned} came in not finite ({_damage(facts)})"
     for name, facts in fault.named.items():
-        alone = not any(other != name for other in _runaway(fault.named))
-        if 0 < facts.outliers <= max(facts.size // 100, facts.shape[-1]) and alone:
+        only_one = not any(other != name for other in _runaway(fault.named))
+        if 0 < facts.outliers <= max(facts.size // 100, facts.shape[-1]) and only_one:
             what = f"{name} holds {facts.outliers} of {facts.size} values as large as"
             return _kind(name), f"{what} {facts.largest:.3g}, far above its others"
         if _kind(name) == Cause.POISONED_INPUT and facts.largest >= HUGE:
@@ -171,7 +171,7 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
     if fault.masked:
         return Cause.MASKED, "an infinity put in, for example by a mask, reached the result"
     if op in _SOFTMAXES and any(facts.infs for facts in fault.inputs):
-        return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalise"
+        return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalize"
     if op in _MEAN_LOSSES and any(facts.nans for facts in fault.outputs):
         return Cause.MASKED, "every label is ignored: the loss is a mean over nothing"
     if op == "_ctc_loss" and any(facts.infs for facts in fault.outputs):
@@ -205,16 +205,16 @@ def _bad_input(fault: Fault) -> TensorFacts:
 
 def _damage(facts: TensorFacts) -> str:
     counts = ((facts.nans, "NaN"), (facts.infs, "inf"))
-    seen = " and ".join(f"{count} of {facts.size} values {name}" for count, name in counts if count)
-    return f"{seen}, the first at {list(facts.first_bad or ())}"
+    bad = " and ".join(f"{count} of {facts.size} values {name}" for count, name in counts if count)
+    return f"{bad}, the first at {list(facts.first_bad or ())}"
 
 
 def _division(fault: Fault, node: str) -> tuple[Cause, str]:
     by_norm = fault.made.op == "rsqrt" or _ancestor(fault.made, _NORMS)
     norm_node = re.match("(Sqrt|Rsqrt|Std|Norm|LinalgVectorNorm|Div|Cdist)Backward", node)
     zero_by_zero = sum(facts.zeros > 0 for facts in fault.inputs) > 1
-    alone = all(facts.size == 1 for facts in fault.inputs)
-    if zero_by_zero and alone and not node and not by_norm:
+    are_scalars = all(facts.size == 1 for facts in fault.inputs)
+    if zero_by_zero and are_scalars and not node and not by_norm:
         return Cause.MASKED, "0 / 0: a mean over nothing"
     if norm_node or (by_norm and not node) or (zero_by_zero and not node):
         what = "the slope of a norm or root is infinite at 0" if node else "a division by it"
@@ -285,8 +285,8 @@ def _advice(
     if cause == Cause.TEMPERATURE:
         factor, _, enough = _temperature(fault)
         names = [n for n in _TEMPERATURES if settings.get(n, math.inf) < enough]
-        seen = [n for n in names if math.isclose(settings[n], 1 / factor, rel_tol=1e-3)]
-        changes = {name: enough for name in seen or names}
+        exact = [n for n in names if math.isclose(settings[n], 1 / factor, rel_tol=1e-3)]
+        changes = {name: enough for name in exact or names}
     known = {name: change for name, change in changes.items() if name in settings}
     wanted: dict[str, Any] = {
         n: change(settings[n]) if callable(change) else change for n, change in known.items()

@@ -82,18 +82,11 @@ def _check_number(name: str, value: Any, above: float, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a step shows of each part, `[part]` each.
+    """What a step shows of each part, and what is remembered of it, `[part]` each.
 
-    Attributes:
-        loss: the loss.
-        norm: gradient norm, before clipping.
-        level: running median of the norm's logarithm.
-        n_norms: norms in that median.
-        zeros: steps of exactly zero gradient in a row, before this one.
-        retired: whether the part is left out for good.
-        thresholds: when the guard acts.
-        teacher: boolean, the part's targets are finite; None without targets.
-        scale: the loss scale; None without one.
+    `level` is the running median of the norm's logarithm over `n_norms` norms, `zeros` the number
+    of exactly zero gradients in a row, `teacher` whether the part's targets are finite, `scale` the
+    loss scale.
     """
 
     loss: Tensor
@@ -150,7 +143,7 @@ class Kind:
     """One row of the table of faults.
 
     Attributes:
-        reason: what was seen; empty for no fault. It may have fields to fill in.
+        reason: what was seen, with fields to fill in; empty for no fault.
         detect: finds the fault in a step, boolean `[part]`, or None where it cannot occur; None for
             a kind that is found elsewhere.
         value: which number of the step the event reports.
@@ -162,7 +155,7 @@ class Kind:
 
     reason: str = ""
     detect: Callable[[Observation], Tensor | None] | None = None
-    value: Literal["loss", "norm", ""] = ""
+    value: Literal["loss", "norm"] = "norm"
     action: str = SKIPPED
     updates: bool = False
     not_finite: bool = False
@@ -191,7 +184,6 @@ class Stage(IntEnum):
         Kind(
             "the gradient has been exactly zero for many steps: the part learns nothing",
             _dead,
-            value="norm",
             action="reported",
             updates=True,
         ),
@@ -202,7 +194,6 @@ class Stage(IntEnum):
             "the gradient's norm is above the fixed threshold, or too large for the optimizer to "
             "square",
             _large,
-            value="norm",
             advice="lower the learning rate; if norms of this size are normal, raise the threshold "
             "(max_norm, in a run GRAD_NORM_THRESHOLD) or set clip_grad",
         ),
@@ -212,7 +203,6 @@ class Stage(IntEnum):
         Kind(
             "the gradient's norm is far above its running median",
             _spike,
-            value="norm",
             advice="lower the learning rate or set clip_grad; if such jumps are normal, raise "
             "spike_factor",
         ),
@@ -222,7 +212,6 @@ class Stage(IntEnum):
         Kind(
             "the gradient's norm is not finite: a NaN, or too large to square",
             _gradient,
-            value="norm",
             not_finite=True,
             advice="if the loss had been growing, lower the learning rate; otherwise look for "
             "sqrt, log or a norm at 0 (torch.autograd.set_detect_anomaly(True) names the "
@@ -234,7 +223,6 @@ class Stage(IntEnum):
         Kind(
             "the gradient overflows at this loss scale, which is halved",
             _overflow,
-            value="norm",
             action="loss scale halved",
         ),
     )
@@ -304,13 +292,8 @@ class Stage(IntEnum):
     ) -> Event:
         """Return the event of such a fault.
 
-        Args:
-            step: optimizer step, from 0.
-            part: which part.
-            value: the number that was seen.
-            action: what was done; the table's action by default.
-            detail: appended to the reason.
-            **fill: fields of the reason.
+        `action` is the table's by default, `detail` is appended to the reason, and `fill` has the
+        fields of the reason.
         """
         reason = self.kind.reason.format(**fill) + detail
         return Event(step, part, self.name.lower(), reason, action or self.kind.action, value)

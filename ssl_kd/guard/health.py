@@ -32,12 +32,8 @@ _SHORTEST = 0.05  # nats that the running median moves by, once it is settled
 class Tally:
     """Counts that decide whether training can continue; tallies of several processes add up.
 
-    Attributes:
-        parts: all parts.
-        active: parts that are not retired.
-        late: active parts that were bad for too many steps in a row.
-        tried: active parts that were restored and have not recovered since.
-        left: active parts that will not be retired now.
+    Of all `parts` some are `active`, not retired. Of those, `late` were bad for too many steps in
+    a row, `tried` were restored and have not recovered since, and `left` will not be retired now.
     """
 
     parts: int

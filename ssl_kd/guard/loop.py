@@ -51,8 +51,6 @@ class Guard:
     its last good state, then is re-initialized, then retired; without a healthy part the loop
     stops.
 
-    A step may be given up after `backward`, by `optimizer.zero_grad()` or `discard`.
-
     Costs one wait for the device per step, and one more per `backward` that may have to cut out
     losses (loss terms, `through=`, parts that share weights). Snapshots hold weights and optimizer
     state once more, on the CPU.
@@ -165,9 +163,9 @@ class Guard:
         """Call this in place of `loss.backward()`, once or several times before a `step`.
 
         Args:
-            losses: one loss for all; or name -> loss of a part, or a vector `[part]`, in the order
-                of `parts`; or, without `parts`, name -> loss term of the same weights. A term whose
-                loss or gradient is bad is cut out of the backward pass; the others go on.
+            losses: one loss for all; or name -> loss of a part; or, without `parts`, name -> loss
+                term of the same weights. A term whose loss or gradient is bad is cut out of the
+                backward pass; the others go on.
             through: tensor(s) that every loss was computed from (logits, features). The gradient of
                 each loss is first taken there separately, so that a NaN in one never reaches the
                 weights that they share; the operations in between run backward twice. Without it a

@@ -29,7 +29,7 @@ _PASSED_OVER = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__,
 
 # Operations that overwrite their first argument without reading it, and that do not set memory.
 _OVERWRITES = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential"}
-_UNINITIALISED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+_UNINITIALIZED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Microscope(TorchDispatchMode):
         reads, written = _reads(func, op, args, kwargs)
         out = func(*args, **kwargs)
         outputs = _floating(out) or written
-        if op in _UNINITIALISED or func.is_view:  # a view is followed by its storage
+        if op in _UNINITIALIZED or func.is_view:  # a view is followed by its storage
             return out
         numbers = [float(x) for x in tree_leaves((args, kwargs)) if type(x) in (int, float)]
         numbers += [x.item() for x, _ in reads if x.ndim == 0 and not x.is_complex()]

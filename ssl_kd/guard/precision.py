@@ -83,7 +83,7 @@ class DeviceInfo:
         `compute_XY` is portable code that newer GPUs compile for themselves.
         """
         built = [arch.partition("_") for arch in self.arch_list if "_" in arch]
-        if self.capability is None or not built:  # AMD's names (gfx90a) do not tell
+        if self.capability is None or not built:  # AMD's names (gfx90a) are not ordered
             return True
         for kind, _, digits in built:
             number = digits.rstrip("abcdefghijklmnopqrstuvwxyz")
@@ -318,9 +318,9 @@ def _no_kernels(info: DeviceInfo, error: str = "") -> str:
             "Install a build against CUDA 12.6 (torch 2.6 to 2.14 have one): pip install "
             "'torch<2.15' torchvision --index-url https://download.pytorch.org/whl/cu126"
         )
-    seen = f", and a first kernel fails with {error!r}" if error else " only"
+    failure = f", and a first kernel fails with {error!r}" if error else " only"
     architectures = ", ".join(info.arch_list) or "no GPU"
     return (
-        f"{info}: the installed torch has kernels for {architectures}{seen}. "
+        f"{info}: the installed torch has kernels for {architectures}{failure}. "
         f"{way}, or run with --device cpu"
     )

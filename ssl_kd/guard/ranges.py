@@ -1,15 +1,10 @@
-"""Largest magnitudes of each module's outputs: where a step that cannot be repeated went wrong.
-
-Dropout and activations whose results are never larger than their inputs are skipped: they cannot
-make a finite value infinite.
-"""
+"""Largest magnitudes of each module's outputs: where a step that cannot be repeated went wrong."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +14,14 @@ _PASSED_OVER = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, 
 
 
 class ModuleRanges:
-    """Records the largest magnitude of each module's output and its gradient, in one step.
+    """Records the largest magnitude of each module's outputs in one step.
 
-    Recording does not wait for a device; `origin` does.
+    Dropout and activations that make no value larger are skipped. Recording does not wait for a
+    device; `origin` does.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._looks: list[tuple[str, str, Tensor]] = []
+        self._looks: list[tuple[str, Tensor]] = []
         self._last: weakref.ref[Tensor] | None = None
         ranges: weakref.ref[ModuleRanges] = weakref.ref(self)
         top = type(model).__name__
@@ -46,40 +42,33 @@ class ModuleRanges:
         """Forget the step."""
         self._looks = []
 
-    def see(self, module: str, what: str, x: Tensor) -> None:
-        """Record the `output` of a module, or the `gradient` there, unless it was the last one."""
-        if self._last is not None and self._last() is x:  # a container returns its last child's
-            return
-        self._last = weakref.ref(x)
-        if x.numel() and x.layout == torch.strided:
-            largest = torch.linalg.vector_norm(x.detach(), math.inf)
-            self._looks.append((module, what, largest))
+    def see(self, module: str, x: Tensor) -> None:
+        """Record an output of a module, unless it is the last module's: a container's."""
+        if (
+            x.numel()
+            and x.layout == torch.strided
+            and (self._last is None or self._last() is not x)
+        ):
+            self._last = weakref.ref(x)
+            self._looks.append((module, torch.linalg.vector_norm(x.detach(), math.inf)))
 
     def origin(self) -> tuple[str, str] | None:
-        """Return the first module with a value that is not finite, and a sentence about it."""
-        for i, (module, what, largest) in enumerate(self._looks):
+        """Return the first module with an output that is not finite, and a sentence about it."""
+        for i, (module, largest) in enumerate(self._looks):
             if not bool(torch.isfinite(largest)):
                 before = self._looks[max(0, i - 3) : i]
-                ranges = ", ".join(f"{name} up to {float(x):.3g}" for name, _, x in before)
-                note = f"the {what} of {module} was the first not to be finite"
+                ranges = ", ".join(f"{name} up to {float(x):.3g}" for name, x in before)
+                note = f"the output of {module} was the first not to be finite"
                 return module, note + (f"; just before: {ranges}" if before else "")
         return None
 
 
 def _look(
-    reference: weakref.ref[ModuleRanges], name: str, module: nn.Module, args: Any, output: Any
+    reference: weakref.ref[ModuleRanges], name: str, module: nn.Module, args: object, output: object
 ) -> None:
-    if (ranges := reference()) is None or not is_first_run():
-        return
-    for x in floating(output):
-        ranges.see(name, "output", x)
-        if x.requires_grad and x.grad_fn is not None:
-            x.register_hook(partial(_look_back, reference, name))
-
-
-def _look_back(reference: weakref.ref[ModuleRanges], name: str, gradient: Tensor) -> None:
-    if (ranges := reference()) is not None:
-        ranges.see(name, "gradient", gradient)
+    if (ranges := reference()) is not None and is_first_run():
+        for x in floating(output):
+            ranges.see(name, x)
 
 
 def is_first_run() -> bool:

@@ -219,11 +219,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     sys.argv = [options.script, *options.rest]
     sys.path[0] = "" if options.module else str(Path(options.script).resolve().parent)
-    run, alter = (runpy.run_module, {"alter_sys": True}) if options.module else (runpy.run_path, {})
     code: object = OK
     with watch.watching():
         try:
-            run(options.script, run_name="__main__", **alter)
+            if options.module:
+                runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(options.script, run_name="__main__")
         except SystemExit as stop:
             code = OK if stop.code is None else stop.code
     print(f"guard: {watch.summary()}", file=sys.stderr)

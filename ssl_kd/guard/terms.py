@@ -141,13 +141,10 @@ def by_name(losses: Tensor | Mapping[str, Tensor], parts: Sequence[str]) -> dict
     ValueError where names or shapes do not fit.
     """
     if isinstance(losses, Tensor):
-        if not parts or losses.shape != (len(parts),):
-            vector = f"a vector of {len(parts)}, one per part, " if parts else ""
-            raise ValueError(
-                f"losses have the shape {tuple(losses.shape)}; expected one number without "
-                f"dimensions, {vector}or a dictionary"
-            )
-        return dict(zip(parts, losses.unbind(), strict=True))
+        raise ValueError(
+            f"losses have the shape {tuple(losses.shape)}; expected one number without dimensions, "
+            "or a dictionary"
+        )
     if not isinstance(losses, Mapping):
         raise TypeError(f"the loss is {losses!r}; expected a tensor, or a dictionary of them")
     if not losses:

@@ -123,19 +123,18 @@ class Watch:
     `Guard(model, optimizer, locate=True)` does this by itself, and for an unchanged script
     `python -m ssl_kd.guard train.py`.
 
-    A step is repeated from the model's arguments, so the tensors in them must not have been written
-    to since; dropout draws the same numbers again. Hooks on modules run again. A model in which
-    other ranks take part (FSDP2's sharded weights, SyncBatchNorm) is not run again: there `record`
-    names the module.
+    A step is repeated from the model's arguments, so the tensors in them must not have been
+    overwritten since; dropout draws the same numbers again. Hooks on modules run again. A model in
+    which other ranks take part (FSDP2's sharded weights, SyncBatchNorm) is not run again: there
+    `record` names the module.
 
-    Until `forget` the arguments and the gradients at the outputs stay in memory. Of a model that
-    returns its own loss, only the loss's gradient is kept, not those of the logits. At most the
-    last eight forward passes of a step are kept.
+    Until `forget`, the last eight forward passes keep their arguments and the gradients at their
+    outputs in memory; of a model that returns its own loss, only the loss's gradient.
 
     Args:
         model: is called as a whole by the loop; DistributedDataParallel and a compiled model are
             unwrapped.
-        record: also keep the ranges of each module's outputs and gradients in this step.
+        record: also keep the largest magnitude of each module's outputs in this step.
     """
 
     def __init__(self, model: nn.Module, *, record: bool = False) -> None:
