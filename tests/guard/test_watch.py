@@ -13,29 +13,21 @@ from ssl_kd.guard.watch import Watch
 from tests.ranks import run_ranks
 
 
-class Log(nn.Module):
+class Op(nn.Module):
+    """A module of one expression."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.compute = compute
+
     def forward(self, x):
-        return x.log()
+        return self.compute(x)
 
 
-class Root(nn.Module):
-    def forward(self, x):
-        return (x * (x > 0)).sqrt()
-
-
-class Divide(nn.Module):
-    def forward(self, x):
-        return x / x.norm(dim=-1, keepdim=True)
-
-
-class Masked(nn.Module):
-    def forward(self, x):
-        return x.masked_fill(x < torch.inf, -torch.inf).softmax(-1)
-
-
-class Overflow(nn.Module):
-    def forward(self, x):
-        return (x.half() * 60000).float()
+LOG, DIVIDE = Op(lambda x: x.log()), Op(lambda x: x / x.norm(dim=-1, keepdim=True))
+ROOT = Op(lambda x: (x * (x > 0)).sqrt())
+OVERFLOW = Op(lambda x: (x.half() * 60000).float())
+MASKED = Op(lambda x: x.masked_fill(x < torch.inf, -torch.inf).softmax(-1))
 
 
 class Bypass(nn.Module):
@@ -89,9 +81,9 @@ LAST[4] = 0
 @pytest.mark.parametrize(
     ("layer", "op", "cause"),
     [
-        (Log(), "aten.log", "outside its domain"),
-        (Overflow(), "aten.mul", "overflow in fp16"),
-        (Masked(), "aten._softmax", "everything masked"),
+        (LOG, "aten.log", "outside its domain"),
+        (OVERFLOW, "aten.mul", "overflow in fp16"),
+        (MASKED, "aten._softmax", "everything masked"),
     ],
 )
 def test_an_operation_of_the_forward_pass_is_named_with_its_module_line_and_cause(layer, op, cause):
@@ -103,12 +95,12 @@ def test_an_operation_of_the_forward_pass_is_named_with_its_module_line_and_caus
 
 
 def test_the_rows_at_fault_are_named():
-    found = explain(nn.Sequential(nn.Linear(4, 6, bias=False), Divide(), nn.Linear(6, 2)), LAST)
+    found = explain(nn.Sequential(nn.Linear(4, 6, bias=False), DIVIDE, nn.Linear(6, 2)), LAST)
     assert found.module == "Sequential.1" and found.rows == (4,) and "row 4" in found.headline
 
 
 def test_an_operation_of_the_backward_pass_is_named_where_the_loss_is_finite():
-    model = network(Root(), nn.Linear(6, 2))
+    model = network(ROOT, nn.Linear(6, 2))
     watch = Watch(model)
     loss = model(X).square().mean()
     loss.backward()
@@ -123,12 +115,12 @@ def test_what_lies_between_modules_belongs_to_the_one_around_it():
 
 
 def test_a_checkpointed_module_is_named_as_it_is_without():
-    found = explain(Checkpointed(network(Log())), X)
+    found = explain(Checkpointed(network(LOG)), X)
     assert found.module == "Checkpointed.inner.2" and found.fault.op == "aten.log"
 
 
 def test_a_compiled_model_is_repeated_without_compilation():
-    model = torch.compile(network(Log(), nn.Linear(6, 2)), backend="aot_eager")
+    model = torch.compile(network(LOG, nn.Linear(6, 2)), backend="aot_eager")
     assert explain(model, X).module == "Sequential.2"
 
 
@@ -177,13 +169,9 @@ def test_a_healthy_step_has_nothing_to_explain_and_keeps_its_bits():
 
 
 def test_dropout_draws_the_same_numbers_again():
-    class Dropped(nn.Module):
-        def forward(self, x):
-            return F.dropout(x * 0 + 1, 0.5).log()
-
     for seed in range(5):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, 6), Dropped())
+        model = nn.Sequential(nn.Linear(4, 6), Op(lambda x: F.dropout(x * 0 + 1, 0.5).log()))
         watch = Watch(model)
         out = model(X)
         out.sum().backward()
@@ -194,7 +182,7 @@ def test_dropout_draws_the_same_numbers_again():
 
 def test_inputs_that_were_written_since_are_not_repeated_and_ranges_name_the_module():
     def late(record):
-        model, x = network(Log(), nn.Linear(6, 2)), X.clone()
+        model, x = network(LOG, nn.Linear(6, 2)), X.clone()
         watch = Watch(model, record=record)
         model(x).sum().backward()
         x.zero_()
@@ -205,22 +193,15 @@ def test_inputs_that_were_written_since_are_not_repeated_and_ranges_name_the_mod
 
 
 def test_a_model_that_cannot_run_again_does_not_end_the_training():
-    class Once(nn.Module):
-        ran = False
-
-        def forward(self, x):
-            if self.ran:
-                raise OSError("the stream is used up")
-            self.ran = True
-            return x.log()
-
-    found = explain(nn.Sequential(nn.Linear(4, 6), Once()), X)
-    assert "not repeated: OSError: the stream is used up" in found.note
+    stream = iter([torch.log])
+    once = Op(lambda x: next(stream)(x))
+    found = explain(nn.Sequential(nn.Linear(4, 6), once), X)
+    assert "not repeated: StopIteration" in found.note
 
 
 def guarded(batches, locate=True):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6, bias=False), Divide(), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), DIVIDE, nn.Linear(6, 2))
     guard = Guard(model, torch.optim.AdamW(model.parameters()), locate=locate)
     for x in batches:
         guard.optimizer.zero_grad()
