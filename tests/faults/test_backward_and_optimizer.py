@@ -235,7 +235,7 @@ def test_too_few_heads_left_stop_the_run():
         return set_gradient(math.nan)(logits).index_fill(0, torch.tensor([0, 1, 3]), math.nan)
 
     with pytest.raises(
-        TooFewHealthyParts, match="only 1 of 5 parts are left.*at least 2 are asked"
+        TooFewHealthyParts, match="only 1 of 5 parts are left.*at least 2 are required"
     ):
         trained(in_forward(all_but_one, range(90)), steps=90, thresholds=Thresholds(min_parts=2))
 

@@ -22,7 +22,7 @@ from ssl_kd.language.fault_explainer import trained  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
-from ssl_kd.training.fault_bundle import FlightRecorder, load_bundle  # noqa: E402
+from ssl_kd.training.fault_bundle import load_bundle, save_bundle  # noqa: E402
 from tests.bits import same  # noqa: E402
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -240,7 +240,7 @@ def test_another_text_or_teacher_than_the_runs_is_refused(
 
 
 def test_over_the_size_limit_it_says_what_was_found_when_it_happened(recorded, sick, monkeypatch):
-    monkeypatch.setattr(FlightRecorder.__init__, "__defaults__", (1e-3, 8))
+    monkeypatch.setattr(save_bundle, "__defaults__", (1e-3,))
     words, bundles = recorded(teacher_model=sick(), max_steps=1)
     report = replay(bundles["kd"])
     assert not report.reproduced

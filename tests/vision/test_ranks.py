@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,9 +21,11 @@ from torch import nn
 from ssl_kd.errors import BAD_INPUT
 from ssl_kd.files import sha256_file
 from ssl_kd.guard import Precision
+from ssl_kd.guard.faults import Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.store import approximate
 from ssl_kd.training.ranks import Ranks
+from ssl_kd.vision import fit
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.run import run
@@ -116,6 +119,11 @@ def spoil(rank, heads, at):
                 trainer.state.student[head - first] = NAN
 
     before_step(do)
+
+
+def restoring_after(rank, steps):
+    """A head is restored after so many bad steps in a row."""
+    mock.patch.object(fit, "Thresholds", partial(Thresholds, restore_after=steps)).start()
 
 
 def warn_of(rank, head):

@@ -12,7 +12,7 @@ from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.faults import Stage
-from ssl_kd.training.fault_bundle import FlightRecorder
+from ssl_kd.training.fault_bundle import FlightRecorder, save_bundle
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.replay import bundle_of, replay
 from ssl_kd.vision.settings import VisionSettings
@@ -190,7 +190,7 @@ def test_samples_that_are_not_those_of_the_batch_are_refused(tmp_path):
 
 
 def test_without_its_batch_a_bundle_cannot_be_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(FlightRecorder.__init__, "__defaults__", (1e-3, 8))
+    monkeypatch.setattr(save_bundle, "__defaults__", (1e-3,))
     path = record(tmp_path, lambda trainer, views: None)
     with pytest.raises(ValueError, match="views.* was over its size limit"):
         replay(path)
