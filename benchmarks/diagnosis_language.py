@@ -58,7 +58,8 @@ class Case:
         """The one operation that something not finite comes from; None if there are several."""
         student = self.distiller.student
         with Origins() as seen, torch.random.fork_rng():
-            total = sum(self.distiller.weighted_terms(self.batch).values(), torch.zeros(()))
+            terms = self.distiller.weighted(self.distiller.terms(self.batch))
+            total = sum(terms.values(), torch.zeros(()))
             torch.autograd.grad(total, list(student.parameters()), allow_unused=True)
         return seen.ops.pop() if len(seen.ops) == 1 else None
 

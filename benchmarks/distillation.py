@@ -35,8 +35,8 @@ from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
+from ssl_kd.language.teachers import trained_teacher
 from ssl_kd.language.text_rows import texts_of
-from ssl_kd.language.trained_teacher import trained_teacher
 from ssl_kd.teachers.causal import tokenizer_id
 
 ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}

@@ -61,7 +61,7 @@ from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.guard import Precision
 from ssl_kd.hf_trainer import DistillationTrainer
 from ssl_kd.hf_trainer.distillation import collate
-from ssl_kd.language.rollouts import Generated, Written
+from ssl_kd.language.rollouts import RolloutBatches, Sampler
 from ssl_kd.language.served import ServedTeacher
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
@@ -223,8 +223,8 @@ def _by_our_loop(
     precision = Precision.for_device("cpu", False)
     distiller = Distiller(student.model, settings, precision, Plain(answers))
     ends = [student.tokenizer.eos_token_id]
-    rollouts = Generated(student.model, ends, batch_size=args.batch)
-    written = Written(settings, blocks, rollouts, ends, seed=settings.seed)
+    rollouts = Sampler(student.model, ends, batch_size=args.batch)
+    written = RolloutBatches(settings, blocks, rollouts, ends, seed=settings.seed)
     written = written if settings.on_policy else None
 
     def run(likeliest: bool) -> tuple[list[float], float]:
@@ -235,7 +235,7 @@ def _by_our_loop(
             stamps.append(time.perf_counter())
             losses.append(result.kd)
 
-        train(distiller, blocks, args.steps + 1, written=written, on_step=note)
+        train(distiller, blocks, args.steps + 1, rollouts=written, on_step=note)
         return stamps, losses[0]
 
     return run

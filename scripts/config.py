@@ -1,8 +1,8 @@
-"""The settings of `python scripts/distill.py`: plain literals, read and never executed.
+"""Settings of `python scripts/distill.py`: plain literals; this file is parsed, never executed.
 
-A preset beats the value here, and a flag of the same name beats both: `--learning_rate 1e-5` or
-`--learning-rate 1e-5`. `python scripts/distill.py --help-all` says what each may be and lists the
-presets; a name or value that cannot be is refused.
+A preset overrides the value here, and a flag of the same name overrides both: `--learning_rate
+1e-5` or `--learning-rate 1e-5`. `python scripts/distill.py --help-all` lists the allowed values and
+the presets; an unknown name or an invalid value is an error.
 """
 
 # --- Teacher --------------------------------------------------------------------------------------
@@ -19,25 +19,23 @@ TEACHER_CACHE = None
 # TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable
 # TEACHER_API_KEY.
 TEACHER_URL = None
-# Name that the server knows the teacher by; None: TEACHER_MODEL.
+# Model name on the server of TEACHER_URL; None: TEACHER_MODEL.
 TEACHER_SERVED_AS = None
-# What cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for forward_kl) |
-# topk (its likeliest tokens and the mass of the rest: for every divergence) | hidden (what its
-# output head gets, and the head once: exact, for every divergence and temperature); sample:K and
-# topk:K keep K tokens at each position, 128 without a K. A server gives topk alone, 20 tokens
-# without a K: vLLM as many as its --max-logprobs.
+# What cache_teacher.py stores: sample (tokens sampled from the teacher: unbiased, for forward_kl) |
+# topk (the most likely tokens and the total mass of the rest: for any divergence) | hidden (the
+# last hidden states, and the output head once: exact, for any divergence and temperature); sample:K
+# and topk:K store K tokens per position, not 128. A server supports topk only, 20 tokens by
+# default; vLLM limits K by --max-logprobs.
 CACHE_METHOD = "sample"
-# Keep the linear layers of a frozen teacher, and of the base that LORA_RANK trains adapters of
-# (QLoRA), in fewer bits, by bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE. For a GPU's memory:
-# on a CPU neither time nor memory is saved.
+# Store the linear layers of frozen models (the teacher, and the base model under LORA_RANK, as in
+# QLoRA) in fewer bits with bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE. Saves GPU memory; on a
+# CPU it saves neither time nor memory.
 QUANTIZATION = None
-# Run Python files that come with a model, where it needs them; read them first.
+# Run Python files that come with a model; read them first.
 TRUST_REMOTE_CODE = False
-# Keep the teacher in the host's memory between forward passes.
-TEACHER_OFFLOAD = False
-# Ask the teacher about everything anew, whatever TEACHER_CACHE holds.
+# Recompute all answers, even those that TEACHER_CACHE already holds.
 FORCE_RECOMPUTE = False
-# Write the damaged files of a teacher's cache again.
+# Rewrite the damaged files of a teacher's cache.
 REBUILD_DAMAGED = False
 
 # --- Student --------------------------------------------------------------------------------------
@@ -45,7 +43,7 @@ REBUILD_DAMAGED = False
 # Folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new
 # weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
 STUDENT_MODEL = "fresh:2x128"
-# Train low-rank adapters of this rank in place of all weights, from 0; 0: all weights.
+# Rank of the LoRA adapters that are trained, from 0; 0: train all weights.
 LORA_RANK = 0
 # LoRA alpha, above 0; the adapters are scaled by LORA_ALPHA / LORA_RANK.
 LORA_ALPHA = 16.0
@@ -61,139 +59,123 @@ LEARNING_RATE = None
 # question, answer | instruction, output | text) | .txt | a folder of them, or by save_to_disk |
 # hf:NAME | stdlib (the source of Python's standard library).
 DATA_PATH = "stdlib"
-# Held-out text; None: the data's own test split, or a tenth of the data, left out of training.
+# Held-out text; None: the test split of the data, or a tenth of it, excluded from training.
 EVAL_PATH = None
-# Field of the records whose text is learned; None: the first form that a record has, as in
-# DATA_PATH.
+# Field of the records that holds the text; None: the first format of DATA_PATH that fits.
 TEXT_FIELD = None
 # Tokens in a row, 8 to 1048576. Longer: more context, more memory.
 BLOCK_SIZE = 256
-# Several documents in a row, where the model keeps them apart; off: one document per row, padded.
+# Put several documents in a row if the model can mask attention between them; off: one padded
+# document per row.
 PACKING = True
 
 # --- Loss -----------------------------------------------------------------------------------------
 
 # Divergence between teacher and student: forward_kl | reverse_kl | js | skew_kl | skew_reverse_kl |
-# tvd | js:BETA (GKD's, BETA between 0 and 1) | distillm2 (with ON_POLICY: skew_kl on text,
-# skew_reverse_kl on what the student writes after the same prompts) | auto (forward_kl, or
-# reverse_kl where ROUTER_MODE is all, ka or sar, as in the paper).
+# tvd | js:BETA (GKD's, BETA between 0 and 1) | auto (forward_kl, or reverse_kl if ROUTER_MODE is
+# all, ka or sar).
 DIVERGENCE = "auto"
 # Temperature of teacher and student in the divergence, 0.05 to 100. Higher: more weight on unlikely
 # tokens.
 TEMPERATURE = 1.0
-# Weight of the divergence, from 0; it is multiplied by the temperature squared.
+# Weight of the divergence, which is also multiplied by TEMPERATURE squared, from 0.
 ALPHA_KD = 0.5
 # Weight of the cross-entropy with the text, from 0.
 ALPHA_CE = 0.5
-# Weight of the distance between hidden states of student and teacher, layer by layer, from 0; 0:
-# not compared. For a live teacher with the student's tokenizer.
-ALPHA_HIDDEN = 0.0
-# Which layers ALPHA_HIDDEN compares: last | uniform (all of the student's, at equal shares of the
-# teacher's) | STUDENT:TEACHER,... (from 0, as in "0:1,1:3").
-LAYER_MAP = "last"
-# What of TEMPERATURE and the ALPHAs moves over the run, each from its own value to NAME:END or
-# NAME:END:cosine, as in "temperature:1, alpha_hidden:0.1:cosine"; None: nothing.
-SCHEDULE = None
-# The clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0" (logits, and a
-# window for the losses); None: no clamp. float32 arithmetic needs none.
+# Clamp as older scripts did, to measure what it costs: "2.5" (logits) or "2.5:0.1:5.0" (logits, and
+# lowest and highest loss); None: no clamp. float32 arithmetic needs no clamp.
 LEGACY_CLAMP = None
-# How a teacher with another tokenizer is aligned: auto (the tokenizers are the same) | hidden
-# (states, at common boundaries) | uld (sorted probabilities) | chunks (of text).
+# How to align a teacher with another tokenizer: auto (the tokenizers are the same) | hidden (hidden
+# states at common boundaries) | uld (sorted probabilities) | chunks (of text).
 ALIGN = "auto"
 
-# --- Text that a model writes ---------------------------------------------------------------------
+# --- Generated text -------------------------------------------------------------------------------
 
-# Share of the rows whose continuation the student writes itself, anew in each step, and the teacher
-# judges token by token, 0 to 1; 0: none. With it, and with TEACHER_TEXT, a row holds one document.
+# Share of the rows that the student continues itself in each step, so that the teacher scores its
+# tokens, 0 to 1; 0: none. With ON_POLICY or TEACHER_TEXT a row holds one document.
 ON_POLICY = 0.0
-# Share of the rows whose continuation the teacher writes, once, in the place of the text
-# (sequence-level distillation), 0 to 1; 0: none.
+# Share of the rows whose text the teacher's continuation replaces, generated once (sequence-level
+# distillation), 0 to 1; 0: none.
 TEACHER_TEXT = 0.0
-# Temperature of a continuation, 0 to 100; 0: the likeliest tokens.
+# Sampling temperature of continuations, 0 to 100; 0: greedy.
 ROLLOUT_TEMPERATURE = 1.0
 # Prompts whose answers the report shows, 0 to 100.
 GENERATIONS = 4
-# Maximum tokens of a continuation with its end, and of an answer in the report, from 1. BLOCK_SIZE
-# holds the prompt of a continuation too.
+# Maximum tokens of a continuation, end token included, and of an answer in the report, from 1.
+# Prompt and continuation together fit in BLOCK_SIZE.
 MAX_NEW_TOKENS = 128
 
 # --- Routers of mixtures --------------------------------------------------------------------------
 
 # Experts of a mixture-of-experts teacher: native (unchanged) | all | ka (all but one, some sampled)
 # | sar (all, with a router that learns from the student) | auto (sar for a mixture, native for a
-# dense teacher; the presets use this).
+# dense teacher; used by the presets).
 ROUTER_MODE = "native"
 # Learning rate of the router in sar, 0 to 100.
 ROUTER_LR = 1e-5
-# Router file of an earlier run (router.safetensors), for the teacher; None: its own router.
+# Router.safetensors of an earlier run, loaded into the teacher; None: its own router.
 ROUTER_WEIGHTS = None
 
 # --- Optimization ---------------------------------------------------------------------------------
 
-# Optimizer steps, from 1. A finished run goes on with RESUME, RUN_NAME and more of them; its
-# learning rates are then those of a run of so many steps.
+# Optimizer steps, from 1. Extend a finished run with RESUME, RUN_NAME and a larger value; the
+# learning rate then follows the longer schedule.
 MAX_STEPS = 500
 # Passes over the data, above 0 to 1000000; None: MAX_STEPS decides.
 EPOCHS = None
-# Rows per forward pass, of all processes together, from 1; a step has GRADIENT_ACCUMULATION_STEPS
-# times as many. torchrun's processes share them. If memory runs out, lower it and raise
-# GRADIENT_ACCUMULATION_STEPS.
+# Rows per forward pass over all processes, from 1; a step has GRADIENT_ACCUMULATION_STEPS times as
+# many. If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.
 BATCH_SIZE = 8
 # Forward passes per step, from 1; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
 # Learning rate after the warm-up: cosine (to zero) | linear (to zero) | constant_with_warmup |
 # constant (without a warm-up).
 LR_SCHEDULE = "cosine"
-# Fraction of the steps that warm up, 0 up to, not including, 1; LR_SCHEDULE follows.
+# Fraction of the steps used for warm-up, before LR_SCHEDULE, 0 up to, not including, 1.
 WARMUP_FRACTION = 0.1
 # Decoupled weight decay of AdamW, 0 to 10.
 WEIGHT_DECAY = 0.01
-# Largest norm of the gradient, above 0; None: no clipping.
+# Maximum gradient norm, above 0; None: no clipping.
 CLIP_GRAD = 1.0
 
 # --- Guard ----------------------------------------------------------------------------------------
 
 # Skip a step whose gradient norm is this many times its running median, above 1.
 SPIKE_FACTOR = 100.0
-# Skip a step whose gradient norm is above this, above 0; None: SPIKE_FACTOR alone decides. Older
-# scripts had it at 2.0; new weights have larger norms than that for many steps.
+# Skip a step whose gradient norm is above this, above 0; None: only SPIKE_FACTOR decides. Older
+# scripts used 2.0; newly initialized weights exceed that for many steps.
 GRAD_NORM_THRESHOLD = None
-# Bad steps in a row that end the run, from 1; None: after 20 the student goes back to its last good
-# state with a fresh optimizer, and 20 more end the run.
+# Consecutive bad steps that end the run, from 1; None: after 20 the student is restored to its last
+# good state with a fresh optimizer, and 20 more end the run.
 STOP_AFTER = 10
 
 # --- Devices --------------------------------------------------------------------------------------
 
-# Precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16.
-# Trainable weights and losses are always float32. A dtype that is slow on the device is not used,
-# and the log says so.
+# Precision of matrix products: auto (suited to the device) | float32 | bfloat16 | float16.
+# Trainable weights and losses are always float32. A dtype that is slow on the device is replaced,
+# and the log says why.
 MODEL_DTYPE = "auto"
-# With torchrun: keep a piece of each weight of student and teacher on each GPU (FSDP2), for models
-# that are too large for one; off: all of them on each (DDP).
+# With torchrun: shard the weights of student and teacher over the GPUs (FSDP2), for models that are
+# too large for one GPU; off: a full copy on each (DDP).
 SHARD = False
 
 # --- Evaluation -----------------------------------------------------------------------------------
 
-# Steps between two evaluations on held-out text, from 1; the best of them, step 0 included, is the
-# student that is saved.
+# Steps between evaluations on held-out text, from 1; the best student so far, step 0 included, is
+# the one that is saved.
 EVAL_EVERY = 100
-# Maximum held-out rows of each of two parts: one to choose the best student by, and one, which no
-# choice is made on, for the table, from 1.
+# Maximum rows of each of two held-out parts: validation, to choose the best student, and test, for
+# the results table, from 1.
 EVAL_ROWS = 200
-# Also train the same student by cross-entropy alone, on an equal budget, to see whether distilling
-# pays.
-BASELINE = False
 
 # --- Run ------------------------------------------------------------------------------------------
 
-# Steps between two lines of metrics.jsonl, from 1.
+# Steps between lines of metrics.jsonl, from 1.
 LOG_EVERY = 10
-# Steps between two checkpoints, from 1. An interruption loses at most this many steps.
+# Steps between checkpoints, from 1. An interruption loses at most this many steps.
 CHECKPOINT_EVERY = 100
-# Five steps with evaluation and saving, to see whether everything fits.
-DRY_RUN = False
-# Who draws the curves, beside metrics.jsonl: none | tensorboard (files in the run folder) | wandb |
-# trackio (through their own packages).
+# Where to log curves in addition to metrics.jsonl: none | tensorboard (in the run folder) | wandb |
+# trackio (packages to install).
 REPORT_TO = "none"
 # Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
 DEVICE = "auto"

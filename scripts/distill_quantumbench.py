@@ -21,13 +21,14 @@ def main(words: list[str]) -> int:
     parser = FlagParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="Defaults: --epochs 3 --batch-size 2 --learning-rate 2e-5 --temperature 3; "
-        "every other setting of scripts/distill.py is a flag here, too: --dry-run, --align chunks.",
+        "every other setting of scripts/distill.py is a flag here, too, such as --align chunks.",
         allow_abbrev=False,
     )
     parser.add_argument("--teacher-model", required=True, help="folder or name on the Hub")
     parser.add_argument("--student-model-name", required=True, help="folder or name on the Hub")
     parser.add_argument("--data-path", required=True, help="a jsonl file")
     parser.add_argument("--alpha", type=float, default=0.5, help="teacher's share, default: 0.5")
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="train for 5 steps")
     parser.add_argument("--fp16", action="store_true", help="half precision, on a GPU only")
 
     def read() -> LanguageSettings:
@@ -52,6 +53,8 @@ def main(words: list[str]) -> int:
             "stop_after": 1,  # a NaN stops, and is explained ...
             "spike_factor": 1e9,  # ... while a large gradient is clipped, and no more
         }
+        if given.dry_run:
+            values |= {"epochs": None, "max_steps": 5, "eval_every": 5}
         settings = read_settings(
             LanguageSettings,
             others,

@@ -14,7 +14,7 @@ from typing import Any
 
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
-from ssl_kd.language.foreign_names import GIVEN
+from ssl_kd.language.foreign_names import IN_MEMORY
 from ssl_kd.language.prepare import InMemoryModels
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
@@ -129,10 +129,10 @@ class Distillation:
         with self._naming():
             if follows():  # the first process reports
                 with following():
-                    return DistilledRun(run(self.settings, given=self._given))
+                    return DistilledRun(run(self.settings, models=self._given))
 
             def start(tell: Progress) -> tuple[Path, None]:
-                return run(self.settings, progress=tell, given=self._given), None
+                return run(self.settings, progress=tell, models=self._given), None
 
             return DistilledRun(reported(start, lambda path: None, progress))
 
@@ -175,9 +175,9 @@ class DistilledRun:
     def scores(self) -> dict[str, dict[str, float]]:
         """Score -> who -> value on held-out text; a data frame takes it as it is.
 
-        Who is `teacher`, `student before`, `student` and, with BASELINE, `CE alone`; the scores are
-        `nll` (nats a token), `perplexity`, `bits_per_character`, `agreement` and `kl` with the
-        teacher, and others that apply.
+        Who is `teacher`, `student before` and `student`; the scores are `nll` (nats per token),
+        `perplexity`, `bits_per_character`, `agreement` and `kl` with the teacher, and others that
+        apply.
         """
         rows = self.metrics["table"]
         names = list(dict.fromkeys(name for row in rows for name in row if name != "name"))
@@ -230,7 +230,7 @@ def _model(who: str, model: Model) -> tuple[str, CausalLM | None]:
             f"{who} is {type(model).__name__}, expected a folder, a name on the Hub, or a model of "
             "transformers with its tokenizer: (model, tokenizer)"
         )
-    return GIVEN, CausalLM.of(lm, tokenizer, f"{type(lm).__name__} in memory", processor)
+    return IN_MEMORY, CausalLM.of(lm, tokenizer, f"{type(lm).__name__} in memory", processor)
 
 
 def _place(argument: str, texts: Texts) -> str:

@@ -103,10 +103,9 @@ def cache_teacher(
                 cache_teacher(resolved)
             return OK
         with ProgressBars(screen) as progress:
-            caches = cache_teacher(resolved, progress=progress)
-        for cache in caches:
-            facts = ", ".join(f"{name} {short(value)}" for name, value in cache.facts().items())
-            print(f"{cache.folder}: {facts}")
+            cache = cache_teacher(resolved, progress=progress)
+        facts = ", ".join(f"{name} {short(value)}" for name, value in cache.facts().items())
+        print(f"{cache.folder}: {facts}")
         return OK
 
     command = shlex.join([*program(prog), *argv])

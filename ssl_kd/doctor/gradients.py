@@ -70,8 +70,6 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
         quantization=None,
         alpha_ce=1.0,
         alpha_kd=0.0,
-        alpha_hidden=0.0,
-        schedule=None,
         align="auto",
         router_mode="native",
         legacy_clamp=None,

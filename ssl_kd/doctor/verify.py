@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks, make_blocks
 from ssl_kd.doctor.finding import Finding
-from ssl_kd.language.kept import LastHidden
+from ssl_kd.language.cache_methods import LastHidden
 from ssl_kd.language.prepare import prepare
 from ssl_kd.language.served import ServedTeacher
 from ssl_kd.language.settings import LanguageSettings
@@ -111,7 +111,6 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
     settings = settings.replace(
         router_mode="native",
         legacy_clamp=None,
-        teacher_offload=False,
         teacher_url=None,  # `compare_served` compares it
         teacher_cache=settings.teacher_cache if settings.teacher_url is None else None,
     )
@@ -147,12 +146,12 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
     )
     ways = [Agreement("plain", *plain[0].tolist(), 0.0, 0.0, 0.0, close)]
     compare("live", close)
-    if task.caches:
-        distiller.source, kept = Plain(*task.caches), task.caches[0].kept
+    if task.cache is not None:
+        distiller.source, method = Plain(task.cache), task.cache.method
         allowed = SHORTENED
-        if isinstance(kept, LastHidden):
-            allowed = close if kept.stored == precision.teacher else HALF
-        compare(f"cache, {kept}", allowed)
+        if isinstance(method, LastHidden):
+            allowed = close if method.stored == precision.teacher else HALF
+        compare(f"cache, {method}", allowed)
     return ways
 
 

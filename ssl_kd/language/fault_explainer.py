@@ -1,14 +1,14 @@
-"""Faults of a student's step, explained when they happen and recorded to be run again."""
+"""Faults of a student's step: explain them when they happen, and record them for a replay."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
@@ -18,213 +18,167 @@ from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.microscope import Fault, Microscope
-from ssl_kd.guard.precision import Precision
-from ssl_kd.language.parallel import DistributedStudent
-from ssl_kd.language.routed import Routed, fixed
-from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.objective import Objective
+from ssl_kd.language.routed import RoutedTeacher, router_fixed
+from ssl_kd.language.sick_rows import rng_state, set_rng_state
 from ssl_kd.language.sources import named_rows
 from ssl_kd.teachers.finite import in_words, of_a_file, suspect_weights
 from ssl_kd.training.fault_bundle import Bundle, FlightRecorder
 from ssl_kd.training.process_group import ProcessGroup
 
 
-class Examined(Protocol):
-    """A step that can be run again: a `Distiller`."""
-
-    student: nn.Module
-    settings: LanguageSettings
-    precision: Precision
-    guard: Guard
-    team: ProcessGroup
-    trainee: DistributedStudent
-    source: Any
-    aligned: Any
-    beside: dict[str, nn.Module]
-
-    def weighted_terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
-        """Loss terms of a batch, with gradient."""
-        ...
-
-
-@torch.enable_grad()  # the guard calls back from where none is kept
+@torch.enable_grad()  # the guard calls back without gradients
 def examine(
-    step: Examined, batch: Batch | AlignedBatch, part: str = "model"
+    objective: Objective, batch: Batch | AlignedBatch, part: str = "model"
 ) -> tuple[Fault, Diagnosis] | None:
-    """Run a batch again under the microscope; what first went wrong, and why.
+    """Run a batch again under the microscope; return what first went wrong, and why.
 
-    Nothing learns from it.
-
-    Args:
-        step: with the weights that it had.
-        batch: of the step.
-        part: a loss term, or the whole `model`.
+    `part` is a loss term, or `model` for all of them. Nothing is trained.
     """
-    weights = {f"student weight {name}": p for name, p in step.student.named_parameters()}
-    for who, module in step.beside.items():
+    weights = {f"student weight {name}": p for name, p in objective.student.named_parameters()}
+    for who, module in objective.extra.items():
         weights |= {f"{who} weight {name}": p for name, p in module.named_parameters()}
     leaves = [p for p in weights.values() if p.requires_grad]
-    source = step.source if step.aligned is None else step.aligned
+    source: Any = objective.source if objective.aligned is None else objective.aligned
     teachers = getattr(source, "models", {"teacher": getattr(source, "model", None)})
     named = {name: p.detach() for name, p in weights.items()}
     for name, teacher in teachers.items():
         if teacher is not None:
             named |= suspect_weights(teacher, name)
-    with fixed(step.source), Microscope(named) as scope:
-        terms = step.weighted_terms(batch)
-        looked = [terms[part]] if part in terms else list(terms.values())
-        fault = scope.fault(*looked)
+    with router_fixed(objective.source), Microscope(named) as scope:
+        terms = objective.weighted(objective.terms(batch))
+        suspects = [terms[part]] if part in terms else list(terms.values())
+        fault = scope.fault(*suspects)
         if fault is None:
-            total = sum(looked, torch.zeros(()))
-            found = torch.autograd.grad(total, leaves, allow_unused=True)
-            fault = scope.fault(*(g for g in found if g is not None))
+            total = sum(suspects, torch.zeros(()))
+            gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+            fault = scope.fault(*(g for g in gradients if g is not None))
     if fault is None:
         return None
-    settings = step.settings
-    usual = {"learning_rate": settings.usual_lr}
-    found = diagnose(fault, settings.known(), usual)
-    return fault, of_a_file(found) if found.words.startswith("teacher ") else found
+    usual = {"learning_rate": objective.settings.usual_lr}
+    diagnosis = diagnose(fault, objective.settings.known(), usual)
+    in_teacher = diagnosis.words.startswith("teacher ")
+    return fault, of_a_file(diagnosis) if in_teacher else diagnosis
 
 
-def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """States of the random numbers: the CPU's, and the GPU's where one is used."""
-    gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"cpu": torch.get_rng_state()} | gpu
-
-
-def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Take over what `rng_state` gave."""
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def trained(step: Examined) -> dict[str, Tensor]:
-    """What a step trains, by name: the student, and what learns beside it."""
+def trained(objective: Objective) -> dict[str, Tensor]:
+    """Return all trained tensors by name: of the student, a projection, the teacher's router."""
     tensors: dict[str, Tensor] = {}
-    tensors |= {f"student {n}": p for n, p in step.student.named_parameters() if p.requires_grad}
-    for who, module in step.beside.items():
+    tensors |= {
+        f"student {n}": p for n, p in objective.student.named_parameters() if p.requires_grad
+    }
+    for who, module in objective.extra.items():
         tensors |= {f"{who} {name}": t for name, t in module.state_dict().items()}
-    if isinstance(step.source, Routed) and step.source.router is not None:
-        routers = step.source.mixture.router_parameters()
+    if isinstance(objective.source, RoutedTeacher) and objective.source.router is not None:
+        routers = objective.source.mixture.router_parameters()
         tensors |= {f"router {name}": p for name, p in routers.items()}
     return tensors
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What a second run of a step showed.
+class _SecondRun:
+    """What a second run of a step showed."""
 
-    Attributes:
-        rows: of the batch that failed; of all batches where none did.
-        rng: before that batch.
-        words: what was found, or why nothing was.
-        why: the cause; None where nothing was found.
-    """
-
-    rows: Tensor
-    rng: Mapping[str, Tensor]
-    words: str
-    why: Diagnosis | None = None
+    rows: Tensor  # of the batch that failed; of all batches if none did
+    rng: Mapping[str, Tensor]  # before that batch
+    message: str  # the cause, or why there is none
+    diagnosis: Diagnosis | None = None
 
 
 class FaultExplainer:
-    """Names the rows of a sick batch and the operation, once for each part, and records the step.
-
-    Args:
-        step: whose faults they are.
-        recorder: keeps the first fault of each part; None for none.
+    """Names the rows and the operation of a fault, once for each part, and records the step.
 
     Attributes:
-        explained: parts whose cause was found, before a resume too.
+        explained: parts whose cause was found, also before a resume.
         diagnoses: the causes, in this process.
-        about: what a replay must find the same, for the bundle.
+        facts: what a replay must find unchanged, for the bundle.
     """
 
-    def __init__(self, step: Examined, recorder: FlightRecorder | None = None) -> None:
-        self._step, self._recorder = step, recorder
+    def __init__(
+        self,
+        objective: Objective,
+        guard: Guard,
+        ranks: ProcessGroup,
+        recorder: FlightRecorder | None = None,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        self._objective, self._guard, self._ranks = objective, guard, ranks
+        self._recorder, self._sharded = recorder, sharded
         self.explained: set[str] = set()
         self.diagnoses: list[Diagnosis] = []
-        self.about: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
         self._read = 0
 
     def bundles(self) -> list[Path]:
-        """What was recorded, oldest first."""
+        """Return the recorded bundles, oldest first."""
         return [] if self._recorder is None else self._recorder.bundles()
 
     def explain(self, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]) -> None:
-        """Explain the guard's new events.
-
-        Args:
-            batches: of the step; the weights must still be those that it began with.
-            rng: from `rng_state`, before the step's first batch.
-        """
-        log = self._step.guard.events
+        """Explain the guard's new events, by the weights and the random state before the step."""
+        log = self._guard.events
         new, self._read = log.events[self._read :], len(log)
         for event in new:
-            kind = Stage.of(event)
-            sick = kind is not None and kind.kind.not_finite and event.action != "used again"
+            stage = Stage.of(event)
+            sick = stage is not None and stage.kind.not_finite and event.action != "used again"
             if sick and event.part != "router" and event.part not in self.explained:
                 log.extend([self._explain(event, batches, rng)])
 
     def _explain(
         self, event: Event, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]
     ) -> Event:
-        gathered = self._step.team.of_all(
+        runs = self._ranks.of_all(
             f"step {event.step}, why {event.part} failed", self._run_again(event.part, batches, rng)
         )
-        seen = next((one for one in gathered if one.why is not None), None)
-        if seen is None:
-            rows = torch.cat([one.rows for one in gathered])
-            words = max(one.words for one in gathered)
-            seen = replace(gathered[0], rows=rows, words=words)
+        run = next((run for run in runs if run.diagnosis is not None), None)
+        if run is None:
+            rows = torch.cat([run.rows for run in runs])
+            run = replace(runs[0], rows=rows, message=max(run.message for run in runs))
         action = "not found again"
-        if seen.why is not None:
-            self.diagnoses.append(seen.why)
+        if run.diagnosis is not None:
+            self.diagnoses.append(run.diagnosis)
             self.explained.add(event.part)
             action = "explained"
-        reason = f"{named_rows(seen.rows)}: {seen.words}"
-        self._record(event, seen.rows, seen.rng, reason)
+        reason = f"{named_rows(run.rows)}: {run.message}"
+        if self._recorder is not None and self._recorder.wants(event.part):
+            self._recorder.record(self._bundle(event, run, reason))
         return Event(event.step, event.part, "replay", reason, action)
 
     def _run_again(
         self, part: str, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]
-    ) -> _Seen:
-        """What this rank's own batches show."""
-        step, device = self._step, self._step.precision.device
+    ) -> _SecondRun:
+        device = self._objective.precision.device
         rows = torch.cat([batch.rows for batch in batches])
-        if step.trainee.sharded:  # the microscope takes gradients of whole weights
-            return _Seen(rows, rng, "a step of a sharded student is not run again")
+        if self._sharded:  # the microscope takes gradients of full weights
+            return _SecondRun(rows, rng, "a step of a sharded student is not run again")
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 set_rng_state(rng, device)
                 for batch in batches:
                     before = rng_state(device)
-                    if (found := examine(step, batch, part)) is not None:
-                        return _Seen(batch.rows, before, in_words(*found), found[1])
+                    if (found := examine(self._objective, batch, part)) is not None:
+                        return _SecondRun(batch.rows, before, in_words(*found), found[1])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            return _Seen(rows, rng, "not enough memory to run it again")
-        return _Seen(rows, rng, "a second run of the same step is finite")
+            return _SecondRun(rows, rng, "not enough memory to run it again")
+        return _SecondRun(rows, rng, "a second run of the same step is finite")
 
-    def _record(self, event: Event, rows: Tensor, rng: Mapping[str, Tensor], reason: str) -> None:
-        if self._recorder is None or not self._recorder.wants(event.part):
-            return
-        step = self._step
-        how = {
+    def _bundle(self, event: Event, run: _SecondRun, reason: str) -> Bundle:
+        precision = self._objective.precision
+        replay = {
             "mode": "language",
-            "student": str(step.precision.student).removeprefix("torch."),
-            "teacher": str(step.precision.teacher).removeprefix("torch."),
-            "scale": step.precision.scale,
-            "device": str(step.precision.device),
+            "student": str(precision.student).removeprefix("torch."),
+            "teacher": str(precision.teacher).removeprefix("torch."),
+            "scale": precision.scale,
+            "device": str(precision.device),
             "exact": True,
             "explained": reason,
         }
-        self._recorder.record(
-            Bundle(
-                event=event,
-                indices=rows.cpu(),
-                tensors=trained(step) | {f"rng {name}": state for name, state in rng.items()},
-                settings={**step.settings.to_dict(), "replay": how | self.about},
-            )
+        rng = {f"rng {name}": state for name, state in run.rng.items()}
+        return Bundle(
+            event=event,
+            indices=run.rows.cpu(),
+            tensors=trained(self._objective) | rng,
+            settings={**self._objective.settings.to_dict(), "replay": replay | self.facts},
         )

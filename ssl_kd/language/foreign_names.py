@@ -1,4 +1,4 @@
-"""Names of settings: older ones, those of other trainers, and those that may change."""
+"""Names of settings: older names, those of other trainers, and those that may change."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from ssl_kd.settings import RunSettings
 from ssl_kd.settings.foreign_names import by_name
 
-GIVEN = "given"
-"""TEACHER_MODEL and STUDENT_MODEL of a model that was handed over in memory."""
+IN_MEMORY = "given"  # TEACHER_MODEL and STUDENT_MODEL of a model that is passed in memory
 
-# What older scripts call the settings, and transformers' TrainingArguments and TRL where they mean
-# the same, in the same unit.
+# Names of older scripts, and of transformers' TrainingArguments and TRL where they mean the same in
+# the same unit.
 ALIASES: Mapping[str, str] = {
     **RunSettings.aliases,
     "dataset_text_field": "text_field",
@@ -35,7 +34,7 @@ _TRL: Mapping[str, str] = {
         dtype torch_dtype""",
     "Use --model_dtype bfloat16.": "bf16 bf16_full_eval",
     "Use --model_dtype float16.": "fp16 fp16_full_eval",
-    "Float32 products stay float32; for faster ones use --model_dtype bfloat16.": "tf32",
+    "Float32 products stay float32; use --model_dtype bfloat16 for faster ones.": "tf32",
     "Use --report_to.": "logging_dir project tensorboard trackio_*",
     "Use --gradient_checkpointing.": "activation_* gradient_checkpointing_kwargs",
     "Use --eval_every.": "eval_delay eval_on_start eval_strategy evaluation_strategy",
@@ -43,16 +42,16 @@ _TRL: Mapping[str, str] = {
         eval_accumulation_steps per_device_eval_batch_size""",
     "The student with the best held-out likelihood is saved, see --eval_every.": """
         greater_is_better load_best_model_at_end metric_for_best_model""",
-    "Use --data_path, and --eval_path for held-out text; it is laid out before the training.": """
+    "Use --data_path, and --eval_path for held-out text.": """
         data dataloader_* dataset dataset_* datasets length_column_name mixtures
         remove_unused_columns""",
-    "Answers alone are learned, wherever --data_path has messages, or prompt and completion; plain"
-    " text, as --text_field chooses it, is learned whole.": """
+    "Only answers are learned where --data_path has messages, or prompt and completion; plain text"
+    " (see --text_field) is learned in full.": """
         assistant_only_loss completion_only_loss train_on_inputs train_on_prompt""",
-    "The tokenizer's own is used: save the student's tokenizer with another chat_template and"
+    "The tokenizer decides: save the student's tokenizer with another chat_template and"
     " eos_token, and name its folder as --student_model.": "chat_* eos_token pad_token",
-    "A row has --block_size tokens, of which the answer may fill what the prompt leaves; of plain"
-    " text the first 16 are the prompt.": """
+    "A row has --block_size tokens, of which the answer may use what the prompt leaves; the first"
+    " 16 tokens of plain text are the prompt.": """
         max_prompt_length truncation_mode vllm_max_model_length""",
     "Use --packing; rows are --block_size long.": """
         eval_packing pad_to_multiple_of packing_strategy padding_free""",
@@ -62,13 +61,13 @@ _TRL: Mapping[str, str] = {
         model model_init_kwargs model_name model_name_or_path model_revision
         teacher_model_init_kwargs teacher_model_revision teacher_tokenizer_name_or_path""",
     "Use --teacher_url http://HOST:PORT/v1.": "teacher_model_server_url teacher_server_urls",
-    "Use --divergence js:BETA; forward_kl and reverse_kl are what 0 and 1 stand for.": "beta",
+    "Use --divergence js:BETA; forward_kl and reverse_kl for BETA 0 and 1.": "beta",
     "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.": "alpha kd_ratio",
     "Use --temperature, for teacher and student, or --rollout_temperature, for sampling.": """
         generation_kwargs teacher_temperature uld_student_temperature uld_teacher_temperature""",
     "The text's loss is cross-entropy, a mean over tokens: use --alpha_ce.": "loss_type",
-    "A live teacher's whole distribution is compared; --cache_method topk:K is what a server is"
-    " asked for, and what a cache keeps, with the mass of the rest.": """
+    "A live teacher's full distribution is compared; --cache_method topk:K limits a server or a"
+    " cache to K tokens and the mass of the rest.": """
         add_tail_bucket loss_add_tail loss_top_k reverse_kl_top_1_mode""",
     "Use --align uld (or chunks), and --alpha_kd.": "uld_* use_extended_uld use_uld_loss",
     "Use --lora_rank above 0.": "peft use_lora use_peft",
@@ -77,19 +76,19 @@ _TRL: Mapping[str, str] = {
     "Use --quantization nf4.": """
         bnb_* load_in_4bit load_in_8bit use_bnb_nested_quant""",
     "Use --teacher_text 1.": "seq_kd",
-    "The student writes one continuation a row and step: see --on_policy and --max_new_tokens."
+    "The student generates one continuation per row and step: see --on_policy, --max_new_tokens."
     " --generations is the number of answers in the report.": """
         generation_batch_size max_tool_calling_iterations num_generations steps_per_generation""",
-    "Tokens are drawn from all, at --rollout_temperature.": "min_p repetition_penalty top_k top_p",
-    "There is none: the student writes by transformers.": """
+    "Sampling uses all tokens, at --rollout_temperature.": "min_p repetition_penalty top_k top_p",
+    "There is none: the student generates with transformers.": """
         cache_implementation rollout_engine rollout_memory use_vllm vllm_*""",
     "The report shows as many answers of the student as --generations.": """
         log_completions log_completions_steps log_unique_prompts num_completions_to_print""",
     "Against fragmented memory set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.": """
         clear_cache_every_step torch_empty_cache_steps""",
-    "No logits of a whole batch exist anyway; for less memory use --gradient_checkpointing.": """
+    "The logits of a batch are never stored; for less memory use --gradient_checkpointing.": """
         liger_kernel_config use_cache use_liger_kernel""",
-    "There is none here; ssl_kd.hf_trainer.DistillationTrainer takes it.": """
+    "There is none here; ssl_kd.hf_trainer.DistillationTrainer supports it.": """
         torch_compile torch_compile_backend torch_compile_mode""",
     "The student trains as its own config.json says: set dropout and buffers there, and name its"
     " folder as --student_model.": "disable_dropout ignore_bias_buffers",
@@ -97,43 +96,30 @@ _TRL: Mapping[str, str] = {
     "There is none: a teacher's router is balanced, a student's is not.": "router_aux_loss_coef",
     "--lr_schedule names the schedule, --warmup_fraction shapes it.": "lr_scheduler_kwargs",
 }
-_RETIRED: Mapping[str, str] = {
-    "It was taken out: float16 is computed on a GPU that has it.": "emulate_fp16",
-    "It was taken out: the router learns first, and then the teacher answers.": "router_joint",
-    "It was taken out: the experts' weights sum to what they do in the model.": "router_renorm",
-    "It was taken out: `ka` asks the teacher twice a batch.": "ka_forwards",
-    "It was taken out: a server has 120 s for an answer, and is asked again for 300 s.": """
-        teacher_patience teacher_timeout""",
-    "It was taken out: the first five steps are always logged.": "verbose_steps",
-    "It was taken out: train a mixture elsewhere, and name its folder as --teacher_model.": """
-        teacher_experts""",
-    "Use --alpha_hidden, which compares the layers themselves.": "alpha_attention",
+# Settings of older scripts and versions.
+_REMOVED: Mapping[str, str] = {
+    "Removed: use --max_steps 5 --eval_every 5 to test that everything fits.": "dry_run",
+    "Removed: compare with a second run of --alpha_kd 0 --alpha_ce 1.": "baseline",
+    "Removed: use --teacher_cache, or --quantization nf4, to save memory.": "teacher_offload",
+    "Removed: temperature and weights are constant, see --temperature and --alpha_kd.": "schedule",
+    "Removed: use --alpha_kd, or --align hidden for a teacher with another tokenizer.": """
+        alpha_attention alpha_hidden layer_map""",
+    "Removed: float16 runs only on a GPU that supports it, see --model_dtype.": "emulate_fp16",
+    "Removed: --router_mode sets how experts are used; its other parameters are constants.": """
+        ka_forwards ka_lambda router_beta router_drift router_joint router_renorm""",
+    "Removed: the first five steps are always logged, see --log_every.": "verbose_steps",
+    "Removed: --stop_after none restores the student after 20 bad steps.": "restore_after",
+    "Removed: the best student is kept; lower --max_steps to stop earlier.": "patience",
     "Use --cache_method sample:K or topk:K.": "cache_k teacher_top_k",
-    "Use --quantization nf4, for a teacher and for the base of adapters.": """
-        lora_quantization teacher_quantization""",
+    "Use --quantization nf4.": "lora_quantization teacher_quantization",
     "Use --max_new_tokens.": "rollout_tokens",
     "Use --teacher_model train:LAYERSxDIM:STEPS.": "teacher_size teacher_steps",
     "Use --teacher_model '0.7*A, 0.3*B'.": "teacher_weights",
-    "It was taken out: 100 held-out prompts are asked at most.": "answer_prompts",
-    "It was taken out: in `ka` the experts of a token are sampled with probability 0.05.": """
-        ka_lambda""",
-    "It was taken out: peft's merge_and_unload merges the saved adapters.": "lora_merge",
-    "It was taken out: losses are means over the tokens of a step.": "loss_mean",
-    "It was taken out: give a smaller file as --data_path.": "max_megabytes",
-    "It was taken out: the best step of all is kept; set --max_steps lower.": "patience",
-    "It was taken out: the first 16 tokens of a plain text are the prompt.": "prompt_tokens",
-    "It was taken out: with --stop_after none 20 bad steps restore the student.": "restore_after",
-    "It was taken out: tokens are drawn from all, at --rollout_temperature.": "rollout_top_p",
-    "It was taken out: the load balance in sar has the weight 0.01.": "router_beta",
-    "It was taken out: a router stops learning 0.5 nats from the original gate.": "router_drift",
-    "It was taken out: weights are saved in float32; transformers casts them.": "save_dtype",
-    "It was taken out: the vision tower is frozen.": "train_vision",
-    "It was taken out: a tokenizer that is trained here has 1024 tokens.": "vocabulary",
 }
 INSTEAD: Mapping[str, str] = {
     **RunSettings.instead,
     **by_name(_TRL),
-    **by_name(_RETIRED),
+    **by_name(_REMOVED),
 }
 
 FREE_ON_RESUME = RunSettings.free_on_resume | {
@@ -142,22 +128,21 @@ FREE_ON_RESUME = RunSettings.free_on_resume | {
     "log_every",
     "rebuild_damaged",
     "shard",
-    "teacher_offload",
     "teacher_url",
     "report_to",
 }
-"""Those that may differ between a run and its continuation."""
+"""Settings that may differ when a run is resumed."""
 
 FIRST = tuple(
     "teacher_model student_model data_path max_steps batch_size block_size learning_rate"
-    " temperature alpha_kd lora_rank device dry_run run_name resume".split()
+    " temperature alpha_kd lora_rank device run_name resume".split()
 )
-"""Those that `--help` shows."""
+"""Settings that `--help` shows."""
 
 HEADING = """\
-The settings of `python scripts/distill.py`: plain literals, read and never executed.
+Settings of `python scripts/distill.py`: plain literals; this file is parsed, never executed.
 
-A preset beats the value here, and a flag of the same name beats both: `--learning_rate 1e-5` or
-`--learning-rate 1e-5`. `python scripts/distill.py --help-all` says what each may be and lists the
-presets; a name or value that cannot be is refused.
+A preset overrides the value here, and a flag of the same name overrides both: `--learning_rate
+1e-5` or `--learning-rate 1e-5`. `python scripts/distill.py --help-all` lists the allowed values and
+the presets; an unknown name or an invalid value is an error.
 """

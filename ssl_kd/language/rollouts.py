@@ -1,60 +1,65 @@
-"""Rows that a student writes itself, so that its teacher can judge every token of them.
+"""Rows that a model continues: the student in each step, or the teacher once before training.
 
-On-policy distillation: the student meets in training the prefixes that it will meet when it writes.
-Which rows it continues in a step, and what it draws there, depends on the seed, the step, the row
-and the weights: neither on the rows beside it, nor on the number of ranks, nor on a resume.
+On-policy distillation: in training, the student meets the prefixes that it will meet when it
+generates. Which rows it continues in a step, and what it samples there, depends on the seed, the
+step, the row and the weights, not on other rows, the number of ranks, or a resume.
+
+Sequence-level distillation: the student learns the teacher's continuations by cross-entropy, and if
+ALPHA_KD is above 0 also by the teacher's distributions.
 
 References:
+    Kim and Rush, Sequence-Level Knowledge Distillation, EMNLP 2016.
     Agarwal et al., On-Policy Distillation of Language Models (GKD), ICLR 2024, algorithm 1: with
     probability lambda a sequence is the student's; no gradient flows through the sampling.
-    Ko et al., DistiLLM-2: A Contrastive Approach, ICML 2025, equation 4: skew KL on the text of a
-    prompt, skew reverse KL on what the student wrote after it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.datasets.blocks import Batch, Blocks, digest_of
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.generation import Autocast, end_tokens
+from ssl_kd.files import load_tensors, save_tensors
 from ssl_kd.guard.seeds import seed_of
 from ssl_kd.language.objective import Objective
-from ssl_kd.language.setting_groups import RolloutSettings
-from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
+from ssl_kd.language.setting_groups import RolloutSettings, TrainingSettings
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.text_rows import rows_of_step
+from ssl_kd.teachers.causal import CausalLM, evaluating, n_ids, positions, without_adapters
+from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.training.clock import Progress
+from ssl_kd.training.ranks import Ranks
 
-_CHOICE, _DRAW = 0, 1  # what the random numbers of a row are for
-PROMPT_TOKENS = 16  # of a plain text, its start token included
+logger = logging.getLogger(__name__)
+
+_CHOICE, _DRAW = 0, 1  # uses of a row's random numbers
+PROMPT_TOKENS = 16  # of a plain text, start token included
+TEACHER_TEXTS = Path("data") / "teacher_text"
+COLUMNS = ("ids", "counts", "documents")
+PART = 256  # rows of a file of the teacher's text; an interruption loses at most these
+
+Continue = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], list[list[int]]]
+"""Prompts, maximum new tokens of each, and their seeds -> the new tokens; see `Sampler`."""
 
 
-Rollouts = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], list[list[int]]]
-"""Prompts, the most tokens for each, and their seeds -> the new tokens; see `Generated`."""
+class Sampler:
+    """Samples continuations by transformers' `generate`: padded on the left, with a KV cache.
 
-
-class Generated:
-    """Rollouts by transformers' `generate`: padded on the left, with a KV cache.
-
-    Tokens are drawn from `softmax(logits / temperature)` by inverting its
-    distribution function at uniform numbers of each row's own generator. A row whose logits are not
-    finite ends there: the loss of the next forward pass over it is then not finite.
-
-    Args:
-        model: a causal language model of transformers, with or without adapters.
-        ends: tokens that end a continuation, at least one.
-        vocabulary: tokens from here on are never drawn: padding, which another model may not have.
-        temperature: 0 takes the likeliest tokens.
-        batch_size: prompts at once.
-        autocast: makes the context that the model runs in.
-
-    Attributes:
-        sick: how many continuations so far ended where the logits were not finite.
+    Tokens are drawn from `softmax(logits / temperature)` by inverting its distribution function at
+    uniform numbers of each row's own generator; temperature 0 is greedy. Tokens from `vocabulary`
+    on are padding and never drawn. A row whose logits are not finite ends there, and is counted in
+    `sick`; the loss of the next forward pass over it is then not finite.
     """
 
     def __init__(
@@ -74,34 +79,26 @@ class Generated:
     def __call__(
         self, prompts: Sequence[Sequence[int]], rooms: Sequence[int], seeds: Sequence[int]
     ) -> list[list[int]]:
-        """Continue each prompt.
+        """Continue each prompt, a list of token ids, by at most `rooms` tokens, its end included.
 
-        Args:
-            prompts: token ids, at least one each.
-            rooms: how many tokens each continuation may have, 1 or more.
-            seeds: of each, 0 to 2**63 - 1: the same seed, prompt and model give the same.
-
-        Returns:
-            The new tokens of each, up to and with the one that ends it, if one did.
+        The same seed, prompt and model give the same result.
         """
-        found: list[list[int]] = [[] for _ in prompts]
+        continuations: list[list[int]] = [[] for _ in prompts]
         with evaluating(self.model), self.autocast():
-            for some in self._batches([*map(len, prompts)], rooms):
+            for batch in self._batches([*map(len, prompts)], rooms):
                 new = self._generate(
-                    [prompts[i] for i in some],
-                    max(rooms[i] for i in some),
-                    [seeds[i] for i in some],
+                    [prompts[i] for i in batch],
+                    max(rooms[i] for i in batch),
+                    [seeds[i] for i in batch],
                 )
-                for i, tokens in zip(some, new, strict=True):
+                for i, tokens in zip(batch, new, strict=True):
                     tokens = tokens[: rooms[i]]
-                    end = next(
-                        (at for at, t in enumerate(tokens, 1) if t in self.ends), len(tokens)
-                    )
-                    found[i] = tokens[:end]
-        return found
+                    ends = (at for at, t in enumerate(tokens, 1) if t in self.ends)
+                    continuations[i] = tokens[: next(ends, len(tokens))]
+        return continuations
 
     def _batches(self, lengths: Sequence[int], rooms: Sequence[int]) -> Iterator[list[int]]:
-        """Prompts to run at once: none is led beyond the model's positions by the others' rooms."""
+        """Yield prompts to run at once, so that none exceeds the positions for another's room."""
         most = positions(self.model) or sys.maxsize
         batch: list[int] = []
         for i in sorted(range(len(lengths)), key=lambda i: -rooms[i]):
@@ -123,12 +120,12 @@ class Generated:
         device, width = next(causal.parameters()).device, max(map(len, prompts))
         gaps = [width - len(ids) for ids in prompts]
         draw = _Draw(width, n, seeds, torch.tensor(self.ends, device=device))
-        steps: list[Any] = [draw] if self.temperature else [draw.likeliest]
+        processors: list[Any] = [draw] if self.temperature else [draw.greedy]
         if self.temperature:
-            steps.insert(0, TemperatureLogitsWarper(self.temperature))
+            processors.insert(0, TemperatureLogitsWarper(self.temperature))
         if self.vocabulary < causal.get_output_embeddings().weight.shape[0]:
-            steps.insert(0, self._without_padding)
-        # A model brings its own sampling settings, penalties too, which do not belong here.
+            processors.insert(0, self._without_padding)
+        # The model's own sampling settings and penalties must not apply.
         own, causal.generation_config = causal.generation_config, GenerationConfig()
         try:
             out = causal.generate(
@@ -139,11 +136,11 @@ class Generated:
                 attention_mask=torch.tensor(
                     [[0] * gap + [1] * (width - gap) for gap in gaps], device=device
                 ),
-                logits_processor=LogitsProcessorList(steps),
+                logits_processor=LogitsProcessorList(processors),
                 max_new_tokens=n,
                 eos_token_id=self.ends,
                 pad_token_id=self.ends[0],
-                do_sample=False,  # the last step leaves the drawn token alone
+                do_sample=False,  # the last processor leaves only the drawn token
             )
         finally:
             causal.generation_config = own
@@ -156,11 +153,7 @@ class Generated:
 
 
 class _Draw:
-    """Leaves of each row's scores the one token that is drawn; an end where they are not finite.
-
-    Attributes:
-        sick: bool `[row]`, which ended like that.
-    """
+    """Keeps of each row's scores the token that is drawn; an end token if they are not finite."""
 
     def __init__(self, width: int, n: int, seeds: Sequence[int], ends: Tensor) -> None:
         self._width, self._ends = width, ends
@@ -170,19 +163,19 @@ class _Draw:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         uniform = self._uniform[:, input_ids.shape[1] - self._width, None]
-        # In the order of the vocabulary: sorted by probability, rounding would swap neighbours.
+        # In the order of the vocabulary: sorted by probability, rounding would swap neighbors.
         mass = scores.double().softmax(-1).cumsum(-1)
-        place = torch.searchsorted(mass, uniform * mass[:, -1:], right=True)
-        return self._only(input_ids, scores, place.clamp(max=scores.shape[-1] - 1))
+        token = torch.searchsorted(mass, uniform * mass[:, -1:], right=True)
+        return self._only(input_ids, scores, token.clamp(max=scores.shape[-1] - 1))
 
-    def likeliest(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def greedy(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return self._only(input_ids, scores, scores.argmax(-1, keepdim=True))
 
-    def _only(self, input_ids: Tensor, scores: Tensor, place: Tensor) -> Tensor:
-        finite = scores.amax(-1).isfinite()  # of a NaN and an infinity alike
+    def _only(self, input_ids: Tensor, scores: Tensor, token: Tensor) -> Tensor:
+        finite = scores.amax(-1).isfinite()  # False for a NaN, too
         self.sick |= ~finite & ~torch.isin(input_ids[:, self._width :], self._ends).any(1)
-        place = place.where(finite[:, None], self._ends[0])
-        return torch.full_like(scores, -torch.inf).scatter_(1, place, 0)
+        token = token.where(finite[:, None], self._ends[0])
+        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0)
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -190,10 +183,10 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def prompt_length(blocks: Blocks, row: int) -> int:
-    """How many tokens of a row, which holds one document, are its prompt.
+    """Return how many tokens of a row, which holds one document, are its prompt.
 
-    All before the first that counts, or all where none does. Where that is a start token alone, the
-    row is of plain text, and its first PROMPT_TOKENS are the prompt, but never its last token.
+    All before the first target, or all tokens without targets. If only a start token precedes it,
+    the row is plain text, and its first PROMPT_TOKENS are the prompt, but never its last token.
     """
     length, counts = int((blocks.documents[row] > 0).sum()), blocks.counts[row]
     if not counts.any():
@@ -203,28 +196,28 @@ def prompt_length(blocks: Blocks, row: int) -> int:
     return max(1, min(PROMPT_TOKENS, length - 1))
 
 
-def continued(
+def continue_rows(
     blocks: Blocks,
     rows: Sequence[int],
     seeds: Sequence[int],
-    rollouts: Rollouts,
+    sample: Continue,
     *,
     max_new_tokens: int,
 ) -> tuple[Blocks, list[list[int]]]:
-    """The prompts of some rows with other continuations; only these count.
+    """Replace the text after the prompts of some rows by continuations, the only targets.
 
     Args:
-        blocks: text, one document a row.
-        rows: which.
-        seeds: of each.
-        rollouts: writes the continuations.
-        max_new_tokens: the most that a continuation may have.
+        blocks: text, one document per row.
+        rows: their indices.
+        seeds: of each row.
+        sample: samples the continuations.
+        max_new_tokens: maximum tokens of a continuation.
 
     Returns:
         The rows, with the digest of `blocks`; and the continuations.
 
     Raises:
-        InputError: a prompt leaves no room, or a continuation has more tokens than there is.
+        InputError: a prompt leaves no room.
     """
     width = blocks.ids.shape[1]
     lengths = [prompt_length(blocks, row) for row in rows]
@@ -232,79 +225,57 @@ def continued(
     rooms = [min(max_new_tokens, width - n) for n in lengths]
     if 0 in rooms:
         raise InputError(
-            f"row {rows[rooms.index(0)]} is a prompt of all {width} tokens that there is room for, "
-            "so nothing can follow it: shorten it"
+            f"the prompt of row {rows[rooms.index(0)]} fills all {width} tokens of the row, which"
+            " leaves no room for a continuation: shorten it, or raise BLOCK_SIZE"
         )
-    new = rollouts(prompts, rooms, seeds)
+    new = sample(prompts, rooms, seeds)
     ids, counts = blocks.ids[list(rows)], torch.zeros((len(rows), width), dtype=torch.bool)
     documents = torch.zeros((len(rows), width), dtype=blocks.documents.dtype)
-    for i, (n, room, tokens) in enumerate(zip(lengths, rooms, new, strict=True)):
-        if len(tokens) > room:
-            raise InputError(
-                f"a rollout of row {rows[i]} has {len(tokens)} tokens, expected {room} at most"
-            )
+    for i, (n, tokens) in enumerate(zip(lengths, new, strict=True)):
         ids[i, n : n + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype)
         counts[i, n : n + len(tokens)] = True
         documents[i, : n + len(tokens)] = 1
     characters = torch.zeros(len(rows), dtype=blocks.row_characters.dtype)
-    return replace(
-        blocks, ids=ids, counts=counts, documents=documents, row_characters=characters
-    ), new
+    columns = {"ids": ids, "counts": counts, "documents": documents}
+    return replace(blocks, **columns, row_characters=characters), new
 
 
-class Written:
-    """The batches of a step, of which the student writes ON_POLICY of the rows itself.
+class RolloutBatches:
+    """The batches of a step, in which the student continues ON_POLICY of the rows itself.
 
-    Args:
-        settings: ON_POLICY and MAX_NEW_TOKENS.
-        blocks: text, one document a row.
-        rollouts: the student's continuations, by its weights as they are when it is asked.
-        ends: tokens that end a continuation.
-        seed: of the run.
-        both: whether a row that the student continues is learned from as text, too.
+    The blocks hold one document per row.
     """
 
     def __init__(
         self,
-        settings: RolloutSettings,
+        rollout: RolloutSettings,
         blocks: Blocks,
-        rollouts: Rollouts,
+        sample: Continue,
         ends: Sequence[int],
         *,
         seed: int,
-        both: bool = False,
     ) -> None:
-        self.settings, self.blocks, self.rollouts = settings, blocks, rollouts
-        self.seed, self.both = seed, both
-        self._ends = set(ends)
+        self.rollout, self.blocks, self.sample = rollout, blocks, sample
+        self.seed, self._ends = seed, set(ends)
 
     def chosen(self, step: int, row: int) -> bool:
-        """Whether the student writes a row of a step."""
-        generator = _generator(self._seed(step, row, _CHOICE))
-        return float(torch.rand((), generator=generator)) < self.settings.on_policy
-
-    def _seed(self, step: int, row: int, what: int) -> int:
-        return seed_of(self.seed, step, row, what)
+        """Whether the student continues a row in a step."""
+        generator = _generator(seed_of(self.seed, step, row, _CHOICE))
+        return float(torch.rand((), generator=generator)) < self.rollout.on_policy
 
     def batches(
         self, step: int, shares: Sequence[Tensor], device: torch.device
     ) -> tuple[list[Batch], dict[str, float]]:
-        """The batches of some rows.
+        """Return the batches of a step, text before continuations, given the rows of each.
 
-        Args:
-            step: from 0.
-            shares: int64 `[n]` each, the rows of each batch.
-            device: where to.
-
-        Returns:
-            The batches, in each of them text first; and sums over all rows: `rows`, `written` (of
-            these by the student), `tokens` that it wrote, and how many of its texts `ended`.
+        Also returns sums over all rows: `rows`, `written` (rows that the student continues),
+        `tokens` that it generated, and how many continuations `ended`.
         """
-        every = dict.fromkeys(row for share in shares for row in share.tolist())
-        rows = [row for row in every if self.chosen(step, row)]
-        seeds = [self._seed(step, row, _DRAW) for row in rows]
-        most = self.settings.max_new_tokens
-        own, new = continued(self.blocks, rows, seeds, self.rollouts, max_new_tokens=most)
+        distinct = dict.fromkeys(row for share in shares for row in share.tolist())
+        rows = [row for row in distinct if self.chosen(step, row)]
+        seeds = [seed_of(self.seed, step, row, _DRAW) for row in rows]
+        most = self.rollout.max_new_tokens
+        own, new = continue_rows(self.blocks, rows, seeds, self.sample, max_new_tokens=most)
         place = {row: i for i, row in enumerate(rows)}
         batches = [self._batch(share.tolist(), own, place, device) for share in shares]
         sums = {
@@ -318,58 +289,109 @@ class Written:
     def _batch(
         self, rows: list[int], own: Blocks, place: Mapping[int, int], device: torch.device
     ) -> Batch:
-        text = [row for row in rows if self.both or row not in place]
+        text = [row for row in rows if row not in place]
         by_student = [row for row in rows if row in place]
         parts = [self.blocks, text], [own, [place[row] for row in by_student]]
 
         def joined(name: str) -> Tensor:
-            return torch.cat([getattr(blocks, name)[some] for blocks, some in parts])
+            return torch.cat([getattr(blocks, name)[chosen] for blocks, chosen in parts])
 
         names = ("ids", "counts", "documents", "row_characters")
-        whole = replace(self.blocks, **{name: joined(name) for name in names})
-        batch = whole.batch(range(len(text) + len(by_student)), device)
+        blocks = replace(self.blocks, **{name: joined(name) for name in names})
+        batch = blocks.batch(range(len(text) + len(by_student)), device)
         return replace(batch, rows=torch.tensor(text + by_student), written=len(by_student))
 
 
-def seen_of(sums: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Return totals of `Written.batches` for a log line, each with the number it is a mean over."""
-    texts = sums["written"]
-    return {
-        "rollout_share": (texts, sums["rows"]),
-        "rollout_tokens": (sums["tokens"], texts),
-        "rollout_ended": (sums["ended"], texts),
-    }
-
-
-def writer(objective: Objective, blocks: Any, tokenizer: Any) -> Written | None:
-    """Who makes the batches of a student that learns from its own text; None for any other.
-
-    Args:
-        objective: with the student and its settings.
-        blocks: text, one document a row.
-        tokenizer: the student's.
-    """
-    settings, model, precision = objective.settings, objective.student, objective.precision
+def rollout_batches(objective: Objective, blocks: Any, tokenizer: Any) -> RolloutBatches | None:
+    """Return what makes a student's batches with rollouts; None if ON_POLICY is 0."""
+    settings = objective.settings
     if not settings.on_policy:
         return None
-    rollouts = sampler(settings, model, tokenizer, settings.batch_size, precision.autocast)
-    how = {"seed": settings.seed, "both": settings.is_contrastive}
-    return Written(settings, blocks, rollouts, rollouts.ends, **how)
+    model, autocast = objective.student, objective.precision.autocast
+    sample = sampler(settings, model, tokenizer, settings.batch_size, autocast)
+    return RolloutBatches(settings, blocks, sample, sample.ends, seed=settings.seed)
 
 
 def sampler(
-    settings: RolloutSettings,
+    rollout: RolloutSettings,
     model: Any,
     tokenizer: Any,
     batch_size: int,
     autocast: Autocast = nullcontext,
-) -> Generated:
-    """Return what samples a model's continuations at ROLLOUT_TEMPERATURE."""
-    return Generated(
+) -> Sampler:
+    """Return the sampler of a model's continuations at ROLLOUT_TEMPERATURE."""
+    return Sampler(
         model,
         end_tokens(without_adapters(model), tokenizer),
         vocabulary=n_ids(tokenizer),
-        temperature=settings.rollout_temperature,
+        temperature=rollout.rollout_temperature,
         batch_size=batch_size,
         autocast=autocast,
     )
+
+
+def with_teacher_text(
+    settings: LanguageSettings,
+    blocks: Blocks,
+    teacher: CausalLM,
+    frozen: FrozenTeacher,
+    ranks: Ranks,
+    progress: Progress,
+) -> Blocks:
+    """Return the text with the teacher's own continuations in TEACHER_TEXT of its rows.
+
+    They are stored below `data/teacher_text` and reused for the same teacher, text and settings.
+    The first rank writes them, in the order in which training reads them and no further, and
+    continues an interrupted run at the last file.
+
+    Raises:
+        InputError: the teacher's logits are not finite.
+        CorruptFileError: a file is damaged; delete it.
+    """
+    rows = _rows(settings, settings.teacher_text, len(blocks))
+    decisive = ("max_new_tokens", "rollout_temperature", "seed", "teacher_text")
+    key = [blocks.digest, teacher.weights_id, str(frozen.model.dtype)]
+    key += [str(getattr(settings, name)) for name in decisive]
+    folder = TEACHER_TEXTS / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
+    files = [folder / f"part_{start // PART:05d}.pt" for start in range(0, len(rows), PART)]
+    sample = sampler(settings, frozen.model, teacher.tokenizer, settings.batch_size)
+    most = settings.max_new_tokens
+
+    def write_missing() -> None:
+        for i, path in enumerate(files):
+            if path.exists():
+                continue
+            part = rows[i * PART : (i + 1) * PART]
+            seeds = [seed_of(settings.seed, row) for row in part]
+            own, _ = continue_rows(blocks, part, seeds, sample, max_new_tokens=most)
+            if sample.sick:
+                raise InputError(
+                    f"the teacher {teacher.name} gives logits that are not finite while it"
+                    f" generates ({sample.sick} of {len(part)} rows): try --model_dtype float32"
+                )
+            save_tensors(path, {name: getattr(own, name) for name in COLUMNS})
+            progress("teacher's text", min((i + 1) * PART, len(rows)), len(rows), {})
+
+    ranks.from_first(write_missing)
+    logger.info("the teacher's text of %d rows is in %s", len(rows), folder)
+    parts = [load_tensors(path) for path in files]
+    columns = {name: getattr(blocks, name).clone() for name in COLUMNS}
+    for name, column in columns.items():
+        column[rows] = torch.cat([part[name] for part in parts])
+    characters = blocks.row_characters.clone()
+    characters[rows] = 0  # not of the original text
+    digest = digest_of(*(column.numpy() for column in columns.values()))
+    return replace(blocks, **columns, row_characters=characters, digest=digest)
+
+
+def _rows(run: TrainingSettings, share: float, n: int) -> list[int]:
+    """Return the rows that the teacher continues: those that training reads, in full files."""
+    generator = torch.Generator().manual_seed(seed_of(run.seed, n))
+    is_chosen = torch.zeros(n, dtype=torch.bool)
+    is_chosen[torch.randperm(n, generator=generator)[: round(share * n)]] = True
+    order = rows_of_step(0, n, n, run.seed)  # of the first epoch
+    n_read = n
+    if run.epochs is None:
+        n_read = run.max_steps * run.batch_size * run.gradient_accumulation_steps
+    due = int(is_chosen[order[:n_read]].sum())
+    return order[is_chosen[order]][: -(-due // PART) * PART].tolist()

@@ -1,4 +1,4 @@
-"""The main job of the language mode: train, judge, save, and leave a run folder."""
+"""A run of the language mode: prepare, score, train, save, and leave a run folder."""
 
 from __future__ import annotations
 
@@ -6,37 +6,35 @@ import copy
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ssl_kd.evaluate.language import LanguageJudge
+from ssl_kd.evaluate.tokens import TokenScores
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import default_torch_state
-from ssl_kd.language.best_student import Best
-from ssl_kd.language.judge_in_run import judged_student, judged_teachers, make_judge
+from ssl_kd.language.judge_in_run import judge_student, judge_teachers, make_judge
 from ssl_kd.language.parallel import check_ranks
-from ssl_kd.language.prepare import NO_MODELS, InMemoryModels, Task, make_distiller, prepare
-from ssl_kd.language.presets import TEXT_ALONE
-from ssl_kd.language.rollouts import writer
-from ssl_kd.language.routed import Routed
+from ssl_kd.language.prepare import NO_MODELS, InMemoryModels, Prepared, make_distiller, prepare
+from ssl_kd.language.rollouts import rollout_batches
+from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.run_record import (
     FIRST_STEPS,
-    about,
-    facts,
-    first_forward,
+    card_facts,
+    config_facts,
+    log_loss_inputs,
+    log_step,
     log_training_outcome,
-    made_by,
-    say_step,
-    why,
+    metrics_facts,
+    stop_message,
 )
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.step import Distiller, StudentStep, precision_of
+from ssl_kd.language.step import Distiller, precision_of
 from ssl_kd.language.train import Row, train
-from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board, check_boards
 from ssl_kd.training.clock import Clock, Progress, no_progress
@@ -55,248 +53,223 @@ def run(
     settings: LanguageSettings,
     *,
     progress: Progress = no_progress,
-    given: InMemoryModels = NO_MODELS,
+    models: InMemoryModels = NO_MODELS,
 ) -> Path:
-    """Train, score and save a student by the settings; return the run folder.
+    """Train, score and save a student; return the run folder.
 
-    Processes that torchrun started each call this with the same settings, and train one student:
-    BATCH_SIZE is dealt to them, and the first writes the folder.
+    Processes started by torchrun each call this with the same settings, and train one student:
+    BATCH_SIZE is divided among them, and the first writes the folder.
 
     Args:
-        settings: all of them.
+        settings: of the run.
         progress: called as `progress(stage, done, total, info)`.
-        given: models in memory, where the settings name none.
+        models: models in memory, if the settings name none.
 
     Raises:
         SettingsError: teacher, student and text do not fit; or ranks and BATCH_SIZE or SHARD.
         InputError: teacher or student are not finite before step 0.
         Interrupted: stopped by Ctrl-C or SIGTERM.
-        TooFewHealthyParts: the student does not become healthy any more.
+        TooFewHealthyParts: the student does not recover.
         RankLost: another rank does not answer.
     """
     with joined(settings.device) as ranks:
-        return _run(settings, ranks, progress if ranks.rank == 0 else no_progress, given)
-
-
-def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemoryModels) -> Path:
-    clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
-    logger.info("%s", precision)
-    settings = settings.dry() if settings.dry_run else settings
-    check_ranks(ranks, settings.batch_size, shard=settings.shard)
-    check_boards(settings.boards)
-    settings.check_packages()
-    with run_folder(settings, ranks) as folder, Signals(folder) as signals:
-        folder.write_config(settings, mode="language", precision=str(precision))
-        settings = settings.of_cache()
-        with clock("prepare"):
-            task = prepare(settings, precision, tell, ranks, given)
-        task = _with_router_mode(task)
-        settings = task.settings
-        ranks.from_first(partial(folder.keep_to, task.digest))
-        folder.update_json("config.json", **about(task))
-        steps, student = settings.n_steps(len(task.blocks)), task.student.model
-        logger.info("%d steps on %d rows", steps, len(task.blocks))
-        with clock("judge"):
-            tell("judge", 0, 2, {})
-            task, table, generations = judged_teachers(task)
-            folder.update_json("config.json", precision=str(task.precision))
-        alone = copy.deepcopy(student) if settings.baseline else None
-        # Where a piece is on each rank, the first saves the student from this copy.
-        whole = copy.deepcopy(student) if settings.shard and ranks.rank == 0 else student
-        distiller = make_distiller(task, folder)
-        inside = partial(_by_first, ranks, distiller)
-        mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
-        judge = make_judge(task, nullcontext if mixture is None else mixture.original_router)
-        with clock("judge"):
-            row, generations["before"] = inside(judged_student, task, judge)
-            table.append(row)
-            tell("judge", 1, 2, {})
-        task = task.without_teacher()
-        with clock("train"), signals.between_steps():
-            best = _train(folder, task, distiller, steps, signals, judge, tell)
-        log_training_outcome(distiller, best)
-        with clock("judge"):
-            best.put_back()
-            row, generations["after"] = inside(judge.row, "student", student)
-            table.append(row)
-            tell("judge", 2, 2, {})
-        with clock("save"):  # before the baseline, which may stop
-            _save(folder, task, distiller, whole, table)
-        if alone is not None:
-            with clock("baseline"):
-                train_it = partial(train_alone, task, alone, steps, judge, tell)
-                table.append(dict.fromkeys(table[-1]) | _row_alone(train_it, alone, judge))
-        folder.update_json(  # the last file: it marks the run as finished
-            "metrics.json",
-            table=table,
-            best_step=best.step,
-            steps=steps,
-            events=folder.count_events(),
-            generations=judge.side_by_side(generations),
-            seconds=clock.seconds,
-            **facts(task, distiller, steps),
-        )
-    return folder.path
-
-
-def _by_first(ranks: Ranks, distiller: Distiller, work: Callable[..., T], *arguments: Any) -> T:
-    """What `work(*arguments)`, which asks the student, returns on the first rank, on all of them.
-
-    A student in pieces can be asked by all ranks alone.
-    """
-    if not distiller.trainee.sharded:
-        return ranks.from_first(partial(work, *arguments))
-    found = distiller.trainee.inside(work, *arguments)
-    return ranks.from_first(lambda: found)
-
-
-def _save(
-    folder: RunFolder,
-    task: Task,
-    distiller: Distiller,
-    whole: nn.Module,
-    table: list[Row],
-) -> None:
-    """The student as a model's folder, and the teacher's router where one has learned."""
-    path, tokenizer, source = folder.path / "student", task.student.tokenizer, distiller.source
-    cut = task.settings.student_model.startswith("layers:")
-    if distiller.trainee.sharded:
-        weights = distiller.trainee.gathered(dict(distiller.student.named_parameters()))
-        if task.ranks.rank == 0:
-            whole.load_state_dict(weights, strict=False)  # it has its buffers
-
-    def save() -> None:
-        save_student(
-            whole,
-            tokenizer,
-            path,
-            table,
-            processor=task.student.processor,
-            base=task.teacher.name if cut and task.teacher is not None else "",
-            made=made_by(task),
-        )
-        if isinstance(source, Routed) and source.router is not None:
-            source.mixture.save_router(folder.path / "router.safetensors")
-
-    task.ranks.from_first(save)
-
-
-def _with_router_mode(task: Task) -> Task:
-    """Decide ROUTER_MODE where it was left to the teacher."""
-    settings = task.settings
-    if settings.router_mode != "auto":
-        return task
-    frozen = task.frozen if settings.align == "auto" else None
-    mode = "sar" if frozen is not None and is_mixture(frozen.model) else "native"
-    logger.info("ROUTER_MODE is %s, which auto means for this teacher", mode)
-    return replace(task, settings=settings.replace(router_mode=mode))
-
-
-# --- training -------------------------------------------------------------------------------------
+        progress = progress if ranks.rank == 0 else no_progress
+        clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
+        logger.info("%s", precision)
+        check_ranks(ranks, settings.batch_size, shard=settings.shard)
+        check_boards(settings.boards)
+        settings.check_packages()
+        with run_folder(settings, ranks) as folder, Signals(folder) as signals:
+            folder.write_config(settings, mode="language", precision=str(precision))
+            with clock("prepare"):
+                prepared = prepare(settings, precision, progress, ranks, models)
+            ranks.from_first(partial(folder.keep_to, prepared.digest))
+            folder.update_json("config.json", **config_facts(prepared))
+            steps = prepared.settings.n_steps(len(prepared.blocks))
+            logger.info("%d steps on %d rows", steps, len(prepared.blocks))
+            with clock("judge"):
+                progress("judge", 0, 2, {})
+                prepared, table, generations = judge_teachers(prepared)
+                folder.update_json("config.json", precision=str(prepared.precision))
+            student = prepared.student.model
+            # A sharded student is saved from this copy on the first rank.
+            full = copy.deepcopy(student) if settings.shard and ranks.rank == 0 else student
+            distiller = make_distiller(prepared, folder)
+            mixture = getattr(distiller.source, "mixture", None)
+            judge = make_judge(prepared, mixture.original_router if mixture else nullcontext)
+            on_student = partial(_on_student, ranks, distiller)
+            with clock("judge"):
+                row, generations["before"] = on_student(judge_student, prepared, judge)
+                table.append(row)
+                progress("judge", 1, 2, {})
+            prepared = prepared.without_cached_teacher()
+            with clock("train"), signals.between_steps():
+                best = _train(folder, prepared, distiller, steps, signals, judge, progress)
+            log_training_outcome(distiller, best.step)
+            with clock("judge"):
+                best.put_back()
+                row, generations["after"] = on_student(judge.row, "student", student)
+                table.append(row)
+                progress("judge", 2, 2, {})
+            with clock("save"):
+                _save(folder, prepared, distiller, full, table)
+            folder.update_json(  # the last file: it marks the run as finished
+                "metrics.json",
+                table=table,
+                best_step=best.step,
+                steps=steps,
+                events=folder.count_events(),
+                generations=judge.side_by_side(generations),
+                seconds=clock.seconds,
+                **metrics_facts(prepared, distiller, steps),
+            )
+        return folder.path
 
 
 def _train(
     folder: RunFolder,
-    task: Task,
+    prepared: Prepared,
     distiller: Distiller,
     steps: int,
     signals: Signals,
     judge: LanguageJudge,
-    tell: Progress,
-) -> Best:
-    """Train the student, from the last checkpoint if there is one; its best weights."""
-    inside, team = partial(_by_first, task.ranks, distiller), distiller.team
-    start, best = _begun(folder, task, distiller, judge)
-    if start < FIRST_STEPS:
-        logger.info("%s", first_forward(task))
+    progress: Progress,
+) -> BestStudent:
+    """Train the student, from the last checkpoint if there is one; return its best weights."""
+    ranks, settings, best = distiller.ranks, prepared.settings, BestStudent(distiller)
 
-    shown = ("train_loss", "ce", "kd", *(term.name for term in distiller.others))
-    settings = task.settings
-    boards = settings.boards if team.rank == 0 else ()
+    def offer(done: int) -> TokenScores:
+        scores = _on_student(prepared.ranks, distiller, judge.validation, distiller.student)
+        best.offer(done, scores)
+        return scores
+
+    start, state = load_checkpoint(folder, prepared.ranks)
+    if state:
+        distiller.load(state["distiller"])
+        best.load(state["best"])
+    else:
+        offer(0)
+    folder.rewind(start)
+    folder.become_latest()
+    if start < FIRST_STEPS:
+        log_loss_inputs(prepared)
+    boards = settings.boards if ranks.rank == 0 else ()
     with Board(folder.path, boards, settings.to_dict()) as board:
 
         def on_log(row: Row) -> None:
             folder.log(row)
             board.log(row["step"], {k: v for k, v in row.items() if v is not None})
-            info = {k: row[k] for k in shown if row[k] is not None}
-            tell("train", row["step"], steps, info | {"tokens/s": row["tokens_per_second"]})
+            losses = {k: row[k] for k in ("train_loss", "ce", "kd") if row[k] is not None}
+            speed = {"tokens/s": row["tokens_per_second"]}
+            progress("train", row["step"], steps, losses | speed)
 
         def on_checkpoint(done: int) -> object:
             state = {"distiller": distiller.state(), "best": best.state()}
             return folder.save_checkpoint(done, state)
 
         def on_eval(done: int) -> None:
-            scores = inside(judge.validation, distiller.student)
-            best.offer(done, scores)
-            found = scores.table_row("student")
-            folder.log({"step": done, "eval": found})
-            board.log(done, {f"eval/{k}": v for k, v in found.items() if isinstance(v, float)})
+            row = offer(done).table_row("student")
+            folder.log({"step": done, "eval": row})
+            board.log(done, {f"eval/{k}": v for k, v in row.items() if isinstance(v, float)})
 
         try:
             train(
                 distiller,
-                task.blocks,
+                prepared.blocks,
                 steps,
                 start=start,
-                written=writer(distiller, task.blocks, task.student.tokenizer),
-                on_step=say_step,
+                rollouts=rollout_batches(distiller, prepared.blocks, prepared.student.tokenizer),
+                on_step=log_step,
                 on_log=on_log,
                 on_eval=on_eval,
                 on_checkpoint=on_checkpoint,
-                should_stop=lambda: team.told_to_stop(signals, "before a step"),
+                should_stop=lambda: ranks.told_to_stop(signals, "before a step"),
             )
-            team.told_to_stop(signals, "after the last step")
+            ranks.told_to_stop(signals, "after the last step")
         except TooFewHealthyParts as error:
-            raise TooFewHealthyParts(why(error, distiller)) from error
+            raise TooFewHealthyParts(stop_message(error, distiller)) from error
     return best
 
 
-def _begun(
-    folder: RunFolder, task: Task, distiller: Distiller, judge: LanguageJudge
-) -> tuple[int, Best]:
-    """The steps done and the best weights so far: of the last checkpoint if there is one."""
-    start, state = load_checkpoint(folder, task.ranks)
-    best = Best(distiller)
-    if state:
-        distiller.load(state["distiller"])
-        best.load(state["best"])
-    else:
-        best.offer(0, _by_first(task.ranks, distiller, judge.validation, distiller.student))
-    folder.rewind(start)
-    folder.become_latest()
-    return start, best
+def _on_student(ranks: Ranks, distiller: Distiller, work: Callable[..., T], *arguments: Any) -> T:
+    """Return on all ranks what `work(*arguments)`, which runs the student, returns on the first.
+
+    All ranks must run a sharded student together.
+    """
+    if not distiller.distributed.sharded:
+        return ranks.from_first(partial(work, *arguments))
+    result = distiller.distributed.evaluate(work, *arguments)
+    return ranks.from_first(lambda: result)
 
 
-def train_alone(
-    task: Task,
-    student: nn.Module,
-    steps: int,
-    judge: LanguageJudge,
-    tell: Progress,
+def _save(
+    folder: RunFolder, prepared: Prepared, distiller: Distiller, full: nn.Module, table: list[Row]
 ) -> None:
-    """The same student by cross-entropy alone: the same batches, steps and learning rates."""
-    alone = task.settings.replace(**TEXT_ALONE)
-    distiller = Distiller(student, alone, task.precision)
+    """Save the student as a model's folder, and the teacher's router if it has learned."""
+    student, source, teacher = prepared.student, distiller.source, prepared.teacher
+    is_cut = prepared.settings.student_model.startswith("layers:")
+    if distiller.distributed.sharded:
+        weights = distiller.distributed.gathered(dict(distiller.student.named_parameters()))
+        if prepared.ranks.rank == 0:
+            full.load_state_dict(weights, strict=False)  # it has its buffers
 
-    def on_step(step: int, result: StudentStep) -> None:
-        tell("baseline", step + 1, steps, {"ce": result.ce})
+    def save() -> None:
+        save_student(
+            full,
+            student.tokenizer,
+            folder.path / "student",
+            table,
+            processor=student.processor,
+            base=teacher.name if is_cut and teacher is not None else "",
+            made=card_facts(prepared),
+        )
+        if isinstance(source, RoutedTeacher) and source.router is not None:
+            source.mixture.save_router(folder.path / "router.safetensors")
 
-    best = Best(distiller, "CE alone")
-
-    def on_eval(done: int) -> None:
-        best.offer(done, _by_first(task.ranks, distiller, judge.validation, student))
-
-    on_eval(0)
-    train(distiller, task.blocks, steps, on_step=on_step, on_eval=on_eval)
-    best.put_back()
+    prepared.ranks.from_first(save)
 
 
-def _row_alone(train_it: Callable[[], None], student: nn.Module, judge: LanguageJudge) -> Row:
-    """The table's row of the student once it is trained; without scores where that stops."""
-    try:
-        train_it()
-    except TooFewHealthyParts as error:
-        words = "the baseline (cross-entropy alone) stopped, and is not evaluated: %s"
-        logger.warning(words, error)
-        return {"name": "CE alone"}
-    return judge.row("CE alone", student)[0]
+class BestStudent:
+    """The trained weights with the best held-out likelihood so far, on the first rank's CPU.
+
+    The latest weights if the student learns only from its own continuations: the likelihood of
+    other text does not measure what it learns.
+    """
+
+    def __init__(self, distiller: Distiller) -> None:
+        self._student, self._distributed = distiller.student, distiller.distributed
+        self._is_first = distiller.ranks.rank == 0
+        self._latest = not distiller.settings.learns_text
+        self.step, self.nll, self._weights = 0, float("inf"), {}
+
+    def offer(self, step: int, scores: TokenScores) -> None:
+        """Store the current weights if they are finite and better than the stored ones."""
+        nll = scores.nll
+        better = not self._weights or (nll is not None and (self._latest or nll < self.nll))
+        if better := better and self._distributed.is_finite():
+            self.step, self.nll = step, float("inf") if nll is None else nll
+            trained = [(n, p) for n, p in self._student.named_parameters() if p.requires_grad]
+            weights = self._distributed.gathered({name: p.detach() for name, p in trained})
+            if self._is_first:
+                self._weights = {name: p.to("cpu", copy=True) for name, p in weights.items()}
+            else:
+                self._weights = dict.fromkeys(weights, torch.empty(0))
+        perplexity = "unknown" if scores.perplexity is None else f"{scores.perplexity:.4g}"
+        note = "; kept" if self._latest else "; the best so far"
+        note = note if better and step else ""
+        logger.info("student: held-out perplexity %s at step %d%s", perplexity, step, note)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Load the best weights into the student; a replicated one on the first rank only."""
+        for name, p in self._student.named_parameters():
+            if name in self._weights and (self._is_first or self._distributed.sharded):
+                p.copy_(self._distributed.spread(self._weights[name], p))
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"step": self.step, "nll": self.nll, "weights": self._weights}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what `state` returned."""
+        self.step, self.nll, self._weights = state["step"], state["nll"], state["weights"]

@@ -11,34 +11,32 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues
-from ssl_kd.language.kept.given import LOWEST, as_cached
-from ssl_kd.language.teacher_settings import TeacherSettings
+from ssl_kd.language.cache_methods import LOWEST, as_cached
+from ssl_kd.language.setting_groups import TeacherSettings
 from ssl_kd.losses.teacher_output import TopKTeacher
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import CausalLM, load_tokenizer, n_ids
 from ssl_kd.teachers.server import CompletionServer, PromptTopK
 
-IN_FLIGHT = 16  # prompts at once: the server makes batches of them
+CONCURRENT_PROMPTS = 16  # the server batches them
 ROUNDING = 1e-7  # of a sum of probabilities in float32
 
 
 def served_lm(tokenizer_of: str, served_as: str | None) -> CausalLM:
-    """A served teacher as a run knows it: a tokenizer and a name, and no model."""
+    """Return a served teacher for a run: its tokenizer and name, without a model."""
     name = served_as or tokenizer_of
     return CausalLM(None, load_tokenizer(tokenizer_of), name, f"served {name}")
 
 
 class ServedTeacher:
-    """Asks a server about every document of a batch; answers as a cache of them would, to the bit.
-
-    A document is a prompt of its own, whatever row it shares. The tokens are those of the text.
+    """Query a server for every document of a batch; answers equal those of a cache to the bit.
 
     Args:
-        server: where it is.
-        k: likeliest tokens at each position; all others are one more outcome.
-        vocabulary: ids that its tokenizer has.
-        device: where answers go.
-        rounded: to what a cache of `topk` keeps; False for the one that writes it.
+        server: the client; each document is a prompt of token ids.
+        k: most likely tokens at each position; all others are one more outcome.
+        vocabulary: number of token ids of the tokenizer.
+        device: of the answers.
+        rounded: round as a `topk` cache does; False to write that cache.
     """
 
     def __init__(
@@ -52,51 +50,32 @@ class ServedTeacher:
     ) -> None:
         self.server, self.k, self.vocabulary = server, min(k, vocabulary), vocabulary
         self.device, self._rounded = torch.device(device), rounded
-        self._pool = ThreadPoolExecutor(IN_FLIGHT, "teacher")
-        self._ahead: dict[tuple[int, ...], Future[PromptTopK]] = {}
+        self._pool = ThreadPoolExecutor(CONCURRENT_PROMPTS, "teacher")
+        self._prefetched: dict[tuple[int, ...], Future[PromptTopK]] = {}
 
     @classmethod
     def of(
         cls,
-        settings: TeacherSettings,
+        teacher: TeacherSettings,
         block_size: int,
         tokenizer: Any,
         device: torch.device,
         **options: Any,
     ) -> ServedTeacher:
-        """The teacher that the settings name, once its server was seen to have it.
-
-        Args:
-            settings: TEACHER_URL, its name there, and the tokens of an answer.
-            block_size: tokens of a row.
-            tokenizer: of the teacher.
-            device: where answers go.
-            **options: of the class.
-
-        Raises:
-            ServerFailed: the server is not there, or has not this model.
-        """
-        assert settings.teacher_url is not None
-        name = settings.teacher_served_as or settings.teacher_model
-        server = CompletionServer(settings.teacher_url, name)
+        """Return the teacher of TEACHER_URL, or raise ServerFailed if it does not answer."""
+        assert teacher.teacher_url is not None
+        name = teacher.teacher_served_as or teacher.teacher_model
+        server = CompletionServer(teacher.teacher_url, name)
         server.check(block_size)
-        return cls(server, settings.kept[1], n_ids(tokenizer), device=device, **options)
+        return cls(server, teacher.cache_spec[1], n_ids(tokenizer), device=device, **options)
 
     def __call__(self, batch: Batch, rows: Tensor) -> TopKTeacher:
-        """Its k likeliest tokens at some positions of a batch.
+        """Return the k most likely tokens, float32, or raise ServerFailed.
 
-        Args:
-            batch: rows of tokens.
-            rows: int64 `[n]`, ascending, into the flattened `[batch * token]` positions.
-
-        Returns:
-            On the device of `rows`, in float32.
-
-        Raises:
-            ServerFailed: see `CompletionServer.top_k`.
+        `rows` are int64 `[n]`, ascending, into the flattened `[batch * token]` positions.
         """
-        found = self.top_k_at(batch, rows)
-        answer = _with_tail(found.tokens, found.log_probs, self.vocabulary)
+        top_k = self.top_k_at(batch, rows)
+        answer = _with_tail(top_k.tokens, top_k.log_probs, self.vocabulary)
         if self._rounded:
             answer = as_cached(answer)
         return TopKTeacher(*(x.to(rows.device) for x in vars(answer).values()))
@@ -104,53 +83,50 @@ class ServedTeacher:
     def top_k_at(self, batch: Batch, rows: Tensor) -> PromptTopK:
         """Return the server's answer at some positions of a batch, `[n, k]`, on the CPU."""
         answers = [
-            (self._ahead.pop(tuple(prompt), None) or self._sent(prompt, row, first), wanted)
+            (self._prefetched.pop(tuple(prompt), None) or self._submit(prompt, row, first), wanted)
             for wanted, prompt, row, first in _prompts(batch, rows.cpu())
         ]
-        parts = [[column[wanted] for column in found.result()] for found, wanted in answers]
+        parts = [[column[wanted] for column in answer.result()] for answer, wanted in answers]
         if not parts:
             tokens = torch.zeros(0, self.k, dtype=torch.int64)
             return PromptTopK(tokens, tokens.double(), tokens[:, 0].double())
         return PromptTopK(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
-    def ask_ahead(self, batches: Sequence[Batch]) -> None:
-        """Have the server answer about batches that will be wanted, while something else is done.
-
-        What goes wrong is raised when they are wanted.
-        """
+    def prefetch(self, batches: Sequence[Batch]) -> None:
+        """Request answers in the background; errors are raised when the answers are used."""
         for batch in batches:
             rows, _ = next_token_targets(batch.input_ids, batch.counts)
             for _, prompt, row, first in _prompts(batch, rows.cpu()):
-                if tuple(prompt) not in self._ahead:
-                    self._ahead[tuple(prompt)] = self._sent(prompt, row, first)
+                if tuple(prompt) not in self._prefetched:
+                    self._prefetched[tuple(prompt)] = self._submit(prompt, row, first)
 
-    def _sent(self, prompt: list[int], row: int, first: int) -> Future[PromptTopK]:
-        where = f"row {row} of the text"
-        return self._pool.submit(self.server.top_k, prompt, self.k, self.vocabulary, where, first)
+    def _submit(self, prompt: list[int], row: int, first: int) -> Future[PromptTopK]:
+        place = f"row {row} of the text"
+        return self._pool.submit(self.server.top_k, prompt, self.k, self.vocabulary, place, first)
 
     def scores(self, blocks: Blocks, batch_size: int) -> TokenScores:
-        """Score how well the teacher predicts the targets of blocks, as `judge_tokens` does."""
+        """Score the teacher's prediction of the targets of blocks, as `judge_tokens` does."""
         scores = TokenScores()
         for start in range(0, len(blocks), batch_size):
             places = range(start, min(start + batch_size, len(blocks)))
             batch = blocks.batch(places)
             rows, targets = next_token_targets(batch.input_ids, batch.counts)
-            found = self.top_k_at(batch, rows)
-            correct = (found.tokens[:, 0] == targets).double()
-            values = TokenValues(-found.own, found.log_probs[:, 0].exp().clamp(max=1), correct)
+            top_k = self.top_k_at(batch, rows)
+            correct = (top_k.tokens[:, 0] == targets).double()
+            values = TokenValues(-top_k.own, top_k.log_probs[:, 0].exp().clamp(max=1), correct)
             scores.add([values], places, batch.characters)
         return scores
 
 
 def _prompts(batch: Batch, rows: Tensor) -> Iterator[tuple[Tensor, list[int], int, int]]:
-    """Each document that is asked about: which answers are wanted, its ids, its row and place.
+    """Yield of each document: the wanted answers, its ids, its row and its first position.
 
-    Answer i of a prompt is after its token i; the ids end with what the last position predicts.
+    Answer i of a prompt follows its token i; the ids end with the last target.
     """
     ids, documents = batch.input_ids.cpu(), batch.documents.cpu()
     row, column = rows // ids.shape[1], rows % ids.shape[1]
-    inside = documents[row, column].long() + row * (int(documents.max()) + 1)
-    _, sizes = torch.unique_consecutive(inside, return_counts=True)
+    document = documents[row, column].long() + row * (int(documents.max()) + 1)
+    _, sizes = torch.unique_consecutive(document, return_counts=True)
     ends = sizes.cumsum(0).tolist()
     for begin, end in zip([0, *ends], ends, strict=False):
         at, columns = int(row[begin]), column[begin:end]
@@ -161,10 +137,10 @@ def _prompts(batch: Batch, rows: Tensor) -> Iterator[tuple[Tensor, list[int], in
 
 
 def _with_tail(tokens: Tensor, log_probs: Tensor, vocabulary: int) -> TopKTeacher:
-    """The mass of all other tokens: what is left of 1, where rounding leaves that to be known.
+    """Add the mass of all other tokens: what is left of 1.
 
-    It is at most that of as many tokens as the last one kept, and not below ROUNDING otherwise: a
-    reverse KL would make an infinite fault of a tail that only rounding made 0.
+    It is at most that of as many tokens as the last one of the top k, and otherwise at least
+    ROUNDING: a tail that only rounding made 0 would make a reverse KL infinite.
     """
     masses, others = log_probs.exp(), vocabulary - tokens.shape[-1]
     tail = (1 - masses.sum(-1)).clamp(min=ROUNDING).minimum(others * masses[:, -1])

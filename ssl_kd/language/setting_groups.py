@@ -1,26 +1,139 @@
-"""The settings of the language mode in groups, each with the checks that concern it alone.
+"""Setting groups of the language mode, each with its own checks.
 
-A function takes the group that it depends on; `LanguageSettings` is all of them.
+A function takes the group it depends on; `LanguageSettings` combines all of them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
-
-from typing_extensions import Self
+from pathlib import Path
 
 from ssl_kd.divergences import DIVERGENCES, JS_BETA
-from ssl_kd.language.schedules import Move, moves_of
 from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
 
-KA_DRAWS = 2
-"""Draws of experts for each batch in ROUTER_MODE ka."""
+TRAINED = "4x192", 800  # LAYERSxDIM and steps of TEACHER_MODEL train
+CACHED_TOKENS, SERVED_TOKENS = 128, 20  # at each position of a cache, and in a server's answer
+MAX_CACHED_TOKENS = 65_535
+KA_DRAWS = 2  # draws of experts for each batch in ROUTER_MODE ka
+
+
+@dataclass(frozen=True)
+class TeacherSettings(Settings):
+    """Choose the teacher, where it runs, and what a cache stores of its answers."""
+
+    teacher_model: str = setting(
+        "train",
+        "folder written by save_pretrained, or name on the Hugging Face Hub | train, or"
+        " train:LAYERSxDIM:STEPS (a small one is trained on the data first; 4x192 for 800 steps) |"
+        " none (no teacher: cross-entropy alone)",
+        "Several with the same tokenizer, separated by commas: the mean of their divergences; with"
+        ' weights, made to sum to 1, as in "0.7*A, 0.3*B".',
+        section="Teacher",
+    )
+    teacher_cache: str | None = setting(
+        None,
+        "folder that scripts/cache_teacher.py wrote; None: the teacher runs live",
+        "With a cache, the teacher takes no memory in training.",
+    )
+    teacher_url: str | None = setting(
+        None,
+        "a server that answers for the teacher, such as http://host:8000/v1 of vLLM; None: it runs"
+        " here",
+        "TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable"
+        " TEACHER_API_KEY.",
+    )
+    teacher_served_as: str | None = setting(
+        None, "model name on the server of TEACHER_URL; None: TEACHER_MODEL"
+    )
+    cache_method: str = setting(
+        "sample",
+        "what cache_teacher.py stores: sample (tokens sampled from the teacher: unbiased, for"
+        " forward_kl) | topk (the most likely tokens and the total mass of the rest: for any"
+        " divergence) | hidden (the last hidden states, and the output head once: exact, for any"
+        " divergence and temperature); sample:K and topk:K store K tokens per position, not 128",
+        "A server supports topk only, 20 tokens by default; vLLM limits K by --max-logprobs.",
+        choices=("sample", "topk", "hidden"),
+        forms=(("sample:K", r"sample:[1-9]\d*"), ("topk:K", r"topk:[1-9]\d*")),
+    )
+    quantization: str | None = setting(
+        None,
+        "store the linear layers of frozen models (the teacher, and the base model under LORA_RANK,"
+        " as in QLoRA) in fewer bits with bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE",
+        "Saves GPU memory; on a CPU it saves neither time nor memory.",
+        choices=("nf4",),
+    )
+    trust_remote_code: bool = setting(
+        False, "run Python files that come with a model; read them first"
+    )
+    force_recompute: bool = setting(
+        False, "recompute all answers, even those that TEACHER_CACHE already holds"
+    )
+    rebuild_damaged: bool = setting(False, "rewrite the damaged files of a teacher's cache")
+
+    @property
+    def cache_spec(self) -> tuple[str, int]:
+        """Return what a cache stores (`sample`, `topk`, `hidden`) and its tokens per position."""
+        method, _, k = self.cache_method.partition(":")
+        if self.teacher_url is not None:  # a server returns only its most likely tokens
+            return "topk", int(k) if k and method == "topk" else SERVED_TOKENS
+        return method, int(k or CACHED_TOKENS)
+
+    @property
+    def to_train(self) -> tuple[str, int] | None:
+        """Return LAYERSxDIM and steps of a teacher to train first; None if it exists already."""
+        if self.teacher_model == "train":
+            return TRAINED
+        match = re.fullmatch(r"train:(\d+x\d+):([1-9]\d*)", self.teacher_model)
+        return match and (match[1], int(match[2]))
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Return the name of each teacher in TEACHER_MODEL."""
+        return tuple(name for _, name in self._parts())
+
+    @property
+    def teacher_shares(self) -> tuple[float, ...] | None:
+        """Return the weight of each teacher in TEACHER_MODEL; None if they are equal."""
+        weights = [weight for weight, _ in self._parts()]
+        return None if set(weights) == {""} else tuple(map(float, weights))
+
+    def _parts(self) -> list[tuple[str, str]]:
+        """Return (weight or "", name) of each teacher; a folder's name may contain commas."""
+        name = self.teacher_model
+        if self.teacher_url is not None or "," not in name or Path(name).expanduser().is_dir():
+            return [("", name)]
+        parts = [part.rpartition("*") for part in name.split(",")]
+        return [(weight.strip(), name.strip()) for weight, _, name in parts]
+
+    def check_together(self) -> None:
+        """Raise SettingsError if a teacher's weight or the cache's token count is invalid."""
+        super().check_together()
+        if self.teacher_model.startswith("train:") and self.to_train is None:
+            raise SettingsError(
+                f"TEACHER_MODEL is {self.teacher_model!r}: expected train:LAYERSxDIM:STEPS, as in"
+                " 'train:4x192:800'."
+            )
+        try:
+            valid = all(0 < share < math.inf for share in self.teacher_shares or ())
+        except ValueError:
+            valid = False
+        if not valid:
+            raise SettingsError(
+                f"TEACHER_MODEL is {self.teacher_model!r}: expected a weight above 0 for each"
+                " teacher, as in '0.7*A, 0.3*B', or for none."
+            )
+        if self.cache_spec[1] > MAX_CACHED_TOKENS:
+            raise SettingsError(
+                f"CACHE_METHOD is {self.cache_method!r}: expected at most {MAX_CACHED_TOKENS}"
+                " tokens."
+            )
 
 
 @dataclass(frozen=True)
 class StudentSettings(Settings):
-    """Which student is trained, and which of its weights."""
+    """Choose the student and which of its weights are trained."""
 
     student_model: str = setting(
         "fresh:2x128",
@@ -30,7 +143,7 @@ class StudentSettings(Settings):
         section="Student",
     )
     lora_rank: int = setting(
-        0, "train low-rank adapters of this rank in place of all weights; 0: all weights", low=0
+        0, "rank of the LoRA adapters that are trained; 0: train all weights", low=0
     )
     lora_alpha: float = setting(
         16.0, "LoRA alpha; the adapters are scaled by LORA_ALPHA / LORA_RANK", above=0
@@ -48,12 +161,12 @@ class StudentSettings(Settings):
 
     @property
     def peak_lr(self) -> float:
-        """LEARNING_RATE, decided where it is None."""
+        """Return LEARNING_RATE, or its default for this kind of student."""
         return self.usual_lr if self.learning_rate is None else self.learning_rate
 
     @property
     def usual_lr(self) -> float:
-        """What LEARNING_RATE is where it is None: a rate that is sane for this kind of student."""
+        """Return the default learning rate for this kind of student."""
         kind = "lora" if self.lora_rank else self.student_model.partition(":")[0]
         rates = {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "lora": 2e-4}
         return rates.get(kind, 2e-5)
@@ -61,7 +174,7 @@ class StudentSettings(Settings):
 
 @dataclass(frozen=True)
 class TextSettings(Settings):
-    """What text is learned from, and how it is laid out in rows."""
+    """Choose the text and how it is laid out in rows of tokens."""
 
     data_path: str = setting(
         "stdlib",
@@ -72,35 +185,31 @@ class TextSettings(Settings):
     )
     eval_path: str | None = setting(
         None,
-        "held-out text; None: the data's own test split, or a tenth of the data, left out of"
-        " training",
+        "held-out text; None: the test split of the data, or a tenth of it, excluded from training",
     )
     text_field: str | None = setting(
         None,
-        "field of the records whose text is learned; None: the first form that a record has, as in"
-        " DATA_PATH",
+        "field of the records that holds the text; None: the first format of DATA_PATH that fits",
     )
     block_size: int = setting(
         256, "tokens in a row", "Longer: more context, more memory.", low=8, high=1_048_576
     )
     packing: bool = setting(
         True,
-        "several documents in a row, where the model keeps them apart; off: one document per row,"
-        " padded",
+        "put several documents in a row if the model can mask attention between them; off: one"
+        " padded document per row",
     )
 
 
 @dataclass(frozen=True)
 class LossSettings(Settings):
-    """What a student learns from its text and its teacher."""
+    """Weigh and configure the loss terms: cross-entropy and the divergence to the teacher."""
 
     divergence: str = setting(
         "auto",
         f"divergence between teacher and student: {' | '.join(DIVERGENCES)} | js:BETA (GKD's, BETA"
-        " between 0 and 1) | distillm2 (with ON_POLICY: skew_kl on text, skew_reverse_kl on what"
-        " the student writes after the same prompts) | auto (forward_kl, or reverse_kl where"
-        " ROUTER_MODE is all, ka or sar, as in the paper)",
-        choices=("auto", *DIVERGENCES, "distillm2"),
+        " between 0 and 1) | auto (forward_kl, or reverse_kl if ROUTER_MODE is all, ka or sar)",
+        choices=("auto", *DIVERGENCES),
         forms=(("js:BETA", JS_BETA),),
         section="Loss",
     )
@@ -112,81 +221,38 @@ class LossSettings(Settings):
         high=100,
     )
     alpha_kd: float = setting(
-        0.5, "weight of the divergence; it is multiplied by the temperature squared", low=0
+        0.5, "weight of the divergence, which is also multiplied by TEMPERATURE squared", low=0
     )
     alpha_ce: float = setting(0.5, "weight of the cross-entropy with the text", low=0)
-    alpha_hidden: float = setting(
-        0.0,
-        "weight of the distance between hidden states of student and teacher, layer by layer; 0:"
-        " not compared",
-        "For a live teacher with the student's tokenizer.",
-        low=0,
-    )
-    layer_map: str = setting(
-        "last",
-        "which layers ALPHA_HIDDEN compares: last | uniform (all of the"
-        " student's, at equal shares of the teacher's) | STUDENT:TEACHER,... (from 0, as in"
-        ' "0:1,1:3")',
-        choices=("last", "uniform"),
-        forms=(("STUDENT:TEACHER,...", r"\d+:\d+(,\d+:\d+)*"),),
-    )
-    schedule: str | None = setting(
-        None,
-        "what of TEMPERATURE and the ALPHAs moves over the run, each from its own value to"
-        ' NAME:END or NAME:END:cosine, as in "temperature:1, alpha_hidden:0.1:cosine"; None:'
-        " nothing",
-    )
     legacy_clamp: str | None = setting(
         None,
-        'the clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0"'
-        " (logits, and a window for the losses); None: no clamp",
-        "float32 arithmetic needs none.",
+        'clamp as older scripts did, to measure what it costs: "2.5" (logits) or "2.5:0.1:5.0"'
+        " (logits, and lowest and highest loss); None: no clamp",
+        "float32 arithmetic needs no clamp.",
     )
     align: str = setting(
         "auto",
-        "how a teacher with another tokenizer is aligned: auto (the tokenizers are the same) |"
-        " hidden (states, at common boundaries) | uld (sorted probabilities) | chunks (of text)",
+        "how to align a teacher with another tokenizer: auto (the tokenizers are the same) |"
+        " hidden (hidden states at common boundaries) | uld (sorted probabilities) | chunks (of"
+        " text)",
         choices=("auto", "hidden", "uld", "chunks"),
     )
 
-    @property
-    def is_contrastive(self) -> bool:
-        """Whether rows that the student continues are learned from as text, too, for a contrast."""
-        return self.divergence == "distillm2"
-
-    @property
-    def moves(self) -> list[Move]:
-        """What SCHEDULE moves, and where to."""
-        return moves_of(self.schedule, self.parse)
-
-    def at_step(self, step: int, steps: int) -> Self:
-        """Return the settings as they are in a step of `steps`, from 0, without SCHEDULE itself."""
-        values = {m.name: m.at(getattr(self, m.name), step, steps) for m in self.moves}
-        return self.replace(schedule=None, **values)
-
     def check_together(self) -> None:
-        """Raise SettingsError where the terms of the loss do not fit together."""
+        """Raise SettingsError if the loss settings contradict each other."""
         super().check_together()
         if self.alpha_kd == self.alpha_ce == 0:
             raise SettingsError("ALPHA_KD and ALPHA_CE are both 0, so there is nothing to learn.")
         if self.align == "hidden" and self.alpha_ce == 0:
             raise SettingsError(
-                "ALIGN 'hidden' matches hidden states alone, which leaves the output head"
+                "ALIGN 'hidden' matches only hidden states, which leaves the output head"
                 " untrained: set ALPHA_CE above 0."
             )
-        for move in self.moves:
-            if not getattr(self, move.name):
-                raise SettingsError(
-                    f"SCHEDULE moves {move.name.upper()}, which begins at 0, and so is not in"
-                    " the loss: begin it above 0, for example at 0.001, or leave it out."
-                )
-        if self.schedule is not None:
-            self.at_step(1, 2)
         if self.legacy_clamp is not None:
             self._check_clamp(self.legacy_clamp)
 
     def _check_clamp(self, clamp: str) -> None:
-        from ssl_kd.losses.legacy_clamp import LegacyClamp  # --help does without torch
+        from ssl_kd.losses.legacy_clamp import LegacyClamp  # late: --help needs no torch
 
         try:
             LegacyClamp.parse(clamp)
@@ -194,81 +260,80 @@ class LossSettings(Settings):
             raise SettingsError(f"LEGACY_CLAMP: {error}.") from error
         if self.align != "auto":
             raise SettingsError(
-                "LEGACY_CLAMP holds logits token by token, as older scripts did: ALIGN must be"
-                " 'auto'."
+                "LEGACY_CLAMP clamps logits token by token, so ALIGN must be 'auto'."
             )
 
 
 @dataclass(frozen=True)
 class RolloutSettings(Settings):
-    """Text that a student or a teacher writes."""
+    """Configure text that the student or the teacher generates."""
 
     on_policy: float = setting(
         0.0,
-        "share of the rows whose continuation the student writes itself, anew in each step, and the"
-        " teacher judges token by token; 0: none",
-        "With it, and with TEACHER_TEXT, a row holds one document.",
+        "share of the rows that the student continues itself in each step, so that the teacher"
+        " scores its tokens; 0: none",
+        "With ON_POLICY or TEACHER_TEXT a row holds one document.",
         low=0,
         high=1,
-        section="Text that a model writes",
+        section="Generated text",
     )
     teacher_text: float = setting(
         0.0,
-        "share of the rows whose continuation the teacher writes, once, in the place of the text"
+        "share of the rows whose text the teacher's continuation replaces, generated once"
         " (sequence-level distillation); 0: none",
         low=0,
         high=1,
     )
     rollout_temperature: float = setting(
-        1.0, "temperature of a continuation; 0: the likeliest tokens", low=0, high=100
+        1.0, "sampling temperature of continuations; 0: greedy", low=0, high=100
     )
     generations: int = setting(4, "prompts whose answers the report shows", low=0, high=100)
     max_new_tokens: int = setting(
         128,
-        "maximum tokens of a continuation with its end, and of an answer in the report",
-        "BLOCK_SIZE holds the prompt of a continuation too.",
+        "maximum tokens of a continuation, end token included, and of an answer in the report",
+        "Prompt and continuation together fit in BLOCK_SIZE.",
         low=1,
     )
 
 
 @dataclass(frozen=True)
 class RouterSettings(Settings):
-    """Experts and router of a mixture-of-experts teacher."""
+    """Configure the experts and the router of a mixture-of-experts teacher."""
 
     router_mode: str = setting(
         "native",
         "experts of a mixture-of-experts teacher: native (unchanged) | all | ka (all but one, some"
         " sampled) | sar (all, with a router that learns from the student) | auto (sar for"
-        " a mixture, native for a dense teacher; the presets use this)",
+        " a mixture, native for a dense teacher; used by the presets)",
         choices=("native", "all", "ka", "sar", "auto"),
         section="Routers of mixtures",
     )
     router_lr: float = setting(1e-5, "learning rate of the router in sar", low=0, high=100)
     router_weights: str | None = setting(
         None,
-        "router file of an earlier run (router.safetensors), for the teacher; None: its own router",
+        "router.safetensors of an earlier run, loaded into the teacher; None: its own router",
     )
 
     @property
     def is_routed(self) -> bool:
-        """Whether the teacher's experts or router differ from the unchanged model."""
+        """Whether the teacher's experts or router differ from the original model."""
         return self.router_mode != "native" or self.router_weights is not None
 
     @property
     def draws(self) -> int:
-        """How often a teacher is asked about a batch."""
+        """How many draws of experts answer each batch."""
         return KA_DRAWS if self.router_mode == "ka" else 1
 
 
 @dataclass(frozen=True)
 class TrainingSettings(RunSettings):
-    """Optimizer, guard, devices, evaluation and log of a run."""
+    """Configure the optimizer, guard, devices, evaluation and logging of a run."""
 
     max_steps: int = setting(
         500,
         "optimizer steps",
-        "A finished run goes on with RESUME, RUN_NAME and more of them; its learning rates are then"
-        " those of a run of so many steps.",
+        "Extend a finished run with RESUME, RUN_NAME and a larger value; the learning rate then"
+        " follows the longer schedule.",
         low=1,
         section="Optimization",
     )
@@ -277,10 +342,9 @@ class TrainingSettings(RunSettings):
     )
     batch_size: int = setting(
         8,
-        "rows per forward pass, of all processes together; a step has GRADIENT_ACCUMULATION_STEPS"
-        " times as many",
-        "torchrun's processes share them. If memory runs out, lower it and raise"
-        " GRADIENT_ACCUMULATION_STEPS.",
+        "rows per forward pass over all processes; a step has GRADIENT_ACCUMULATION_STEPS times as"
+        " many",
+        "If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.",
         low=1,
     )
     gradient_accumulation_steps: int = setting(
@@ -293,12 +357,10 @@ class TrainingSettings(RunSettings):
         choices=("cosine", "linear", "constant_with_warmup", "constant"),
     )
     warmup_fraction: float = setting(
-        0.1, "fraction of the steps that warm up; LR_SCHEDULE follows", low=0, below=1
+        0.1, "fraction of the steps used for warm-up, before LR_SCHEDULE", low=0, below=1
     )
     weight_decay: float = setting(0.01, "decoupled weight decay of AdamW", low=0, high=10)
-    clip_grad: float | None = setting(
-        1.0, "largest norm of the gradient; None: no clipping", above=0
-    )
+    clip_grad: float | None = setting(1.0, "maximum gradient norm; None: no clipping", above=0)
     spike_factor: float = setting(
         100.0,
         "skip a step whose gradient norm is this many times its running median",
@@ -307,76 +369,68 @@ class TrainingSettings(RunSettings):
     )
     grad_norm_threshold: float | None = setting(
         None,
-        "skip a step whose gradient norm is above this; None: SPIKE_FACTOR alone decides",
-        "Older scripts had it at 2.0; new weights have larger norms than that for many steps.",
+        "skip a step whose gradient norm is above this; None: only SPIKE_FACTOR decides",
+        "Older scripts used 2.0; newly initialized weights exceed that for many steps.",
         above=0,
     )
     stop_after: int | None = setting(
         10,
-        "bad steps in a row that end the run; None: after 20 the student goes back to its last good"
-        " state with a fresh optimizer, and 20 more end the run",
+        "consecutive bad steps that end the run; None: after 20 the student is restored to its last"
+        " good state with a fresh optimizer, and 20 more end the run",
         low=1,
     )
     model_dtype: str = setting(
         "auto",
-        "precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16",
+        "precision of matrix products: auto (suited to the device) | float32 | bfloat16 | float16",
         "Trainable weights and losses are always float32. A dtype that is slow on the device is"
-        " not used, and the log says so.",
+        " replaced, and the log says why.",
         choices=("auto", "float32", "bfloat16", "float16"),
         section="Devices",
     )
     shard: bool = setting(
         False,
-        "with torchrun: keep a piece of each weight of student and teacher on each GPU (FSDP2), for"
-        " models that are too large for one; off: all of them on each (DDP)",
+        "with torchrun: shard the weights of student and teacher over the GPUs (FSDP2), for models"
+        " that are too large for one GPU; off: a full copy on each (DDP)",
     )
     eval_every: int = setting(
         100,
-        "steps between two evaluations on held-out text; the best of them, step 0 included, is the"
-        " student that is saved",
+        "steps between evaluations on held-out text; the best student so far, step 0 included, is"
+        " the one that is saved",
         low=1,
         section="Evaluation",
     )
     eval_rows: int = setting(
         200,
-        "maximum held-out rows of each of two parts: one to choose the best student by, and one,"
-        " which no choice is made on, for the table",
+        "maximum rows of each of two held-out parts: validation, to choose the best student, and"
+        " test, for the results table",
         low=1,
-    )
-    baseline: bool = setting(
-        False,
-        "also train the same student by cross-entropy alone, on an equal budget, to see whether"
-        " distilling pays",
     )
     log_every: int = setting(
         10,
-        "steps between two lines of metrics.jsonl",
+        "steps between lines of metrics.jsonl",
         low=1,
         section="Run",
     )
     checkpoint_every: int = setting(
         100,
-        "steps between two checkpoints",
+        "steps between checkpoints",
         "An interruption loses at most this many steps.",
         low=1,
     )
-    dry_run: bool = setting(
-        False, "five steps with evaluation and saving, to see whether everything fits"
-    )
     report_to: str = setting(
         "none",
-        "who draws the curves, beside metrics.jsonl: none | tensorboard (files in the run folder) |"
-        " wandb | trackio (through their own packages)",
+        "where to log curves in addition to metrics.jsonl: none | tensorboard (in the run folder) |"
+        " wandb | trackio (packages to install)",
         choices=("none", "tensorboard", "wandb", "trackio"),
     )
 
     @property
     def boards(self) -> set[str]:
-        """What REPORT_TO names."""
+        """Return the trackers that REPORT_TO names."""
         return {self.report_to} - {"none"}
 
     def n_steps(self, rows: int) -> int:
-        """Return the optimizer steps: EPOCHS over the rows if that is set, else MAX_STEPS."""
+        """Return the optimizer steps: EPOCHS over the rows if it is set, else MAX_STEPS."""
         if self.epochs is None:
             return self.max_steps
         per_step = self.batch_size * self.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""Rows of a batch in which a loss term is not finite: found, and left out of that term alone."""
+"""Rows of a batch in which a loss term is not finite: leave them out of that term alone."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.memory import to_device_async
-from ssl_kd.language.fault_explainer import rng_state, set_rng_state
 from ssl_kd.language.sources import named_rows
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.training.process_group import ProcessGroup
 
 AnyBatch = TypeVar("AnyBatch", Batch, AlignedBatch)
-Out = Mapping[str, Tensor]
-"""Name of a term -> boolean `[batch]` on the CPU: the rows that it is without."""
+SickRows = Mapping[str, Tensor]
+"""Name of a term -> boolean `[batch]` on the CPU: the rows that are left out of it."""
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of the random numbers of the CPU, and of the GPU if it is used."""
+    gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state()} | gpu
+
+
+def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore what `rng_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 @dataclass
 class FirstPass(Generic[AnyBatch]):
-    """What a second pass over a batch needs of the first.
-
-    Attributes:
-        batch: of the pass.
-        rng: before it, so that both drop out the same.
-        answers: the teacher's, which is not asked again; None before they are there.
-        out: the rows that the second pass left out of each term.
-    """
+    """What a second pass over a batch needs of the first."""
 
     batch: AnyBatch
-    rng: Mapping[str, Tensor]
-    answers: Sequence[TeacherOutput] | None = None
-    out: dict[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, batch: AnyBatch, device: torch.device) -> FirstPass[AnyBatch]:
-        """Before the forward pass of a batch."""
-        return cls(batch, rng_state(device))
+    rng: Mapping[str, Tensor]  # before the pass, so that dropout repeats
+    answers: Sequence[TeacherOutput] | None = None  # the teacher's
+    sick: dict[str, Tensor] = field(default_factory=dict)  # rows that the second pass left out
 
     @contextlib.contextmanager
-    def as_before(self, device: torch.device) -> Iterator[None]:
-        """Draw what the first pass drew; afterwards the draws go on as after that."""
+    def same_random_state(self, device: torch.device) -> Iterator[None]:
+        """Use the random state of the first pass; restore the current one afterwards."""
         after = rng_state(device)
         set_rng_state(self.rng, device)
         try:
@@ -55,50 +55,46 @@ class FirstPass(Generic[AnyBatch]):
         finally:
             set_rng_state(after, device)
 
-    def again(
+    def merge(
         self,
-        team: ProcessGroup,
+        ranks: ProcessGroup,
         step: int,
         before: Mapping[str, Tensor],
         terms: Mapping[str, Tensor],
-        lost: Callable[[AnyBatch, Out], dict[str, int]],
+        lost: Callable[[AnyBatch, SickRows], dict[str, int]],
     ) -> tuple[dict[str, Tensor], list[Event], dict[str, int]]:
-        """What to go on with, once the second pass was done; every rank calls it.
+        """Decide, after the second pass, which terms go on without some rows; on every rank.
 
-        A term that has no row left on any rank stays what it was, and is cut out as a whole; so is
-        one whose fault is not seen again in any row.
+        A term without a healthy row on any rank stays what it was, and is cut out as a whole; so is
+        one whose fault does not reappear in any row.
 
-        Args:
-            team: the ranks.
-            step: for the events.
-            before: the terms of the first pass.
-            terms: those of the second.
-            lost: how much of what each term is a mean over is in the rows that it is without.
+        `before` and `terms` are those of the first and the second pass; `lost` counts how much of
+        each term's divisor is in its sick rows.
 
         Returns:
-            The terms that have rows left; an event of each that is without some; and how much each
-            of those lost on this rank.
+            The terms that go on, an event for each that lost rows, and what each of those lost on
+            this rank.
         """
-        named = {name: self._named(rows) for name, rows in self.out.items() if bool(rows.any())}
-        whole = [name for name, rows in self.out.items() if bool(rows.all())]
+        named = {name: self._named(rows) for name, rows in self.sick.items() if bool(rows.any())}
+        without_rows = [name for name, rows in self.sick.items() if bool(rows.all())]
         sick = [name for name, term in before.items() if not bool(term.isfinite())]
-        seen = named, whole, [name for name in sick if name not in named]
-        gathered = team.of_all(f"step {step}, rows left out", seen)
-        gone = {name for name in terms if all(name in whole for _, whole, _ in gathered)}
+        own = named, without_rows, [name for name in sick if name not in named]
+        gathered = ranks.of_all(f"step {step}, rows left out", own)
+        gone = {name for name in terms if all(name in empty for _, empty, _ in gathered)}
         gone |= {name for _, _, vanished in gathered for name in vanished}
         events = []
         for name in (name for name in terms if name not in gone):
-            where = [
-                some[name] + (f" on rank {rank} of {team.world}" if team.world > 1 else "")
-                for rank, (some, _, _) in enumerate(gathered)
-                if name in some
+            places = [
+                rows[name] + (f" on rank {rank} of {ranks.world}" if ranks.world > 1 else "")
+                for rank, (rows, _, _) in enumerate(gathered)
+                if name in rows
             ]
-            if where:
-                reason = f"not finite in {'; '.join(where)}"
+            if places:
+                reason = f"not finite in {'; '.join(places)}"
                 events.append(Event(step, name, "loss", reason, "rows left out"))
-        partly = {event.part: self.out[event.part] for event in events}
-        kept = {name: term for name, term in terms.items() if name not in gone}
-        return kept, events, lost(self.batch, partly)
+        healthy = {name: term for name, term in terms.items() if name not in gone}
+        partly = {event.part: self.sick[event.part] for event in events}
+        return healthy, events, lost(self.batch, partly)
 
     def _named(self, rows: Tensor) -> str:
         ids, places = self.batch.rows, torch.arange(len(rows))
@@ -106,7 +102,7 @@ class FirstPass(Generic[AnyBatch]):
 
 
 def without(batch: AnyBatch, rows: Tensor) -> AnyBatch:
-    """The batch with no target in some of its rows."""
+    """Return the batch with no target in some of its rows."""
     if isinstance(batch, AlignedBatch):
         counts = batch.counts & ~rows.numpy()[:, None]
         return replace(batch, student=without(batch.student, rows), counts=counts)
@@ -114,10 +110,10 @@ def without(batch: AnyBatch, rows: Tensor) -> AnyBatch:
 
 
 def overwritten(batch: AnyBatch, rows: Tensor) -> AnyBatch:
-    """The batch with no target in some rows, which hold what another one does: of the same shape.
+    """Return the batch with no target in some rows, whose tokens are those of a healthy row.
 
-    What a student makes of these rows is then finite as well, and 0 times it is 0 in a backward
-    pass. Rows with images stay what they are.
+    The student's outputs there are then finite, and their gradient is 0. Rows with images keep
+    their content.
     """
     if isinstance(batch, AlignedBatch):
         student = overwritten(batch.student, rows)

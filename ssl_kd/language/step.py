@@ -1,9 +1,8 @@
-"""One step of a student: its own text, the teacher's answer to it, and the guard between both."""
+"""One guarded step of a student: its own text, the teacher's answer, and the update."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,53 +21,48 @@ from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.modules import without_pieces
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
-from ssl_kd.language.fault_explainer import FaultExplainer, examine, rng_state
-from ssl_kd.language.objective import Objective, Term, student_side
+from ssl_kd.language.fault_explainer import FaultExplainer, examine
+from ssl_kd.language.objective import Objective, student_side
 from ssl_kd.language.parallel import DistributedStudent
-from ssl_kd.language.routed import Routed
+from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.setting_groups import TrainingSettings
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sick_rows import FirstPass
+from ssl_kd.language.sick_rows import FirstPass, rng_state
 from ssl_kd.language.sources import Source, named_rows
 from ssl_kd.teachers.finite import in_words
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.process_group import ProcessGroup
 
-logger = logging.getLogger(__name__)
-
-RESTORE_AFTER = 20
-"""Bad steps in a row before the student goes back to its last good state."""
+RESTORE_AFTER = 20  # bad steps in a row before the student is restored, see STOP_AFTER
 
 
-def precision_of(settings: TrainingSettings) -> Precision:
-    """The dtypes of a run: what suits the device, or what was asked for where the device has it."""
+def precision_of(run: TrainingSettings) -> Precision:
+    """Return the dtypes of a run: those suited to the device, or MODEL_DTYPE if it supports it."""
     asked = {"auto": True, "float32": False}.get(
-        settings.model_dtype, getattr(torch, settings.model_dtype, True)
+        run.model_dtype, getattr(torch, run.model_dtype, True)
     )
-    if settings.model_dtype == "auto" and settings.device in ("auto", "cpu"):
-        plain = Precision.for_device(settings.device)
-        asked = plain.device.type == "cuda"
-    precision = Precision.for_device(settings.device, asked)
-    if settings.model_dtype == "float32":
-        precision = dataclasses.replace(precision, teacher=torch.float32)
+    if run.model_dtype == "auto" and run.device in ("auto", "cpu"):
+        asked = Precision.for_device(run.device).device.type == "cuda"
+    precision = Precision.for_device(run.device, asked)
+    if run.model_dtype == "float32":
+        precision = replace(precision, teacher=torch.float32)
     return precision
 
 
 @dataclass(frozen=True)
 class StudentStep:
-    """What came of a step.
+    """The result of a step.
 
     Attributes:
-        terms: the loss terms by name, NaN where one was not finite: `ce`, cross-entropy with the
-            text, nats a token of it, where the step had text; with a teacher `kd`, the divergence
-            times temperature squared, nats a token, or with another tokenizer what ALIGN measures,
-            a mean over what `Aligned.count` counts; and others, each a mean over what it counts.
-        router: what the teacher's router did, by name; empty where none learns.
-        loss: the weighted sum of those that the guard let through.
+        terms: the loss terms, NaN if not finite: `ce`, nats per token of text, if there was text;
+            with a teacher `kd`, the divergence times temperature squared, nats per token, or with
+            another tokenizer the distance of ALIGN per group of tokens.
+        loss: the weighted sum of the finite terms.
         grad_norm: before clipping.
-        updated: whether the student moved.
+        updated: whether the student's weights changed.
         tokens: real tokens.
-        rollouts: what the student wrote to learn from, by name; empty where it wrote nothing.
+        router: values of the teacher's router step, if its router learns.
+        rollouts: values of the student's continuations, if it generated any.
     """
 
     terms: dict[str, float]
@@ -81,16 +75,16 @@ class StudentStep:
 
     @property
     def ce(self) -> float | None:
-        """Cross-entropy with the text, nats a token of it; None where the step had no text."""
+        """Return the cross-entropy with the text; None if the step had no text."""
         return self.terms.get("ce")
 
     @property
     def kd(self) -> float | None:
-        """The distance to the teacher; None without one."""
+        """Return the distance to the teacher; None without one."""
         return self.terms.get("kd")
 
     def learned(self, term: str) -> bool:
-        """Whether the student moved by a loss term."""
+        """Whether the student's weights changed by a loss term."""
         return self.updated and math.isfinite(self.terms.get(term, math.nan))
 
 
@@ -98,34 +92,16 @@ class Distiller(Objective):
     """A student's objective with its optimizer and guard.
 
     Its terms are means over the real tokens of the whole step (`kd` of a teacher with another
-    tokenizer over its groups), however many batches it is made of; `ce`, too, where the student
-    wrote some of these itself, so that a token's weight does not depend on the others. Each term
-    fails alone, row by row: rows in which it is not finite are left out of it, by an event that
-    names them, and the others count what they counted (what a mean divides by stays; the log has
-    the mean of the others). A term without a row left leaves the others training on that step;
-    without any of those that have a weight, and without a token, the step is skipped. A term that
-    is cut out of STOP_AFTER steps in a row, in whole or of rows, ends the run, as a student does
-    that is sick for so long.
+    tokenizer over its groups), over all batches and ranks. Each term fails alone, row by row: rows
+    in which it is not finite are left out of it, and an event names them; what the mean divides by
+    stays, so that the other rows weigh what they did. A term without a healthy row is left out of
+    the step. A step without any weighted term, or without a token, is skipped. A term that loses
+    rows or is left out in STOP_AFTER consecutive steps ends the run, as does a student that is sick
+    for so long.
 
-    Where `torch.distributed` has several ranks, a step is of the batches of all of them, and so are
-    its means; every rank makes a distiller and calls it equally often.
-
-    Args:
-        student: a causal LM; its trainable weights become float32.
-        settings: weights of the terms, optimizer, guard.
-        precision: of the forward pass.
-        source: gives the teacher's answer to a batch; None for cross-entropy alone.
-        aligned: a teacher with another tokenizer, in place of `source`; batches are `AlignedBatch`.
-        events: a file to append the guard's decisions to, or an `EventLog`.
-        recorder: keeps the first fault of each part.
-        others: further loss terms.
-
-    Attributes:
-        team: the ranks that train this student.
-        trainee: the student as they hold it.
-        tokens: learned from so far.
-        learned: how many steps each of these terms has moved the student in.
-        recent: results of the steps since the last log line, which may be before a resume.
+    Every rank of `torch.distributed` makes a distiller and calls it equally often. `events` is a
+    file for the guard's decisions, or an `EventLog`; `recorder` saves the first fault of each part;
+    the other arguments are those of `Objective`.
     """
 
     def __init__(
@@ -137,17 +113,15 @@ class Distiller(Objective):
         events: Any = None,
         aligned: Aligned | None = None,
         recorder: FlightRecorder | None = None,
-        others: Sequence[Term] = (),
     ) -> None:
-        super().__init__(student, settings, precision, source, aligned, others)
-        beside = [*self.beside.values()]
-        self.team = ProcessGroup(precision.device)
-        self.trainee = DistributedStudent(
-            student, beside, precision.device, self.team, shard=settings.shard
+        super().__init__(student, settings, precision, source, aligned)
+        extra, device = [*self.extra.values()], precision.device
+        self.ranks = ProcessGroup(device)
+        self.distributed = DistributedStudent(
+            student, extra, device, self.ranks, shard=settings.shard
         )
-        trained = [
-            p for module in (student, *beside) for p in module.parameters() if p.requires_grad
-        ]
+        modules = (student, *extra)
+        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -156,7 +130,7 @@ class Distiller(Objective):
             [group for group in groups if group["params"]],
             lr=settings.peak_lr,
             betas=(0.9, 0.95),
-            fused=True if precision.device.type == "cuda" else None,  # a CPU's keeps its bits
+            fused=True if device.type == "cuda" else None,  # on a CPU it would change the bits
         )
         self.guard = Guard(
             student,
@@ -173,9 +147,11 @@ class Distiller(Objective):
             events=events,
         )
         self.tokens = 0
-        self.learned = dict.fromkeys(self.weights, 0)
-        self.recent: list[StudentStep] = []
-        self.explainer = FaultExplainer(self, recorder)
+        self.learned = dict.fromkeys(self.weights, 0)  # steps in which each term was used
+        self.recent: list[StudentStep] = []  # since the last log line
+        self.explainer = FaultExplainer(
+            self, self.guard, self.ranks, recorder, sharded=settings.shard
+        )
 
     def step(self, batches: Sequence[Batch | AlignedBatch], learning_rate: float) -> StudentStep:
         """Learn from some batches as from one large one.
@@ -185,9 +161,9 @@ class Distiller(Objective):
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens, text, sizes = self._sizes(batches)
+        tokens, text, divisors = self._divisors(batches)
         self._lost: dict[str, int] = {}
-        sums = dict.fromkeys(sizes, torch.zeros((), device=self.precision.device))
+        sums = dict.fromkeys(divisors, torch.zeros((), device=self.precision.device))
         rng = rng_state(self.precision.device)
         if not tokens:  # no loss, so the guard sees nothing to update by, and counts the step
             event = Event(self.guard.steps, "batch", "input", "no token to learn from", "skipped")
@@ -195,144 +171,140 @@ class Distiller(Objective):
             batches = []
         with self._router_moves_once(batches):
             for i, batch in enumerate(batches):
-                with self.trainee.averaged(last=i == len(batches) - 1):
-                    terms = self._learn_from(batch, sizes)
+                with self.distributed.averaged(last=i == len(batches) - 1):
+                    terms = self._learn_from(batch, divisors)
                 sums |= {name: sums[name] + term for name, term in terms.items()}
         self.tokens += tokens
         router = self._router_events()
-        # On their way while the guard waits for what it reads, behind them.
-        sent = torch.stack([*sums.values()]).to("cpu", non_blocking=True)
+        # Copied while the guard waits for the device anyway.
+        copied = torch.stack([*sums.values()]).to("cpu", non_blocking=True)
+        explain = partial(self.explainer.explain, batches, rng)
         try:
             self.guard.before_step()
-            self.explainer.explain(
-                batches, rng
-            )  # of a term that is cut out, before the others move
+            explain()  # before the update, with the weights of the step
             self.guard.optimizer.step()
-            explain = partial(self.explainer.explain, batches, rng)
             updated = bool(self.guard.after_step(on_fault=explain))
         finally:
             self.optimizer.zero_grad()
-        what = f"step {self.guard.steps - 1}, the losses"
-        means = self.team.means(what, *sent.tolist())
-        found = dict(zip(sums, means, strict=True)) if tokens else {}
-        weighted = [weight * found[name] for name, weight in self.weights.items() if name in found]
+        values = self.ranks.means(f"step {self.guard.steps - 1}, the losses", *copied.tolist())
+        means = dict(zip(sums, values, strict=True)) if tokens else {}
+        weighted = [weight * means[name] for name, weight in self.weights.items() if name in means]
         finite = [value for value in weighted if math.isfinite(value)]
-        self._without_lost(found, text, sizes)
+        self._rescale_lost(means, text, divisors)
         if not text:
-            found.pop("ce", None)
+            means.pop("ce", None)
         elif tokens != text:
-            found["ce"] *= tokens / text
-        done = StudentStep(
-            terms=found,
+            means["ce"] *= tokens / text
+        result = StudentStep(
+            terms=means,
             loss=sum(finite) if finite else float("nan"),
             grad_norm=float(self.guard.grad_norm[0]),
             updated=updated,
             tokens=tokens,
             router=router,
         )
-        self.learned = {name: n + done.learned(name) for name, n in self.learned.items()}
-        note = ", in whole or of some rows" if self._lost else ""
-        self.guard.stop_without(self.weights, note)
-        return done
+        self.learned = {name: n + result.learned(name) for name, n in self.learned.items()}
+        self.guard.stop_without(self.weights, ", in whole or of some rows" if self._lost else "")
+        return result
 
-    def _learn_from(
-        self, batch: Batch | AlignedBatch, sizes: Mapping[str, float]
-    ) -> dict[str, Tensor]:
-        """Gradients of a batch; its part of each mean. A term leaves out rows that spoil it."""
+    def _learn_from(self, batch: Any, divisors: Mapping[str, float]) -> dict[str, Tensor]:
+        """Compute the gradients of a batch; return its part of each mean."""
         late: list[Tensor] = []
-        first = FirstPass.of(batch, self.precision.device)
+        first = FirstPass(batch, rng_state(self.precision.device))
 
         def shares(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: term / sizes[name] for name, term in sums.items()}
+            return {name: term / divisors[name] for name, term in sums.items()}
 
         def again() -> dict[str, Tensor]:
             late.clear()
-            sums = self.trainee.forward(self.without_sick_rows, first, late)
+            sums = self.distributed.forward(self.without_sick_rows, first, late)
             step = self.guard.steps
-            sums, events, lost = first.again(self.team, step, terms, sums, self.lost)
+            sums, events, lost = first.merge(self.ranks, step, terms, sums, self.lost)
             self.guard.events.extend(events)
             for name in {event.part for event in events}:
                 self._lost[name] = self._lost.get(name, 0) + lost[name]
             terms.update(shares(sums))
             return self.weighted(terms)
 
-        terms = shares(self.trainee.forward(partial(self.terms, late=late, first=first), batch))
+        sums = self.distributed.forward(partial(self.terms, late=late, first=first), batch)
+        terms = shares(sums)
         self.guard.backward(self.weighted(terms), again=again)
-        seen = {name: term.detach() for name, term in terms.items()}
+        values = {name: term.detach() for name, term in terms.items()}
         if late:
-            seen["kd"] = seen["kd"] + torch.stack(late).sum() / sizes["kd"]
-        return seen
+            values["kd"] = values["kd"] + torch.stack(late).sum() / divisors["kd"]
+        return values
 
-    def _without_lost(self, found: dict[str, float], text: int, sizes: Mapping[str, float]) -> None:
-        """Make means of the terms that lost rows what they are over the others; on every rank."""
+    def _rescale_lost(
+        self, means: dict[str, float], text: int, divisors: Mapping[str, float]
+    ) -> None:
+        """Turn means of terms that lost rows into means over the healthy rows; on every rank."""
         for name in sorted(self._lost):
-            (lost,) = self.team.sums(f"step {self.guard.steps - 1}, {name} lost", self._lost[name])
-            of = text if name == "ce" else sizes[name] * self.team.world
-            found[name] *= of / (of - lost) if lost < of else math.nan
+            (lost,) = self.ranks.sums(f"step {self.guard.steps - 1}, {name} lost", self._lost[name])
+            total = text if name == "ce" else divisors[name] * self.ranks.world
+            means[name] *= total / (total - lost) if lost < total else math.nan
 
-    def _sizes(self, batches: Sequence[Batch | AlignedBatch]) -> tuple[int, int, dict[str, float]]:
-        """Real tokens of all ranks, those of text among them, and each term's divisor.
+    def _divisors(
+        self, batches: Sequence[Batch | AlignedBatch]
+    ) -> tuple[int, int, dict[str, float]]:
+        """Return the real tokens of all ranks, those of text, and each term's divisor.
 
-        See `counts`. Gradients are averaged over ranks: sums over a rank's share of a divisor
-        become means over all.
+        Gradients are averaged over ranks, so a divisor is the mean count of a rank.
         """
-        here, what = self.counts(batches), f"step {self.guard.steps}, the tokens"
-        of_text = sum(student_side(batch).text_tokens for batch in batches)
-        text, *of_all = map(int, self.team.sums(what, of_text, *here.values()))
-        sizes = dict(zip(here, of_all, strict=True))
-        shares = {name: max(n, 1) / self.team.world for name, n in sizes.items()}
-        return sizes["ce"], text, shares
+        own, what = self.counts(batches), f"step {self.guard.steps}, the tokens"
+        own_text = sum(student_side(batch).text_tokens for batch in batches)
+        text, *counts = map(int, self.ranks.sums(what, own_text, *own.values()))
+        totals = dict(zip(own, counts, strict=True))
+        divisors = {name: max(n, 1) / self.ranks.world for name, n in totals.items()}
+        return totals["ce"], text, divisors
 
     def _router_moves_once(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
-        alone = len(batches) == self.team.world == 1
-        if alone or not isinstance(self.source, Routed):
+        single = len(batches) == self.ranks.world == 1
+        if single or not isinstance(self.source, RoutedTeacher):
             return nullcontext()
-        return self.source.moved_once(batches, self.answer, self.precision.autocast)
+        return self.source.router_moves_once(batches, self.answer, self.precision.autocast)
 
     def _router_events(self) -> dict[str, float | None]:
-        """Move the events of the teacher's router to the guard; return its numbers."""
-        if not isinstance(self.source, Routed) or self.source.record is None:
+        """Move the events of the teacher's router to the guard; return its values."""
+        if not isinstance(self.source, RoutedTeacher) or self.source.record is None:
             return {}
         events, self.source.events = self.source.events, []
         self.guard.events.extend([replace(e, step=self.guard.steps) for e in events])
-        seen = self.source.record
+        record = self.source.record
         return {
-            "router": seen.loss,
-            "router_drift": seen.drift,
-            "router_entropy": seen.entropy,
+            "router": record.loss,
+            "router_drift": record.drift,
+            "router_entropy": record.entropy,
             "teacher_ce": self.source.ce,
         }
 
     def explain(self, batch: Batch | AlignedBatch, part: str = "model") -> str | None:
-        """Run a batch again under the microscope; what first went wrong, and what to change."""
+        """Run a batch again under the microscope; return what went wrong and what to change."""
         found = examine(self, batch, part)
         return None if found is None else f"{named_rows(batch.rows)}: {in_words(*found)}"
 
     def state(self) -> dict[str, Any]:
-        """All that a resumed run needs; tensors that are sharded are the first rank's, whole."""
+        """Return all state of a checkpoint; sharded tensors are gathered on the first rank."""
+        gathered = self.distributed.gathered
         trained = {n: p.detach() for n, p in self.student.named_parameters() if p.requires_grad}
         return {
-            "student": self.trainee.gathered(trained),
-            "optimizer": self.trainee.gathered(self.optimizer.state_dict()),
-            "guard": self._for_all(self.guard.state_dict()),
+            "student": gathered(trained),
+            "optimizer": gathered(self.optimizer.state_dict()),
+            "guard": self._unsharded(self.guard.state_dict()),
             "tokens": self.tokens,
             "learned": self.learned,
             "recent": [dataclasses.asdict(result) for result in self.recent],
             "explained": sorted(self.explainer.explained),
-            "beside": {
-                name: self.trainee.gathered(module.state_dict())
-                for name, module in self.beside.items()
-            },
-            "router": self.source.state() if isinstance(self.source, Routed) else {},
+            "beside": {name: gathered(module.state_dict()) for name, module in self.extra.items()},
+            "router": self.source.state() if isinstance(self.source, RoutedTeacher) else {},
         }
 
-    def _for_all(self, guard: dict[str, Any]) -> dict[str, Any]:
-        return without_pieces(guard) if self.trainee.sharded else guard
+    def _unsharded(self, guard: dict[str, Any]) -> dict[str, Any]:
+        return without_pieces(guard) if self.distributed.sharded else guard
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave, to however many ranks."""
-        spread = self.trainee.spread
+        """Load what `state` returned, on any number of ranks."""
+        spread = self.distributed.spread
         for name, p in self.student.named_parameters():
             if p.requires_grad:
                 p.copy_(spread(state["student"][name], p))
@@ -343,12 +315,12 @@ class Distiller(Objective):
             if i in rows
         }
         self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
-        self.guard.load_state_dict(self._for_all(state["guard"]))
+        self.guard.load_state_dict(self._unsharded(state["guard"]))
         self.tokens, self.explainer.explained = state["tokens"], set(state["explained"])
         self.learned |= state["learned"]
         self.recent = [StudentStep(**row) for row in state["recent"]]
-        for name, module in self.beside.items():
+        for name, module in self.extra.items():
             for key, p in module.state_dict().items():
                 p.copy_(spread(state["beside"][name][key], p))
-        if isinstance(self.source, Routed):
+        if isinstance(self.source, RoutedTeacher):
             self.source.load(state["router"])

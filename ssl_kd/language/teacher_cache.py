@@ -1,4 +1,4 @@
-"""A teacher's answers, stored once: a student then learns without its teacher in memory."""
+"""A cache of a teacher's answers, from which a student learns without the teacher in memory."""
 
 from __future__ import annotations
 
@@ -6,58 +6,105 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import to_device_async
-from ssl_kd.language.kept import HEADS, KINDS, Kept, Live
-from ssl_kd.language.kept.distribution import widened
-from ssl_kd.language.teacher_fingerprint import METHODS, TeacherFingerprint, identity
+from ssl_kd.language.cache_methods import HEAD_FILES, METHODS, CacheMethod, LiveAnswer, widened
+from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import ShardStore, ShardWriter
+from ssl_kd.store.fingerprint import BaseFingerprint
 from ssl_kd.store.shards import Columns, Content, Manifest
+from ssl_kd.teachers.causal import tokenizer_id
 from ssl_kd.teachers.finite import first_fault, in_words
 from ssl_kd.training.process_group import ProcessGroup
-
-__all__ = ["METHODS", "LiveTeacher", "TeacherCache", "TeacherFingerprint", "identity", "write"]
 
 logger = logging.getLogger(__name__)
 
 _NAME = "teacher"
-_FACTS = ("bytes_per_token", "tail_mass", "fidelity_kl")
 _SUMS = ("real", "lost", "error")
-_FINITE = {name for kind in KINDS.values() for name in kind.finite}
-_BELOW_INF = {name for kind in KINDS.values() for name in kind.below_inf}
+_FINITE = {name for method in METHODS.values() for name in method.finite}
+_BELOW_INF = {name for method in METHODS.values() for name in method.below_inf}
 
 
-class LiveTeacher(Protocol):
-    """Computes a teacher's answer at the real positions of a batch: a `FrozenTeacher`."""
+@dataclass(frozen=True)
+class TeacherFingerprint(BaseFingerprint):
+    """Everything that decides the content of a cache of a teacher's answers.
 
-    device: torch.device
+    Hidden states fit every temperature and hold no tokens: for `hidden`, `k` and `temperature`
+    are None, whatever is passed.
+    """
 
-    def __call__(self, batch: Batch, rows: Tensor) -> Live:
-        """Its answer at `rows` of the flattened `[batch * token]` positions."""
-        ...
+    way_out = (
+        "Keep it and name another folder by --teacher_cache; cache_teacher.py --force_recompute "
+        "with the settings of this run replaces it."
+    )
+
+    teacher: str  # name, without its parent folder
+    weights: str  # identity of its weights
+    tokenizer: str  # identity of the tokenizer
+    text: str  # identity of the documents and their order
+    block_size: int  # tokens in a row
+    packed: bool  # whether some row holds more than one document
+    blocks: str  # identity of the rows of tokens and of their targets
+    dtype: str  # in which the teacher computed
+    method: str  # topk, sample or hidden
+    k: int | None  # tokens per position
+    temperature: float | None  # of the teacher's softmax
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}; expected one of {', '.join(METHODS)}")
+        if self.method == "hidden":
+            object.__setattr__(self, "k", None)
+            object.__setattr__(self, "temperature", None)
+            return
+        if self.k is None or self.k < 1:
+            raise ValueError(f"k is {self.k}; expected at least 1")
+        if self.temperature is None:
+            raise ValueError(f"temperature is None; expected a number for method {self.method!r}")
+        check_temperature("temperature", self.temperature)
+
+
+def identity(
+    teacher: str, weights: str, tokenizer: Any, dataset: TextDataset, blocks: Blocks
+) -> dict[str, Any]:
+    """Return the fields of a `TeacherFingerprint` that identify the teacher and the text."""
+    return {
+        "teacher": Path(teacher).name,
+        "weights": weights,
+        "tokenizer": tokenizer_id(tokenizer),
+        "text": dataset.digest,
+        "block_size": blocks.ids.shape[1],
+        "packed": blocks.packed,
+        "blocks": blocks.digest,
+    }
+
+
+LiveTeacher = Callable[[Batch, Tensor], Any]
+"""Computes a teacher's `LiveAnswer` at rows of a batch: a `FrozenTeacher`, with its `device`."""
 
 
 class TeacherCache(ShardStore):
-    """A teacher's answer at every real position of some blocks; replaces the teacher.
+    """A teacher's answer at every target position of some blocks; replaces the teacher.
 
-    Made by `open` or `write`. A row of the store is a row of the blocks, T positions long. Those
-    whose next token does not count hold zeros: rows of one shape are worth the space. What is kept
-    at a position is CACHE_METHOD's business (`ssl_kd.language.kept`); beside it there are, of each
-    row, `real` positions, and over them the sums of the mass `lost` and of the `error`.
+    Made by `open` or `write`. A row of the store is a row of the blocks, T positions long;
+    positions whose next token is no target hold zeros, so that all rows have one shape. What is
+    stored at a position depends on CACHE_METHOD (`ssl_kd.language.cache_methods`). Each row also
+    has the number of `real` positions, and sums over them of the mass `lost` and of the `error`.
 
     Attributes:
-        kept: how answers are kept.
+        method: how answers are stored.
     """
 
     fingerprint_type = TeacherFingerprint
@@ -71,17 +118,14 @@ class TeacherCache(ShardStore):
         """Open a cache.
 
         Args:
-            folder: where it is.
-            expect: fields of its `TeacherFingerprint`, by name, that it must have: those of
-                `identity`, and the `temperature`. The others may be anything.
-            verify: read everything once: checksums, and every row for NaN and infinities. Sizes
-                and shapes are always compared.
+            folder: of the cache.
+            expect: fields that its `TeacherFingerprint` must have; others may have any value.
+            verify: check checksums, and every row for NaN, infinities and values out of range.
 
         Raises:
             FileNotFoundError: there is no complete cache.
-            FingerprintMismatch: it is of something else; the message names each difference.
-            CorruptFileError: a file is damaged; the message names it.
-            NonFiniteRow: a row is; the message names file, row and block.
+            FingerprintMismatch: it was computed from something else.
+            CorruptFileError, NonFiniteRow: a file or a row is damaged.
         """
         manifest, _ = cls.describe(Path(folder) / f"{_NAME}.json")
         expected = replace(TeacherFingerprint(**manifest["fingerprint"]), **(expect or {}))
@@ -89,36 +133,36 @@ class TeacherCache(ShardStore):
 
     def __init__(self, folder: str | Path, name: str, **options: Any) -> None:
         super().__init__(folder, name, **options)
-        self.kept = _kept(self.manifest).load(self.folder)
+        self.method = _method(self.manifest).load(self.folder)
 
     @classmethod
     def columns(cls, manifest: Manifest) -> Columns:
-        """The columns of a cache with this manifest."""
+        """Return the columns of a cache with this manifest."""
         positions = (manifest["fingerprint"]["block_size"],)
         sums = {"real": torch.int32, "lost": torch.float64, "error": torch.float64}
-        kept = {
+        columns = {
             name: ((*positions, *shape), dtype)
-            for name, (shape, dtype) in _kept(manifest).columns.items()
+            for name, (shape, dtype) in _method(manifest).columns.items()
         }
-        return kept | {name: ((), dtype) for name, dtype in sums.items()}
+        return columns | {name: ((), dtype) for name, dtype in sums.items()}
 
     @classmethod
     def faults(cls, content: Content, whole: bool) -> dict[int, str]:
-        """Rows that hold a NaN or an infinity; a log-probability of -inf is a probability of 0."""
-        found: dict[int, str] = {}
+        """Return the rows that hold a NaN or an infinity; a log-probability may be -inf."""
+        faults: dict[int, str] = {}
         for name in (_FINITE | _BELOW_INF) & content.keys():
             column = content[name].flatten(1)
             bad = ~(column.amax(1) < torch.inf)  # NaN for a row that holds one
             if name in _FINITE:
                 bad |= ~(column.amin(1) > -torch.inf)
-            found |= {at: f"{name} is NaN or infinite" for at in bad.nonzero()[:, 0].tolist()}
-        return found
+            faults |= {at: f"{name} is NaN or infinite" for at in bad.nonzero()[:, 0].tolist()}
+        return faults
 
     @classmethod
     def check_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> dict[int, str]:
-        """As of any store; each row holds only what can be."""
+        """Return the faulty rows of a shard: those of any store, and values out of range."""
         faults = super().check_shard(path, entry, manifest)
-        shard, bounds = cls.read_shard(path, entry, manifest), _kept(manifest).bounds
+        shard, bounds = cls.read_shard(path, entry, manifest), _method(manifest).bounds
         for at in range(len(shard["indices"])):
             for name in bounds.keys() & shard.keys():
                 (low, high), row = bounds[name], shard[name][at]
@@ -131,12 +175,12 @@ class TeacherCache(ShardStore):
 
     @classmethod
     def statistics(cls, content: Content) -> Manifest:
-        """Sums over a shard's positions."""
+        """Return sums over a shard's positions."""
         return {name: content[name].sum().item() for name in _SUMS}
 
     @classmethod
     def total(cls, entries: list[Manifest]) -> Manifest:
-        """Means over all real positions."""
+        """Return means over all real positions."""
         sums = {n: sum(e["statistics"][n] for e in entries) for n in _SUMS}
         real = max(sums["real"], 1)
         return {
@@ -148,46 +192,40 @@ class TeacherCache(ShardStore):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its manifest, which holds those of its files."""
+        """Return the SHA-256 of its manifest, which holds those of its files."""
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
 
     def facts(self) -> dict[str, Any]:
-        """The cache in numbers, for a report.
+        """Return the facts for a report.
 
-        `method`, its `k` or what the hidden states are `stored` in, and means over the real
-        positions: `bytes_per_token` on the disk (an output head, `head_bytes`, is there once),
-        `tail_mass` of the tokens that are not in the cache, and `fidelity_kl` in nats. That is, for
-        `topk`, the KL divergence from the full distribution to the cached one, where the other
-        tokens share the tail evenly. For `sample`, whose expected weights are the full
-        distribution, it is how far from 0 the KL of a student that equals the teacher comes out at
-        one position; over n positions the error of the mean is smaller by about the root of n. For
-        `hidden` it is 0.
+        `method`, its `k` or the dtype in which hidden states are `stored`, and means over the real
+        positions: `bytes_per_token` on disk (without the output head), `tail_mass` of the tokens
+        that are not in the cache, and `fidelity_kl` in nats: for `topk` the KL from the full to the
+        cached distribution; for `sample` how far from 0 the KL of a student that equals the teacher
+        is at one position; for `hidden` 0.
         """
         statistics = self.manifest["statistics"]
-        chosen = {"method": self.fingerprint.method, **self.kept.facts}
-        return chosen | {name: statistics[name] for name in _FACTS}
+        names = ("bytes_per_token", "tail_mass", "fidelity_kl")
+        means = {name: statistics[name] for name in names}
+        return {"method": self.fingerprint.method, **self.method.facts, **means}
 
     def __repr__(self) -> str:
         return f"TeacherCache({str(self.folder)!r}, n={self.n}, {self.facts()})"
 
     def __call__(self, batch: Batch, rows: Tensor) -> TeacherOutput:
-        """The teacher's answer at some positions of a batch, as of a `FrozenTeacher`.
+        """Return the teacher's answer, as a `FrozenTeacher` does, on the device of `rows`.
 
         Args:
             batch: some rows of the blocks that the cache was written from.
             rows: int64 `[n]` into the flattened `[batch * token]` positions, real ones.
-
-        Returns:
-            On the device of `rows`: a distribution in float32, or hidden states with the output
-            head in the teacher's dtype.
         """
         width = batch.input_ids.shape[1]
 
         def column(name: str) -> Tensor:
-            taken = self.take(name, batch.rows)[:, :width].flatten(0, 1)
-            return to_device_async(taken, rows.device)[rows]
+            values = self.take(name, batch.rows)[:, :width].flatten(0, 1)
+            return to_device_async(values, rows.device)[rows]
 
-        return self.kept.answer(column)
+        return self.method.answer(column)
 
 
 def write(
@@ -202,7 +240,7 @@ def write(
     force: bool = False,
     rebuild: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    team: ProcessGroup | None = None,
+    ranks: ProcessGroup | None = None,
     in_step: bool = False,
 ) -> TeacherCache:
     """Store the teacher's answer at every real position.
@@ -213,106 +251,99 @@ def write(
     Args:
         teacher: a `FrozenTeacher`, which computes in `fingerprint.dtype`.
         blocks: rows of tokens.
-        folder: where the cache goes.
+        folder: of the cache.
         fingerprint: what is stored, and how: method, k and temperature.
-        vocabulary: number of tokens that the tokenizer has: the teacher's logits beyond it are
-            padding and get no mass, as a student may be padded differently. None: no padding.
-            Hidden states are kept with the whole head, as a live teacher has it.
+        vocabulary: number of tokens of the tokenizer: the teacher's logits beyond it are padding
+            and get no mass. None: no padding. `hidden` stores the full head.
         batch_size: rows of a forward pass.
         shard_rows: rows in a file; None makes files of about 256 MiB.
-        force: ask the teacher about everything again, whatever is there.
-        rebuild: ask again about damaged files alone.
+        force: recompute everything.
+        rebuild: recompute only damaged files.
         progress: called with (rows done, rows) after each batch.
-        team: ranks that write together, each every so many-th file; the bytes are those of one.
-        in_step: whether the teacher answers only where all ranks ask it, as one in pieces does.
+        ranks: processes that write together, each every n-th file; the bytes are those of one.
+        in_step: whether all ranks must run the teacher together, because it is sharded.
 
     Raises:
-        RankLost: another rank does not answer.
-        ValueError: k is larger than the vocabulary, the teacher's answers are NaN, or hidden
-            states are asked of a teacher whose logits are more than a head makes of them.
-        FingerprintMismatch, CorruptFileError, NonFiniteRow: what is cached is of something else,
-            damaged or bad, and not `force` (nor, but for the first, `rebuild`).
-        LockHeld: another process is writing here.
+        ValueError: the teacher's answers are NaN, or cannot be stored by this method.
+        FingerprintMismatch, CorruptFileError, NonFiniteRow: the folder holds a cache of something
+            else, or a damaged one, and not `force` (nor, but for the first, `rebuild`).
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected at least 1")
-    _, answer = _answer(teacher, blocks.batch([0], teacher.device))
-    kept = KINDS[fingerprint.method].planned(answer, fingerprint, vocabulary)
-    n, only, began = len(blocks), None, perf_counter()
-    if team is not None and team.world > 1:
-        only = slice(team.rank, None, team.world)
+    device = getattr(teacher, "__self__", teacher).device  # `teacher` may be a bound method
+    _, answer = _answer(teacher, blocks.batch([0], device))
+    method = METHODS[fingerprint.method].plan(answer, vars(fingerprint), vocabulary)
+    n, only, start = len(blocks), None, perf_counter()
+    if ranks is not None and ranks.world > 1:
+        only = slice(ranks.rank, None, ranks.world)
     with ShardWriter(
         TeacherCache,
         folder,
         _NAME,
         fingerprint,
-        kept.header,
+        method.header,
         ids=[f"block {row}" for row in range(n)],
         shard_rows=shard_rows,
         only=only,
         force=force,
         rebuild=rebuild,
     ) as writer:
-        files = kept.save(writer.folder, answer)
+        files = method.save(writer.folder, answer)
         del answer  # its head may be a copy on the device
         batches = writer.batches(batch_size)
-        others = [len(batches)] if team is None else team.of_all("batches", len(batches))
+        n_batches = [len(batches)] if ranks is None else ranks.of_all("batches", len(batches))
         for rows in batches:
-            batch = blocks.batch(rows, teacher.device)
-            writer.put(_content(teacher, batch, fingerprint, kept), batch.rows)
+            batch = blocks.batch(rows, device)
+            writer.put(_content(teacher, batch, fingerprint, method), batch.rows)
             if progress is not None:
                 progress(rows.stop, n)
-        for _ in range(max(others) - len(batches) if in_step else 0):
-            _answer(teacher, blocks.batch([0], teacher.device))
-        if team is not None:
-            team.of_all("files of the cache", None)  # all are there
+        for _ in range(max(n_batches) - len(batches) if in_step else 0):
+            _answer(teacher, blocks.batch([0], device))
+        if ranks is not None:
+            ranks.of_all("files of the cache", None)  # wait until all are written
         cache = writer.close()
         if force:
-            logger.info(
-                "the teacher was asked anew about %s rows in %.1f s: %s",
-                n,
-                perf_counter() - began,
-                cache.folder,
-            )
-        for left in set(cache.folder.glob(HEADS)) - set(files):  # of a cache that was replaced
-            left.unlink(missing_ok=True)
+            seconds = perf_counter() - start
+            logger.info("recomputed %s rows in %.1f s: %s", n, seconds, cache.folder)
+        for file in set(cache.folder.glob(HEAD_FILES)) - set(files):  # of a replaced cache
+            file.unlink(missing_ok=True)
         return cache
 
 
-def _answer(teacher: LiveTeacher, batch: Batch) -> tuple[Tensor, Live]:
+def _answer(teacher: LiveTeacher, batch: Batch) -> tuple[Tensor, LiveAnswer]:
     rows, _ = next_token_targets(batch.input_ids, batch.counts)
     return rows, teacher(batch, rows)
 
 
-def _kept(manifest: Manifest) -> Kept:
-    return KINDS[TeacherFingerprint(**manifest["fingerprint"]).method].of(manifest)
+def _method(manifest: Manifest) -> CacheMethod:
+    return METHODS[TeacherFingerprint(**manifest["fingerprint"]).method].from_manifest(manifest)
 
 
 @torch.no_grad()
 def _content(
-    teacher: LiveTeacher, batch: Batch, fingerprint: TeacherFingerprint, kept: Kept
+    teacher: LiveTeacher, batch: Batch, fingerprint: TeacherFingerprint, method: CacheMethod
 ) -> Content:
-    """The columns of some rows, on the CPU."""
+    """Return the columns of some rows, on the CPU."""
     rows, answer = _answer(teacher, batch)
     (b, width), n = batch.input_ids.shape, len(rows)
-    found = {name: x.cpu() for name, x in kept.content(answer, batch, rows).items()}
+    columns = {name: x.cpu() for name, x in method.content(answer, batch, rows).items()}
     rows = rows.cpu()
-    row, column = rows // width, rows % width
-    if len(bad := found["error"].isnan().nonzero()):
-        first, model = int(bad[0]), getattr(teacher, "model", None)
+    row, position = rows // width, rows % width
+    if len(bad := columns["error"].isnan().nonzero()):
+        first, model = int(bad[0]), getattr(getattr(teacher, "__self__", teacher), "model", None)
         fault = None if model is None else first_fault(model, [batch], "teacher")
         raise InputError(
             f"teacher {fingerprint.teacher!r} gives NaN at {len(bad)} of {n} positions, first in "
-            f"block {int(batch.rows[row[first]])}, token {int(column[first])}: "
+            f"block {int(batch.rows[row[first]])}, token {int(position[first])}: "
             + (in_words(*fault) if fault else "check its weights")
             + "; or compute in float32 (--model_dtype float32)" * (fingerprint.dtype == "float16")
         )
     content: Content = {"real": torch.bincount(row, minlength=b)}
-    for name, values in found.items():
+    for name, values in columns.items():
         if name in ("lost", "error"):
             sums = torch.zeros(b, dtype=torch.float64)
             content[name] = sums.index_add_(0, row, values.double())
         else:
             content[name] = values.new_zeros(b, fingerprint.block_size, *values.shape[1:])
-            content[name][row, column] = values
+            content[name][row, position] = values
     return content

@@ -25,7 +25,7 @@ from ssl_kd.files import sha256_file  # noqa: E402
 from ssl_kd.guard.parts import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.aligned import Aligned  # noqa: E402
 from ssl_kd.language.presets import PRESETS  # noqa: E402
-from ssl_kd.language.routed import Routed  # noqa: E402
+from ssl_kd.language.routed import RoutedTeacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.sources import Plain  # noqa: E402
@@ -261,7 +261,7 @@ def _mixture(mode, **settings) -> tuple[Any, Any, dict]:
     model = make_model("Mixtral", seed=2)
     frozen = FrozenTeacher(model)
     full = LanguageSettings(**{**FAST, "block_size": BLOCK, **asked})
-    source = Plain(frozen) if mode == "native" else Routed(frozen, full)
+    source = Plain(frozen) if mode == "native" else RoutedTeacher(frozen, full)
     return model, source, asked
 
 
@@ -285,7 +285,7 @@ def _without_router(step, *terms):
 
     def strike(distiller, now):
         terms_out(distiller, now)
-        if isinstance(distiller.source, Routed):
+        if isinstance(distiller.source, RoutedTeacher):
             distiller.source.learns = now != step
 
     return strike

@@ -26,9 +26,9 @@ def as_before_models_were_judged(monkeypatch):
     """A run that began with a sick model, as older ones did: today it is refused before step 0."""
     run = "ssl_kd.language.run"
     unheard = ([{"name": "teacher"}], {"teacher": ["unheard"]})
-    monkeypatch.setattr(f"{run}.judged_teachers", lambda task: (task, *unheard))
+    monkeypatch.setattr(f"{run}.judge_teachers", lambda task: (task, *unheard))
     monkeypatch.setattr(
-        f"{run}.judged_student", lambda *args: ({"name": "student before"}, ["unheard"])
+        f"{run}.judge_student", lambda *args: ({"name": "student before"}, ["unheard"])
     )
 
 

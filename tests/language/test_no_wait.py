@@ -9,7 +9,7 @@ from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.teacher_cache import TeacherFingerprint, identity, write
-from ssl_kd.language.train import _Student
+from ssl_kd.language.train import _StudentLearner
 from ssl_kd.losses import linear_distillation
 from ssl_kd.teachers.frozen import FrozenTeacher
 from tests.pretended import pretended_cuda
@@ -30,7 +30,7 @@ def _step(tiny, batches, with_teacher=True, cache=None, **changes):
         frozen = FrozenTeacher(teacher, device="cuda", dtype=precision.teacher)
         source = Plain(cache or frozen) if with_teacher else None
         distiller = Distiller(student, settings, precision, source)
-        loop = _Student(distiller, blocks, 100, lambda step, result: None, None)
+        loop = _StudentLearner(distiller, blocks, 100, lambda step, result: None, None)
         for step in range(2):
             device.clear()
             loop.learn(step)

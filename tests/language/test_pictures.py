@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers")
 
@@ -156,38 +155,6 @@ def test_losses_and_gradients_equal_those_by_hand_in_float64(read, tiny, diverge
         )
 
 
-def test_what_is_said_where_an_image_follows_changes_nothing(read, tiny):
-    """Hidden states before each image token, of student and teacher, are replaced by noise."""
-    student, teacher = read.model(), read.teacher()
-    objective = read.objective(tiny, student, teacher)
-    batch = read.blocks.batch(range(ROWS))
-    before = objective.terms(batch)
-    is_image = batch.input_ids == read.processor.image_token_id
-    assert is_image.any()
-    places = F.pad(is_image[:, 1:], (0, 1)), F.pad(batch.counts[:, 1:], (0, 1))
-
-    def spoil(where):
-        def hook(module, args, out):
-            out.last_hidden_state = out.last_hidden_state.masked_fill(where[..., None], 7.0)
-
-        return [m.base_model.register_forward_hook(hook) for m in (student, teacher.model)]
-
-    for where, changes in zip(places, (False, True), strict=True):
-        handles = spoil(where)
-        after = objective.terms(batch)
-        for handle in handles:
-            handle.remove()
-        for name in ("ce", "kd"):
-            assert torch.equal(before[name], after[name]) != changes
-
-
-def test_a_student_that_is_its_teacher_has_no_distance(read, tiny):
-    student = read.model(seed=2, layers=3)
-    objective = read.objective(tiny, student, read.teacher())
-    terms = objective.terms(read.blocks.batch(range(ROWS)))
-    assert abs(terms["kd"].item()) < 1e-4 < terms["ce"].item()
-
-
 def test_the_projector_learns_and_the_tower_is_frozen(read, tiny):
     student = read.model()
     objective = read.objective(tiny, student, read.teacher())
@@ -200,16 +167,6 @@ def test_the_projector_learns_and_the_tower_is_frozen(read, tiny):
     freeze_tower(blind, images=False)
     trained = [name for name, p in blind.named_parameters() if p.requires_grad]
     assert trained and not any("language_model" not in n and "lm_head" not in n for n in trained)
-
-
-def test_rows_with_and_without_images_add_up(read, tiny):
-    objective = read.objective(tiny, read.model(), read.teacher())
-    whole = objective.terms(read.blocks.batch(range(ROWS)))
-    parts = [objective.terms(read.blocks.batch(rows)) for rows in ([0, 3], [1, 4], [2, 5])]
-    assert read.blocks.batch([0, 3]).pictures is None
-    for name in ("ce", "kd"):
-        total = sum(part[name].item() for part in parts)
-        assert whole[name].item() == pytest.approx(total, rel=1e-5)
 
 
 class Sick:
@@ -377,14 +334,6 @@ def test_a_cache_stands_in_for_the_teacher_and_knows_its_images(settings, tmp_pa
         run(settings(**cached, run_name="other"))
 
 
-def test_text_alone_is_learned_by_a_model_of_images(settings, text_file, folders):
-    path = run(settings(data_path=text_file, block_size=48))
-    teacher, ours = load_file(Path(folders("llava")) / "model.safetensors"), weights(path)
-    moved = {name for name, value in ours.items() if "layers" not in name}
-    moved = {name for name in moved if not torch.equal(ours[name], teacher[name])}
-    assert moved and not any("vision" in name or "projector" in name for name in moved)
-
-
 def test_from_python_with_images_in_memory(tmp_path, monkeypatch, llava):
     monkeypatch.chdir(tmp_path)
     texts = [
@@ -405,7 +354,7 @@ def test_a_fault_is_replayed_with_its_images(settings, monkeypatch, folders, tmp
     name = next(n for n in tensors if n.endswith("projector.linear_2.weight"))
     tensors[name][3] = math.nan  # no row without an image meets it
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    judged = "ssl_kd.language.run.judged_teachers"
+    judged = "ssl_kd.language.run.judge_teachers"
     monkeypatch.setattr(
         judged, lambda task: (task, [{"name": "teacher"}], {"teacher": ["unheard"]})
     )
@@ -413,17 +362,6 @@ def test_a_fault_is_replayed_with_its_images(settings, monkeypatch, folders, tmp
     path = run(settings(teacher_model=str(folder), student_model=student, max_steps=1))
     report = replay(next((path / "faults").glob("kd-*.pt")))
     assert report.reproduced and "projector" in str(report)
-
-
-def test_adapters_of_a_model_of_images_in_half_precision_with_layers_compared(settings, folders):
-    more = {"lora_rank": 2, "model_dtype": "bfloat16", "alpha_hidden": 0.2}
-    student = folders("qwen2_vl")
-    options = {"student_model": student, "gradient_checkpointing": True, "layer_map": "uniform"}
-    path = run(settings("qwen2_vl", **more, **options))
-    saved = load_file(path / "student" / "adapter_model.safetensors")
-    assert any("language" in name for name in saved)
-    assert metrics(path)["learned_from"] == {"ce": 4, "kd": 4, "hidden": 4}
-    assert load_causal_lm(path / "student").processor.image_token == "<|image_pad|>"
 
 
 def test_the_doctor_takes_gradients_of_images(settings, folders):
@@ -463,10 +401,10 @@ def test_two_processes_learn_what_one_does(settings, tmp_path):
     "changes, words",
     [
         ({"teacher_model": "train"}, "images, first in images.jsonl:.*TEACHER_MODEL is 'train'"),
-        ({"student_model": "fresh:1x16"}, "reads text alone: take layers:N"),
+        ({"student_model": "fresh:1x16"}, "reads only text: use layers:N"),
         ({"align": "chunks"}, "ALIGN is 'chunks': set it to 'auto'"),
-        ({"on_policy": 0.5}, "ON_POLICY continues text: set it to 0"),
-        ({"teacher_text": 0.5}, "TEACHER_TEXT continues text: set it to 0"),
+        ({"on_policy": 0.5}, "ON_POLICY supports only text: set it to 0"),
+        ({"teacher_text": 0.5}, "TEACHER_TEXT supports only text: set it to 0"),
     ],
 )
 def test_settings_that_do_not_go_with_images_are_refused(settings, changes, words):
@@ -478,9 +416,9 @@ def test_settings_that_do_not_go_with_images_are_refused(settings, changes, word
 @fault(140)
 def test_models_that_do_not_see_the_same_are_refused(settings, folders, tiny, tmp_path):
     text = tiny.folder(tmp_path / "text", tokenizer=processor_of("llava").tokenizer)
-    with pytest.raises(SettingsError, match=f"the student {text} reads text alone: take one that"):
+    with pytest.raises(SettingsError, match=f"the student {text} reads only text: use a model"):
         run(settings(student_model=text))
-    with pytest.raises(SettingsError, match=f"the teacher {text} reads text alone"):
+    with pytest.raises(SettingsError, match=f"the teacher {text} reads only text"):
         run(settings(teacher_model=text, student_model=folders("llava")))
     other = Path(shutil.copytree(folders("llava"), tmp_path / "other"))
     processor = processor_of("llava")
@@ -490,7 +428,7 @@ def test_models_that_do_not_see_the_same_are_refused(settings, folders, tiny, tm
         run(settings(student_model=str(other)))
     bare = Path(shutil.copytree(folders("llava"), tmp_path / "bare"))
     (bare / "processor_config.json").unlink()
-    with pytest.raises(SettingsError, match="has no processor that can be read"):
+    with pytest.raises(SettingsError, match="has no readable processor"):
         run(settings(student_model=str(bare)))
 
 

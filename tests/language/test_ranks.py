@@ -79,20 +79,14 @@ def assert_near(one, two, near=NEAR):
 
 KINDS = {
     "ce": {"teacher_model": "none"},
-    "kd": {"baseline": True},
+    "kd": {},
     "checkpointing": {"gradient_checkpointing": True},
     "accumulation": {"batch_size": 3, "gradient_accumulation_steps": 2},
     "chunks": {"teacher_model": "foreign", "align": "chunks", "student_model": "student"},
     "hidden": {"teacher_model": "foreign", "align": "hidden", "student_model": "student"},
     "uld": {"teacher_model": "foreign", "align": "uld", "student_model": "student"},
-    "features": {
-        "alpha_hidden": 0.3,
-        "layer_map": "uniform",
-        "schedule": "temperature:1, alpha_hidden:0.1:cosine",
-    },
     "router": {"teacher_model": "mixture", "router_mode": "sar", "router_lr": 1e-2},
     "experts": {"teacher_model": "mixture", "router_mode": "all"},
-    "draws": {"teacher_model": "mixture", "router_mode": "ka", "cache_method": "topk"},
     "adapters": {"student_model": "student", "lora_rank": 2},
     "on-policy": {"on_policy": 0.5, "max_new_tokens": 6},
 }
@@ -112,7 +106,7 @@ def of_kind(settings, models):
     return get
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"checkpointing", "draws"}))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"checkpointing"}))
 def test_two_ranks_learn_what_one_process_learns(of_kind, kind):
     one, two = by(1, of_kind(kind, run_name="one")), by(2, of_kind(kind, run_name="two"))
     # Left padding is as wide as the longest prompt of a rank.
@@ -273,13 +267,13 @@ def bytes_in(folder):
 PIECES = [pytest.param(kind, marks=in_pieces) for kind in ("pieces", "states in pieces")]
 
 
-@pytest.mark.parametrize("kind", ["kd", "draws", "states", *PIECES])
+@pytest.mark.parametrize("kind", ["kd", "states", *PIECES])
 def test_ranks_share_a_cache_whose_bytes_are_those_of_one(of_kind, tmp_path, kind):
-    method = "hidden" if "states" in kind else "topk:8" if kind == "draws" else "sample:8"
+    method = "hidden" if "states" in kind else "sample:8"
     change = {"cache_method": method, "batch_size": 3, "teacher_cache": str(tmp_path / "one")}
-    own, shard = of_kind("draws" if kind == "draws" else "kd", **change), "pieces" in kind
+    own, shard = of_kind("kd", **change), "pieces" in kind
     (alone,) = run_joined(cached, 1, own)
-    together = own.replace(teacher_cache=str(tmp_path / "two"), shard=shard, baseline=False)
+    together = own.replace(teacher_cache=str(tmp_path / "two"), shard=shard)
     first, second = run_joined(cached, 2, together)
     assert len(alone) >= 6 and sorted(first + second) == sorted(alone), (first, second)
     assert abs(len(first) - len(second)) <= 2

@@ -54,7 +54,7 @@ def recorded(settings, monkeypatch):
 
     As the runs that began before a teacher was judged: a sick one is not refused.
     """
-    judged = "ssl_kd.language.run.judged_teachers"
+    judged = "ssl_kd.language.run.judge_teachers"
     monkeypatch.setattr(
         judged, lambda task: (task, [{"name": "teacher"}], {"teacher": ["unheard"]})
     )
@@ -172,14 +172,6 @@ def test_a_router_that_learns_is_recorded_and_learns_nothing_from_a_replay(
     assert report.fault.poisoned.startswith("teacher weight") and gates[0] in report.fault.poisoned
 
 
-def test_a_mixture_whose_experts_are_drawn(recorded, sick):
-    expert = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
-    ka = {"teacher_model": sick("mixture", expert), "router_mode": "ka"}
-    words, bundles = recorded(**ka, max_steps=2)
-    report = replay(bundles["kd"])
-    check(report, words["kd"], Cause.POISONED_WEIGHT, report.fault.op)
-
-
 def test_a_cached_teacher(recorded, settings, tmp_path, strike):
     cached = {"teacher_cache": str(tmp_path / "cache"), "cache_method": "topk"}
     cache_teacher(settings(**cached))
@@ -197,14 +189,6 @@ def test_adapters_of_a_student(recorded, models, strike):
     words, bundles = recorded(student_model=models("student"), lora_rank=2, max_steps=2)
     check(replay(bundles["ce"]), words["ce"], Cause.POISONED_WEIGHT, "aten.mm")
     assert all("lora" in n for n in load_bundle(bundles["ce"]).tensors if "rng" not in n)
-
-
-def test_where_one_bad_step_ends_the_run_the_weights_are_still_the_steps(recorded, strike):
-    """And not those that the guard went back to."""
-    strike(spoil_student, steps=(2,))
-    words, bundles = recorded(stop_after=1)
-    for part in ("ce", "kd", "model"):
-        check(replay(bundles[part]), words[part], Cause.POISONED_WEIGHT, "aten.mm")
 
 
 # --- what is not ----------------------------------------------------------------------------------
@@ -288,14 +272,6 @@ def test_a_damaged_bundle_is_refused_by_name(bundle, tmp_path):
         with pytest.raises((CorruptFileError, ValueError), match=words) as raised:
             replay(damaged)
         assert str(damaged) in str(raised.value)
-
-
-def test_a_bundle_that_is_cut_is_refused_by_name(bundle, tmp_path):
-    damaged, whole = tmp_path / "damaged.pt", bundle.read_bytes()
-    for left_over in (0, 10, len(whole) // 2, len(whole) - 200, len(whole) - 1):
-        damaged.write_bytes(whole[:left_over])
-        with pytest.raises(CorruptFileError, match="damaged.pt"):
-            replay(damaged)
 
 
 # --- the command line -----------------------------------------------------------------------------

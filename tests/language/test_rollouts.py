@@ -17,7 +17,7 @@ from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language import rollouts as rollouts_module  # noqa: E402
 from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
-from ssl_kd.language.rollouts import Generated, prompt_length, writer  # noqa: E402
+from ssl_kd.language.rollouts import Sampler, prompt_length, rollout_batches  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.language.train import train  # noqa: E402
@@ -51,7 +51,7 @@ def make(tiny):
         options = {"on_policy": 0.5, "max_new_tokens": 6, **changes}
         teacher = FrozenTeacher(tiny.model(spread=0.3))
         distiller = tiny.distiller(teacher, student, **options)
-        return distiller, writer(distiller, tiny.blocks(), tiny.tokenizer)
+        return distiller, rollout_batches(distiller, tiny.blocks(), tiny.tokenizer)
 
     return get
 
@@ -79,7 +79,7 @@ class Silent:
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_tokens_come_as_often_as_the_model_says(model, temperature):
     n, prompt = 2000, [5, 9, 14]
-    draw = Generated(model, [END], temperature=temperature, batch_size=500)
+    draw = Sampler(model, [END], temperature=temperature, batch_size=500)
     found = torch.tensor([row[0] for row in draw([prompt] * n, [1] * n, list(range(n)))])
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1].double()
@@ -91,7 +91,7 @@ def test_tokens_come_as_often_as_the_model_says(model, temperature):
 
 def test_temperature_0_takes_the_likeliest(model):
     prompts = [[5, 9, 14], [7], [3, 3]]
-    found = Generated(model, [END], temperature=0)(prompts, [5, 5, 2], [1, 2, 3])
+    found = Sampler(model, [END], temperature=0)(prompts, [5, 5, 2], [1, 2, 3])
     for prompt, new in zip(prompts, found, strict=True):
         ids = list(prompt)
         for token in new:
@@ -107,19 +107,12 @@ def test_a_row_is_the_same_in_any_company(tiny, kind):
     model = tiny.model(kind, seed=2, spread=0.2)
     prompts = [[5, 9, 14, 20, 31], [7], list(range(3, 120)), [40, 41]]
     rooms, seeds = [10, 12, 11, 3], [11, 12, 13, 14]
-    together = Generated(model, [END], batch_size=4)(prompts, rooms, seeds)
-    alone = Generated(model, [END], batch_size=1)
+    together = Sampler(model, [END], batch_size=4)(prompts, rooms, seeds)
+    alone = Sampler(model, [END], batch_size=1)
     for i, new in enumerate(together):
         assert alone([prompts[i]], [rooms[i]], [seeds[i]]) == [new]
         assert 1 <= len(new) <= rooms[i] and END not in new[:-1]
-    assert Generated(model, [END])(prompts, rooms, [s + 100 for s in seeds]) != together
-
-
-def test_it_ends_with_its_end_token_at_once_where_the_model_says_so(model):
-    bias = torch.zeros(model.config.vocab_size)
-    bias[END] = 100.0
-    model.lm_head = _Biased(model.lm_head, bias)
-    assert Generated(model, [END])([[5], [6, 7]], [9, 9], [0, 1]) == [[END], [END]]
+    assert Sampler(model, [END])(prompts, rooms, [s + 100 for s in seeds]) != together
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -145,12 +138,12 @@ class _Biased(nn.Module):
 
 
 def test_neither_the_models_own_settings_nor_anybodys_random_numbers_take_part(model):
-    plain = Generated(model, [END])([[5, 9]], [8], [3])
+    plain = Sampler(model, [END])([[5, 9]], [8], [3])
     config = model.generation_config
     config.repetition_penalty, config.top_k, config.do_sample = 9.0, 1, True
     model.train()
     dice = torch.get_rng_state()
-    assert Generated(model, [END])([[5, 9]], [8], [3]) == plain
+    assert Sampler(model, [END])([[5, 9]], [8], [3]) == plain
     assert torch.equal(dice, torch.get_rng_state())
     assert model.generation_config is config and model.training
 
@@ -199,7 +192,7 @@ def test_the_share_is_of_the_rows_and_another_in_each_step(make):
     assert abs(float(chosen.mean()) - 0.3) < 0.05
     assert float(chosen.mean(0).std()) < 0.15 and not torch.equal(chosen[0], chosen[1])
     for share in (0.0, 1.0):
-        written.settings = written.settings.replace(on_policy=share)
+        written.rollout = written.rollout.replace(on_policy=share)
         assert {written.chosen(0, row) for row in range(20)} == {bool(share)}
 
 
@@ -215,19 +208,12 @@ def test_what_a_row_says_depends_on_step_and_row_and_not_on_how_rows_are_dealt(m
     assert not torch.equal(later.input_ids, whole.input_ids)
 
 
-def test_too_long_a_rollout_is_refused(make):
-    _, written = make(on_policy=1.0)
-    written.rollouts = lambda prompts, rooms, seeds: [[5] * (room + 1) for room in rooms]
-    with pytest.raises(InputError, match="a rollout of row 3 has 7 tokens, expected 6 at most"):
-        written.batches(0, [torch.tensor([3])], CPU)
-
-
 def test_a_prompt_that_leaves_no_room_is_refused(make):
     _, written = make(on_policy=1.0)
     blocks = written.blocks
     full = torch.ones_like(blocks.documents)
     written.blocks = replace(blocks, counts=torch.zeros_like(blocks.counts), documents=full)
-    with pytest.raises(InputError, match="row 3 is a prompt of all 24 tokens.*shorten it"):
+    with pytest.raises(InputError, match="the prompt of row 3 fills all 24 tokens .*shorten it"):
         written.batches(0, [torch.tensor([3])], CPU)
 
 
@@ -242,7 +228,7 @@ def by_hand(distiller, batch, text):
     own, theirs = (m(**batch.model_inputs(), use_cache=False).logits for m in (student, teacher))
     ce, kd, n = torch.zeros(()).double(), torch.zeros(()).double(), 0
     for row in range(len(batch.input_ids)):
-        name = settings.kind_of_divergence if row < text else settings.kind_on_policy
+        name = settings.kind_of_divergence
         for place in range(1, batch.input_ids.shape[1]):
             if not batch.counts[row, place]:
                 continue
@@ -260,20 +246,17 @@ def by_hand(distiller, batch, text):
 @pytest.mark.parametrize("changes", [
     {"divergence": "reverse_kl"},
     {"divergence": "js:0.2"},
-    {"divergence": "distillm2"},
-    {"divergence": "distillm2", "on_policy": 1.0},
     {"divergence": "reverse_kl", "on_policy": 1.0, "alpha_kd": 0.7},
 ], ids=str)  # fmt: skip
 def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
     distiller, written = make(temperature=1.5, clip_grad=None, **changes)
     (batch,), _ = written.batches(1, [torch.arange(4, 9)], CPU)
     text = len(batch.rows) - batch.written
-    both = changes["divergence"] == "distillm2"
     assert batch.written and (text or changes.get("on_policy") == 1.0)
-    assert len(batch.rows) == 5 + (batch.written if both else 0)
+    assert len(batch.rows) == 5
     ce, kd, gradients, n = by_hand(distiller, batch, text)
 
-    distiller._sizes([batch])
+    distiller._divisors([batch])
     terms = distiller.terms(batch)
     divisor = distiller.counts([batch])["kd"]
     loss = sum(distiller.weighted(terms).values()) / divisor
@@ -293,17 +276,6 @@ def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
     else:
         assert result.ce is None and "ce" not in distiller.weights
     assert result.kd == pytest.approx(kd, rel=1e-4)
-
-
-def test_accumulated_batches_count_as_one(make):
-    one, written = make()
-    two, _ = make()
-    rows = torch.arange(6)
-    whole, _ = written.batches(0, [rows], CPU)
-    parts, _ = written.batches(0, [rows[:2], rows[2:]], CPU)
-    a, b = one.step(whole, 1e-3), two.step(parts, 1e-3)
-    assert a.ce == pytest.approx(b.ce, rel=1e-5) and a.kd == pytest.approx(b.kd, rel=1e-5)
-    assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4) and a.tokens == b.tokens
 
 
 def test_a_nan_divergence_leaves_the_text_to_train_alone(make):
@@ -334,25 +306,11 @@ def test_a_nan_divergence_leaves_the_text_to_train_alone(make):
 @fault(117)
 def test_a_row_that_ends_at_once_teaches_its_end(make):
     distiller, written = make(on_policy=1.0)
-    written.rollouts = Said([END], [END])
+    written.sample = Said([END], [END])
     batches, sums = written.batches(0, [torch.tensor([0, 1])], CPU)
     assert sums["tokens"] == sums["ended"] == 2
     result = distiller.step(batches, 1e-3)
     assert result.updated and result.tokens == 2 and math.isfinite(result.kd) and result.kd > 0
-
-
-def test_a_rollout_of_no_token_counts_for_nothing_beside_others(make):
-    distiller, written = make(on_policy=1.0)
-    one, _ = make(on_policy=1.0)
-    written.rollouts = Said([5, 6, END], [])
-    batches, _ = written.batches(0, [torch.tensor([0, 1])], CPU)
-    result = distiller.step(batches, 1e-3)
-    written.rollouts = Said([5, 6, END])
-    batches, _ = written.batches(0, [torch.tensor([0])], CPU)
-    other = one.step(batches, 1e-3)
-    assert result.updated and result.tokens == 3
-    assert result.kd == pytest.approx(other.kd, rel=1e-6)
-    assert result.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
 
 
 @fault(117)
@@ -360,7 +318,7 @@ def test_a_step_without_a_token_is_skipped_and_said(make):
     distiller, written = make(on_policy=1.0)
     distiller.step(written.batches(0, [torch.arange(4)], CPU)[0], 1e-2)  # there are moments now
     before = copy.deepcopy((distiller.student.state_dict(), distiller.optimizer.state_dict()))
-    written.rollouts = Silent()
+    written.sample = Silent()
     result = distiller.step(written.batches(1, [torch.arange(4)], CPU)[0], 1e-2)
     assert not result.updated and result.tokens == 0 and result.ce is None and result.kd is None
     after = distiller.student.state_dict(), distiller.optimizer.state_dict()
@@ -374,9 +332,9 @@ def test_a_step_without_a_token_is_skipped_and_said(make):
 @fault(117)
 def test_a_run_whose_rollouts_are_all_empty_does_not_end_as_if_it_had_learned(make, tiny):
     distiller, written = make(on_policy=1.0)
-    written.rollouts, rows = Silent(), []
+    written.sample, rows = Silent(), []
     with pytest.raises(TooFewHealthyParts, match="none of the 3 steps could be learned from"):
-        train(distiller, tiny.blocks(), 3, written=written, on_log=rows.append)
+        train(distiller, tiny.blocks(), 3, rollouts=written, on_log=rows.append)
     assert [row["kd"] for row in rows] == [None] * 3
     assert all(json.dumps(row, allow_nan=False) for row in rows)
     assert [row["rollout_tokens"] for row in rows] == [0.0] * 3
@@ -387,32 +345,13 @@ def test_a_student_of_nan_logits_is_found_by_the_guard_and_stops_the_run(make, t
     distiller, written = make(on_policy=1.0, stop_after=3, student=tiny.model(seed=1))
     distiller.student.model.norm.register_forward_hook(lambda m, args, out: out * math.nan)
     with pytest.raises(TooFewHealthyParts):
-        train(distiller, tiny.blocks(), 9, written=written)
+        train(distiller, tiny.blocks(), 9, rollouts=written)
     events = distiller.guard.events.events
     assert distiller.guard.steps == 3 and not any(distiller.learned.values())
-    assert written.rollouts.sick == 3 * distiller.settings.batch_size
+    assert written.sample.sick == 3 * distiller.settings.batch_size
     assert any(event.part == "kd" and event.stage == "loss" for event in events), events
     told = next(event for event in events if event.action == "explained")
     assert "student" in told.reason or "norm" in told.reason, told
-
-
-def test_one_sick_row_of_the_student_is_named(make, tiny):
-    """Where one token of the vocabulary makes it NaN; the text does not hold that token."""
-    distiller, written = make(student=tiny.model(seed=1))
-    with torch.no_grad():
-        distiller.student.model.embed_tokens.weight[300] = math.nan
-    rows = torch.arange(8)
-    mine = [row for row in range(8) if written.chosen(0, row)]
-    written.rollouts = lambda prompts, rooms, seeds: [[5, 300, 7]] + [[5, 6]] * (len(prompts) - 1)
-    assert len(mine) > 1
-    before = copy.deepcopy(distiller.student.state_dict())
-    result = distiller.step(written.batches(0, [rows], CPU)[0], 1e-2)
-    assert math.isfinite(result.kd)
-    reasons = " ".join(event.reason for event in distiller.guard.events.events)
-    assert f"rows {', '.join(map(str, [r for r in range(8) if r not in mine] + mine))}" in reasons
-    after = distiller.student.state_dict()
-    finite = {k: v for k, v in after.items() if "embed" not in k and "lm_head" not in k}
-    assert all(v.isfinite().all() for v in finite.values()) and before.keys() == after.keys()
 
 
 # --- whole runs -----------------------------------------------------------------------------------
@@ -434,14 +373,14 @@ def test_stopped_anywhere_it_goes_on_with_the_same_numbers(make, tiny, stop):
         }
 
     one, written = make(student(), log_every=3)
-    train(one, blocks, 6, written=written, **calls("whole"))
+    train(one, blocks, 6, rollouts=written, **calls("whole"))
     two, written = make(student(), log_every=3)
     stops = {"should_stop": lambda: len(steps["part"]) == stop, **calls("part")}
-    train(two, blocks, 6, written=written, **stops)
+    train(two, blocks, 6, rollouts=written, **stops)
     three, written = make(student(), log_every=3)
     three.load(copy.deepcopy(two.state()))
     torch.manual_seed(99)
-    train(three, blocks, 6, start=stop, written=written, **calls("part"))
+    train(three, blocks, 6, start=stop, rollouts=written, **calls("part"))
     assert same(one.student.state_dict(), three.student.state_dict())
     assert steps["part"] == steps["whole"] and rows["part"] == rows["whole"]
     assert 0 < rows["whole"][0]["rollout_share"] < 1
@@ -454,7 +393,7 @@ def lines(path, name):
 
 @pytest.mark.parametrize("changes", [
     {"lora_rank": 2, "student_model": "layers:1", "gradient_accumulation_steps": 2},
-    {"divergence": "distillm2", "on_policy": 1.0, "teacher_text": 1.0, "baseline": True},
+    {"on_policy": 1.0, "teacher_text": 1.0},
     {"on_policy": 1.0, "gradient_checkpointing": True},
     {"on_policy": 0.0, "teacher_text": 0.5, "rollout_temperature": 0.0},
     {"model_dtype": "float16"},
@@ -473,8 +412,8 @@ def test_a_run_learns_from_what_was_written(
     for row in lines(path, "metrics.jsonl"):
         if "eval" not in row:
             assert math.isfinite(row["kd"]) and ("rollout_share" in row) == bool(own)
-            assert (row["ce"] is None) == (own == 1.0 and "teacher_text" not in changes)
-    if own == 1.0 and "teacher_text" not in changes:  # the last, whatever the text says
+            assert (row["ce"] is None) == (own == 1.0)
+    if own == 1.0:  # the last, whatever the text says
         assert metrics["best_step"] == 6
     students = [row for row in metrics["table"] if row["name"] == "student"]
     assert math.isfinite(students[0]["perplexity"])
@@ -484,7 +423,7 @@ def test_the_teachers_text_is_written_once_found_again_and_no_further_than_neede
     settings, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ssl_kd.language.teacher_text.PART", 16)
+    monkeypatch.setattr("ssl_kd.language.rollouts.PART", 16)
     changes = {**OWN, "on_policy": 0.0, "teacher_text": 0.5}
     first = run(settings(**changes, max_steps=2))  # 8 of 115 rows, about 4 of these the teacher's
     texts = tmp_path / "data" / "teacher_text"
@@ -492,13 +431,13 @@ def test_the_teachers_text_is_written_once_found_again_and_no_further_than_neede
     assert len(files) == 1
 
     written = []
-    generate = rollouts_module.Generated._generate
+    generate = rollouts_module.Sampler._generate
 
     def and_note(self, prompts, *rest):
         written.extend(prompts)
         return generate(self, prompts, *rest)
 
-    monkeypatch.setattr(rollouts_module.Generated, "_generate", and_note)
+    monkeypatch.setattr(rollouts_module.Sampler, "_generate", and_note)
     again = run(settings(**changes, max_steps=2, run_name="again"))
     rows = [lines(path, "metrics.jsonl")[-1] for path in (first, again)]
     assert not written and rows[0] == rows[1]
@@ -536,10 +475,10 @@ def test_a_teacher_that_writes_nan_is_refused_before_anything_is_kept(
     settings, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rollouts_module._Draw, "likeliest", _not_finite)
+    monkeypatch.setattr(rollouts_module._Draw, "greedy", _not_finite)
     changes = {**OWN, "on_policy": 0.0, "teacher_text": 1.0, "rollout_temperature": 0.0}
     with pytest.raises(
-        InputError, match=r"logits that are not finite where it writes \(115 of 115"
+        InputError, match=r"logits that are not finite while it generates \(115 of 115"
     ):
         run(settings(**changes))
     assert not [*(tmp_path / "data").rglob("*.pt")]
@@ -577,11 +516,10 @@ def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"divergence": "distillm2"}, "DIVERGENCE 'distillm2' contrasts text with what the student"),
     ({"on_policy": 1.5}, "ON_POLICY is 1.5, but must be a finite number, at least 0, at most 1"),
     ({"on_policy": 0.5, "teacher_model": "none"}, "ON_POLICY needs a teacher"),
     ({"on_policy": 0.5, "alpha_kd": 0.0}, "ON_POLICY needs a teacher (TEACHER_MODEL), and"),
-    ({"teacher_text": 1.0, "teacher_cache": "c"}, "TEACHER_TEXT needs a teacher at work"),
+    ({"teacher_text": 1.0, "teacher_cache": "c"}, "TEACHER_TEXT needs a live teacher"),
     ({"on_policy": 0.5, "align": "chunks"}, "set TEACHER_CACHE to None, ALIGN to 'auto' and"),
     ({"on_policy": 0.5, "teacher_text": 0.1, "shard": True}, "ON_POLICY and TEACHER_TEXT needs"),
     ({"divergence": "js:1.0"}, "DIVERGENCE is 'js:1.0'"),

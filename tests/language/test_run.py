@@ -1,11 +1,9 @@
 """The main job of the language mode, end to end on tiny models: what it leaves, and going on."""
 
-import copy
 import json
 import logging
 import math
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -17,22 +15,18 @@ transformers = pytest.importorskip("transformers")
 from huggingface_hub import ModelCard  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.evaluate.language import judge_tokens  # noqa: E402
 from ssl_kd.files import load_tensors  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.diagnosis import Advice, Cause, Diagnosis  # noqa: E402
-from ssl_kd.language import prepare as tasks  # noqa: E402
-from ssl_kd.language.best_student import Best  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.prepare import prepare  # noqa: E402
-from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.run import BestStudent, run  # noqa: E402
 from ssl_kd.language.run_record import advice  # noqa: E402
 from ssl_kd.language.step import Distiller, precision_of  # noqa: E402
-from ssl_kd.language.text_rows import texts_of  # noqa: E402
-from ssl_kd.language.trained_teacher import trained_teacher  # noqa: E402
+from ssl_kd.language.teachers import trained_teacher  # noqa: E402
+from ssl_kd.language.text_rows import split_held_out, texts_of  # noqa: E402
 from ssl_kd.report import write_report  # noqa: E402
-from ssl_kd.report.tables import language_table  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
@@ -165,27 +159,26 @@ class Scored:
 def test_best_keeps_the_lowest_and_never_what_is_not_finite(tiny):
     distiller = tiny.distiller()
     head = distiller.student.lm_head.weight.detach()
-    best = Best(distiller)
+    best = BestStudent(distiller)
     for step, nll in enumerate([None, 3.0, 2.0, None, 2.5]):
         head.fill_(step)
         best.offer(step, Scored(nll))
     head[0, 0] = math.nan  # of a token that no held-out text holds
     best.offer(5, Scored(1.0))
-    again = Best(distiller)
+    again = BestStudent(distiller)
     again.load(best.state())
     again.put_back()
     assert (again.step, again.nll) == (2, 2.0) and (head == 2).all()
 
 
 def test_a_student_that_training_made_worse_is_saved_as_it_was(settings, models, caplog):
-    """Step 0 counts as a look, in the baseline too."""
+    """Step 0 is evaluated too."""
     worse = settings(student_model=models("student"), learning_rate=10.0, clip_grad=None)
-    path = run(worse.replace(baseline=True))
+    path = run(worse)
     looks = [line["eval"]["nll"] for line in log_lines(path) if "eval" in line]
     rows = table(path)
     before = {name: value for name, value in rows["student before"].items() if name != "name"}
-    for name in ("student", "CE alone"):
-        assert {key: value for key, value in rows[name].items() if key != "name"} == before
+    assert {key: value for key, value in rows["student"].items() if key != "name"} == before
     assert metrics(path)["best_step"] == 0 and min(looks) > 2 * before["nll"]
     first = transformers.AutoModelForCausalLM.from_pretrained(models("student"))
     assert same(dict(first.named_parameters()), dict(student_of(path).named_parameters()))
@@ -206,36 +199,8 @@ def test_a_student_that_training_made_worse_is_saved_as_it_was(settings, models,
 )
 def test_no_choice_is_made_on_the_rows_that_are_reported(n, most, parts):
     """Unless there is too little text for two parts."""
-    found = tasks.test_and_validation(n, most)
+    found = split_held_out(n, most)
     assert [list(range(n))[part] for part in found] == [list(range(n))[part] for part in parts]
-
-
-def test_where_the_text_is_too_little_for_two_parts_the_report_says_so(settings, tmp_path, tiny):
-    few = tmp_path / "few.jsonl"
-    lines = [{"text": example.text} for example in tiny.texts(4, 2000).examples]
-    few.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path = run(settings(eval_path=str(few)))
-    looks = [line["eval"]["nll"] for line in log_lines(path) if "eval" in line]
-    assert not config(path)["data"]["validated_apart"]
-    assert table(path)["student"]["nll"] == min(looks)
-    assert "the step was chosen by these rows, too" in write_report(path).read_text()
-    apart = run(settings(run_name="apart"))
-    assert "by other held-out rows" in write_report(apart).read_text()
-
-
-def test_a_dry_run_tries_everything_in_five_steps(settings, caplog):
-    with caplog.at_level(logging.INFO):
-        path = run(settings(dry_run=True, max_steps=500, baseline=True, eval_every=400))
-    found = metrics(path)
-    assert found["steps"] == 5 == found["best_step"]
-    assert [line["step"] for line in log_lines(path) if "eval" not in line] == [1, 2, 3, 4, 5]
-    assert set(table(path)) == {"teacher", "student before", "student", "CE alone"}
-    assert student_of(path) is not None
-    said = [r.message for r in caplog.records if r.message.startswith("step ")]
-    assert len(said) >= 5 and "kd" in said[0] and "gradient norm" in said[0]
-    shapes = "student [4, 24, 320], teacher [4, 24, 320]"
-    assert f"logits: {shapes}; temperature 2, by whose square 4 the" in caplog.text
-    assert "weights: ce 0.5, kd 0.5" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -245,32 +210,6 @@ def test_epochs_stand_for_steps(epochs, rows, accumulate, steps, tiny):
     chosen = tiny.settings(epochs=epochs, gradient_accumulation_steps=accumulate)
     assert chosen.n_steps(rows) == steps
     assert tiny.settings(max_steps=7).n_steps(rows) == 7
-
-
-def test_the_baseline_is_the_same_student_by_cross_entropy_alone(settings):
-    path = run(settings(baseline=True, run_name="both"))
-    rows = table(path)
-    assert list(rows) == ["teacher", "student before", "student", "CE alone"]
-    assert rows["CE alone"]["perplexity"] < rows["student before"]["perplexity"]
-    assert rows["CE alone"]["nll"] != rows["student"]["nll"]
-    plain = run(settings(alpha_kd=0.0, alpha_ce=1.0, run_name="plain"))
-    for name in ("nll", "kl", "ece", "agreement", "acceptance", "repetition"):
-        assert table(plain)["student"][name] == rows["CE alone"][name]
-
-
-def test_a_baseline_that_stops_takes_nothing_with_it(settings, monkeypatch, caplog, tmp_path):
-    def stops(*args):
-        assert student_of(tmp_path / "runs" / "a") is not None
-        raise TooFewHealthyParts("step 3: no part had a healthy step")
-
-    monkeypatch.setattr("ssl_kd.language.run.train_alone", stops)
-    path = run(settings(baseline=True))
-    alone = table(path)["CE alone"]
-    assert alone.keys() == table(path)["student"].keys()
-    assert {value for name, value in alone.items() if name != "name"} == {None}
-    assert "the baseline (cross-entropy alone) stopped, and is not evaluated: step 3" in caplog.text
-    assert len(language_table(metrics(path)).columns) == 1 + 4
-    assert "report" in write_report(path).name
 
 
 # --- text ---
@@ -283,7 +222,7 @@ def test_what_is_held_out_is_not_learned_from(settings, text_file, tmp_path, cap
     path = run(chosen)
     assert config(path)["data"]["documents"] == 38
     assert "10 documents that are also held out" in config(path)["data"]["left_out"]
-    assert "10 of 48 documents to learn from are held out, too" in caplog.text
+    assert "10 of 48 training documents are also held out" in caplog.text
     train_set, held_out = texts_of(chosen)
     assert not {e.content() for e in train_set.examples} & {e.content() for e in held_out.examples}
     with pytest.raises(ValueError, match="every document of .* is held out, too"):
@@ -320,16 +259,6 @@ def test_adapters_of_a_new_student_are_merged(settings):
     assert (path / "student" / "model.safetensors").exists()
     assert not (path / "student" / "adapter_config.json").exists()
     assert student_of(path).config.num_hidden_layers == 1
-
-
-def test_the_seed_decides_about_adapters_too(settings):
-    states = []
-    for seed in (0, 1):
-        chosen = settings(lora_rank=2, student_model="layers:1", seed=seed, learning_rate=0.0)
-        task = prepare(chosen, precision_of(chosen), lambda *args: None)
-        named = task.student.model.named_parameters()
-        states.append(next(p for name, p in named if "lora_A" in name))
-    assert not torch.equal(*states)
 
 
 def test_a_student_cut_from_the_teacher_begins_with_its_layers(settings):
@@ -402,14 +331,9 @@ def test_a_cache_stands_in_for_the_teacher(settings, tmp_path, models, mode):
             run(settings(**{**cached, **changes}, run_name="other"))
 
 
-def test_hidden_states_stand_in_for_the_teacher_at_any_temperature(settings, tmp_path, caplog):
+def test_hidden_states_stand_in_for_the_teacher_at_any_temperature(settings, tmp_path):
     cached = {"cache_method": "hidden", "teacher_cache": str(tmp_path / "cache")}
-    with caplog.at_level("INFO", logger="ssl_kd"):
-        (cache,) = cache_teacher(settings(**cached))
-    said = {line.split()[0]: line.split() for line in caplog.messages if line.split()}
-    each = cache.facts()["bytes_per_token"]
-    assert float(said["hidden"][1].replace(",", "")) == pytest.approx(each, rel=0.1)
-    assert {"sample", "topk", "hidden"} <= said.keys() and "<-" in said["hidden"]
+    cache_teacher(settings(**cached))
     for temperature, divergence in ((2.0, "forward_kl"), (3.0, "reverse_kl")):
         own = {"temperature": temperature, "divergence": divergence}
         live = run(settings(**own, run_name=f"live {temperature}"))
@@ -422,12 +346,6 @@ def test_hidden_states_stand_in_for_the_teacher_at_any_temperature(settings, tmp
     assert metrics(path)["cache"]["stored"] == "float32"
     with pytest.raises(FingerprintMismatch):
         run(settings(**cached, block_size=16, run_name="other"))
-
-
-def test_every_family_goes_through(settings, models):
-    path = run(settings(teacher_model=models("gpt2"), student_model="fresh:1x16"))
-    assert student_of(path).config.model_type == "gpt2"
-    assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
 
 
 # --- teachers that do not match -------------------------------------------------------------------
@@ -462,7 +380,7 @@ def test_the_preset_lets_the_teacher_decide_about_routing(settings, models):
 def test_all_rows_are_beside_the_teacher_as_it_came(settings, models, monkeypatch):
     monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "drift_limit", 1e9)
     sar = {"teacher_model": models("mixture"), "router_mode": "sar", "router_lr": 0.1}
-    path = run(settings(**sar, baseline=True))
+    path = run(settings(**sar))
     routers, before = load_file(path / "router.safetensors"), load_causal_lm(models("mixture"))
     state = before.model.state_dict()
     assert all((router - state[name]).abs().max() > 0.1 for name, router in routers.items())
@@ -512,7 +430,7 @@ def stop_at(step, number):
 
 def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings, monkeypatch):
     """The best weights are those from before the interruption. More kinds: `tests/faults`."""
-    more = {"log_every": 3, "baseline": True}
+    more = {"log_every": 3}
     rate = "ssl_kd.language.train.learning_rate_at"
     monkeypatch.setattr(rate, lambda step, *args: 1e-2 if step < 3 else 1.0)
     whole = run(settings(**more, run_name="whole"))
@@ -533,49 +451,6 @@ def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings, monkeypatc
         assert ours[name] == theirs[name]
 
 
-def test_a_baseline_that_is_interrupted_is_trained_again(settings):
-    whole = run(settings(baseline=True, run_name="whole"))
-
-    def tell(stage, done, total, info):
-        if (stage, done) == ("baseline", 3):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        run(settings(baseline=True), progress=tell)
-    path = run(settings(baseline=True, resume=True))
-    assert weights(path) == weights(whole) and metrics(path)["table"] == metrics(whole)["table"]
-    assert log_lines(path) == log_lines(whole)
-
-
-def test_draws_of_experts_are_cached_each_in_a_folder(settings, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("ssl_kd.language.routed.KA_LAMBDA", 0.5)
-    ka = {"teacher_model": models("mixture"), "router_mode": "ka"}
-    ka["teacher_cache"] = str(tmp_path / "cache")
-    with pytest.raises(SettingsError, match="DIVERGENCE is reverse_kl, and .* CACHE_METHOD 'topk'"):
-        cache_teacher(settings(**ka, cache_method="sample"))
-    ka["cache_method"] = "topk"
-    assert len(cache_teacher(settings(**ka))) == 2
-    assert {"draw_0", "draw_1"} <= {folder.name for folder in (tmp_path / "cache").iterdir()}
-    path = run(settings(**ka))
-    assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
-    assert "router" not in log_lines(path)[0]
-    with pytest.raises(FingerprintMismatch):
-        run(settings(**ka, temperature=3.0, run_name="other"))
-    sampled = ka | {"divergence": "forward_kl", "cache_method": "sample", "force_recompute": True}
-    cache_teacher(settings(**sampled))
-    with pytest.raises(SettingsError, match="a cache of CACHE_METHOD 'sample' supports forward_kl"):
-        run(settings(**ka, run_name="other"))
-
-
-def test_half_a_cache_is_refused(settings, models, tmp_path):
-    ka = {"teacher_model": models("mixture"), "router_mode": "ka", "cache_method": "topk"}
-    ka["teacher_cache"] = str(tmp_path / "cache")
-    cache_teacher(settings(**ka))
-    shutil.rmtree(tmp_path / "cache" / "draw_1")
-    with pytest.raises(SettingsError, match="there is no .*draw_1: run cache_teacher.py"):
-        run(settings(**ka))
-
-
 @pytest.fixture
 def router_file(models, tmp_path):
     """Routers of `mixture` that are not as it came."""
@@ -591,36 +466,21 @@ def router_file(models, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("mode", ["native", "ka"])
-def test_a_cache_knows_its_routers(settings, models, tmp_path, router_file, mode):
-    own = {"teacher_model": models("mixture"), "router_mode": mode, "cache_method": "topk"}
+def test_a_cache_knows_its_routers(settings, models, tmp_path, router_file):
+    own = {"teacher_model": models("mixture"), "cache_method": "topk"}
     own["teacher_cache"] = str(tmp_path / "cache")
     routed = own | {"router_weights": router_file(1)}
     plain = cache_teacher(settings(**own))
     with pytest.raises(FingerprintMismatch, match="weights"):
         run(settings(**routed))
     adapted = cache_teacher(settings(**routed, force_recompute=True))
-    assert len(adapted) == len(plain) == (2 if mode == "ka" else 1)
-    assert all(a.digest != b.digest for a, b in zip(adapted, plain, strict=True))
+    assert adapted.digest != plain.digest
     with pytest.raises(FingerprintMismatch, match="weights"):
         run(settings(**own))
     assert run(settings(**routed))
     router_file(2)
     with pytest.raises(FingerprintMismatch, match="weights"):
         run(settings(**routed, run_name="b"))
-
-
-def test_tokens_above_a_gap_in_the_ids_are_cached(settings, models, tiny, tmp_path):
-    said = json.loads(tiny.tokenizer.backend_tokenizer.to_str())
-    last = max(said["model"]["vocab"], key=said["model"]["vocab"].get)
-    said["model"]["vocab"][last] += 5
-    tokenizer = copy.deepcopy(tiny.tokenizer)
-    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(said))
-    folder = tiny.folder(tmp_path / "gap", vocab_size=328)
-    tokenizer.save_pretrained(folder)
-    own = settings(teacher_model=folder, teacher_cache=str(tmp_path / "cache"))
-    (cache,) = cache_teacher(own)
-    assert cache.manifest["vocabulary"] == 325 == len(tokenizer) + 5
 
 
 def interrupted(settings, **changes):
@@ -693,18 +553,6 @@ def test_a_run_that_fails_before_training_leaves_no_folder(settings, tmp_path, m
 
 
 # --- faults ---------------------------------------------------------------------------------------
-
-
-def test_a_student_with_a_nan_that_training_would_not_meet_is_refused(settings, tmp_path, tiny):
-    """Or it would be saved."""
-    student = tiny.model(seed=4, spread=0.3)
-    student.model.embed_tokens.weight.data[5] = math.nan
-    student.save_pretrained(tmp_path / "sick")
-    tiny.tokenizer.save_pretrained(tmp_path / "sick")
-    seen = f"the student {tmp_path / 'sick'} is not finite before step 0.*embed_tokens.weight"
-    with pytest.raises(InputError, match=seen):
-        run(settings(student_model=str(tmp_path / "sick"), packing=False, dry_run=True))
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def spoilt(monkeypatch, steps, spoil):
@@ -787,7 +635,7 @@ def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
     said = str(end.value)
     assert "learned from ce alone" in said and end.value.exit_code == 3
     assert "teacher weight model.norm.weight came in not finite" in said
-    assert "take another copy" in said and "Settings to try" not in said and "memory" not in said
+    assert "get another copy" in said and "Settings to try" not in said and "memory" not in said
     path = tmp_path / "runs" / "a"
     assert events(path)[-1]["action"] == "stopped" and not (path / "metrics.json").exists()
     monkeypatch.undo()
@@ -813,12 +661,6 @@ def test_terms_are_counted_beside_the_student(settings, monkeypatch, caplog):
     assert metrics(path)["learned_from"] == {"ce": 6, "kd": 4}
     assert metrics(path)["success_rate"] == 1
     assert "kd learned from 4 of 6 steps" in caplog.text
-
-
-def test_a_term_without_weight_makes_no_step_a_success(settings, monkeypatch):
-    spoilt(monkeypatch, {2}, spoil_teacher)
-    with pytest.raises(TooFewHealthyParts, match="step 4: no part had a healthy step in the last"):
-        run(settings(alpha_ce=0.0, alpha_kd=1.0, stop_after=3, max_steps=20))
 
 
 @pytest.mark.parametrize("cause", [{"grad_norm_threshold": 1e-9}, {"alpha_kd": 1e30}])
@@ -848,6 +690,6 @@ def test_a_teacher_without_information_is_named(settings, tmp_path, tiny, caplog
     blank.save_pretrained(tmp_path / "blank")
     tiny.tokenizer.save_pretrained(tmp_path / "blank")
     run(settings(teacher_model=str(tmp_path / "blank"), max_steps=1, generations=0))
-    assert f"the teacher {tmp_path / 'blank'} knows nothing of the held-out text" in caplog.text
+    assert f"the teacher {tmp_path / 'blank'} does not predict the held-out text" in caplog.text
     assert "a uniform guess among its 320 tokens has 5.768" in caplog.text
     assert "attend to each other" not in caplog.text

@@ -10,7 +10,7 @@ import pytest
 
 from ssl_kd.cli.flags import read_settings
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.language.presets import NOTES, PRESETS, TEXT_ALONE
+from ssl_kd.language.presets import NOTES, PRESETS
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFolder
@@ -47,7 +47,7 @@ def test_presets_hold_the_numbers_that_their_names_promise():
     assert LanguageSettings(**PRESETS["stable"]).stop_after == 10
     ultra = LanguageSettings(**PRESETS["ultra_stable"])
     assert ultra.stop_after is None
-    assert ultra.teacher_offload and ultra.gradient_checkpointing
+    assert ultra.gradient_checkpointing
     assert {LanguageSettings(**PRESETS[name]).grad_norm_threshold for name in PRESETS} == {None}
 
 
@@ -58,7 +58,7 @@ def test_presets_are_those_of_the_older_scripts():
         assert (settings.router_mode, settings.eval_every) == ("auto", 50)
     assert made["balanced"].model_dtype == "float16"
     patient = made["most_conservative"]
-    assert patient.teacher_offload and patient.gradient_checkpointing and patient.max_steps == 1000
+    assert patient.gradient_checkpointing and patient.max_steps == 1000
 
 
 def test_a_preset_says_in_a_line_where_it_differs_from_the_older_script(tmp_path, capsys):
@@ -148,12 +148,6 @@ def test_every_name_of_transformers_is_taken_or_answered(cls):
             assert cls.hint(name) and "Did you mean" not in cls.hint(name), name
 
 
-def test_a_foreign_name_is_not_answered_by_the_wrong_flag():
-    assert "--on_policy" in LanguageSettings.hint("num_generations")
-    assert "report" in LanguageSettings.hint("num_generations")
-    assert "lora_r" not in VisionSettings.aliases
-
-
 @row(151)
 @pytest.mark.parametrize("ranks", [None, "", "1", "8", "x"])
 @pytest.mark.parametrize("name", sorted(LanguageSettings.per_process))
@@ -214,22 +208,21 @@ def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path
         ({"teacher_model": "none", "teacher_cache": "c"}, "TEACHER_CACHE needs the TEACHER_MODEL"),
         (
             {"teacher_cache": "c", "router_mode": "sar"},
-            "need the teacher itself. Set TEACHER_CACHE",
+            "the teacher itself. Set TEACHER_CACHE",
         ),
-        ({"teacher_cache": "c", "align": "uld"}, "need the teacher itself. Set TEACHER_CACHE"),
+        ({"teacher_cache": "c", "align": "uld"}, "the teacher itself. Set TEACHER_CACHE"),
         ({"router_mode": "sar", "align": "chunks"}, "ALIGN must be 'auto'"),
         ({"align": "hidden", "alpha_ce": 0}, "set ALPHA_CE above 0"),
         ({"legacy_clamp": "banana"}, "LEGACY_CLAMP: legacy_clamp is 'banana'"),
         ({"legacy_clamp": "-1"}, "LEGACY_CLAMP: the clamp of the logits is -1.0"),
-        ({"legacy_clamp": "5", "align": "chunks"}, "ALIGN must be 'auto'"),
+        ({"legacy_clamp": "5", "align": "chunks"}, "so ALIGN must be 'auto'"),
         (
             {"legacy_clamp": "5", "teacher_cache": "c"},
             "TEACHER_CACHE must be None",
         ),
         ({"run_name": "a/b"}, "RUN_NAME is 'a/b'"),
         ({"quantization": "nf4", "teacher_model": "none"}, "name a TEACHER_MODEL, or with LORA_"),
-        ({"quantization": "nf4", "student_model": "layers:2"}, "cuts whole weights"),
-        ({"quantization": "nf4", "teacher_offload": True}, "set TEACHER_OFFLOAD to False"),
+        ({"quantization": "nf4", "student_model": "layers:2"}, "needs unquantized weights"),
         ({"quantization": "nf4", "shard": True}, "set SHARD to False"),
         ({"teacher_model": "train:2x64"}, "expected train:LAYERSxDIM:STEPS, as in"),
         ({"cache_method": "topk:65536"}, "CACHE_METHOD is 'topk:65536': expected at most 65535"),
@@ -240,25 +233,6 @@ def test_what_does_not_fit_together_is_refused(changes, message):
     with pytest.raises(SettingsError) as refused:
         LanguageSettings(**changes)
     assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"teacher_cache": "c", "router_mode": "ka"},
-        {"router_mode": "all", "align": "chunks"},
-        {"router_mode": "sar", "teacher_offload": True},
-        {"router_weights": "r.safetensors", "teacher_offload": True},
-        {"alpha_kd": 0.0},
-        {"alpha_ce": 0.0},
-        {"alpha_ce": 0.0, "align": "chunks"},
-        {"legacy_clamp": "2.5:0.1:5.0"},
-    ],
-    ids=str,
-)
-def test_what_fits_is_let_through(changes):
-    settings = LanguageSettings(**changes)
-    assert all(getattr(settings, name) == value for name, value in changes.items())
 
 
 @pytest.mark.parametrize(
@@ -293,16 +267,9 @@ def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
         LanguageSettings.named("student-lrr")
 
 
-@pytest.mark.parametrize("name", [
-    "ALPHA_ATTENTION", "ANSWER_PROMPTS", "ATTN_IMPLEMENTATION", "CACHE_K", "LORA_QUANTIZATION",
-    "ROLLOUT_TOKENS", "TEACHER_QUANTIZATION", "TEACHER_SIZE", "TEACHER_STEPS", "TEACHER_TOP_K",
-    "TEACHER_WEIGHTS", "CLEAR_CACHE_EVERY_STEP", "EMULATE_FP16",
-    "KA_FORWARDS", "KA_LAMBDA", "LORA_MERGE", "LOSS_MEAN", "MAX_MEGABYTES", "PATIENCE",
-    "PROMPT_TOKENS", "RESTORE_AFTER", "ROLLOUT_ENGINE", "ROLLOUT_MEMORY", "ROLLOUT_TOP_P",
-    "ROUTER_BETA", "ROUTER_DRIFT", "ROUTER_JOINT", "ROUTER_RENORM", "SAVE_DTYPE",
-    "TEACHER_EXPERTS", "TEACHER_PATIENCE", "TEACHER_TIMEOUT", "TRAIN_VISION", "VERBOSE_STEPS",
-    "VOCABULARY",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["ALPHA_HIDDEN", "BASELINE", "DRY_RUN", "ROUTER_JOINT", "SCHEDULE", "TEACHER_OFFLOAD"]
+)
 def test_a_setting_that_was_taken_out_is_refused_with_what_is_done_instead(tmp_path, name):
     (tmp_path / "config.py").write_text(f"{name} = 1\n")
     with pytest.raises(SettingsError, match=rf"line 1: There is no setting {name}\. \w+ .*\."):
@@ -329,19 +296,3 @@ def test_the_divergences_to_choose_from_are_known_without_torch():
     code = "import sys, ssl_kd.language.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert set(DIVERGENCES) < set(LanguageSettings.rules()["divergence"][2].choices)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"on_policy": 0.5},
-        {"on_policy": 1.0, "divergence": "distillm2"},
-        {"alpha_hidden": 1.0, "schedule": "alpha_kd:0"},
-        {"quantization": "nf4", "student_model": "a/b"},
-        {"quantization": "nf4", "lora_rank": 2, "student_model": "a/b"},
-    ],
-    ids=str,
-)
-def test_whatever_a_run_learns_from_its_baseline_can_learn_from_text(changes):
-    own = LanguageSettings(**changes, baseline=True).replace(**TEXT_ALONE)
-    assert own.alpha_kd == own.on_policy == 0

@@ -221,13 +221,6 @@ def test_once_the_row_is_well_the_term_is_healthy_again():
     assert all(result.learned("kd") for result in found.results)
 
 
-@row(161)
-@pytest.mark.parametrize("term", [{"alpha_hidden": 0.5}, {"alpha_ce": 0.0}])
-def test_other_terms_and_weights_go_on_beside_a_sick_row(term):
-    found = run(SickAnswer({1}), steps=2, **term)
-    assert all(result.updated and math.isfinite(result.kd or NAN) for result in found.results)
-
-
 @pytest.mark.parametrize("cut", [[], [0], [1, 3], [0, 1, 2, 3]])
 def test_an_overwritten_row_holds_another_and_has_no_target(cut):
     batch = make_rows(4).batch([0, 1, 2, 3])

@@ -12,9 +12,8 @@ pytest.importorskip("transformers")
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.language import routed as mixtures  # noqa: E402
 from ssl_kd.language.aligned import Aligned  # noqa: E402
-from ssl_kd.language.routed import Routed, RoutedDraw  # noqa: E402
+from ssl_kd.language.routed import RoutedTeacher  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
-from ssl_kd.losses.teacher_output import LogitsTeacher, logits_of  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
@@ -34,21 +33,8 @@ def routed(tiny, mode, precision=None, **changes) -> Any:
     frozen = FrozenTeacher(tiny.model("Mixtral", spread=0.3), dtype=precision.teacher)
     checkpointing = settings.gradient_checkpointing
     how = {"scale_loss": precision.scale, "gradient_checkpointing": checkpointing}
-    source = Routed(frozen, settings, **how)
+    source = RoutedTeacher(frozen, settings, **how)
     return Distiller(tiny.model(seed=1), settings, precision, source)
-
-
-class Away(FrozenTeacher):
-    """An offloaded teacher on a CPU: once it has answered, its weights are NaN in between."""
-
-    def __init__(self, model, **options):
-        super().__init__(model, **options)
-        self.offload = True
-        self._home = [(p, p.detach().clone()) for p in model.parameters()]
-
-    def _leave(self):
-        for parameter, _ in self._home:
-            parameter.data = torch.full_like(parameter, math.nan)
 
 
 def go(distiller, blocks, steps, rate=1e-2, size=4):
@@ -74,36 +60,6 @@ def on_batch(distiller, batch, teacher_mode, temperature, student=None):
 
 
 # --- mixtures of experts --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [4, 2], ids=["one batch", "two batches"])
-def test_a_router_learns_from_a_teacher_that_comes_and_goes(tiny, monkeypatch, size):
-    blocks, found = tiny.blocks(), []
-    for kind in (FrozenTeacher, Away):
-        monkeypatch.setattr(f"{__name__}.FrozenTeacher", kind)
-        distiller = routed(tiny, "sar")
-        results = go(distiller, blocks, range(3), size=size)
-        routers = distiller.source.mixture.router_parameters()
-        found.append((results, weights(distiller.student), dict(routers)))
-        original = distiller.source.mixture._original
-        assert all(not torch.equal(p, original[name]) for name, p in routers.items())
-    (plain, student, router), (away, other, offloaded) = found
-    assert plain == away and same(student, other) and same(router, offloaded)
-
-
-def test_a_router_of_a_file_stays_with_a_teacher_that_comes_and_goes(tiny, tmp_path):
-    blocks = tiny.blocks()
-    batch = blocks.batch(torch.arange(4))
-    rows, _ = next_token_targets(batch.input_ids, batch.counts)
-    learned = routed(tiny, "sar")
-    go(learned, blocks, range(2))
-    learned.source.mixture.save_router(tmp_path / "router.safetensors")
-    settings = tiny.settings(router_mode="all", router_weights=str(tmp_path / "router.safetensors"))
-    answers = []
-    for kind in (FrozenTeacher, Away):
-        source = Routed(kind(tiny.model("Mixtral", spread=0.3)), settings)
-        answers += [logits_of(source.answer(batch, rows)) for _ in range(2)]
-    assert all(torch.equal(answers[0], logits) for logits in answers)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +93,6 @@ def test_every_router_mode_trains_the_student_and_only_sar_the_router(
     assert len(distiller.guard.events) == 0
 
 
-def test_a_native_mixture_is_any_teacher(tiny):
-    batch = tiny.blocks().batch(range(4))
-    frozen = FrozenTeacher(tiny.model("Mixtral", spread=0.3))
-    plain = tiny.distiller(frozen).step([batch], 1e-2)
-    assert plain == routed(tiny, "native").step([batch], 1e-2)
-    assert plain.kd != routed(tiny, "all", divergence="forward_kl").step([batch], 1e-2).kd
-
-
 def test_the_losses_are_those_of_the_paper(tiny):
     """KL(q || p), the teacher with all experts; in sar with the router as the step has left it."""
     batch = tiny.blocks().batch(range(4))
@@ -154,24 +102,6 @@ def test_the_losses_are_those_of_the_paper(tiny):
         result = distiller.step([batch], 1e-2)
         kl, _ = on_batch(distiller, batch, "all", 1.0, student)
         assert result.kd == pytest.approx(kl, rel=1e-4)
-
-
-def test_the_router_learns_what_the_student_can_follow(tiny, monkeypatch):
-    """With the student held, KL(p || q) falls."""
-    monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "balance", 0.0)
-    batch = tiny.blocks().batch(range(4))
-    distiller = routed(tiny, "sar")
-    seen = [distiller.step([batch], 0.0).router["router"] for _ in range(8)]
-    assert all(b < a for a, b in zip(seen, seen[1:], strict=False))
-
-
-@pytest.mark.parametrize("steps", [3])
-def test_sar_without_a_learning_rate_is_all_to_the_bit(tiny, steps):
-    blocks = tiny.blocks()
-    sar, every = routed(tiny, "sar", router_lr=0.0), routed(tiny, "all")
-    for a, b in zip(go(sar, blocks, range(steps)), go(every, blocks, range(steps)), strict=True):
-        assert (a.ce, a.kd, a.grad_norm) == (b.ce, b.kd, b.grad_norm)
-    assert same(weights(sar.student), weights(every.student))
 
 
 @pytest.mark.parametrize("size", [4, 2])
@@ -187,17 +117,6 @@ def test_a_mixture_resumes_to_the_bit(tiny, mode, size, tmp_path, monkeypatch):
     assert go(second, blocks, [3, 4], size=size) == expected[3:]
     for a, b in ((whole.student, second.student), (whole.source.model, second.source.model)):
         assert same(weights(a), weights(b))
-
-
-def test_ka_draws_other_experts_at_every_step(tiny, monkeypatch):
-    monkeypatch.setattr("ssl_kd.language.routed.KA_LAMBDA", 1.0)
-    batch = tiny.blocks().batch(range(4))
-    distiller = routed(tiny, "ka")
-    kds = []
-    for seed in (1, 2, 1):
-        torch.manual_seed(seed)
-        kds.append(distiller.step([batch], 0.0).kd)
-    assert kds[0] == kds[2] != kds[1]
 
 
 def test_a_nan_in_the_router_leaves_everything_else_training(tiny, monkeypatch):
@@ -239,31 +158,6 @@ def test_a_sick_expert_leaves_cross_entropy_training(tiny):
     assert f"teacher weight {expert}" in said
 
 
-class SickAnswers(FrozenTeacher):
-    """A teacher that is healthy for its router, and answers NaN."""
-
-    def __init__(self, healthy):
-        vars(self).update(vars(healthy))
-
-    def __call__(self, batch, rows):
-        said: Any = super().__call__(batch, rows)
-        return LogitsTeacher(said.hidden @ said.weight.T * math.nan)
-
-
-def test_looking_at_a_sick_step_again_does_not_move_the_router(tiny):
-    blocks, routers = tiny.blocks(), []
-    for explains in (True, False):
-        distiller = routed(tiny, "sar")
-        distiller.source.frozen = SickAnswers(distiller.source.frozen)
-        if not explains:
-            distiller.explainer.explain = lambda *args: None
-        go(distiller, blocks, range(2))
-        actions = {e.action for e in distiller.guard.events.events}
-        assert actions == ({"cut out", "explained"} if explains else {"cut out"})
-        routers.append(weights(distiller.source.model))
-    assert same(*routers)
-
-
 def test_a_router_that_drifts_is_stopped_and_the_run_goes_on(tiny, monkeypatch):
     monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "drift_limit", 1e-3)
     blocks = tiny.blocks()
@@ -296,11 +190,6 @@ def test_an_adapted_router_is_saved_and_given_to_the_teacher_again(tiny, tmp_pat
     # What it drifted from is the router as the teacher came.
     adapted = routed(tiny, "sar", router_weights=str(file)).step([batch], 0.0)
     assert adapted.router["router_drift"] > 1e-6
-
-
-def test_a_dense_teacher_has_no_router(tiny):
-    with pytest.raises(ValueError, match="is a dense model: use router_mode 'native'"):
-        Routed(FrozenTeacher(tiny.model()), tiny.settings(router_mode="ka"))
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
@@ -356,18 +245,6 @@ def test_a_nan_in_one_of_the_batches_leaves_the_router_and_names_them(tiny):
     assert event.reason.startswith("rows 4, 5, 6, 7: ")
 
 
-def test_a_draw_of_experts_for_a_cache_is_the_same_for_a_batch_of_the_same_rows(tiny, monkeypatch):
-    monkeypatch.setattr("ssl_kd.language.routed.KA_LAMBDA", 1.0)
-    blocks = tiny.blocks()
-    draws = [
-        RoutedDraw(routed(tiny, "ka").source, number)(batch, rows).hidden
-        for number in (0, 0, 1)
-        for batch in [blocks.batch([3, 5])]
-        for rows in [next_token_targets(batch.input_ids, batch.counts)[0]]
-    ]
-    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
-
-
 # --- foreign tokenizers ---------------------------------------------------------------------------
 
 
@@ -380,7 +257,7 @@ def aligned(tiny, how, precision=None, student=None, kind="Llama", **changes) ->
     frozen = FrozenTeacher(theirs, dtype=precision.teacher)
     answer = frozen
     if kind == "Mixtral":
-        answer = Routed(frozen, settings).answer
+        answer = RoutedTeacher(frozen, settings).answer
     widths = 32, theirs.config.hidden_size
     kind = settings.kind_of_divergence
     source = Aligned(answer, settings, widths, divergence=kind, draws=settings.draws)
@@ -435,28 +312,6 @@ def test_an_aligned_mixture_is_followed_in_the_mean_of_its_draws(tiny, how, monk
             kds.append([float(distiller.terms(batch)["kd"]) for _ in range(3 // draws)])
     assert len(set(kds[0])) == 3
     assert kds[1] == pytest.approx([sum(kds[0]) / 3], rel=1e-5)
-
-
-@each
-def test_an_aligned_teacher_pulls_the_student_and_not_only_its_own_text(tiny, how):
-    """Without cross-entropy, too, where that is allowed."""
-    distiller, blocks = aligned(tiny, how, alpha_ce=1e-9 * (how == "hidden"))
-    before = weights(distiller.student)
-    batch = blocks.batch(range(6))
-    kds = [distiller.step([batch], 1e-2).kd for _ in range(4)]
-    assert kds[-1] < kds[0] and not same(before, weights(distiller.student))
-
-
-@pytest.mark.parametrize("how", ["uld", "chunks"])
-def test_a_mixture_with_another_tokenizer_answers_with_all_its_experts(tiny, how):
-    results = {}
-    for mode in ("native", "all"):
-        distiller, blocks = aligned(
-            tiny, how, kind="Mixtral", router_mode=mode, divergence="forward_kl"
-        )
-        results[mode] = distiller.step([blocks.batch(range(4))], 1e-2)
-    assert results["native"].ce == results["all"].ce
-    assert results["native"].kd != results["all"].kd
 
 
 @pytest.mark.parametrize("how", ["uld", "chunks"])

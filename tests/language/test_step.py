@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.precision import Precision  # noqa: E402
-from ssl_kd.language.fault_explainer import examine  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.losses.teacher_output import LogitsTeacher  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
@@ -125,31 +124,6 @@ def test_a_step_equals_the_same_step_by_hand_in_float64(
         torch.testing.assert_close(
             ours[name][known].double(), p[known].detach(), rtol=1e-4, atol=1e-6
         )
-
-
-def test_a_step_that_asks_later_shows_a_distance_near_0_as_well(tiny, free):
-    model, shown = tiny.model(spread=0.3), []
-    frozen = FrozenTeacher(copy.deepcopy(model))
-    for are in (True, False):
-        free(are)
-        distiller = tiny.distiller(frozen, student=copy.deepcopy(model))
-        with torch.no_grad():
-            distiller.student.get_output_embeddings().weight.mul_(1 + 1e-4)
-        shown.append(distiller.step([tiny.blocks().batch(range(4))], 1e-3).kd)
-    assert 0 < shown[0] < 1e-6 and shown[1] == pytest.approx(shown[0], rel=0.02)
-
-
-def test_the_second_step_has_only_its_own_gradient(tiny, teacher):
-    blocks = tiny.blocks()
-    distiller = tiny.distiller(teacher)
-    distiller.step([blocks.batch(range(4))], 1e-3)
-    student = copy.deepcopy(distiller.student)
-    *_, norm, _, _ = by_hand(
-        student, teacher.model, blocks.batch(range(4, 8)), distiller.settings, 1e-3
-    )
-    result = distiller.step([blocks.batch(range(4, 8))], 1e-3)
-    assert result.grad_norm == pytest.approx(norm, rel=1e-4)
-    assert all(p.grad is None for p in distiller.student.parameters())  # memory for the next pass
 
 
 @pytest.mark.parametrize("with_teacher", [True, False])
@@ -365,31 +339,6 @@ def test_the_replay_sees_the_same_dropout(tiny, device):
     assert all(torch.equal(seen[0], again) for again in [seen[1], *seen[3:]])
 
 
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [
-        (None, "a second run of the same step is finite"),
-        ("memory", "not enough memory to run it again"),
-    ],
-)
-def test_a_fault_that_is_not_found_again_names_the_rows(tiny, teacher, error, why, monkeypatch):
-    asked = Sick(teacher)
-    distiller = tiny.distiller(asked)
-
-    def again(step, batch, part):
-        asked.sick = False
-        if error is not None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return examine(step, batch, part)
-
-    monkeypatch.setattr("ssl_kd.language.fault_explainer.examine", again)
-    blocks = tiny.blocks()
-    assert distiller.step([blocks.batch([7, 8]), blocks.batch([2])], 1e-2).updated
-    event = distiller.guard.events.events[-1]
-    assert (event.part, event.action) == ("kd", "not found again")
-    assert event.reason == f"rows 7, 8, 2: {why}"
-
-
 # --- sick for long --------------------------------------------------------------------------------
 
 
@@ -411,15 +360,6 @@ def test_n_bad_steps_in_a_row_stop_at_the_last_good_state(tiny, teacher):
     restored, stopped = distiller.guard.events.events[-2:]
     assert restored.action.startswith("restored to its state before step 0")
     assert (stopped.part, stopped.action) == ("run", "stopped")
-
-
-def test_a_run_that_stops_at_once_says_why(tiny, teacher):
-    distiller = tiny.distiller(teacher, stop_after=1)
-    poison_student(distiller)
-    with pytest.raises(TooFewHealthyParts):
-        distiller.step([tiny.blocks().batch([4, 6])], 1e-2)
-    explained = [e for e in distiller.guard.events.events if e.action == "explained"]
-    assert explained and all(e.reason.startswith("rows 4, 6: ") for e in explained)
 
 
 def test_twenty_in_a_row_begin_again_from_the_last_good_state(tiny, teacher):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
-from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.files import CorruptFileError, save_tensors, sha256_file
-from ssl_kd.language.kept import distribution
+from ssl_kd.language import cache_methods
 from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, write
 from ssl_kd.losses import (
     LinearTeacher,
@@ -134,26 +133,6 @@ def test_top_k_gives_back_what_the_teacher_said(tmp_path, rows, linear):
     torch.testing.assert_close(masses, torch.ones_like(masses), rtol=0, atol=1e-6)
 
 
-def test_all_tokens_are_the_full_distribution(tmp_path):
-    store, blocks = make(tmp_path, k=V), make_blocks()
-    batch = blocks.batch(range(N))
-    answer = store(batch, real(batch))
-    assert isinstance(answer, TopKTeacher)
-    p = torch.zeros(len(answer.indices), V).scatter(1, answer.indices, answer.log_probs.exp())
-    torch.testing.assert_close(p.double(), probabilities(blocks, 2.0), rtol=4e-3, atol=1e-6)
-    assert (answer.log_tail == -torch.inf).all()
-    assert store.facts()["tail_mass"] == 0 and 0 < store.facts()["fidelity_kl"] < 1e-5
-
-    student = torch.randn(len(p), V, generator=torch.Generator().manual_seed(5))
-    live = LogitsTeacher(Teacher().logits(batch, real(batch)))
-    for divergence in ("forward_kl", "reverse_kl", "tvd"):
-        of = [
-            logits_distillation(student, None, [one], temperature=2.0, divergence=divergence)[1]
-            for one in (live, answer)
-        ]
-        torch.testing.assert_close(of[0], of[1], rtol=1e-3, atol=0)
-
-
 @pytest.mark.parametrize("vocabulary", [200, 300, 40_000, 70_000])
 def test_tokens_survive_every_width_they_are_stored_in(tmp_path, vocabulary):
     teacher = Teacher(vocabulary)
@@ -186,8 +165,8 @@ def test_logits_exist_a_chunk_at_a_time(tmp_path, monkeypatch, method):
         seen.append(linear(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(distribution.F, "linear", watched)
-    monkeypatch.setattr(distribution, "CHUNK_BYTES", 3 * 4 * V)
+    monkeypatch.setattr(cache_methods.F, "linear", watched)
+    monkeypatch.setattr(cache_methods, "CHUNK_BYTES", 3 * 4 * V)
     chunked = make(tmp_path / "chunked", method=method)
     assert max(len(logits) for logits in seen) == 3 and len(seen) > 20
     for name in ("tokens", "error"):
@@ -232,18 +211,6 @@ def test_draws_are_distinct_and_weigh_one_together(tmp_path, k):
     assert k < V or torch.allclose(answer.weights.double(), masses, rtol=2e-3)
     entropy = torch.special.entr(p).sum(-1)
     torch.testing.assert_close(answer.entropy.double(), entropy, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("temperature", [0.05, 0.01])
-def test_fewer_tokens_with_mass_than_draws(tmp_path, temperature):
-    store, blocks = make(tmp_path, method="sample", k=30, temperature=temperature), make_blocks()
-    batch = blocks.batch(range(N))
-    answer = store(batch, real(batch))
-    assert isinstance(answer, SampledTeacher)
-    drawn = torch.zeros(len(answer.indices), V).scatter_add(1, answer.indices, answer.weights)
-    torch.testing.assert_close(
-        drawn.double(), probabilities(blocks, temperature), rtol=2e-3, atol=1e-6
-    )
 
 
 def test_the_gradient_of_the_draws_is_unbiased(tmp_path):
@@ -295,29 +262,6 @@ def test_hidden_states_come_back_to_the_bit(tmp_path, rows):
     assert (facts["method"], facts["stored"], facts["dim"]) == ("hidden", "float32", DIM)
     assert facts["head_bytes"] == V * (DIM + 1) * 4
     assert facts["tail_mass"] == facts["fidelity_kl"] == 0
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
-def test_one_cache_of_hidden_states_teaches_at_every_temperature(tmp_path, divergence, temperature):
-    store, blocks = make(tmp_path, method="hidden", temperature=2.0), make_blocks()
-    same = TeacherCache.open(tmp_path, {"temperature": temperature})
-    assert same.fingerprint == store.fingerprint and same.fingerprint.temperature is None
-    batch = blocks.batch(range(N))
-    student = torch.randn(len(real(batch)), V, generator=torch.Generator().manual_seed(5))
-    found = []
-    for source in (Teacher(), store):
-        logits = student.clone().requires_grad_()
-        terms = logits_distillation(
-            logits,
-            None,
-            [source(batch, real(batch))],
-            temperature=temperature,
-            divergence=divergence,
-        )
-        terms[1].backward()
-        found.append((terms.detach(), logits.grad))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_a_teacher_without_a_linear_head_has_no_hidden_states_to_keep(tmp_path):
@@ -386,26 +330,6 @@ def test_what_is_reported_of_top_k_is_what_a_direct_computation_finds(tmp_path):
     assert facts["bytes_per_token"] == size / len(p)
     assert store.manifest["statistics"]["tokens"] == len(p)
     assert (facts["method"], facts["k"]) == ("topk", 6)
-
-
-def test_what_is_reported_of_draws_is_what_a_direct_computation_finds(tmp_path):
-    store, blocks = make(tmp_path, method="sample", k=6), make_blocks()
-    p = probabilities(blocks, 2.0)
-    answer = store(batch := blocks.batch(range(N)), real(batch))
-    assert isinstance(answer, SampledTeacher)
-    estimate = -(answer.weights * p.log().gather(1, answer.indices)).sum(1)
-    error = (estimate - torch.special.entr(p).sum(1)).abs().mean().item()
-    seen = (p.gather(1, answer.indices) * (answer.weights > 0)).sum(1).mean().item()
-    facts = store.facts()
-    assert facts["fidelity_kl"] == pytest.approx(error, rel=1e-3) and error > 0.001
-    assert facts["tail_mass"] == pytest.approx(1 - seen, rel=1e-4)
-
-
-def test_more_tokens_lose_less_and_cost_more(tmp_path):
-    facts = [make(tmp_path / str(k), k=k, shard_rows=None).facts() for k in (2, 8, 32)]
-    for name, order in (("tail_mass", -1), ("fidelity_kl", -1), ("bytes_per_token", 1)):
-        of = [one[name] for one in facts][::order]
-        assert of == sorted(of) and len(set(of)) == 3
 
 
 # Of something else
@@ -617,60 +541,3 @@ def test_a_number_of_rows_that_is_not_there_is_named(tmp_path):
 
 
 # The real thing
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_real_teacher_a_real_text(tmp_path, method):
-    """From a folder by `save_pretrained`: live and cached agree on what a student should learn."""
-    pytest.importorskip("transformers")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from ssl_kd.datasets.blocks import make_blocks
-    from ssl_kd.datasets.new_tokenizer import train_tokenizer
-    from ssl_kd.datasets.text import open_text
-    from ssl_kd.language.caching import cache_teacher
-    from ssl_kd.language.settings import LanguageSettings
-    from ssl_kd.language.teacher_cache import identity
-    from ssl_kd.teachers.causal import load_causal_lm
-    from ssl_kd.teachers.frozen import FrozenTeacher
-
-    (tmp_path / "text.txt").write_text("\n\n".join(f"The {i} small cats sat." for i in range(60)))
-    (tmp_path / "held_out.txt").write_text("Nobody learns from this.")
-    dataset = open_text(tmp_path / "text.txt", "all")
-    tokenizer = train_tokenizer(dataset, 270)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        )
-    )  # fmt: skip
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    seen = []
-    settings = LanguageSettings(
-        teacher_model=str(tmp_path / "model"),
-        data_path=str(tmp_path / "text.txt"),
-        eval_path=str(tmp_path / "held_out.txt"),
-        teacher_cache=str(tmp_path / "cache"),
-        block_size=32,
-        cache_method=f"{method}:{len(tokenizer)}" if method != "hidden" else method,
-        temperature=1.5,
-        batch_size=4,
-    )
-    tell = lambda stage, done, total, info: seen.append((done, total))  # noqa: E731
-    (store,) = cache_teacher(settings, progress=tell)
-    assert seen[-1] == (store.n, store.n)
-
-    loaded = load_causal_lm(tmp_path / "model")
-    blocks = make_blocks(dataset, loaded.tokenizer, 32)
-    expect = identity("model", loaded.weights_id, loaded.tokenizer, dataset, blocks)
-    store = TeacherCache.open(tmp_path / "cache", expect | {"temperature": 1.5})
-    batch = blocks.batch([store.n - 1, 0])
-    rows = real(batch)
-    student = torch.randn(len(rows), len(tokenizer), generator=torch.Generator().manual_seed(5))
-    values = [
-        logits_distillation(student, None, [source(batch, rows)], temperature=1.5)[1]
-        for source in (FrozenTeacher(loaded.model), store)
-    ]
-    torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=0)

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
-from ssl_kd.language.train import learning_rate_at, rows_of_step, train  # noqa: E402
+from ssl_kd.language.train import rows_of_step, train  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from tests.modes import MODES  # noqa: E402
 
@@ -65,40 +65,6 @@ def test_every_row_comes_once_a_pass_in_an_order_of_its_own(n, rows):
         assert not torch.equal(stream, other)
 
 
-def test_the_rows_of_a_step_depend_on_nothing_else():
-    torch.manual_seed(1)
-    first = rows_of_step(7, 8, 50, 0)
-    torch.rand(5)
-    assert torch.equal(first, rows_of_step(7, 8, 50, 0))
-
-
-def test_the_learning_rate_warms_up_then_falls_along_a_cosine():
-    rates = [learning_rate_at(step, 100, 2.0, 0.1) for step in range(100)]
-    assert rates[0] == pytest.approx(0.2) and rates[9] == rates[10] == 2.0
-    assert all(b > a for a, b in zip(rates[:9], rates[1:10], strict=True))
-    assert all(b < a for a, b in zip(rates[10:-1], rates[11:], strict=True))
-    assert rates[55] == pytest.approx(1.0)
-    assert rates[-1] == pytest.approx(1 + math.cos(math.pi * 89 / 90))
-    assert [learning_rate_at(0, 1, 2.0, 0.1), learning_rate_at(0, 5, 2.0, 0.0)] == [2.0, 2.0]
-
-
-def test_the_loop_hands_rows_and_rate_of_each_step_to_the_student(tiny, monkeypatch):
-    distiller = make(tiny, batch_size=3, gradient_accumulation_steps=2)
-    blocks, seen = tiny.blocks(), []
-    step = distiller.step
-
-    def spy(batches, rate):
-        seen.append((torch.cat([batch.rows for batch in batches]), len(batches), rate))
-        return step(batches, rate)
-
-    monkeypatch.setattr(distiller, "step", spy)
-    train(distiller, blocks, 4)
-    for at, (rows, batches, rate) in enumerate(seen):
-        assert torch.equal(rows, rows_of_step(at, 6, len(blocks), 0)) and batches == 2
-        assert rate == learning_rate_at(at, 4, 1e-2, 0.1)
-    assert len(seen) == 4
-
-
 def test_it_learns_and_leaves_the_random_state_alone(tiny):
     distiller, log = make(tiny), Log()
     dice = torch.get_rng_state()
@@ -137,55 +103,6 @@ def test_a_row_is_the_mean_of_the_steps_since_the_last(tiny):
     names += " ce_success_rate kd_success_rate tokens_per_second learning_rate"
     assert set(names.split()) == set(log.rows[0])
     assert log.rows[0]["gpu_memory_gb"] is None
-
-
-def test_what_is_not_finite_is_left_out_of_the_means(tiny):
-    distiller, log = make(tiny, log_every=4), Log()
-    more = poisoned_after(distiller, 1)
-    train(distiller, tiny.blocks(), 4, **{**log.callbacks(), "on_step": more})
-    (row,), results = log.rows, more.results
-    assert [r.updated for r in results] == [True, True, False, False]
-    assert row["success_rate"] == 0.5 and row["consecutive_nans"] == 2
-    assert row["ce_success_rate"] == row["kd_success_rate"] == 0.5
-    assert row["ce"] == pytest.approx((results[0].ce + results[1].ce) / 2)
-    assert row["grad_norm"] == pytest.approx((results[0].grad_norm + results[1].grad_norm) / 2)
-
-
-def test_looks_and_checkpoints_come_when_they_are_due_and_at_the_end(tiny):
-    log = Log()
-    train(make(tiny, eval_every=3, checkpoint_every=4), tiny.blocks(), 10, **log.callbacks())
-    assert log.evals == [3, 6, 9, 10] and log.saves == [4, 8, 10]
-    assert [step for step, _ in log.steps] == list(range(10))
-
-
-def test_why_a_training_stopped_is_said_though_no_checkpoint_can_be_written(tiny, caplog):
-    def full(done):
-        raise OSError(28, "No space left on device")
-
-    distiller = make(tiny, stop_after=2, checkpoint_every=99)
-    calls = {**Log().callbacks(), "on_checkpoint": full, "on_step": poisoned_after(distiller, 1)}
-    with pytest.raises(TooFewHealthyParts, match="no part had a healthy step in the last 2"):
-        train(distiller, tiny.blocks(), 9, **calls)
-    assert "the last checkpoint, of step 4, could not be written: " in caplog.text
-
-
-def test_looks_and_checkpoints_are_not_counted_as_time_of_learning(tiny, monkeypatch):
-    now, log = [0.0], Log()
-    monkeypatch.setattr("ssl_kd.training.loop.time.perf_counter", lambda: now[0])
-
-    def later(seconds):
-        now[0] += seconds
-
-    calls = log.callbacks() | {
-        "on_step": lambda step, result: (later(1), log.steps.append((step, result))),
-        "on_eval": lambda done: later(100),
-        "on_checkpoint": lambda done: later(1000),
-    }
-    options = {"log_every": 3, "eval_every": 2, "checkpoint_every": 4}
-    train(make(tiny, **options), tiny.blocks(), 6, **calls)
-    tokens = [result.tokens for _, result in log.steps]
-    speeds = [row["tokens_per_second"] for row in log.rows]
-    assert speeds == [sum(tokens[:3]) / 3, sum(tokens[3:]) / 3]
 
 
 # --- stopping and going on ------------------------------------------------------------------------

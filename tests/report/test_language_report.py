@@ -103,7 +103,7 @@ def test_headline_compares_the_student_with_all_that_is_known(run):
     assert "The whole run took 2 min." in page.text
     change_row(run, "CE alone", gone=True)
     assert headline(run).endswith("12.35, 2,051 before training, 9.871 of the teacher")
-    assert "was not trained by cross-entropy alone (--baseline)" in read(run)[1].text
+    assert "compare a run of --alpha_kd 0 --alpha_ce 1" in read(run)[1].text
     change_row(run, "student before", gone=True)
     change_row(run, "teacher", perplexity=float("nan"))
     assert headline(run) == "Held-out perplexity 12.35"
@@ -116,7 +116,7 @@ def test_a_run_without_a_teacher_says_so(run):
     change_row(run, "CE alone", gone=True)
     _, page = read(run)
     assert "Without a teacher: the student learned by cross-entropy alone." in page.text
-    assert "cache: " not in page.text and "--baseline)" not in page.text
+    assert "cache: " not in page.text and "--alpha_kd 0" not in page.text
 
 
 def test_all_numbers_of_the_run_are_there(run):

@@ -1,0 +1,123 @@
+"""Load the teachers that the settings name, or train one, and place them on their device."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from functools import partial
+from pathlib import Path
+
+from ssl_kd.datasets.blocks import isolates_documents, make_blocks
+from ssl_kd.datasets.new_tokenizer import train_tokenizer
+from ssl_kd.datasets.text import TextDataset
+from ssl_kd.files import sha256_file
+from ssl_kd.guard.precision import Precision
+from ssl_kd.language.parallel import check_ranks, shard_teacher
+from ssl_kd.language.setting_groups import TeacherSettings
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.step import Distiller, StudentStep
+from ssl_kd.language.train import train
+from ssl_kd.settings import SettingsError
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm
+from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.quantization import Quantization
+from ssl_kd.teachers.student import build_student, save_student
+from ssl_kd.training.clock import Progress
+from ssl_kd.training.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+ONE_RANK = Ranks(0, 1, "cpu")
+TEACHERS = Path("data") / "teachers"
+VOCABULARY = 1024  # of a tokenizer that is trained here
+
+
+def load_teacher(
+    teacher: TeacherSettings, name: str, precision: Precision, *, as_saved: bool = False
+) -> CausalLM:
+    """Load a teacher's model; `as_saved`: in the dtype of its file."""
+    dtype = precision.teacher
+    return load_causal_lm(
+        name,
+        dtype=None if as_saved else dtype,
+        remote_code=teacher.trust_remote_code,
+        quantization=Quantization.of(teacher.quantization, precision.device, dtype),
+    )
+
+
+def place_teacher(
+    lm: CausalLM, precision: Precision, ranks: Ranks, *, shard: bool
+) -> FrozenTeacher:
+    """Return the teacher frozen on its device, or sharded over those of all ranks."""
+    if not shard:
+        return FrozenTeacher(lm.model, device=precision.device, dtype=precision.teacher)
+    frozen = FrozenTeacher(lm.model, dtype=precision.teacher)
+    shard_teacher(frozen, precision.device, ranks.world)
+    return frozen
+
+
+def router_id(weights: str | None) -> str:
+    """Return the identity of ROUTER_WEIGHTS; empty for None."""
+    if weights is None:
+        return ""
+    file = Path(weights)
+    if not file.is_file():
+        raise SettingsError(f"ROUTER_WEIGHTS: there is no router file {file}.")
+    return sha256_file(file)[:16]
+
+
+def trained_teacher(
+    settings: LanguageSettings,
+    texts: TextDataset,
+    precision: Precision,
+    progress: Progress,
+    ranks: Ranks = ONE_RANK,
+) -> Path:
+    """Train the small teacher of TEACHER_MODEL `train` by cross-entropy, or find an earlier one.
+
+    Several ranks train it together.
+
+    Returns:
+        Its folder, below `data/teachers`.
+    """
+    assert settings.to_train is not None
+    size, steps = settings.to_train
+    own = settings.replace(
+        teacher_model="none",
+        teacher_cache=None,
+        student_model=f"fresh:{size}",
+        max_steps=steps,
+        epochs=None,
+        alpha_ce=1.0,
+        alpha_kd=0.0,
+        legacy_clamp=None,
+        on_policy=0.0,
+        divergence="auto",
+        learning_rate=2e-3,
+        lr_schedule="cosine",
+        clip_grad=1.0,
+        quantization=None,
+        lora_rank=0,
+        shard=False,
+        teacher_text=0.0,
+    )
+    key = [texts.digest, precision.student, own.block_size, own.packing, own.batch_size]
+    key += [own.gradient_accumulation_steps, size, steps, own.seed, own.weight_decay]
+    key += [own.warmup_fraction]
+    folder = TEACHERS / hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:16]
+    if ranks.from_first(folder.exists):
+        logger.info("using the teacher trained earlier on this text: %s", folder)
+        return folder
+    check_ranks(ranks, own.batch_size, shard=own.shard)
+    tokenizer = train_tokenizer(texts, VOCABULARY)
+    model = build_student(own.student_model, None, tokenizer, seed=settings.seed).model
+    packing = settings.packing and isolates_documents(model)
+    blocks = make_blocks(texts, tokenizer, settings.block_size, packing=packing)
+
+    def on_step(step: int, result: StudentStep) -> None:
+        progress("teacher", step + 1, steps, {"ce": result.ce})
+
+    train(Distiller(model, own, precision), blocks, steps, on_step=on_step)
+    card = f"Trained on {texts.name} for {steps} steps, to be distilled from."
+    ranks.from_first(partial(save_student, model, tokenizer, folder, card))
+    return folder
