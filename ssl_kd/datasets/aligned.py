@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets.blocks import Batch, Blocks, Frame, framed
-from ssl_kd.datasets.packing import digest_of
+from ssl_kd.datasets.blocks import Batch, Blocks, Frame, digest_of, framed
 from ssl_kd.datasets.segmentation import TextReader, align
 from ssl_kd.datasets.spill import SpilledSequence, filled_array
 from ssl_kd.datasets.text import TextDataset, first_few

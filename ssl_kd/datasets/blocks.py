@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.datasets.packing import best_fit, digest_of
-from ssl_kd.datasets.picture import Pictures
-from ssl_kd.datasets.records import Example
+from ssl_kd.datasets.records import Example, Pictures
 from ssl_kd.datasets.render import Rendered, check_located, render
 from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.spill import SpilledSequence, filled_array
@@ -280,24 +280,24 @@ def _tokenize(
     left_out: list[str],
     turns: Counter[str],
 ) -> Iterator[tuple[Example, Document]]:
-    kept: list[tuple[Example, Rendered]] = []
+    renderings: list[tuple[Example, Rendered]] = []
     for example in examples:
         rendered = render(example, tokenizer)
         left_out.extend(rendered.left_out)
         turns.update(rendered.turns)
         if rendered.spans:
-            kept.append((example, rendered))
-    if not kept:
+            renderings.append((example, rendered))
+    if not renderings:
         return
     encoded: Any = tokenizer(
-        [rendered.text for _, rendered in kept],
+        [rendered.text for _, rendered in renderings],
         add_special_tokens=False,
         return_offsets_mapping=True,
         return_attention_mask=False,
         verbose=False,  # no warning that a document is longer than the model's context
     )
     for (example, rendered), ids, offsets in zip(
-        kept, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        renderings, encoded["input_ids"], encoded["offset_mapping"], strict=True
     ):
         if not ids:
             left_out.append(f"{example.where}: the tokenizer gives no token for it")
@@ -317,13 +317,13 @@ def count_targets(
     counts = np.zeros(len(ends), dtype=bool)
     characters = np.zeros(len(ends), dtype=np.int64)
     for begin, stop, n in rendered.spans:
-        inside = np.flatnonzero((ends > begin) & (ends <= stop) if begin else ends <= stop)
-        if not len(inside):
+        tokens = np.flatnonzero((ends > begin) & (ends <= stop) if begin else ends <= stop)
+        if not len(tokens):
             continue
-        reached = np.clip(ends[inside] - begin, 0, n)
+        reached = np.clip(ends[tokens] - begin, 0, n)
         reached[-1] = n
-        counts[inside] = True
-        characters[inside] = np.diff(reached, prepend=0)
+        counts[tokens] = True
+        characters[tokens] = np.diff(reached, prepend=0)
     return counts, characters
 
 
@@ -364,6 +364,43 @@ def _describe_cut(document: Document, parts: Sequence[_Part], block_size: int, w
     split = f"split into {len(parts)} parts" if len(parts) > 1 else ""
     what = " and ".join(filter(None, (lost, split)))
     return f"{where}: {len(document.ids)} tokens for blocks of {block_size}, {what}"
+
+
+def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
+    """Assign pieces to rows, the longest first, each to the fullest row with room for it.
+
+    Returns:
+        The numbers of the pieces in each row.
+    """
+    open_rows: dict[int, list[list[int]]] = {}
+    rooms: list[int] = []  # the keys of open_rows, sorted
+    rows: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(rooms, lengths[i])
+        if at == len(rooms):
+            room, row = block_size, []
+            rows.append(row)
+        else:
+            room = rooms[at]
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                del open_rows[room], rooms[at]
+        row.append(i)
+        room -= lengths[i]
+        if room not in open_rows:
+            open_rows[room] = []
+            insort(rooms, room)
+        open_rows[room].append(row)
+    # In the order of the documents, so that the first rows are not those of the longest ones.
+    return sorted(sorted(row) for row in rows)
+
+
+def digest_of(*columns: np.ndarray) -> str:
+    """Return the SHA-256 of columns of one shape."""
+    digest = hashlib.sha256(repr(columns[0].shape).encode())
+    for column in columns:
+        digest.update(np.ascontiguousarray(column).data)  # no copy of it
+    return digest.hexdigest()
 
 
 def in_rows(
@@ -409,13 +446,13 @@ def isolates_documents(model: Any) -> bool:
         model: a causal model of transformers, on any device. The model and all random states are
             left unchanged.
     """
-    if why := _why_not_packed(model):
-        logger.warning("one document per row: %s", why)
-    return not why
+    if reason := _reason_not_to_pack(model):
+        logger.warning("one document per row: %s", reason)
+    return not reason
 
 
 @torch.no_grad()
-def _why_not_packed(model: Any) -> str:
+def _reason_not_to_pack(model: Any) -> str:
     """Return why each document needs its own row; empty if packing is safe."""
     leaks = f"{type(model).__name__} would let packed documents attend to each other"
     modes: list[tuple[nn.Module, bool]] = [(m, m.training) for m in model.modules()]

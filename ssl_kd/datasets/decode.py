@@ -48,7 +48,7 @@ def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -
     try:
         with Image.open(source, formats=FORMATS) as image:
             _check_size(image)
-            return _as_seen(image)
+            return _convert(image)
     except MemoryError:
         raise
     except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and more
@@ -95,34 +95,34 @@ def _check_bytes(image: Image.Image, per_pixel: int) -> None:
 
 
 def _answer_bytes(image: Image.Image) -> int:
-    is_grey = image.mode in ("1", "L", "I", "F") or image.mode.startswith("I;16")
-    return 1 if is_grey and not image.has_transparency_data else 4
+    is_gray = image.mode in ("1", "L", "I", "F") or image.mode.startswith("I;16")
+    return 1 if is_gray and not image.has_transparency_data else 4
 
 
 def _orientation(image: Image.Image) -> int:
     return image.getexif().get(ExifTags.Base.Orientation, 1)
 
 
-def _as_seen(image: Image.Image) -> Image.Image:
+def _convert(image: Image.Image) -> Image.Image:
     image.load()
     orientation = _orientation(image)  # in a PNG it may follow the pixels
     if orientation != 1:
         _check_bytes(image, 2 * _answer_bytes(image))
     deep = image.mode in ("I", "F") or image.mode.startswith("I;16")
     if image.has_transparency_data and not deep:
-        seen = _in_strips(image, "RGB", _on_white)
+        converted = _in_strips(image, "RGB", _on_white)
     elif deep:
-        seen = _in_strips(image, "L", _scaled(image))
+        converted = _in_strips(image, "L", _scaled(image))
     elif image.mode in ("L", "RGB"):
-        seen = image
+        converted = image
     else:
         mode = "L" if image.mode == "1" else "RGB"
-        seen = _in_strips(image, mode, lambda strip: strip.convert(mode))
-    if seen is not image:
+        converted = _in_strips(image, mode, lambda strip: strip.convert(mode))
+    if converted is not image:
         image.close()
-        seen.getexif()[ExifTags.Base.Orientation] = orientation
-    ImageOps.exif_transpose(seen, in_place=True)
-    return seen
+        converted.getexif()[ExifTags.Base.Orientation] = orientation
+    ImageOps.exif_transpose(converted, in_place=True)
+    return converted
 
 
 def _in_strips(

@@ -393,7 +393,7 @@ def _side_by_side(path: Path, file: Any, used: set[str | None]) -> np.ndarray:
     from pyarrow import types
 
     schema = file.schema_arrow
-    # pandas describes a range index, which is no column, by an object.
+    # pandas describes a range index, which is not a column, by an object.
     index = [n for n in (schema.pandas_metadata or {}).get("index_columns", []) if type(n) is str]
     excluded = {*_LABELS, *_IDS, *index, *used}
     kinds = {field.name: field.type for field in schema if field.name not in excluded}

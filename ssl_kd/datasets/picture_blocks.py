@@ -25,8 +25,7 @@ from ssl_kd.datasets.blocks import (
     in_rows,
 )
 from ssl_kd.datasets.decode import UnreadableImage
-from ssl_kd.datasets.picture import Picture, Pictures
-from ssl_kd.datasets.records import IMAGE, Example
+from ssl_kd.datasets.records import IMAGE, Example, Picture, Pictures
 from ssl_kd.datasets.render import check_located, render, show_chat
 from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.text import TextDataset, first_few
@@ -92,8 +91,8 @@ def image_tokens(of: Any) -> list[int]:
 def processor_state(processor: Any) -> dict[str, Any]:
     """Return the settings that determine how a processor of transformers prepares images."""
     state = processor.image_processor.to_dict()
-    kept = {k: v for k, v in state.items() if "processor" not in k and k != "_processor_class"}
-    return {**kept, "image_tokens": image_tokens(processor)}
+    settings = {k: v for k, v in state.items() if "processor" not in k and k != "_processor_class"}
+    return {**settings, "image_tokens": image_tokens(processor)}
 
 
 def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -> PictureBlocks:
@@ -140,9 +139,9 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
     rows = [[i] for i in range(len(pieces))]
     notes = (*first_few(left_out), *first_few(cut, 5))
     blocks = in_rows(pieces, rows, block_size, reader.frame.end, notes)
-    of = [[picture.digest for picture in some] for some in pictures]
+    digests = [[picture.digest for picture in images] for images in pictures]
     identity = json.dumps(
-        [blocks.digest, of, processor_state(processor)], default=str, sort_keys=True
+        [blocks.digest, digests, processor_state(processor)], default=str, sort_keys=True
     )
     fields = {
         **vars(blocks),
@@ -194,13 +193,13 @@ class _Reader:
                 ]
             except UnreadableImage as error:
                 return str(error)
-            found = self._expanded(example, rendered.text, images)
-            text, of_text = ~np.isin(found, self.images), ~np.isin(ids, self.images)
-            if not np.array_equal(found[text], ids[of_text]):
+            expanded = self._expanded(example, rendered.text, images)
+            text, of_text = ~np.isin(expanded, self.images), ~np.isin(ids, self.images)
+            if not np.array_equal(expanded[text], ids[of_text]):
                 raise self._unfit("puts other tokens around an image than its image token")
-            whole = np.zeros(len(found), dtype=bool), np.zeros(len(found), dtype=np.int64)
-            whole[0][text], whole[1][text] = counts[of_text], characters[of_text]
-            ids, (counts, characters) = found, whole
+            arrays = np.zeros(len(expanded), dtype=bool), np.zeros(len(expanded), dtype=np.int64)
+            arrays[0][text], arrays[1][text] = counts[of_text], characters[of_text]
+            ids, (counts, characters) = expanded, arrays
         return Document(*framed(self.frame.around(example), ids, counts, characters))
 
     def _written_for(self, example: Example) -> Example:
@@ -224,40 +223,41 @@ class _Reader:
     def _takes_parts(self) -> bool:
         """Return whether the chat template needs the content of messages in parts."""
         if self._in_parts is None and self.template is not None:
-            asked = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+            messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
             try:
-                shown, _ = show_chat(asked, None, self.tokenizer, self.template)
+                text, _ = show_chat(messages, None, self.tokenizer, self.template)
             except TemplateError:
-                shown = ""
-            self._in_parts = "x" in shown and "'type'" not in shown
+                text = ""
+            self._in_parts = "x" in text and "'type'" not in text
         return bool(self._in_parts)
 
     def _expanded(self, example: Example, text: str, images: list[Any]) -> np.ndarray:
         """Return the token ids with each image expanded by the processor."""
         try:
-            found: Any = self.processor(
+            inputs: Any = self.processor(
                 images=images, text=[text], add_special_tokens=False, return_tensors="pt"
             )
         except ValueError as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"{example.where}: the processor rejects it: {reason}") from error
-        ids = found["input_ids"][0]
+        ids = inputs["input_ids"][0]
         if not self._tried:
-            self._try(found, images)
+            self._try(inputs, images)
             self._tried = True
         return ids.numpy()
 
-    def _try(self, found: Any, images: list[Any]) -> None:
+    def _try(self, inputs: Any, images: list[Any]) -> None:
         """Raise InputError if the processor cannot prepare images apart from their text."""
         of_text = ("input_ids", "attention_mask", "mm_token_type_ids")
-        with_text = {name: value for name, value in found.items() if name not in of_text}
-        alone = _prepared(self.processor, images)
-        same = with_text.keys() == alone.keys() and all(
-            torch.equal(torch.as_tensor(with_text[name]), value) for name, value in alone.items()
+        with_text = {name: value for name, value in inputs.items() if name not in of_text}
+        without_text = _prepared(self.processor, images)
+        same = with_text.keys() == without_text.keys() and all(
+            torch.equal(torch.as_tensor(with_text[name]), value)
+            for name, value in without_text.items()
         )
         if not same:
             raise self._unfit("prepares images differently with their text than without")
-        kinds, ids = found.get("mm_token_type_ids"), found["input_ids"]
+        kinds, ids = inputs.get("mm_token_type_ids"), inputs["input_ids"]
         if kinds is not None and not torch.equal(
             torch.as_tensor(kinds) > 0, torch.isin(ids, torch.tensor(self.images))
         ):

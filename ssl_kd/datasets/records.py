@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.datasets.picture import Picture, picture_of
+from PIL import Image
+from torch import Tensor
+
+from ssl_kd.datasets.decode import decode
 
 IMAGE = "<image>"
 """The place of an image in a string, as in LLaVA's data sets."""
@@ -29,6 +36,7 @@ _ROLES = {  # of ShareGPT's records
     "function_call": "assistant",
     "system": "system",
 }
+_IMAGE_KEYS = ("bytes", "image", "path", "url", "image_url")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Fields with the thoughts before an assistant's answer."""
 _OF_A_TURN = ("name", "tool_call_id", *THOUGHTS)
@@ -38,6 +46,44 @@ _EXPECTED = (
     "messages in both), question and answer, instruction and output, or text; --text_field selects "
     "another field of text"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of a record.
+
+    Attributes:
+        source: its file, or the bytes of a file.
+        digest: SHA-256 of these bytes.
+    """
+
+    source: Path | bytes
+    digest: str
+
+    @classmethod
+    def of(cls, source: Path | bytes) -> Picture:
+        """Create an image, whose file is read once for its digest; raise OSError."""
+        content = source if isinstance(source, bytes) else source.read_bytes()
+        return cls(source, hashlib.sha256(content).hexdigest())
+
+    def image(self, where: str) -> Image.Image:
+        """Decode to RGB; raise UnreadableImage, which begins with `where` and names the file."""
+        if isinstance(self.source, bytes):
+            return decode(io.BytesIO(self.source), where).convert("RGB")
+        return decode(self.source, f"{where}, {self.source}").convert("RGB")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The images of a batch.
+
+    Attributes:
+        inputs: inputs of a model in addition to the tokens, by argument name.
+        of: the digests of each row's images, joined by spaces.
+    """
+
+    inputs: Mapping[str, Tensor]
+    of: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +147,7 @@ def as_example(
     place, they precede the first user message.
 
     Args:
-        record: a mapping; anything else gives a complaint.
+        record: a mapping; anything else results in a complaint.
         where: the place of the record, for complaints.
         field: the field that contains a text; None for the forms above.
         folder: the folder of relative image paths; None: the working directory.
@@ -132,10 +178,10 @@ def _text(record: Mapping[str, Any], where: str, field: str, expected: str = "")
 
 def _prompted(record: Mapping[str, Any], where: str) -> Example | None:
     for prompt, completion in (("prompt", "completion"), ("question", "answer")):
-        given, learned = record.get(prompt), record.get(completion)
-        if isinstance(given, str) and isinstance(learned, str):
-            given += "\n" if prompt == "question" else ""
-            return Example(where, prompt=given, completion=_not_empty(learned, completion))
+        start, rest = record.get(prompt), record.get(completion)
+        if isinstance(start, str) and isinstance(rest, str):
+            start += "\n" if prompt == "question" else ""
+            return Example(where, prompt=start, completion=_not_empty(rest, completion))
     return None
 
 
@@ -160,15 +206,15 @@ def _not_empty(text: str, field: str) -> str:
 def _chat(record: Mapping[str, Any], where: str, images: _Images) -> Example | None:
     prompt, completion = record.get("prompt"), record.get("completion")
     given: Sequence[Any] = ()
-    if (spoken := _listed(record, "messages")) is None:
-        if (spoken := _listed(record, "conversations")) is not None:
+    if (messages := _listed(record, "messages")) is None:
+        if (messages := _listed(record, "conversations")) is not None:
             system = record.get("system")
-            spoken = [{"role": "system", "content": system}, *spoken] if system else spoken
+            messages = [{"role": "system", "content": system}, *messages] if system else messages
         elif isinstance(prompt, list) and isinstance(completion, list):
-            given, spoken = prompt, completion
+            given, messages = prompt, completion
         else:
             return None
-    turns = tuple(_turn(message, images) for message in (*given, *spoken))
+    turns = tuple(_turn(message, images) for message in (*given, *messages))
     learned = (t for t in turns[len(given) :] if t["role"] == "assistant")
     if not any(turn["content"].strip() or "tool_calls" in turn for turn in learned):
         raise _Unusable("no message of the assistant to learn from")
@@ -298,8 +344,8 @@ def _led(example: Example, images: int) -> Example:
     if at is None:
         raise _Unusable("images, but no user message to put them in")
     content = turns[at]["content"]
-    given = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    parts = [*({"type": "image"} for _ in range(images)), *given]
+    old_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [*({"type": "image"} for _ in range(images)), *old_parts]
     turns[at] = {**turns[at], "content": parts}
     return replace(example, messages=tuple(turns))
 
@@ -329,3 +375,43 @@ def _parsed(text: str, what: str) -> Any:
 def _plain(value: Any) -> Any:
     """Convert to JSON's types (a table may contain dates)."""
     return json.loads(json.dumps(value, default=str))
+
+
+def picture_of(value: Any, folder: Path) -> Picture:
+    """Read an image from a field of a record.
+
+    Accepts a path (relative to the folder of the record's file), a `data:` URL, bytes, an image of
+    PIL, or a mapping that contains one of these, as in `datasets` and OpenAI's API.
+
+    Raises:
+        ValueError: it is none of these, on the network, or a file that cannot be read.
+    """
+    if isinstance(value, Mapping):
+        inner = next((value[key] for key in _IMAGE_KEYS if value.get(key)), None)
+        if inner is None:
+            raise ValueError(
+                f"an image has {sorted(map(str, value))}; expected one of {_IMAGE_KEYS}"
+            )
+        return picture_of(inner, folder)
+    if isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG")
+        return Picture.of(buffer.getvalue())
+    if isinstance(value, bytes):
+        return Picture.of(value)
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(
+            f"an image is {type(value).__name__}: expected a path, URL, bytes or PIL's"
+        )
+    name = os.fspath(value)
+    if name.startswith(("http://", "https://")):
+        raise ValueError(f"the image {name[:80]} is on the network: download it, and give its file")
+    try:
+        if name.startswith("data:"):
+            _, mark, content = name.partition(";base64,")
+            if not mark:
+                raise ValueError("an image is a data: URL that is not base64")
+            return Picture.of(base64.b64decode(content, validate=True))
+        return Picture.of(folder / Path(name).expanduser())
+    except OSError as error:
+        raise ValueError(f"the image {name} cannot be read: {error.strerror or error}") from error

@@ -67,8 +67,8 @@ def render(
     """Format an example, with `template` instead of the tokenizer's chat template if given."""
     if example.messages is None:
         prompt, learned = example.prompt or "", example.text or example.completion or ""
-        whole = prompt + learned
-        return Rendered(whole, ((len(prompt), len(whole), len(learned)),))
+        text = prompt + learned
+        return Rendered(text, ((len(prompt), len(text), len(learned)),))
     if not (template or tokenizer.chat_template):
         raise InputError(
             f"{example.where}: messages need a chat template, and the tokenizer "

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SPACES = np.array([c for c in range(0x3001) if chr(c).isspace()])
 
 
-def partition(text: str, offsets: np.ndarray, special: np.ndarray | None = None) -> np.ndarray:
+def partition(text: str, offsets: np.ndarray) -> np.ndarray:
     """Turn a tokenizer's offsets into a partition of the text.
 
     A cut is between two tokens if no token before reaches beyond it and no token after begins
@@ -30,20 +30,17 @@ def partition(text: str, offsets: np.ndarray, special: np.ndarray | None = None)
     Args:
         text: the tokenized text, in characters (code points).
         offsets: `[token, 2]`, begin and end of each token.
-        special: `[token]` bool, tokens without text (BOS, EOS); None for none.
 
     Returns:
-        `[token]` int64, the end of the stretch that contains each token; 0 for a special one. It
-        never decreases, and the last is `len(text)`: the stretches cover every character once.
+        `[token]` int64, the end of the stretch that contains each token. It never decreases, and
+        the last is `len(text)`: the stretches cover every character once.
 
     >>> partition("a cat", np.array([[0, 1], [2, 4], [3, 5]]))  # the space is left out; "a" twice
     array([1, 5, 5])
     """
-    ends = np.zeros(len(offsets), dtype=np.int64)
-    inside = np.arange(len(offsets)) if special is None else np.flatnonzero(~special)
-    if not text or not len(inside):
-        return ends
-    begin, end = offsets[inside].T
+    if not text or not len(offsets):
+        return np.zeros(len(offsets), dtype=np.int64)
+    begin, end = offsets.T
     reach = np.maximum.accumulate(end)[:-1]
     ahead = np.minimum.accumulate(begin[::-1])[::-1][1:]
     characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
@@ -52,9 +49,8 @@ def partition(text: str, offsets: np.ndarray, special: np.ndarray | None = None)
     clean = np.flatnonzero((reach <= ahead) & (cuts > 0) & (cuts < len(text)))
     # A token of width 0 at a cut belongs to the stretch after it: a prefix before a word.
     cuts, first = np.unique(cuts[clean], return_index=True)
-    stretch = np.searchsorted(clean[first], np.arange(len(inside)))
-    ends[inside] = np.append(cuts, len(text))[stretch]
-    return ends
+    stretch = np.searchsorted(clean[first], np.arange(len(offsets)))
+    return np.append(cuts, len(text))[stretch]
 
 
 class Alignment(NamedTuple):
@@ -113,30 +109,24 @@ class TextReader:
         self.tokenizer = tokenizer
         self._dropped: dict[str, bool] = {}
 
-    def read(self, text: str, *, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and ends (see `partition`) of a text, `[token]` int64 each.
 
-        Args:
-            text: any string without half surrogate pairs.
-            special: include the special tokens that the tokenizer itself adds.
+        Special tokens are not added; the text must not contain half surrogate pairs.
         """
         dropped = self._drops(text)
-        kept = [i for i, c in enumerate(text) if c not in dropped] if dropped else range(len(text))
+        places = [i for i, c in enumerate(text) if c not in dropped]
         encoded: Any = self.tokenizer(
-            "".join(text[i] for i in kept) if dropped else text,
-            add_special_tokens=special,
+            "".join(text[i] for i in places) if dropped else text,
+            add_special_tokens=False,
             return_offsets_mapping=True,
-            return_special_tokens_mask=True,
             verbose=False,
         )
         offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        empty = offsets[:, 0] == offsets[:, 1]
         if dropped:
-            begins, ends = np.array([*kept, len(text)]), np.array([0, *(i + 1 for i in kept)])
+            begins, ends = np.array([*places, len(text)]), np.array([0, *(i + 1 for i in places)])
             offsets = np.stack([begins[offsets[:, 0]], ends[offsets[:, 1]]], axis=1)
-        # A space may also have width 0, and is text: the tokenizer's own mask decides.
-        outside = empty & np.array(encoded["special_tokens_mask"], dtype=bool)
-        return np.array(encoded["input_ids"], dtype=np.int64), partition(text, offsets, outside)
+        return np.array(encoded["input_ids"], dtype=np.int64), partition(text, offsets)
 
     def _drops(self, text: str) -> set[str]:
         """Return the characters of the text that leave no token between two others."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import math
 import pickle
 import tempfile
@@ -16,8 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ssl_kd.errors import InputError
-
-logger = logging.getLogger(__name__)
 
 IN_MEMORY = 1 << 30
 """Largest size in bytes of a collection or a column in memory."""
@@ -44,10 +41,8 @@ class SpilledSequence(Sequence[T]):
             self._ends.append(self._ends[-1] + len(data))
             with _explain_full_disk(self._ends[-1]):
                 self._file.write(data)
-        if self._ends[-1] > IN_MEMORY:
-            with _explain_full_disk(self._ends[-1]):
-                self._file.flush()
-            _log_spill()
+        with _explain_full_disk(self._ends[-1]):
+            self._file.flush()
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -70,17 +65,11 @@ def filled_array(rows: int, width: int, dtype: Any, fill: int = 0) -> np.ndarray
         return np.full((rows, width), fill, dtype)
     height = max(1, min(rows, (1 << 24) // (width * dtype.itemsize)))
     block = np.full((height, width), fill, dtype)
-    _log_spill()
     with _explain_full_disk(size), tempfile.TemporaryFile() as file:
         for _ in range(math.ceil(rows / height)):  # not sparse, so that a full disk fails here
             file.write(block.data)
         file.flush()
         return np.memmap(file, dtype, "r+", shape=(rows, width))
-
-
-def _log_spill() -> None:
-    message = "the text is larger than %.1f GiB: using temporary files in %s (TMPDIR)"
-    logger.info(message, IN_MEMORY / 2**30, tempfile.gettempdir())
 
 
 @contextlib.contextmanager

@@ -74,8 +74,8 @@ class TextDataset:
             ValueError: nothing is left.
         """
         others = {_identity(example) for example in held_out.examples}
-        kept = (e for e in self.examples if _identity(e) not in others)
-        examples = SpilledSequence(kept)
+        remaining = (e for e in self.examples if _identity(e) not in others)
+        examples = SpilledSequence(remaining)
         if not (n_dropped := len(self) - len(examples)):
             return self
         if not examples:
@@ -197,16 +197,16 @@ class _Taken:
             try:
                 content = item.content()
             except UnicodeEncodeError:
-                why = "half of a surrogate pair, which is not valid text"
-                self.left_out.append(f"{item.where}: {why}")
+                reason = "half of a surrogate pair, which is not valid text"
+                self.left_out.append(f"{item.where}: {reason}")
                 continue
             if len(content) > LONGEST:
                 self.left_out.append(f"{item.where}: {len(content):,} bytes, more than {LONGEST:,}")
                 continue
             total += len(content)
             if self._max_bytes is not None and total > self._max_bytes:
-                why = f"and all after it: max_bytes is {self._max_bytes:,}"
-                self.left_out.insert(0, f"{item.where} {why}")
+                reason = f"and all after it: max_bytes is {self._max_bytes:,}"
+                self.left_out.insert(0, f"{item.where} {reason}")
                 return
             self.documents += 1
             if self._belongs(content):
@@ -258,15 +258,15 @@ def _named(paths: Iterable[Path], names: Sequence[str]) -> list[Path]:
     """Return the folder, or the files of one kind, with the first existing of these names."""
     for name in names:
         for kind in ("", *TEXT_FILES):
-            whole = re.compile(re.escape(name) + (_OF_MANY if kind else "") + re.escape(kind))
-            if matching := sorted(p for p in paths if whole.fullmatch(p.name)):
+            pattern = re.compile(re.escape(name) + (_OF_MANY if kind else "") + re.escape(kind))
+            if matching := sorted(p for p in paths if pattern.fullmatch(p.name)):
                 return matching
     return []
 
 
 def _read_path(path: Path, field: str | None) -> Iterator[Example | str]:
     for file in _files_in(path) if path.is_dir() else (path,):
-        # A folder may contain a .json that is no data, and any text file may be blank.
+        # A .json in a folder may be something else, and any text file may be blank.
         kind = file.suffix.lower()
         yield from _examples(file, field, kind not in PLAIN and (file == path or kind != ".json"))
 
@@ -323,6 +323,7 @@ def _read_hugging_face(
         raise MissingPackage(
             f"{name} needs the package datasets: pip install 'ssl_kd[llm]'"
         ) from error
+    load: Any
     try:
         if name.startswith("hf:"):
             path, _, config = name.removeprefix("hf:").partition(":")
@@ -334,7 +335,7 @@ def _read_hugging_face(
             names, load = list(splits), lambda split: splits[split]
         by_split = {s: next((n for n in _SPLIT_NAMES[s] if n in names), None) for s in _SPLIT_NAMES}
         divided = None not in by_split.values()
-        parts = names if split == "all" else [by_split[split if divided else "train"]]
+        parts: list[Any] = names if split == "all" else [by_split[split if divided else "train"]]
         if None in parts:
             raise ValueError(f"its splits are {names}, and none is called train")
         tables = {part: load(split=part) for part in parts}

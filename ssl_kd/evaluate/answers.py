@@ -76,7 +76,7 @@ def same_answer(a: str, b: str, tolerance: float = TOLERANCE) -> bool:
     separators (`1,234`; a comma is never a decimal point), currency signs, exponents (`1.2e3`) and
     fractions (`1/2`, LaTeX's `\frac`). `50%` equals both `50` and `0.5`. A unit after a number is
     ignored if the other answer has none; two units must be equal (`5 km` is not `5 m`; nothing is
-    converted). A lower-case letter that is no common unit is a variable: `2x` is not `2`.
+    converted). A lower-case letter that is not a common unit is a variable: `2x` is not `2`.
 
     A letter alone is a choice: `B`, `(b)` and `B. 12 apples` are the same. Everything else is text,
     compared without case, surrounding punctuation and differences of white space.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 PROMPT_CHARACTERS = 120
 
-Predict = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher | None]
-"""Map a batch, and rows of its flattened `[batch * token]` positions, to a model's output there.
+Predict = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher]
+"""Map a batch, and rows of its flattened `[batch * token]` positions, to a model's output there."""
 
-A teacher returns None for a batch that its cache does not hold.
-"""
+Reference = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher | None]
+"""The same for a teacher; None for a batch that its cache does not contain."""
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def judge_tokens(
     model: Any,
     blocks: Blocks,
     *,
-    teacher: Predict | None = None,
+    teacher: Reference | None = None,
     batch_size: int = 8,
     autocast: Autocast = nullcontext,
 ) -> TokenScores:
@@ -241,6 +241,7 @@ class Reading:
     blocks: Blocks
 
 
+@dataclass
 class LanguageJudge:
     """Evaluates several models on the same held-out rows, prompts and questions.
 
@@ -248,9 +249,9 @@ class LanguageJudge:
         examples: held-out documents, for prompts and questions.
         student: the held-out text for every model except a `FrozenTeacher`.
         teacher: the held-out text for a `FrozenTeacher`; None if none is evaluated.
-        beside: the teacher that the student's distributions are compared with; None computes
+        reference: the teacher that the student's distributions are compared with; None computes
             neither agreement nor divergence.
-        validation: rows in the students' tokens for model selection; None: those of `student`.
+        validation_blocks: rows for model selection, in the student's tokens; None: as `student`.
         batch_size: blocks in a forward pass.
         answer_prompts: largest number of questions.
         generations: number of prompts whose generated texts are reported.
@@ -260,47 +261,42 @@ class LanguageJudge:
             so that all rows of the table are compared with one teacher, whatever its routers learn.
     """
 
-    def __init__(
-        self,
-        examples: Sequence[Example],
-        student: Reading,
-        teacher: Reading | None = None,
-        *,
-        beside: Predict | None = None,
-        validation: Blocks | None = None,
-        batch_size: int = 8,
-        answer_prompts: int = 100,
-        generations: int = 4,
-        max_new_tokens: int = 64,
-        autocast: Autocast = nullcontext,
-        original_router: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self._examples, self._student, self._teacher = examples, student, teacher
-        self._validation = student.blocks if validation is None else validation
-        self._beside, self._batch_size, self._answer_prompts = beside, batch_size, answer_prompts
-        self._max_new_tokens, self._autocast = max_new_tokens, autocast
-        self._original_router = original_router
-        readings = [student] if teacher is None else [student, teacher]
+    examples: Sequence[Example]
+    student: Reading
+    teacher: Reading | None = None
+    _: KW_ONLY
+    reference: Reference | None = None
+    validation_blocks: Blocks | None = None
+    batch_size: int = 8
+    answer_prompts: int = 100
+    generations: int = 4
+    max_new_tokens: int = 64
+    autocast: Autocast = nullcontext
+    original_router: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __post_init__(self) -> None:
+        readings = [self.student] if self.teacher is None else [self.student, self.teacher]
         by_example = (
             [q for reading in readings if (q := _question(example, reading.tokenizer)) is not None]
-            for example in examples
+            for example in self.examples
         )
         complete = (questions for questions in by_example if len(questions) == len(readings))
         # The question in the student's tokens, then in the teacher's.
-        self._prompts = list(islice(complete, generations))
+        self._prompts = list(islice(complete, self.generations))
 
     def validation(self, student: Any) -> TokenScores:
         """Return a student's scores on the rows for model selection."""
-        return self._scores(student, self._validation)
+        blocks = self.student.blocks if self.validation_blocks is None else self.validation_blocks
+        return self._scores(student, blocks)
 
     def _scores(self, model: Any, blocks: Blocks) -> TokenScores:
-        with self._original_router():
+        with self.original_router():
             return judge_tokens(
                 model,
                 blocks,
-                teacher=None if isinstance(model, FrozenTeacher) else self._beside,
-                batch_size=self._batch_size,
-                autocast=self._autocast,
+                teacher=None if isinstance(model, FrozenTeacher) else self.reference,
+                batch_size=self.batch_size,
+                autocast=self.autocast,
             )
 
     def row(self, name: str, model: Any) -> tuple[dict[str, Any], list[str]]:
@@ -313,28 +309,28 @@ class LanguageJudge:
         Returns:
             The scores by name, and a generated text for each prompt.
         """
-        reading, side = self._student, 0
+        reading, side = self.student, 0
         if isinstance(model, FrozenTeacher):
-            assert self._teacher is not None
-            reading, side = self._teacher, -1
+            assert self.teacher is not None
+            reading, side = self.teacher, -1
         row = self._scores(model, reading.blocks).table_row(name)
-        with self._original_router():
+        with self.original_router():
             answers, _ = judge_answers(
                 model,
                 reading.tokenizer,
-                self._examples,
-                limit=self._answer_prompts,
-                max_new_tokens=self._max_new_tokens,
-                autocast=self._autocast,
+                self.examples,
+                limit=self.answer_prompts,
+                max_new_tokens=self.max_new_tokens,
+                autocast=self.autocast,
             )
             questions = [pair[side] for pair in self._prompts]
             texts = generate(
                 model,
                 reading.tokenizer,
                 [question.prompt for question in questions],
-                self._max_new_tokens,
+                self.max_new_tokens,
                 ids=[question.ids for question in questions],
-                autocast=self._autocast,
+                autocast=self.autocast,
             )
         tokens = [reading.tokenizer(t, add_special_tokens=False).input_ids for t in texts]
         return row | {

@@ -62,7 +62,7 @@ def judge(
     language_judge = LanguageJudge(
         texts.examples,
         *readings,
-        beside=frozen if alike else None,
+        reference=frozen if alike else None,
         batch_size=settings.batch_size,
         answer_prompts=min(ANSWER_PROMPTS, settings.eval_rows),
         generations=settings.generations,

@@ -92,8 +92,8 @@ def find_neighbours(
         LockHeld: another process is searching here.
     """
     if not by_index(store, search):
-        found = cached_neighbours(store, k, device=device, progress=progress)
-        return found, {"index": "exact", "recall": 1.0}
+        neighbours = cached_neighbours(store, k, device=device, progress=progress)
+        return neighbours, {"index": "exact", "recall": 1.0}
     check_k(k, store.n)
     if kept := _kept(store, k):
         return kept
@@ -105,7 +105,7 @@ def find_neighbours(
         _check_space(store, k)
         work.mkdir()
         try:
-            found, record = _searched(store, k, work, progress)
+            neighbours, record = _searched(store, k, work, progress)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     if record["recall"] < RECALL:
@@ -114,7 +114,7 @@ def find_neighbours(
             record["recall"],
             RECALL,
         )
-    return found, record
+    return neighbours, record
 
 
 def by_index(store: EmbeddingStore, search: str = "auto") -> bool:
@@ -260,8 +260,8 @@ def _trained(store: EmbeddingStore) -> Any:
     g = torch.Generator().manual_seed(SEED)
     rows = torch.randperm(store.n, generator=g)[: POINTS_PER_CELL * cells].sort().values
     x = torch.empty(len(rows), store.dim)
-    for some in torch.arange(len(rows)).split(max(1, BLOCK_BYTES // (4 * store.dim))):
-        x[some] = _unit(store.gather(rows[some]))
+    for part in torch.arange(len(rows)).split(max(1, BLOCK_BYTES // (4 * store.dim))):
+        x[part] = _unit(store.gather(rows[part]))
     index.train(x.numpy())
     give_back_memory()
     return index
@@ -315,9 +315,9 @@ def _probes(index: Any, x: Tensor, neighbours: Tensor) -> int:
 
 def _lookup(index: Any, x: Tensor, itself: Tensor, k: int) -> Tensor:
     """Return the k nearest rows in the probed cells, without the row itself: `[b, k]` int64."""
-    found = index.search(x.numpy(), k + 1)[1]
+    rows = index.search(x.numpy(), k + 1)[1]
     nprobe = index.nprobe
-    while (short := (found < 0).any(1)).any():  # these cells hold fewer: probe more
+    while (short := (rows < 0).any(1)).any():  # these cells hold fewer: probe more
         if nprobe == index.nlist:
             row = int(itself[torch.from_numpy(short)][0])
             raise InputError(
@@ -325,10 +325,10 @@ def _lookup(index: Any, x: Tensor, itself: Tensor, k: int) -> Tensor:
             )
         nprobe = min(2 * nprobe, index.nlist)
         more = load_faiss().SearchParametersIVF(nprobe=nprobe)
-        found[short] = index.search(x.numpy()[short], k + 1, params=more)[1]
-    is_itself: NDArray = found == itself.unsqueeze(1).numpy()
+        rows[short] = index.search(x.numpy()[short], k + 1, params=more)[1]
+    is_itself: NDArray = rows == itself.unsqueeze(1).numpy()
     is_itself[~is_itself.any(1), -1] = True  # behind k duplicates
-    return torch.from_numpy(found[~is_itself].reshape(-1, k))
+    return torch.from_numpy(rows[~is_itself].reshape(-1, k))
 
 
 def _recall(found: Tensor, truth: Tensor) -> float:

@@ -65,7 +65,7 @@ def odd_rows(blocks: Iterable[Tensor], n_clusters: int) -> str:
     """
     peaks, distinct, n_units, units = [], set(), 0, torch.zeros((), dtype=torch.float64)
     enough = max(2, n_clusters)
-    for block in (part for whole in blocks for part in whole.split(ROWS_PER_SCAN)):
+    for block in (part for wide in blocks for part in wide.split(ROWS_PER_SCAN)):
         peaks.append(row_peaks(block))
         if len(distinct) < enough:  # -0 and 0 are equal, their bytes are not
             for row in (block + 0.0).cpu().numpy():
@@ -245,15 +245,15 @@ class EmbeddingStore(ShardStore):
     @classmethod
     def total(cls, entries: list[Manifest]) -> Manifest:
         """Combine the `statistics` of all shards."""
-        kept = [(entry["rows"], entry["statistics"]) for entry in entries if entry["rows"]]
-        rows = sum(m for m, _ in kept)
-        norms = sum(m * statistics["mean_norm"] for m, statistics in kept)
+        filled = [(entry["rows"], entry["statistics"]) for entry in entries if entry["rows"]]
+        rows = sum(m for m, _ in filled)
+        norms = sum(m * statistics["mean_norm"] for m, statistics in filled)
         return {
             "rows": rows,
-            "min": min((statistics["min"] for _, statistics in kept), default=None),
-            "max": max((statistics["max"] for _, statistics in kept), default=None),
+            "min": min((statistics["min"] for _, statistics in filled), default=None),
+            "max": max((statistics["max"] for _, statistics in filled), default=None),
             "mean_norm": norms / rows if rows else None,
-            "zero_rows": sum(statistics["zero_rows"] for _, statistics in kept),
+            "zero_rows": sum(statistics["zero_rows"] for _, statistics in filled),
         }
 
     def __repr__(self) -> str:

@@ -28,17 +28,8 @@ class Ledger:
     complete shards. It is changed under a lock that is held for milliseconds, so no entry is lost;
     if two writers compute a shard, the first one's is kept.
 
-    Args:
-        kind: the store class that reads the cache.
-        folder: folder of the cache.
-        name: prefix of its files.
-        fingerprint: what the content is computed from.
-        header: further fields of the manifest.
-        shard_rows: rows of the data set in a shard.
-        adopt: fields of the header whose value an existing cache of the same fingerprint keeps.
-        force: ignore the finished cache and shards of earlier writers.
-        rebuild: start over if the finished cache's manifest is damaged.
-        shared: whether other writers store other shards.
+    The arguments are those of `ShardWriter`, except `shared`: whether other writers store other
+    shards.
 
     Attributes:
         partial: the folder of unfinished content.
@@ -234,7 +225,9 @@ class Ledger:
 
     def _fitting(self, same: dict[Path, Manifest]) -> dict[Path, Manifest]:
         form = {"shard_rows": self.shard_rows, **{name: self.header[name] for name in self._adopt}}
-        return {place: found for place, found in same.items() if form.items() <= found.items()}
+        return {
+            place: manifest for place, manifest in same.items() if form.items() <= manifest.items()
+        }
 
     def _published(self, same: Mapping[Path, Manifest]) -> dict[int, Manifest]:
         """Return the shards of the finished cache, except those refused by this writer."""
@@ -253,8 +246,8 @@ class Ledger:
             listed = {self.shard_of(entry): entry for entry in same[self.partial]["shards"]}
         elif self._path(self.partial).exists():  # of another cache
             shutil.rmtree(self.partial, ignore_errors=True)
-        kept = {n: entry for n, entry in (listed or {}).items() if entry not in refused}
-        entries = {**stored, **kept}
+        intact = {n: entry for n, entry in (listed or {}).items() if entry not in refused}
+        entries = {**stored, **intact}
         if entries != listed:
             self._list(entries)
         return entries

@@ -168,14 +168,14 @@ def cached_neighbours(
 
 
 def kept_exactly(store: EmbeddingStore, k: int) -> Tensor | None:
-    """Return what `cached_neighbours` kept for these embeddings and k or more; else None."""
+    """Return what `cached_neighbours` saved for these embeddings and k or more; else None."""
     path = _path(store)
     try:
-        kept = load_tensors(path)
-        neighbours = kept["neighbours"]
-        if kept["checksum"] != _checksum(neighbours):
+        saved = load_tensors(path)
+        neighbours = saved["neighbours"]
+        if saved["checksum"] != _checksum(neighbours):
             raise CorruptFileError(f"{path} has another checksum than when it was written")
-        if kept["key"] == _key(store) and neighbours.shape[1] >= k:
+        if saved["key"] == _key(store) and neighbours.shape[1] >= k:
             return neighbours[:, :k].long()
     except FileNotFoundError:
         pass

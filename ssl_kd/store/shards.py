@@ -272,10 +272,10 @@ class ShardStore:
         expected["indices"] = f"torch.int64 [{m}]"
         shard = load_tensors(path, mmap=True)
         content = shard if isinstance(shard, dict) else {}
-        found = {str(name): _form(value) for name, value in content.items()}
-        if any(found.get(name) != form for name, form in expected.items()):
-            raise CorruptFileError(f"{path} holds {found or 'no columns'}, expected {expected}")
-        if not found.get("ids", "").startswith("torch.uint8 ["):
+        forms = {str(name): _form(value) for name, value in content.items()}
+        if any(forms.get(name) != form for name, form in expected.items()):
+            raise CorruptFileError(f"{path} holds {forms or 'no columns'}, expected {expected}")
+        if not forms.get("ids", "").startswith("torch.uint8 ["):
             raise CorruptFileError(f"{path} holds no ids, expected bytes")
         return content
 
@@ -367,10 +367,10 @@ class ShardStore:
 
     def _stat(self, shard: int) -> tuple[int, int, int]:
         try:
-            found = os.stat(self._paths[shard])
+            stat = os.stat(self._paths[shard])
         except FileNotFoundError as error:
             raise CorruptFileError(f"{self._paths[shard]} is missing; {REBUILD}") from error
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
     def _map(self, shard: int) -> Content:
         mapped = self._maps.get(shard)
@@ -396,8 +396,8 @@ def _form(value: object) -> str:
     if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
         return f"{value.device.type} {value.layout}"
     form = f"{value.dtype} {list(value.shape)}"
-    whole = value.is_quantized or value.untyped_storage().nbytes() >= value.nbytes
-    return form if whole else f"expanded {form}"
+    is_complete = value.is_quantized or value.untyped_storage().nbytes() >= value.nbytes
+    return form if is_complete else f"expanded {form}"
 
 
 def _decode_ids(shard: Content, file: str) -> list[str]:

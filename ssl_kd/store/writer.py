@@ -277,10 +277,10 @@ class ShardWriter(Generic[S]):
         for place, manifest in same.items():
             for entry in manifest["shards"]:
                 if self._awaits(self._ledger.shard_of(entry)):
-                    found = self._recover_shard(entry, manifest, place)
-                    if found is not None:
+                    shard_faults = self._recover_shard(entry, manifest, place)
+                    if shard_faults is not None:
                         refused.append(entry)
-                        faults += found
+                        faults += shard_faults
         if not self.missing:
             return
         if faults and self.folder in same and not self._ledger.rebuild:

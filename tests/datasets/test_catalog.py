@@ -52,13 +52,6 @@ def test_folder_with_splits(tmp_path, test_folder):
     assert open_dataset(str(tmp_path), "test").labels is None  # not asked for
 
 
-def test_folder_without_splits_is_all_training(tmp_path):
-    picture(tmp_path / "ant" / "a.png")
-    assert len(open_dataset(str(tmp_path), "train")) == 1
-    with pytest.raises(NoSuchSplit, match="has no test split"):
-        open_dataset(str(tmp_path), "test")
-
-
 def test_cifar_folder(shared_data):
     train = open_dataset(str(shared_data / "images" / "cifar10"), "train", labels="folders")
     test = open_dataset(str(shared_data / "images" / "cifar10"), "test", labels="folders")
@@ -149,13 +142,6 @@ def test_torchvision_sets_in_their_own_formats(tmp_path):
     np.testing.assert_array_equal(cifar10.arrays, flat.reshape(3, 3, 32, 32).transpose(0, 2, 3, 1))
     assert cifar10.labels is not None and cifar10.labels.tolist() == [2, 0, 1]
     assert cifar10.class_names == ("x", "y", "z")
-
-
-def test_imagenet_from_sorted_folders(tmp_path):
-    picture(tmp_path / "imagenet" / "train" / "n01440764" / "a.JPEG")
-    picture(tmp_path / "imagenet" / "val" / "n01440764" / "b.JPEG")
-    assert open_dataset("imagenet", "train", root=tmp_path).class_names == ("n01440764",)
-    assert open_dataset("imagenet", "test", root=tmp_path).ids == ["n01440764/b.JPEG"]
 
 
 def test_feature_file_and_its_test_file(tmp_path):

@@ -95,12 +95,6 @@ def test_alpha_is_laid_on_white(awkward, tmp_path):
         np.testing.assert_allclose(np.asarray(decode(awkward / name)), on_white, atol=1.01)
 
 
-def test_first_frame_of_an_animation(awkward):
-    np.testing.assert_array_equal(
-        np.asarray(decode(awkward / "animated.gif"))[0, 0], np.array([255, 0, 0])
-    )
-
-
 def test_a_bomb_is_refused_and_the_switches_of_pil_stay(awkward):
     before = Image.MAX_IMAGE_PIXELS
     with pytest.raises(UnreadableImage, match="bomb"):

@@ -278,16 +278,6 @@ def test_labels_that_cannot_be_classes_are_refused():
     assert class_numbers([-1, -1], ("-1", "1"))[0].tolist() == [0, 0]
 
 
-def test_fingerprint_follows_values_and_labels(tmp_path):
-    def fingerprint(x, y):
-        np.savez(tmp_path / "f.npz", x=x, y=y)
-        return open_features(tmp_path / "f.npz").fingerprint
-
-    first = fingerprint(X, Y)
-    assert fingerprint(X, Y) == first
-    assert fingerprint(X + 1, Y) != first and fingerprint(X, Y[::-1]) != first
-
-
 # --- Parquet ------------------------------------------------------------------------------------
 
 

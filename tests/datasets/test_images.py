@@ -134,16 +134,6 @@ def test_every_byte_of_a_large_set_counts(tmp_path, monkeypatch, caplog):
     assert "reading all 0.0 GiB of the data" in caplog.text
 
 
-def test_class_numbers_can_be_fixed_by_another_split(tmp_path):
-    picture(tmp_path / "dog" / "a.png")
-    names = ("ant", "cat", "dog")
-    data = FolderDataset(tmp_path, "mine", "test", labelled=True, class_names=names)
-    assert data.labels is not None
-    assert data.labels.tolist() == [2] and data.class_names == ("ant", "cat", "dog")
-    with pytest.raises(ValueError, match=r"\['dog'\] that the training split lacks"):
-        FolderDataset(tmp_path, "mine", "test", labelled=True, class_names=("ant",))
-
-
 def test_arrays_come_back_as_images():
     arrays = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
     data = ArrayDataset("mine", "train", arrays, np.array([1, 0]), ("a", "b"))
@@ -152,3 +142,13 @@ def test_arrays_come_back_as_images():
     np.testing.assert_array_equal(np.asarray(data.image(1)), arrays[1])
     other = ArrayDataset("mine", "train", arrays, np.array([0, 1]), ("a", "b"))
     assert other.fingerprint != data.fingerprint
+
+
+def test_class_numbers_can_be_fixed_by_another_split(tmp_path):
+    picture(tmp_path / "dog" / "a.png")
+    names = ("ant", "cat", "dog")
+    data = FolderDataset(tmp_path, "mine", "test", labelled=True, class_names=names)
+    assert data.labels is not None
+    assert data.labels.tolist() == [2] and data.class_names == ("ant", "cat", "dog")
+    with pytest.raises(ValueError, match=r"\['dog'\] that the training split lacks"):
+        FolderDataset(tmp_path, "mine", "test", labelled=True, class_names=("ant",))

@@ -103,12 +103,6 @@ def test_several_images_keep_their_order(here):
     ]
 
 
-def test_records_without_images_are_what_they_were(here):
-    record = {"prompt": "see <image> there", "completion": " yes", "image": None, "images": []}
-    found = example_of(record, here)
-    assert found.prompt == "see <image> there" and not found.images
-
-
 @pytest.mark.parametrize(
     "record, words",
     [

@@ -156,12 +156,3 @@ def test_a_named_field_is_the_only_one_that_is_looked_at():
         "w: holds ['body', 'messages', 'text']; expected a string in boddy"
     )
     assert as_example({"body": " "}, "w", "body") == "w: body is empty"
-
-
-def test_what_is_given_and_what_tools_there_are_make_another_example():
-    same = chat(USER, BOT)
-    contents = {
-        e.content() for e in (same, chat(USER, BOT, given=1), chat(USER, BOT, tools=("t",)))
-    }
-    assert len(contents) == 3
-    assert chat(USER, BOT).content() == json.dumps([None, None, [USER, BOT]]).encode()

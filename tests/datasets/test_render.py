@@ -308,15 +308,6 @@ def test_a_turn_that_opens_the_chat_is_learned_without_what_stands_before_it():
     assert twice[0] == "Hello.<|im_end|>\n" and twice[1].endswith("And you?<|im_end|>\n")
 
 
-def test_named_templates_are_chosen_by_tools():
-    tokenizer = tokenizer_with(TEMPLATES["llama3"])
-    tokenizer.chat_template = {"default": TEMPLATES["llama3"], "tool_use": TEMPLATES["qwen3"]}
-    plain = as_example({"messages": SEVERAL[:2]}, "f:1")
-    called = as_example({"messages": copy.deepcopy(CALLED), "tools": TOOLS}, "f:1")
-    assert "<|eot_id|>" in render(plain, tokenizer).text
-    assert "<|im_end|>" in render(called, tokenizer).text
-
-
 @EVERY
 def test_tokens_that_count_are_those_of_the_turns(name):
     texts = TextDataset("t", "all", (Example("f:1", messages=tuple(SEVERAL)),), "", ())
@@ -343,11 +334,6 @@ def test_what_one_chat_cannot_show_is_not_held_against_the_next():
         assert bool(rendered.spans) == located, first
 
 
-def test_a_chat_of_a_thousand_messages_is_learned_whole():
-    rendered = show("llama3", *[user("a"), said("b")] * 500)
-    assert rendered.turns["learned"] == 500 and len({b - a for a, b, _ in rendered.spans}) == 1
-
-
 @pytest.mark.parametrize(
     "arguments", [{}, {"a": [1, {"b": None}]}, {"é": '\n"\\', "n": 1e300}], ids=json.dumps
 )
@@ -366,3 +352,12 @@ def test_the_report_says_how_many_turns_are_learned():
     about = "1,199 of 1,200 turns of the assistant are learned; the template hides the"
     assert turns == f"{about} thoughts of 2 earlier turns"
     assert describe_turns(Counter()) == ""
+
+
+def test_named_templates_are_chosen_by_tools():
+    tokenizer = tokenizer_with(TEMPLATES["llama3"])
+    tokenizer.chat_template = {"default": TEMPLATES["llama3"], "tool_use": TEMPLATES["qwen3"]}
+    plain = as_example({"messages": SEVERAL[:2]}, "f:1")
+    called = as_example({"messages": copy.deepcopy(CALLED), "tools": TOOLS}, "f:1")
+    assert "<|eot_id|>" in render(plain, tokenizer).text
+    assert "<|im_end|>" in render(called, tokenizer).text

@@ -215,16 +215,6 @@ def test_the_dtype_is_the_teachers_unless_a_cache_has_its_own(tmp_path):
     assert content(tmp_path / "old") == before
 
 
-def test_an_unfinished_cache_goes_on_in_its_dtype(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        with writer(tmp_path, fingerprint=HALF) as one:  # float32, as versions before this stored
-            fill(one, most=2)
-            raise KeyboardInterrupt
-    with writer(tmp_path, fingerprint=HALF, dtype=None) as one:
-        assert fill(one) == [2, 3, 4, 5, 6]
-    assert EmbeddingStore.open(tmp_path, "train").manifest["dtype"] == "float32"
-
-
 # A forced pass of several writers
 
 
