@@ -1,7 +1,7 @@
 """The settings of `python train.py`: plain literals, read and never executed.
 
 A flag of the same name beats the value here: `python train.py --n_heads 16` or `--n-heads 16`.
-`python train.py --help-all` says what each may be; a name or value that cannot be is refused.
+`python train.py --help-all` lists their values; unknown names and invalid values are refused.
 """
 
 # --- Data -----------------------------------------------------------------------------------------
@@ -12,13 +12,13 @@ DATASET = "digits"
 # Held-out folder or file of features; None: the data set's own test split, if it has one.
 DATASET_TEST = None
 # Labels to score the answer by: folders (the first folder below DATASET is an image's class) | auto
-# (those that a data set by name or a file of features brings; a folder has none). Never used for
-# training. The folders of an album are no classes.
+# (those of a named data set or of a feature file; a folder has none). Never used for training. The
+# folders of an album are not classes.
 LABELS = "auto"
-# Column (or array) of a file of features that holds them, DATASET_TEST's too; None: the only list
-# column, or one called features, embeddings, x or data.
+# Column (or array) that holds the features in a feature file, also of DATASET_TEST; None: the only
+# list column, or one called features, embeddings, x or data.
 COLUMN = None
-# Where data sets are, and where DOWNLOAD puts them.
+# Folder of data sets, to which DOWNLOAD writes.
 DATA_DIR = "data"
 # Download the data set (torchvision's sets) where it is missing. Off: no data set is downloaded.
 DOWNLOAD = False
@@ -27,7 +27,7 @@ DOWNLOAD = False
 
 # Frozen model that embeds the images: pixels | dinov2 (dinov2_vits14; or dinov2_vitb14, vitl14,
 # vitg14, each also with _reg) | efficientnet_lite0 | timm:NAME | torchvision:NAME |
-# package.module.Class (your own) | features (they are embeddings already). For photographs use
+# package.module.Class (your own) | features (DATASET holds embeddings already). For photographs use
 # dinov2; pixels only suits small aligned images such as digits.
 TEACHER = "pixels"
 # Local file of the teacher's weights, for machines without a network; None: the published ones.
@@ -45,37 +45,36 @@ WORKERS = 0
 # all samples, the teacher's weights and its dtype: where one of them changes, another folder is
 # taken.
 EMBEDDINGS_DIR = "auto"
-# Embed everything anew, whatever is cached; the old cache stays until the new one is whole.
+# Embed all samples again; the old cache stays until the new one is complete.
 FORCE_RECOMPUTE = False
-# Embed again what is damaged in the cache; verified shards are kept.
+# Embed damaged shards of the cache again; verified shards are kept.
 REBUILD_DAMAGED = False
 
-# --- Neighbours and clusters ----------------------------------------------------------------------
+# --- Neighbors and clusters -----------------------------------------------------------------------
 
 # Wider embeddings are reduced to this many principal components by PCA, from 1; None: never. The
 # heads then reach the same accuracy in a fraction of the time.
 PCA_DIM = 256
-# Nearest neighbours that a sample may be paired with, from 1. Fewer for small or many classes:
+# Nearest neighbors that a sample may be paired with, from 1. Fewer for small or many classes:
 # clearly below the number of samples per class.
 NEIGHBOURS = 20
-# Number of clusters, from 2; None: as many as the data set declares classes; auto: found.
+# Number of clusters, from 2; None: the number of classes of the data set; auto: it is found.
 N_CLUSTERS = None
 
 # --- Heads and their training ---------------------------------------------------------------------
 
-# Where the clusters come from: graph (the best partition of the graph of neighbours; the heads
-# learn it) | heads (the heads find them, by LOSS); None: graph, unless a setting of LOSS is
-# changed.
+# Where the clusters come from: graph (the best partition of the graph of neighbors; the heads learn
+# it) | heads (the heads find them, by LOSS); None: graph, unless a setting of LOSS is changed.
 METHOD = None
-# Heads trained side by side, 1 to 4096. More: a steadier consensus, proportionally more time. With
-# METHOD heads 48 pay.
+# Heads trained side by side, 1 to 4096. More heads: a steadier consensus, proportionally more time.
+# With METHOD heads use 48.
 N_HEADS = 8
 # Import path of the head's class, package.module.Class. Your own head goes here, see heads/.
 HEAD = "ssl_kd.heads.TEMIHead"
 # Width of a head's hidden layer, from 1; its bottleneck is half as wide. Wider for high-dimensional
 # embeddings and many classes.
 HIDDEN_DIM = 96
-# What the heads minimise with METHOD heads: temi (pairwise mutual information) | sharpened
+# What the heads minimize with METHOD heads: temi (pairwise mutual information) | sharpened
 # (self-distillation towards a sharper teacher) | package.module.Class (your own).
 LOSS = "temi"
 # Exponent of the pairwise mutual information, above 0 to 1; 1: the plain objective. Lower: more
@@ -94,10 +93,9 @@ LEARNING_RATE = 0.004
 CLIP_GRAD = 1.0
 # Pairs per step, from 1. Several times the number of clusters.
 BATCH_SIZE = 256
-# Passes over the data, from 1; None: until the heads have converged, by what they tell of
-# neighbours, or 200.
+# Passes over the data, from 1; None: until the heads have converged, at most 200.
 EPOCHS = None
-# Optimizer steps, from 1; None: as EPOCHS says. Where both are given the first to be reached ends
+# Optimizer steps, from 1; None: no limit but EPOCHS. If both are set, the first to be reached ends
 # the training.
 MAX_STEPS = None
 # Run the students in half precision where the device is faster with it (GPUs; CPUs with bf16
@@ -107,7 +105,7 @@ USE_FP16 = False
 # --- Answer and run -------------------------------------------------------------------------------
 
 # Finished run that the samples of DATASET are added to: its folder, or its name under RUNS_DIR;
-# None: train. Teacher and clusters are the run's; what is new is offered as new clusters.
+# None: train. Teacher and clusters are those of the run; unlike samples form new clusters.
 EXTEND = None
 # Outlier score above which a sample is noise, cluster -1, above 0 to 1; None: no sample is. 0.99
 # marks one in a hundred of samples like those of the training.

@@ -27,8 +27,8 @@ from sklearn.metrics import roc_auc_score
 from benchmarks.regret import table_line
 from benchmarks.sets import SETS, Sources, loaded, names_of
 from ssl_kd import MultiHeadClusterer, evaluate
+from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
-from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
 
 CLASSES = 10  # left out one by one; the first of more

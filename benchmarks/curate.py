@@ -41,8 +41,8 @@ from benchmarks.sets import SETS, Absent, Labelled, Sources, _embedded, _fashion
 from ssl_kd.datasets import ArrayDataset, ImageDataset, open_dataset
 from ssl_kd.datasets.catalog import Split
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
+from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.novelty import Novelty
-from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.workbench.curate import mislabelled, near_duplicates, outliers
 from ssl_kd.workbench.curate.wrong_labels import _by_regression

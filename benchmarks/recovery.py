@@ -37,12 +37,13 @@ from ssl_kd.guard.recovery import Recovery
 from ssl_kd.guard.update import part_norms
 from ssl_kd.heads import HeadBank
 from ssl_kd.store import nearest_neighbours
+from ssl_kd.training.loop import run_loop
 from ssl_kd.vision import step as guarded
-from ssl_kd.vision import train
 from ssl_kd.vision.fit import head_clusters, make_plan, make_trainer
-from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
+from ssl_kd.vision.train import HeadsLearner, Plan
 
 HEADS, STRUCK, EVERY = 50, 10, 50
 Strike = tuple[int, str]  # which head, how
@@ -185,7 +186,8 @@ class Digits:
         sampler = make_plan(settings, trainer, self.neighbours, self.x.__getitem__).sampler
         one_chunk = patch.object(guarded, "head_chunks", lambda n, size, device: [slice(0, n)])
         with one_chunk, WAYS[way](), contextlib.suppress(TooFewHealthyParts):
-            train.train(trainer, sampler, gather, steps, checkpoint_every=steps)
+            learner = HeadsLearner(trainer, Plan(sampler, steps, None), gather)
+            run_loop(learner, checkpoint_every=steps)
         bank.strike = None
         looks.append((steps, self.accuracies(trainer)))
         return trainer, looks

@@ -32,11 +32,11 @@ from scipy.optimize import linear_sum_assignment
 from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
 from benchmarks.sets import SETS, Absent, Labelled, Sources, long_tailed
 from ssl_kd import MultiHeadClusterer, evaluate
-from ssl_kd.graph import ask_crowd
-from ssl_kd.graph.crowd import EVEN, UNEVEN, Kind, kind_of, vote
+from ssl_kd.graph import form_ensemble
+from ssl_kd.graph.ensemble import EVEN, UNEVEN, Kind, kind_of, vote
 from ssl_kd.store import nearest_neighbours
+from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import summed, views
-from ssl_kd.vision.projection import Projection
 
 MOST_ROWS = 2500
 TAILED = (
@@ -134,12 +134,12 @@ def scores_of(y: NDArray, clusters: NDArray) -> dict[str, float]:
 
 
 def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
-    """The answers of the crowd, before any head, and the evenness that chooses among them."""
+    """The answers of the ensemble, before any head, and the evenness that chooses among them."""
     rows = torch.from_numpy(x)
     near = nearest_neighbours(rows, min(20, len(x) - 1))
     projected = Projection.fit(rows, 256)(rows)
     cosine, euclidean, white = views(near, rows.__getitem__, projected, torch.device("cpu"))
-    crowd = ask_crowd(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
+    crowd = form_ensemble(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
     answers = {kind: vote(crowd.candidates, kind, n_clusters) for kind in CROWD}
     return {**answers, "evenness": crowd.evenness}
 

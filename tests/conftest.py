@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.graph import ask_crowd
+from ssl_kd.graph import form_ensemble
 from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.losses import linear_distillation
 from tests.photos import photo_run
@@ -44,7 +44,7 @@ def _seeded():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _each_crowd_is_asked_once():
+def _each_ensemble_is_formed_once():
     """Its answer depends on its arguments alone, and is most of a tiny run."""
     known = {}
 
@@ -56,13 +56,13 @@ def _each_crowd_is_asked_once():
             seen.update(graph.indices.tobytes() + graph.data.tobytes())
         if (key := seen.digest()) not in known:
             views = cosine, euclidean, together
-            found = ask_crowd(*views, n_clusters, progress, should_stop)
+            found = form_ensemble(*views, n_clusters, progress, should_stop)
             if should_stop():
                 return found
             known[key] = found
         return copy.deepcopy(known[key])
 
-    with mock.patch("ssl_kd.vision.partition.ask_crowd", remembered):
+    with mock.patch("ssl_kd.vision.partition.form_ensemble", remembered):
         yield
 
 

@@ -142,15 +142,15 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
 
             caches = fill_by_ray(resolved, **options)
         else:
-            from ssl_kd.vision.extract_many import fill, fill_share
+            from ssl_kd.vision.extract_many import ExtractionJob
 
             if share is None:
-                caches = fill(resolved, **options)
+                caches = ExtractionJob(resolved, **options).fill()
             else:
                 placed = resolved.replace(device=_device_of_process(resolved.device))
-                caches = fill_share(placed, *share, **options)
+                caches = ExtractionJob(placed, **options).fill_share(*share)
     for cache in caches:
-        print(f"{cache.manifest}: {cache.told}")
+        print(f"{cache.manifest}: {cache.summary}")
     return OK
 
 

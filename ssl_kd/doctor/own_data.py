@@ -19,12 +19,13 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, NonFiniteRow, nearest_neighbours
 from ssl_kd.store.embeddings import is_bad, odd_rows, row_peaks
-from ssl_kd.vision.consensus import sample_rows
+from ssl_kd.training.loop import run_loop
 from ssl_kd.vision.fit import make_plan, make_trainer
-from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.model_parts import Projection
+from ssl_kd.vision.pairs import sample_rows
 from ssl_kd.vision.run import cache_folder, n_clusters_of, open_data
 from ssl_kd.vision.settings import AUTO, HeadSettings, VisionSettings
-from ssl_kd.vision.train import LogRecord, train
+from ssl_kd.vision.train import HeadsLearner, LogRecord
 
 _BLOCK_ROWS = 8192
 _PAIRED_ROWS = 4096  # a sample of the rows, since the neighbors of all may take minutes
@@ -58,7 +59,9 @@ def own_data(settings: VisionSettings) -> Iterator[Finding]:
         yield Finding(_FIRST_BATCHES, result, note=True)
         return
     try:
-        n_clusters = n_clusters_of(settings, store.class_names, store.n) or _UNKNOWN_CLUSTERS
+        n_clusters = (
+            n_clusters_of(settings.n_clusters, store.class_names, store.n) or _UNKNOWN_CLUSTERS
+        )
     except SettingsError as error:
         yield Finding(_FIRST_BATCHES, str(error), FOLLOW_MESSAGE)
         return
@@ -150,15 +153,11 @@ def _first_batches(
     events: list[Event] = []
     stopped, start = "", time.perf_counter()
     try:
-        train(
-            trainer,
-            plan.sampler,
-            gather,
-            plan.steps,
-            until=plan.until,
+        learner = HeadsLearner(trainer, plan, gather, on_events=events.extend)
+        run_loop(
+            learner,
             log_every=1,
             on_log=records.append,
-            on_events=events.extend,
             should_stop=lambda: len(records) == _STEPS or time.perf_counter() - start > _SECONDS,
         )
     except TooFewHealthyParts as error:

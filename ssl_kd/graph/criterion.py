@@ -1,9 +1,9 @@
-"""How good a partition of a graph is, without labels, and the local search that improves it.
+"""The value of a partition of a graph, without labels, and the local search that improves it.
 
-The mutual information between the clusters at the two ends of an edge wants clusters of one size:
-it cuts a large class in two before it keeps a small one. Divided by a power of the clusters'
-entropy it is the less so inclined, the higher the power; by the whole entropy, one large cluster
-and a few crumbs are as good.
+The mutual information between the clusters at the two ends of an edge favors clusters of equal
+size: it cuts a large class in two before it keeps a small one. Dividing it by a power of the
+clusters' entropy weakens that; divided by the entropy itself, one large cluster and a few tiny ones
+are as good.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Sweeps of the local search; it ends long before, where no sample moves or nothing is gained.
+# Sweeps of the local search, at most; it usually ends long before.
 SWEEPS = 40
 LEAST_GAIN = 1e-7
-# The power of the entropy where nothing is known of the sizes.
+# Default power of the entropy.
 ALPHA = 0.5
-# Samples times clusters whose preferences are held in memory at once.
+# Samples times clusters whose preferences are in memory at once.
 CELLS = 2**24
 LEAST_ENTROPY = 1e-9
-SPARSE = 256  # from this K on a node touches so few of them that a sparse product is faster
+SPARSE = 256  # from this K on a sparse product is faster
 
 
 class Graph:
-    """The edges of an undirected graph, once in each direction, its weights summing to 1.
+    """An undirected graph: each edge once in each direction, weights summing to 1.
 
     Args:
-        matrix: in rows (CSR), symmetric `[n, n]`, at least 0.
+        matrix: CSR, symmetric `[n, n]`, at least 0.
 
     Attributes:
-        matrix: the same, its weights summing to 1.
+        matrix: the same, with weights summing to 1.
         rows: `[edge]`, in order.
         columns: `[edge]`.
         weights: `[edge]` float64.
-        degree: `[n]`, each node's weights together.
+        degree: `[n]`, sum of each node's weights.
     """
 
     def __init__(self, matrix: Any) -> None:
@@ -51,21 +51,21 @@ class Graph:
         self.degree = np.bincount(self.rows, self.weights, self.n)
 
     def ties(self, clusters: Ints, n_clusters: int) -> Any:
-        """Weight from each node to each cluster, `[n, n_clusters]`; sparse where that is large."""
+        """Return the weight from each node to each cluster, `[n, n_clusters]`; sparse if large."""
         if n_clusters >= SPARSE or self.n * n_clusters > CELLS:
             return self.matrix @ one_hot(clusters, n_clusters)
         cells = self.rows * n_clusters + clusters[self.columns]
-        found = np.bincount(cells, self.weights, self.n * n_clusters)
-        return found.reshape(self.n, n_clusters)
+        weights = np.bincount(cells, self.weights, self.n * n_clusters)
+        return weights.reshape(self.n, n_clusters)
 
     def of_groups(self, groups: Ints, n_groups: int) -> Graph:
-        """The graph whose nodes are groups of these: a partition of them keeps its value."""
+        """Return the graph of groups of nodes; a partition of the groups keeps its value."""
         members = one_hot(groups, n_groups)
         return Graph((members.T @ self.matrix @ members).tocsr())
 
 
 def joint(graph: Graph, clusters: Ints, n_clusters: int) -> Floats:
-    """Weight between each two clusters: symmetric `[n_clusters, n_clusters]`, summing to 1."""
+    """Return the weights between clusters, symmetric `[n_clusters, n_clusters]`, summing to 1."""
     return _joint(graph.ties(clusters, n_clusters), clusters)
 
 
@@ -80,7 +80,7 @@ def _joint(ties: Any, clusters: Ints) -> Floats:
 
 
 def partition_value(joint: Floats, alpha: float = ALPHA) -> float:
-    """`I(k; k') / H(k)^alpha` of clusters at the ends of an edge, at least 0 and 0 for one cluster.
+    """Return `I(k; k') / H(k)^alpha` of clusters at the ends of an edge; 0 for one cluster.
 
     `I = sum J log(J / p p')` is the mutual information (also the log-likelihood of a
     degree-corrected block model). With `alpha` 0 it is the value, with 1 the uncertainty
@@ -88,7 +88,7 @@ def partition_value(joint: Floats, alpha: float = ALPHA) -> float:
 
     Args:
         joint: `[K, K]` as `joint` gives it.
-        alpha: in [0, 1]: how little an even division counts by itself.
+        alpha: in [0, 1]; larger values favor even clusters less.
 
     References:
         Karrer & Newman, Stochastic blockmodels and community structure in networks, 2011, eq. 25;
@@ -98,7 +98,7 @@ def partition_value(joint: Floats, alpha: float = ALPHA) -> float:
 
 
 def _parts(cells: Floats, sizes: Floats) -> tuple[float, float]:
-    """Information and entropy, of `x log x` of all cells `[K, K]` and of their sums `[K]`."""
+    """Return information and entropy from `x log x` of cells `[K, K]` and of their sums `[K]`."""
     return cells.sum() - 2 * sizes.sum(), -sizes.sum()
 
 
@@ -109,10 +109,9 @@ def _value(information: Floats | float, entropy: Floats | float, alpha: float) -
 def refine(
     graph: Graph, clusters: Ints, n_clusters: int, alpha: float = ALPHA, sweeps: int = SWEEPS
 ) -> Ints:
-    """Move all samples to the cluster that gains most, again and again while the value grows.
+    """Move all samples to the cluster with the largest gain, repeatedly, while the value grows.
 
-    The gain is the value's derivative, so that a sweep is one pass over the edges; a sweep that
-    loses is not taken.
+    The gain is the value's derivative, so a sweep is one pass over the edges.
     """
     best, clusters, highest = clusters, np.asarray(clusters, np.int64), -np.inf
     for _ in range(sweeps):
@@ -130,14 +129,14 @@ def refine(
 
 
 def merge_losses(joint: Floats, alpha: float = ALPHA, most: int | None = None) -> Floats:
-    """What the value loses by merging two clusters: `[k, k]`, above the diagonal, else infinite.
+    """Return the value's loss for merging two clusters `[k, k]`, infinite below the diagonal.
 
-    Infinite, too, for all pairs but the `most` that lose least modularity, if that is given.
+    With `most`, it is infinite for all pairs but those that lose least modularity.
     """
     a, b = np.triu_indices(len(joint), 1)
     if most is not None and most < len(a):
-        kept = np.argpartition(modularity_losses(joint)[a, b], most)[:most]
-        a, b = a[kept], b[kept]
+        best = np.argpartition(modularity_losses(joint)[a, b], most)[:most]
+        a, b = a[best], b[best]
     cells, share, pair = _xlogx(joint), joint.sum(1), np.arange(len(a))
     rows, own, sizes = cells.sum(1), np.diag(cells), _xlogx(share)
     merged = joint[a] + joint[b]
@@ -154,7 +153,7 @@ def merge_losses(joint: Floats, alpha: float = ALPHA, most: int | None = None) -
 
 
 def modularity_losses(joint: Floats) -> Floats:
-    """What modularity alone loses by merging two clusters, as `merge_losses`."""
+    """Return the loss of modularity, as `merge_losses`."""
     share = joint.sum(1)
     losses = 2 * (np.outer(share, share) - joint)
     return np.where(np.tri(len(joint), dtype=bool), np.inf, losses)
@@ -165,13 +164,13 @@ def _xlogx(x: Floats) -> Floats:
 
 
 def one_hot(clusters: Ints, n_clusters: int) -> sp.csr_matrix:
-    """`[n, n_clusters]` with a 1 in each row."""
+    """Return `[n, n_clusters]` with a 1 in each row."""
     ones, rows = np.ones(len(clusters)), np.arange(len(clusters) + 1)
     return sp.csr_matrix((ones, clusters, rows), shape=(len(clusters), n_clusters))
 
 
 def _preferred(graph: Graph, ties: Any, joint: Floats, alpha: float) -> Ints:
-    """The cluster that each node's move would gain most by: the derivative of the value."""
+    """Return the cluster of each node with the largest derivative of the value."""
     k = len(joint)
     share = np.maximum(joint.sum(1), 1e-12)
     logs = np.log(np.maximum(joint, 1e-6 * np.outer(share, share)))
@@ -179,6 +178,6 @@ def _preferred(graph: Graph, ties: Any, joint: Floats, alpha: float) -> Ints:
     step = max(1, CELLS // k)
     blocks = []
     for start in range(0, graph.n, step):
-        some = slice(start, start + step)
-        blocks.append((ties[some] @ logs - graph.degree[some, None] * size).argmax(1))
+        rows = slice(start, start + step)
+        blocks.append((ties[rows] @ logs - graph.degree[rows, None] * size).argmax(1))
     return np.concatenate(blocks)

@@ -1,4 +1,4 @@
-"""A graph of neighbours whose weights adapt to how dense each neighbourhood is."""
+"""A neighbor graph whose weights adapt to the local density."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-# Bisection steps for a neighbourhood's scale; 40 halvings leave no error that float32 can hold.
+# Bisection steps for a neighborhood's scale; after 40 the error is below that of float32.
 BISECTIONS = 40
-# A scale is at least this part of the mean distance: among duplicates it would be 0.
-LEAST_SCALE = 1e-3
+# Smallest scale as a share of the mean distance: among duplicates it would be 0.
+MIN_SCALE = 1e-3
 
 
-def fuzzy_graph(neighbours: NDArray[np.integer], distances: NDArray[np.floating]) -> sp.csr_matrix:
-    """The weighted graph of neighbours that UMAP draws, symmetric.
+def fuzzy_graph(neighbors: NDArray[np.integer], distances: NDArray[np.floating]) -> sp.csr_matrix:
+    """Return UMAP's weighted neighbor graph, symmetric.
 
-    `w_ij = exp(-max(d_ij - rho_i, 0) / sigma_i)` with `rho_i` the distance to the nearest neighbour
+    `w_ij = exp(-max(d_ij - rho_i, 0) / sigma_i)` with `rho_i` the distance to the nearest neighbor
     and `sigma_i` such that a row sums to `log2 k`: each sample is about as well connected as any
     other, in dense regions and in sparse ones. Both directions join as `a + b - a b`.
 
     Args:
-        neighbours: `[n, k]` row numbers, nearest first, never the row itself.
+        neighbors: `[n, k]` row numbers, nearest first, never the row itself.
         distances: `[n, k]`, at least 0, in the same order.
 
     Returns:
@@ -34,7 +34,7 @@ def fuzzy_graph(neighbours: NDArray[np.integer], distances: NDArray[np.floating]
         >>> fuzzy_graph(np.array([[1], [0]]), np.array([[0.5], [0.5]])).toarray().tolist()
         [[0.0, 1.0], [1.0, 0.0]]
     """
-    n, k = neighbours.shape
+    n, k = neighbors.shape
     beyond = np.maximum(distances - distances[:, :1], 0).astype(np.float64)
     goal, mean = np.log2(k), max(float(distances.mean()), np.finfo(np.float32).tiny)
     low, high = np.zeros((n, 1)), np.full((n, 1), np.inf)
@@ -43,7 +43,7 @@ def fuzzy_graph(neighbours: NDArray[np.integer], distances: NDArray[np.floating]
         wide = np.exp(-beyond / scale).sum(1, keepdims=True) > goal
         high, low = np.where(wide, scale, high), np.where(wide, low, scale)
         scale = np.where(np.isinf(high), 2 * scale, (low + np.minimum(high, 1e300)) / 2)
-    weights = np.exp(-beyond / np.maximum(scale, LEAST_SCALE * mean)).astype(np.float32)
+    weights = np.exp(-beyond / np.maximum(scale, MIN_SCALE * mean)).astype(np.float32)
     rows = np.arange(0, n * k + 1, k)
-    one_way = sp.csr_matrix((weights.ravel(), neighbours.ravel(), rows), shape=(n, n))
+    one_way = sp.csr_matrix((weights.ravel(), neighbors.ravel(), rows), shape=(n, n))
     return (one_way + one_way.T - one_way.multiply(one_way.T)).tocsr()

@@ -1,4 +1,4 @@
-"""k-means as the search uses it."""
+"""k-means with clusters numbered without gaps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ def kmeans(
     max_iter: int = 50,
     init: Literal["k-means++", "random"] = "k-means++",
 ) -> NDArray[np.int64]:
-    """Clusters `[n]` without gaps in their numbers; fewer where there are fewer distinct rows."""
-    # scikit-learn's declaration knows n_init as a word only
-    starts: Any = n_init
+    """Return clusters `[n]` without gaps; fewer where there are fewer distinct rows."""
+    starts: Any = n_init  # scikit-learn's stubs allow only a string
     model = KMeans(n_clusters, init=init, n_init=starts, max_iter=max_iter, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found = model.fit_predict(x)
-    return np.unique(found, return_inverse=True)[1].astype(np.int64)
+        clusters = model.fit_predict(x)
+    return np.unique(clusters, return_inverse=True)[1].astype(np.int64)

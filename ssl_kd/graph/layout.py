@@ -1,4 +1,4 @@
-"""A graph of neighbors in few dimensions, and the clusters that density shows there."""
+"""Low-dimensional layouts of neighbor graphs, and clusters by their density."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ LEARNING_RATE = 0.1
 NEAREST_REPELLED = 1e-2  # squared distance; below it the repulsion has no bound
 LARGEST_PUSH = 4.0
 NEIGHBORS = 15
-LEAST_SIZE = 5  # samples of a cluster of the tree
+MIN_SIZE = 5  # samples of a cluster of the tree
 CORE_NEIGHBORS = 5  # whose last distance is a sample's core distance
 VOTERS = 5
 
 
 def low_dimensional(graph: Any, dim: int, seed: int) -> Floats:
-    """Places of the nodes in which edges are short: UMAP's layout, all edges in each step.
+    """Return UMAP's layout of a graph, with all edges in each step.
 
     It starts from the leading eigenvectors. Each edge pulls its ends together and pushes the first
-    one away from a random node, with the forces that EVoC uses.
+    one away from a random node, with the forces of EVoC.
 
     Args:
         graph: `[n, n]` sparse, symmetric, weights at least 0.
-        dim: of the places.
-        seed: of the noise at the start and of the random nodes.
+        dim: of the layout.
+        seed: of the initial noise and of the random nodes.
 
     Returns:
         `[n, dim]` float32.
@@ -72,23 +72,19 @@ def low_dimensional(graph: Any, dim: int, seed: int) -> Floats:
 
 
 class Density:
-    """Clusters of places, by how densely samples lie in them.
-
-    Args:
-        places: `[n, dim]`.
-    """
+    """Clusters of points `[n, dim]` by their density."""
 
     def __init__(self, places: Floats) -> None:
         self.places, k = places, min(NEIGHBORS, len(places) - 1)
-        # Of the nearest, nearest first, without the sample itself: `[n, k]` each.
+        # `[n, k]` each, nearest first, without the sample itself.
         self._distances, self._near = NearestNeighbors(n_neighbors=k).fit(places).kneighbors()
 
     def leaves(self, n_clusters: int) -> Ints:
-        """The leaves of HDBSCAN's tree at the minimum cluster size that gives this many.
+        """Return the leaves of HDBSCAN's tree at the minimum cluster size that gives K leaves.
 
         A merge of the single-linkage tree separates two clusters where both sides have at least the
-        minimum size, so the size that leaves K of them is the (K - 1)-th largest smaller side. What
-        lies outside every leaf gets the commonest cluster of its five nearest clustered neighbors.
+        minimum size, so the size that leaves K of them is the (K - 1)-th largest smaller side. A
+        sample outside every leaf gets the commonest cluster of its five nearest clustered ones.
 
         Args:
             n_clusters: K, at least 2; ties in the sizes may give more or fewer.
@@ -100,7 +96,7 @@ class Density:
         smaller = size[children].min(1)
         least = np.sort(smaller)[-(min(n_clusters, len(self.places)) - 1)]
         if 2 * n_clusters < 2 + (smaller >= least).sum() + (smaller > least).sum():
-            least += 1  # of sizes that are tied: rather too few than more too many
+            least += 1  # of tied sizes: rather too few leaves than too many
         divided = [False] * len(self.places)  # whether a node holds several leaves
         for (a, b), smallest in zip(children.tolist(), smaller.tolist(), strict=True):
             divided.append(smallest >= least or divided[a] or divided[b])
@@ -108,11 +104,11 @@ class Density:
         return self._members(c for c in inside if not divided[c] and size[c] >= least)
 
     def heaviest(self, n_clusters: int) -> Ints:
-        """The K clusters of HDBSCAN's tree that have the greatest excess of mass together.
+        """Return the K clusters of HDBSCAN's tree with the largest total excess of mass.
 
-        HDBSCAN chooses the clusters that persist longest as the density rises, however many there
-        are; this is the best choice of K, by dynamic programming over the tree. One dense cluster
-        of half of all samples stays whole beside others of five.
+        HDBSCAN chooses the clusters that persist longest as the density rises, in any number; this
+        is the best choice of K, by dynamic programming over the tree. A dense cluster of half of
+        all samples stays whole beside others of five.
 
         Args:
             n_clusters: K; there are fewer where the tree has fewer leaves of five samples.
@@ -126,7 +122,7 @@ class Density:
         best, left = dict[int, Any](), dict[int, Any]()  # by number of clusters within a node
         for node, (a, b) in enumerate(children.tolist(), n):
             rises = density[node - n]
-            clusters = [child for child in (a, b) if size[child] >= LEAST_SIZE]
+            clusters = [child for child in (a, b) if size[child] >= MIN_SIZE]
             mass[node] = size[node] * rises
             if len(clusters) == 1:
                 (child,) = clusters
@@ -154,7 +150,7 @@ class Density:
         return self._members(chosen)
 
     def peaks(self, n_clusters: int) -> Ints:
-        """The K most prominent peaks of a density, whatever their sizes.
+        """Return the basins of the K most prominent peaks of the density, of any size.
 
         The density at a sample is the inverse of the distance to its 15 nearest neighbors. Each
         sample climbs to the densest of them; a peak ends where its slope meets that of a higher
@@ -200,7 +196,7 @@ class Density:
 
     @cached_property
     def _tree(self) -> tuple[Ints, Ints, NDArray[np.float64]]:
-        """Single linkage: each merge's two nodes, the size of every node, each merge's distance."""
+        """Single linkage: the two nodes of each merge, sizes of nodes, distances of merges."""
         n = len(self.places)
         heads, tails, lengths = self._spanning_tree()
         parent, size, children = list(range(2 * n - 1)), np.ones(2 * n - 1, np.int64), []
@@ -213,7 +209,7 @@ class Density:
         return np.array(children), size, lengths
 
     def _members(self, chosen: Iterable[int]) -> Ints:
-        """The samples below each of these nodes `[n]`, the others by their nearest."""
+        """Return `[n]`, the number of the node that a sample is below, or that of its nearest."""
         children, n = self._tree[0], len(self.places)
         clusters = np.full(2 * n - 1, -1)
         for number, node in enumerate(chosen):
@@ -224,9 +220,9 @@ class Density:
         return _without_noise(self.places, clusters[:n])
 
     def _spanning_tree(self) -> tuple[Ints, Ints, NDArray[np.float64]]:
-        """Ends and lengths of the minimum spanning tree by mutual reachability, shortest first.
+        """Return ends and lengths of the minimum spanning tree of mutual reachability, sorted.
 
-        Of the graph of neighbors; its pieces are joined by the distances between their means.
+        Components of the neighbor graph are joined by the distances between their means.
         """
         n, distances, near = len(self.places), self._distances, self._near
         core = distances[:, min(CORE_NEIGHBORS, near.shape[1]) - 1]
@@ -249,7 +245,7 @@ class Density:
 
 
 def _best_sums(a: Any, b: Any, most: int) -> tuple[Any, Ints]:
-    """For each total k, up to `most`: the largest `a[i] + b[k - i]`, and its i."""
+    """Return for each k up to `most` the largest `a[i] + b[k - i]`, and its i."""
     top = min(most, len(a) + len(b) - 2)
     best, left = np.full(top + 1, -np.inf), np.zeros(top + 1, np.int64)
     for k in range(2, top + 1):

@@ -1,12 +1,12 @@
-"""How many clusters a graph has where the number is not given, and the tree of its levels.
+"""The number of clusters of a graph, and the tree of its levels.
 
-A level of K clusters is worth `Q(K) A(K)^(1/3)`: Q is the modularity of a partition into K, and A
-how far two random halves of the samples agree on theirs (prediction strength, as adjusted Rand
-index). Modularity alone finds about ten clusters in any graph of neighbours, since to cut a
-homogeneous cluster still gains by it; but such a cut falls elsewhere in each half.
+The score of K clusters is `Q(K) A(K)^(1/3)`: Q is the modularity of a partition into K, and A the
+agreement of two random halves of the samples (prediction strength, as adjusted Rand index).
+Modularity alone finds about ten clusters in any neighbor graph, since cutting a homogeneous cluster
+increases it; but each half is cut elsewhere.
 
-Where clusters lie apart, communities, density peaks and density mass find the same ones. That
-settles the number: two long clusters, whose pieces modularity prefers, are two.
+Where clusters are well separated, communities, density peaks and density mass find the same ones,
+and their number is taken: it keeps long clusters whole that modularity would cut.
 
 References:
     Tibshirani & Walther, Cluster validation by prediction strength, 2005.
@@ -44,30 +44,30 @@ EXPONENT = 1 / 3
 HALVINGS = 4
 ATOMS = 400
 ATOMS_PER_CLUSTER = 6
-MOST = 250  # clusters that are looked for
-LEAST_SIZE = 16  # samples that a cluster has on average
-LEAST_SAMPLES = 64  # in all
+MOST = 250  # clusters, at most
+MIN_SIZE = 16  # samples of a cluster on average
+MIN_SAMPLES = 64  # in all
 DIMENSIONS, STEPS = 64, 10
 # Of the tree: clusters at its ends, the first as a multiple of K.
 FINEST, COARSEST = 3, 5
 LEAST_SHARE = 1e-9
-PAIRS = 20  # for each cluster, those least costly by modularity, of which the exact cost is known
-MANY = 60  # clusters from which on the square of their number is felt
+PAIRS = 20  # per cluster, those least costly by modularity, whose exact cost is computed
+MANY = 60  # from so many clusters on, cheaper approximations are used
 APART = 1.25  # two levels closer than this factor are one
-WIDENED = 1.5  # the halvings' interval at either end: alone it held one number of classes in three
-# Mean adjusted Rand index that settles the number, of up to so many clusters; that of the first
-# layout below which the others are not looked at.
+WIDENED = 1.5  # factor at either end of the halvings' interval, which alone is too narrow
+# Mean adjusted Rand index of unanimous methods, of up to FEW clusters; below HOPELESS in the first
+# layout the others are skipped.
 UNANIMOUS, FEW, HOPELESS = 0.97, 30, 0.9
 
 
 def in_order(clusters: Ints) -> Ints:
-    """The same clusters, numbered as they come: whatever way found them."""
+    """Renumber clusters in the order of their first samples."""
     _, first, number = np.unique(clusters, return_index=True, return_inverse=True)
     return first.argsort().argsort()[number]
 
 
 Losses = Callable[[Floats, Ints], Floats]
-"""From weights between clusters `[k, k]` and the clusters `[node]` to what merging pairs costs."""
+"""Maps weights between clusters `[k, k]` and clusters `[node]` to the costs of merging pairs."""
 
 
 def descend(
@@ -80,16 +80,16 @@ def descend(
     refined: int = 0,
     alpha: float = ALPHA,
 ) -> Iterator[tuple[int, Ints]]:
-    """Merge the pairs of clusters that cost least, down to `n_clusters`.
+    """Merge the cheapest pairs of clusters, down to `n_clusters`.
 
     Args:
         graph: of few nodes.
         clusters: `[node]`, without gaps in their numbers.
-        n_clusters: where it ends; before, where only merges at an infinite cost are left.
-        losses: of all pairs `[k, k]`, above the diagonal, else infinite.
-        pace: one part in so many of the way left is gone at a time.
-        refined: from so many clusters on the nodes are moved after each time.
-        alpha: of the value by which they are moved.
+        n_clusters: where it ends, unless only merges of infinite cost are left before.
+        losses: costs of all pairs `[k, k]`, infinite below the diagonal.
+        pace: each time 1 / pace of the remaining merges are done.
+        refined: from so many clusters on, nodes are refined each time.
+        alpha: of the value that refining maximizes.
 
     Yields:
         The number of clusters, fewer each time, and the clusters `[node]`.
@@ -115,9 +115,9 @@ def descend(
 
 
 def pair_losses(exact: int, alpha: float = ALPHA) -> Losses:
-    """What a merge costs: of more clusters than `exact`, or 180, by modularity alone.
+    """Return the costs of merges; of more clusters than `exact`, or 180, by modularity alone.
 
-    Of fewer, only the pairs that lose least modularity, 20 for each cluster, are considered.
+    Of fewer, only the pairs that lose least modularity, 20 per cluster, are considered.
     """
 
     def losses(table: Floats, clusters: Ints) -> Floats:
@@ -130,7 +130,7 @@ def pair_losses(exact: int, alpha: float = ALPHA) -> Losses:
 
 @dataclass(frozen=True)
 class Level:
-    """A number of clusters, and what speaks for it.
+    """A number of clusters, and its score.
 
     Attributes:
         n_clusters: K.
@@ -147,15 +147,15 @@ class Level:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found of the number of clusters.
+    """Evidence for a number of clusters.
 
     Attributes:
-        n_clusters: that of which all methods find the same clusters, or else of the level worth
-            most.
-        interval: 2/3 of the least to 3/2 of the greatest that one halving alone would choose; of
+        n_clusters: for which all methods find the same clusters, or else the level of the highest
+            score.
+        interval: 2/3 of the smallest to 3/2 of the largest that a single halving would choose; of
             `n_clusters`, where all methods find the same clusters. It held the number of classes
             in 55 of 63 draws of 21 sets.
-        ranked: levels that are worth more than those near them, best first.
+        ranked: levels with a higher score than those near them, best first.
     """
 
     n_clusters: int
@@ -164,22 +164,24 @@ class Evidence:
 
 
 def number_of_clusters(graph: Graph, densities: Sequence[Density] = (), seed: int = 0) -> Evidence:
-    """The number of clusters of a graph of neighbours, from 2 to 250, at least 16 samples each.
+    """Return the number of clusters of a neighbor graph, from 2 to 250, at least 16 samples each.
 
     Args:
         graph: of the samples.
-        densities: of the samples in layouts, whose clusters are compared with the graph's.
+        densities: of layouts, whose clusters are compared with the graph's.
         seed: of the halvings and of every k-means.
 
     Raises:
         InputError: fewer than 64 samples.
     """
     check_enough(graph.n)
-    most = max(2, min(MOST, graph.n // LEAST_SIZE))
-    found = levels(graph, most, seed)
+    most = max(2, min(MOST, graph.n // MIN_SIZE))
+    partitions = levels(graph, most, seed)
     agreed = [_agreement(graph, most, np.random.default_rng([seed, h])) for h in range(HALVINGS)]
-    known = [k for k in sorted(found) if all(k in halving for halving in agreed)] or [2]
-    quality = np.array([_modularity(graph, found[k], k) if k in found else 0.0 for k in known])
+    known = [k for k in sorted(partitions) if all(k in halving for halving in agreed)] or [2]
+    quality = np.array(
+        [_modularity(graph, partitions[k], k) if k in partitions else 0.0 for k in known]
+    )
     agree = np.array([[halving.get(k, 0.0) for k in known] for halving in agreed]).clip(0)
     worth, single = quality * agree.mean(0) ** EXPONENT, quality * agree**EXPONENT
     all_levels = [
@@ -191,7 +193,7 @@ def number_of_clusters(graph: Graph, densities: Sequence[Density] = (), seed: in
         for level in sorted(all_levels, key=lambda level: -level.worth)
         if level.worth >= max(o.worth for o in all_levels if _near(o, level))
     ]
-    if (number := unanimous(found, densities)) is not None:
+    if (number := unanimous(partitions, densities)) is not None:
         choices = [number]
     else:
         choices = [known[int(i)] for i in single.argmax(1)] + [number := ranked[0].n_clusters]
@@ -200,24 +202,20 @@ def number_of_clusters(graph: Graph, densities: Sequence[Density] = (), seed: in
 
 
 def unanimous(partitions: Mapping[int, Ints], densities: Sequence[Density]) -> int | None:
-    """The number of at most 30 clusters that peaks and mass of all densities find, too.
+    """Return the number of at most 30 clusters on which the graph and all densities agree most.
 
-    Args:
-        partitions: of the graph, by their number of clusters.
-        densities: of the same samples in layouts.
-
-    Returns:
-        That at which all agree most; None where they never have a mean adjusted Rand index of 0.97.
+    None where the mean adjusted Rand index never reaches 0.97. `partitions` are those of the graph
+    by their number of clusters.
     """
     best, number = UNANIMOUS, None
     for k, clusters in sorted(partitions.items()):
         if k > FEW:
             break
-        found, scores = [clusters], [0.0]
+        similar, scores = [clusters], [0.0]
         for density in densities:
             for partition in (density.peaks(k), density.heaviest(k)):
-                found.append(partition)
-            scores = [adjusted_rand_score(a, b) for a, b in combinations(found, 2)]
+                similar.append(partition)
+            scores = [adjusted_rand_score(a, b) for a, b in combinations(similar, 2)]
             if np.mean(scores) < HOPELESS:
                 break
         if np.mean(scores) >= best:
@@ -226,15 +224,11 @@ def unanimous(partitions: Mapping[int, Ints], densities: Sequence[Density]) -> i
 
 
 def check_enough(n: int) -> None:
-    """Refuse to look for the number of clusters among too few samples.
-
-    Raises:
-        InputError: fewer than 64.
-    """
-    if n < LEAST_SAMPLES:
+    """Raise InputError for fewer than 64 samples: too few to find the number of clusters."""
+    if n < MIN_SAMPLES:
         raise InputError(
             f"the number of clusters is to be found, but there are {n} samples, expected at least "
-            f"{LEAST_SAMPLES}: give the number (N_CLUSTERS, n_clusters)"
+            f"{MIN_SAMPLES}: give the number (N_CLUSTERS, n_clusters)"
         )
 
 
@@ -243,21 +237,23 @@ def _near(a: Level, b: Level) -> bool:
 
 
 def levels(graph: Graph, most: int, seed: int) -> dict[int, Ints]:
-    """Partitions `[n]` by their number of clusters, from `most` down to 2; not every number."""
+    """Return partitions `[n]` by number of clusters, for some numbers from `most` down to 2."""
     atoms = _atoms(graph, 2 * most, seed)
     m = int(atoms.max()) + 1
     small = graph.of_groups(atoms, m)
-    found = {}
+    partitions = {}
     start, losses = np.arange(m), pair_losses(most)
     for _, clusters in descend(small, start, 2, losses, pace=20, refined=most):
-        whole = np.unique(clusters[atoms], return_inverse=True)[1]  # refining may empty some
-        if 1 < (k := int(whole.max()) + 1) <= most:
-            found[k] = whole
-    return found
+        by_sample = np.unique(clusters[atoms], return_inverse=True)[
+            1
+        ]  # refining may leave some empty
+        if 1 < (k := int(by_sample.max()) + 1) <= most:
+            partitions[k] = by_sample
+    return partitions
 
 
 def _atoms(graph: Graph, least: int, seed: int) -> Ints:
-    """Groups `[n]` of samples few steps apart, at least `least` of them where there are as many."""
+    """Return small groups `[n]` of samples few steps apart, at least `least` if possible."""
     wanted = max(ATOMS, least)
     if graph.n <= wanted:
         return np.arange(graph.n)
@@ -266,20 +262,20 @@ def _atoms(graph: Graph, least: int, seed: int) -> Ints:
 
 
 def communities(graph: Graph, n_clusters: int, powers: Sequence[float]) -> list[Ints]:
-    """Groups of nodes few steps apart, merged pair by pair down to K, then refined node by node.
+    """Return communities: groups of near nodes, merged pair by pair to K, then refined.
 
     Args:
         graph: of the samples.
         n_clusters: K; fewer where refining leaves some empty.
-        powers: of the entropy in what is maximised, one for each partition: with 0 clusters come
-            out even, with 0.5 those of a long tail are kept apart.
+        powers: of the entropy in the value, one for each partition: 0 gives even clusters, 0.5
+            keeps small ones apart.
 
     Returns:
-        Of each power `[n]` int64 from 0 without gaps.
+        For each power clusters `[n]` int64 from 0 without gaps.
     """
     atoms = _atoms(graph, ATOMS_PER_CLUSTER * n_clusters, seed=0)
     m = int(atoms.max()) + 1
-    small, found = graph.of_groups(atoms, m), []
+    small, partitions = graph.of_groups(atoms, m), []
     for alpha in powers:
         clusters, few = np.arange(m), 3 * n_clusters
         losses = pair_losses(few, alpha)
@@ -288,8 +284,8 @@ def communities(graph: Graph, n_clusters: int, powers: Sequence[float]) -> list[
         ):
             clusters = merged
         refined = refine(graph, clusters[atoms], int(clusters.max()) + 1, alpha)
-        found.append(np.unique(refined, return_inverse=True)[1])
-    return found
+        partitions.append(np.unique(refined, return_inverse=True)[1])
+    return partitions
 
 
 def _modularity(graph: Graph, clusters: Ints, k: int) -> float:
@@ -298,27 +294,27 @@ def _modularity(graph: Graph, clusters: Ints, k: int) -> float:
 
 
 def _agreement(graph: Graph, most: int, random: np.random.Generator) -> dict[int, float]:
-    """By K: how far clusters of one half, carried over the edges to the other, are those there."""
+    """Return by K how well clusters of one half, carried over the edges, match the other half's."""
     order = random.permutation(graph.n)
     halves = [np.sort(order[: graph.n // 2]), np.sort(order[graph.n // 2 :])]
     seed = int(random.integers(2**31))
     graphs = [Graph(graph.matrix[rows][:, rows].tocsr()) for rows in halves]
-    found = [levels(half, most, seed) for half in graphs]
+    partitions = [levels(half, most, seed) for half in graphs]
     across = graph.matrix[halves[0]][:, halves[1]].tocsr()
     agreed = {}
-    for k in set(found[0]) & set(found[1]):
+    for k in set(partitions[0]) & set(partitions[1]):
         scores = []
-        for here, there, edges in ((0, 1, across.T), (1, 0, across)):
-            carried = (edges @ one_hot(found[here][k], k)).toarray()
+        for source, target, edges in ((0, 1, across.T), (1, 0, across)):
+            carried = (edges @ one_hot(partitions[source][k], k)).toarray()
             tied = carried.any(1)
-            pair = found[there][k][tied], carried[tied].argmax(1)
+            pair = partitions[target][k][tied], carried[tied].argmax(1)
             scores.append(adjusted_rand_score(*pair))
         agreed[k] = float(np.mean(scores))
     return agreed
 
 
 def _diffused(graph: Graph, random: np.random.Generator) -> NDArray[np.float32]:
-    """Places `[n, 64]` in which near means few steps apart: smoothed random vectors."""
+    """Return smoothed random vectors `[n, 64]`, which are close for nodes few steps apart."""
     degree = np.maximum(graph.degree, 1e-12)
     walk = sp.diags_array(0.5 / degree) @ graph.matrix + sp.eye_array(graph.n) * 0.5
     places = random.standard_normal((graph.n, DIMENSIONS)) / np.sqrt(degree)[:, None]
@@ -328,17 +324,17 @@ def _diffused(graph: Graph, random: np.random.Generator) -> NDArray[np.float32]:
 
 
 def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
-    """A tree of partitions around one: from 3 K clusters, within those of `clusters`, down to 5.
+    """Return a tree of partitions around one: from 3 K parts of `clusters` down to 5 clusters.
 
     Args:
         graph: of the samples.
         clusters: `[n]`, K of them, numbered without gaps.
-        seed: of the atoms that the finest clusters are made of.
+        seed: of the groups that the finest clusters consist of.
 
     Returns:
-        Partitions `[n]`, finest first, each made of the next finer one's clusters; K itself is
-        not among them, unless there is no finer one. They are numbered in the order of their first
-        samples.
+        Partitions `[n]`, finest first, each made of the clusters of the one before; that into K is
+        included only where there is no finer one. Clusters are numbered in the order of their
+        first samples.
     """
     k = int(clusters.max()) + 1
     finest = min(FINEST * k, graph.n)
@@ -348,28 +344,28 @@ def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
     owner[groups] = clusters
 
     def losses(table: Floats, labels: Ints) -> Floats:
-        now = len(table)
-        costs = _crumbs_first(table) if now > min(k, MANY) else merge_losses(table)
-        if now > k:
-            mine = np.zeros(now, np.int64)
-            mine[labels] = owner
-            costs[mine[:, None] != mine] = np.inf
+        size = len(table)
+        costs = _ward_costs(table) if size > min(k, MANY) else merge_losses(table)
+        if size > k:
+            owners = np.zeros(size, np.int64)
+            owners[labels] = owner
+            costs[owners[:, None] != owners] = np.inf
         return costs
 
-    labels, found, wanted = np.arange(m), [], level_sizes(k)
-    for size in sorted({*wanted, k}, reverse=True):
+    labels, partitions, sizes = np.arange(m), [], level_sizes(k)
+    for size in sorted({*sizes, k}, reverse=True):
         for _, merged in descend(small, labels, size, losses, pace=10):
             labels = merged
-        if labels.max() + 1 == size and (size in wanted or not found):
-            found.append(in_order(labels[groups]))
-    return found or [clusters]
+        if labels.max() + 1 == size and (size in sizes or not partitions):
+            partitions.append(in_order(labels[groups]))
+    return partitions or [clusters]
 
 
-def _crumbs_first(joint: Floats) -> Floats:
-    """What merging costs parts of one cluster, or very many: `[k, k]`, above the diagonal.
+def _ward_costs(joint: Floats) -> Floats:
+    """Return Ward's costs of merging, `[k, k]`, infinite below the diagonal.
 
-    Ward's cost, with how closely two are tied in the place of their distance: by the value alone
-    crumbs would stay apart for ever, for it hardly counts them. Elsewhere infinite.
+    The strength of the tie takes the place of the distance. By the value alone tiny clusters would
+    never be merged, because they hardly count in it.
     """
     share = np.maximum(joint.sum(1), LEAST_SHARE)
     both = np.outer(share, share)
@@ -378,7 +374,7 @@ def _crumbs_first(joint: Floats) -> Floats:
 
 
 def level_sizes(n_clusters: int) -> list[int]:
-    """The numbers of clusters of a tree around K, largest first: 3 K, then each 2/3 of the last."""
+    """Return the sizes of a tree's levels around K, largest first: 3 K, then 2/3 of the last."""
     least = min(COARSEST, n_clusters)
     near = {round(n_clusters * 1.5**step) for step in range(-20, 3)} | {FINEST * n_clusters, least}
     others = sorted((size for size in near - {n_clusters} if least <= size), reverse=True)

@@ -1,4 +1,4 @@
-"""Coordinates of a graph's nodes by the leading eigenvectors of its random walk."""
+"""Spectral coordinates of a graph's nodes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import ArpackNoConvergence, aslinearoperator, eigsh
 
-# Below this many rows, or for nearly all eigenvectors, a dense solver is the faster one.
+# Up to this many rows, or for nearly all eigenvectors, a dense solver is faster.
 DENSE_ROWS = 200
 
 
 def spectral_coordinates(graph: Any, n_vectors: int) -> NDArray[np.float32]:
-    """Leading eigenvectors of `D^-1/2 A D^-1/2`, largest eigenvalue first.
+    """Return the leading eigenvectors of `D^-1/2 A D^-1/2`, largest eigenvalue first.
 
-    Always the same for the same graph: the iteration starts from a fixed vector, and the largest
-    entry of each eigenvector is positive.
+    The result is deterministic: the iteration starts from a fixed vector, and the largest entry of
+    each eigenvector is positive.
 
     Args:
         graph: sparse, symmetric `[n, n]`, at least 0.
-        n_vectors: how many; at most n are there.
+        n_vectors: number of eigenvectors; at most n are returned.
 
     Returns:
         `[n, m]` float32.
@@ -47,10 +47,7 @@ def spectral_coordinates(graph: Any, n_vectors: int) -> NDArray[np.float32]:
 
 
 def _of_components(walk: Any, lengths: NDArray[np.float64]) -> Any:
-    """Orthonormal eigenvectors of eigenvalue 1, `[n, c]`, where there are several.
-
-    One for each component of the graph that has an edge: the `lengths` of its nodes.
-    """
+    """Return the eigenvectors of eigenvalue 1, `[n, c]`, one for each component with an edge."""
     n_parts, part = connected_components(walk, directed=False)
     unit = lengths / np.sqrt(np.bincount(part, lengths**2, n_parts))[part]
     known = sp.csr_array((unit, part, np.arange(len(part) + 1)), shape=(len(part), n_parts))
@@ -61,11 +58,11 @@ def _of_components(walk: Any, lengths: NDArray[np.float64]) -> Any:
 def _leading(
     walk: Any, n_vectors: int, known: Any
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The largest eigenvalues and their vectors `[n, n_vectors]`.
+    """Return the largest eigenvalues and their vectors `[n, n_vectors]`.
 
-    The iteration finds one eigenvector of each eigenvalue; others of the same come of rounding
-    errors alone, after thousands of steps. Those that are `known` (eigenvalue 1) are taken out
-    beforehand, and turned at random: any few of them then tell the components apart.
+    The iteration finds one eigenvector of each eigenvalue; others of a repeated eigenvalue appear
+    only after thousands of steps. So the `known` ones (eigenvalue 1) are removed first, and rotated
+    at random: any few of them then separate the components.
     """
     n, n_known = known.shape
     shape = n_known, min(n_known, n_vectors)
@@ -84,12 +81,12 @@ def _leading(
             v0=np.random.default_rng(0).random(n),
             ncv=min(n, max(2 * rest + 1, 20)),
         )
-    except ArpackNoConvergence as error:  # what has converged is as good
+    except ArpackNoConvergence as error:  # use those that have converged
         values, vectors = error.eigenvalues, error.eigenvectors
     return np.concatenate([np.ones(n_known), values]), np.concatenate([first, vectors], 1)
 
 
 def on_sphere(coordinates: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Each row at length 1: nodes of one cluster then lie together, however central they are."""
+    """Scale each row to length 1, so that central and peripheral nodes of a cluster are close."""
     lengths = np.linalg.norm(coordinates, axis=1, keepdims=True)
     return coordinates / np.maximum(lengths, 1e-12)

@@ -1,4 +1,4 @@
-"""Heads: one student of a frozen embedding, and the bank that runs many as one."""
+"""Heads: students of frozen embeddings, and the bank that runs many of them as one."""
 
 from ssl_kd.heads.bank import (
     OWN_HEADS,

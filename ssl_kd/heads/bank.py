@@ -1,4 +1,4 @@
-"""Many heads run as one: their weights are the rows of a matrix, their products are batched."""
+"""Run many heads as one: weights are rows of a matrix, products are batched."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ OWN_HEADS = ("ssl_kd.heads.TEMIHead", "ssl_kd.heads.temi.TEMIHead")
 class HeadBank:
     """`n_heads` independent copies of one head, evaluated together.
 
-    Head `i` of the bank computes what it computes alone. The bank owns no weights: it says how a
-    row of `[head, parameter]` is read as one head, so that student, EMA teacher and optimizer can
-    each be one matrix. A head class may offer `stacked(parameters, x)`, its own batched forward
-    pass; any other head is batched by `torch.vmap`.
+    Head `i` of the bank computes the same as alone. The bank holds no weights: it reads rows of
+    `[head, parameter]` as heads, so that student, EMA teacher and optimizer can each be one matrix.
+    A head class may have a method `stacked(parameters, x)`, its batched forward pass; other heads
+    are batched by `torch.vmap`.
 
     Args:
-        make_head: builds one head; called where draws leave the global random state alone.
+        make_head: builds one head; its random draws do not change the global state.
         n_heads: number of heads H.
-        first: number of the first of them, where another process runs those before it.
+        first: number of the first head, where another process runs those before it.
 
     Attributes:
         draws: whether a forward pass in training draws random numbers.
@@ -55,7 +55,7 @@ class HeadBank:
             self._template = make_head().to("meta")
         if any(True for _ in self._template.buffers()):
             raise InputError(
-                f"{type(self._template).__name__} has buffers (batch normalisation?); a head may "
+                f"{type(self._template).__name__} has buffers (batch normalization?); a head may "
                 "hold parameters only. Use LayerNorm or GroupNorm instead"
             )
         half = {p.dtype for p in self._template.parameters()} & {torch.float16, torch.bfloat16}
@@ -71,39 +71,35 @@ class HeadBank:
         if frozen := [n for n, p in self._template.named_parameters() if not p.requires_grad]:
             raise InputError(
                 f"{type(self._template).__name__} has frozen parameters ({', '.join(frozen)}), but "
-                "all of a head is trained: compute what is fixed in forward, or let it be trained"
+                "all of a head is trained: compute constants in forward, or unfreeze them"
             )
         self.n_parameters = sum(math.prod(shape) for shape in self._shapes.values())
         self.draws = any(isinstance(m, _DropoutNd) for m in self._template.modules())
-        # Activations per sample, near enough to decide how many heads fit the cache at a time.
+        # Approximate activations per sample, which decide how many heads fit into the cache.
         self.width = sum(shape[0] for shape in self._shapes.values() if len(shape) > 1)
 
     def initial_weights(self, seed: int) -> Tensor:
-        """Fresh weights `[head, parameter]` float32; head `i` depends on `seed` and `i` alone.
-
-        Raises:
-            ValueError: the head's own initialisation is not finite.
-        """
+        """Return fresh weights `[head, parameter]` float32, which depend on seed and head alone."""
         heads = range(self.first, self.first + self.n_heads)
         return torch.stack([self.new_row(seed * 100_003 + i) for i in heads])
 
     def new_row(self, seed: int) -> Tensor:
-        """The weights `[parameter]` float32 of one new head, which depend on `seed` alone.
+        """Return the weights `[parameter]` float32 of one new head, which depend on `seed` alone.
 
         Raises:
-            ValueError: the head's own initialisation is not finite.
+            ValueError: the head's initial weights are not finite.
         """
         with drawing(seed):
             row = self.flatten(self.make_head())
         if not torch.isfinite(row).all():
             name = type(self._template).__name__
             raise InputError(
-                f"{name} has initial weights that are not finite: initialise them in its __init__"
+                f"{name} has initial weights that are not finite: initialize them in its __init__"
             )
         return row
 
     def draws_seeded(self, seed: int) -> AbstractContextManager[Any]:
-        """Let heads that have dropout draw by `seed` inside, and nothing change outside.
+        """Seed the draws of heads with dropout, without changing the global random state.
 
         On a GPU other threads must not draw meanwhile.
         """
@@ -114,11 +110,11 @@ class HeadBank:
         return drawing(seed)
 
     def flatten(self, head: nn.Module) -> Tensor:
-        """One head's parameters as a row `[parameter]` float32."""
+        """Return one head's parameters as a row `[parameter]` float32."""
         return torch.cat([p.detach().float().flatten() for p in head.parameters()])
 
     def head(self, weights: Tensor, i: int) -> nn.Module:
-        """Head `i` as a plain module of its own, with row `i` of `weights` `[head, parameter]`."""
+        """Return head `i` as a separate module, with row `i` of `weights` `[head, parameter]`."""
         with drawing():
             module = self.make_head()
         parameters = self.unflatten(weights[i : i + 1].detach().cpu())
@@ -126,14 +122,14 @@ class HeadBank:
         return module
 
     def unflatten(self, weights: Tensor) -> dict[str, Tensor]:
-        """Rows `[head, parameter]` as named, stacked parameters `[head, ...]` (views)."""
+        """Return views of rows `[head, parameter]` as named, stacked parameters `[head, ...]`."""
         sizes = [math.prod(shape) for shape in self._shapes.values()]
         pieces = weights.split(sizes, dim=1)
         named = zip(self._shapes.items(), pieces, strict=True)
         return {name: piece.unflatten(1, shape) for (name, shape), piece in named}
 
     def decay_mask(self) -> Tensor:
-        """`[parameter]`: 1 where weight decay applies (matrices), 0 for biases and scales."""
+        """Return `[parameter]`, 1 where weight decay applies (matrices), 0 for others."""
         return torch.cat(
             [torch.full((math.prod(s),), float(len(s) > 1)) for s in self._shapes.values()]
         )
@@ -157,16 +153,12 @@ class HeadBank:
 
 
 def head_maker(path: str, in_dim: int, n_clusters: int, **options: int) -> Callable[[], nn.Module]:
-    """How to build one head of the class behind an import path.
+    """Return a function that builds a head `Class(in_dim, n_clusters)` by its import path.
 
-    Args:
-        path: as in `import_head`.
-        in_dim: width of the embeddings, the head's first argument.
-        n_clusters: number of clusters, its second.
-        **options: widths that are handed on if the head's signature names them.
+    `options` are widths, which are passed on if the head's signature names them.
 
     Raises:
-        ValueError: as `import_head`; and, when a head is built, it cannot be built like this.
+        ValueError: as `import_head`; when called, that the head cannot be built like this.
     """
     head = import_head(path)
     known = inspect.signature(head).parameters
@@ -195,16 +187,10 @@ class _Maker:
 
 
 def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) -> None:
-    """Refuse heads that do not turn embeddings into one trainable logit for each cluster.
-
-    Args:
-        bank: of the heads.
-        weights: of one or more of them, `[head, parameter]`.
-        in_dim: width of the embeddings.
-        n_clusters: number of clusters.
+    """Check that heads with these weights map embeddings to one trainable logit per cluster.
 
     Raises:
-        ValueError: names the class, and what it gives or how it fails.
+        ValueError: they do not; names the class, and its result or its error.
     """
     name, expected = type(bank._template).__name__, (1, 2, n_clusters)
     x = torch.zeros(2, in_dim, device=weights.device)
@@ -224,7 +210,7 @@ def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) 
 
 
 def _wrong_answer(answer: object, expected: tuple[int, ...]) -> str:
-    """What a head gives in place of logits `[head, batch, n_clusters]`; empty for those."""
+    """Describe a result that is not logits `[head, batch, n_clusters]`; empty for those."""
     logits = f"logits [batch, n_clusters], here {list(expected[1:])}"
     if not isinstance(answer, Tensor):
         return f"a {type(answer).__name__}, expected one tensor of {logits}"
@@ -234,23 +220,23 @@ def _wrong_answer(answer: object, expected: tuple[int, ...]) -> str:
         return f"{answer.dtype}, expected torch.float32: end its forward with .float()"
     if not answer.requires_grad:
         return (
-            "logits that no gradient flows through, so that nothing is trained: its forward "
-            "detaches them (detach, no_grad, argmax)"
+            "logits without a gradient, so that nothing would be trained: its forward detaches "
+            "them (detach, no_grad, argmax)"
         )
     return ""
 
 
 def parameters_of(make_head: Callable[[], nn.Module]) -> int | None:
-    """How many weights one head has, found without memory for them; None where it cannot be."""
+    """Return the number of weights of one head, without allocating them; None if unknown."""
     try:
         with drawing(), torch.device("meta"):
             return sum(p.numel() for p in make_head().parameters())
-    except InputError:  # a head that looks at its numbers cannot be built without any
+    except InputError:  # a head whose __init__ reads its weights
         return None
 
 
 def import_head(path: str) -> type[nn.Module]:
-    """The head class behind an import path, `heads.cosine_head.CosineHead`.
+    """Return the head class of an import path, such as `heads.cosine_head.CosineHead`.
 
     Raises:
         ValueError: not a dotted path, not found, or not an `nn.Module` class.

@@ -1,4 +1,4 @@
-"""The TEMI head: one student of a frozen embedding, as a plain module."""
+"""The TEMI head."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ssl_kd.guard.finite import SHORT, safe_normalize
 class TEMIHead(nn.Module):
     """An MLP onto the unit sphere, then cosine similarity to one learned prototype per cluster.
 
-    `logits = normalize(W2 gelu(W1 x + b1) + b2) @ normalize(prototypes).T`, so logits lie in
-    [-1, 1] and the temperature alone sets how sharp the head can be. A zero row gives finite logits
-    and a finite gradient.
+    `logits = normalize(W2 gelu(W1 x + b1) + b2) @ normalize(prototypes).T`, so logits are in
+    [-1, 1] and the temperature alone bounds the sharpness. A zero row gives finite logits and a
+    finite gradient.
 
     Args:
         in_dim: width of the embeddings.
@@ -46,14 +46,11 @@ class TEMIHead(nn.Module):
 
     @staticmethod
     def stacked(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        """`forward` of many heads: parameters `[head, ...]`, rows `[batch, in_dim]`.
+        """Return logits `[head, batch, K]` of many heads: parameters `[head, ...]`.
 
-        The bank would get the same from `vmap`; written out as batched products it is a third
-        faster. In between samples come last, `[head, feature, batch]`: biases and norms run along
-        long rows, gradients come as the weights lie. So do logits of few clusters, for the softmax.
-
-        Returns:
-            Logits `[head, batch, K]`.
+        The result is that of `vmap`; written out as batched products it is a third faster. The
+        intermediate layout is `[head, feature, batch]`: biases and norms run along long rows, and
+        gradients have the layout of the weights. So do logits of few clusters, for the softmax.
         """
         p = parameters
         x = x.mT.expand(len(p["prototypes"]), *x.mT.shape)

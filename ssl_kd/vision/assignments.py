@@ -1,8 +1,4 @@
-"""Where the model sees the samples of a store, and the files that say it.
-
-`assignments.csv`, or from a million rows on `assignments.parquet` with the same columns: numbers
-are numbers there, and names an Arrow column.
-"""
+"""The cluster of every sample of a store, written to `assignments.csv` or `.parquet`."""
 
 from __future__ import annotations
 
@@ -22,73 +18,72 @@ from ssl_kd.errors import RunFolderError
 from ssl_kd.files import atomic_write
 from ssl_kd.files.cells import csv_field
 from ssl_kd.store import EmbeddingStore
-from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config, read_metrics
 from ssl_kd.vision.novelty import without_outliers
-from ssl_kd.vision.settings import AnswerSettings
+from ssl_kd.vision.pairs import sample_rows
 
-TOP_K = 3  # clusters named for each sample, the likeliest first
+TOP_K = 3  # clusters listed for each sample
 JUDGED_ROWS = 100_000
 CSV_ROWS = 1_000_000  # more are written as Parquet
 ROWS_PER_GROUP = 131_072  # of a Parquet file
 PLACES = ("second", "third")
 
 
-class Assignments:
-    """The samples of a store, where the model sees them, and those of them that are scored.
+class SplitAssignments:
+    """The clusters of all samples of a store, and the rows of it that are scored.
 
-    What is kept of a row is 16 bytes, 8 for each of TOP_K and 4 for each level of the tree.
+    A row takes 16 bytes, 8 for each of TOP_K and 4 for each level of the tree.
 
     Attributes:
-        likely: `[n, TOP_K]` int32, the likeliest clusters, first the likeliest.
+        likely: `[n, TOP_K]` int32, the likeliest clusters, the likeliest first.
         probabilities: `[n, TOP_K]` float32, of these.
-        clusters: `[n]` int32, the likeliest, or -1 beyond NOISE_THRESHOLD.
+        clusters: `[n]` int32, the likeliest, or -1 above the noise threshold.
         confidence: `[n]`, of the likeliest.
-        outlier: `[n]`, how far out each lies.
-        sizes: clusters of each level of the tree, finest first; empty where there is none.
-        levels: `[n, level]` int32, each sample's, or -1 beyond NOISE_THRESHOLD.
+        outlier: `[n]`, outlier scores.
+        sizes: number of clusters of each level of the tree, finest first; empty without a tree.
+        levels: `[n, level]` int32, each sample's, or -1 above the noise threshold.
         all_labels: `[n]`, or None.
-        rows: those that are scored, a random part of very many.
+        rows: those that are scored, a random part of many.
         x: `[row, dim]`, their embeddings.
         labels: `[row]`, or None.
     """
 
     def __init__(
-        self, store: EmbeddingStore, settings: AnswerSettings, model: ClusterModel
+        self, store: EmbeddingStore, model: ClusterModel, seed: int, noise_threshold: float | None
     ) -> None:
         self.store, n = store, store.n
         self.sizes = model.options["levels"] or []
-        most = min(TOP_K, model.n_clusters)
-        clusters = torch.empty(n, most, dtype=torch.int32)
-        probabilities, outlier = torch.empty(n, most), torch.empty(n)
+        k = min(TOP_K, model.n_clusters)
+        clusters = torch.empty(n, k, dtype=torch.int32)
+        probabilities, outlier = torch.empty(n, k), torch.empty(n)
         tree = torch.empty(n, len(self.sizes), dtype=torch.int32)
         for start, x in store.blocks(ROWS_PER_BLOCK):
             rows = slice(start, start + len(x))
-            clusters[rows], probabilities[rows] = model.likeliest(x, most)
+            clusters[rows], probabilities[rows] = model.likeliest(x, k)
             outlier[rows] = model.outlier_scores(x)
             if self.sizes:
                 tree[rows] = model.predict_levels(x, clusters[rows, 0].long()).int()
         self.likely, self.probabilities = clusters.numpy(), probabilities.numpy()
         self.outlier, self.confidence = outlier.numpy(), self.probabilities[:, 0]
         first = clusters[:, 0]
-        if settings.noise_threshold is not None:
-            first = without_outliers(first, outlier, settings.noise_threshold)
+        if noise_threshold is not None:
+            first = without_outliers(first, outlier, noise_threshold)
         self.clusters = first.numpy()
         self.levels = tree.masked_fill_(first.unsqueeze(1) < 0, -1).numpy()
         self.all_labels = None if store.labels is None else store.labels.numpy()
 
-        # Heads and baselines are compared on the same rows, a sample where there are very many.
-        self.rows = sample_rows(store.n, settings.seed, JUDGED_ROWS)
+        # Heads and baselines are compared on the same rows.
+        self.rows = sample_rows(store.n, seed, JUDGED_ROWS)
         self.x = store.gather(self.rows).numpy()
         self.labels = None if self.all_labels is None else self.all_labels[self.rows.numpy()]
 
     @property
     def members(self) -> NDArray[np.int32]:
-        """The clusters of the samples that have one."""
+        """The clusters of all samples but noise."""
         return self.clusters[self.clusters >= 0]
 
     def columns(self, labelled: bool) -> list[str]:
-        """The names of the columns."""
+        """Return the names of the file's columns."""
         more = PLACES[: self.likely.shape[1] - 1]
         return [
             *("file", "cluster", "confidence", "split"),
@@ -99,7 +94,7 @@ class Assignments:
         ]
 
     def blocks(self, split: str, rows_per_block: int) -> Iterator[dict[str, Any]]:
-        """The columns of some rows after the other: lists of text, arrays of numbers."""
+        """Yield the columns of blocks of rows: lists of text, arrays of numbers."""
         for start in range(0, self.store.n, rows_per_block):
             rows = slice(start, min(start + rows_per_block, self.store.n))
             size = rows.stop - rows.start
@@ -119,17 +114,17 @@ class Assignments:
             yield block
 
     def lines(self, split: str, columns: Sequence[str]) -> Iterator[str]:
-        """Lines of CSV, thousands at a time; a column not known stays empty."""
+        """Yield lines of CSV, thousands at a time; unknown columns are empty."""
         for block in self.blocks(split, ROWS_PER_BLOCK):
-            nothing = [""] * len(block["file"])
-            shown = [_as_text(block.get(name, nothing)) for name in columns]
-            yield "".join(",".join(row) + "\n" for row in zip(*shown, strict=True))
+            empty = [""] * len(block["file"])
+            texts = [_as_text(block.get(name, empty)) for name in columns]
+            yield "".join(",".join(row) + "\n" for row in zip(*texts, strict=True))
 
     def batches(self, split: str, schema: arrow.Schema) -> Iterator[arrow.RecordBatch]:
-        """Groups of rows of Parquet; a column not known is null."""
+        """Yield row groups of Parquet; unknown columns are null."""
         for block in self.blocks(split, ROWS_PER_GROUP):
-            nothing = [None] * len(block["file"])
-            arrays = [arrow.array(block.get(f.name, nothing), f.type) for f in schema]
+            nulls = [None] * len(block["file"])
+            arrays = [arrow.array(block.get(f.name, nulls), f.type) for f in schema]
             yield arrow.record_batch(arrays, schema=schema)
 
     def _labels(self, rows: slice) -> list[str]:
@@ -147,17 +142,13 @@ def _as_text(values: Any) -> list[str]:
 
 
 def assignments_of(folder: Path) -> Path:
-    """The file of a run that says who is in which cluster; the CSV where there is none yet."""
+    """Return the path of a run's assignments; that of the CSV if there are none yet."""
     large = folder / "assignments.parquet"
     return large if large.is_file() else folder / "assignments.csv"
 
 
 def read_finished(path: Path, *needed: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read `config.json` and `metrics.json` of a finished clustering run.
-
-    Args:
-        path: its folder.
-        *needed: names of other files that must be there.
 
     Raises:
         RunFolderError: it is not finished, is of language models, or of another version.
@@ -182,11 +173,11 @@ def read_finished(path: Path, *needed: str) -> tuple[dict[str, Any], dict[str, A
     return config, metrics
 
 
-def write_assignments(folder: Path, splits: Mapping[str, Assignments]) -> None:
-    """`assignments.csv`: file, cluster, confidence, split, and the label where any is known.
+def write_assignments(folder: Path, splits: Mapping[str, SplitAssignments]) -> None:
+    """Write `assignments.csv`, or for more than `CSV_ROWS` rows `assignments.parquet`.
 
-    Then `outlier`, the next likely clusters with their probabilities, TOP_K clusters in all, and
-    the cluster at each level of the tree. Of more than `CSV_ROWS` rows, `assignments.parquet`.
+    Columns are file, cluster, confidence, split, the label where any is known, the outlier score,
+    the next likely clusters with their probabilities, and the cluster at each level of the tree.
     """
     labelled = any(split.all_labels is not None for split in splits.values())
     columns = next(iter(splits.values())).columns(labelled)
@@ -209,15 +200,15 @@ def write_assignments(folder: Path, splits: Mapping[str, Assignments]) -> None:
         atomic_write(folder / "assignments.parquet", write_parquet)
 
 
-def append_assignments(folder: Path, before: Path, found: Assignments, split: str) -> None:
-    """A file as it is, a CSV to the byte, then new samples in the same columns and format."""
+def append_assignments(folder: Path, before: Path, added: SplitAssignments, split: str) -> None:
+    """Copy a file of assignments, a CSV byte by byte, and append new samples."""
 
     def write(file: BinaryIO) -> None:
         with open(before, newline="", encoding="utf-8") as old:
             columns = next(csv.reader(old))
         with open(before, "rb") as old:
             shutil.copyfileobj(old, file)
-        file.writelines(lines.encode() for lines in found.lines(split, columns))
+        file.writelines(lines.encode() for lines in added.lines(split, columns))
 
     def write_parquet(file: BinaryIO) -> None:
         with parquet.ParquetFile(before) as old:
@@ -225,7 +216,7 @@ def append_assignments(folder: Path, before: Path, found: Assignments, split: st
             with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
                 for batch in old.iter_batches(ROWS_PER_GROUP):
                     writer.write_batch(batch)
-                for batch in found.batches(split, schema):
+                for batch in added.batches(split, schema):
                     writer.write_batch(batch)
 
     atomic_write(folder / before.name, write if before.suffix == ".csv" else write_parquet)

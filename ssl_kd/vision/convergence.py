@@ -1,4 +1,4 @@
-"""When training ends: once the heads tell hardly more of neighbours than half as many steps ago.
+"""When training ends: once the heads know hardly more of neighbors than half as many steps ago.
 
 The learning rate is constant until then, since the number of steps is not known, and falls to 0
 in a last part of fixed share: warm-up, stable, decay (Zhai et al., Scaling Vision Transformers,
@@ -15,29 +15,29 @@ from torch import Tensor
 
 # Steps at which the heads are judged: 25, 35, 50, 71, ... to 590 million.
 LOOKS = [round(25 * 2 ** (number / 2)) for number in range(50)]
-ALONE = LOOKS.index(50)  # the first look at heads that are not given any clusters to learn
+ALONE = LOOKS.index(50)  # the first look at heads that find the clusters themselves
 # Looks between two that are compared: half as many steps.
 APART = 2
-# What the second half of the steps must have brought, as a share of the most there is, log K.
+# What the second half of the steps must have gained, as a share of the maximum, log K.
 LEAST_GROWTH = 0.01
 # Share of all steps in which the learning rate falls.
 DECAY = 0.3
 
 
 def fewest(first: int = 0) -> int:
-    """Steps of a training that converges at once, by the number of the first look."""
+    """Return the steps of a training that converges at once; `first` numbers the first look."""
     return math.ceil(LOOKS[first + APART] / (1 - DECAY))
 
 
 class Convergence:
-    """Judges the heads as they train, and says when the learning rate falls and when it is 0.
+    """Judge the heads as they train, and decide when the learning rate falls, and when to stop.
 
-    That depends on nothing but what was seen, so that a resumed run ends where it would have.
+    Both depend on the looks alone, so a resumed run ends where it would have.
 
     Args:
-        judge: gives each head's neighbour information in nats, `[head]`; NaN of one not to count.
+        judge: returns each head's neighbor information in nats, `[head]`; NaN for an unhealthy one.
         n_clusters: K.
-        most: steps after which training ends in any case.
+        max_steps: training ends here at the latest.
         first: number of the first look.
 
     Attributes:
@@ -45,52 +45,52 @@ class Convergence:
     """
 
     def __init__(
-        self, judge: Callable[[], Tensor], n_clusters: int, most: int, first: int = 0
+        self, judge: Callable[[], Tensor], n_clusters: int, max_steps: int, first: int = 0
     ) -> None:
-        self._judge, self._most, self._first = judge, most, first
+        self._judge, self._max_steps, self._first = judge, max_steps, first
         self._growth = LEAST_GROWTH * math.log(n_clusters)
         self.information = torch.full((len(LOOKS),), torch.nan, dtype=torch.float64)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Name -> tensor, for a checkpoint."""
+        """Return name -> tensor, for a checkpoint."""
         return {"convergence.information": self.information}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `tensors` gave; after a checkpoint without it, begin to look anew."""
+        """Restore what `tensors` returned; a checkpoint without it starts the looks anew."""
         for name, mine in self.tensors().items():
             if name in tensors:
                 mine.copy_(tensors[name])
 
     def look(self, done: int) -> None:
-        """Judge the heads after so many steps, if that is due."""
+        """Judge the heads if a look is due after so many steps."""
         if done in LOOKS[self._first :] and done <= self._flat:
             self.information[LOOKS.index(done)] = self._judge().nanmedian().nan_to_num(0.0)
 
-    def seen(self) -> dict[int, float]:
-        """Steps done -> information, of all looks so far."""
+    def history(self) -> dict[int, float]:
+        """Return steps done -> information, of all looks so far."""
         looks = zip(LOOKS, self.information.tolist(), strict=True)
         return {step: value for step, value in looks if not math.isnan(value)}
 
     @property
     def steps(self) -> int:
-        """When training ends; while that is open, the earliest that it can."""
-        return min(self._most, math.ceil(self._flat / (1 - DECAY)))
+        """When training ends; before that is known, the earliest step at which it can."""
+        return min(self._max_steps, math.ceil(self._flat / (1 - DECAY)))
 
     @property
     def _flat(self) -> int:
-        """Steps before the learning rate falls; while that is open, the fewest that it can be."""
-        seen = list(self.seen().items())
-        first = LOOKS.index(seen[0][0]) if seen else self._first
-        step = LOOKS[first + max(APART, len(seen))]
-        for (_, before), (at, value) in zip(seen, seen[APART:], strict=False):
+        """Steps before the learning rate falls; before that is known, the fewest possible."""
+        looks = list(self.history().items())
+        first = LOOKS.index(looks[0][0]) if looks else self._first
+        step = LOOKS[first + max(APART, len(looks))]
+        for (_, before), (at, value) in zip(looks, looks[APART:], strict=False):
             if value - before < self._growth:
                 step = at
                 break
-        return min(step, math.ceil(self._most * (1 - DECAY)))
+        return min(step, math.ceil(self._max_steps * (1 - DECAY)))
 
     def learning_rate_at(self, step: int, peak: float, warmup_fraction: float) -> float:
-        """Linear warm-up in a share of the fewest steps, then constant, then a cosine to 0."""
-        warmup = max(1, round(warmup_fraction * min(self._most, fewest(self._first))))
+        """Return the rate: linear warm-up in a share of the fewest steps, constant, cosine to 0."""
+        warmup = max(1, round(warmup_fraction * min(self._max_steps, fewest(self._first))))
         if step < warmup:
             return peak * (step + 1) / warmup
         flat = self._flat

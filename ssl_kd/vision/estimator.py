@@ -23,25 +23,26 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ssl_kd.datasets.features import as_array
-from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError, atomic_write_json, sha256_file
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.settings.import_paths import path_of_file
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
+from ssl_kd.training.loop import run_loop
 from ssl_kd.training.ranks import refuse_ranks
 from ssl_kd.training.stop import FinishEarly
 from ssl_kd.vision.convergence import LOOKS
 from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
-from ssl_kd.vision.model import DIGEST, ROWS_PER_BLOCK, ClusterModel, read_config
+from ssl_kd.vision.hub import folder_of, push_saved
+from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config
+from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.partition import partition_of
-from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import AUTO, VisionSettings
-from ssl_kd.vision.train import train
+from ssl_kd.vision.train import HeadsLearner
 from ssl_kd.vision.training_rows import training_rows
 
 logger = logging.getLogger(__name__)
@@ -50,67 +51,62 @@ logger = logging.getLogger(__name__)
 class MultiHeadClusterer(
     ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, BaseEstimator
 ):
-    """Clusters embeddings by the best partition of their graph, learnt by heads that vote.
+    """Cluster embeddings by the best partition of their neighbor graph, learned by voting heads.
 
-    The graph of neighbours is searched for its best partition (`ssl_kd.graph`); each head learns to
-    give a sample the cluster of its nearest neighbours in it. With `method` heads they find the
-    clusters themselves, by self-distillation. The answer is what the best heads agree on,
-    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`, divided where it leaves one of `n_clusters`
-    empty. No label is used: `y` is for pipelines and ignored. All the parameters but `n_clusters`
-    and `random_state` are settings of `config.py`, with their meaning, range and default. The same
-    embeddings and seed give the same answer as a run of `train.py`.
+    The graph of neighbors is searched for its best partition (`ssl_kd.graph`); each head learns to
+    give a sample the cluster of its nearest neighbors in it. With `method="heads"` the heads find
+    the clusters themselves, by self-distillation. The answer is what the best heads agree on,
+    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. No label is used: `y` is ignored. Parameters
+    are settings of `config.py`, with their meaning, range and default; the same embeddings and seed
+    give the same answer as a run of `train.py`.
 
-    Inputs are `[n, n_features]`: NumPy arrays, data frames of numbers, or
-    tensors of any dtype and device; computed in float32, whatever autocast, gradient mode, default
-    dtype or device is set around it. Outputs are NumPy arrays. Global random states stay as they
-    were.
+    Inputs are `[n, n_features]`: NumPy arrays, data frames of numbers, or tensors of any dtype and
+    device; computed in float32, whatever autocast, gradient mode, default dtype or device is set
+    around it. Outputs are NumPy arrays. Global random states are unchanged.
 
     Args:
-        n_clusters: K, from 1 to the number of samples; None or `auto`: as many as are found, among
-            64 samples at least.
+        n_clusters: K, from 1 to the number of samples; None: it is found, among at least 64
+            samples.
         pca_dim: wider embeddings are rotated to this many principal components; None: never.
-        neighbours: nearest neighbours that a sample may be paired with; at most n - 1 are used.
-        method: `graph`, the best partition of the graph of neighbours, which the heads learn, or
+        neighbours: nearest neighbors that a sample may be paired with; at most n - 1 are used.
+        method: `graph`, the best partition of the graph of neighbors, which the heads learn, or
             `heads`, which find the clusters themselves; None: graph, unless `loss`, `beta` or
             `instance_weight` is changed.
         n_heads: heads trained side by side.
         head: import path of the head's class.
         hidden_dim: width of a head's hidden layer; its bottleneck is half as wide.
-        loss: of `method` heads: `temi`, `sharpened` or the import path of an objective's class.
+        loss: of `method="heads"`: `temi`, `sharpened` or the import path of an objective's class.
         beta: exponent of the pairwise mutual information, in (0, 1].
         student_temp: temperature of the students' softmax, at least 0.05.
         teacher_temp: temperature of the EMA teachers' softmax, at least 0.04.
         instance_weight: `none`, `own` or `mean`, the weight of a pair.
-        learning_rate: peak of AdamW's.
+        learning_rate: peak learning rate of AdamW.
         clip_grad: largest gradient norm of a head; None: no clipping.
         batch_size: pairs per step; at most n are used.
-        epochs: passes over the data; None: until the heads have converged, by what they tell of
-            neighbours, or 200.
-        max_steps: optimizer steps; None: as `epochs` says. If both are given, the first to be
-            reached ends it.
+        epochs: passes over the data; None: until the heads have converged, at most 200.
+        max_steps: optimizer steps; None: no limit but `epochs`.
         noise_threshold: outlier score in (0, 1] above which a sample is noise, cluster -1; None:
             no sample is.
         use_fp16: run the students in half precision where the device gains by it.
-        device: where to train, `auto`, `cpu`, `cuda`, `cuda:1` ...; predictions run on the CPU.
+        device: to train on, `auto`, `cpu`, `cuda`, `cuda:1` ...; predictions run on the CPU.
         random_state: an integer makes the result repeatable, a `RandomState` is drawn from once,
             None takes fresh entropy (and leaves NumPy's global state alone).
 
     Attributes:
-        labels_: `[n]` int64, the cluster of each sample of the last `fit` or `partial_fit` (or -1,
-            see `noise_threshold`), equal to `predict` of them.
-        levels_: `[level, n]` int64, the clusters of these samples at every level of the tree, from
-            the fewest to the most; noise too. No level with `method` heads.
+        labels_: `[n]` int64, the cluster of each sample of the last `fit` or `partial_fit`, equal
+            to `predict` of them; -1 for noise.
+        levels_: `[level, n]` int64, the clusters of these samples at every level of the tree,
+            coarsest first, noise included. No level with `method="heads"`.
         outlier_score_: `[n]` float32, `outlier_scores` of these samples.
-        n_clusters_: how many clusters there are, those that `partial_fit` found among them.
-        new_clusters_: the numbers of these.
-        number_: where `n_clusters` was found, what speaks for it: an interval, and the levels that
-            are worth most (`ssl_kd.graph.levels.Evidence`); else None, and so
-            after `from_pretrained`.
-        n_iter_: how many steps the heads were trained, by `fit`.
+        n_clusters_: number of clusters, including those that `partial_fit` added.
+        new_clusters_: the numbers of the clusters that `partial_fit` added.
+        number_: evidence for a number of clusters that was found: an interval and ranked levels
+            (`ssl_kd.graph.levels.Evidence`); None where it was given, and after `from_pretrained`.
+        n_iter_: number of training steps of `fit`.
         model_: the `ClusterModel` of the heads that vote, on the CPU.
-        settings_: the `VisionSettings` that it was trained with, its seed too.
+        settings_: the `VisionSettings` of the training, with its seed.
         n_features_in_: width of the embeddings.
-        feature_names_in_: their names, where they came in a data frame.
+        feature_names_in_: their names, if they came in a data frame.
 
     References:
         Adaloglou et al., Exploring the Limits of Deep Image Clustering using Pretrained Models,
@@ -178,35 +174,35 @@ class MultiHeadClusterer(
 
     @default_torch_state()
     def partial_fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
-        """Fit, or, where it is fitted, add samples: they join their clusters, or new ones.
+        """Fit, or add samples to a fitted estimator: they join its clusters, or form new ones.
 
-        Clusters keep their numbers, and nothing is trained: samples that lie where none lay before,
-        by more than chance and in a group (`ssl_kd.vision.new_clusters`), become clusters
-        `n_clusters_`, `n_clusters_ + 1`, ..., which `predict` knows from then on. `labels_` are
-        those of this batch. A batch tells of new clusters only by itself: give hundreds at once.
+        Clusters keep their numbers, and nothing is trained. A group of samples unlike anything in
+        the training data (`ssl_kd.vision.new_clusters`) becomes cluster `n_clusters_`,
+        `n_clusters_ + 1`, ..., which `predict` returns from then on. `labels_` are those of this
+        batch. A new cluster is found within one batch, so pass hundreds of samples at once.
 
         Args:
             X: embeddings `[n, n_features]`.
             y: ignored.
 
         Raises:
-            ValueError: as `fit`, or the model keeps no samples to compare with.
+            ValueError: as `fit`, or the model stores no samples to compare with.
         """
         if not hasattr(self, "model_"):
             return self.fit(X)
         x = self._embeddings(X, reset=False)
         self.model_ = self.model_.extended(x.__getitem__, len(x))
-        return self._answer(x)
+        return self._set_labels(x)
 
     @property
     def n_clusters_(self) -> int:
-        """How many clusters there are: `n_clusters`, and those that `partial_fit` found."""
+        """Number of clusters, including those that `partial_fit` added."""
         check_is_fitted(self)
         return self.model_.n_clusters
 
     @property
     def new_clusters_(self) -> NDArray[np.int64]:
-        """The numbers of the clusters that `partial_fit` found, `[m]` int64, since `fit`."""
+        """Numbers of the clusters that `partial_fit` added since `fit`, `[m]` int64."""
         check_is_fitted(self)
         return np.arange(self.model_.options["n_clusters"], self.n_clusters_)
 
@@ -216,15 +212,15 @@ class MultiHeadClusterer(
         """Train the heads and form their answer.
 
         Of more than 10,000 rows METHOD graph trains on a random 10,000. Ctrl-C ends the search and
-        the training early: `KeyboardInterrupt` is raised once the answer of what was found until
-        then is kept, as after any `fit`; a second Ctrl-C ends at once.
+        the training early: the answer so far is stored, as after any `fit`, and then
+        `KeyboardInterrupt` is raised; a second Ctrl-C ends at once.
 
         Args:
             X: embeddings `[n, n_features]`, n at least 2 and at least `n_clusters`.
             y: ignored.
 
         Raises:
-            ValueError: of a parameter out of range, of too few samples, of values not finite, of
+            ValueError: a parameter out of range, too few samples, values that are not finite, or
                 several processes that were started together.
             TooFewHealthyParts: no head could be trained.
         """
@@ -237,8 +233,8 @@ class MultiHeadClusterer(
                 f"n_samples={len(x)} is less than n_clusters={n_clusters}: give more samples or "
                 "ask for fewer clusters"
             )
-        if odd := odd_rows([x], n_clusters):
-            logger.warning("embeddings: %s", odd)
+        if message := odd_rows([x], n_clusters):
+            logger.warning("embeddings: %s", message)
         with FinishEarly() as interruption:
             self._train(x, settings, n_clusters, interruption)
         return self
@@ -246,56 +242,52 @@ class MultiHeadClusterer(
     def _train(
         self, x: Tensor, settings: VisionSettings, n_clusters: int, interruption: FinishEarly
     ) -> None:
-        """Keep the model of these rows `[n, n_features]`, and what it makes of them."""
         auto = settings.n_clusters == AUTO
         precision = Precision.for_device(settings.device, settings.use_fp16)
-        seen = x
+        rows = x
         if settings.searches_graph:
-            known = None if auto else n_clusters
-            seen = x[training_rows(len(x), x.__getitem__, settings.seed, known)]
-        projection = Projection.fit(seen, settings.pca_dim)
-        projected = projection(seen)
-        k = min(settings.neighbours, len(seen) - 1)
-        neighbours = nearest_neighbours(seen, k, device=precision.device)
-        gather, found, self.number_ = projected.__getitem__, None, None
+            k = None if auto else n_clusters
+            rows = x[training_rows(len(x), x.__getitem__, settings.seed, k)]
+        projection = Projection.fit(rows, settings.pca_dim)
+        projected = projection(rows)
+        gather = projected.__getitem__
+        k = min(settings.neighbours, len(rows) - 1)
+        neighbors = nearest_neighbours(rows, k, device=precision.device)
+        partition, self.number_ = None, None
         if auto or (settings.by_graph and n_clusters > 1):
-            wanted = None if auto else n_clusters
-            found = partition_of(
-                wanted,
-                neighbours,
-                seen.__getitem__,
+            partition = partition_of(
+                None if auto else n_clusters,
+                neighbors,
+                rows.__getitem__,
                 projected,
                 precision.device,
                 should_stop=lambda: interruption.wanted,
             )
-            n_clusters, self.number_ = found.n_clusters, found.number
-            found = found if settings.by_graph else None
-        clusters = None if found is None else found.clusters
+            n_clusters, self.number_ = partition.n_clusters, partition.number
+            partition = partition if settings.by_graph else None
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
-        plan = make_plan(settings, trainer, neighbours, gather)
-        tell = EventLog(announce=True).extend
-        asked = itertools.count()
-        self.n_iter_ = train(
+        learner = HeadsLearner(
             trainer,
-            plan.sampler,
+            make_plan(settings, trainer, neighbors, gather),
             gather,
-            plan.steps,
-            until=plan.until,
-            clusters=clusters,
-            on_events=tell,
-            should_stop=lambda: next(asked) >= LOOKS[0] and interruption.wanted,
+            clusters=None if partition is None else partition.clusters,
+            on_events=EventLog(announce=True).extend,
         )
-        self.model_, _, _ = form_answer(settings, trainer, neighbours, gather, projection, found)
-        self.settings_ = settings
-        self._answer(x)
+        steps = itertools.count()
+        self.n_iter_ = run_loop(
+            learner, should_stop=lambda: next(steps) >= LOOKS[0] and interruption.wanted
+        )
+        answer = form_answer(settings, trainer, neighbors, gather, projection, partition)
+        self.model_, self.settings_ = answer[0], settings
+        self._set_labels(x)
 
     @default_torch_state()
     def predict(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
-        """The cluster of each sample, `[n]` int64: the likeliest of `predict_proba`.
+        """Return the cluster of each sample, `[n]` int64: the likeliest of `predict_proba`.
 
         It is -1 where `outlier_scores` is above the `noise_threshold` of `settings_`, if any. An
-        array is gone through in blocks, so that one of a mapped file (`np.load(file,
-        mmap_mode="r")`) is never in memory as a whole.
+        array is read in blocks, so a mapped file (`np.load(file, mmap_mode="r")`) is never in
+        memory as a whole.
 
         Raises:
             InputError: there is a threshold, and the model holds no outlier scores.
@@ -304,11 +296,16 @@ class MultiHeadClusterer(
         blocks: list[Any] = [X]
         if isinstance(X, np.ndarray) and X.ndim == 2 and len(X) > ROWS_PER_BLOCK:
             blocks = np.split(X, range(ROWS_PER_BLOCK, len(X), ROWS_PER_BLOCK))
-        found = [self._clusters(self._embeddings(block, reset=False)) for block in blocks]
-        return np.concatenate(found)
+        clusters = []
+        for block in blocks:
+            x = self._embeddings(block, reset=False)
+            of_block, threshold = self.model_.predict(x), self.settings_.noise_threshold
+            if threshold is not None:
+                of_block = without_outliers(of_block, self.model_.outlier_scores(x), threshold)
+            clusters.append(of_block.numpy())
+        return np.concatenate(clusters)
 
-    def _answer(self, x: Tensor) -> Self:
-        """Keep what the model says of these samples."""
+    def _set_labels(self, x: Tensor) -> Self:
         clusters, scores = self.model_.predict(x), self.model_.outlier_scores(x)
         threshold = self.settings_.noise_threshold
         labels = clusters if threshold is None else without_outliers(clusters, scores, threshold)
@@ -318,50 +315,43 @@ class MultiHeadClusterer(
             self.levels_ = self.model_.predict_levels(x, clusters).numpy().T[::-1].copy()
         return self
 
-    def _clusters(self, x: Tensor) -> NDArray[np.int64]:
-        clusters, threshold = self.model_.predict(x), self.settings_.noise_threshold
-        if threshold is not None:
-            clusters = without_outliers(clusters, self.model_.outlier_scores(x), threshold)
-        return clusters.numpy()
-
     @default_torch_state()
     def outlier_scores(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
-        """The share of the training samples that lie less far out, `[n]` float32 in [0, 1].
+        """Return the share of training samples that are less far out, `[n]` float32 in [0, 1].
 
-        A training sample is compared with the others, so that one never seen has a fair score:
-        samples like those of the training have scores spread evenly over [0, 1], and what lies
-        beyond all of them has 1. `ssl_kd.vision.novelty` has the formula.
+        0.99 is further out than 99 % of the training samples; 1 is beyond all of them. A training
+        sample is compared with the others, so scores of new samples of the same source are spread
+        evenly over [0, 1]. `ssl_kd.vision.novelty` has the formula.
 
         Raises:
-            InputError: the model was saved by a version that kept none.
+            InputError: the model holds no outlier scores.
         """
         check_is_fitted(self)
         return self.model_.outlier_scores(self._embeddings(X, reset=False)).numpy()
 
     @default_torch_state()
     def predict_proba(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
-        """The heads' mean vote, `[n, n_clusters]` float32, each row a distribution.
+        """Return the heads' mean vote, `[n, n_clusters]` float32, each row a distribution.
 
-        The largest entry of a row is the confidence: how far the heads agree on that sample, made
-        as sure on average as the partition is stable. Where a cluster as a whole is not what you
-        would call a class, the confidence cannot know.
+        The largest entry of a row is the confidence: how far the heads agree on that sample,
+        calibrated without labels by the stability of the partition.
         """
         check_is_fitted(self)
         return self.model_.predict_proba(self._embeddings(X, reset=False)).numpy()
 
     def transform(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
-        """The same `[n, n_clusters]` float32 as `predict_proba`, as features for a next step."""
+        """Return `predict_proba`, `[n, n_clusters]` float32, as features for a next step."""
         return self.predict_proba(X)
 
     @default_torch_state()
     def predict_levels(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
-        """The cluster of each sample at every level of the tree, `[n, level]` int64.
+        """Return the cluster of each sample at every level of the tree, `[n, level]` int64.
 
         The levels have `model_.options["levels"]` clusters, the finest first: 3 K of them, each
-        part of one that `predict` gives, down to 5, each made of whole ones.
+        part of one that `predict` returns, down to 5, each made of whole ones.
 
         Raises:
-            InputError: the heads found the clusters themselves (`method`), so there is no tree.
+            InputError: there is no tree, because the heads found the clusters themselves.
         """
         check_is_fitted(self)
         return self.model_.predict_levels(self._embeddings(X, reset=False)).numpy()
@@ -369,35 +359,31 @@ class MultiHeadClusterer(
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `model.safetensors` and `config.json`, as a run folder has them."""
         check_is_fitted(self)
-        if Path(folder).exists() and not Path(folder).is_dir():
-            raise InputError(f"{folder} is a file: give save_pretrained the name of a folder")
         settings = self.settings_.to_dict()
         config: dict[str, Any] = {
-            **self.model_.options,
-            "settings": {name: settings[name] for name in map(_setting, self.get_params())},
+            "settings": {name: settings[name] for name in map(_setting, self.get_params())}
         }
         if hasattr(self, "feature_names_in_"):
             config["feature_names"] = list(self.feature_names_in_)
-        self.model_.save_pretrained(folder, config=config)
-        config[DIGEST] = sha256_file(Path(folder) / "model.safetensors")
-        atomic_write_json(Path(folder) / "config.json", config)
+        self.model_.save_pretrained(folder, **config)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None
     ) -> str:
-        """Put it on the Hugging Face hub with a card, for `from_pretrained(repo_id)`; where it is.
+        """Upload to the Hugging Face hub with a card, for `from_pretrained(repo_id)`.
 
         Args:
-            repo_id: `user/name`; made where it is not there.
-            private: whether others may not see it; None: as the account says.
-            token: of the hub; None: the one that `hf auth login` kept.
+            repo_id: `user/name`; created if it does not exist.
+            private: whether the repository is private; None: as the account says.
+            token: of the hub; None: the one that `hf auth login` stored.
+
+        Returns:
+            The URL of the repository.
 
         Raises:
-            InputError: no such name can be; HubRefused: the hub took nothing.
+            InputError: `repo_id` is not a valid name; HubRefused: the hub refused the upload.
         """
         check_is_fitted(self)
-        from ssl_kd.vision.hub import push_saved
-
         sizes = self.n_clusters_, self.n_features_in_
         return push_saved(self.save_pretrained, *sizes, repo_id, private=private, token=token)
 
@@ -412,26 +398,18 @@ class MultiHeadClusterer(
         teacher, not images.
 
         Args:
-            folder: where it is; a name as `user/name`, where no such folder is, is the hub's.
+            folder: the folder; `user/name` of no folder is a model of the hub.
             head: import path of the head's class. Only this library's own head is imported because
-                the folder names it; any other has to be named here, for an import runs code.
+                the folder names it; any other must be named here, because an import runs code.
             loss: import path of the objective's class, which another `fit` would import; named here
                 for the same reason.
 
         Raises:
-            FileNotFoundError: the folder is not there or holds no trained model.
+            FileNotFoundError: the folder does not exist or holds no trained model.
             CorruptFileError: one of its files is damaged, or a tensor is not finite; it is named.
-            ValueError: it names a head or loss that is not this library's and was not named here.
+            ValueError: its head or loss is not this library's and was not named here.
         """
-        from ssl_kd.vision.hub import folder_of
-
         folder = folder_of(folder)
-        for name in ("config.json", "model.safetensors"):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(
-                    f"{folder} holds no {name}: expected a finished run's folder, or one that "
-                    "save_pretrained wrote"
-                )
         config = read_config(folder)
         saved = config.get("settings", {})
         if "LOSS" in saved:
@@ -457,32 +435,30 @@ class MultiHeadClusterer(
                     f"{folder / 'config.json'}: feature_names is {str(names)[:80]}, expected a "
                     f"list of {width}, one for each dimension (in_dim): copy it again"
                 )
-            loaded.feature_names_in_ = np.array(config["feature_names"], dtype=object)
+            loaded.feature_names_in_ = np.array(names, dtype=object)
         return loaded
 
     def _settings(self) -> VisionSettings:
-        """The parameters, checked; `n_clusters` is None for a single cluster."""
+        """Return the checked parameters; `n_clusters` is None for a single cluster."""
         values = {_setting(name): _plain(value) for name, value in self.get_params().items()}
-        values["SEED"] = self._seed()
+        if self.random_state is None:
+            values["SEED"] = int(np.random.default_rng().integers(2**32))
+        elif isinstance(self.random_state, numbers.Integral):
+            values["SEED"] = int(self.random_state)
+        else:
+            random = check_random_state(self.random_state)
+            values["SEED"] = int(random.randint(2**32, dtype=np.uint32))
         if values["N_CLUSTERS"] == 1:  # trivial, so no run may ask for it; scikit-learn's users may
             values["N_CLUSTERS"] = None
         elif values["N_CLUSTERS"] is None:  # an array declares no classes
             values["N_CLUSTERS"] = AUTO
         return VisionSettings.from_dict(values)
 
-    def _seed(self) -> int:
-        if self.random_state is None:
-            return int(np.random.default_rng().integers(2**32))
-        if isinstance(self.random_state, numbers.Integral):
-            return int(self.random_state)
-        return int(check_random_state(self.random_state).randint(2**32, dtype=np.uint32))
-
     def _embeddings(self, X: ArrayLike | Tensor, *, reset: bool) -> Tensor:
-        """Checked `[n, n_features]` float32 on the CPU; shares memory with X where it can."""
+        """Return checked `[n, n_features]` float32 on the CPU, which may share memory with X."""
         with np.errstate(over="ignore"):  # too large for float32: an error that says so follows
-            least = 2 if reset else 1
-            form = {"dtype": np.float32, "order": "C", "ensure_min_samples": least}
-            x = validate_data(self, as_array(X), reset=reset, **form)
+            options = {"dtype": np.float32, "order": "C", "ensure_min_samples": 2 if reset else 1}
+            x = validate_data(self, as_array(X), reset=reset, **options)
         return torch.from_numpy(np.require(x, requirements=["C", "W"]))
 
     @property
@@ -496,12 +472,11 @@ class MultiHeadClusterer(
 
 
 def _setting(parameter: str) -> str:
-    """The setting that a parameter stands for."""
     return "SEED" if parameter == "random_state" else parameter.upper()
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy number or a `torch.device`, which a grid search or a user may pass, as a setting."""
+    """Convert a NumPy number or a `torch.device`, which a grid search may pass, to a setting."""
     if isinstance(value, np.generic):
         return value.item()
     return str(value) if isinstance(value, torch.device) else value

@@ -1,147 +1,139 @@
-"""From settings to trainer, sampler and model: what a run and the estimator have in common."""
+"""Make the trainer of the heads, plan its training, and form the answer without labels."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ssl_kd.graph import Crowd, agreement
+from ssl_kd.graph import Ensemble, agreement
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.memory import free_memory
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
 from ssl_kd.settings import SettingsError
-from ssl_kd.vision.confidence import temperature_for
-from ssl_kd.vision.consensus import judging_pairs, neighbour_information, sample_rows, vote_tables
 from ssl_kd.vision.convergence import ALONE, Convergence
-from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, tempered
+from ssl_kd.vision.model_parts import Projection, Splits, Tree
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
-from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
+from ssl_kd.vision.pairs import PairSampler, judging_pairs, mutual_neighbors, sample_rows
 from ssl_kd.vision.partition import GraphAnswer
-from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import HeadSettings
-from ssl_kd.vision.splits import Splits
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather, Plan
-from ssl_kd.vision.tree import Tree
 
 logger = logging.getLogger(__name__)
 
-# Pairs of neighbours by which answers are judged: enough for a hundredth of a nat, few enough to
+# Pairs of neighbors that rank the answers: enough to resolve a hundredth of a nat, few enough to
 # hold their embeddings in memory.
 CONSENSUS_PAIRS = 20_000
-CONVERGENCE_PAIRS = 4_000  # and enough to see whether they still learn
-LEAST_OF_EACH = 8  # samples for each cluster, or the confidence is the vote as it is
-SPLIT_ROWS = 100_000  # among which heads that found the clusters themselves leave none empty
-MOST_EPOCHS = 200
+CONVERGENCE_PAIRS = 4_000  # enough to see whether the heads still learn
+MIN_SAMPLES_PER_CLUSTER = 8  # with fewer the confidence is not calibrated
+SPLIT_ROWS = 100_000  # rows in which heads without a target partition leave no cluster empty
+MAX_EPOCHS = 200
 # Rows of weights of each head: student, EMA teacher, both moments, and these in their last good
 # state.
-WEIGHTS_KEPT = 8
+STORED_WEIGHTS = 8
+# Range of the answer's temperature, and number of times that the range is halved.
+COLDEST, HOTTEST, HALVINGS = 0.05, 20.0, 40
 
 
 def make_trainer(
-    settings: HeadSettings,
+    heads: HeadSettings,
     dim: int,
     n_clusters: int,
     precision: Precision,
-    heads: range | None = None,
+    numbers: range | None = None,
 ) -> HeadTrainer:
-    """A bank of fresh heads for projected embeddings of width `dim`, and its guarded step.
+    """Return a trainer of fresh heads, for projected embeddings of width `dim`.
 
-    Args:
-        settings: of the run.
-        dim: width of the embeddings, projected.
-        n_clusters: K.
-        precision: dtypes and device.
-        heads: numbers of those that this process trains; None: all.
+    `numbers` are those of the heads that this process trains; None: all.
 
     Raises:
-        ValueError: the head's class cannot be built or gives no logits of clusters, or the heads
-            do not fit into memory.
+        ValueError: the head's class cannot be built or does not return logits of clusters, or the
+            heads do not fit into memory.
     """
     make = head_maker(
-        settings.head,
+        heads.head,
         dim,
         n_clusters,
-        hidden_dim=settings.hidden_dim,
-        bottleneck_dim=settings.bottleneck_dim,
+        hidden_dim=heads.hidden_dim,
+        bottleneck_dim=heads.bottleneck_dim,
     )
-    thresholds = Thresholds(min_parts=-(-settings.n_heads // 4))  # a quarter
-    heads = range(settings.n_heads) if heads is None else heads
-    _check_memory(settings, len(heads), parameters_of(make), precision.device)
-    bank = HeadBank(make, len(heads), heads.start)
-    _check_memory(settings, len(heads), bank.n_parameters, precision.device)
-    trainer = HeadTrainer(bank, settings, precision, n_clusters, thresholds)
+    thresholds = Thresholds(min_parts=-(-heads.n_heads // 4))  # a quarter
+    numbers = range(heads.n_heads) if numbers is None else numbers
+    _check_memory(heads, len(numbers), parameters_of(make), precision.device)
+    bank = HeadBank(make, len(numbers), numbers.start)
+    _check_memory(heads, len(numbers), bank.n_parameters, precision.device)
+    trainer = HeadTrainer(bank, heads, precision, n_clusters, thresholds)
     check_answer(bank, trainer.state.student, dim, n_clusters)
     return trainer
 
 
 def _check_memory(
-    settings: HeadSettings, n_heads: int, n_parameters: int | None, device: torch.device
+    heads: HeadSettings, n_heads: int, n_parameters: int | None, device: torch.device
 ) -> None:
-    """Refuse heads whose weights will not fit, before the system ends the process for them.
-
-    Raises:
-        SettingsError: names the settings to lower.
-    """
-    needed, free = WEIGHTS_KEPT * 4 * n_heads * (n_parameters or 0), free_memory(device)
+    """Raise SettingsError where the weights exceed the free memory of the device."""
+    needed, free = STORED_WEIGHTS * 4 * n_heads * (n_parameters or 0), free_memory(device)
     if needed > free:
         raise SettingsError(
             f"{n_heads} heads of {n_parameters:,} weights need {needed / 2**30:,.1f} GiB "
             f"with moments, EMA teacher and last good state, and {device} has "
-            f"{free / 2**30:,.1f} GiB free: lower HIDDEN_DIM (now {settings.hidden_dim}) or "
-            f"N_HEADS ({settings.n_heads})"
+            f"{free / 2**30:,.1f} GiB free: lower HIDDEN_DIM (now {heads.hidden_dim}) or "
+            f"N_HEADS ({heads.n_heads})"
         )
 
 
 def make_plan(
-    settings: HeadSettings,
+    heads: HeadSettings,
     trainer: HeadTrainer,
-    neighbours: Tensor,
+    neighbors: Tensor,
     gather: Gather,
-    of_all: Callable[[Tensor], Tensor] = lambda mine: mine,
+    of_all_heads: Callable[[Tensor], Tensor] | None = None,
 ) -> Plan:
-    """The training on pairs from neighbours `[n, k]`.
+    """Return the plan of a training on pairs of `neighbors` `[n, k]`, nearest first.
 
-    Args:
-        settings: of the run.
-        trainer: of the heads that are judged.
-        neighbours: `[n, k]` integer, nearest first.
-        gather: reads embeddings, projected.
-        of_all: from numbers `[head]` of the trainer's heads to those of all heads there are.
+    `of_all_heads` maps `[head]` of the trainer's heads to that of the heads of all processes.
     """
-    allowed = mutual_neighbours(neighbours)
-    sampler = PairSampler(neighbours, allowed, settings.batch_size, settings.seed)
-    given = [] if settings.max_steps is None else [settings.max_steps]
-    if settings.epochs is not None:
-        given.append(settings.epochs * sampler.steps_per_epoch)
-    if given:
-        return Plan(sampler, min(given), None)
-    steps = MOST_EPOCHS * sampler.steps_per_epoch
-    judge = _Judge(trainer, neighbours, gather, CONVERGENCE_PAIRS)
-    first = 0 if settings.by_graph else ALONE
-    until = Convergence(lambda: of_all(judge()[1]), trainer.n_clusters, steps, first)
-    return Plan(sampler, steps, until)
+    allowed = mutual_neighbors(neighbors)
+    sampler = PairSampler(neighbors, allowed, heads.batch_size, heads.seed)
+    limits = [] if heads.max_steps is None else [heads.max_steps]
+    if heads.epochs is not None:
+        limits.append(heads.epochs * sampler.steps_per_epoch)
+    if limits:
+        return Plan(sampler, min(limits), None)
+    max_steps = MAX_EPOCHS * sampler.steps_per_epoch
+    judge = _Judge(trainer, neighbors, gather, CONVERGENCE_PAIRS)
+
+    def information() -> Tensor:
+        values = judge()[1]
+        return values if of_all_heads is None else of_all_heads(values)
+
+    first = 0 if heads.by_graph else ALONE
+    convergence = Convergence(information, trainer.n_clusters, max_steps, first)
+    return Plan(sampler, max_steps, convergence)
 
 
 class _Judge:
-    """What each head tells about some pairs of neighbours, called whenever that is wanted.
+    """Rank heads by pairs of neighbors.
 
     Attributes:
         rows: `[row]` int64, the samples of these pairs.
     """
 
-    def __init__(self, trainer: HeadTrainer, neighbours: Tensor, gather: Gather, most: int) -> None:
+    def __init__(
+        self, trainer: HeadTrainer, neighbors: Tensor, gather: Gather, max_pairs: int
+    ) -> None:
         self._trainer, self._gather = trainer, gather
-        pairs = judging_pairs(neighbours, trainer.settings.seed, most)
+        pairs = judging_pairs(neighbors, trainer.settings.seed, max_pairs)
         self.rows, self._pairs = pairs.unique(return_inverse=True)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Clusters of the rows `[head, row]`, and information in nats `[head]`, NaN of a sick."""
+        """Return clusters of the rows `[head, row]`, and information `[head]`, NaN if unhealthy."""
         clusters = head_clusters(self._trainer, self._gather, self.rows)
         state, n_clusters = self._trainer.state, self._trainer.n_clusters
         sound = (state.health.streak == 0) & ~state.health.retired
@@ -149,40 +141,32 @@ class _Judge:
         information = torch.full((len(clusters),), torch.nan)
         for head in healthy.nonzero().flatten().tolist():
             first, second = clusters[head][self._pairs]
-            information[head] = neighbour_information(first, second, n_clusters)
+            information[head] = neighbor_information(first, second, n_clusters)
         return clusters, information
 
 
 def form_answer(
-    settings: HeadSettings,
+    heads: HeadSettings,
     trainer: HeadTrainer,
-    neighbours: Tensor,
+    neighbors: Tensor,
     gather: Gather,
     projection: Projection,
-    found: GraphAnswer | None = None,
+    partition: GraphAnswer | None = None,
 ) -> tuple[ClusterModel, Tensor, Tensor]:
-    """Rank the heads by what they tell about neighbours, and let the better half vote.
+    """Rank the heads by their information about neighbors, and let the better half vote.
 
-    The partition that they learnt names the clusters, or else the best head; no label is read.
-
-    Args:
-        settings: `seed` and the heads' shape.
-        trainer: after training.
-        neighbours: `[n, k]` integer, nearest first.
-        gather: reads embeddings as the heads see them, projected.
-        projection: how they come to be so; becomes part of the model.
-        found: the partition that the heads learnt, and how stable it is; None: they found their
-            own, and the confidence is their vote as it is.
+    The `partition` that they learned numbers the clusters; without one the best head does, and the
+    confidence is not calibrated. No label is read.
 
     Returns:
         The model, on the CPU; the numbers of the heads that vote, best first; and of every head,
-        `[head]`, its neighbour information in nats (NaN for one that is not healthy).
+        `[head]`, its neighbor information in nats (NaN for one that is not healthy).
 
     Raises:
         TooFewHealthyParts: no head is healthy.
     """
     state, n_clusters = trainer.state, trainer.n_clusters
-    judge = _Judge(trainer, neighbours, gather, CONSENSUS_PAIRS)
+    judge = _Judge(trainer, neighbors, gather, CONSENSUS_PAIRS)
     clusters, information = judge()
     order = information.nan_to_num(-1.0).argsort(descending=True)
     order = order[: int(information.isfinite().sum())]
@@ -190,82 +174,130 @@ def form_answer(
         raise TooFewHealthyParts("no head is healthy, so there is no answer to form")
 
     chosen = order[: -(-len(order) // 2)]  # the better half
-    reference = gather(sample_rows(len(neighbours), settings.seed, REFERENCE_ROWS))
+    reference = gather(sample_rows(len(neighbors), heads.seed, REFERENCE_ROWS))
     novelty = Novelty.fit(reference, projection(torch.zeros(1, projection.in_dim))[0])
     model = ClusterModel(
         in_dim=projection.in_dim,
         head_dim=projection.dim,
         n_clusters=n_clusters,
         n_heads=len(chosen),
-        head=settings.head,
-        hidden_dim=settings.hidden_dim,
-        bottleneck_dim=settings.bottleneck_dim,
-        temperature=settings.teacher_temp,
-        n_reference=len(novelty.own),
-        levels=None if found is None else [int(level.max()) + 1 for level in found.levels],
+        head=heads.head,
+        hidden_dim=heads.hidden_dim,
+        bottleneck_dim=heads.bottleneck_dim,
+        temperature=heads.teacher_temp,
+        n_reference=len(reference),
+        levels=None if partition is None else [int(of.max()) + 1 for of in partition.levels],
     )
     model.novelty = novelty
     model.weights.copy_(state.teacher.cpu()[chosen])
-    anchor = clusters[order[0]] if found is None else found.clusters[judge.rows]
+    anchor = clusters[order[0]] if partition is None else partition.clusters[judge.rows]
     model.votes.copy_(vote_tables(clusters[chosen], anchor, n_clusters))
     model.projection.load_state_dict(projection.state_dict())
-    most = len(neighbours) if found is not None else SPLIT_ROWS
-    rows = sample_rows(len(neighbours), settings.seed, most)
+    max_rows = SPLIT_ROWS if partition is None else len(neighbors)
+    rows = sample_rows(len(neighbors), heads.seed, max_rows)
     x = torch.cat([gather(block) for block in rows.split(ROWS_PER_BLOCK)])
-    _fill_empty(model, x, None if found is None else found.clusters)
-    if found is not None:
-        _calibrate(model, x, found.crowd)
+    _fill_empty(model, x, None if partition is None else partition.clusters)
+    if partition is not None:
+        _calibrate(model, x, partition.ensemble)
         if model.splits is not None:  # at that temperature other votes may be equal
-            _fill_empty(model, x, found.clusters)
-        model.tree = Tree.fit(x, found.clusters, found.levels, n_clusters)
+            _fill_empty(model, x, partition.clusters)
+        model.tree = Tree.fit(x, partition.clusters, partition.levels, n_clusters)
     return model, chosen, information
 
 
 @torch.no_grad()
 def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
-    """Give each cluster that the vote leaves empty a part of another one.
-
-    Args:
-        model: of which heads and votes are set.
-        x: training samples, projected.
-        target: `[n]` int64, the partition that the heads learned; None: they found their own.
-    """
+    """Give each cluster that the vote leaves empty a part of another one, by `target` `[n]`."""
     model.splits = None
     likeliest = torch.cat([model.answer(block).argmax(-1) for block in x.split(ROWS_PER_BLOCK)])
     splits = Splits.fit(x, likeliest, model.n_clusters, target)
     if n_splits := len(splits.parts):
         model.splits, model.options["n_splits"] = splits, n_splits
-    left = model.n_clusters - len(splits(x, likeliest).unique())
-    if left:
+    n_empty = model.n_clusters - len(splits(x, likeliest).unique())
+    if n_empty:
         logger.warning(
             "%d of the %d clusters stay empty: within the others all samples are the same. Ask for "
             "%d clusters",
-            left,
+            n_empty,
             model.n_clusters,
-            model.n_clusters - left,
+            model.n_clusters - n_empty,
         )
 
 
 @torch.inference_mode()
-def _calibrate(model: ClusterModel, x: Tensor, crowd: Crowd) -> None:
-    """Make the model's mean confidence the square of how far the voters agree with the answer.
+def _calibrate(model: ClusterModel, x: Tensor, ensemble: Ensemble) -> None:
+    """Set the model's mean confidence to the squared agreement of the voters with the answer.
 
     Partitions share errors: on 37 sets the mean agreement was 16 points above the accuracy, and its
     square 11 points from it either way.
     """
-    if len(crowd.clusters) < LEAST_OF_EACH * model.n_clusters:
-        return  # of so few nothing can be said
+    if len(ensemble.clusters) < MIN_SAMPLES_PER_CLUSTER * model.n_clusters:
+        return
     votes = torch.cat([model.vote(block) for block in x.split(ROWS_PER_BLOCK)])
-    shares = agreement(crowd.voters, crowd.clusters).values()
-    sure = (sum(shares) / len(shares)) ** 2
-    model.options["answer_temperature"] = temperature_for(votes, sure)
+    shares = agreement(ensemble.voters, ensemble.clusters).values()
+    confidence = (sum(shares) / len(shares)) ** 2
+    model.options["answer_temperature"] = temperature_for(votes, confidence)
+
+
+def temperature_for(probabilities: Tensor, confidence: float) -> float:
+    """Return the temperature that brings the mean of the largest probabilities to a wanted one.
+
+    `probabilities` are `[n, K]`. A confidence that no temperature from 0.05 to 20 reaches gives the
+    nearest.
+
+    References:
+        Guo et al., On calibration of modern neural networks, ICML 2017, section 4.2; they fit the
+        temperature to labels.
+    """
+    low, high = math.log(COLDEST), math.log(HOTTEST)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        mean = float(tempered(probabilities, math.exp(middle)).amax(-1).double().mean())
+        low, high = (middle, high) if mean > confidence else (low, middle)
+    return math.exp((low + high) / 2)
+
+
+def neighbor_information(first: Tensor, second: Tensor, n_clusters: int) -> float:
+    """Return the mutual information between the clusters of samples and of their neighbors, nats.
+
+    The TEMI loss estimates it; this is its value for a hard partition: high when neighbors share a
+    cluster *and* the clusters are many and even; 0 for a single cluster, at most `log K`. Where
+    heads of nearly the same loss are in different optima, it ranks them better than the loss does.
+    `first` and `second` are int64 `[pair]`.
+    """
+    cells = torch.bincount(first * n_clusters + second, minlength=n_clusters**2).double()
+    joint = cells.view(n_clusters, n_clusters)
+    joint = (joint + joint.T) / joint.sum() / 2
+    marginal = joint.sum(0)
+    independent = marginal.unsqueeze(0) * marginal.unsqueeze(1)
+    used = joint > 0
+    return float((joint[used] * (joint[used] / independent[used]).log()).sum())
+
+
+def vote_tables(clusters: Tensor, anchor: Tensor, n_clusters: int) -> Tensor:
+    """Return the distribution over one partition's clusters of each cluster of each head.
+
+    `clusters` are int64 `[head, n]`, each head's own, and `anchor` `[n]` those of the partition.
+    The row of a cluster that merges two of the partition's is shared between them, so its vote
+    decides neither.
+
+    Returns:
+        `[head, cluster, n_clusters]` float32, each row a distribution; uniform for a cluster that
+        the head never uses.
+    """
+    heads = torch.arange(len(clusters)).unsqueeze(1)
+    cells = (heads * n_clusters + clusters) * n_clusters + anchor
+    counts = torch.bincount(cells.flatten(), minlength=len(clusters) * n_clusters**2)
+    counts = counts.view(len(clusters), n_clusters, n_clusters).float()
+    total = counts.sum(-1, keepdim=True)
+    return torch.where(total > 0, counts / total.clamp(min=1), 1 / n_clusters)
 
 
 @torch.inference_mode()
 def head_clusters(trainer: HeadTrainer, gather: Gather, rows: Tensor) -> Tensor:
-    """The cluster that each head's EMA teacher gives to some rows: `[head, row]` int64.
+    """Return the cluster that each head's EMA teacher gives to some rows: `[head, row]` int64.
 
-    `gather` reads embeddings as the heads see them, projected.
+    `gather` reads projected embeddings.
     """
     weights = trainer.state.teacher
     parameters = trainer.bank.unflatten(weights)

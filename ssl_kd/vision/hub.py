@@ -1,4 +1,4 @@
-"""The clusterer on the Hugging Face hub."""
+"""Load models from the Hugging Face hub, and upload them with a card."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = ("config.json", "model.safetensors")
 
 
 class HubRefused(UserError, RuntimeError):
-    """The hub took nothing: no token, no right to write, or it cannot be reached."""
+    """The hub refused an upload: no token, no write access, or no connection."""
 
 
 def push_saved(
@@ -30,19 +30,22 @@ def push_saved(
     private: bool | None = None,
     token: str | None = None,
 ) -> str:
-    """Put what `save` writes into a folder on the hub, with a plain card; return where it is.
+    """Upload the folder that `save` writes, with a plain card, and return its URL.
 
     Raises:
-        InputError: no such name can be; HubRefused: the hub took nothing.
+        InputError: `repo_id` is not a valid name; HubRefused: the hub refused the upload.
     """
     with tempfile.TemporaryDirectory() as place:
         save(folder := Path(place))
-        plain_card(repo_id, n_clusters, dim).save(folder / "README.md")
+        clusters = f"{n_clusters} clusters"
+        use = usage(repo_id, dim, "the teacher that it was trained with")
+        card = card_of_model(repo_id.rpartition("/")[2], clusters, [use])
+        card.save(folder / "README.md")
         return push_folder(folder, repo_id, private=private, token=token)
 
 
 def folder_of(name: str | Path) -> Path:
-    """A folder; of a name as `user/name`, where none is, that of the hub's model in the cache.
+    """Return a folder; where `user/name` is not one, download the hub's model of that name.
 
     Raises:
         FileNotFoundError: the hub has no such model, or cannot be reached.
@@ -55,19 +58,24 @@ def folder_of(name: str | Path) -> Path:
     except (HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise FileNotFoundError(
-            f"{repo_id} is no folder here, and no model of that name came from the hub: {reason}"
+            f"there is no folder {repo_id}, and the hub has no model of that name: {reason}"
         ) from error
 
 
 def push_folder(
     folder: Path, repo_id: str, *, private: bool | None = None, token: str | None = None
 ) -> str:
-    """Put a folder's files on the hub as a model, in one commit; return where it is.
+    """Upload a folder's files as a model, in one commit, and return its URL.
 
     Raises:
-        InputError: no such name can be; HubRefused: the hub took nothing.
+        InputError: `repo_id` is not a valid name; HubRefused: the hub refused the upload.
     """
-    refuse_name(repo_id)
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise InputError(
+            f"{repo_id!r} cannot be a name on the Hugging Face hub: expected one as user/name"
+        ) from error
     api = HfApi(token=token)
     try:
         url = api.create_repo(repo_id, exist_ok=True, private=private)
@@ -77,26 +85,14 @@ def push_folder(
     except (HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise HubRefused(
-            f"the hub did not take {repo_id}: {reason}. Log in with `hf auth login`, or give a "
-            "token that may write"
+            f"the hub refused {repo_id}: {reason}. Log in with `hf auth login`, or give a token "
+            "with write access"
         ) from error
     return str(url)
 
 
-def plain_card(repo_id: str, clusters: int, width: int) -> ModelCard:
-    """Return the card of a clusterer that no run trained, so that no scores are known.
-
-    Args:
-        repo_id: where it will lie.
-        clusters: how many it tells apart.
-        width: of the embeddings that it takes.
-    """
-    parts = [usage(repo_id, width, "the model whose embeddings it was fitted on")]
-    return card_of_model(repo_id.rpartition("/")[2], f"{clusters} clusters", parts)
-
-
 def card_of_model(title: str, of: str, parts: list[str]) -> ModelCard:
-    """Return a model card: its tags, a title, how many clusters `of` what, and more sections."""
+    """Return a model card: tags, a title, a line that says what `of`, and more sections."""
     tags = ["clustering", "self-distillation", "image-feature-extraction"]
     data = ModelCardData(library_name="ssl_kd", tags=tags, model_name=title)
     what = (
@@ -108,7 +104,7 @@ def card_of_model(title: str, of: str, parts: list[str]) -> ModelCard:
 
 
 def usage(repo_id: str, width: int, teacher: str) -> str:
-    """Return the section of a card that shows how the model is used."""
+    """Return the section of a card with an example of use."""
     return f"""## Use
 
 ```python
@@ -120,13 +116,3 @@ clusters = clusterer.predict(X)  # [n, {width}], embeddings of {teacher}
 
 It takes embeddings, not images. Clusters are what the data shows; that they are what a person would
 call a class is not promised."""
-
-
-def refuse_name(repo_id: str) -> None:
-    """Raise InputError where `repo_id` cannot be a name on the hub."""
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise InputError(
-            f"{repo_id!r} cannot be a name on the Hugging Face hub: expected one as user/name"
-        ) from error

@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from huggingface_hub import PyTorchModelHubMixin
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ssl_kd.errors import InputError, UserError
-from ssl_kd.files import CorruptFileError, sha256_file
+from ssl_kd.errors import InputError
+from ssl_kd.files import CorruptFileError, atomic_write_bytes, atomic_write_json, sha256_file
 from ssl_kd.guard.precision import default_torch_state
-from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker
+from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker, import_head
 from ssl_kd.losses import log_probabilities
 from ssl_kd.settings.import_paths import path_of_file
-from ssl_kd.vision.confidence import tempered
+from ssl_kd.vision.hub import folder_of
+from ssl_kd.vision.model_parts import Projection, Splits, Tree
 from ssl_kd.vision.new_clusters import NewClusters, comparable, find_new_clusters
 from ssl_kd.vision.novelty import Novelty, is_dead
-from ssl_kd.vision.projection import Projection
-from ssl_kd.vision.splits import Splits
-from ssl_kd.vision.tree import Tree
 
-TILE = 64  # rows that products take at a time, or a divisor
+TILE = 64  # products take a multiple of this many rows, or a divisor
 ROWS_PER_BLOCK = 4096
 DIGEST = "model_sha256"  # of model.safetensors, in the config.json beside it
+_EXPECTED = "expected the folder of a finished run, or one that save_pretrained wrote"
 
 
-class ClusterModel(nn.Module, PyTorchModelHubMixin):
+class ClusterModel(nn.Module):
     """Trained heads that vote: embeddings in, probabilities of clusters out.
 
-    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`: each head says how sure it is of each of its
-    own clusters, and a table says which cluster of the consensus that one stands for. One
-    temperature makes the vote as sure as the partition is stable (`ssl_kd.vision.confidence`).
-    Training and held-out samples go through the same function.
-    `ClusterModel.from_pretrained(folder)` loads what `save_pretrained(folder)` wrote, a run folder
-    too; a tensor with a NaN is refused by its name.
+    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`: each head gives a probability to each of its
+    own clusters, and a table maps these to the clusters of the consensus. One temperature makes the
+    vote as confident as the partition is stable. Training and held-out samples go through the same
+    function. `ClusterModel.from_pretrained(folder)` loads what `save_pretrained(folder)` wrote, or
+    a run folder.
 
     Args:
         in_dim: width of the embeddings.
-        head_dim: width that the heads see of them, after the projection.
+        head_dim: their width after the projection.
         n_clusters: number of clusters K.
         n_heads: number of heads H.
         head: import path of the head's class.
         hidden_dim: its width, if it has such an argument.
         bottleneck_dim: its width, if it has such an argument.
         temperature: of the heads' probabilities.
-        answer_temperature: of the vote; above 1 it is less sure than the heads are.
-        n_reference: training samples kept to compare new ones with; 0: no outlier scores.
-        n_new: clusters that were offered later, numbered K, K + 1, ...
-        n_new_rows: samples kept to know these by.
-        levels: clusters of each level of the tree around these, finest first; None: there is none.
-        n_splits: planes that give clusters a part which the vote alone would leave empty.
+        answer_temperature: of the vote; above 1 the model is less confident than the heads.
+        n_reference: number of stored training samples, for outlier scores; 0: no scores.
+        n_new: number of clusters that were added later, numbered K, K + 1, ...
+        n_new_rows: number of stored samples that define these.
+        levels: number of clusters of each level of the tree, finest first; None: no tree.
+        n_splits: number of planes that divide clusters to fill those that the vote leaves empty.
 
     Attributes:
-        n_clusters: all of them, K + n_new.
+        n_clusters: number of all clusters, K + n_new.
     """
 
     weights: Tensor
@@ -113,75 +110,115 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         self.offers = NewClusters(head_dim + 1, n_new_rows) if n_new else None
         self.splits = Splits(head_dim, n_splits) if n_splits else None
 
+    def save_tensors(self, folder: Path) -> Path:
+        """Write `model.safetensors`, and return its path."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        atomic_write_bytes(folder / "model.safetensors", safetensors.torch.save(tensors))
+        return folder / "model.safetensors"
+
+    def save_pretrained(self, folder: str | Path, **config: Any) -> None:
+        """Write `model.safetensors` and `config.json`, which also holds the entries of `config`.
+
+        Raises:
+            InputError: `folder` is a file.
+        """
+        if (folder := Path(folder)).exists() and not folder.is_dir():
+            raise InputError(f"{folder} is a file: give save_pretrained the name of a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        digest = sha256_file(self.save_tensors(folder))
+        atomic_write_json(folder / "config.json", {**self.options, **config, DIGEST: digest})
+
     @classmethod
-    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
-        cls, folder: str | Path, *, head: str | None = None, **options: Any
-    ) -> Self:
+    def from_pretrained(cls, folder: str | Path, *, head: str | None = None) -> Self:
         """Load what `save_pretrained` wrote, a run folder, or a model of the Hugging Face hub.
 
         Args:
-            folder: the folder, or the model's name on the hub.
+            folder: the folder, or the model's name on the hub, `user/name`.
             head: import path of the head's class. Only this library's own head is imported because
-                the folder names it; any other has to be named here, for an import runs code.
-            **options: of `PyTorchModelHubMixin.from_pretrained`.
+                the folder names it; any other must be named here, because an import runs code.
 
         Raises:
-            CorruptFileError: config.json or model.safetensors is damaged, or they do not fit; a
-                digest in config.json is compared (this class's `save_pretrained` writes none).
-            ValueError: a head that is not this library's and was not named.
+            FileNotFoundError: the folder does not exist or holds no trained model.
+            CorruptFileError: one of its files is damaged, they do not fit each other, or a tensor
+                holds a NaN; the message names it.
+            ValueError: the head is not this library's and was not named.
         """
-        if Path(folder).is_dir():
-            _check_digest(Path(folder) / "model.safetensors", read_config(folder).get(DIGEST))
-        return super().from_pretrained(folder, own_head=head, **options)
-
-    @classmethod
-    def _from_pretrained(
-        cls, *, model_id: str, own_head: str | None = None, strict: bool = True, **options: Any
-    ) -> Any:
-        if "head" in options:
-            options["head"] = path_of_file(
-                options["head"],
-                own_head,
-                OWN_HEADS,
-                what="head",
-                file=f"config.json of {model_id}",
-                way=f"from_pretrained(..., head={options['head']!r})",
-            )
-        try:
-            shapes = _shapes(Path(model_id) / "model.safetensors")
-            _check_options(options, shapes)
-            # The mixin prints, and passes over tensors that a file lacks or this model does not
-            # know.
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                model = super()._from_pretrained(model_id=model_id, strict=strict, **options)
-        except UserError:
-            raise
-        except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
+        folder = folder_of(folder)
+        config, file = read_config(folder), folder / "model.safetensors"
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} holds no {file.name}: {_EXPECTED}")
+        expected = config.get(DIGEST)
+        if expected is not None and expected != (digest := sha256_file(file)):
             raise CorruptFileError(
-                f"{Path(model_id) / 'model.safetensors'} cannot be loaded as the config.json "
-                f"beside it describes it: {' '.join(str(error).split())[:300]}. One of the two is "
-                "damaged or of another model: copy both again"
+                f"{file} has the sha256 {digest}, expected {expected} ({DIGEST} in config.json): "
+                "one of the two is damaged or of another model. Copy both again, or train again"
+            )
+        names = inspect.signature(cls).parameters
+        options = {name: config[name] for name in names if name in config}
+        if "head" in options:
+            way = f"from_pretrained(..., head={options['head']!r})"
+            options["head"] = path_of_file(
+                *(options["head"], head, OWN_HEADS),
+                what="head",
+                file=f"config.json of {folder}",
+                way=way,
+            )
+            import_head(options["head"])  # before the try: a wrong `head` is not a damaged file
+        try:
+            for name in ("temperature", "answer_temperature"):
+                value = options.get(name, 1.0)
+                if type(value) not in (int, float) or not 0.01 <= value <= 100:
+                    raise ValueError(f"{name} is {value!r}, expected a number from 0.01 to 100")
+            # On the meta device sizes that config.json exaggerates take no memory.
+            is_ours = options.get("head", OWN_HEADS[0]) in OWN_HEADS
+            with torch.device("meta" if is_ours else "cpu"):
+                model = cls(**options)
+            tensors = safetensors.torch.load_file(file)
+            for name, tensor in model.state_dict().items():
+                if name in tensors and tensors[name].dtype != tensor.dtype:
+                    raise ValueError(f"{name} is {tensors[name].dtype}, expected {tensor.dtype}")
+            model.load_state_dict(tensors, assign=True)
+        except (SafetensorError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise CorruptFileError(
+                f"{file} cannot be loaded as the config.json beside it describes it: "
+                f"{' '.join(str(error).split())[:300]}. One of the two is damaged or of another "
+                "model: copy both again"
             ) from error
-        return _sound(model, Path(model_id) / "model.safetensors")
+        model._check_values(file)
+        return model
 
-    @classmethod
-    def _load_as_safetensor(
-        cls, model: Any, model_file: str, map_location: str, strict: bool
-    ) -> Any:
-        # Loading would convert others silently.
-        kinds = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
-        state = model.state_dict()
-        with safe_open(model_file, framework="pt") as file:
-            for name in state.keys() & file.keys():
-                if (kind := file.get_slice(name).get_dtype()) != kinds[state[name].dtype]:
-                    raise ValueError(f"{name} is {kind}, expected {kinds[state[name].dtype]}")
-        return super()._load_as_safetensor(model, model_file, map_location, strict)
+    def _check_values(self, file: Path) -> None:
+        """Raise CorruptFileError where a tensor holds a NaN or the number of a missing cluster."""
+        state = self.state_dict()
+        for name, tensor in state.items():
+            if bad := int((~tensor.isfinite()).sum()):
+                raise CorruptFileError(
+                    f"{file}: {bad} of {tensor.numel()} values of {name} are "
+                    "NaN or infinite, expected finite ones: take another copy, or train again"
+                )
+        upper_bounds = {
+            "offers.clusters": self.options["n_new"],
+            "tree.owners": self.options["n_clusters"],
+            "tree.parents": torch.tensor(self.options["levels"] or [0]).unsqueeze(1),
+            "votes": 1.001,
+        }
+        for name, bound in upper_bounds.items():
+            if name in state and not ((state[name] >= 0) & (state[name] < bound)).all():
+                raise CorruptFileError(
+                    f"{file}: values of {name} are out of range: take another copy, or train again"
+                )
+        for name in ("projection.scale", "novelty.length"):
+            if name in state and state[name] <= 0:
+                raise CorruptFileError(
+                    f"{file}: {name} is not positive: take another copy, or train again"
+                )
 
     def forward(self, x: Tensor) -> Tensor:
         """Embeddings `[batch, in_dim]` -> probabilities `[batch, cluster]`, float32.
 
-        Where a sample is of an offered cluster, that one has the share of the nearest rows that are
-        of it, and the others share the rest; all other rows are as if nothing had been offered.
+        Where a sample belongs to an added cluster, that cluster gets the share of the sample's
+        nearest rows that belong to it, and the others share the rest. All other samples have the
+        probabilities that they had before clusters were added.
         """
         projected = self.projection(x)
         old = self.answer(projected)
@@ -194,20 +231,17 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         new.scatter_(1, cluster.clamp(min=0).unsqueeze(1), share)
         return torch.cat([old * (1 - share), new], 1)
 
-    def head_probabilities(self, projected: Tensor) -> Tensor:
-        """Projected embeddings `[batch, head_dim]` -> each head's own `[head, batch, cluster]`."""
-        logits = self.bank(self.bank.unflatten(self.weights), projected)
-        return log_probabilities(logits, self.temperature).exp()
-
     def vote(self, projected: Tensor) -> Tensor:
         """Projected embeddings `[batch, head_dim]` -> the heads' mean vote `[batch, cluster]`.
 
-        Its largest entry is how far the heads agree on that sample, before `answer_temperature`.
+        Its largest entry tells how far the heads agree on a sample, before `answer_temperature`.
         """
-        return torch.bmm(self.head_probabilities(projected), self.votes).mean(0)
+        logits = self.bank(self.bank.unflatten(self.weights), projected)
+        probabilities = log_probabilities(logits, self.temperature).exp()
+        return torch.bmm(probabilities, self.votes).mean(0)
 
     def answer(self, projected: Tensor) -> Tensor:
-        """The vote, tempered; beyond a plane of `splits` the two clusters swap probabilities."""
+        """Return the tempered vote; beyond a plane of `splits` two clusters swap probabilities."""
         old = tempered(self.vote(projected), self.options["answer_temperature"])
         if self.splits is None:
             return old
@@ -234,38 +268,31 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
 
     @default_torch_state()
     @torch.inference_mode()
-    def likeliest(self, x: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """The likeliest clusters of each row, sorted on the model's device, never all of them kept.
-
-        Args:
-            x: embeddings `[n, in_dim]`.
-            most: how many, 1 ... n_clusters.
+    def likeliest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k likeliest clusters of embeddings, without storing all probabilities.
 
         Returns:
-            Clusters `[n, most]` int32, the likeliest first (among equals the lower number), and
-            their probabilities `[n, most]` float32; on the CPU.
+            Clusters `[n, k]` int32, the likeliest first (of equal ones the lower number), and
+            their probabilities `[n, k]` float32; on the CPU.
         """
         clusters, probabilities = [], []
         for block in x.split(ROWS_PER_BLOCK):
-            found = self._in_tiles(self, block).sort(stable=True, dim=-1, descending=True)
+            values, indices = self._in_tiles(self, block).sort(dim=-1, descending=True, stable=True)
             # Copies, which do not keep the probabilities of all clusters alive.
-            clusters.append(found.indices[:, :most].int().cpu())
-            probabilities.append(found.values[:, :most].clone().cpu())
+            clusters.append(indices[:, :k].int().cpu())
+            probabilities.append(values[:, :k].clone().cpu())
         return torch.cat(clusters), torch.cat(probabilities)
 
     @default_torch_state()
     @torch.no_grad()
     def extended(self, read: Callable[[Tensor], Tensor], n: int) -> ClusterModel:
-        """This model with the clusters that new samples offer; itself where they offer none.
+        """Return a model with the new clusters that new samples form; itself if they form none.
 
-        Its numbers keep their meaning: offered clusters are `n_clusters`, `n_clusters + 1`, ...
-
-        Args:
-            read: the embeddings of some of the new samples, `[b]` integers -> `[b, in_dim]`.
-            n: how many there are, at least 1.
+        Clusters keep their numbers: new ones are `n_clusters`, `n_clusters + 1`, ... `read` returns
+        the embeddings of given rows of the n new samples.
 
         Raises:
-            InputError: the model keeps no samples to compare with.
+            InputError: the model stores no training samples.
         """
         novelty = self._novelty()
         reference, old = novelty.reference, self.answer(novelty.rows).argmax(-1)
@@ -285,12 +312,12 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             return self
 
         tensors, n_new = self.state_dict(), self.options["n_new"]
-        known = {"offers.rows": new[groups >= 0], "offers.clusters": n_new + groups[groups >= 0]}
-        for name, tensor in known.items():
+        added = {"offers.rows": new[groups >= 0], "offers.clusters": n_new + groups[groups >= 0]}
+        for name, tensor in added.items():
             before = [tensors[name]] if name in tensors else []
             tensors[name] = torch.cat([*before, tensor.to(self.weights.device)])
-        grown = {"n_new": n_new + int(groups.max()) + 1, "n_new_rows": len(tensors["offers.rows"])}
-        model = type(self)(**self.options | grown)
+        sizes = {"n_new": n_new + int(groups.max()) + 1, "n_new_rows": len(tensors["offers.rows"])}
+        model = type(self)(**self.options | sizes)
         model.load_state_dict(tensors)
         return model.to(self.weights.device)
 
@@ -299,38 +326,35 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
     def predict_levels(self, x: Tensor, clusters: Tensor | None = None) -> Tensor:
         """Embeddings `[n, in_dim]` -> clusters of each level of `options["levels"]`, `[n, level]`.
 
-        Args:
-            x: the embeddings.
-            clusters: `[n]` int64, what `predict` says of them, where that is known.
+        `clusters` is the result of `predict`, if it is known.
 
         Raises:
-            InputError: the model has no tree: its heads found the clusters themselves.
+            InputError: the model has no tree, because its heads found the clusters themselves.
         """
-        tree = self.tree
+        tree, device = self.tree, self.weights.device
         if tree is None:
             raise InputError(
                 "this model holds no tree of levels: train it with METHOD graph (the default)"
             )
-        blocks = x.split(ROWS_PER_BLOCK)
-        given = (self.predict(x) if clusters is None else clusters).split(ROWS_PER_BLOCK)
-        device = self.weights.device
-        found = [
-            tree(self.projection(block.to(device)), own.to(device)).cpu()
-            for block, own in zip(blocks, given, strict=True)
+        clusters = self.predict(x) if clusters is None else clusters
+        blocks = zip(x.split(ROWS_PER_BLOCK), clusters.split(ROWS_PER_BLOCK), strict=True)
+        levels = [
+            tree(self.projection(block.to(device)), of_block.to(device)).cpu()
+            for block, of_block in blocks
         ]
-        return torch.cat(found)
+        return torch.cat(levels)
 
     @default_torch_state()
     @torch.inference_mode()
     def outlier_scores(self, x: Tensor) -> Tensor:
         """Embeddings `[n, in_dim]` -> the share of training samples less far out, `[n]` in [0, 1].
 
-        For one of an offered cluster the training samples are no measure: it has the share of its
-        nearest five that are not of that cluster, where this is less. A dead input has 1, whatever
-        was trained on: a row of zeros, or of one value in 8 columns or more.
+        A sample of an added cluster has the share of its nearest five rows that are not of that
+        cluster, where this is less. An embedding without content scores 1, whatever the training
+        data: a row of zeros, or of one value in 8 columns or more.
 
         Raises:
-            InputError: the model keeps none.
+            InputError: the model stores no training samples.
         """
         novelty = self._novelty()
 
@@ -357,132 +381,54 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         return torch.cat([self._in_tiles(function, block).cpu() for block in blocks])
 
     def _in_tiles(self, function: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
-        """Of whole tiles: the last bit of a row's result then does not depend on its place."""
-        whole = nn.functional.pad(block, (0, 0, 0, -len(block) % TILE))
-        return function(whole.to(self.weights.device))[: len(block)]
+        """Apply to whole tiles, so that a row's last bit does not depend on its place."""
+        padded = nn.functional.pad(block, (0, 0, 0, -len(block) % TILE))
+        return function(padded.to(self.weights.device))[: len(block)]
+
+
+def tempered(probabilities: Tensor, temperature: float) -> Tensor:
+    """Return `p_k^(1/T) / sum_l p_l^(1/T)` of rows `[..., K]`; the same bits for T = 1."""
+    if temperature == 1:
+        return probabilities
+    logits = probabilities.clamp(min=torch.finfo(torch.float32).tiny).double().log()
+    return torch.softmax(logits / temperature, -1).to(probabilities.dtype)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The `config.json` of a run folder, or of one that `save_pretrained` wrote.
+    """Return the `config.json` of a run folder, or of one that `save_pretrained` wrote.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it does not exist.
         CorruptFileError: it is not JSON, or not an object.
     """
-    config = _read_object(path := Path(folder) / "config.json")
+    if not (path := Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json: {_EXPECTED}")
+    config = _read_object(path)
     if not isinstance(config.get("settings", {}), dict):
         raise CorruptFileError(f"{path} is damaged (its settings are no object): copy it again")
     return config
 
 
 def read_metrics(folder: str | Path) -> dict[str, Any]:
-    """The `metrics.json` of a finished run.
+    """Return the `metrics.json` of a finished run.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it does not exist.
         CorruptFileError: it is not JSON, or not an object.
     """
     return _read_object(Path(folder) / "metrics.json")
 
 
 def has_pictures(metrics: Mapping[str, Any]) -> bool:
-    """Whether the `metrics.json` of a run says that its samples, or some of them, have pictures."""
+    """Whether the `metrics.json` of a run says that some of its samples have pictures."""
     return metrics.get("dataset", {}).get("pictured", False)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CorruptFileError(f"{path} is damaged (not an object): copy it again")
-    return found
-
-
-# Which dimension of which tensor an option of config.json says.
-_SIZES = {
-    "in_dim": ("projection.mean", 0),
-    "n_clusters": ("votes", 1),
-    "n_heads": ("weights", 0),
-    "n_reference": ("novelty.reference", 0),
-    "n_new_rows": ("offers.rows", 0),
-}
-_WIDTHS = ("head_dim", "hidden_dim", "bottleneck_dim")
-
-
-def _shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shapes of a file's tensors, which are not read; none of a model of the hub."""
-    if not file.is_file():
-        return {}
-    with safe_open(file, framework="pt") as tensors:
-        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-
-
-def _check_digest(file: Path, expected: Any) -> None:
-    """Raise CorruptFileError where a file is not the one that config.json describes; None: any."""
-    if expected is not None and file.is_file() and expected != (digest := sha256_file(file)):
-        raise CorruptFileError(
-            f"{file} has the sha256 {digest}, expected {expected} ({DIGEST} in config.json): one "
-            "of the two is damaged or of another model. Copy both again, or train again"
-        )
-
-
-def _check_options(options: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> None:
-    """Raise ValueError where config.json says what cannot be, before memory is taken for it.
-
-    A head's layers have at most as many weights as the file holds for a head.
-    """
-    for name in ("temperature", "answer_temperature"):
-        value = options.get(name, 1.0)
-        if type(value) not in (int, float) or not 0.01 <= value <= 100:
-            raise ValueError(f"{name} is {value!r}, expected a number from 0.01 to 100")
-    levels = options.get("levels") or []
-    counts = {name: options[name] for name in (*_SIZES, *_WIDTHS, "n_new") if name in options}
-    for name, value in [*counts.items(), *(("levels", level) for level in levels)]:
-        if type(value) is not int or not 0 <= value < 1 << 31:
-            raise ValueError(f"{name} is {value!r}, expected a whole number below 2^31")
-    for name, (tensor, axis) in _SIZES.items():
-        if shapes and counts.get(name, 0) != (shape := shapes.get(tensor, [0, 0]))[axis]:
-            raise ValueError(f"{name} is {counts.get(name)}, but {tensor} has the shape {shape}")
-    most = shapes.get("weights", [0, 0])[1]
-    widest = counts.get("hidden_dim", 1) * max(
-        counts.get(n, 1) for n in ("head_dim", "bottleneck_dim")
-    )
-    if most and options.get("head") in (None, *OWN_HEADS) and widest > most:
-        raise ValueError(f"layers of {widest} weights, but model.safetensors has {most} for a head")
-    if shapes and levels and (len(levels), levels[0]) != tuple(shapes.get("tree.parents", ())):
-        raise ValueError(f"levels are {levels}, but the tree has {shapes.get('tree.parents')}")
-
-
-def _sound(model: ClusterModel, file: Path) -> ClusterModel:
-    """Return the model, which would say cluster 0 to whatever comes if it held a NaN.
-
-    Raises:
-        CorruptFileError: it does, or a cluster that is not there; names the tensor.
-    """
-    state = model.state_dict()
-    for name, tensor in state.items():
-        if bad := int((~tensor.isfinite()).sum()):
-            raise CorruptFileError(
-                f"{file}: {bad} of {tensor.numel()} values of {name} are "
-                "NaN or infinite, expected finite ones: take another copy, or train again"
-            )
-    sizes = torch.tensor(model.options["levels"] or [0]).unsqueeze(1)
-    below = {
-        "offers.clusters": model.options["n_new"],
-        "tree.owners": model.options["n_clusters"],
-        "tree.parents": sizes,
-    }
-    odd = [n for n, most in below.items() if n in state and not _within(state[n].cpu(), most)]
-    odd += [n for n in ("projection.scale", "novelty.length") if n in state and state[n] <= 0]
-    odd += ["votes"] if not _within(state["votes"].cpu(), 1.001) else []
-    if odd:
-        raise CorruptFileError(
-            f"{file}: values of {odd[0]} are out of range: take another copy, or train again"
-        )
-    return model
-
-
-def _within(values: Tensor, below: Tensor | float) -> bool:
-    return bool(((values >= 0) & (values < below)).all())
+    return content

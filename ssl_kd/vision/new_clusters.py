@@ -1,4 +1,4 @@
-"""What new samples tell of clusters that were not there: found by a test, offered, remembered."""
+"""Find new clusters among new samples by a statistical test, and recognize their samples."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from torch import Tensor, nn
 
 from ssl_kd.store import nearest_neighbours
 
-# Batches in which nothing is new have a sample that says otherwise in one of a hundred.
+# Probability that a batch without a new cluster has a seed.
 CHANCE = 0.01
-# Neighbours that are counted, at least: a class with fewer new samples is not seen.
-NEIGHBOURS = 15
-# That many times what the least probability possible needs: two thirds of them are enough.
+# Smallest number of neighbors; a class with fewer new samples is not detected.
+NEIGHBORS = 15
+# Multiple of the neighbors that the smallest probability needs: two thirds of them are enough.
 SLACK = 1.5
-# A cluster is not offered with fewer samples, nor with a smaller share of the new ones.
-LEAST, LEAST_SHARE = 5, 0.01
-# Nearest rows that say whether a sample is of an offered cluster, and how many have to.
+# Smallest size of a new cluster, and its smallest share of the new samples.
+MIN_SIZE, MIN_SHARE = 5, 0.01
+# Nearest rows that vote on whether a sample belongs to a new cluster, and the required votes.
 VOTERS, MAJORITY = 5, 3
-# Nearest neighbours that tie seeds together: with fewer a class falls into pieces, with more two
-# classes become one (5, 7, 10 and 15 were tried on digits and Fashion-MNIST).
+# Nearest neighbors that link seeds: with fewer a class falls into pieces, with more two classes
+# become one (5, 7, 10 and 15 were tried on digits and Fashion-MNIST).
 LINKS = 10
-ROUNDS = 10  # of growing; it ends by itself in two to six
+ROUNDS = 10  # of growing, at most; it takes two to six
 QUERIES = 1024
 
 
 class NewClusters(nn.Module):
-    """Clusters that came later, by the samples that they were found in.
+    """Clusters that were added after the training, defined by samples.
 
-    A sample is of one where its nearest row, among these and the training samples that a model
-    keeps, is of that cluster, and three of the nearest five are. So a training sample that is kept
-    never leaves its cluster: it is its own nearest row.
+    A sample belongs to one if its nearest row, among these samples and the stored training samples,
+    and three of its nearest five belong to it. A stored training sample is its own nearest row, so
+    it never leaves its cluster.
 
     Args:
         dim: width d of the rows.
-        n: number m of them.
+        n: number of samples.
     """
 
     rows: Tensor
@@ -52,30 +52,26 @@ class NewClusters(nn.Module):
         self.register_buffer("clusters", torch.zeros(n, dtype=torch.int64))
 
     def claims(self, z: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """Which rows are of an offered cluster.
-
-        Args:
-            z: `[batch, d]`.
-            reference: `[r, d]`, the training samples.
+        """Return which rows z belong to an added cluster; `reference` are the training samples.
 
         Returns:
-            The cluster `[batch]` int64, counted from 0, -1 for none; and the share of the nearest
-            five that are of it, `[batch]` in [0, 1].
+            The added cluster `[batch]` int64, from 0, -1 for none; and the share of the nearest
+            five rows that belong to it, `[batch]` in [0, 1].
         """
         pool = torch.cat([reference, self.rows])
         owner = torch.cat([self.clusters.new_full((len(reference),), -1), self.clusters])
-        found = [owner[_nearest(block, pool)] for block in z.split(QUERIES)]
-        owners = torch.cat(found) if found else owner.new_zeros(0, VOTERS)
+        blocks = [owner[_nearest(block, pool)] for block in z.split(QUERIES)]
+        owners = torch.cat(blocks) if blocks else owner.new_zeros(0, VOTERS)
         votes = (owners == owners[:, :1]).sum(1)
-        of_one = (owners[:, 0] >= 0) & (votes >= MAJORITY)
-        return torch.where(of_one, owners[:, 0], -1), votes / VOTERS
+        belongs = (owners[:, 0] >= 0) & (votes >= MAJORITY)
+        return torch.where(belongs, owners[:, 0], -1), votes / VOTERS
 
 
 def _nearest(z: Tensor, pool: Tensor) -> Tensor:
-    """The nearest rows `[batch, 5]` of the pool; among equals those that come first."""
+    """Return the nearest rows `[batch, 5]` of the pool; of equal ones the first."""
     columns = torch.cdist(z, pool).topk(min(2 * VOTERS, len(pool)), largest=False).indices
     columns = columns.sort(dim=1).values
-    # Those came from a product, whose rounding hides small distances.
+    # Distances from a product hide small differences by rounding: compute these again.
     order = (pool[columns] - z.unsqueeze(1)).norm(dim=-1).sort(dim=1, stable=True).indices
     return columns.gather(1, order)[:, :VOTERS]
 
@@ -83,22 +79,21 @@ def _nearest(z: Tensor, pool: Tensor) -> Tensor:
 def find_new_clusters(
     reference: Tensor, old: Tensor, new: Tensor, joined: Tensor, device: str | torch.device = "cpu"
 ) -> Tensor:
-    """Groups of new samples that lie where old ones do not, by more than chance.
+    """Return groups of new samples in regions without old samples, by a significance test.
 
-    Were a cluster's new samples like its old ones, each neighbour of a new sample would be new with
-    the probability `q_c = new_c / (new_c + old_c)` of the cluster c that the neighbour is in, and
-    so the number of new ones among k neighbours at most binomial with the mean of these
-    (Hoeffding). A sample with so many that the probability is below 0.01 / n is a seed. Seeds that
-    are each other's neighbours form a group, and a group of five or more grows by the samples that
-    are nearest to it. The shares of the clusters may differ between old and new as they like:
-    another mixture of the old clusters is nothing new.
+    If a cluster's new samples were like its old ones, each neighbor of a new sample would be new
+    with the probability `q_c = new_c / (new_c + old_c)` of the neighbor's cluster c, and the number
+    of new ones among k neighbors at most binomial with the mean of these (Hoeffding). A sample with
+    so many that the probability is below 0.01 / n is a seed. Seeds that are each other's neighbors
+    form a group, and a group of five or more grows by the samples nearest to it. Another mixture of
+    the old clusters is not new.
 
     Args:
         reference: `[r, d]`, old samples.
         old: `[r]` integer, their clusters.
-        new: `[n, d]`, those of `comparable`.
-        joined: `[n]` integer, the old cluster that is nearest to each.
-        device: where neighbours are searched.
+        new: `[n, d]`, the rows of `comparable`.
+        joined: `[n]` integer, the nearest old cluster of each.
+        device: to search neighbors on.
 
     Returns:
         `[n]` int64: the group of each new sample, largest first, or -1.
@@ -107,17 +102,17 @@ def find_new_clusters(
         Schilling, Multivariate two-sample tests based on nearest neighbors, JASA 1986.
         Hoeffding, On the distribution of the number of successes in independent trials, 1956.
     """
-    found = torch.full((len(new),), -1)
-    if len(new) < LEAST:
-        return found
-    # Copies of one sample are one sample: they would vouch for each other.
+    result = torch.full((len(new),), -1)
+    if len(new) < MIN_SIZE:
+        return result
+    # Copies count as one sample, since they are each other's neighbors.
     rows = np.sort(np.unique(new.numpy(), axis=0, return_index=True)[1])
     n, r = len(rows), len(reference)
     clusters = np.concatenate([old.numpy(), joined.numpy()[rows]])
     counts = [np.bincount(part, minlength=clusters.max() + 1) for part in np.split(clusters, [r])]
     share = counts[1] / np.maximum(counts[0] + counts[1], 1)
-    enough = math.log(CHANCE / n) / math.log(share[clusters[r:]].mean())
-    k = min(max(NEIGHBOURS, math.ceil(SLACK * enough)), r + n - 1)
+    needed = math.log(CHANCE / n) / math.log(share[clusters[r:]].mean())
+    k = min(max(NEIGHBORS, math.ceil(SLACK * needed)), r + n - 1)
     pool = torch.cat([reference, new[rows]])
     near = nearest_neighbours(pool, k, metric="euclidean", device=device)[r:].numpy()
 
@@ -125,46 +120,42 @@ def find_new_clusters(
     seeds = np.flatnonzero(chance < CHANCE / n)
     groups = _grown(_groups(seeds, near - r, n), near - r)
     sizes = np.bincount(groups[groups >= 0], minlength=1)
-    kept = [g for g in np.argsort(-sizes, kind="stable") if sizes[g] >= max(LEAST, LEAST_SHARE * n)]
-    for number, group in enumerate(kept):
-        found[rows[groups == group]] = number
-    return found
+    min_size = max(MIN_SIZE, MIN_SHARE * n)
+    large = [g for g in np.argsort(-sizes, kind="stable") if sizes[g] >= min_size]
+    for number, group in enumerate(large):
+        result[rows[groups == group]] = number
+    return result
 
 
 def comparable(old: Tensor, joined: Tensor) -> Tensor:
-    """A random part of the new samples, with no more of a cluster than there are old ones.
+    """Return ascending rows of new samples, at random, at most as many per cluster as old ones.
 
-    Args:
-        old: `[r]` integer, the clusters of the old samples.
-        joined: `[n]` integer, those of the new ones.
-
-    Returns:
-        Rows of new samples, int64, ascending: at most r.
+    `old` `[r]` and `joined` `[n]` are the clusters of the old and the new samples.
     """
     order = torch.randperm(len(joined), generator=torch.Generator().manual_seed(0))
     clusters, by_cluster = joined[order].sort(stable=True)
-    place = torch.arange(len(order)) - torch.searchsorted(clusters, clusters)  # in its cluster
-    most = old.bincount(minlength=int(joined.max()) + 1)[clusters]
-    return order[by_cluster[place < most]].sort().values
+    position = torch.arange(len(order)) - torch.searchsorted(clusters, clusters)  # in its cluster
+    n_old = old.bincount(minlength=int(joined.max()) + 1)[clusters]
+    return order[by_cluster[position < n_old]].sort().values
 
 
 def _groups(seeds: NDArray, near: NDArray, n: int) -> NDArray:
-    """The group of each of n samples, or -1: seeds that are each other's neighbours hang together.
+    """Return the group of each of n samples, or -1: connected components of mutual neighbors.
 
-    `near` `[n, k]` are the neighbours' numbers, negative for old samples.
+    `near` `[n, k]` are the neighbors' numbers, negative for old samples.
     """
     is_seed = np.zeros(n, dtype=bool)
     is_seed[seeds] = True
     near = near[:, :LINKS]
-    i, place = np.nonzero((near[seeds] >= 0) & is_seed[near[seeds].clip(0)])
-    ties = sp.coo_matrix((np.ones(len(i)), (seeds[i], near[seeds][i, place])), (n, n)).tocsr()
-    _, labels = connected_components(ties.multiply(ties.T), directed=False)
+    i, column = np.nonzero((near[seeds] >= 0) & is_seed[near[seeds].clip(0)])
+    links = sp.coo_matrix((np.ones(len(i)), (seeds[i], near[seeds][i, column])), (n, n)).tocsr()
+    _, labels = connected_components(links.multiply(links.T), directed=False)
     sizes = np.bincount(labels[seeds], minlength=n)
-    return np.where(is_seed & (sizes[labels] >= LEAST), labels, -1)
+    return np.where(is_seed & (sizes[labels] >= MIN_SIZE), labels, -1)
 
 
 def _grown(groups: NDArray, near: NDArray) -> NDArray:
-    """The groups, with the samples that three of the nearest five old or grouped rows are of."""
+    """Add to each group the samples whose nearest five old or grouped rows have three in it."""
     names, groups = np.unique(np.r_[-1, groups], return_inverse=True)
     groups = groups[1:] - 1  # counted from 0
     for _ in range(ROUNDS if len(names) > 1 else 0):

@@ -1,8 +1,8 @@
-"""What heads are trained for: one table, read by the step, the settings and the doctor.
+"""Training objectives of the heads.
 
-To add one, write its class and its entry in `OBJECTIVES`; nothing else in the library lists them.
-One of your own needs neither: `--loss my_package.my_module.MyObjective`. torch is imported where it
-is used: `python train.py --help` shows the names without it.
+To add one to the library, write its class and its entry in `OBJECTIVES`. Yours needs no entry:
+`--loss my_package.my_module.MyObjective`. torch is imported only where it is used, so that
+`python train.py --help` lists the names without it.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ if TYPE_CHECKING:
 class Objective(ABC):
     """What a head learns from its EMA teacher.
 
-    It gets the settings that its `__init__` names, `beta` or `student_temp`, and raises
-    SettingsError where they do not fit together. Every head keeps a running marginal `[cluster]`,
-    whatever an objective makes of it. Heads are rows: nothing may mix them, or read a number, for
-    which a GPU would be waited for.
+    Its `__init__` takes settings by their names, such as `beta` or `student_temp`, and raises
+    SettingsError where they do not fit together. Every head has a running marginal `[cluster]`,
+    which the objective defines. Heads are rows of tensors: do not mix rows, and do not read numbers
+    from a tensor, which would wait for the GPU.
 
     Attributes:
-        summary: what it is, in the few words of a setting's help.
+        summary: a few words for the setting's help.
     """
 
     summary: ClassVar[str] = ""
 
     @abstractmethod
     def initial_marginal(self, n_clusters: int) -> float:
-        """What every entry of the running marginal begins with."""
+        """Return the first value of every entry of the running marginal."""
 
     @abstractmethod
     def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:
-        """What the students are to learn in a step.
+        """Return what the students are to learn in a step.
 
         Args:
             logits: the teachers' `[head, view, batch, cluster]`.
             marginal: running marginal `[head, cluster]`, of the steps before.
 
         Returns:
-            Targets of the shape of `logits`, and the batch's own marginal `[head, cluster]`, which
-            the running one moves towards.
+            Targets of the shape of `logits`, and the batch's marginal `[head, cluster]`, which the
+            running one moves towards.
         """
 
     @abstractmethod
     def log_probabilities(self, targets: Tensor) -> Tensor:
-        """The targets as log-probabilities, for the agreement between views."""
+        """Return the targets as log-probabilities, for the agreement between views."""
 
     @abstractmethod
     def loss(
         self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """The loss of each head, `[head]` float32.
+        """Return the loss of each head, `[head]` float32.
 
         Args:
             logits: the students' `[head, view, batch, cluster]`, with gradient.
@@ -70,7 +70,7 @@ class Objective(ABC):
         """
 
     def smoothed(self, marginal: Tensor) -> Tensor:
-        """Which heads have a marginal `[head, cluster]` that must be smoothed: boolean `[head]`."""
+        """Return which heads' marginal `[head, cluster]` has an exact 0: boolean `[head]`."""
         import torch
 
         return torch.zeros(len(marginal), dtype=torch.bool, device=marginal.device)
@@ -90,31 +90,26 @@ class TEMI(Objective):
         self._temperature = teacher_temp
         self._options = {"beta": beta, "student_temperature": student_temp}
 
-    def initial_marginal(self, n_clusters: int) -> float:
-        """Uniform."""
+    def initial_marginal(self, n_clusters: int) -> float:  # noqa: D102
         return 1 / n_clusters
 
-    def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:
-        """The teacher's log-probabilities, and their mean."""
+    def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
         from ssl_kd import losses
 
         log_probs = losses.log_probabilities(logits, self._temperature)
         return log_probs, log_probs.exp().mean((1, 2))
 
-    def log_probabilities(self, targets: Tensor) -> Tensor:
-        """As they are."""
+    def log_probabilities(self, targets: Tensor) -> Tensor:  # noqa: D102
         return targets
 
-    def loss(
+    def loss(  # noqa: D102
         self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """`losses.temi`."""
         from ssl_kd import losses
 
         return losses.temi(logits, targets, marginal, weights, **self._options)
 
-    def smoothed(self, marginal: Tensor) -> Tensor:
-        """Where a cluster's share is exactly 0."""
+    def smoothed(self, marginal: Tensor) -> Tensor:  # noqa: D102
         return (marginal == 0).any(1)
 
 
@@ -135,25 +130,21 @@ class Sharpened(Objective):
             )
         self._temperature, self._student = teacher_temp, student_temp
 
-    def initial_marginal(self, n_clusters: int) -> float:
-        """No center yet."""
+    def initial_marginal(self, n_clusters: int) -> float:  # noqa: D102
         return 0.0
 
-    def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities, centred, and the mean of the logits."""
+    def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
         from ssl_kd import losses
 
         targets = losses.centered_targets(logits, marginal, self._temperature)
         return targets, logits.float().mean((1, 2))
 
-    def log_probabilities(self, targets: Tensor) -> Tensor:
-        """Their logarithm."""
+    def log_probabilities(self, targets: Tensor) -> Tensor:  # noqa: D102
         return targets.log()
 
-    def loss(
+    def loss(  # noqa: D102
         self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """`losses.sharpened_cross_entropy`."""
         from ssl_kd import losses
 
         return losses.sharpened_cross_entropy(
@@ -166,7 +157,7 @@ OBJECTIVES: Mapping[str, type[Objective]] = MappingProxyType({"temi": TEMI, "sha
 
 
 def objective_class(name: str) -> type[Objective]:
-    """The objective of a value of LOSS: a name in `OBJECTIVES`, or an import path.
+    """Return the class of a value of LOSS: a name in `OBJECTIVES`, or an import path.
 
     Raises:
         ValueError: not found, or not a subclass of `Objective`.
@@ -174,17 +165,17 @@ def objective_class(name: str) -> type[Objective]:
     return OBJECTIVES.get(name) or import_class(name, Objective, "loss")
 
 
-def make_objective(name: str, settings: Mapping[str, Any]) -> Objective:
-    """The objective of a value of LOSS, made of the settings that its `__init__` names.
+def make_objective(name: str, values: Mapping[str, Any]) -> Objective:
+    """Return the objective of a value of LOSS, with the settings that its `__init__` names.
 
     Raises:
-        ValueError: as `objective_class`; it asks for what is no setting, or refuses the settings.
+        ValueError: as `objective_class`; it needs an unknown setting, or refuses the settings.
     """
-    found = objective_class(name)
-    taken = inspect.signature(found).parameters
-    missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in settings]
+    kind = objective_class(name)
+    parameters = inspect.signature(kind).parameters
+    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in values]
     if missing:
         raise InputError(
-            f"loss {name!r} asks for {', '.join(missing)}: no such setting, so give it a default"
+            f"loss {name!r} needs {', '.join(missing)}: no such setting, so give it a default"
         )
-    return found(**{option: settings[option] for option in taken if option in settings})
+    return kind(**{option: values[option] for option in parameters if option in values})

@@ -1,4 +1,4 @@
-"""Which samples are shown together: a sample and one of its neighbours."""
+"""Which samples are drawn: batches of neighbors to train on, and random rows and pairs to judge."""
 
 from __future__ import annotations
 
@@ -11,60 +11,82 @@ ROWS_PER_BLOCK = 4096
 
 
 class PairSampler:
-    """Batches of (sample, one of its neighbours), a pure function of seed and step.
+    """Batches of (sample, one of its neighbors), a pure function of seed and step.
 
-    No state to save: epoch `e` is the permutation seeded by (seed, e), the neighbours of step `s`
-    are drawn by (seed, s), so a resumed run sees what an uninterrupted one would have.
+    There is no state to save: epoch `e` is the permutation seeded by (seed, e), the neighbors of
+    step `s` are drawn by (seed, s), so a resumed run draws what an uninterrupted one would have.
 
     Args:
-        neighbours: `[n, k]` integer, row `i` the neighbours of sample `i`; may be mapped from a
-            file, of which a step reads the rows of its batch.
-        allowed: `[n, k]` boolean, which of them may be drawn (`mutual_neighbours`); at least one in
+        neighbors: `[n, k]` integer, row `i` the neighbors of sample `i`; may be mapped from a file,
+            of which a step reads the rows of its batch.
+        allowed: `[n, k]` boolean, which of them may be drawn (`mutual_neighbors`); at least one in
             each row.
         batch_size: samples per batch; at most n.
         seed: any integer.
     """
 
-    def __init__(self, neighbours: Tensor, allowed: Tensor, batch_size: int, seed: int) -> None:
-        self.n = len(neighbours)
+    def __init__(self, neighbors: Tensor, allowed: Tensor, batch_size: int, seed: int) -> None:
+        self.n = len(neighbors)
         self.batch_size = min(batch_size, self.n)
         self.steps_per_epoch = self.n // self.batch_size
         self.seed = seed
-        self._neighbours, self._allowed = neighbours, allowed
+        self._neighbors, self._allowed = neighbors, allowed
         self._epoch = -1
         self._order = torch.empty(0)
 
     def _generator(self, *key: int) -> torch.Generator:
-        seed = seed_of(self.seed, *key)
-        return torch.Generator().manual_seed(seed)
+        return torch.Generator().manual_seed(seed_of(self.seed, *key))
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Samples and their neighbours, `[batch]` int64 each."""
+        """Return samples and their neighbors, `[batch]` int64 each."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._order = torch.randperm(self.n, generator=self._generator(0, epoch))
             self._epoch = epoch
         rows = self._order[position * self.batch_size : (position + 1) * self.batch_size]
         draw = torch.rand(len(rows), generator=self._generator(1, step), dtype=torch.float64)
-        so_far = self._allowed[rows].cumsum(1)
-        counts = so_far[:, -1]
+        n_allowed = self._allowed[rows].cumsum(1)
+        counts = n_allowed[:, -1]
         offset = torch.minimum((draw * counts).long(), counts - 1)
-        column = torch.searchsorted(so_far, offset.unsqueeze(1), right=True)
-        return rows, self._neighbours[rows].gather(1, column).squeeze(1).long()
+        column = torch.searchsorted(n_allowed, offset.unsqueeze(1), right=True)
+        return rows, self._neighbors[rows].gather(1, column).squeeze(1).long()
 
 
-def mutual_neighbours(neighbours: Tensor) -> Tensor:
-    """Which neighbours have the sample among their own; the nearest stays where none has.
+def mutual_neighbors(neighbors: Tensor) -> Tensor:
+    """Return which `neighbors` `[n, k]` have the sample among theirs, boolean `[n, k]`.
 
-    Args:
-        neighbours: `[n, k]` integer, nearest first.
-
-    Returns:
-        Boolean `[n, k]`, at least one true per row.
+    The nearest one counts where none has, so each row has at least one.
     """
-    mutual = torch.empty(neighbours.shape, dtype=torch.bool)
-    for rows in torch.arange(len(neighbours)).split(ROWS_PER_BLOCK):
-        theirs = neighbours[neighbours[rows].long()]  # [b, k, k]
-        mutual[rows] = (theirs == rows.view(-1, 1, 1)).any(2)
+    mutual = torch.empty(neighbors.shape, dtype=torch.bool)
+    for rows in torch.arange(len(neighbors)).split(ROWS_PER_BLOCK):
+        of_neighbors = neighbors[neighbors[rows].long()]  # [b, k, k]
+        mutual[rows] = (of_neighbors == rows.view(-1, 1, 1)).any(2)
     mutual[:, 0] |= ~mutual.any(1)
     return mutual
+
+
+def judging_pairs(neighbors: Tensor, seed: int, max_pairs: int) -> Tensor:
+    """Return pairs of a sample and one of the nearest quarter of its `neighbors` `[n, k]`.
+
+    Heads are ranked by them. They include neighbors that are not mutual: training uses the safe
+    pairs, and a wrong partition shows in the doubtful ones.
+
+    Returns:
+        `[2, pair]` int64 rows, a random sample where there are more than `max_pairs`.
+    """
+    n = len(neighbors)
+    near = neighbors[:, : -(-neighbors.shape[1] // 4)]
+    if near.numel() <= max_pairs:
+        others = near.long().flatten()
+        return torch.stack([torch.arange(n).repeat_interleave(near.shape[1]), others])
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.randint(n, (max_pairs,), generator=g)
+    columns = torch.randint(near.shape[1], (max_pairs,), generator=g)
+    return torch.stack([rows, near[rows, columns].long()])
+
+
+def sample_rows(n: int, seed: int, max_rows: int) -> Tensor:
+    """Return all of n rows in order, or a random sample of `max_rows` of them in order."""
+    if n <= max_rows:
+        return torch.arange(n)
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:max_rows].sort().values

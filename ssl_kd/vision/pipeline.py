@@ -1,102 +1,159 @@
-"""From embeddings to the model: neighbours, clusters of their graph, training, consensus."""
+"""From embeddings to the model: neighbors, clusters of their graph, training, consensus."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
-from dataclasses import dataclass
-from functools import partial
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from ssl_kd.files import atomic_write_bytes, sha256_file
-from ssl_kd.store import EmbeddingStore, find_neighbours, nearest_neighbours
+from ssl_kd.errors import InputError
+from ssl_kd.files import sha256_file
+from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.precision import Precision
+from ssl_kd.settings import SettingsError
+from ssl_kd.store import EmbeddingStore, find_neighbours, kept_neighbours, nearest_neighbours
 from ssl_kd.store.approximate import by_index
-from ssl_kd.training.clock import Progress
-from ssl_kd.training.folder import RunFolder
+from ssl_kd.store.fingerprint import Fingerprint
+from ssl_kd.training.board import Board
+from ssl_kd.training.clock import Clock, Progress
+from ssl_kd.training.fault_bundle import FlightRecorder
+from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.training.loop import run_loop
-from ssl_kd.vision.context import RunContext
+from ssl_kd.training.process_group import ReadOnlyRunFolder, load_checkpoint
+from ssl_kd.training.ranks import following
+from ssl_kd.training.stop import Signals
+from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
 from ssl_kd.vision.model import DIGEST, ClusterModel
+from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import GraphAnswer, partition_of
-from ssl_kd.vision.ranks import RankHeads
+from ssl_kd.vision.ranks import HeadRanks, RankHeadsLearner
+from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import Heads, Plan
-from ssl_kd.vision.train_run import LeaderResult, fault_recorder, load_last, recorded
-from ssl_kd.vision.training_rows import Source
+from ssl_kd.vision.train import HeadFault, HeadsLearner, LogRecord
+from ssl_kd.vision.training_rows import TrainingRows
 
 logger = logging.getLogger(__name__)
 
+# Fields of a log record that TensorBoard shows.
+DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss", "grad_norm")
 
-@dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True)
+class RunContext:
+    """What all stages of one run share."""
+
+    folder: RunFolder
+    precision: Precision
+    clock: Clock
+    signals: Signals
+    progress: Progress
+    ranks: HeadRanks | None  # None for a single process
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainedHeads:
-    """What training leaves for the answer.
+    """The result of training."""
 
-    Attributes:
-        trainer: after training, of all heads.
-        model: the answer.
-        chosen: numbers of the heads that vote, best first.
-        information: of every head, `[head]`: what it was ranked by.
-        found: the partition of the graph, where it was searched.
-        about: what `metrics.json` says of it.
-    """
-
-    trainer: HeadTrainer
+    trainer: HeadTrainer  # of all heads
     model: ClusterModel
-    chosen: Tensor
-    information: Tensor
-    found: GraphAnswer | None
-    about: dict[str, Any]
+    chosen: Tensor  # numbers of the heads that vote, best first
+    information: Tensor  # `[head]`, the mutual information that the heads are ranked by
+    partition: GraphAnswer | None  # of the graph, if it was searched
+    about: dict[str, Any]  # entries for `metrics.json`
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaderResult:
+    """What rank 0 computed before the training, sent to the other ranks."""
+
+    path: Path  # of the run folder
+    settings: dict[str, Any]
+    store: Path  # folder of the training embeddings, which every rank reads
+    fingerprint: Fingerprint
+    projection: Projection
+    rows: Tensor | None  # of the store, in the order of training; None: all
+    n_clusters: int
+    neighbors: Tensor | None  # None: each rank maps those stored beside the embeddings
+    clusters: Tensor | None  # `[n]`, to be learned; None: heads find their own
 
 
 def learn(
     settings: VisionSettings, context: RunContext, store: EmbeddingStore, n_clusters: int | None
 ) -> TrainedHeads:
-    """From embeddings to the model. Neighbours, pairs and projected embeddings end with it.
-
-    Args:
-        settings: of the run.
-        context: of the run.
-        store: the training embeddings.
-        n_clusters: K; None: as many as are found.
+    """Train the heads on embeddings, and form the model; for `n_clusters` None, K is found.
 
     Raises:
         RunFolderError: the run's checkpoint does not fit these heads.
-        TooFewHealthyParts: no head is healthy any more; the message names the first fault.
+        TooFewHealthyParts: no head is healthy; the message names the first fault.
     """
-    device, clock, together = context.precision.device, context.clock, context.together
-    source = Source.fit(store, settings, n_clusters)
+    device, clock, ranks = context.precision.device, context.clock, context.ranks
+    seed = settings.seed
+    rows = TrainingRows.fit(store, seed, settings.pca_dim, settings.searches_graph, n_clusters)
     with clock("neighbours"):
-        neighbours, searched = _neighbours(settings.neighbours, source, device, context.tell)
-    found = None
-    if settings.by_graph or n_clusters is None:
+        neighbors, search = _find_neighbors(settings.neighbours, rows, device, context.progress)
+    partition = None
+    if settings.searches_graph:
         with clock("graph"):
-            found = _partition(n_clusters, neighbours, source, device, context.tell)
-            n_clusters = found.n_clusters
+            draw = _draw("graph", context.progress)
+            projected = rows(torch.arange(rows.n))
+            embeddings = rows.embeddings
+            partition = partition_of(n_clusters, neighbors, embeddings, projected, device, draw)
+            n_clusters = partition.n_clusters
     assert n_clusters is not None
-    learnt = found if settings.by_graph else None
-    clusters = None if learnt is None else learnt.clusters
+    learned = partition if settings.by_graph else None
+    clusters = None if learned is None else learned.clusters
     with clock("train"):
-        source.hold()  # before it is seen whether the heads fit beside
-        trainer, plan = _prepared(settings, context, source, n_clusters, neighbours, clusters)
+        rows.hold()  # before the memory for the heads is checked
+        if ranks is not None:
+            on_disk = rows.rows is None and by_index(store)
+            result = LeaderResult(
+                path=context.folder.path.resolve(),
+                settings=settings.to_dict(),
+                store=store.folder.resolve(),
+                fingerprint=store.fingerprint,
+                projection=rows.projection,
+                rows=rows.rows,
+                n_clusters=n_clusters,
+                neighbors=None if on_disk else neighbors,
+                clusters=clusters,
+            )
+            ranks.ranks.from_first(lambda: result)
+        heads = None if ranks is None else ranks.heads
+        trainer = make_trainer(settings, rows.projection.dim, n_clusters, context.precision, heads)
+        of_all = None if ranks is None else ranks.of_all_heads
+        plan = make_plan(settings, trainer, neighbors, rows, of_all)
         with context.signals.between_steps():
-            gather = source.on(device)
-            start = load_last(context.folder, trainer, plan.until, together)
+            gather = rows.on(device)
+            start = load_last(context.folder, trainer, plan.convergence, ranks)
             context.folder.rewind(start)
             context.folder.become_latest()
-            on_fault = fault_recorder(context.folder.path, trainer, settings)
-            heads = trainer, plan, gather, context.folder.events.extend, on_fault, clusters
-            with recorded(context, settings, trainer, plan) as (on_log, on_checkpoint):
-                if together is None:
-                    learner = Heads(*heads)
-                    should_stop = partial(bool, context.signals.caught)
-                else:
-                    together.caught, together.done = context.signals.caught, start
-                    learner = RankHeads(together, settings.log_every, *heads)
-                    should_stop = learner.should_stop
+            options: dict[str, Any] = {
+                "clusters": clusters,
+                "on_events": context.folder.events.extend,
+                "on_fault": fault_recorder(
+                    context.folder.path, trainer, dataclasses.asdict(settings)
+                ),
+            }
+            if ranks is None:
+                learner = HeadsLearner(trainer, plan, gather, **options)
+            else:
+                ranks.caught = context.signals.caught
+                every = settings.log_every
+                learner = RankHeadsLearner(ranks, every, trainer, plan, gather, **options)
+
+            def should_stop() -> bool:
+                return bool(context.signals.caught) if ranks is None else ranks.stopping
+
+            with _logging(context, learner, settings.n_heads) as (on_log, on_checkpoint):
                 steps = run_loop(
                     learner,
                     start=start,
@@ -106,87 +163,193 @@ def learn(
                     on_checkpoint=on_checkpoint,
                     should_stop=should_stop,
                 )
-        trainer = trainer if together is None else together.whole(trainer)
+        trainer = trainer if ranks is None else ranks.gather_trainer(trainer)
     with clock("consensus"):
-        context.tell("consensus", 0, 1, {})
-        model, chosen, information = form_answer(
-            settings, trainer, neighbours, source, source.projection, learnt
-        )
+        context.progress("consensus", 0, 1, {})
+        projection = rows.projection
+        answer = form_answer(settings, trainer, neighbors, rows, projection, learned)
+        model, chosen, information = answer
         save_model(model, context.folder)
-        context.tell("consensus", 1, 1, {"heads": len(chosen)})
+        context.progress("consensus", 1, 1, {"heads": len(chosen)})
     about = {
         "steps": steps,
-        "convergence": None if plan.until is None else plan.until.seen(),
+        "convergence": None if plan.convergence is None else plan.convergence.history(),
         "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
-        "neighbours": searched,
+        "neighbours": search,
     }
-    return TrainedHeads(trainer, model, chosen, information, found, about)
+    return TrainedHeads(trainer, model, chosen, information, partition, about)
 
 
-def _prepared(
-    settings: VisionSettings,
-    context: RunContext,
-    source: Source,
-    n_clusters: int,
-    neighbours: Tensor,
-    clusters: Tensor | None,
-) -> tuple[HeadTrainer, Plan]:
-    """The heads that this process trains and from what; the other ranks learn what it found."""
-    together, dim = context.together, source.projection.dim
-    if together is None:
-        trainer = make_trainer(settings, dim, n_clusters, context.precision)
-        return trainer, make_plan(settings, trainer, neighbours, source)
-    store = source.store
-    mapped = source.whole and by_index(store)
-    found = LeaderResult(
-        context.folder.path.resolve(),
-        settings.to_dict(),
-        store.folder.resolve(),
-        store.fingerprint,
-        source.projection,
-        source.rows,
-        n_clusters,
-        None if mapped else neighbours,
-        clusters,
-    )
-    together.ranks.from_first(lambda: found)
-    trainer = make_trainer(settings, dim, n_clusters, context.precision, together.heads)
-    return trainer, make_plan(settings, trainer, neighbours, source, together.of_all)
+def _draw(stage: str, progress: Progress) -> Callable[[int, int], None]:
+    return lambda done, total: progress(stage, done, total, {})
 
 
-def _neighbours(
-    k: int, source: Source, device: torch.device, tell: Progress
+def _find_neighbors(
+    k: int, rows: TrainingRows, device: torch.device, progress: Progress
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Of each sample in the source, and how they were found; kept where these are all rows."""
-
-    def draw(done: int, total: int) -> None:
-        tell("neighbours", done, total, {})
-
-    k = min(k, source.n - 1)
-    if source.whole:
-        return find_neighbours(source.store, k, device=device, progress=draw)
-    if source.n < source.store.n:
-        logger.info("the graph is that of %d of %d samples", source.n, source.store.n)
-    embeddings = source.embeddings(torch.arange(source.n))
-    found = nearest_neighbours(embeddings, k, device=device, progress=draw)
-    return found, {"index": "exact", "recall": 1.0, "rows": source.n}
+    """Return `[n, k]` neighbors and how they were found; stored where these are all rows."""
+    k, draw = min(k, rows.n - 1), _draw("neighbours", progress)
+    if rows.rows is None:
+        return find_neighbours(rows.store, k, device=device, progress=draw)
+    if rows.n < rows.store.n:
+        logger.info("the graph is that of %d of %d samples", rows.n, rows.store.n)
+    embeddings = rows.embeddings(torch.arange(rows.n))
+    neighbors = nearest_neighbours(embeddings, k, device=device, progress=draw)
+    return neighbors, {"index": "exact", "recall": 1.0, "rows": rows.n}
 
 
-def _partition(
-    n_clusters: int | None, neighbours: Tensor, source: Source, device: torch.device, tell: Progress
-) -> GraphAnswer:
-    """The clusters that the heads are to learn."""
-    projected = source(torch.arange(source.n))
+@contextlib.contextmanager
+def _logging(
+    context: RunContext, learner: HeadsLearner, n_heads: int
+) -> Iterator[tuple[Callable[[LogRecord], object], Callable[[int], object]]]:
+    """Yield `on_log` and `on_checkpoint` of the loop, which write into the run folder.
 
-    def draw(done: int, total: int) -> None:
-        tell("graph", done, total, {})
+    Raises:
+        TooFewHealthyParts: that of the training, with the command that explains the first fault.
+    """
+    folder, ranks, convergence = context.folder, context.ranks, learner.plan.convergence
 
-    return partition_of(n_clusters, neighbours, source.embeddings, projected, device, draw)
+    def on_checkpoint(step: int) -> object:
+        tensors = learner.trainer.tensors()
+        tensors = tensors if ranks is None else ranks.gather_rows(tensors)
+        looks = {} if convergence is None else convergence.tensors()
+        return folder.save_checkpoint(step, tensors | looks)
+
+    with Board(folder.path, ["tensorboard"]) as board:
+
+        def on_log(record: LogRecord) -> None:
+            row = dataclasses.asdict(record)
+            folder.log(row)
+            board.log(record.step, {name: row[name] for name in DRAWN})
+            finite = [value for value in record.loss if abs(value) < float("inf")]
+            mean = sum(finite) / len(finite) if finite else float("nan")
+            info = {"loss": mean, "healthy": f"{record.healthy}/{n_heads}"}
+            context.progress("train", record.step, learner.steps, info)
+
+        try:
+            yield on_log, on_checkpoint
+        except TooFewHealthyParts as error:
+            bundles = FlightRecorder(folder.path / "faults").bundles()
+            if not bundles:
+                raise
+            command = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
+            raise TooFewHealthyParts(f"{error}. {command} explains the first fault") from error
+
+
+def fault_recorder(
+    folder: Path, trainer: HeadTrainer, values: dict[str, Any]
+) -> Callable[[HeadFault], None]:
+    """Return an `on_fault` that saves the first fault of each head in `faults` of a run folder."""
+    recorder = FlightRecorder(folder / "faults")
+
+    def on_fault(fault: HeadFault) -> None:
+        if recorder.wants(fault.event.part):
+            recorder.record(bundle_of(trainer, fault, values))
+
+    return on_fault
+
+
+def load_last(
+    folder: RunFolder,
+    trainer: HeadTrainer,
+    convergence: Convergence | None,
+    ranks: HeadRanks | None,
+) -> int:
+    """Load the last checkpoint, and return its step; 0 if there is none."""
+    if ranks is None:
+        start, tensors = folder.load_checkpoint()
+    else:
+        start, tensors = load_checkpoint(folder, ranks.ranks)
+    if tensors:
+        try:
+            trainer.load(tensors if ranks is None else ranks.rows_of(tensors))
+            if convergence is not None:
+                convergence.load(tensors)
+        except ValueError as error:
+            raise RunFolderError(
+                f"checkpoint/step_{start:09d}.pt of {folder.path} does not fit this version of the "
+                f"library or these heads: {error}. Start a new run without --resume"
+            ) from error
+    return start
 
 
 def save_model(model: ClusterModel, folder: RunFolder) -> None:
-    """Write `model.safetensors`, and into `config.json` its digest and the model's options."""
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    file = folder.path / "model.safetensors"
-    atomic_write_bytes(file, safetensors.torch.save(tensors))
+    """Write `model.safetensors`, and its digest and the model's options into `config.json`."""
+    file = model.save_tensors(folder.path)
     folder.update_json("config.json", **model.options, **{DIGEST: sha256_file(file)})
+
+
+class _LeaderRun:
+    """The run folder of rank 0, for the signals of the other ranks."""
+
+    path, trained = Path(), False
+
+
+def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
+    """Train this rank's heads of the run that rank 0 leads, and return the run folder.
+
+    Raises:
+        SettingsError: rank 0 has other settings.
+        RankStopped: rank 0 stopped.
+        RankLost: rank 0 died.
+    """
+    precision = Precision.for_device(ranks.ranks.device, settings.use_fp16)
+    with following(), Signals(_LeaderRun()) as signals:
+        leader: LeaderResult | Path = ranks.ranks.from_first(_only_rank_0)
+        if isinstance(leader, Path):  # of a run that is finished
+            return leader
+        if differ := [n for n, v in settings.to_dict().items() if v != leader.settings.get(n)]:
+            raise SettingsError(
+                f"rank {ranks.ranks.rank} has other settings than rank 0 ({', '.join(differ)}): "
+                "start every rank with the same flags and the same config.py"
+            )
+        ranks.caught = signals.caught
+        with signals.between_steps():
+            store = EmbeddingStore.open(
+                leader.store, "train", expect=leader.fingerprint, verify=False
+            )
+            gather = TrainingRows(store, leader.projection, leader.rows).on(precision.device)
+            dim, heads = leader.projection.dim, ranks.heads
+            trainer = make_trainer(settings, dim, leader.n_clusters, precision, heads)
+            neighbors = _leader_neighbors(settings.neighbours, store, leader)
+            plan = make_plan(settings, trainer, neighbors, gather, ranks.of_all_heads)
+            folder = ReadOnlyRunFolder(leader.path)
+            start = load_last(folder, trainer, plan.convergence, ranks)
+            learner = RankHeadsLearner(
+                *(ranks, settings.log_every, trainer, plan, gather),
+                clusters=leader.clusters,
+                on_fault=fault_recorder(leader.path, trainer, dataclasses.asdict(settings)),
+            )
+            run_loop(
+                learner,
+                start=start,
+                log_every=settings.log_every,
+                checkpoint_every=settings.checkpoint_every,
+                on_checkpoint=lambda step: ranks.gather_rows(trainer.tensors()),
+                should_stop=lambda: ranks.stopping,
+            )
+            if not ranks.stopping:
+                ranks.gather_trainer(trainer)
+            ranks.ranks.from_first(_only_rank_0)  # it forms the answer and writes the files
+    return leader.path
+
+
+def _leader_neighbors(k: int, store: EmbeddingStore, leader: LeaderResult) -> Tensor:
+    """Return the neighbors that rank 0 sent, or has stored beside the embeddings.
+
+    Raises:
+        InputError: this rank does not see them there.
+    """
+    if leader.neighbors is not None:
+        return leader.neighbors
+    neighbors = kept_neighbours(store, min(k, store.n - 1), verify=False)
+    if neighbors is None:
+        raise InputError(
+            f"{store.folder} lacks the neighbours that rank 0 found there: EMBEDDINGS_DIR has to"
+            " be one folder for all ranks"
+        )
+    return neighbors
+
+
+def _only_rank_0() -> Any:
+    raise AssertionError("must be called on rank 0 only")

@@ -1,18 +1,15 @@
-"""Heads over several processes: each trains some, and they meet only to tell what they saw.
+"""Heads trained by several processes: each trains some; they exchange what the guard reports.
 
-Heads share no weight, so ranks do not wait for each other between two looks; only INSTANCE_WEIGHT
-`mean` takes one all-reduce a step. What the heads of one process would have decided together is
-decided here from what all told: when to stop, whether enough heads are left, what is logged.
+Heads share no weights, so ranks do not wait for each other between two exchanges; only
+INSTANCE_WEIGHT `mean` takes one all-reduce a step. The reports of all ranks decide when to stop,
+whether enough heads are left, and what is logged.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from signal import SIGTERM
 from typing import Any, NoReturn
 
 import torch
@@ -26,32 +23,22 @@ from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.health import Health, Tally
 from ssl_kd.training.ranks import Ranks
 from ssl_kd.vision.step import HeadsState, HeadTrainer
-from ssl_kd.vision.train import Heads
+from ssl_kd.vision.train import HeadsLearner
 
 logger = logging.getLogger(__name__)
 
-Place = tuple[int, int]
-"""Where a rank is: steps done, and what it came for, in the order of the loop."""
-_JUDGE, _LOOK, _CHECKPOINT, _GIVE_UP, _STOP = range(5)
-Said = tuple[str, int, str]
-"""A logger, a level and a message."""
-_Key = tuple[int, int, int, int]
-"""Where an event of one process would stand: look, turn in it, step, batch before heads."""
-
 
 class HeadRanks:
-    """The ranks of a training, of which each has some heads.
+    """The processes of a training, each of which trains some heads.
 
     Args:
-        ranks: they.
-        n_heads: of all of them.
+        ranks: the process group.
+        n_heads: number of all heads.
 
     Attributes:
-        caught: signals that tell this rank to stop.
-        heads: numbers of its heads.
-        said: what it warned of since it told last.
-        done: steps that it has done.
-        stopping: whether all are agreed to stop.
+        caught: signals that ask this rank to stop.
+        heads: numbers of this rank's heads.
+        stopping: whether all ranks have agreed to stop.
 
     Raises:
         InputError: there are more ranks than heads.
@@ -67,267 +54,170 @@ class HeadRanks:
         self.ranks, self._bounds, self._n_heads = ranks, bounds, n_heads
         self.heads = range(bounds[ranks.rank], bounds[ranks.rank + 1])
         self.caught: list[int] = []
-        self.said: list[Said] = []
-        self.done = 0
-        self._target: Place | None = None
         self.stopping = False
-        self._wanted: Tensor | None = None
 
     @property
     def leads(self) -> bool:
-        """Whether this is the one that writes."""
+        """Whether this rank writes the run folder."""
         return self.ranks.rank == 0
 
-    # -- meetings ---------------------------------------------------------------------------------
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks; every rank calls this at the same points in order.
 
-    def meet(self, what: int, told: Any) -> list[Any]:
-        """What each rank tells, on all of them; every rank comes to the same meetings in order."""
-        heard = self._meet((self.done, what), told)
-        assert heard is not None, "another rank went on without this one"
-        return heard
-
-    def _meet(self, here: Place, told: Any) -> list[Any] | None:
-        """As `meet`; None where the others are at a later place already, to which this one goes.
-
-        A rank that is told to stop comes early. All then go on to the latest place that any of them
-        has reached, and stop there.
+        A rank that was asked to stop makes all of them stop before the next step.
         """
-        while True:
-            heard: list[Any] = [None] * self.ranks.world
-            dist.all_gather_object(heard, (here, self.caught[:1], told))
-            latest = max(place for place, _, _ in heard)
-            if all(place == latest for place, _, _ in heard):
-                self._target = None
-                if wanted := [number for _, caught, _ in heard for number in caught]:
-                    self._stop(wanted[0])
-                return [words for _, _, words in heard]
-            self._target = latest
-            if here < latest:
-                return None
+        received: list[Any] = [None] * self.ranks.world
+        dist.all_gather_object(received, (self.caught[:1], value))
+        signals = [number for caught, _ in received for number in caught]
+        if signals:
+            self.stopping = True
+            self.caught[:] = self.caught or signals[:1]
+        return [values for _, values in received]
 
-    def _stop(self, number: int) -> None:
-        self.stopping = True
-        if not self.caught:
-            self.caught.append(number)
+    def of_all_heads(self, values: Tensor) -> Tensor:
+        """Return `[head]` of all heads, from that of each rank's heads."""
+        return torch.cat(self.gather(values))
 
-    def should_stop(self, step: int, look_every: int) -> bool:
-        """Whether all stop before this step; the same on every rank."""
-        if self._wanted is not None:
-            if step % look_every == 0 and float(self._wanted) > 0:
-                self._stop(SIGTERM)
-            return self.stopping
-        here = (step, _STOP)
-        if not self.stopping and (self.caught or self._target) and here >= (self._target or here):
-            self._meet(here, None)
-        return self.stopping
-
-    # -- messages ---------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def overheard(self) -> Iterator[None]:
-        """Rank 0 repeats what is warned of inside, when this rank tells the next time."""
-        log, listener = logging.getLogger("ssl_kd"), _Listener(self.said)
-        before = log.level, log.propagate
-        log.setLevel(logging.WARNING)
-        log.addHandler(listener)
-        log.propagate = False
-        try:
-            yield
-        finally:
-            log.removeHandler(listener)
-            log.setLevel(before[0])
-            log.propagate = before[1]
-
-    def repeat(self, said: Iterable[Said]) -> None:
-        """Say what other ranks said."""
-        for name, level, message in said if self.leads else ():
-            logging.getLogger(name).log(level, "%s", message)
-
-    # -- rows of heads ----------------------------------------------------------------------------
-
-    def of_all(self, mine: Tensor) -> Tensor:
-        """From `[head]` of each rank's heads to that of all heads, in a meeting."""
-        return torch.cat(self.meet(_JUDGE, mine))
-
-    def own(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of a checkpoint's tensors what belongs to this rank's heads, and what to none."""
+    def rows_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows of this rank's heads of a checkpoint's tensors."""
         rows = slice(self.heads.start, self.heads.stop)
-        return {n: t if n.startswith("convergence.") else t[rows] for n, t in whole.items()}
+        return {n: t if n.startswith("convergence.") else t[rows] for n, t in tensors.items()}
 
-    def gathered(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """From `[head, ...]` of each rank to those of all heads on rank 0; nothing elsewhere.
+    def gather_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows of all heads on rank 0, on the CPU; nothing on other ranks.
 
-        On the CPU; sent straight into the tensors of all heads: no more memory than these.
+        They are received into the tensors of all heads, which is all the memory that it takes.
         """
-        found = {}
-        for name, tensor in mine.items():
+        gathered = {}
+        for name, tensor in tensors.items():
             tensor = tensor.detach().cpu().contiguous()
             if not self.leads:
                 dist.send(tensor, 0)
                 continue
-            found[name] = whole = tensor.new_empty(self._n_heads, *tensor.shape[1:])
-            whole[: len(tensor)] = tensor
+            gathered[name] = rows = tensor.new_empty(self._n_heads, *tensor.shape[1:])
+            rows[: len(tensor)] = tensor
             for rank in range(1, self.ranks.world):
-                dist.recv(whole[self._bounds[rank] : self._bounds[rank + 1]], rank)
-        return found
+                dist.recv(rows[self._bounds[rank] : self._bounds[rank + 1]], rank)
+        return gathered
 
-    def whole(self, trainer: HeadTrainer) -> HeadTrainer:
-        """All heads as rank 0 judges them and forms the answer; each rank's own elsewhere.
+    def gather_trainer(self, trainer: HeadTrainer) -> HeadTrainer:
+        """Return a trainer of all heads on rank 0, and this rank's own on the others.
 
-        Only what an answer is formed from: students and moments stay where they are, since one
-        device may not hold them all.
+        It holds only what the answer is formed from: students and moments stay where they are,
+        since one device may not have the memory for all of them.
         """
         state = trainer.state
         health = {f"health.{name}": tensor for name, tensor in state.health.tensors().items()}
-        found = self.gathered({"teacher": state.teacher, "loss": state.loss} | health)
-        if not found:
+        gathered = self.gather_rows({"teacher": state.teacher, "loss": state.loss} | health)
+        if not gathered:
             return trainer
-        device = state.teacher.device
-        found = {name: tensor.to(device) for name, tensor in found.items()}
-        health = {f.name: found.pop(f"health.{f.name}") for f in fields(Health)}
-        absent = dict.fromkeys((f.name for f in fields(HeadsState)), found["teacher"][:, :0])
+        gathered = {name: tensor.to(state.teacher.device) for name, tensor in gathered.items()}
+        health = {f.name: gathered.pop(f"health.{f.name}") for f in fields(Health)}
+        empty = dict.fromkeys((f.name for f in fields(HeadsState)), gathered["teacher"][:, :0])
         trainer = copy.copy(trainer)
-        trainer.state = HeadsState(**{**absent, **found, "health": Health(**health)})
+        trainer.state = HeadsState(**{**empty, **gathered, "health": Health(**health)})
         return trainer
 
-    # -- INSTANCE_WEIGHT mean ---------------------------------------------------------------------
-
-    def weigh_together(self, trainer: HeadTrainer) -> None:
-        """Let all heads weigh the samples by the agreement of all teachers, one all-reduce a step.
-
-        The wish to stop rides along: in step with each other, ranks need not meet for it.
-        """
-        self._wanted = torch.zeros((), device=trainer.precision.device)
-        trainer.weigh = self._weigh
-
-    def _weigh(self, agreements: Tensor) -> Tensor | None:
+    def instance_weights(self, agreements: Tensor) -> Tensor | None:
+        """Weigh samples by the agreement of the teachers of all ranks: one all-reduce a step."""
         healthy = torch.isfinite(agreements).all(-1, keepdim=True)
-        told = agreements.new_empty(agreements.shape[1] + 2)
-        told[:-2] = torch.where(healthy, agreements, 0).sum(0)
-        told[-2] = healthy.sum()
-        told[-1] = bool(self.caught)
-        dist.all_reduce(told)
-        self._wanted = told[-1]
-        mean = told[:-2] / told[-2].clamp(min=1)
+        sums = agreements.new_empty(agreements.shape[1] + 1)
+        sums[:-1] = torch.where(healthy, agreements, 0).sum(0)
+        sums[-1] = healthy.sum()
+        dist.all_reduce(sums)
+        mean = sums[:-1] / sums[-1].clamp(min=1)
         return losses.instance_weights(mean.unsqueeze(0), "mean")
 
 
-class _Listener(logging.Handler):
-    def __init__(self, said: list[Said]) -> None:
-        super().__init__()
-        self._said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._said.append((record.name, record.levelno, record.getMessage()))
-
-
-class RankHeads(Heads):
-    """A rank's heads as the loop's learner; it tells the others and logs for all.
+class RankHeadsLearner(HeadsLearner):
+    """A rank's heads, as `run_loop` trains them; rank 0 logs for all.
 
     Args:
-        together: the ranks; `caught` tells them to stop.
-        log_every: steps between two records, at which the ranks exchange what they found.
-        *args: as `Heads`.
+        ranks: the processes; a signal in `ranks.caught` stops them at the next record.
+        log_every: steps between two records, at which ranks exchange what the guard reports.
+        *args: as `HeadsLearner`.
+        **options: as `HeadsLearner`.
 
     Raises:
-        TooFewHealthyParts: from a step that is logged; too few heads of all ranks are healthy.
+        TooFewHealthyParts: on all ranks, at a logged step; too few of all heads are healthy.
         RankLost: another rank does not answer.
     """
 
-    def __init__(self, together: HeadRanks, log_every: int, *args: Any) -> None:
-        super().__init__(*args)
-        self.together, self._log_every = together, log_every
-        if self.trainer.settings.instance_weight == "mean" and self.clusters is None:
-            together.weigh_together(self.trainer)
-        if self.trainer.bank.draws and together.leads:
+    def __init__(self, ranks: HeadRanks, log_every: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.ranks, self._log_every = ranks, log_every
+        self.trainer.weigh = ranks.instance_weights
+        if self.trainer.bank.draws and ranks.leads:
             logger.warning(
-                "heads with dropout draw by the first head of their process: the result is another "
-                "one than that of another number of processes, and no worse"
+                "dropout differs with the number of processes: expect other, equally good results"
             )
-        self._write, self.on_events = self.on_events, self._keep
-        self._untold: list[tuple[_Key, Event]] = []
+        self._write_events, self.on_events = self.on_events, self._collect
+        # Each event with its place among those of a single process: look, turn, step, order.
+        self._unsent: list[tuple[tuple[int, int, int, int], Event]] = []
         self._tallies: list[tuple[int, Tally]] = []
         self._turn: tuple[int, int] = (0, 0)
-        self._seen: tuple[Tensor, ...] = ()
-
-    def should_stop(self) -> bool:
-        """Whether all ranks stop before the next step; the same on each."""
-        return self.together.should_stop(self.together.done, self._look_every)
-
-    def learn(self, step: int) -> None:
-        """As `Heads`."""
-        self.together.done = step + 1
-        super().learn(step)
+        self._gathered: tuple[Tensor, ...] = ()
 
     def look(self, done: int, *, at_once: bool = False) -> None:
-        """As `Heads`, and now and then tell the others.
+        """As `HeadsLearner.look`; at each record ranks exchange their reports.
 
         Raises:
-            TooFewHealthyParts: on all ranks; too few heads of all are healthy.
+            TooFewHealthyParts: on all ranks; too few of all heads are healthy.
         """
-        self.together.done, self._turn = done, (done, 0)
+        self._turn = (done, 0)
         super().look(done, at_once=at_once)
         if not at_once and (done % self._log_every == 0 or done == self.steps):
-            told = self._tell(done, _LOOK, super().seen())
-            self._seen = tuple(torch.cat(columns, dim=-1) for columns in zip(*told, strict=True))
+            results = self._exchange(done, super().read_results())
+            self._gathered = tuple(torch.cat(column, -1) for column in zip(*results, strict=True))
 
-    def before_checkpoint(self, done: int) -> None:
-        """As `Heads`, and tell the others.
-
-        Raises:
-            TooFewHealthyParts: as `look`.
-        """
+    def before_checkpoint(self, done: int) -> None:  # noqa: D102
         self._turn = (done, 2)
         super().before_checkpoint(done)
-        self._tell(done, _CHECKPOINT)
+        self._exchange(done)
 
     def escalate(self, done: int) -> tuple[list[Event], str]:
-        """As `Heads`; whether too few heads are left is decided when all tell."""
-        keep = lambda tally: self._tallies.append((done, tally))  # noqa: E731
-        return self.trainer.recovery.escalate(done - 1, self.trainer.thresholds, keep)
+        """As `HeadsLearner`; whether too few heads are left is decided at the next exchange."""
+        return self.trainer.recovery.escalate(
+            done - 1,
+            self.trainer.thresholds,
+            lambda tally: self._tallies.append((done, tally)),
+        )
 
-    def seen(self) -> tuple[Tensor, ...]:
-        """As `Heads`, of all heads; they told it at the look before."""
-        return self._seen
+    def read_results(self) -> tuple[Tensor, ...]:
+        """As `HeadsLearner`, of all heads, from the last exchange."""
+        return self._gathered
 
-    def _keep(self, events: list[Event]) -> None:
-        """Events in the order in which one process would have seen them."""
+    def _collect(self, events: list[Event]) -> None:
+        """Store events by the place that they have in a single process."""
         look, turn = self._turn
         self._turn = look, turn + 1
         for event in events:
             of_batch = event.part == "batch"
-            if of_batch and not self.together.leads:  # all see the same batch
+            if of_batch and not self.ranks.leads:  # every rank sees the same batch
                 continue
             order = 0 if of_batch else 1 if Stage.of(event) is Stage.MARGINAL else 2
-            self._untold.append(((look, turn, event.step, order), event))
+            self._unsent.append(((look, turn, event.step, order), event))
 
-    def _tell(self, done: int, what: int, more: Any = None) -> list[Any]:
-        """Tell the others what the guard saw and did here, and `more`; what each told of that."""
-        active = len(self.together.heads) - int(self.trainer.state.health.retired.sum())
-        rest = Tally(len(self.together.heads), active, 0, 0, active)
-        said = self.together.said.copy()
-        self.together.said.clear()
-        told = self.together.meet(what, (self._untold, self._tallies, rest, said, more))
-        events = sorted((pair for one, *_ in told for pair in one), key=lambda pair: pair[0])
-        self._untold, self._tallies = [], []
-        self.together.repeat(line for *_, said, _ in told for line in said)
-        self._write([event for _, event in events])
-        if seen := [event for (_, turn, _, _), event in events if turn == 0]:
-            self._last = next(event for event in seen if event.step == seen[-1].step)
-        if why := self._hopeless([(dict(tallies), rest) for _, tallies, rest, *_ in told]):
-            self._give_up(done, why)
-        return [more for *_, more in told]
+    def _exchange(self, done: int, results: Any = None) -> list[Any]:
+        """Exchange events, tallies and `results`; return the results of all ranks."""
+        n_heads = len(self.ranks.heads)
+        n_active = n_heads - int(self.trainer.state.health.retired.sum())
+        rest = Tally(n_heads, n_active, 0, 0, n_active)
+        received = self.ranks.gather((self._unsent, dict(self._tallies), rest, results))
+        events = sorted((pair for pairs, *_ in received for pair in pairs), key=lambda p: p[0])
+        self._unsent, self._tallies = [], []
+        self._write_events([event for _, event in events])
+        if faults := [event for (_, turn, _, _), event in events if turn == 0]:
+            self._last_event = next(event for event in faults if event.step == faults[-1].step)
+        for look in sorted({look for _, tallies, *_ in received for look in tallies}):
+            of_ranks: list[Tally] = [tallies.get(look, rest) for _, tallies, rest, _ in received]
+            total = sum(of_ranks[1:], of_ranks[0])
+            if message := total.hopeless(self.trainer.thresholds):
+                self._give_up(done, message)
+        return [results for *_, results in received]
 
-    def _hopeless(self, told: Sequence[tuple[dict[int, Tally], Tally]]) -> str:
-        """Why training cannot continue, from the tallies of each look that any rank made some."""
-        for look in sorted({look for tallies, _ in told for look in tallies}):
-            first, *others = (tallies.get(look, rest) for tallies, rest in told)
-            if why := sum(others, first).hopeless(self.trainer.thresholds):
-                return why
-        return ""
-
-    def _give_up(self, done: int, why: str) -> NoReturn:
-        events = self.trainer.recovery.give_up(done - 1, why)
-        told = self.together.meet(_GIVE_UP, events[:-1])
-        self._write([event for one in told for event in one] + events[-1:])
-        self.stop(done, why)
+    def _give_up(self, done: int, message: str) -> NoReturn:
+        events = self.trainer.recovery.give_up(done - 1, message)
+        received = self.ranks.gather(events[:-1])
+        self._write_events([event for rank in received for event in rank] + events[-1:])
+        self.stop(done, message)

@@ -1,4 +1,4 @@
-"""`ssl_kd replay BUNDLE`: one head's step, run again under the microscope, and what it says."""
+"""`ssl_kd replay BUNDLE`: run one head's faulty step again, and report the first bad operation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ssl_kd.errors import InputError
 from ssl_kd.guard.diagnosis import diagnose
@@ -29,10 +28,10 @@ from ssl_kd.training.fault_bundle import (
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadsStep, HeadTrainer
+from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadFault
 
-_USUAL = {"learning_rate": VisionSettings.learning_rate}
+_DEFAULTS = {"learning_rate": VisionSettings.learning_rate}
 _REPLAY = {
     "mode": str,
     "learning_rate": float,
@@ -43,14 +42,8 @@ _REPLAY = {
 }
 
 
-def bundle_of(trainer: HeadTrainer, fault: HeadFault, settings: Mapping[str, Any]) -> Bundle:
-    """What to hand to `FlightRecorder.record` after a step that left a head out.
-
-    Args:
-        trainer: of the run.
-        fault: the head, its step, and its state before it.
-        settings: of the run: all of `VisionSettings`.
-    """
+def bundle_of(trainer: HeadTrainer, fault: HeadFault, values: Mapping[str, Any]) -> Bundle:
+    """Return the bundle of a step that skipped a head; `values` are the settings of the run."""
     replay = {
         "mode": "vision",
         "learning_rate": fault.learning_rate,
@@ -59,33 +52,29 @@ def bundle_of(trainer: HeadTrainer, fault: HeadFault, settings: Mapping[str, Any
         "device": str(trainer.precision.device),
         "exact": fault.exact,
     }
-    return Bundle(
-        event=fault.event,
-        indices=fault.samples,
-        tensors=fault.before
-        | {"views": fault.views}
-        | ({} if fault.given is None else {"given": fault.given}),
-        settings={**settings, "replay": replay},
-    )
+    tensors = fault.before | {"views": fault.views}
+    if fault.targets is not None:
+        tensors["given"] = fault.targets
+    return Bundle(fault.event, fault.samples, tensors, {**values, "replay": replay})
 
 
 def replay(path: str | Path, *, head: str | None = None, loss: str | None = None) -> Replay:
     """Run the step of a bundle again, on the CPU, under the microscope.
 
-    With `INSTANCE_WEIGHT` `mean` the weights are this head's own: bounded and summing to one like
-    the mean, so what becomes NaN is the same.
+    With `INSTANCE_WEIGHT` `mean` the weights are this head's own: they are bounded and sum to one
+    like the mean, so the same values become NaN.
 
     Args:
         path: the bundle.
         head: import path of the head's class. Only this library's own head is imported because the
-            bundle names it; any other has to be named here, for an import runs code.
+            bundle names it; any other must be named here, because an import runs code.
         loss: import path of the objective's class, named here for the same reason.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptFileError: it is damaged, no bundle, or of another version's settings.
-        ValueError: the batch was left out of it, it is not of this mode, its head or loss is not
-            this library's and was not named, or cannot be imported.
+        CorruptFileError: it is damaged, not a bundle, or of another version's settings.
+        ValueError: the bundle holds no batch or is of another mode, or its head or loss is not this
+            library's and was not named, or cannot be imported.
     """
     bundle = load_bundle(path)
     if "replay" not in bundle.settings:
@@ -105,48 +94,40 @@ def replay(path: str | Path, *, head: str | None = None, loss: str | None = None
         Microscope(named) as scope,
     ):
         rate = bundle.settings["replay"]["learning_rate"]
-        result = trainer.step(views, rate, given=bundle.tensors.get("given"))
-    fault = _fault(scope, result, views)
+        result = trainer.step(views, rate, fixed_targets=bundle.tensors.get("given"))
+    # The views come last: the step leaves out a row that is not finite, so it harms nothing.
+    fault = scope.fault(result.loss, result.grad_norm, views)
+    if fault is None and Stage(int(result.stage)).kind.not_finite:
+        fault = scope.fault()
     reproduced = not bool(is_healthy(result.stage).all()) or bool(result.bad.any())
     return Replay(
         bundle=bundle,
         reproduced=reproduced,
         fault=fault,
-        diagnosis=None if fault is None else diagnose(fault, bundle.settings, _USUAL),
+        diagnosis=None if fault is None else diagnose(fault, bundle.settings, _DEFAULTS),
         sample="" if fault is None else _sample(bundle, fault),
-        seen=_seen(bundle, float(result.grad_norm)) if reproduced else (),
+        seen=_rows(bundle, float(result.grad_norm)) if reproduced else (),
     )
 
 
-def _seen(bundle: Bundle, norm: float) -> tuple[tuple[str, str], ...]:
-    """What there is to say of a sick step without a NaN."""
+def _rows(bundle: Bundle, norm: float) -> tuple[tuple[str, str], ...]:
+    """Return the report's rows about a faulty step without a NaN."""
     rows = [("seen", f"no NaN or inf; the gradient's norm is {norm:.3g}")]
-    found = Stage.of(bundle.event)
-    if found is Stage.SPIKE:
+    stage = Stage.of(bundle.event)
+    if stage is Stage.SPIKE:
         rate = bundle.settings["learning_rate"]
         rows.append(("change", f"LEARNING_RATE {rate:g} -> {rate / 10:g}"))
-    if found is not None and not found.kind.not_finite and found.kind.advice:
-        rows.append(("remedy", found.kind.advice))
+    if stage is not None and not stage.kind.not_finite and stage.kind.advice:
+        rows.append(("remedy", stage.kind.advice))
     return tuple(rows)
 
 
-def _fault(scope: Microscope, result: HeadsStep, views: Tensor) -> Fault | None:
-    # The views come last: the step leaves out a row that is not finite, so it harms nothing.
-    fault = scope.fault(result.loss, result.grad_norm, views)
-    sick = Stage(int(result.stage)).kind.not_finite
-    return scope.fault() if fault is None and sick else fault
-
-
 def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | None) -> HeadTrainer:
-    """The head as it was before the step.
-
-    Raises:
-        CorruptFileError: the bundle does not hold what such a step is computed from.
-    """
+    """Return a trainer of the head before the step; raise CorruptFileError if data is missing."""
     settings, tensors = dict(bundle.settings), bundle.tensors
-    how = settings.pop("replay")
+    options = settings.pop("replay")
     views, marginal = tensors.get("views"), tensors.get("marginal")
-    if not has_fields(how, _REPLAY) or how["student"] not in DTYPES:
+    if not has_fields(options, _REPLAY) or options["student"] not in DTYPES:
         raise damaged(path, "its replay settings are not those of a step")
     if (
         views is None
@@ -159,8 +140,8 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
         raise damaged(path, "indices are not int64 [view, batch], one for each embedding")
     if marginal is None or marginal.ndim != 2 or marginal.shape[1] < 2:
         raise damaged(path, "marginal is not [1, cluster]")
-    given, wanted = tensors.get("given"), (*views.shape[:2], marginal.shape[1])
-    if given is not None and (given.dtype != torch.float32 or given.shape != wanted):
+    targets, expected = tensors.get("given"), (*views.shape[:2], marginal.shape[1])
+    if targets is not None and (targets.dtype != torch.float32 or targets.shape != expected):
         raise damaged(path, "given is not float32 [view, batch, cluster]")
     if odd := settings.keys() ^ VisionSettings.rules().keys():
         names = ", ".join(sorted(map(str, odd)))
@@ -169,17 +150,16 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
         run = VisionSettings(**settings).replace(n_heads=1)
     except SettingsError as error:
         raise damaged(path, str(error)) from error
-    own = {"head": (head, OWN_HEADS), "loss": (loss, OBJECTIVES)}
-    for what, (named, ours) in own.items():
-        found = getattr(run, what)
-        way = f"--{what} {found}"
-        path_to = path_of_file(found, named, ours, what=what, file=path, way=way)
-        run = run.replace(**{what: path_to})
+    for what, named, ours in (("head", head, OWN_HEADS), ("loss", loss, OBJECTIVES)):
+        value = getattr(run, what)
+        way = f"--{what} {value}"
+        value = path_of_file(value, named, ours, what=what, file=path, way=way)
+        run = run.replace(**{what: value})
     precision = Precision(
         device=torch.device("cpu"),
         teacher=torch.float32,
-        student=getattr(torch, how["student"]),
-        scale=how["scale"],
+        student=getattr(torch, options["student"]),
+        scale=options["scale"],
         why="a replay",
     )
     trainer = make_trainer(run, views.shape[2], marginal.shape[1], precision)
@@ -187,14 +167,14 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
         saved = tensors.get(name)
         kind = (mine.shape, mine.dtype, mine.layout)
         if saved is None or (saved.shape, saved.dtype, saved.layout) != kind:
-            words = str(mine.dtype).removeprefix("torch.")
-            raise damaged(path, f"{name} is not {words} {list(mine.shape)}")
+            dtype = str(mine.dtype).removeprefix("torch.")
+            raise damaged(path, f"{name} is not {dtype} {list(mine.shape)}")
         mine.copy_(saved)
     return trainer
 
 
 def _sample(bundle: Bundle, fault: Fault) -> str:
-    """Which sample of the data a poisoned input row is; empty where it is none."""
+    """Return which sample of the data a bad input row is; empty if the input is good."""
     facts = fault.named["input"]
     if fault.poisoned == "input" and facts.first_bad is not None:
         view, position = facts.first_bad[:2]

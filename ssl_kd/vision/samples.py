@@ -1,4 +1,4 @@
-"""The samples of a finished run: who is where, and what it was computed from."""
+"""The samples of a finished run: their clusters, embeddings, neighbors and pictures."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ NEEDED = ("file", "cluster", "confidence", "split")
 
 
 class Samples:
-    """Every sample of a finished clustering run, of all its splits, numbered from 0.
+    """All samples of a finished clustering run, of all splits, numbered from 0.
 
-    Opening it reads `config.json`, `metrics.json` and the file of assignments; embeddings, images
-    and neighbours are looked for when they are asked for, where the run found them.
+    Opening reads `config.json`, `metrics.json` and the file of assignments. Embeddings, images and
+    neighbors are read when they are first used, from where the run read them.
 
     Args:
         path: a run's folder.
@@ -44,8 +44,8 @@ class Samples:
             `confidence`, `split`, perhaps `label`, `outlier`, `second` ... and `level_5` ...
 
     Raises:
-        RunFolderError: no run, one that is not finished, or one of language models.
-        CorruptFileError: a file of it is damaged, or was edited so that rows or columns are gone.
+        RunFolderError: not a run, one that is not finished, or one of language models.
+        CorruptFileError: a file is damaged, or was edited so that rows or columns are missing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,7 +57,7 @@ class Samples:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of the run, by their UPPER_CASE names."""
+        """The settings of the run by their UPPER_CASE names."""
         return self.config["settings"]
 
     def __len__(self) -> int:
@@ -65,32 +65,31 @@ class Samples:
 
     @cached_property
     def splits(self) -> dict[str, range]:
-        """The numbers of the samples of each split: `train`, perhaps `test`, `extend1`, ...
+        """Numbers of the samples of each split: `train`, perhaps `test`, `extend1`, ...
 
         Raises:
-            CorruptFileError: the rows of one do not lie side by side.
+            CorruptFileError: the rows of a split are not contiguous.
         """
         names = self.table.column("split").combine_chunks()
-        found: dict[str, range] = {}
-        for run in _runs(names):
-            name = str(names[run.start])
-            if name in found:
+        codes = names.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+        bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
+        splits: dict[str, range] = {}
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            if start == stop:
+                continue
+            if (name := str(names[start])) in splits:
                 raise CorruptFileError(
                     f"{assignments_of(self.path)} was sorted or edited: the rows of split {name} "
                     "do not lie side by side. Take another copy, or run again"
                 )
-            found[name] = run
-        return found
+            splits[name] = range(start, stop)
+        return splits
 
     def column(self, name: str, split: str | None = None) -> NDArray[Any]:
-        """One column of the table: numbers as they are, text as objects.
-
-        Args:
-            name: of the column.
-            split: whose samples; None: all.
+        """Return one column of the table, of one split or of all samples; text as objects.
 
         Raises:
-            InputError: there is none of that name, or no such split.
+            InputError: there is no such column or split.
         """
         if name not in self.table.column_names:
             raise InputError(
@@ -103,7 +102,7 @@ class Samples:
 
     @property
     def levels(self) -> list[str]:
-        """The columns of the tree, coarsest first, with `cluster` among them where it belongs."""
+        """Columns of the tree, coarsest first, with `cluster` in its place."""
         levels = [name for name in self.table.column_names if name.startswith("level_")]
         if not levels:
             return ["cluster"]
@@ -112,29 +111,31 @@ class Samples:
 
     @property
     def n_clusters(self) -> int:
-        """K, with those that an extension offered."""
+        """Number of clusters, including those that extensions added."""
         return int(self.metrics["dataset"]["n_clusters"])
 
-    # --- What it was computed from ---------------------------------------------------------------
-
     def store(self, split: str = "train") -> EmbeddingStore:
-        """The embeddings of one split, in the order of its samples; opened once.
+        """Return the embeddings of one split, in the order of its samples; opened once.
 
         Raises:
-            InputError: no such split; RunFolderError: the cache holds other samples by now.
-            FileNotFoundError: the cache is gone; the message says where it was.
+            InputError: no such split; RunFolderError: the cache holds other samples now.
+            FileNotFoundError: the cache is gone; the message names its folder.
         """
         rows = self._split(split)
         if split in self._stores:
             return self._stores[split]
-        folder, name = self._cache_of(split)
+        added = self._extension(split)
+        if added is not None:
+            folder, name, digest = added["embeddings"], "extend", added["digest"]
+        else:
+            digest = self.config["learns_from"] if split == "train" else None
+            folder, name = self.settings["EMBEDDINGS_DIR"], split
         if not Path(folder).is_dir():
             raise FileNotFoundError(
                 f"the embeddings of {self.path} ({split}) were in {Path(folder).absolute()}, and "
-                "are not there: stand where the run was started, or put them back"
+                "are not there: start from the folder that the run was started in, or put them back"
             )
         store = EmbeddingStore.open(folder, name, verify=False)
-        digest = self._digest_of(split)
         if store.n != len(rows) or digest not in (None, store.fingerprint.digest):
             raise RunFolderError(
                 f"{folder} holds other samples ({store.n}) than {self.path} clustered "
@@ -145,64 +146,65 @@ class Samples:
         return store
 
     def _labels(self, split: str) -> tuple[Tensor | None, list[str] | None]:
-        """The labels that the run scored by: its cache may hold others, or those of no run."""
+        """Return the labels that the run was scored by; those of the cache may differ."""
         if "label" not in self.table.column_names:
             return None, None
-        seen = sorted(text for text in self.table.column("label").unique().to_pylist() if text)
-        names = list(dict.fromkeys([*(self.metrics["dataset"].get("class_names") or ()), *seen]))
+        texts = sorted(text for text in self.table.column("label").unique().to_pylist() if text)
+        names = list(dict.fromkeys([*(self.metrics["dataset"].get("class_names") or ()), *texts]))
         numbers = {name: number for number, name in enumerate(names)}
         labels = [numbers.get(text, -1) for text in self.column("label", split).tolist()]
         return torch.tensor(labels), names
 
     def embeddings(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Tensor:
-        """Of some samples, float32 `[row, dim]`, as the teacher gave them."""
-        wanted = torch.as_tensor(np.asarray(rows), dtype=torch.int64)
-        found: Tensor | None = None
-        for split, run in self.splits.items():
-            own = (wanted >= run.start) & (wanted < run.stop)
-            if own.any():
-                x = self.store(split).gather(wanted[own] - run.start)
-                found = torch.empty(len(wanted), x.shape[1]) if found is None else found
-                found[own] = x
-        return torch.empty(0, 0) if found is None else found
+        """Return the teacher's embeddings of some samples, float32 `[row, dim]`."""
+        numbers = torch.as_tensor(np.asarray(rows), dtype=torch.int64)
+        embeddings: Tensor | None = None
+        for split, of_split in self.splits.items():
+            mask = (numbers >= of_split.start) & (numbers < of_split.stop)
+            if mask.any():
+                x = self.store(split).gather(numbers[mask] - of_split.start)
+                if embeddings is None:
+                    embeddings = torch.empty(len(numbers), x.shape[1])
+                embeddings[mask] = x
+        return torch.empty(0, 0) if embeddings is None else embeddings
 
     def neighbours(self, k: int, split: str = "train") -> NDArray[np.int64]:
-        """The k nearest others in the same split `[n, k]`, numbers of samples, nearest first.
+        """Return the k nearest others in the same split `[n, k]`, nearest first.
 
-        Those that the run left beside its embeddings, found anew where it left fewer.
+        They are read from beside the run's embeddings, or searched where fewer are stored.
         """
-        found, _ = find_neighbours(self.store(split), k, search="auto")
-        return found.numpy() + self.splits[split].start
+        neighbors, _ = find_neighbours(self.store(split), k, search="auto")
+        return neighbors.numpy() + self.splits[split].start
 
     def image(self, row: int) -> Image.Image | None:
-        """The picture of one sample; None where the run learned from features without images.
+        """Return the picture of one sample; None if the run was trained on features without images.
 
         Raises:
-            FileNotFoundError: it is no longer where the run found it.
+            FileNotFoundError: it is no longer where it was.
             UnreadableImage: it cannot be decoded.
         """
         picture = self._picture(row)
         return None if picture is None else picture[0].image(picture[1])
 
     def image_file(self, row: int) -> Path | None:
-        """Where a sample's picture lies on the disk; None where it is not a file of its own."""
+        """Return the path of a sample's picture; None if it is not a separate file."""
         picture = self._picture(row)
         return None if picture is None else picture[0].image_file(picture[1])
 
     def _picture(self, row: int) -> tuple[ImageDataset | FeatureDataset, int] | None:
-        """The data set that a sample's picture is in, and its number there."""
-        split = next(name for name, run in self.splits.items() if row in run)
+        """Return the data set that holds a sample's picture, and its row there."""
+        split = next(name for name, rows in self.splits.items() if row in rows)
         if split not in self._pictures:
             self._pictures[split] = self._open_pictures(split)
         if (pictures := self._pictures[split]) is None:
             return None
         dataset, numbers = pictures
-        name, place = str(self.table.column("file")[row]), row - self.splits[split].start
-        if place < len(dataset) and dataset.ids[place] == name:  # several rows may share an id
-            return dataset, place
+        name, position = str(self.table.column("file")[row]), row - self.splits[split].start
+        if position < len(dataset) and dataset.ids[position] == name:  # rows may share an id
+            return dataset, position
         if numbers.get(name, -1) < 0:
-            what = "of several rows" if name in numbers else "no longer"
-            raise FileNotFoundError(f"{name} is {what} in {dataset.name}")
+            reason = "of several rows" if name in numbers else "no longer"
+            raise FileNotFoundError(f"{name} is {reason} in {dataset.name}")
         return dataset, numbers[name]
 
     def _open_pictures(
@@ -211,14 +213,14 @@ class Samples:
         if not has_pictures(self.metrics):
             return None
         added, other = self._extension(split), self.settings["DATASET_TEST"]
-        name, alone = self.settings["DATASET"], False
+        name, whole = self.settings["DATASET"], False
         if added is not None:
             name = added["dataset"]
         elif split == "test" and other is not None:
-            name, alone = other, True
+            name, whole = other, True
         kind = "test" if split == "test" else "train"
         root, column = self.settings["DATA_DIR"], self.settings["COLUMN"]
-        dataset = open_dataset(name, kind, root=root, whole=alone, column=column)
+        dataset = open_dataset(name, kind, root=root, whole=whole, column=column)
         if not dataset.pictured:
             return None
         numbers: dict[str, int] = {}
@@ -231,37 +233,15 @@ class Samples:
             raise InputError(f"{self.path} has no split {name!r}, only {', '.join(self.splits)}")
         return self.splits[name]
 
-    def _cache_of(self, split: str) -> tuple[str, str]:
-        if (added := self._extension(split)) is not None:
-            return added["embeddings"], "extend"
-        return self.settings["EMBEDDINGS_DIR"], split
-
-    def _digest_of(self, split: str) -> str | None:
-        if (added := self._extension(split)) is not None:
-            return added["digest"]
-        return self.config["learns_from"] if split == "train" else None
-
     def _extension(self, split: str) -> dict[str, Any] | None:
-        """What was added as this split; None of the run's own."""
+        """Return the entry of an added split in `config.json`; None for the run's own splits."""
         if not split.startswith("extend"):
             return None
         return self.config["extensions"][int(split.removeprefix("extend")) - 1]
 
 
-def _runs(names: arrow.Array) -> list[range]:
-    """The stretches of equal names."""
-    codes = names.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    ends = np.flatnonzero(np.diff(codes)) + 1
-    places = [0, *ends.tolist(), len(codes)]
-    return [range(a, b) for a, b in zip(places, places[1:], strict=False) if b > a]
-
-
 def read_table(path: Path, columns: Collection[str] | None = None) -> arrow.Table:
-    """Read a run's file of assignments, names of files as they were before they became cells.
-
-    Args:
-        path: `assignments.csv` or `.parquet`.
-        columns: those that are wanted, where the file has them; None for all.
+    """Read columns of `assignments.csv` or `.parquet`, with the original names of files.
 
     Raises:
         CorruptFileError: it is damaged, or lacks a column that every run writes.

@@ -1,13 +1,12 @@
-"""The settings of the vision mode: groups that check themselves, and `VisionSettings`, all."""
+"""The settings of the vision mode, in groups that check themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
-from ssl_kd.settings.foreign_names import by_name
 from ssl_kd.settings.import_paths import IMPORT_PATH
 from ssl_kd.vision.objectives import OBJECTIVES, make_objective
 
@@ -22,11 +21,11 @@ __all__ = [
     "VisionSettings",
 ]
 
-# N_CLUSTERS that is to be found.
+# N_CLUSTERS: find the number.
 AUTO = "auto"
 # Where EMBEDDINGS_DIR auto keeps embeddings.
 EMBEDDINGS = "data/embeddings"
-# What only heads that find the clusters themselves use.
+# Settings for METHOD heads only.
 OF_LOSS = ("loss", "beta", "instance_weight")
 
 _OBJECTIVES = " | ".join(f"{name} ({kind.summary})" for name, kind in OBJECTIVES.items())
@@ -50,17 +49,16 @@ class DataSettings(Settings):
     labels: str = setting(
         "auto",
         "labels to score the answer by: folders (the first folder below DATASET is an image's"
-        " class) | auto (those that a data set by name or a file of features brings; a folder has"
-        " none)",
-        "Never used for training. The folders of an album are no classes.",
+        " class) | auto (those of a named data set or of a feature file; a folder has none)",
+        "Never used for training. The folders of an album are not classes.",
         choices=("auto", "folders"),
     )
     column: str | None = setting(
         None,
-        "column (or array) of a file of features that holds them, DATASET_TEST's too; None: the"
-        " only list column, or one called features, embeddings, x or data",
+        "column (or array) that holds the features in a feature file, also of DATASET_TEST; None:"
+        " the only list column, or one called features, embeddings, x or data",
     )
-    data_dir: str = setting("data", "where data sets are, and where DOWNLOAD puts them")
+    data_dir: str = setting("data", "folder of data sets, to which DOWNLOAD writes")
     download: bool = setting(
         False,
         "download the data set (torchvision's sets) where it is missing",
@@ -70,13 +68,13 @@ class DataSettings(Settings):
 
 @dataclass(frozen=True)
 class TeacherSettings(Settings):
-    """The frozen model that embeds the samples, and the cache of what it gives."""
+    """The frozen model that embeds the samples, and the cache of its embeddings."""
 
     teacher: str = setting(
         "pixels",
         "frozen model that embeds the images: pixels | dinov2 (dinov2_vits14; or dinov2_vitb14,"
         " vitl14, vitg14, each also with _reg) | efficientnet_lite0 | timm:NAME |"
-        " torchvision:NAME | package.module.Class (your own) | features (they are embeddings"
+        " torchvision:NAME | package.module.Class (your own) | features (DATASET holds embeddings"
         " already)",
         "For photographs use dinov2; pixels only suits small aligned images such as digits.",
         choices=("pixels", "features", "dinov2", "efficientnet_lite0"),
@@ -122,10 +120,10 @@ class TeacherSettings(Settings):
     )
     force_recompute: bool = setting(
         False,
-        "embed everything anew, whatever is cached; the old cache stays until the new one is whole",
+        "embed all samples again; the old cache stays until the new one is complete",
     )
     rebuild_damaged: bool = setting(
-        False, "embed again what is damaged in the cache; verified shards are kept"
+        False, "embed damaged shards of the cache again; verified shards are kept"
     )
 
     @property
@@ -133,43 +131,49 @@ class TeacherSettings(Settings):
         """EMBEDDINGS_DIR, or the folder that those chosen automatically are in."""
         return EMBEDDINGS if self.embeddings_dir == AUTO else self.embeddings_dir
 
+    @property
+    def extract_options(self) -> dict[str, Any]:
+        """Keyword arguments of an `ssl_kd.vision.extract.Extraction`."""
+        force, rebuild = self.force_recompute, self.rebuild_damaged
+        return {"workers": self.workers, "force": force, "rebuild": rebuild}
+
 
 @dataclass(frozen=True)
 class EmbeddingSettings(DataSettings, TeacherSettings):
-    """What embeddings come from: the data and the teacher."""
+    """The data and the teacher, from which embeddings are computed."""
 
 
 @dataclass(frozen=True)
 class GraphSettings(Settings):
-    """The graph of neighbours, and how many clusters it has."""
+    """The graph of neighbors, and its number of clusters."""
 
     pca_dim: int | None = setting(
         256,
         "wider embeddings are reduced to this many principal components by PCA; None: never",
         "The heads then reach the same accuracy in a fraction of the time.",
         low=1,
-        section="Neighbours and clusters",
+        section="Neighbors and clusters",
     )
     neighbours: int = setting(
         20,
-        "nearest neighbours that a sample may be paired with",
+        "nearest neighbors that a sample may be paired with",
         "Fewer for small or many classes: clearly below the number of samples per class.",
         low=1,
     )
     n_clusters: int | Literal["auto"] | None = setting(
         None,
-        "number of clusters; None: as many as the data set declares classes; auto: found",
+        "number of clusters; None: the number of classes of the data set; auto: it is found",
         low=2,
     )
 
 
 @dataclass(frozen=True)
 class HeadSettings(RunSettings):
-    """The heads and how they are trained; the seed is that of the run."""
+    """The heads and their training; the seed is that of the run."""
 
     method: str | None = setting(
         None,
-        "where the clusters come from: graph (the best partition of the graph of neighbours; the"
+        "where the clusters come from: graph (the best partition of the graph of neighbors; the"
         " heads learn it) | heads (the heads find them, by LOSS); None: graph, unless a setting of"
         " LOSS is changed",
         choices=("graph", "heads"),
@@ -178,7 +182,7 @@ class HeadSettings(RunSettings):
     n_heads: int = setting(
         8,
         "heads trained side by side",
-        "More: a steadier consensus, proportionally more time. With METHOD heads 48 pay.",
+        "More heads: a steadier consensus, proportionally more time. With METHOD heads use 48.",
         low=1,
         high=4096,
     )
@@ -196,7 +200,7 @@ class HeadSettings(RunSettings):
     )
     loss: str = setting(
         "temi",
-        f"what the heads minimise with METHOD heads: {_OBJECTIVES} | package.module.Class (your"
+        f"what the heads minimize with METHOD heads: {_OBJECTIVES} | package.module.Class (your"
         " own)",
         choices=tuple(OBJECTIVES),
         forms=(IMPORT_PATH,),
@@ -241,14 +245,13 @@ class HeadSettings(RunSettings):
     batch_size: int = setting(256, "pairs per step", "Several times the number of clusters.", low=1)
     epochs: int | None = setting(
         None,
-        "passes over the data; None: until the heads have converged, by what they tell of"
-        " neighbours, or 200",
+        "passes over the data; None: until the heads have converged, at most 200",
         low=1,
     )
     max_steps: int | None = setting(
         None,
-        "optimizer steps; None: as EPOCHS says",
-        "Where both are given the first to be reached ends the training.",
+        "optimizer steps; None: no limit but EPOCHS",
+        "If both are set, the first to be reached ends the training.",
         low=1,
     )
     use_fp16: bool = setting(
@@ -278,22 +281,22 @@ class HeadSettings(RunSettings):
         if self.method == "graph" and changed:
             name = changed[0].upper()
             raise SettingsError(
-                f"{name} is {getattr(self, changed[0])!r}, but METHOD graph has no use for it: set "
-                f"METHOD to heads, or leave {name} as it is"
+                f"{name} is {getattr(self, changed[0])!r}, but METHOD graph does not use it: set "
+                f"METHOD to heads, or leave {name} at its default"
             )
-        if self.loss in OBJECTIVES:  # one of a user's own is imported, and asked, by the run
+        if self.loss in OBJECTIVES:  # a user's objective is imported and checked by the run
             make_objective(self.loss, vars(self))
 
 
 @dataclass(frozen=True)
 class AnswerSettings(RunSettings):
-    """What becomes of the answer, and what the run writes."""
+    """The answer, and the files of the run."""
 
     extend: str | None = setting(
         None,
         "finished run that the samples of DATASET are added to: its folder, or its name under"
         " RUNS_DIR; None: train",
-        "Teacher and clusters are the run's; what is new is offered as new clusters.",
+        "Teacher and clusters are those of the run; unlike samples form new clusters.",
         section="Answer and run",
     )
     noise_threshold: float | None = setting(
@@ -334,52 +337,8 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
 
     # Each process trains some heads on whole batches: BATCH_SIZE is that of a device already.
     aliases: ClassVar[Mapping[str, str]] = {
-        **{name: field for name, field in RunSettings.aliases.items() if name != "warmup_ratio"},
-        "dataloader_num_workers": "workers",
+        name: field for name, field in RunSettings.aliases.items() if name != "warmup_ratio"
     }
-    instead: ClassVar[Mapping[str, str]] = dict(RunSettings.instead) | by_name(
-        {
-            "Did you mean --dataset? It takes a folder, too.": "dataset_path",
-            "Did you mean --n_heads?": "heads",
-            "Use --use_fp16: half precision of the kind that suits the device.": """
-                bf16 bf16_full_eval fp16 fp16_full_eval tf32""",
-            "Steps run as they are.": """
-                compile cuda_graph torch_compile torch_compile_backend torch_compile_mode""",
-            "TensorBoard's files are always written, into tensorboard/ of the run's folder.": """
-                logging_dir project report_to tensorboard trackio_*""",
-            "A tenth of the steps warms up, a cosine to zero follows.": """
-                lr_* warmup_fraction warmup_ratio warmup_steps""",
-            "It is 0.9.": "ema_momentum marginal_momentum",
-            "It is 1e-4.": "weight_decay",
-            "The optimizer is AdamW; --learning_rate sets its rate.": "adam_* optim optim_*",
-            "The better half of the heads votes.": "consensus_heads",
-            "It is half of --hidden_dim.": "bottleneck_dim",
-            "Pairs are always of each other's neighbours.": "mutual_neighbours",
-            "All pairs are compared up to 100,000 samples, then an index is used.": """
-                neighbours_search""",
-            "assignments.csv names three clusters for each sample.": "top_k",
-            "The guard's thresholds are constants, see docs/guard.md.": """
-                min_heads restore_after spike_factor""",
-            "Embeddings of up to 2 GiB are kept in memory.": "keep_in_memory_gib",
-            "--baselines fits the linear probe, too.": "probe",
-            "Name the model by --teacher, such as dinov2_vitb14_reg.": "dinov2_model",
-            "dinov2 comes from torch.hub, else from timm; --teacher timm:NAME is timm's alone.": """
-                teacher_source""",
-            "Use --workers for the number of threads; their order never matters.": """
-                dataloader_* dataloader_in_order dataloader_persistent_workers""",
-            "A step is one batch: raise --batch_size.": "gradient_accumulation_steps",
-            "Where memory runs out, lower --batch_size or --n_heads.": """
-                activation_* gradient_checkpointing gradient_checkpointing_kwargs
-                torch_empty_cache_steps""",
-            "The teacher embeds 64 images at a time, fewer where memory runs out.": """
-                extract_batch_size per_device_eval_batch_size""",
-            "A run evaluates once, after its last step; --log_every is for the losses.": """
-                eval_* greater_is_better load_best_model_at_end metric_for_best_model""",
-            "There is none: small heads are trained on embeddings of --dataset.": """
-                length_column_name liger_kernel_config remove_unused_columns use_cache
-                use_liger_kernel""",
-        }
-    )
 
     @property
     def searches_graph(self) -> bool:
@@ -395,5 +354,5 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
 The settings of `python train.py`: plain literals, read and never executed.
 
 A flag of the same name beats the value here: `python train.py --n_heads 16` or `--n-heads 16`.
-`python train.py --help-all` says what each may be; a name or value that cannot be is refused.
+`python train.py --help-all` lists their values; unknown names and invalid values are refused.
 """

@@ -29,18 +29,18 @@ MARGINAL_MOMENTUM = 0.9  # of the running marginal of the clusters
 
 @dataclass
 class HeadsState:
-    """Everything the heads own; one row per head, so that a head can be left alone bit by bit.
+    """The state of all heads, one row each, so that a skipped head keeps every bit.
 
     Attributes:
         student: `[head, parameter]` float32.
         teacher: the same, the exponential moving average of `student`.
         exp_avg: first moment, `[head, parameter]`.
         exp_avg_sq: second moment, `[head, parameter]`.
-        updates: `[head]`, how many updates the head has had.
-        marginal: `[head, cluster]`: what the objective keeps a running mean of.
+        updates: `[head]`, number of updates of the head.
+        marginal: `[head, cluster]`, the objective's running mean.
         loss: `[head]`, running mean of the loss over healthy steps.
         scale: `[head]`, the factor its loss is scaled by (1 unless products run in float16).
-        health: what the guard remembers of each head.
+        health: the guard's record of each head.
     """
 
     student: Tensor
@@ -57,7 +57,7 @@ class HeadsState:
     def fresh(
         cls, student: Tensor, n_clusters: int, marginal: float, precision: Precision
     ) -> HeadsState:
-        """A state before the first step, of students `[head, parameter]`."""
+        """Return the state before the first step, of students `[head, parameter]`."""
         student = student.to(precision.device)
         heads = torch.zeros(len(student), device=student.device)
         return cls(
@@ -73,16 +73,16 @@ class HeadsState:
         )
 
     def owned(self) -> dict[str, Tensor]:
-        """Name -> tensor of what a head learns: all but the guard's memory."""
+        """Return name -> tensor of all but the guard's record."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "health"}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Name -> tensor, for a checkpoint."""
+        """Return name -> tensor, for a checkpoint."""
         health = {f"health.{name}": value for name, value in self.health.tensors().items()}
         return self.owned() | health
 
     def rows(self, rows: slice) -> HeadsState:
-        """Some heads' state, sharing memory with the whole."""
+        """Return the state of some heads, which shares memory."""
         owned = {name: tensor[rows] for name, tensor in self.owned().items()}
         return HeadsState(**owned, health=self.health.rows(rows))
 
@@ -103,26 +103,25 @@ def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list
 
 
 def keep_freed_memory() -> None:
-    """Let what a step frees be there for the next one, instead of going back to the system.
+    """Keep memory that a step frees for the next one, instead of returning it to the system.
 
-    glibc gives back what is free beyond twice the largest block that was ever mapped and freed, and
-    counts blocks of up to 32 MiB. To get it anew, page by page, costs a step with many clusters a
-    tenth of its time.
+    glibc returns free memory beyond twice the largest block (of at most 32 MiB) that was ever
+    mapped and freed. Mapping it again costs a step with many clusters a tenth of its time.
     """
-    torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")  # is freed at once, never touched
+    torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")  # freed at once, never touched
 
 
 @dataclass
 class HeadsStep:
-    """What a step saw.
+    """The result of a step.
 
     Attributes:
         loss: `[head]`.
         grad_norm: `[head]`, before clipping.
         stage: `[head]` int8, the `Stage` of its fault.
-        bad: `[view, batch]`, samples that were left out, in every view, since they are not finite.
+        bad: `[view, batch]`, not finite; such samples were left out in every view.
         smoothed: `[head]`, whether a cluster's running marginal was exactly 0.
-        before: name -> `[head]`: loss scale and health as they were before the step, named as in
+        before: name -> `[head]`, loss scale and health before the step, named as in
             `HeadsState.tensors`.
     """
 
@@ -138,36 +137,36 @@ class HeadTrainer:
     """The guarded step over a bank of heads.
 
     Args:
-        bank: how a row of weights is run as a head.
-        settings: of the objective, the optimizer and the seed.
+        bank: runs rows of weights as heads.
+        heads: settings of objective, optimizer and seed.
         precision: dtypes and device.
         n_clusters: K.
-        thresholds: when the guard acts.
+        thresholds: of the guard.
 
     Attributes:
-        weigh: the weights of a batch's samples, `[1, batch]`, from the agreements of the teachers
-            `[head, batch]`; with INSTANCE_WEIGHT `mean`.
-        state: everything the heads own.
-        objective: what they are trained for.
-        recovery: reports sick heads and brings them back.
+        weigh: with INSTANCE_WEIGHT `mean`, maps the teachers' agreements `[head, batch]` to the
+            weights `[1, batch]` of a batch's samples.
+        state: of all heads.
+        objective: the training objective.
+        recovery: reports faulty heads and restores them.
     """
 
     def __init__(
         self,
         bank: HeadBank,
-        settings: HeadSettings,
+        heads: HeadSettings,
         precision: Precision,
         n_clusters: int,
         thresholds: Thresholds | None = None,
     ) -> None:
         self.weigh: Callable[[Tensor], Tensor | None]
         self.weigh = functools.partial(losses.instance_weights, how="mean")
-        self.bank, self.settings, self.precision = bank, settings, precision
+        self.bank, self.settings, self.precision = bank, heads, precision
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
-        self.objective = make_objective(settings.loss, vars(settings))
+        self.objective = make_objective(heads.loss, vars(heads))
         keep_freed_memory()
         self.decay = bank.decay_mask().to(precision.device) * WEIGHT_DECAY
-        self.state = self._fresh(bank.initial_weights(settings.seed))
+        self.state = self._fresh(bank.initial_weights(heads.seed))
         names = [f"head {bank.first + i}" for i in range(bank.n_heads)]
         self._rows = RowParts(names, self.state.owned(), self._new_row)
         self.recovery = Recovery(self._rows, self.state.health, first=bank.first)
@@ -177,19 +176,19 @@ class HeadTrainer:
         return HeadsState.fresh(students, self.n_clusters, marginal, self.precision)
 
     def _new_row(self, head: int, seed: int) -> dict[str, Tensor]:
-        """One head's row, with other weights than those that it began with, which led here."""
+        """Return a new row for a head whose first initialization failed."""
         seed = seed_of(self.settings.seed, seed)
         fresh = self._fresh(self.bank.new_row(seed).unsqueeze(0))
         return {name: tensor[0] for name, tensor in fresh.owned().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Name -> tensor of all that a resumed run needs, sharing memory with the trainer."""
+        """Return name -> tensor of all that a resumed run needs; they share memory."""
         good = {f"good.{name}": tensor for name, tensor in self._rows.good.items()}
         memory = {f"recovery.{name}": t for name, t in self.recovery.tensors().items()}
         return self.state.tensors() | good | {"good_step": self._rows.good_step} | memory
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `tensors` gave.
+        """Restore the state that `tensors` returned.
 
         Raises:
             ValueError: a tensor is missing or has another shape.
@@ -197,8 +196,8 @@ class HeadTrainer:
         for name, mine in self.tensors().items():
             saved = tensors.get(name)
             if saved is None or saved.shape != mine.shape:
-                found = "is missing" if saved is None else f"is {list(saved.shape)}"
-                raise ValueError(f"{name} {found}, expected {list(mine.shape)}")
+                actual = "is missing" if saved is None else f"is {list(saved.shape)}"
+                raise ValueError(f"{name} {actual}, expected {list(mine.shape)}")
             mine.copy_(saved)
 
     def step(
@@ -206,31 +205,36 @@ class HeadTrainer:
         views: Tensor,
         learning_rate: float,
         step: int | None = None,
-        given: Tensor | None = None,
+        fixed_targets: Tensor | None = None,
     ) -> HeadsStep:
-        """One guarded step of every head.
+        """Do one guarded step of every head.
 
         forward -> vector of losses -> gradient of each head -> its norm, check and clip -> masked
-        update -> masked EMA. Heads share no weight, so a sick one needs no cutting out before the
-        backward pass; its row is simply not written.
+        update -> masked EMA. Heads share no weights, so a faulty one need not be cut out before the
+        backward pass; its row is not written.
 
         Args:
             views: `[view, batch, dim]`, two views or more of the same samples.
             learning_rate: of this step.
-            step: its number; now and then the state before it is kept, to go back to. None: never.
-            given: `[view, batch, cluster]` probabilities that all heads learn by cross-entropy,
-                each from another view; None: from their EMA teachers, by their objective.
+            step: its number, which decides whether the state before it is kept as the last good
+                state; None: it is not.
+            fixed_targets: `[view, batch, cluster]` probabilities that all heads learn by
+                cross-entropy, each view from another one; None: they learn from their EMA teachers.
         """
         if step is not None and step % SNAPSHOT_EVERY:
-            step = None  # the state before it is not kept
+            step = None  # no snapshot
         # A sample that is not finite is taken out of every view before any product sees it.
         bad = bad_samples(views)
-        kept = good_samples(bad, in_place=self.precision.device.type == "cuda")
-        if kept is not None:
-            views = views[:, kept]
-            given = None if given is None else given[:, kept.to(given.device)]
+        good = good_samples(bad, in_place=self.precision.device.type == "cuda")
+        if good is not None:
+            views = views[:, good]
+            fixed_targets = (
+                None if fixed_targets is None else fixed_targets[:, good.to(fixed_targets.device)]
+            )
         views = to_device_async(views, self.precision.device)
-        given = None if given is None else to_device_async(given, self.precision.device)
+        fixed_targets = (
+            None if fixed_targets is None else to_device_async(fixed_targets, self.precision.device)
+        )
         smoothed = self.objective.smoothed(self.state.marginal)
         remembered = {f"health.{name}": t for name, t in self.state.health.tensors().items()}
         before = {n: t.clone() for n, t in (remembered | {"scale": self.state.scale}).items()}
@@ -238,16 +242,16 @@ class HeadTrainer:
         n_views, batch, _ = views.shape
         floats = n_views * batch * self.bank.width + self.bank.n_parameters
         chunks = head_chunks(self.bank.n_heads, 4 * floats, views.device)
-        teachers: Iterator | list = (self._targets(rows, views, given) for rows in chunks)
+        teachers: Iterator | list = (self._targets(rows, views, fixed_targets) for rows in chunks)
         shared = None
-        weighting = self.settings.instance_weight if given is None else "none"
+        weighting = self.settings.instance_weight if fixed_targets is None else "none"
         if weighting == "mean":  # needs every teacher before any student
             teachers = list(teachers)
             agreements = torch.cat([t[2] for t in teachers])
             agreements.masked_fill_(self.state.health.retired.unsqueeze(1), torch.nan)
             shared = self.weigh(agreements)
 
-        compare = self.objective.loss if given is None else self._cross_entropy
+        compare = self.objective.loss if fixed_targets is None else self._cross_entropy
         results = []
         for rows, (targets, marginal, agreements) in zip(chunks, teachers, strict=True):
             weights = shared
@@ -276,13 +280,13 @@ class HeadTrainer:
 
     @torch.no_grad()
     def _targets(
-        self, rows: slice, views: Tensor, given: Tensor | None
+        self, rows: slice, views: Tensor, fixed_targets: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Targets `[head or 1, view, batch, cluster]`, new marginal, agreement `[head, batch]`."""
         marginal = self.state.marginal[rows]
         agreements = marginal.new_empty(0)
-        if given is not None:
-            return given.unsqueeze(0), marginal, agreements
+        if fixed_targets is not None:
+            return fixed_targets.unsqueeze(0), marginal, agreements
         logits = self._logits(self.bank.unflatten(self.state.teacher[rows]), views, False)
         targets, latest = self.objective.targets(logits, marginal)
         if self.settings.instance_weight != "none":
@@ -292,7 +296,6 @@ class HeadTrainer:
     def _cross_entropy(
         self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """The loss of targets that were given."""
         return losses.sharpened_cross_entropy(
             logits, targets, weights, student_temperature=self.settings.student_temp
         )
@@ -307,7 +310,7 @@ class HeadTrainer:
         learning_rate: float,
         step: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Judge some heads' gradients `[head, parameter]`, clip, and move what is healthy.
+        """Check gradients `[head, parameter]`, clip them, and update the healthy heads.
 
         Returns:
             Loss, gradient norm and stage, `[head]` each.
@@ -323,7 +326,7 @@ class HeadTrainer:
         factors = clip_factors(norm, self.settings.clip_grad) / state.scale
         gradient.mul_(factors.unsqueeze(1))
         owned = state.owned()
-        del owned["scale"]  # the one thing of its own that a fault changes
+        del owned["scale"]  # the only tensor of a head that a fault changes
         with only_healthy(healthy, *owned.values()):
             adamw_(
                 state.student,
@@ -342,22 +345,17 @@ class HeadTrainer:
 
 
 def bad_samples(views: Tensor) -> Tensor:
-    """Which samples of `[view, batch, dim]` are not finite: boolean `[view, batch]`."""
-    free = views.device.type == "cpu"
-    if free and torch.isfinite(views.sum()):  # the usual case, in one pass
+    """Return which samples of `[view, batch, dim]` are not finite, boolean `[view, batch]`."""
+    if views.device.type == "cpu" and torch.isfinite(views.sum()):  # the usual case, in one pass
         return torch.zeros(views.shape[:2], dtype=torch.bool)
     return ~torch.isfinite(views).all(-1)
 
 
 def good_samples(bad: Tensor, *, in_place: bool = False) -> Tensor | None:
-    """Which samples to take so that none is bad: rows `[sample]`; None where all are good.
+    """Return the rows of samples that no view of `bad` `[view, batch]` marks; None if all are good.
 
-    `in_place`, as on a GPU, where it is not known how many there are, the first good sample stands
-    in for each bad one, and the batch keeps its size; else it has only the good ones.
-
-    Args:
-        bad: boolean `[view, batch]`.
-        in_place: keep the size.
+    With `in_place` the first good sample replaces each bad one, so that the batch keeps its size:
+    counting the good ones would wait for the GPU.
     """
     good = ~bad.any(0)
     if bad.device.type == "cpu" and good.all():

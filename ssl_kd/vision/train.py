@@ -1,4 +1,4 @@
-"""The training of the vision mode: what one step of the loop is for a bank of heads."""
+"""Train a bank of heads: what `ssl_kd.training.loop.run_loop` does in each of its steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ssl_kd.guard.faults import SKIPPED, Stage, is_healthy
 from ssl_kd.guard.memory import to_device_async
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.seeds import seed_of
-from ssl_kd.training.loop import Pace, run_loop
+from ssl_kd.training.loop import Pace
 from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.pairs import PairSampler
@@ -30,24 +30,17 @@ Gather = Callable[[Tensor], Tensor]
 
 WARMUP = 0.1  # share of the steps
 
-# Steps between two looks at what the guard found. On a CPU looking is free; elsewhere it waits for
-# the device.
-LOOK_EVERY = {True: 1, False: 10}
+# Steps between two readings of the guard's results, which wait for the device; free on a CPU.
+LOOK_EVERY_ON_CPU, LOOK_EVERY_ON_GPU = 1, 10
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is learned from, and for how long.
-
-    Attributes:
-        sampler: the pairs of each step.
-        steps: the most there are.
-        until: what ends the training before; None where the number of steps was given.
-    """
+    """The pairs to train on, and for how long."""
 
     sampler: PairSampler
-    steps: int
-    until: Convergence | None
+    max_steps: int
+    convergence: Convergence | None  # ends the training earlier
 
 
 @dataclass(frozen=True)
@@ -68,19 +61,19 @@ class LogRecord:
 
 @dataclass(frozen=True)
 class HeadFault:
-    """One head in one step that it was left out of.
+    """A step in which the guard skipped one head.
 
     Attributes:
-        head: which one of the trainer's.
-        event: what the guard saw.
-        samples: `[view, batch]`, which rows the step was made of.
+        head: its number within the trainer.
+        event: the guard's event.
+        samples: `[view, batch]`, rows of the step's samples.
         views: `[view, batch, dim]`, their embeddings.
         learning_rate: of the step.
         before: name -> `[1, ...]`, the head's tensors before the step, as in `HeadsState.tensors`;
-            they share memory with the trainer, so copy what is to last.
-        exact: false where the head has been updated since, by steps that were not looked at yet:
-            then its weights, moments and marginal are those of now.
-        given: `[view, batch, cluster]`, what it was to learn; None: what its EMA teacher said.
+            they share memory with the trainer, so copy what is to be kept.
+        exact: whether `before` is exact; false where later steps, not read yet, have updated the
+            head: then its weights, moments and marginal are the current ones.
+        targets: `[view, batch, cluster]` probabilities to learn; None: its EMA teacher's.
     """
 
     head: int
@@ -90,136 +83,96 @@ class HeadFault:
     learning_rate: float
     before: dict[str, Tensor]
     exact: bool
-    given: Tensor | None = None
-
-
-def train(
-    trainer: HeadTrainer,
-    sampler: PairSampler,
-    gather: Gather,
-    steps: int,
-    *,
-    until: Convergence | None = None,
-    clusters: Tensor | None = None,
-    start: int = 0,
-    log_every: int = 20,
-    checkpoint_every: int = 200,
-    on_log: Callable[[LogRecord], object] = lambda record: None,
-    on_events: Callable[[list[Event]], object] = lambda events: None,
-    on_fault: Callable[[HeadFault], object] = lambda fault: None,
-    on_checkpoint: Callable[[int], object] = lambda step: None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> int:
-    """Train all heads, as `ssl_kd.training.loop.run_loop` does.
-
-    Args:
-        trainer: holds the state; changed in place.
-        sampler: the pairs of each step.
-        gather: reads embeddings.
-        steps: last step, exclusive, where nothing ends it before.
-        until: ends it when the heads have converged.
-        clusters: `[n]` int64 of the samples, which all heads learn from the neighbours that they
-            are paired with; None: each head learns from its EMA teacher, by its objective.
-        start: first step, the number of steps already done.
-        log_every: a record is made this often, in steps.
-        checkpoint_every: `on_checkpoint(steps done)` is called this often, and at the end.
-        on_log: gets each record.
-        on_events: gets the guard's events, before each record and each checkpoint.
-        on_fault: gets each step that a head was left out of, before anything is done about it.
-        on_checkpoint: saves.
-        should_stop: asked before every step; true saves and returns.
-
-    Returns:
-        The number of steps done; fewer than there were to do if it was told to stop.
-
-    Raises:
-        TooFewHealthyParts: training cannot continue; a checkpoint of the last good state of every
-            head was saved before.
-    """
-    return run_loop(
-        Heads(trainer, Plan(sampler, steps, until), gather, on_events, on_fault, clusters),
-        start=start,
-        log_every=log_every,
-        checkpoint_every=checkpoint_every,
-        on_log=on_log,
-        on_checkpoint=on_checkpoint,
-        should_stop=should_stop,
-    )
+    targets: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A step whose result has not been read yet."""
+class _UnreadStep:
+    """A step whose result is still on the device."""
 
     step: int
     samples: Tensor
     views: Tensor
-    given: Tensor | None
+    targets: Tensor | None
     learning_rate: float
     result: HeadsStep
 
 
-class Heads:
-    """A bank of heads as the loop's learner."""
+def _ignore(value: object) -> None:
+    pass
+
+
+class HeadsLearner:
+    """A bank of heads, as `run_loop` trains it.
+
+    Args:
+        trainer: holds the state; changed in place.
+        plan: the pairs of each step, and the number of steps.
+        gather: reads embeddings.
+        clusters: `[n]` int64 of the samples, which all heads learn, each sample the cluster of the
+            neighbor that it is paired with; None: each head learns from its EMA teacher.
+        on_events: called with the guard's events, before each record and each checkpoint.
+        on_fault: called with each step in which a head was skipped, before recovery acts on it.
+    """
 
     def __init__(
         self,
         trainer: HeadTrainer,
         plan: Plan,
         gather: Gather,
-        on_events: Callable[[list[Event]], object],
-        on_fault: Callable[[HeadFault], object],
+        *,
         clusters: Tensor | None = None,
+        on_events: Callable[[list[Event]], object] = _ignore,
+        on_fault: Callable[[HeadFault], object] = _ignore,
     ) -> None:
-        self.trainer, self.gather = trainer, gather
-        self.sampler, self._most, self.until = plan.sampler, plan.steps, plan.until
+        self.trainer, self.plan, self.gather = trainer, plan, gather
         device = trainer.precision.device
         self.clusters = None if clusters is None else to_device_async(clusters, device)
         self.on_events, self.on_fault = on_events, on_fault
         self.pace = Pace()
-        self._look_every = LOOK_EVERY[trainer.precision.device.type == "cpu"]
-        self._unread: list[_Step] = []
+        self._look_every = LOOK_EVERY_ON_CPU if device.type == "cpu" else LOOK_EVERY_ON_GPU
+        self._unread: list[_UnreadStep] = []
         self._results: list[HeadsStep] = []  # since the last record
         self._learning_rate = 0.0
         self._smoothed: set[int] = set()
-        self._last = Event(0, "head", "loss", "nothing was seen", "")
+        self._last_event = Event(0, "head", "loss", "no fault", "")
 
     @property
     def steps(self) -> int:
         """Where training ends, as far as it is known."""
-        return self._most if self.until is None else self.until.steps
+        plan = self.plan
+        return plan.max_steps if plan.convergence is None else plan.convergence.steps
 
     def _rate_at(self, step: int) -> float:
-        settings = self.trainer.settings
-        peak = settings.learning_rate
-        if self.until is not None:
-            return self.until.learning_rate_at(step, peak, WARMUP)
-        return learning_rate_at(step, self._most, peak, WARMUP)
+        peak, plan = self.trainer.settings.learning_rate, self.plan
+        if plan.convergence is not None:
+            return plan.convergence.learning_rate_at(step, peak, WARMUP)
+        return learning_rate_at(step, plan.max_steps, peak, WARMUP)
 
     def learn(self, step: int) -> None:
-        """One guarded step on a batch of pairs."""
-        trainer, settings = self.trainer, self.trainer.settings
+        """Do one guarded step on a batch of pairs."""
+        trainer = self.trainer
         self._learning_rate = rate = self._rate_at(step)
-        samples = torch.stack(self.sampler(step))
+        samples = torch.stack(self.plan.sampler(step))
         views = self.gather(samples.flatten()).unflatten(0, samples.shape)
-        given = None
+        targets = None
         if self.clusters is not None:
-            here = to_device_async(samples, self.clusters.device)
-            given = functional.one_hot(self.clusters[here], trainer.n_clusters).float()
+            rows = to_device_async(samples, self.clusters.device)
+            targets = functional.one_hot(self.clusters[rows], trainer.n_clusters).float()
         first = trainer.bank.first
         key = (step, first) if first else (step,)  # no two heads draw alike
-        with trainer.bank.draws_seeded(seed_of(settings.seed, *key)):
-            result = trainer.step(views, rate, step, given)
+        with trainer.bank.draws_seeded(seed_of(trainer.settings.seed, *key)):
+            result = trainer.step(views, rate, step, targets)
         self._results.append(result)
-        self._unread.append(_Step(step, samples, views, given, rate, result))
+        self._unread.append(_UnreadStep(step, samples, views, targets, rate, result))
         self.pace.add(samples.shape[1])
-        if self.until is not None:
-            self.until.look(step + 1)
+        if self.plan.convergence is not None:
+            self.plan.convergence.look(step + 1)
 
-    def seen(self) -> tuple[Tensor, ...]:
-        """Since the last record: loss, norm, steps skipped, streak `[head]`, stage `[step, head]`.
+    def read_results(self) -> tuple[Tensor, ...]:
+        """Return loss, norm, steps skipped, streak `[head]`, and stage `[step, head]`, on the CPU.
 
-        On the CPU.
+        They are those since the last record.
         """
         health, result = self.trainer.state.health, self._results[-1]
         now = result.loss, result.grad_norm, health.skipped, health.streak
@@ -228,8 +181,8 @@ class Heads:
         return loss, norm, skipped, streak, torch.stack(stages)
 
     def record(self, done: int) -> LogRecord:
-        """Loss and norms of the last step, and how many heads were healthy in all of them."""
-        loss, norm, skipped, streak, stages = self.seen()
+        """Return loss and norms of the last step, and how many heads were healthy since."""
+        loss, norm, skipped, streak, stages = self.read_results()
         healthy = is_healthy(stages)
         return LogRecord(
             step=done,
@@ -245,14 +198,14 @@ class Heads:
         )
 
     def before_checkpoint(self, done: int) -> None:
-        """Restore the heads whose weights were hit from outside a step."""
+        """Restore heads whose weights became non-finite outside a step."""
         self.on_events(self.trainer.recovery.restore_what_is_not_finite(done - 1))
 
     def look(self, done: int, *, at_once: bool = False) -> None:
-        """Report the faults of the unread steps, then restore, re-initialise or retire.
+        """Report the faults of the unread steps, then restore, re-initialize or retire heads.
 
         Raises:
-            TooFewHealthyParts: with what was seen and what to change.
+            TooFewHealthyParts: names the last fault and the setting to change.
         """
         if not at_once and done % self._look_every:
             return
@@ -260,90 +213,77 @@ class Heads:
         events = [event for number in range(len(unread)) for event in self._events(unread, number)]
         if not events:
             return
-        self._last = next(event for event in events if event.step == events[-1].step)
+        self._last_event = next(event for event in events if event.step == events[-1].step)
         self.on_events(events)
-        events, hopeless = self.escalate(done)
+        events, reason = self.escalate(done)
         self.on_events(events)
-        if hopeless:
-            self.stop(done, hopeless)
+        if reason:
+            self.stop(done, reason)
 
     def escalate(self, done: int) -> tuple[list[Event], str]:
         """As `Recovery.escalate`."""
         return self.trainer.recovery.escalate(done - 1, self.trainer.thresholds)
 
-    def stop(self, done: int, hopeless: str) -> NoReturn:
-        """End the training, with what was seen last and what to change."""
+    def stop(self, done: int, reason: str) -> NoReturn:
+        """Raise TooFewHealthyParts with the last fault and the setting to change."""
         rate = self.trainer.settings.learning_rate
         raise TooFewHealthyParts(
-            f"step {done}: {hopeless}. Last seen, {self._last.part}: {self._last.reason}. Lower"
-            f" LEARNING_RATE (now {rate:g}) or look at the embeddings with `python "
-            "test_nan_issues.py`; each head's last good state is saved"
+            f"step {done}: {reason}. Last fault, {self._last_event.part}: "
+            f"{self._last_event.reason}. Lower LEARNING_RATE (now {rate:g}) or look at the "
+            "embeddings with `python test_nan_issues.py`; each head's last good state is saved"
         )
 
-    def _events(self, unread: list[_Step], number: int) -> list[Event]:
-        """The events of one of some unread steps; faults are handed on."""
-        seen, recovery = unread[number], self.trainer.recovery
-        result, names = seen.result, recovery.parts.names
-        bad = seen.samples[result.bad].unique().tolist() if result.bad.any() else []
-        events = [Stage.INPUT.event(seen.step, "batch", float(row), row=row) for row in bad]
+    def _events(self, unread: list[_UnreadStep], number: int) -> list[Event]:
+        """Return the events of one of the unread steps; call `on_fault` for each skipped head."""
+        step, recovery = unread[number], self.trainer.recovery
+        result, names = step.result, recovery.parts.names
+        bad = step.samples[result.bad].unique().tolist() if result.bad.any() else []
+        events = [Stage.INPUT.event(step.step, "batch", float(row), row=row) for row in bad]
         for head, smoothed in enumerate(result.smoothed.tolist()):
             if smoothed and head not in self._smoothed:  # once is enough
                 self._smoothed.add(head)
-                events.append(Stage.MARGINAL.event(seen.step, names[head], 0.0))
-        faults = recovery.report(seen.step, result.stage, result.loss, result.grad_norm)
+                events.append(Stage.MARGINAL.event(step.step, names[head], 0.0))
+        faults = recovery.report(step.step, result.stage, result.loss, result.grad_norm)
         for event in faults:
             if event.action == SKIPPED:
                 head = names.index(event.part)
-                self.on_fault(self._fault(head, event, seen, unread[number + 1 :]))
+                self.on_fault(self._fault(head, event, step, unread[number + 1 :]))
         return events + faults
 
-    def _fault(self, head: int, event: Event, seen: _Step, later: list[_Step]) -> HeadFault:
-        """The fault, with what the head was before it: a skipped head has not changed since."""
-        row = slice(head, head + 1)
+    def _fault(
+        self, head: int, event: Event, step: _UnreadStep, later: list[_UnreadStep]
+    ) -> HeadFault:
+        row = slice(head, head + 1)  # a skipped head has not changed since
         now = {name: tensor[row] for name, tensor in self.trainer.state.tensors().items()}
-        before = now | {name: tensor[row] for name, tensor in seen.result.before.items()}
-        exact = not any(bool(is_healthy(step.result.stage[head])) for step in later)
-        given = None if seen.given is None else seen.given.cpu()
-        views = seen.views.cpu()
-        return HeadFault(head, event, seen.samples, views, seen.learning_rate, before, exact, given)
+        before = now | {name: tensor[row] for name, tensor in step.result.before.items()}
+        return HeadFault(
+            head=head,
+            event=event,
+            samples=step.samples,
+            views=step.views.cpu(),
+            learning_rate=step.learning_rate,
+            before=before,
+            exact=not any(bool(is_healthy(other.result.stage[head])) for other in later),
+            targets=None if step.targets is None else step.targets.cpu(),
+        )
 
 
-class DeviceEmbeddings:
-    """Embeddings on a device, where rows are gathered as well.
-
-    Args:
-        embeddings: `[n, dim]` float32, on the device.
-    """
-
-    def __init__(self, embeddings: Tensor) -> None:
-        self._embeddings = embeddings
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """As `Gather`, on the device."""
-        return self._embeddings[to_device_async(rows, self._embeddings.device)]
-
-
-def _on_cpu(steps: list[_Step]) -> list[_Step]:
-    """The steps, with what a look asks of their results on the CPU."""
+def _on_cpu(steps: list[_UnreadStep]) -> list[_UnreadStep]:
     names = ("stage", "loss", "grad_norm", "smoothed", "bad")
-    read = iter(_read(*(getattr(step.result, name) for step in steps for name in names)))
+    values = iter(_read(*(getattr(step.result, name) for step in steps for name in names)))
     return [
-        replace(step, result=replace(step.result, **{name: next(read) for name in names}))
+        replace(step, result=replace(step.result, **{name: next(values) for name in names}))
         for step in steps
     ]
 
 
 def _read(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors on the CPU, to the bit; a device is waited for once for all of them."""
-    there = [tensor.flatten().view(torch.uint8) for tensor in tensors if not _is_here(tensor)]
-    if not there:
+    """Copy tensors to the CPU bit by bit, waiting for the device once for all of them."""
+    on_device = [t.flatten().view(torch.uint8) for t in tensors if t.device.type != "cpu"]
+    if not on_device:
         return tensors
-    pieces = iter(torch.cat(there).cpu().split([len(piece) for piece in there]))
+    pieces = iter(torch.cat(on_device).cpu().split([len(piece) for piece in on_device]))
     return tuple(
-        tensor if _is_here(tensor) else next(pieces).clone().view(tensor.dtype).view(tensor.shape)
-        for tensor in tensors
+        t if t.device.type == "cpu" else next(pieces).clone().view(t.dtype).view(t.shape)
+        for t in tensors
     )
-
-
-def _is_here(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"

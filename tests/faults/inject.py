@@ -24,8 +24,8 @@ from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import train
 from tests.processes import HANG, pipe, start
+from tests.train_heads import train
 
 ROOT = Path(__file__).parents[2]
 FAST = {
@@ -210,7 +210,7 @@ class Trained:
 
 
 def trained(strike=lambda trainer, step: None, steps=6, data=None, **options):
-    """Train through `train()`; `strike(trainer, step)` is called before each step."""
+    """Train; `strike(trainer, step)` is called before each step."""
     x, sampler = problem()
     found = Trained(make_trainer(**options))
 

@@ -27,7 +27,7 @@ def test_it_ends_once_half_of_the_steps_brought_less_than_a_hundredth():
     # The third is 0.3 above the first, the fourth as much as it has to be above the second.
     seen = [0.0, 0.3, 0.3, 0.3 + 1.01 * hundredth, 0.3 + 0.99 * hundredth]
     until, rates = _ended([*seen, *[9.0] * 9])
-    assert list(until.seen()) == [25, 35, 50, 71, 100]
+    assert list(until.history()) == [25, 35, 50, 71, 100]
     assert until.steps == len(rates) == math.ceil(100 / (1 - DECAY))
 
 
@@ -45,20 +45,20 @@ def test_it_never_takes_more_steps_than_there_are(most):
     until, rates = _ended([float(n) for n in range(99)], most)  # always grows
     assert until.steps == len(rates) == most
     assert most < 10 or rates[-1] < 0.2  # and the rate falls in time
-    assert all(step <= most for step in until.seen())
+    assert all(step <= most for step in until.history())
 
 
 def test_heads_that_find_their_own_clusters_are_judged_from_50_steps_on():
     until = Convergence(lambda: torch.tensor([1.0]), 10, 10**6, ALONE)
     for step in range(1, 200):
         until.look(step)
-    assert list(until.seen()) == [50, 71, 100] and until.steps == math.ceil(100 / (1 - DECAY))
+    assert list(until.history()) == [50, 71, 100] and until.steps == math.ceil(100 / (1 - DECAY))
 
 
 def test_heads_that_all_are_sick_do_not_move_the_end():
     values = [torch.nan, torch.nan, torch.nan]
     until, _ = _ended(values)
-    assert list(until.seen().values()) == [0.0] * 3 and until.steps == fewest()
+    assert list(until.history().values()) == [0.0] * 3 and until.steps == fewest()
 
 
 def test_a_resumed_one_ends_where_it_would_have():
@@ -70,7 +70,7 @@ def test_a_resumed_one_ends_where_it_would_have():
     for step in range(LOOKS[2], len(rates)):
         assert kept.learning_rate_at(step, 1.0, 0.1) == rates[step] == resumed[step]
         kept.look(step + 1)
-    assert kept.steps == whole.steps and kept.seen() == whole.seen()
+    assert kept.steps == whole.steps and kept.history() == whole.history()
 
 
 def test_steps_that_are_given_win_over_the_rule():

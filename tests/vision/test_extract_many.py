@@ -18,15 +18,13 @@ import pytest
 import torch
 
 from ssl_kd import cli
-from ssl_kd.datasets import ArrayDataset, FeatureDataset, FolderDataset, open_dataset
+from ssl_kd.datasets import ArrayDataset, FolderDataset, open_dataset
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
 from ssl_kd.vision import extract_ray
-from ssl_kd.vision.decode_pace import keeping_up
-from ssl_kd.vision.extract import extract, extract_share
-from ssl_kd.vision.extract_ray import workers_for
-from ssl_kd.vision.loading import ExtractionFailed
+from ssl_kd.vision.extract import Extraction, ExtractionFailed, extract
+from ssl_kd.vision.extract_ray import resources_for
 from tests.processes import ROOT
 from tests.vision.counting import SHARD, Counting
 
@@ -138,7 +136,8 @@ def test_processes_of_an_array_that_run_at_once(tmp_path, alone, monkeypatch):
             only = slice(rank, None, world)
             options = {"precision": CPU, "batch_size": SHARD, "shard_rows": SHARD}
             data, teacher = open_dataset("digits", split), load_teacher(TEACHER)
-            found.append(extract_share(data, teacher, tmp_path / "c", only, split=split, **options))
+            job = Extraction(data, teacher, tmp_path / "c", split=split, **options)
+            found.append(job.share(only))
 
     shares = [(0, 3), (1, 3), (2, 3), (0, 3), (1, 2)]
     threads = [threading.Thread(target=work, args=share) for share in shares]
@@ -169,10 +168,9 @@ def test_batches_that_straddle_shards_are_those_of_one_process(tmp_path):
     seen = []
     for rank in (2, 0, 1):
         only = slice(rank, None, 3)
-        share = extract_share(
-            data, Whole(), tmp_path / "many", only, progress=seen.append, **options
-        )
-        assert seen[-1].done == seen[-1].total == share.rows
+        options["progress"] = lambda *progress: seen.append(progress)
+        share = Extraction(data, Whole(), tmp_path / "many", **options).share(only)
+        assert seen[-1][1:3] == (share.rows, share.rows)
     assert content(tmp_path / "one") == content(tmp_path / "many")
 
 
@@ -183,24 +181,12 @@ def test_unreadable_images_of_every_share_are_listed(shared_data, tmp_path):
     options = {"split": "train", "precision": CPU, "shard_rows": 5, "batch_size": 4}
     extract(data, teacher, tmp_path / "one", **options)
     shares = [
-        extract_share(data, teacher, tmp_path / "many", slice(rank, None, 4), **options)
+        Extraction(data, teacher, tmp_path / "many", **options).share(slice(rank, None, 4))
         for rank in range(4)
     ]
     assert [share.manifest is None for share in shares] == [True, True, True, False]
     assert len(shares[3].manifest["unreadable"]) == 6
     assert content(tmp_path / "one") == content(tmp_path / "many")
-
-
-def test_a_share_without_one_readable_image_is_no_error_but_a_cache_without_is(tmp_path):
-    (tmp_path / "images").mkdir()
-    for name in ("a.jpg", "b.jpg"):
-        (tmp_path / "images" / name).write_bytes(b"")
-    data, teacher = FolderDataset(tmp_path / "images", "mine", "train"), load_teacher("pixels")
-    options = {"split": "train", "precision": CPU, "shard_rows": 1}
-    share = extract_share(data, teacher, tmp_path / "cache", slice(0, 1), **options)
-    assert share.manifest is None and share.computed == [0]
-    with pytest.raises(ValueError, match="not one of the 2 images of mine can be read"):
-        extract_share(data, teacher, tmp_path / "cache", slice(1, 2), **options)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -285,14 +271,6 @@ def test_ctrl_c_keeps_complete_shards_and_says_how_to_go_on(tmp_path, alone):
     assert sum(job.batches().values()) == 23 + 6 - stored and content(job.cache) == alone
 
 
-def test_help_lists_the_flags_of_this_command_and_of_the_settings(capsys):
-    with pytest.raises(SystemExit) as ended:
-        command("--help")
-    told = capsys.readouterr().out
-    assert ended.value.code == 0 and "--dataset" in told
-    assert all(f"--{name}" in told for name in ("engine", "rank", "world", "shard-rows"))
-
-
 # --- what is stored -------------------------------------------------------------------------------
 
 BF16 = Precision(torch.device("cpu"), torch.bfloat16, torch.float32, False, "test")
@@ -311,15 +289,6 @@ def test_a_half_precision_teacher_is_stored_in_half_the_space(tmp_path, monkeypa
     assert torch.equal(half.tensor(), full.tensor().bfloat16().float())
 
 
-def test_features_and_pixels_are_float32_on_any_device(tmp_path):
-    features = FeatureDataset("f", "train", np.random.default_rng(0).normal(size=(9, 3)))
-    pixels = ArrayDataset("a", "train", IMAGES, None, None)
-    for data, name in ((features, "features"), (pixels, "pixels")):
-        teacher = load_teacher(name, dataset=data)
-        store = extract(data, teacher, tmp_path / name, split="train", precision=BF16)
-        assert store.manifest["dtype"] == "float32"
-
-
 def test_what_half_precision_cannot_hold_names_the_sample(tmp_path, monkeypatch):
     class Large(Counting):
         name = "large"
@@ -334,94 +303,29 @@ def test_what_half_precision_cannot_hold_names_the_sample(tmp_path, monkeypatch)
         extract(data, Large(), tmp_path / "cache", split="train", precision=fp16)
 
 
-# --- how many cores -------------------------------------------------------------------------------
-
-
-def test_what_a_gpu_lost_by_waiting_and_what_would_keep_up():
-    told = keeping_up(10_000, 10.0, waited=8.0, computed=4.0, workers=16)
-    assert told == (
-        "the teacher waited for images 60 % of the time: 16 workers decode 1000 a second, it "
-        "embeds 2500; 40 workers, with a core each, would keep up"
-    )
-    # What it computed while these were waited for is not lost, nor what the disk took.
-    assert keeping_up(10_000, 10.0, waited=8.0, computed=9.5, workers=16) is None
-    assert keeping_up(10_000, 10.0, waited=0.5, computed=4.0, workers=16) is None
-    assert keeping_up(0, 0.0, waited=0.0, computed=0.0, workers=16) is None
-
-
-class Gpu:
-    """A device by whose clock each batch takes as long as it is told."""
-
-    def __init__(self, monkeypatch, seconds):
-        self.now, self.seconds = 0.0, seconds
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-
-
-class Event:
-    def __init__(self, gpu):
-        self.gpu, self.at = gpu, None
-
-    def record(self, stream):
-        assert stream == torch.device("cuda:3")
-        self.at, self.gpu.now = self.gpu.now, self.gpu.now + self.gpu.seconds
-
-    def query(self):
-        return True
-
-    def elapsed_time(self, other):
-        return 1000 * (other.at - self.at)
-
-
-@pytest.mark.parametrize("slow, fast", [(0.05, 0.01), (0.0, 100.0)])
-def test_an_extraction_whose_gpu_waits_for_decoding_says_so(
-    tmp_path, monkeypatch, caplog, slow, fast
-):
-    class Slow(Counting):
-        def preprocess(self, image):
-            time.sleep(slow)
-            return super().preprocess(image)
-
-    monkeypatch.setenv("COUNTING", str(tmp_path))
-    Gpu(monkeypatch, fast)
-    data = ArrayDataset("a", "train", IMAGES, None, None)
-    cuda = Precision(torch.device("cuda:3"), torch.float32, torch.float32, False, "test")
-    options = {"split": "train", "precision": cuda, "batch_size": 8, "workers": 2}
-    share = extract_share(data, Slow(), tmp_path / "c", slice(0, None), **options)
-    with caplog.at_level("INFO", logger="ssl_kd"):
-        extract(data, Slow(), tmp_path / "d", **options)
-    said = "2 workers decode"
-    assert (said in (share.waited or "")) == (said in caplog.text) == (slow > 0)
+# --- Ray ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "nodes, device, cores, expected",
     [
-        ([{"CPU": 2.0}], "auto", 0, (1, 2, 0)),
-        ([{"CPU": 2.0}], "auto", 1, (2, 1, 0)),
-        ([{"CPU": 64, "GPU": 8}], "cpu", 16, (4, 16, 0)),
-        ([{"CPU": 64, "GPU": 8}, {"CPU": 16}], "cuda", 0, (8, 8, 1)),
-        ([{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}], "auto", 16, (8, 16, 1)),
-        ([{"CPU": 0}, {"CPU": 32}, {"CPU": 16}], "cpu", 0, (3, 16, 0)),
+        ([{"CPU": 2.0}], "auto", 0, (2, 0)),
+        ([{"CPU": 2.0}], "auto", 1, (1, 0)),
+        ([{"CPU": 64, "GPU": 8}], "cpu", 16, (16, 0)),
+        ([{"CPU": 64, "GPU": 8}, {"CPU": 16}], "cuda", 0, (8, 1)),
+        ([{"CPU": 0}, {"CPU": 32}, {"CPU": 16}], "cpu", 0, (16, 0)),
     ],
 )
 def test_a_worker_takes_a_gpu_and_its_share_of_the_cores(nodes, device, cores, expected):
-    assert workers_for(nodes, device, cores) == expected
+    assert resources_for(nodes, device, cores) == expected
 
 
 @pytest.mark.parametrize("nodes", [[{"CPU": 8.0, "GPU": 1.0}], [{"CPU": 8.0}], [{}]])
-def test_more_cores_than_any_machine_has(nodes):
+def test_more_cores_or_gpus_than_any_machine_has(nodes):
     with pytest.raises(ValueError, match="WORKERS is 32, but no machine .* lower WORKERS"):
-        workers_for(nodes, "auto", 32)
-
-
-def test_a_gpu_that_no_machine_has_is_not_replaced_by_cores():
+        resources_for(nodes, "auto", 32)
     with pytest.raises(ValueError, match="DEVICE is 'cuda', but no machine of the Ray cluster"):
-        workers_for([{"CPU": 8.0}], "cuda", 0)
-
-
-# --- Ray ------------------------------------------------------------------------------------------
+        resources_for([{"CPU": 8.0}], "cuda", 0)
 
 
 def test_without_ray_the_way_to_it_is_named(tmp_path, capsys, monkeypatch):
@@ -432,12 +336,12 @@ def test_without_ray_the_way_to_it_is_named(tmp_path, capsys, monkeypatch):
 
 
 def test_a_split_whose_files_were_removed_meanwhile_is_an_error():
-    told = {"waited": "", "error": "", "told": "5 rows", "complete": True}
-    rows = [{"split": "train", "shard": 0, **told}]
-    rows += [{"split": "test", "shard": shard, **told, "complete": False} for shard in range(3)]
+    stored = {"error": "", "summary": "5 rows"}
+    rows = [{"split": "train", "shard": 0, **stored}]
+    rows += [{"split": "test", "shard": shard, **stored, "summary": None} for shard in range(3)]
     with pytest.raises(ExtractionFailed, match=r"^test not whole: .* file was removed.*run again$"):
         extract_ray._result(Path("cache"), rows)
-    rows[-1] |= {"complete": True}
+    rows[-1] |= {"summary": "5 rows"}
     found = extract_ray._result(Path("cache"), rows)
     assert [cache.manifest.name for cache in found] == [
         "embeddings_train.json",

@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from heads.cosine_head import CosineHead
+from ssl_kd.guard.memory import to_device_async
 from ssl_kd.guard.parts import SNAPSHOT_EVERY
 from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.teachers.network import Transform
-from ssl_kd.vision import extract, loading
+from ssl_kd.training.clock import no_progress
+from ssl_kd.vision import extract
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
-from ssl_kd.vision import training_rows as origin
+from ssl_kd.vision import training_rows as rows_module
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.settings import VisionSettings
@@ -36,13 +38,13 @@ def _trainer(bank, **changes):
     return HeadTrainer(bank, settings, Precision.for_device(GPU, settings.use_fp16), CLUSTERS)
 
 
-def _waits_of_steps(head=TEMIHead, given=lambda: None, **changes):
+def _waits_of_steps(head=TEMIHead, targets=lambda: None, **changes):
     bank = Bank(lambda: head(DIM, CLUSTERS), HEADS)
     with pretended_cuda() as device:
         trainer = _trainer(bank, **changes)
         device.clear()
         for number in (0, 1, 2, SNAPSHOT_EVERY):
-            result = trainer.step(torch.zeros(2, BATCH, DIM), 1e-2, number, given())
+            result = trainer.step(torch.zeros(2, BATCH, DIM), 1e-2, number, targets())
             assert result.loss.device.type == result.stage.device.type == "cuda"
         return device.waits
 
@@ -58,7 +60,7 @@ def test_a_step_waits_for_no_device(changes, how):
 
 
 def test_a_step_towards_clusters_waits_for_no_device():
-    assert _waits_of_steps(given=lambda: torch.zeros(2, BATCH, CLUSTERS)) == []
+    assert _waits_of_steps(targets=lambda: torch.zeros(2, BATCH, CLUSTERS)) == []
 
 
 def test_a_step_with_a_loss_scale_waits_for_no_device():
@@ -115,13 +117,15 @@ def test_a_look_at_ten_steps_waits_once_and_so_does_a_record(held):
     itself = torch.arange(40)[:, None]
     sampler = PairSampler(itself, torch.ones(40, 1, dtype=torch.bool), BATCH, seed=0)
     with pretended_cuda() as device:
-        gather = training.DeviceEmbeddings(torch.zeros(40, DIM, device="cuda"))
-        learner = training.Heads(
+        embeddings = torch.zeros(40, DIM, device="cuda")
+
+        def gather(rows):
+            return embeddings[to_device_async(rows, embeddings.device)]
+
+        learner = training.HeadsLearner(
             _trainer(bank),
             training.Plan(sampler, 100, None),
             gather if held else lambda rows: torch.zeros(len(rows), DIM),
-            on_events=lambda events: None,
-            on_fault=lambda fault: None,
             clusters=torch.zeros(40, dtype=torch.int64),
         )
         device.clear()
@@ -165,17 +169,17 @@ def test_where_a_batch_keeps_its_size_a_good_sample_stands_in_for_each_bad_one()
 
 
 def test_embeddings_are_held_on_the_device_where_they_fit(monkeypatch):
-    source = object.__new__(origin.Source)
-    source._held = torch.rand(10, DIM)
-    assert source.on(torch.device("cpu")) is source
+    rows = object.__new__(rows_module.TrainingRows)
+    rows._in_memory = torch.rand(10, DIM)
+    assert rows.on(torch.device("cpu")) is rows
     with pretended_cuda() as device:
-        monkeypatch.setattr(origin, "free_memory", lambda device: 3 * source._held.nbytes)
-        held = source.on(torch.device("cuda"))
+        monkeypatch.setattr(rows_module, "free_memory", lambda device: 3 * rows._in_memory.nbytes)
+        gather = rows.on(torch.device("cuda"))
         device.clear()
-        assert held(torch.tensor([3, 1])).device.type == "cuda"
+        assert gather(torch.tensor([3, 1])).device.type == "cuda"
         assert device.waits == device.pageable == []
-        monkeypatch.setattr(origin, "free_memory", lambda device: source._held.nbytes)
-        assert source.on(torch.device("cuda")) is source
+        monkeypatch.setattr(rows_module, "free_memory", lambda device: rows._in_memory.nbytes)
+        assert rows.on(torch.device("cuda")) is rows
 
 
 class _Event:
@@ -192,7 +196,7 @@ class _Event:
 
 def test_extraction_waits_for_a_batch_when_the_next_one_is_under_way(monkeypatch):
     class Writer:
-        missing, exclude_bad, rows, dtype = [(0, 8)], False, 8, torch.float32
+        missing, rows, dtype = [(0, 8)], 8, torch.float32
 
         def lacks(self, row):
             return True
@@ -211,11 +215,11 @@ def test_extraction_waits_for_a_batch_when_the_next_one_is_under_way(monkeypatch
             return transform.normalize(sent).flatten(1)
 
         images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
-        batches = [loading.Batch([i, i + 1], images, []) for i in (0, 2, 4)]
+        batches = [extract.Batch([i, i + 1], images, []) for i in (0, 2, 4)]
         embed(images)  # sends what all batches share
         device.clear()
         _Event.seen.clear()
-        extract._write(Writer(), range(8), embed, iter(batches), None)
+        extract._write(Writer(), range(8), embed, iter(batches), no_progress)
         assert device.waits == device.pageable == []
     first, second = ["begun", "copied"], ["waited", "written [0, 1]"]
     assert _Event.seen[:6] == [*first, *first, *second]

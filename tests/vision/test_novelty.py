@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from ssl_kd.vision.model import ClusterModel
-from ssl_kd.vision.novelty import NEIGHBOURS, Novelty, is_dead
-from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.model_parts import Projection
+from ssl_kd.vision.novelty import NEIGHBORS, Novelty, is_dead
 
 DIM = 8
 
@@ -141,7 +141,7 @@ def test_duplicates_are_no_division_by_zero():
 
 def test_two_samples_are_enough_and_one_is_not():
     novelty = Novelty.fit(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
-    assert novelty.k == 1 < NEIGHBOURS
+    assert novelty.k == 1 < NEIGHBORS
     assert novelty.score(torch.tensor([[-9e9, -9e9]])).tolist() == [1.0]
     with pytest.raises(ValueError, match="x has 1 rows, expected at least 2"):
         Novelty.fit(torch.ones(1, 3))

@@ -12,8 +12,8 @@ from ssl_kd import MultiHeadClusterer
 from ssl_kd.evaluate import accuracy
 from ssl_kd.graph import fuzzy_graph
 from ssl_kd.store import nearest_neighbours
-from ssl_kd.vision.partition import COSINE_GRAPHS, GRAPH_NEIGHBOURS, partition_of, views
-from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.model_parts import Projection
+from ssl_kd.vision.partition import COSINE_GRAPHS, GRAPH_NEIGHBORS, partition_of, views
 
 CPU = torch.device("cpu")
 DIGITS: Any = load_digits()
@@ -36,7 +36,7 @@ def test_graphs_are_cosine_euclidean_and_half_whitened():
     for view, distance in zip(views(near, read, projected, CPU), distances, strict=True):
         distance.fill_diagonal_(torch.inf)
         sizes = COSINE_GRAPHS if view.rows is not None and len(view.graphs) > 1 else (15,)
-        assert tuple(view.graphs) == sizes and GRAPH_NEIGHBOURS in sizes
+        assert tuple(view.graphs) == sizes and GRAPH_NEIGHBORS in sizes
         for size in sizes:
             nearest = distance.topk(size, largest=False)
             expected = fuzzy_graph(nearest.indices.numpy(), nearest.values.numpy())
@@ -61,7 +61,7 @@ def test_it_finds_the_digits_and_reports_each_partition():
     found = partition_of(10, *_inputs(others), CPU, lambda *numbers: seen.append(numbers))
     assert adjusted_rand_score(Y[:450], found.clusters) > 0.7
     assert seen == [(number, 34) for number in range(1, 35)]
-    assert (found.clusters.numpy() == found.crowd.clusters).all()
+    assert (found.clusters.numpy() == found.ensemble.clusters).all()
     assert found.number is None and len(found.levels) > 2
 
 
@@ -84,7 +84,7 @@ def test_few_samples(n, k):
 )
 def test_odd_embeddings(x):
     found = partition_of(3, *_inputs(x), CPU)
-    assert np.isfinite(found.crowd.evenness)
+    assert np.isfinite(found.ensemble.evenness)
     assert found.clusters.shape == (40,)
 
 
@@ -94,12 +94,3 @@ def test_heads_learn_the_partition_whatever_the_seed():
     for fit in fits:
         assert accuracy(partition, fit.labels_) > 0.95
     assert np.mean(fits[0].labels_ == fits[1].labels_) > 0.95
-
-
-def test_heads_can_still_find_the_clusters_themselves():
-    options = {"n_heads": 4, "max_steps": 60, "random_state": 0}
-    own = MultiHeadClusterer(10, method="heads", **options).fit(X.numpy())
-    learnt = MultiHeadClusterer(10, method="graph", **options).fit(X.numpy())
-    assert adjusted_rand_score(own.labels_, learnt.labels_) < 0.999
-    with pytest.raises(ValueError, match="method is 'tree', but must be one of 'graph', 'heads'"):
-        MultiHeadClusterer(10, method="tree").fit(X.numpy())

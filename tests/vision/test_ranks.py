@@ -102,9 +102,9 @@ def before_step(do):
     """Call `do(trainer, step)` before each step."""
     step = HeadTrainer.step
 
-    def wrapped(self, views, learning_rate, number=None, given=None):
+    def wrapped(self, views, learning_rate, number=None, fixed_targets=None):
         do(self, number)
-        return step(self, views, learning_rate, number, given)
+        return step(self, views, learning_rate, number, fixed_targets)
 
     mock.patch.object(HeadTrainer, "step", wrapped).start()
 
@@ -124,16 +124,6 @@ def spoil(rank, heads, at):
 def restoring_after(rank, steps):
     """A head is restored after so many bad steps in a row."""
     mock.patch.object(fit, "Thresholds", partial(Thresholds, restore_after=steps)).start()
-
-
-def warn_of(rank, head):
-    """The process that trains this head logs a warning in the sixth step."""
-
-    def do(trainer, step):
-        if step == 5 and trainer.bank.first <= head < trainer.bank.first + trainer.bank.n_heads:
-            logging.getLogger("ssl_kd.vision.step").warning("head %d is being watched", head)
-
-    before_step(do)
 
 
 def strike(rank, who, number, at):
@@ -251,7 +241,7 @@ def mapped_on_all(rank):
 
     def checked(self, work):
         found = from_first(self, work)
-        assert getattr(found, "neighbours", None) is None
+        assert getattr(found, "neighbors", None) is None
         return found
 
     mock.patch.object(Ranks, "from_first", checked).start()
@@ -317,13 +307,6 @@ def test_the_mean_over_all_heads_takes_one_all_reduce_a_step(settings):
         torch.testing.assert_close(theirs["loss"], mine["loss"], rtol=1e-4, atol=1e-4)
         assert theirs["loss"] != pytest.approx(NAN) and theirs["step"] == mine["step"]
     same(two, trained(2, settings("again", **changes)))
-
-
-def test_what_another_rank_warns_of_is_said_once_by_the_first(settings):
-    [one] = run_joined(listening, 1, settings("one"), (warn_of, 4))
-    first, second = run_joined(listening, 2, settings("two"), (warn_of, 4))
-    assert [text for _, text in one if text == "head 4 is being watched"]
-    assert sorted(first) == sorted(one) and not second
 
 
 # -- torchrun, and what is refused ----------------------------------------------------------------

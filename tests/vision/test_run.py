@@ -10,16 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from ssl_kd.datasets import ArrayDataset
 from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError, load_tensors, sha256_file
+from ssl_kd.files import sha256_file
 from ssl_kd.guard.diagnosis import Cause
-from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.report import run_images, write_report
 from ssl_kd.report.assignments import read_assignments
@@ -416,25 +414,6 @@ def test_stopped_while_judging_goes_on_from_the_trained_heads(settings):
     assert log_lines(parts) == log_lines(whole)
 
 
-def test_stopped_before_training_leaves_no_folder(settings, tmp_path):
-    def progress(stage, done, total, info):
-        signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted) as stopped:
-        run(settings(run_name="a"), progress=progress)
-    assert stopped.value.run_dir is None and list((tmp_path / "runs").iterdir()) == []
-
-
-def test_other_data_under_the_same_name_are_not_resumed(settings, tmp_path):
-    with pytest.raises(Interrupted):
-        run(settings(run_name="a"), progress=stop_at(10))
-    save_features(tmp_path / "digits_train.npz", np.random.rand(64, 64), labels=np.arange(64) % 10)
-    before = load_tensors(tmp_path / "runs/a/checkpoint/step_000000010.pt")["step"]
-    with pytest.raises(RuntimeError, match="cannot be resumed: the data or the teacher"):
-        run(settings(resume=True, force_recompute=True))
-    assert before == 10 and not (tmp_path / "runs/a/metrics.json").exists()
-
-
 # --- Awkward data -------------------------------------------------------------------------------
 
 
@@ -481,67 +460,6 @@ def test_partly_labelled_images_are_judged_by_the_labels_there_are(settings, tmp
     assert np.load(done.path / "arrays.npz")["confusion"].sum() == 64
 
 
-@pytest.mark.parametrize("kind", ["strings", "gaps"])
-def test_labels_that_are_strings_or_have_gaps(settings, tmp_path, digits, kind):
-    images, labels = digits
-    named = {
-        "strings": np.array([f"class {label}" for label in labels]),
-        "gaps": labels * 1000 + 7,
-    }[kind]
-    data = save_features(tmp_path / "x.npz", images.reshape(96, -1), labels=named)
-    path = run(settings(dataset=data, baselines=True)).path
-    assert metrics(path)["dataset"]["n_clusters"] == 10
-    assert [line["label"] for line in assignments(path)] == [str(label) for label in named]
-
-
-@pytest.mark.parametrize(
-    ("n", "changes"),
-    [
-        (20, {"batch_size": 256}),
-        (5, {"neighbours": 20, "n_clusters": 3}),
-        (4, {"n_clusters": 4}),
-        (3, {"n_clusters": 2}),
-        (2, {"n_clusters": 2}),
-    ],
-)
-def test_few_samples(settings, tmp_path, digits, n, changes):
-    images, labels = digits
-    data = save_features(tmp_path / "x.npz", images[:n].reshape(n, -1), labels=labels[:n])
-    done = run(settings(dataset=data, baselines=True, **changes))
-    assert len(assignments(done.path)) == n
-
-
-@pytest.mark.parametrize("n", [1, 5])
-def test_fewer_samples_than_clusters_says_so(settings, tmp_path, n):
-    data = save_features(tmp_path / "x.npz", np.random.rand(n, 4))
-    with pytest.raises(SettingsError, match=rf"N_CLUSTERS is 6.* {n}\b"):
-        run(settings(dataset=data, n_clusters=6))
-
-
-def test_an_empty_folder_says_so(settings, tmp_path):
-    (tmp_path / "none").mkdir()
-    with pytest.raises(RuntimeError, match="no image in"):
-        run(settings(dataset=str(tmp_path / "none"), n_clusters=3))
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
-@pytest.mark.parametrize("row", [np.linspace(0, 1, 8), np.zeros(8)], ids=["one image", "zeros"])
-def test_duplicates_of_one_image(settings, tmp_path, row):
-    data = save_features(tmp_path / "x.npz", np.tile(row, (40, 1)))
-    done = run(settings(dataset=data, n_clusters=4, baselines=True))
-    lines = assignments(done.path)
-    assert len({(line["cluster"], line["confidence"]) for line in lines}) == 1
-    tensors = safetensors.torch.load_file(done.path / "model.safetensors")
-    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
-
-
-def test_some_duplicates_do_no_harm(settings, tmp_path, digits):
-    flat = digits[0].reshape(96, -1)
-    data = save_features(tmp_path / "x.npz", np.concatenate([flat[:1].repeat(40, 0), flat[1:41]]))
-    lines = assignments(run(settings(dataset=data, n_clusters=4)).path)
-    assert len({line["cluster"] for line in lines[:40]}) == 1
-
-
 FORGED = ["a\nb,1,0.9,train.png", "c\rd.png", "=1+1.png", "'=1.png", "-x.png", 'q"u,o.png', "-3"]
 
 
@@ -580,44 +498,6 @@ def test_every_way_to_train_runs_and_loads_again(settings, changes):
     assert model.predict(x).tolist() == [int(line["cluster"]) for line in lines]
 
 
-def test_another_teacher_needs_another_cache(settings, tmp_path, digits):
-    save_images(tmp_path / "pictures", digits[0][:32])
-    plain = {"dataset": str(tmp_path / "pictures"), "n_clusters": 4}
-    run(settings(**plain, image_size=8))
-    with pytest.raises(FingerprintMismatch) as refused:
-        run(settings(**plain, image_size=6))
-    message = str(refused.value)
-    assert "transform: cache has" in message
-    assert "--force-recompute" in message and "--embeddings_dir" in message
-    run(settings(**plain, image_size=6, embeddings_dir=str(tmp_path / "other")))
-    run(settings(**plain, image_size=6, force_recompute=True))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"learning_rate": 10.0},
-        {"learning_rate": 100.0, "clip_grad": None},
-        {"learning_rate": 100.0, "head": "heads.cosine_head.CosineHead"},
-    ],
-    ids=["10", "100", "normalised weights"],
-)
-def test_a_wild_learning_rate_never_leaves_a_number_that_is_not_finite(settings, tmp_path, changes):
-    wild = settings(run_name="a", max_steps=60, **changes)
-    path = tmp_path / "runs" / "a"
-    try:
-        run(wild)
-    except TooFewHealthyParts as error:
-        assert "Lower LEARNING_RATE" in str(error)
-        assert (path / "events.jsonl").stat().st_size > 0
-    else:
-        tensors = safetensors.torch.load_file(path / "model.safetensors")
-        assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
-    for checkpoint in (path / "checkpoint").glob("*.pt"):
-        for name, tensor in load_tensors(checkpoint)["tensors"].items():
-            assert torch.isfinite(tensor).all(), (checkpoint.name, name)
-
-
 class Fragile(torch.nn.Linear):
     """Takes the logarithm of how far its logits are from 3; after some steps that is 0."""
 
@@ -637,17 +517,6 @@ def test_the_first_fault_of_a_head_is_kept_and_explained(settings):
     assert report.reproduced and report.diagnosis.cause == Cause.LOG_OF_ZERO
     assert ".clamp(min=0).log()" in str(report)
     assert f"ssl_kd replay {bundles[0]}" in write_report(path).read_text()
-
-
-def test_embeddings_damaged_on_disk_are_never_used_silently(settings, tmp_path):
-    run(settings())
-    shard = tmp_path / "embeddings" / "embeddings_train.pt"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(CorruptFileError, match="embeddings_train"):
-        run(settings())
-    run(settings(force_recompute=True))
 
 
 def test_samples_are_scored_on_a_sample_where_there_are_very_many(settings, monkeypatch):

@@ -9,17 +9,16 @@ import torch
 
 from ssl_kd.guard import Precision, TooFewHealthyParts
 from ssl_kd.guard.faults import Stage, Thresholds
-from ssl_kd.guard.seeds import seed_of
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.training.schedule import learning_rate_at
-from ssl_kd.vision import pairs
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
-from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
+from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from tests import processes
 from tests.oracles import objectives as oracle
+from tests.train_heads import train
 from tests.vision.own_loss import SINKHORN
 
 CPU = Precision.for_device("cpu")
@@ -74,14 +73,14 @@ def test_one_step_equals_the_float64_oracle(how, monkeypatch):
         torch.testing.assert_close(trainer.state.teacher[i], ema)
 
 
-def test_given_clusters_are_learnt_from_the_other_view_by_cross_entropy():
+def test_fixed_targets_are_learned_from_the_other_view_by_cross_entropy():
     trainer, views = _trainer(student_temp=0.2, instance_weight="mean"), _views()
-    given = torch.rand(2, BATCH, CLUSTERS).softmax(-1)
+    targets = torch.rand(2, BATCH, CLUSTERS).softmax(-1)
     heads = [trainer.bank.head(trainer.state.student, i).double() for i in range(HEADS)]
     logs = [h(views.double()).div(0.2).log_softmax(-1) for h in heads]
-    expected = torch.stack([-(given.flip(0) * log).sum(-1).mean() for log in logs])
+    expected = torch.stack([-(targets.flip(0) * log).sum(-1).mean() for log in logs])
     before = trainer.state.marginal.clone()
-    result = trainer.step(views, 1e-2, given=given)
+    result = trainer.step(views, 1e-2, fixed_targets=targets)
     torch.testing.assert_close(result.loss.double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(trainer.state.marginal, before)  # it is the EMA teachers'
 
@@ -89,17 +88,17 @@ def test_given_clusters_are_learnt_from_the_other_view_by_cross_entropy():
 @pytest.mark.parametrize("strike", ["sample", "target"])
 def test_a_bad_sample_takes_its_target_with_it(strike):
     trainer, alone = _trainer(), _trainer()
-    views, given = _views(), torch.rand(2, BATCH, CLUSTERS).softmax(-1)
+    views, targets = _views(), torch.rand(2, BATCH, CLUSTERS).softmax(-1)
     kept = torch.arange(BATCH) != 3
-    alone.step(views[:, kept], 1e-2, given=given[:, kept])
+    alone.step(views[:, kept], 1e-2, fixed_targets=targets[:, kept])
     if strike == "sample":
         views[1, 3, 2] = torch.nan
-        trainer.step(views, 1e-2, given=given)
+        trainer.step(views, 1e-2, fixed_targets=targets)
         assert torch.equal(trainer.state.student, alone.state.student)
     else:
-        given[1, 3, 2] = torch.nan
+        targets[1, 3, 2] = torch.nan
         before = trainer.state.student.clone()
-        result = trainer.step(views, 1e-2, given=given)
+        result = trainer.step(views, 1e-2, fixed_targets=targets)
         assert (result.stage == int(Stage.LOSS)).all()
         assert torch.equal(trainer.state.student, before)
 
@@ -171,7 +170,7 @@ def test_every_loss_finds_clusters_that_are_there(changes):
     neighbours = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :5]
     sampler = PairSampler(neighbours, torch.ones_like(neighbours).bool(), BATCH, 0)
     trainer = _trainer(learning_rate=1e-2, **changes)
-    training.train(trainer, sampler, x.__getitem__, 200)
+    train(trainer, sampler, x.__getitem__, 200)
     with torch.no_grad():
         found = trainer.bank(trainer.bank.unflatten(trainer.state.teacher), x)
     purity = [
@@ -180,31 +179,9 @@ def test_every_loss_finds_clusters_that_are_there(changes):
     assert max(purity) == 1.0
 
 
-def _struck(how, strike, steps=6, at=3):
-    """Train; before step `at` do `strike(trainer, views)`; return the trainer and that result."""
-    trainer = _trainer(instance_weight=how)
-    seen = None
-    for step in range(steps):
-        views = _views(step)
-        undo = strike(trainer, views) if step == at else None
-        result = trainer.step(views, 1e-2)
-        if step == at:
-            seen = result
-            if undo is not None:
-                undo()
-    return trainer, seen
-
-
 def _rows_equal(a, b, rows):
     pairs = zip(a.state.tensors().items(), b.state.tensors().items(), strict=True)
     return all(torch.equal(x[rows], y[rows]) for (_, x), (_, y) in pairs)
-
-
-def _poison_weight(matrix):
-    def strike(trainer, views):
-        getattr(trainer.state, matrix)[2, 7] = torch.nan
-
-    return strike
 
 
 def _poison_logits(value):
@@ -262,71 +239,6 @@ def _poison_gradient(value):
     return strike
 
 
-@pytest.mark.parametrize(
-    ("strike", "stage"),
-    [
-        (_poison_weight("student"), "loss"),
-        (_poison_weight("teacher"), "teacher"),
-        (_poison_logits(math.inf), "loss"),
-        (_poison_logits(math.nan), "loss"),
-        (_poison_gradient(math.nan), "gradient"),
-        (_poison_gradient(1e30), "gradient"),
-    ],
-    ids=["student weight", "teacher weight", "inf logits", "NaN logits", "NaN gradient", "1e30"],
-)
-@pytest.mark.parametrize("how", ["none", "own"])
-def test_a_sick_head_is_skipped_and_the_others_are_bit_identical(how, strike, stage):
-    clean, _ = _struck(how, lambda trainer, views: None)
-    sick, result = _struck(how, strike)
-    assert result.stage.tolist() == [0, 0, Stage[stage.upper()], 0, 0]
-    assert _rows_equal(clean, sick, [0, 1, 3, 4])
-    assert sick.state.health.skipped[2] >= 1 and sick.state.health.skipped[[0, 1, 3, 4]].sum() == 0
-
-
-@pytest.mark.parametrize("strike", [_poison_logits(math.nan), _poison_gradient(math.nan)])
-def test_a_skipped_head_keeps_every_bit_of_that_step(strike):
-    trainer = _trainer()
-    for step in range(3):
-        trainer.step(_views(step), 1e-2)
-    before = {name: t[2].clone() for name, t in trainer.state.tensors().items()}
-    undo = strike(trainer, None)
-    trainer.step(_views(3), 1e-2)
-    undo()
-    for name, tensor in trainer.state.tensors().items():
-        if not name.startswith("health."):
-            assert torch.equal(tensor[2], before[name]), name
-    assert (trainer.state.health.skipped[2], trainer.state.health.streak[2]) == (1, 1)
-    trainer.step(_views(4), 1e-2)
-    assert (trainer.state.health.skipped[2], trainer.state.health.streak[2]) == (1, 0)
-
-
-def test_mean_weights_come_from_healthy_teachers_only():
-    """With `mean` the heads are coupled: the sick one must not reach the others' weights."""
-    sick, result = _struck("mean", _poison_weight("teacher"))
-    assert result.stage.tolist() == [0, 0, 1, 0, 0]
-    healthy = sick.state.student[[0, 1, 3, 4]]
-    assert torch.isfinite(healthy).all() and sick.state.health.skipped[[0, 1, 3, 4]].sum() == 0
-
-
-def test_a_bad_sample_is_left_out_and_named():
-    def strike(trainer, views):
-        views[1, 5, 0] = torch.nan
-
-    trainer, result = _struck("none", strike)
-    assert result.bad.nonzero().tolist() == [[1, 5]]
-    assert result.stage.sum() == 0 and torch.isfinite(trainer.state.student).all()
-
-    x, sampler = _problem()
-    x[7, 0], events = torch.nan, []
-    training.train(_trainer(), sampler, x.__getitem__, 3, on_events=events.extend)
-    (seen,) = {(event.part, event.stage, event.value, event.action) for event in events}
-    assert seen == ("batch", "input", 7.0, "left out of the batch")
-
-    # The rest of the batch trains as if the pair had weight zero: whatever it holds.
-    other, _ = _struck("none", lambda t, v: v.__setitem__((slice(None), 5), torch.nan))
-    assert torch.equal(trainer.state.student, other.state.student)
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_sample_is_bad_where_it_is_not_finite_and_not_where_it_is_large(value):
     views = torch.full((2, 3, 4), 3e38)  # their sum is infinite
@@ -368,20 +280,6 @@ def test_chunks_cover_the_heads_once_and_do_not_change_the_result(monkeypatch):
     torch.testing.assert_close(whole.state.student, parts.state.student)
 
 
-def test_loss_scale_is_per_head_and_halves_for_the_one_that_overflows():
-    trainer = _trainer()
-    trainer.precision = dataclasses.replace(CPU, scale=True)
-    trainer.state.scale.fill_(1024.0)
-    plain = _trainer()
-    plain.step(_views(), 1e-2)
-    trainer.step(_views(), 1e-2)
-    assert torch.equal(trainer.state.student, plain.state.student)  # a power of two is exact
-    undo = _poison_gradient(math.inf)(trainer, None)
-    trainer.step(_views(1), 1e-2)
-    undo()
-    assert trainer.state.scale.tolist() == [1024.0, 1024.0, 512.0, 1024.0, 1024.0]
-
-
 def test_float16_products_train_like_float32():
     half = dataclasses.replace(CPU, student=torch.float16, scale=True)
     bank = HeadBank(lambda: TEMIHead(DIM, CLUSTERS, 10, 5), HEADS)
@@ -391,85 +289,6 @@ def test_float16_products_train_like_float32():
         a, b = low.step(_views(step), 1e-3), full.step(_views(step), 1e-3)
     assert low.state.health.skipped.sum() == 0 and low.state.student.dtype == torch.float32
     torch.testing.assert_close(a.loss, b.loss, rtol=0.01, atol=0.01)
-
-
-def test_mutual_neighbours():
-    neighbours = torch.tensor([[1, 2], [0, 2], [3, 1], [2, 0], [0, 1]])
-    expected = [[True, False], [True, True], [True, True], [True, False], [True, False]]
-    assert mutual_neighbours(neighbours).tolist() == expected  # row 4: nobody's, keeps its nearest
-
-
-def _by_sorting(neighbours):
-    """`mutual_neighbours`, by looking up every pair among all that are turned round."""
-    n, k = neighbours.shape
-    source, target = torch.arange(n).repeat_interleave(k), neighbours.long().flatten()
-    mutual = torch.isin(source * n + target, target * n + source).view(n, k)
-    mutual[:, 0] |= ~mutual.any(1)
-    return mutual
-
-
-class _Flat:
-    """What `PairSampler` drew when it held the allowed neighbours of all rows in one list."""
-
-    def __init__(self, neighbours, allowed, sampler):
-        self.counts = allowed.sum(1)
-        self.starts = self.counts.cumsum(0) - self.counts
-        self.flat, self.sampler = neighbours[allowed], sampler
-
-    def __call__(self, step):
-        rows, _ = self.sampler(step)
-        g = torch.Generator().manual_seed(seed_of(self.sampler.seed, 1, step))
-        draw = torch.rand(len(rows), generator=g, dtype=torch.float64)
-        counts = self.counts[rows]
-        offset = torch.minimum((draw * counts).long(), counts - 1)
-        return rows, self.flat[self.starts[rows] + offset].long()
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("every", [False, True])
-def test_pairs_of_very_many_rows_are_those_that_were_drawn_before(dtype, every, monkeypatch):
-    monkeypatch.setattr(pairs, "ROWS_PER_BLOCK", 7)
-    n, k = 200, 6
-    neighbours = torch.stack([torch.randperm(n)[:k] for _ in range(n)]).to(dtype)
-    near = (torch.arange(n).unsqueeze(1) + torch.tensor([1, -1, 2, -2, 3, 5])) % n
-    for found in (neighbours, near.to(dtype), torch.cat([neighbours[:100], near[100:].to(dtype)])):
-        allowed = mutual_neighbours(found)
-        assert torch.equal(allowed, _by_sorting(found)) and 1 <= allowed.sum(1).min()
-        allowed |= every
-        sampler = PairSampler(found, allowed, 32, seed=3)
-        before = _Flat(found, allowed, sampler)
-        for step in range(30):
-            ours, theirs = sampler(step), before(step)
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-            assert ours[1].dtype == torch.int64
-
-
-def test_sampler_draws_allowed_pairs_evenly_and_is_a_function_of_seed_and_step():
-    neighbours = torch.tensor([[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]])
-    allowed = torch.tensor([[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 1]]).bool()
-    sampler = PairSampler(neighbours, allowed, 2, seed=5)
-    assert sampler.steps_per_epoch == 2
-    pairs = []
-    for step in range(3000):
-        rows, partners = sampler(step)
-        pairs += zip(rows.tolist(), partners.tolist(), strict=True)
-    counts = {pair: pairs.count(pair) for pair in set(pairs)}
-    assert set(counts) == {(0, 1), (0, 2), (1, 2), (2, 0), (2, 1), (2, 3), (3, 2)}
-    shares = {(0, 1): 0.5, (0, 2): 0.5, (1, 2): 1.0, (2, 3): 1 / 3, (3, 2): 1.0}
-    assert all(abs(counts[pair] / 1500 - share) < 0.05 for pair, share in shares.items())
-    again = PairSampler(neighbours, allowed, 2, seed=5)
-    for step in (17, 4, 2999):
-        assert all(torch.equal(a, b) for a, b in zip(sampler(step), again(step), strict=True))
-    other = PairSampler(neighbours, allowed, 2, seed=6)
-    assert any(not torch.equal(other(s)[1], again(s)[1]) for s in range(20))
-
-
-def test_every_sample_is_seen_once_in_an_epoch():
-    neighbours = torch.arange(1, 13).remainder(12).unsqueeze(1)
-    sampler = PairSampler(neighbours, torch.ones(12, 1, dtype=torch.bool), 4, seed=0)
-    for epoch in range(3):
-        rows = torch.cat([sampler(epoch * 3 + i)[0] for i in range(3)])
-        assert sorted(rows.tolist()) == list(range(12))
 
 
 def test_learning_rate_warms_up_and_ends_near_zero():
@@ -487,7 +306,7 @@ def _problem(n=40):
 def test_stopped_and_resumed_equals_uninterrupted():
     x, sampler = _problem()
     whole = _trainer()
-    training.train(whole, sampler, x.__getitem__, 12)
+    train(whole, sampler, x.__getitem__, 12)
 
     first, saved = _trainer(), {}
 
@@ -495,7 +314,7 @@ def test_stopped_and_resumed_equals_uninterrupted():
         saved.update(step=step, state={k: v.clone() for k, v in first.state.tensors().items()})
 
     asked = iter([False] * 5 + [True])
-    done = training.train(
+    done = train(
         first, sampler, x.__getitem__, 12, on_checkpoint=save, should_stop=lambda: next(asked)
     )
     assert done == 5 == saved["step"]
@@ -503,7 +322,7 @@ def test_stopped_and_resumed_equals_uninterrupted():
     for name, tensor in second.state.tensors().items():
         tensor.copy_(saved["state"][name])
     _, fresh_sampler = _problem()
-    training.train(second, fresh_sampler, x.__getitem__, 12, start=5)
+    train(second, fresh_sampler, x.__getitem__, 12, start=5)
     assert _rows_equal(whole, second, slice(None))
 
 
@@ -511,7 +330,7 @@ def test_events_before_a_stop_are_not_lost():
     x, sampler = _problem()
     trainer, events, asked = _trainer(), [], iter([False] * 3 + [True])
     trainer.state.student[1, 0] = torch.nan
-    training.train(
+    train(
         trainer,
         sampler,
         x.__getitem__,
@@ -531,67 +350,6 @@ def _always(strike):
     return trainer
 
 
-def test_a_poisoned_head_is_restored_alone_and_goes_on(kept_every_50_steps):
-    x, sampler = _problem()
-    clean, sick, events = _trainer(), _trainer(), []
-    training.train(clean, sampler, x.__getitem__, 60)
-    training.train(sick, sampler, x.__getitem__, 60)
-    sick.state.student[1, 0] = torch.nan
-    for trainer in (clean, sick):
-        on_events = events.extend if trainer is sick else lambda events: None
-        training.train(trainer, sampler, x.__getitem__, 90, start=60, on_events=on_events)
-    restored = [event for event in events if event.stage == "escalation"]
-    assert [(e.step, e.part, e.action) for e in restored] == [
-        (69, "head 1", "restored to its state before step 50")
-    ]
-    assert len(events) == 11 and _rows_equal(clean, sick, [0, 2, 3, 4])
-    health = sick.state.health
-    assert (health.skipped[1], health.streak[1], health.run[1]) == (10, 0, 20)
-    assert bool(health.restored[1]) and torch.isfinite(sick.state.student).all()
-
-
-def test_a_head_that_stays_sick_is_reinitialised_once_and_then_retired():
-    x, sampler = _problem()
-    trainer, events, saved = _always(_poison_logits(math.nan)), [], {}
-    training.train(
-        trainer,
-        sampler,
-        x.__getitem__,
-        60,
-        checkpoint_every=20,
-        on_events=events.extend,
-        on_checkpoint=lambda step: saved.update({step: trainer.state.student.clone()}),
-    )
-    steps = [(e.step, e.part, e.action) for e in events if e.stage == "escalation"]
-    assert steps == [
-        (9, "head 2", "restored to its state before step 0"),
-        (19, "head 2", "re-initialised"),
-        (29, "head 2", "retired"),
-    ]
-    assert all(torch.isfinite(weights).all() for weights in saved.values())
-    assert not torch.equal(saved[20][2], trainer.bank.initial_weights(0)[2])
-    assert max(e.step for e in events) == 29  # it is not spoken of any more
-    assert trainer.state.health.retired.tolist() == [False, False, True, False, False]
-
-
-def test_the_run_stops_when_no_head_is_healthy_after_a_restore():
-    x, sampler = _problem()
-    trainer, events, saved = _trainer(), [], []
-    with pytest.raises(TooFewHealthyParts, match=r"row .* is not finite.*LEARNING_RATE"):
-        training.train(
-            trainer,
-            sampler,
-            lambda rows: x[rows] * torch.nan,
-            50,
-            on_events=events.extend,
-            on_checkpoint=saved.append,
-        )
-    assert saved == [20] and events[-1].action == "stopped" and events[-1].step == 19
-    assert trainer.state.health.skipped.tolist() == [20] * HEADS
-    fresh = _trainer()
-    assert all(torch.equal(t, fresh.state.owned()[n]) for n, t in trainer.state.owned().items())
-
-
 def test_the_checkpoint_of_a_stop_is_the_last_good_state_and_can_go_on(kept_every_50_steps):
     x, sampler = _problem()
     trainer, saved = _trainer(), {}
@@ -604,7 +362,7 @@ def test_the_checkpoint_of_a_stop_is_the_last_good_state_and_can_go_on(kept_ever
         return x[rows] * 1e10
 
     with pytest.raises(TooFewHealthyParts):
-        training.train(
+        train(
             trainer,
             sampler,
             wild,
@@ -618,7 +376,7 @@ def test_the_checkpoint_of_a_stop_is_the_last_good_state_and_can_go_on(kept_ever
 
 
 def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(monkeypatch):
-    monkeypatch.setattr(training, "LOOK_EVERY", {True: 10, False: 10})
+    monkeypatch.setattr(training, "LOOK_EVERY_ON_CPU", 10)
     x, sampler = _problem()
     faults, saved, trainer = [], [], _trainer()
     states = []
@@ -636,7 +394,7 @@ def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(mon
         faults.append(dataclasses.replace(fault, before=kept))
 
     bank = trainer.bank
-    training.train(trainer, sampler, gather, 30, on_fault=keep)
+    train(trainer, sampler, gather, 30, on_fault=keep)
     assert [(f.event.step, f.head, f.exact) for f in faults] == [
         (3, 2, False),
         (18, 2, True),
@@ -650,19 +408,17 @@ def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(mon
     _poison_logits(math.nan)(trainer, None)
     trainer.state.health.retired[:] = torch.tensor([True, True, False, True, True])
     with pytest.raises(TooFewHealthyParts):  # seen at a checkpoint, which is saved all the same
-        training.train(
-            trainer, sampler, x.__getitem__, 60, checkpoint_every=13, on_checkpoint=saved.append
-        )
+        train(trainer, sampler, x.__getitem__, 60, checkpoint_every=13, on_checkpoint=saved.append)
     assert saved[-1] in (20, 26) and len(saved) == len(set(saved))
 
 
 def test_the_streak_that_is_said_is_the_real_one(monkeypatch):
     """Where looking is rare, a head may be sick for longer than the patience before it is seen."""
-    monkeypatch.setattr(training, "LOOK_EVERY", {True: 10, False: 10})
+    monkeypatch.setattr(training, "LOOK_EVERY_ON_CPU", 10)
     x, sampler = _problem()
     events, trainer = [], _always(_poison_logits(math.nan))
     trainer.thresholds = Thresholds(restore_after=7)
-    training.train(trainer, sampler, x.__getitem__, 10, on_events=events.extend)
+    train(trainer, sampler, x.__getitem__, 10, on_events=events.extend)
     assert events[-1].stage == "escalation" and events[-1].reason == "10 bad steps in a row"
 
 
@@ -676,49 +432,20 @@ def test_a_state_that_no_step_has_proved_is_not_kept_as_good(kept_every_50_steps
             trainer.state.teacher[2] *= 1e38
         return x[rows]
 
-    training.train(trainer, sampler, gather, 70)
+    train(trainer, sampler, gather, 70)
     assert trainer.tensors()["good_step"].tolist() == [50, 50, 0, 50, 50]
-
-
-def test_too_few_heads_left_stop_the_run():
-    x, sampler = _problem()
-    trainer = _always(_poison_logits(math.nan))
-    trainer.thresholds = Thresholds(restore_after=2, min_parts=5)
-    with pytest.raises(TooFewHealthyParts, match="only 4 of 5 parts are left"):
-        training.train(trainer, sampler, x.__getitem__, 50)
-
-
-def test_a_spike_is_skipped_and_does_not_move_the_median():
-    clean, _ = _struck("none", lambda trainer, views: None, steps=26, at=25)
-    sick, result = _struck("none", _poison_gradient(1e4), steps=26, at=25)
-    assert result.stage.tolist() == [0, 0, Stage.SPIKE, 0, 0]
-    level = clean.state.health.level[2] - sick.state.health.level[2]
-    assert abs(float(level)) < 0.5
-
-
-def test_zero_gradients_are_reported_as_dead_and_the_head_goes_on():
-    x, sampler = _problem()
-    events, trainer = [], _trainer()
-    bank, first = trainer.bank, torch.arange(HEADS).view(-1, 1, 1) == 1
-    cut = lambda p, x, training: torch.where(first, bank(p, x).detach(), bank(p, x))  # noqa: E731
-    _stand_in(trainer, cut)
-    training.train(trainer, sampler, x.__getitem__, 120, on_events=events.extend)
-    assert [(e.step, e.part, e.stage, e.action) for e in events] == [
-        (99, "head 1", "dead", "reported")
-    ]
-    assert trainer.state.health.skipped.sum() == 0
 
 
 def _interrupted(make, steps, at):
     """The trainer of a run of `steps` steps, and of one that was stopped and resumed on the way."""
     x, sampler = _problem()
     whole, first, second = make(), make(), make()
-    training.train(whole, sampler, x.__getitem__, steps)
+    train(whole, sampler, x.__getitem__, steps)
     asked = iter([False] * at + [True])
-    training.train(first, sampler, x.__getitem__, steps, should_stop=lambda: next(asked))
+    train(first, sampler, x.__getitem__, steps, should_stop=lambda: next(asked))
     torch.rand(7)
     second.load({name: tensor.clone() for name, tensor in first.tensors().items()})
-    training.train(second, sampler, x.__getitem__, steps, start=at)
+    train(second, sampler, x.__getitem__, steps, start=at)
     return whole, second
 
 
@@ -773,5 +500,5 @@ def test_heads_with_dropout_resume_with_the_same_draws():
     assert _all_equal(whole, resumed)
     torch.set_rng_state(before)
     x, sampler = _problem()
-    training.train(fresh(), sampler, x.__getitem__, 3)
+    train(fresh(), sampler, x.__getitem__, 3)
     assert torch.equal(before, torch.get_rng_state())

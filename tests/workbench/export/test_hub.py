@@ -64,10 +64,10 @@ def test_a_clusterer_pushed_is_loaded_again(hub):
 
 @fault(136)
 def test_what_the_hub_refuses(photo_run, hub):
-    with pytest.raises(HubRefused, match="did not take me/photos: .*401.*hf auth login"):
+    with pytest.raises(HubRefused, match="refused me/photos: .*401.*hf auth login"):
         push_run(Samples(photo_run), "me/photos", token="hf_wrong")
     with pytest.raises(InputError, match="'a b/c' cannot be a name"):
         push_run(Samples(photo_run), "a b/c", token=hub.token)
     assert not hub.files
-    with pytest.raises(FileNotFoundError, match="me/gone is no folder here, and no model"):
+    with pytest.raises(FileNotFoundError, match="no folder me/gone, and the hub has no model"):
         MultiHeadClusterer.from_pretrained("me/gone")

@@ -1,8 +1,8 @@
-"""The answer: what partitions of many families agree on, none of which is safe alone.
+"""The consensus of partitions by many methods, none of which is reliable alone.
 
-k-means is at home on directions, spectral clustering on manifolds, communities on features of
-photographs, leaves of a density tree on pixels: on any other features each of them can be twenty
-points behind the best one. Their consensus rarely is.
+k-means is good on directions, spectral clustering on manifolds, communities on features of
+photographs, leaves of a density tree on pixels: on other features each of them can be twenty points
+behind the best one. Their consensus rarely is.
 """
 
 from __future__ import annotations
@@ -32,29 +32,32 @@ from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
 Rows = NDArray[np.float32]
 Kind = Literal["even", "between", "uneven"]
 
-# Families without a preference for even clusters say how even they are: the entropy of their
-# answer, as a share of log K. From EVEN on all others vote with them; below UNEVEN their answer is
-# formed by a method without such a preference, too. Chosen with families of sets left out, as
-# `benchmarks.regret` does it; that for K = 2, in place of both, was not fitted: a quarter.
+# Methods without a preference for even clusters tell how even the clusters are: the entropy of
+# their answer, as a share of log K. From EVEN on all others vote with them; below UNEVEN the
+# consensus has no such preference, either. Chosen by `benchmarks.regret` with families of sets left
+# out; OF_TWO, in place of both for K = 2, was not fitted.
 EVEN, UNEVEN, OF_TWO = 0.95, 0.9, 0.8
-POWERS, MIDDLE_POWER = (0.0, 0.3, 0.5), (0.3,)  # of the entropy in what communities maximise
+POWERS, MIDDLE_POWER = (
+    (0.0, 0.3, 0.5),
+    (0.3,),
+)  # of the entropy in the value that communities maximize
 WIDER = 1.25  # times K eigenvectors, for k-means
 DIMENSIONS = (8, 4)
 STARTS = 3
 VOTES = 5  # rounds at most
-DENSE = 400  # joint clusters whose eigenvectors a dense solver finds sooner
+DENSE = 400  # up to so many joint clusters a dense eigensolver is faster
 PEAKS, MASS = "density peaks", "density mass"
-LEAST_DISTANCE = 1e-9  # between clusters that some partition tells apart
-LINKED = 2000  # samples at most of which each pair is compared
+MIN_DISTANCE = 1e-9  # between clusters that some partition separates
+LINKED = 2000  # samples, at most, of which all pairs are compared
 
 
 @dataclass(frozen=True)
 class View:
-    """One way to look at the samples.
+    """A representation of the samples.
 
     Attributes:
         rows: `[n, d]` float32, for k-means.
-        graphs: of neighbors, by their number.
+        graphs: neighbor graphs by the number of neighbors.
     """
 
     rows: Rows
@@ -62,7 +65,7 @@ class View:
 
     @cached_property
     def densities(self) -> list[Density]:
-        """Of the graph of 15 neighbors, laid out in 8 and in 4 dimensions."""
+        """Densities of the graph of 15 neighbors, laid out in 8 and in 4 dimensions."""
         with threadpool_limits(1):
             return [Density(low_dimensional(self.graphs[15], dim, seed=dim)) for dim in DIMENSIONS]
 
@@ -72,7 +75,7 @@ class Candidate:
     """A partition that may vote.
 
     Attributes:
-        family: the kind of method that found it.
+        family: the kind of method.
         clusters: `[n]` int64, numbered in the order of their first samples.
         any_size: whether the method has no preference for clusters of one size.
     """
@@ -83,14 +86,14 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Crowd:
-    """An answer, and the partitions that it was formed from.
+class Ensemble:
+    """A consensus, and the partitions that it was formed from.
 
     Attributes:
         clusters: `[n]` int64, at most K clusters, numbered in the order of their first samples.
-        candidates: all partitions, whether they voted or not.
+        candidates: all partitions, including those that did not vote.
         evenness: entropy of the clusters that peaks and communities agree on, as a share of log K.
-        kind: which candidates voted, and how.
+        kind: decides which candidates voted, and how.
     """
 
     clusters: Ints
@@ -100,12 +103,12 @@ class Crowd:
 
     @property
     def voters(self) -> list[Candidate]:
-        """The partitions that voted for the answer."""
+        """The partitions that voted."""
         return voters(self.candidates, self.kind)
 
 
 def agreement(candidates: Iterable[Candidate], answer: Ints) -> dict[str, float]:
-    """By family: mean share of samples that its partitions put where the answer `[n]` does."""
+    """Return by family the mean share of samples in the cluster of the answer `[n]`."""
     shares: dict[str, list[float]] = {}
     for candidate in candidates:
         same = float(np.mean(aligned(candidate.clusters, answer) == answer))
@@ -114,19 +117,19 @@ def agreement(candidates: Iterable[Candidate], answer: Ints) -> dict[str, float]
 
 
 def n_partitions(n_clusters: int) -> int:
-    """Number of partitions that `ask_crowd` forms: 34, or 26 from 60 clusters on."""
+    """Return the number of partitions of an ensemble: 34, or 26 from 60 clusters on."""
     return 26 if n_clusters >= MANY else 34
 
 
-def ask_crowd(
+def form_ensemble(
     cosine: View,
     euclidean: View,
     together: sp.csr_matrix,
     n_clusters: int,
     progress: Callable[[int, int], object] = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Crowd:
-    """Partitions of all families, and their consensus; it draws from fixed seeds only.
+) -> Ensemble:
+    """Form partitions of all families, and their consensus, from fixed seeds.
 
     Args:
         cosine: rows of length 1; graphs of 10, 15 and 20 neighbors.
@@ -134,41 +137,41 @@ def ask_crowd(
         together: the sum of the graphs of 15 neighbors in all views.
         n_clusters: K, at least 2.
         progress: called with (partitions done, partitions).
-        should_stop: called after each partition; true takes the consensus of those there are.
+        should_stop: called after each partition; true forms the consensus of those so far.
     """
-    found, total = list[Candidate](), n_partitions(n_clusters)
-    # Small products, which several threads would only wait for each other in.
+    candidates, total = list[Candidate](), n_partitions(n_clusters)
+    # Small products are faster with one thread.
     with threadpool_limits(1):
         for candidate in _candidates(cosine, euclidean, together, n_clusters):
-            found.append(replace(candidate, clusters=in_order(candidate.clusters)))
-            progress(len(found), total)
+            candidates.append(replace(candidate, clusters=in_order(candidate.clusters)))
+            progress(len(candidates), total)
             if should_stop():
                 break
-        clusters, evenness = found[0].clusters, 1.0
-        if voters(found, "between"):
-            clusters = vote(found, "between", n_clusters)
+        clusters, evenness = candidates[0].clusters, 1.0
+        if voters(candidates, "between"):
+            clusters = vote(candidates, "between", n_clusters)
             shares = np.bincount(clusters) / len(clusters)
             evenness = float(entr(shares).sum() / np.log(n_clusters))
         if (kind := kind_of(evenness, n_clusters)) != "between":
-            clusters = vote(found, kind, n_clusters)
-        return Crowd(in_order(clusters), found, evenness, kind)
+            clusters = vote(candidates, kind, n_clusters)
+        return Ensemble(in_order(clusters), candidates, evenness, kind)
 
 
 def kind_of(evenness: float, n_clusters: int, uneven: float = UNEVEN, even: float = EVEN) -> Kind:
-    """Which candidates are to vote, and how, where peaks and communities are as even as that."""
+    """Return which candidates vote, and how, from the evenness of peaks and communities."""
     if n_clusters == 2:
         uneven = even = OF_TWO
     return "uneven" if evenness < uneven else "between" if evenness < even else "even"
 
 
 def vote(candidates: Sequence[Candidate], kind: Kind, n_clusters: int) -> Ints:
-    """The answer `[n]` of the candidates that vote."""
+    """Return the consensus `[n]` of the candidates that vote."""
     form = uneven_consensus if kind == "uneven" else consensus
     return form(voters(candidates, kind), n_clusters)
 
 
 def voters(candidates: Iterable[Candidate], kind: Kind) -> list[Candidate]:
-    """All but peaks and mass if `even`; otherwise those of any size, mass only if `uneven`."""
+    """Return all but peaks and mass if `even`; else those of any size, mass only if `uneven`."""
     left_out = {"even": (PEAKS, MASS), "between": (MASS,), "uneven": ()}[kind]
     return [c for c in candidates if c.family not in left_out and (kind == "even" or c.any_size)]
 
@@ -194,7 +197,7 @@ def _candidates(
 
 
 def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
-    """The partition that others agree on most: spectral clustering of their joint assignments.
+    """Return the consensus of partitions: spectral clustering of their joint assignments.
 
     Each partition is then matched to it one to one, and the majority decides, until nothing moves.
 
@@ -215,18 +218,18 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     products = (joint.T @ joint).astype(np.float64)
     vectors = None
     if columns > max(DENSE, 2 * width):
-        with contextlib.suppress(ArpackError):  # such as for an eigenvalue of many vectors
+        with contextlib.suppress(ArpackError):  # for instance with repeated eigenvalues
             vectors = eigsh(products, width, v0=np.random.default_rng(0).random(columns))[1]
     if vectors is None:
         vectors = np.linalg.eigh(products.toarray()).eigenvectors[:, -width:]
-    places = on_sphere(np.asarray(joint @ vectors, np.float32))
-    answer = kmeans(places, n_clusters, 0, n_init=STARTS)
+    points = on_sphere(np.asarray(joint @ vectors, np.float32))
+    answer = kmeans(points, n_clusters, 0, n_init=STARTS)
     k = int(answer.max()) + 1
     for _ in range(VOTES):
         votes = np.zeros((n, k))
         for clusters in partitions:
             votes[np.arange(n), aligned(clusters, answer)] += 1
-        votes[np.arange(n), answer] += 0.5  # what is undecided stays
+        votes[np.arange(n), answer] += 0.5  # ties stay
         better = votes.argmax(1)
         if (better == answer).all() or len(np.unique(better)) < k:
             break
@@ -235,15 +238,15 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
 
 
 def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
-    """The partition that others agree on most, whose clusters may be of any size.
+    """Return the consensus of partitions whose clusters may be of any size.
 
-    Average linkage, where two samples are as far apart as the share of partitions that separate
+    It is average linkage; the distance of two samples is the share of partitions that separate
     them. Of more than 2,000 samples, one of each cluster of each partition and random others are
-    linked; the rest join the clusters that they are nearest to.
+    linked; the rest join the nearest clusters.
 
     Args:
         candidates: as in `consensus`.
-        n_clusters: K of the answer; there are fewer where the partitions tell fewer apart.
+        n_clusters: K of the answer; fewer where the partitions separate fewer.
 
     References:
         Fred & Jain, Combining multiple clusterings using evidence accumulation, 2005.
@@ -253,30 +256,30 @@ def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     order = np.random.default_rng(0).permutation(n)
     firsts = [order[np.unique(c.clusters[order], return_index=True)[1]] for c in candidates]
     every = dict.fromkeys(np.concatenate([*firsts, order]).tolist())
-    some = np.sort([*every][:LINKED])
-    here = joint[some]
-    shared = (here @ here.T).toarray() / len(candidates)
+    linked = np.sort([*every][:LINKED])
+    rows = joint[linked]
+    shared = (rows @ rows.T).toarray() / len(candidates)
     tree = linkage(squareform(1 - shared, checks=False), "average")
-    k = min(n_clusters, 1 + int((tree[:, 2] > LEAST_DISTANCE).sum()))
+    k = min(n_clusters, 1 + int((tree[:, 2] > MIN_DISTANCE).sum()))
     clusters = cut_tree(tree, k).ravel()
-    if n == len(some):
+    if n == len(linked):
         return clusters
     members = one_hot(clusters, k)
-    nearest = joint @ (here.T @ members @ sp.diags_array(1 / np.bincount(clusters)))
+    nearest = joint @ (rows.T @ members @ sp.diags_array(1 / np.bincount(clusters)))
     answer = nearest.toarray().argmax(1)
-    answer[some] = clusters
+    answer[linked] = clusters
     return answer
 
 
 def _joint(candidates: Sequence[Candidate]) -> Any:
-    """The clusters of all partitions side by side, `[n, clusters]`: a 1 for each partition."""
+    """Return the one-hot clusters of all partitions side by side, `[n, clusters]`."""
     return sp.hstack([one_hot(c.clusters, int(c.clusters.max()) + 1) for c in candidates]).tocsr()
 
 
 def aligned(clusters: Ints, answer: Ints) -> Ints:
-    """Clusters `[n]` renamed after those of the answer `[n]` that they share most samples with.
+    """Renumber clusters `[n]` by those of the answer `[n]` that they share most samples with.
 
-    One to one by the Hungarian method; clusters that are left over go where most of theirs are.
+    One to one by the Hungarian method; remaining clusters take that of most of their samples.
     """
     k, size = int(answer.max()) + 1, int(clusters.max()) + 1
     shared = np.bincount(clusters * k + answer, minlength=size * k).reshape(size, k)

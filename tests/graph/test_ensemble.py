@@ -1,4 +1,4 @@
-"""What partitions agree on, and what the crowd answers on shapes that single families miss."""
+"""What partitions agree on, and what the ensemble answers on shapes that single families miss."""
 
 import numpy as np
 import pytest
@@ -6,18 +6,18 @@ from sklearn.datasets import load_digits, make_moons
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
-from ssl_kd.graph import View, agreement, ask_crowd, consensus, fuzzy_graph
-from ssl_kd.graph.crowd import MASS, PEAKS, Candidate, aligned, uneven_consensus
+from ssl_kd.graph import View, agreement, consensus, form_ensemble, fuzzy_graph
+from ssl_kd.graph.ensemble import MASS, PEAKS, Candidate, aligned, uneven_consensus
 
 R = np.random.default_rng(0)
 
 
-def crowd_of(x, n_clusters, progress=lambda done, total: None):
+def ensemble_of(x, n_clusters, progress=lambda done, total: None):
     distances, near = NearestNeighbors(n_neighbors=min(20, len(x) - 1)).fit(x).kneighbors()
     graphs = {k: fuzzy_graph(near[:, :k], distances[:, :k]) for k in (10, 15, 20)}
     centred = (x - x.mean(0)).astype(np.float32)
     view = View(centred, graphs)
-    return ask_crowd(view, view, (3 * graphs[15]).tocsr(), n_clusters, progress)
+    return form_ensemble(view, view, (3 * graphs[15]).tocsr(), n_clusters, progress)
 
 
 def agreed(partitions, n_clusters):
@@ -87,29 +87,29 @@ def test_what_no_partition_tells_apart_is_not_divided(n, k):
 
 def test_two_moons_are_two():
     x, y = make_moons(800, noise=0.06, random_state=0)
-    assert adjusted_rand_score(y, crowd_of(x, 2).clusters) > 0.98
+    assert adjusted_rand_score(y, ensemble_of(x, 2).clusters) > 0.98
 
 
 def test_of_two_clusters_one_may_be_rare():
     y = np.repeat([0, 1], [640, 60])
     x = R.normal(size=(len(y), 8)) + 7 * y[:, None]
-    assert (crowd_of(x, 2).clusters == y).all()
+    assert (ensemble_of(x, 2).clusters == y).all()
 
 
 def test_digits_many_clusters_and_progress():
     x, y = load_digits(return_X_y=True)
     done = []
-    crowd = crowd_of(x[:600], 10, lambda *numbers: done.append(numbers))
-    assert adjusted_rand_score(y[:600], crowd.clusters) > 0.7
+    ensemble = ensemble_of(x[:600], 10, lambda *numbers: done.append(numbers))
+    assert adjusted_rand_score(y[:600], ensemble.clusters) > 0.7
     assert done == [(number, 34) for number in range(1, 35)]
-    assert len(crowd.candidates) == 34
-    found = agreement(crowd.candidates, crowd.clusters).values()
+    assert len(ensemble.candidates) == 34
+    found = agreement(ensemble.candidates, ensemble.clusters).values()
     assert min(found) > 0.2 and max(found) < 1
     y = np.repeat(np.arange(60), 25)
     x = 4 * R.normal(size=(60, 16))[y] + R.normal(size=(len(y), 16))
     done.clear()
     assert (
-        adjusted_rand_score(y, crowd_of(x, 60, lambda *numbers: done.append(numbers)).clusters)
+        adjusted_rand_score(y, ensemble_of(x, 60, lambda *numbers: done.append(numbers)).clusters)
         > 0.99
     )
     assert done == [(number, 26) for number in range(1, 27)]
@@ -118,19 +118,19 @@ def test_digits_many_clusters_and_progress():
 def test_where_clusters_are_uneven_those_vote_that_have_no_preference():
     y = np.repeat(np.arange(5), [900, 120, 60, 40, 30])
     x = 5 * R.normal(size=(5, 8))[y] + R.normal(size=(len(y), 8))
-    crowd = crowd_of(x, 5)
-    assert crowd.evenness < 0.9 and len(crowd.voters) == 12
-    families = [candidate.family for candidate in crowd.voters]
+    ensemble = ensemble_of(x, 5)
+    assert ensemble.evenness < 0.9 and len(ensemble.voters) == 12
+    families = [candidate.family for candidate in ensemble.voters]
     assert families.count(PEAKS) == families.count(MASS) == families.count("communities") == 4
-    assert adjusted_rand_score(y, crowd.clusters) > 0.98
+    assert adjusted_rand_score(y, ensemble.clusters) > 0.98
 
 
 def test_the_same_samples_give_the_same_answer_whatever_was_drawn_before():
     x = load_digits(return_X_y=True)[0][:300]
-    first = crowd_of(x, 10)
+    first = ensemble_of(x, 10)
     np.random.seed(3)
     np.random.rand(5)
-    again = crowd_of(x, 10)
+    again = ensemble_of(x, 10)
     assert (first.clusters == again.clusters).all()
     for one, other in zip(first.candidates, again.candidates, strict=True):
         assert one.family == other.family and (one.clusters == other.clusters).all()
@@ -138,5 +138,5 @@ def test_the_same_samples_give_the_same_answer_whatever_was_drawn_before():
 
 @pytest.mark.parametrize(("n", "k"), [(3, 2), (6, 5), (12, 3)])
 def test_few_samples(n, k):
-    crowd = crowd_of(R.normal(size=(n, 3)), k)
-    assert crowd.clusters.shape == (n,) and crowd.clusters.max() < k
+    ensemble = ensemble_of(R.normal(size=(n, 3)), k)
+    assert ensemble.clusters.shape == (n,) and ensemble.clusters.max() < k

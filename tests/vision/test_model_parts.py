@@ -1,11 +1,24 @@
-"""Empty clusters take a part of others: all K have a row wherever rows differ."""
+"""Parts of the model: the projection, splits that leave no cluster empty, and the tree."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssl_kd.vision.splits import Splits
+from ssl_kd.vision.model_parts import Projection, Splits, Tree
+
+
+@pytest.mark.parametrize("dim", [3, 19, 25])
+def test_wide_rows_that_are_few_are_rotated_as_by_all_their_covariances(dim):
+    x = torch.randn(20, 40) * torch.arange(1.0, 41)
+    projection = Projection.fit(x, dim)
+    basis = projection.basis
+    centred = (x - x.mean(0)).double()
+    expected = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -min(dim, 19) :].flip(1)
+    same = (basis[:, :19].double() * expected).sum(0).abs()
+    torch.testing.assert_close(same, torch.ones_like(same))
+    torch.testing.assert_close(basis.T @ basis, torch.eye(dim))
+    assert abs(projection(x).square().mean() - 1) < 1e-5
 
 
 @settings(deadline=None, max_examples=40)
@@ -48,3 +61,26 @@ def test_rows_that_differ_by_one_bit_are_told_apart_at_any_scale(scale):
     x = torch.cat([row] * 6 + [torch.nextafter(row, torch.tensor(torch.inf))])
     splits = Splits.fit(x, torch.zeros(7, dtype=torch.int64), 2)
     assert splits(x, torch.zeros(7, dtype=torch.int64)).tolist() in ([0] * 6 + [1], [1] * 6 + [0])
+
+
+# Three clusters on a line, of two parts each; the first two are one at the coarsest level.
+X = torch.tensor([[0.0], [1.0], [10.0], [11.0], [30.0], [31.0]])
+CLUSTERS = torch.tensor([0, 0, 1, 1, 2, 2])
+LEVELS = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 1]])
+
+
+def test_each_sample_lies_in_a_part_of_its_cluster():
+    tree = Tree.fit(X, CLUSTERS, LEVELS, 3)
+    assert tree.sizes == [6, 2]
+    assert torch.equal(tree(X, CLUSTERS), LEVELS.T)
+    # Nearer to a part of another cluster, but not of its own.
+    assert tree(torch.tensor([[9.0]]), torch.tensor([0])).tolist() == [[1, 0]]
+    x, clusters = torch.randn(200, 1) * 30, torch.arange(200) % 3
+    finest, coarsest = tree(x, clusters).T
+    assert torch.equal(finest // 2, clusters)
+    assert torch.equal(coarsest, clusters // 2)
+
+
+def test_what_was_offered_later_is_a_branch_by_itself():
+    tree = Tree.fit(X, CLUSTERS, LEVELS, 3)
+    assert tree(X[:2], torch.tensor([3, 4])).tolist() == [[6, 2], [7, 3]]
