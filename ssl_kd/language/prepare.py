@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -182,7 +183,11 @@ def prepare(
     frozen = served = cache = None
     if teacher is not None and settings.teacher_cache is not None:
         assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-        cache = _open_cache(settings, teacher, train_set, blocks)
+        expected = cache_identity(settings, settings.temperature, teacher, train_set, blocks)
+        folder, divergence = Path(settings.teacher_cache), settings.kind_of_divergence
+        cache = _open_cache(folder, expected, len(blocks), divergence)
+        if teacher.model is not None:
+            teacher.model.requires_grad_(False)
     elif teacher is not None and teacher.model is not None:
         frozen = place_teacher(teacher, precision, ranks, shard=settings.shard)
         if settings.teacher_text:
@@ -289,24 +294,20 @@ def check_width(rank: int, student: str) -> None:
 
 
 def _open_cache(
-    settings: LanguageSettings, teacher: CausalLM, texts: TextDataset, blocks: Blocks
+    folder: Path, expected: Mapping[str, Any], n_rows: int, divergence: str
 ) -> TeacherCache:
-    folder = Path(str(settings.teacher_cache))
     if not folder.is_dir():
         raise SettingsError(
             f"TEACHER_CACHE: there is no {folder}: run cache_teacher.py with the settings of this"
             " run, or name another folder"
         )
-    expected = cache_identity(settings, settings.temperature, teacher, texts, blocks)
     cache = TeacherCache.open(folder, expect=expected)
-    if cache.n != len(blocks):
+    if cache.n != n_rows:
         raise SettingsError(
-            f"TEACHER_CACHE: {folder} holds {cache.n} rows, but the text has {len(blocks)}: write"
+            f"TEACHER_CACHE: {folder} holds {cache.n} rows, but the text has {n_rows}: write"
             " it again with cache_teacher.py --force_recompute"
         )
-    check_divergence(settings.kind_of_divergence, cache.fingerprint.method)
-    if teacher.model is not None:
-        teacher.model.requires_grad_(False)
+    check_divergence(divergence, cache.fingerprint.method)
     return cache
 
 

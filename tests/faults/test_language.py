@@ -962,7 +962,7 @@ def _foreign(tensors):
 
 ROUTER_FILES = {
     "another teacher's": "original_rows",
-    "a NaN in it": "model.layers.1.mlp.gate.weight is missing, of another shape",
+    "a NaN in it": "model.layers.1.mlp.gate.weight is missing, not of the shape",
     "truncated": "is not a safetensors file",
     "no file": "no router file",
 }

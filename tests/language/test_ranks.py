@@ -222,7 +222,7 @@ def test_each_rank_holds_its_pieces_alone(settings):
 
 @in_pieces
 @pytest.mark.parametrize(
-    "kind", ["checkpointing", "accumulation", "features", "hidden", "adapters"]
+    "kind", ["checkpointing", "accumulation", "hidden", "adapters"]
 )
 def test_a_student_in_pieces_learns_what_a_whole_one_learns(of_kind, kind):
     one = by(1, of_kind(kind, run_name="one"))
