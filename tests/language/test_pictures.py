@@ -4,9 +4,7 @@ import copy
 import json
 import logging
 import math
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E402
 
 from ssl_kd import Distillation  # noqa: E402
-from ssl_kd.datasets.picture_blocks import PictureBlocks, make_picture_blocks  # noqa: E402
+from ssl_kd.datasets.picture_blocks import make_picture_blocks  # noqa: E402
 from ssl_kd.datasets.text import open_text  # noqa: E402
-from ssl_kd.files import load_tensors  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.objective import Objective  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
@@ -32,10 +29,9 @@ from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.losses.teacher_output import LinearTeacher  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
-from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.layers import freeze_tower  # noqa: E402
-from ssl_kd.teachers.student import add_lora, build_student  # noqa: E402
+from ssl_kd.teachers.student import add_lora  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402
@@ -201,20 +197,6 @@ def test_a_nan_of_the_teacher_leaves_a_step_of_cross_entropy_alone(read, tiny):
 # --- students -------------------------------------------------------------------------------------
 
 
-def test_a_student_of_layers_has_the_tower_and_projector_of_its_teacher(read, tmp_path):
-    teacher = load_causal_lm(folder_of(tmp_path / "teacher", read.kind))
-    student = build_student("layers:2", teacher, seed=0)
-    assert student.model.config.get_text_config().num_hidden_layers == 2
-    own, theirs = student.model.state_dict(), teacher.model.state_dict()
-    kept = {n: n.replace("layers.1.", "layers.2.") if "language_model" in n else n for n in own}
-    assert all(torch.equal(own[n], theirs[old]) for n, old in kept.items())
-    lost = theirs.keys() - {*kept.values()}
-    assert lost and all("language_model.layers.1." in name for name in lost)
-    assert student.processor is teacher.processor
-    with pytest.raises(ValueError, match="has 3 layers"):
-        build_student("layers:4", teacher, seed=0)
-
-
 def test_adapters_leave_the_tower_alone(read):
     student = read.model()
     freeze_tower(student, images=True)
@@ -292,24 +274,6 @@ def test_a_run_by_the_command_line_and_its_student_is_a_model_with_a_processor(
     assert any(PROJECTOR[kind] in n and not torch.equal(v, teacher[n]) for n, v in ours.items())
 
 
-def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings):
-    from ssl_kd.training.stop import Interrupted
-
-    def tell(stage, done, total, info):
-        if (stage, done) == ("train", 2):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    whole = run(settings(run_name="whole", log_every=1))
-    with pytest.raises(Interrupted):
-        run(settings(log_every=1), progress=tell)
-    path = run(settings(log_every=1, resume=True))
-    assert same(weights(path), weights(whole))
-    ours, theirs = (
-        load_tensors(max((p / "checkpoint").glob("step_*.pt")))["tensors"] for p in (path, whole)
-    )
-    assert same(ours, theirs) and metrics(path)["table"] == metrics(whole)["table"]
-
-
 @fault(140)
 def test_other_images_are_refused_on_a_resume(settings, tmp_path):
     from ssl_kd.training.folder import RunFolderError
@@ -362,17 +326,6 @@ def test_a_fault_is_replayed_with_its_images(settings, monkeypatch, folders, tmp
     path = run(settings(teacher_model=str(folder), student_model=student, max_steps=1))
     report = replay(next((path / "faults").glob("kd-*.pt")))
     assert report.reproduced and "projector" in str(report)
-
-
-def test_the_doctor_takes_gradients_of_images(settings, folders):
-    from ssl_kd.doctor.gradients import gradients, open_model
-
-    asked = settings(student_model=folders("llava"))
-    lm, blocks = open_model(asked.student_model, asked)
-    assert isinstance(blocks, PictureBlocks) and any(blocks.pictures)
-    found = {finding.check: finding for finding in gradients(asked, lm, blocks)}
-    assert "gradient: layer 2" in found
-    assert [f for f in found.values() if f.change and not f.note] == []
 
 
 def rank(number, settings):

@@ -113,14 +113,6 @@ def test_two_ranks_learn_what_one_process_learns(of_kind, kind):
     assert_near(one, two, 1e-5 if kind == "on-policy" else NEAR)
 
 
-@pytest.mark.parametrize("method", ["sample:8", "hidden"])
-def test_a_cached_teacher_teaches_two_ranks_as_one(settings, tmp_path, method):
-    cached = settings(teacher_cache=str(tmp_path / "cache"), cache_method=method)
-    cache_teacher(cached)
-    one, two = by(1, cached.replace(run_name="one")), by(2, cached.replace(run_name="two"))
-    assert_near(one, two)
-
-
 def test_ranks_train_a_teacher_together(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     change = {"teacher_model": "train:1x16:3", "max_steps": 2}
@@ -221,9 +213,7 @@ def test_each_rank_holds_its_pieces_alone(settings):
 
 
 @in_pieces
-@pytest.mark.parametrize(
-    "kind", ["checkpointing", "accumulation", "hidden", "adapters"]
-)
+@pytest.mark.parametrize("kind", ["checkpointing", "accumulation", "hidden", "adapters"])
 def test_a_student_in_pieces_learns_what_a_whole_one_learns(of_kind, kind):
     one = by(1, of_kind(kind, run_name="one"))
     pieces = by(2, of_kind(kind, run_name="pieces", shard=True))

@@ -184,18 +184,6 @@ def test_a_batch_is_text_first_and_of_the_rest_the_continuations_alone_count(mak
     assert sums["rows"] == 16 and sums["written"] == len(mine) and sums["ended"] <= len(mine)
 
 
-def test_the_share_is_of_the_rows_and_another_in_each_step(make):
-    _, written = make(on_policy=0.3)
-    chosen = torch.tensor(
-        [[written.chosen(step, row) for row in range(40)] for step in range(50)]
-    ).double()
-    assert abs(float(chosen.mean()) - 0.3) < 0.05
-    assert float(chosen.mean(0).std()) < 0.15 and not torch.equal(chosen[0], chosen[1])
-    for share in (0.0, 1.0):
-        written.rollout = written.rollout.replace(on_policy=share)
-        assert {written.chosen(0, row) for row in range(20)} == {bool(share)}
-
-
 def test_what_a_row_says_depends_on_step_and_row_and_not_on_how_rows_are_dealt(make):
     _, written = make(on_policy=1.0)
     (whole,), _ = written.batches(2, [torch.arange(6)], CPU)
@@ -276,28 +264,6 @@ def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
     else:
         assert result.ce is None and "ce" not in distiller.weights
     assert result.kd == pytest.approx(kd, rel=1e-4)
-
-
-def test_a_nan_divergence_leaves_the_text_to_train_alone(make):
-    """To the bit as cross-entropy alone, weighted by the tokens of the whole step."""
-    sick, written = make()
-    alone, _ = make()
-    batches, _ = written.batches(1, [torch.arange(4, 9)], CPU)
-    assert 0 < batches[0].written < 5
-    answer = sick.source.answers[0]
-
-    def poisoned(batch, rows):
-        said = answer(batch, rows)
-        said.hidden[:] = math.nan  # in every row
-        return said
-
-    sick.source.answers = (poisoned,)
-    result = sick.step(batches, 1e-3)
-    alone.weights = {"ce": alone.weights["ce"]}
-    alone.step(batches, 1e-3)
-    assert result.updated and math.isnan(result.kd) and math.isfinite(result.ce)
-    pairs = zip(sick.student.parameters(), alone.student.parameters(), strict=True)
-    assert all(torch.equal(p, q) for p, q in pairs)
 
 
 # --- nothing, and what is sick --------------------------------------------------------------------

@@ -18,11 +18,9 @@ from safetensors.torch import load_file  # noqa: E402
 from ssl_kd.evaluate.language import judge_tokens  # noqa: E402
 from ssl_kd.files import load_tensors  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
-from ssl_kd.guard.diagnosis import Advice, Cause, Diagnosis  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.run import BestStudent, run  # noqa: E402
-from ssl_kd.language.run_record import advice  # noqa: E402
 from ssl_kd.language.step import Distiller, precision_of  # noqa: E402
 from ssl_kd.language.teachers import trained_teacher  # noqa: E402
 from ssl_kd.language.text_rows import split_held_out, texts_of  # noqa: E402
@@ -531,13 +529,6 @@ def test_a_finished_run_is_neither_overwritten_nor_trained_on(settings):
     assert weights(path) == before
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_any_work(settings, tmp_path, monkeypatch):
-    (tmp_path / "runs").write_text("a file where the folder of runs should be")
-    monkeypatch.setattr("ssl_kd.language.run.prepare", lambda *args: pytest.fail("work was done"))
-    with pytest.raises(SettingsError, match="RUNS_DIR is .*runs"):
-        run(settings())
-
-
 def test_a_run_that_fails_before_training_leaves_no_folder(settings, tmp_path, models):
     for changes, message in (
         ({"block_size": 512}, "BLOCK_SIZE is 512, but .* has 128 positions"),
@@ -587,39 +578,11 @@ def test_a_run_that_stops_says_why_and_what_to_try(settings, tmp_path, monkeypat
         run(settings(stop_after=2, resume=True))
 
 
-def found(cause, **changes):
-    return Diagnosis(cause, "", "", tuple(Advice(n, None, value) for n, value in changes.items()))
-
-
-@pytest.mark.parametrize(
-    ("diagnoses", "changes", "flags"),
-    [
-        ([], {"learning_rate": 50.0}, "--learning_rate 2e-05 --clip_grad 0.5"),
-        ([], {"learning_rate": 1e-5}, "--learning_rate 2e-06 --clip_grad 0.5"),
-        ([], {"learning_rate": 9.0, "student_model": "fresh:1x8"}, "--learning_rate 0.003"),
-        ([found(Cause.UNKNOWN)], {"clip_grad": 0.1}, "--learning_rate 2e-05"),
-        ([found(Cause.FP16_OVERFLOW, model_dtype="float32")], {}, "--model_dtype float32"),
-        ([found(Cause.LEARNING_RATE, learning_rate=2e-5)], {}, "--learning_rate 2e-05"),
-        ([found(Cause.POISONED_WEIGHT)], {}, None),
-    ],
-)
-def test_advice_follows_the_diagnosis_and_is_never_mad(tiny, diagnoses, changes, flags):
-    asked = {"student_model": "a folder", "learning_rate": 1e-2, **changes}
-    distiller = tiny.distiller(**asked)
-    distiller.explainer.diagnoses = diagnoses
-    words = advice(distiller)
-    assert words.startswith(f"Settings to try: {flags}") if flags else words == ""
-
-
 # --- loss terms -----------------------------------------------------------------------------------
 
 
 def spoil_teacher(distiller):
     distiller.source.model.model.norm.weight.data[3] = math.nan
-
-
-def heal_teacher(distiller):
-    distiller.source.model.model.norm.weight.data[3] = 1.0
 
 
 @pytest.mark.parametrize(("patience", "last"), [({"stop_after": 3}, 3), ({"stop_after": None}, 4)])
@@ -643,24 +606,6 @@ def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
     learned = metrics(path)["learned_from"]
     assert learned == {"ce": 20, "kd": 20 - last} and metrics(path)["success_rate"] == 1
     assert f"kd learned from {20 - last} of 20 steps" in write_report(path).read_text()
-
-
-def test_terms_are_counted_beside_the_student(settings, monkeypatch, caplog):
-    spoilt(monkeypatch, {2}, spoil_teacher)
-    heal = Distiller.step
-
-    def healed(self, batches, rate):
-        if self.guard.steps == 4:
-            heal_teacher(self)
-        return heal(self, batches, rate)
-
-    monkeypatch.setattr(Distiller, "step", healed)
-    path = run(settings())
-    rates = [line["kd_success_rate"] for line in log_lines(path) if "eval" not in line]
-    assert rates == [1.0, 0.0, 1.0]
-    assert metrics(path)["learned_from"] == {"ce": 6, "kd": 4}
-    assert metrics(path)["success_rate"] == 1
-    assert "kd learned from 4 of 6 steps" in caplog.text
 
 
 @pytest.mark.parametrize("cause", [{"grad_norm_threshold": 1e-9}, {"alpha_kd": 1e30}])

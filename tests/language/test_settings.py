@@ -285,13 +285,6 @@ def test_the_divergence_follows_the_router_where_it_is_left_open():
         assert settings.kind_of_divergence == name
 
 
-def test_what_may_change_on_a_resume_are_settings():
-    names = LanguageSettings.rules()
-    assert LanguageSettings.free_on_resume <= names.keys()
-    assert "seed" not in LanguageSettings.free_on_resume
-    assert "eval_every" not in LanguageSettings.free_on_resume  # it decides which weights are best
-
-
 def test_the_divergences_to_choose_from_are_known_without_torch():
     code = "import sys, ssl_kd.language.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

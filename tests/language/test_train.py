@@ -108,34 +108,6 @@ def test_a_row_is_the_mean_of_the_steps_since_the_last(tiny):
 # --- stopping and going on ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", [1, 4, 5])
-def test_stopped_anywhere_it_goes_on_with_the_same_numbers(tiny, stop):
-    """Between two log lines, too."""
-    blocks, whole, part = tiny.blocks(), Log(), Log()
-    options = {"log_every": 3, "checkpoint_every": 100}
-
-    def student():
-        return tiny.model("GPT2", seed=1, resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1)
-
-    one = make(tiny, student=student(), **options)
-    train(one, blocks, 8, **whole.callbacks())
-
-    two = make(tiny, student=student(), **options)
-    done = train(two, blocks, 8, should_stop=lambda: len(part.steps) == stop, **part.callbacks())
-    assert done == stop and part.saves == [stop]
-    three = make(tiny, student=student(), **options)
-    three.load(copy.deepcopy(two.state()))
-    torch.manual_seed(99)  # a new process has other random numbers
-    assert train(three, blocks, 8, start=done, **part.callbacks()) == 8
-    for (name, p), (_, q) in zip(
-        one.student.named_parameters(), three.student.named_parameters(), strict=True
-    ):
-        assert torch.equal(p, q), name
-    assert part.timeless() == whole.timeless()
-    assert part.steps == whole.steps
-    assert one.tokens == three.tokens
-
-
 def test_a_run_that_is_given_up_saves_the_last_good_state(tiny):
     distiller = make(tiny, stop_after=2)
     before, saved = copy.deepcopy(distiller.student.state_dict()), []
