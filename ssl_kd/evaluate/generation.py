@@ -80,10 +80,9 @@ def continue_prompts(
 ) -> list[Continued]:
     """Continue each prompt; if a batch raises, its prompts are tried one by one."""
     if isinstance(model, FrozenTeacher):
-        with model.on_device():
-            return continue_prompts(
-                model.model, tokenizer, prompts, max_new_tokens, batch_size, nullcontext
-            )
+        return continue_prompts(
+            model.model, tokenizer, prompts, max_new_tokens, batch_size, nullcontext
+        )
     room = positions(model) or sys.maxsize
     results: list[Continued] = [
         ("", f"the prompt has {len(ids)} tokens and the model {room} positions: shorten the prompt")

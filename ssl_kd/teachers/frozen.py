@@ -6,8 +6,7 @@ output head gets, and the head, wherever logits are `hidden @ weight.T + bias`: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,13 +107,9 @@ class FrozenTeacher:
         device: where it answers.
         dtype: of its weights; None leaves them as they are. `Precision.for_device(...).teacher` is
             what the device does well.
-        offload: keep the weights in the CPU's memory (pinned) and on the device only while the
-            model answers. The head's stay there for as long as somebody holds the answer. No effect
-            on the CPU.
 
     Attributes:
         linear: whether answers are hidden states with a head (`linear_head`) or full logits.
-        offload: whether the weights really come and go.
     """
 
     def __init__(
@@ -123,7 +118,6 @@ class FrozenTeacher:
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
-        offload: bool = False,
     ) -> None:
         self.model = model.requires_grad_(False).eval()
         self.device = torch.device(device)
@@ -131,34 +125,6 @@ class FrozenTeacher:
             cast_weights(model, dtype)
         self.model.to(self.device)
         self.linear = linear_head(model) is not None
-        self.offload = offload and self.device.type != "cpu"
-        self._home: list[tuple[Tensor, Tensor]] = []
-        if self.offload:
-            for parameter in model.parameters():
-                home = parameter.detach().cpu()
-                self._home.append((parameter, home.pin_memory() if home.numel() else home))
-            self._leave()
-
-    def _leave(self) -> None:
-        # Frozen weights do not change: what lies on the device is dropped, never copied back.
-        for parameter, home in self._home:
-            parameter.data = home
-
-    def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Let weights stay on the device for good, as those must that learn or were replaced."""
-        kept = set(map(id, parameters))
-        with self.on_device():  # what is no longer at home does not leave
-            self._home = [pair for pair in self._home if id(pair[0]) not in kept]
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """The weights on the device for a while; not inside itself."""
-        try:
-            for parameter, home in self._home:
-                parameter.data = home.to(self.device, non_blocking=True)
-            yield
-        finally:
-            self._leave()
 
     def __call__(self, batch: Any, rows: Tensor) -> LinearTeacher | LogitsTeacher:
         """As `answer`, for a `Batch` of token blocks on the teacher's device."""
@@ -178,7 +144,7 @@ class FrozenTeacher:
             dtype, whatever autocast is around it.
         """
         self.model.eval()
-        with self.on_device(), torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False):
             if not self.linear:
                 logits = self.model(**inputs, use_cache=False).logits
                 return LogitsTeacher(logits.flatten(0, 1)[rows])
