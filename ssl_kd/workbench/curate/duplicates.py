@@ -270,12 +270,12 @@ def _between_crowds(
     store: EmbeddingStore, equal: Rows, crowded: NDArray[np.bool_], k: int
 ) -> Iterator[Block]:
     """Yield the neighbors of rows whose nearest are all equal to them, among different rows."""
-    asked, others = np.unique(equal[crowded]), np.flatnonzero(equal == np.arange(store.n))
+    queries, others = np.unique(equal[crowded]), np.flatnonzero(equal == np.arange(store.n))
     k = min(k, len(others) - 1)
-    if not k or not len(asked):
+    if not k or not len(queries):
         return
     search = search_on(torch.device("cpu"))
-    for rows in (asked[i : i + ROWS] for i in range(0, len(asked), ROWS)):
+    for rows in (queries[i : i + ROWS] for i in range(0, len(queries), ROWS)):
         x = units(store.gather(torch.from_numpy(rows)))
         blocks = (
             (start, units(store.gather(torch.from_numpy(others[start : start + ROWS]))).float())

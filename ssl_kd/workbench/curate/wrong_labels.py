@@ -71,19 +71,21 @@ def mislabelled(
     if len(labels) != store.n:
         raise InputError(f"got {len(labels)} labels for {store.n} samples; expected one for each")
     known = np.flatnonzero(labels >= 0)
-    classes, given = np.unique(labels[known], return_inverse=True)
+    classes, known_codes = np.unique(labels[known], return_inverse=True)
     codes = np.full(store.n, -1)
-    codes[known] = given
-    parts: list[NDArray[np.floating]] = [_by_regression(store, known, given, len(classes), seed)]
+    codes[known] = known_codes
+    parts: list[NDArray[np.floating]] = [
+        _by_regression(store, known, known_codes, len(classes), seed)
+    ]
     if clusters is not None:
-        parts.append(_by_cluster(np.asarray(clusters)[known], given, len(classes)))
+        parts.append(_by_cluster(np.asarray(clusters)[known], known_codes, len(classes)))
     k = min(NEIGHBORS, store.n - 1)
     neighbors, _ = find_neighbours(store, k, search="auto")
     mean, belief = parts[0], np.ones(store.n)
     for _ in range(ROUNDS):
         votes = _by_neighbors(store, neighbors, codes, len(classes), belief)[known]
         mean = np.mean([votes, *parts], 0)
-        belief[known] = mean[np.arange(len(known)), given]
+        belief[known] = mean[np.arange(len(known)), known_codes]
     columns = {"label": labels[known], "suggested": classes[mean.argmax(1)]}
     if names is not None:
         columns = {name: names[numbers] for name, numbers in columns.items()}
@@ -114,7 +116,7 @@ def _by_neighbors(
 
 
 def _by_regression(
-    store: EmbeddingStore, known: NDArray[np.int64], given: NDArray, n_classes: int, seed: int
+    store: EmbeddingStore, known: NDArray[np.int64], known_codes: NDArray, n_classes: int, seed: int
 ) -> NDArray[np.float32]:
     """Return probabilities `[m, class]` by classifiers that were not fitted to the sample."""
     probabilities = np.full((len(known), n_classes), 1 / n_classes, np.float32)
@@ -125,13 +127,13 @@ def _by_regression(
     for train, test in KFold(FOLDS, shuffle=True, random_state=seed).split(known):
         if len(train) > most:
             train = rng.choice(train, most, replace=False)
-        if len(np.unique(given[train])) < 2:
+        if len(np.unique(known_codes[train])) < 2:
             continue
         regression = LogisticRegression(C=1 / store.dim, max_iter=200, tol=1e-3)
         model = make_pipeline(StandardScaler(), regression)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            model.fit(store.gather(torch.from_numpy(known[train])).numpy(), given[train])
+            model.fit(store.gather(torch.from_numpy(known[train])).numpy(), known_codes[train])
         for rows in np.array_split(test, -(-len(test) // PREDICTED)):
             x = store.gather(torch.from_numpy(known[rows])).numpy()
             probabilities[rows] = 0
@@ -139,12 +141,12 @@ def _by_regression(
     return probabilities
 
 
-def _by_cluster(clusters: NDArray, given: NDArray, n_classes: int) -> NDArray[np.float64]:
+def _by_cluster(clusters: NDArray, known_codes: NDArray, n_classes: int) -> NDArray[np.float64]:
     """Return shares of the labels among the other members of each sample's cluster `[m, class]`."""
     _, code = np.unique(clusters, return_inverse=True)
     counts = np.zeros((code.max() + 1, n_classes))
-    np.add.at(counts, (code, given), 1)
+    np.add.at(counts, (code, known_codes), 1)
     others = counts[code]
-    others[np.arange(len(given)), given] -= 1
+    others[np.arange(len(known_codes)), known_codes] -= 1
     others[(others.sum(1) == 0) | (clusters < 0)] = 1  # no other member
     return others / others.sum(1, keepdims=True)

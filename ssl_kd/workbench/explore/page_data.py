@@ -134,8 +134,12 @@ def decision_files(curation: Curation) -> dict[str, bytes]:
     for line in lines:
         if "rows" in line:
             line["rows"] = len(line["rows"])
-    stored = Names.load(curation.samples.path).edited({"cluster": curation.names}).levels
+    stored = Names.load(curation.samples.path).levels
     names = {level: {k: name.text for k, name in of.items()} for level, of in stored.items()}
+    renamed = curation.names
+    taken = {name.casefold() for name in renamed.values()}
+    others = {k: n for k, n in names.get("cluster", {}).items() if n.casefold() not in taken}
+    names["cluster"] = others | renamed
     return {
         "clusters.i32": curation.clusters.astype("<i4").tobytes(),
         "decisions.json": as_json({"lines": lines, "names": names}),
@@ -145,24 +149,21 @@ def decision_files(curation: Curation) -> dict[str, bytes]:
 def examples_of(places: NDArray[np.float32], samples: Samples) -> NDArray[np.int64]:
     """Return the surest sample at each density peak of the map, densest first."""
     cells = np.clip(((places + 1) / 2 * GRID).astype(np.int64), 0, GRID - 1)
-    flat = cells[:, 0] * GRID + cells[:, 1]
+    flat = np.ravel_multi_index(tuple(cells.T), (GRID, GRID))
     counts = np.bincount(flat, minlength=GRID * GRID).reshape(GRID, GRID)
     density = gaussian_filter(counts.astype(np.float32), 2)
     is_peak = (density == maximum_filter(density, 9)) & (density > 1e-4 * density.max())
     peaks = np.argwhere(is_peak)
     peaks = peaks[np.argsort(-density[tuple(peaks.T)], kind="stable")][:EXAMPLES]
-    confidence, rows = samples.column("confidence"), []
     order = np.argsort(flat, kind="stable")
-    ordered = flat[order]
+    starts = np.searchsorted(flat[order], np.arange(GRID * GRID + 1))
+    confidence, rows = samples.column("confidence"), []
     for x, y in peaks:
-        near: list[NDArray[np.int64]] = []
-        for row in range(max(0, x - 2), min(GRID, x + 3)):
-            edges = [row * GRID + max(0, y - 2), row * GRID + min(GRID - 1, y + 2) + 1]
-            start, stop = np.searchsorted(ordered, edges)
-            near.append(order[start:stop])
-        members = np.concatenate(near)
-        if len(members):
-            rows.append(int(members[np.argmax(confidence[members])]))
+        low, high = max(0, y - 2), min(GRID, y + 3)
+        lines = [GRID * line for line in range(max(0, x - 2), min(GRID, x + 3))]
+        near = np.concatenate([order[starts[n + low] : starts[n + high]] for n in lines])
+        if len(near):
+            rows.append(int(near[np.argmax(confidence[near])]))
     return np.array(list(dict.fromkeys(rows)), np.int64)
 
 

@@ -102,9 +102,9 @@ def unique_names(words: Mapping[int, Sequence[tuple[str, float]]]) -> dict[int, 
     equal names get one more word each; if there is none, their numbers.
     """
     length = {
-        cluster: sum(weight >= LEAST_SHARE * own[0][1] for _, weight in own[:SHOWN])
-        for cluster, own in words.items()
-        if own
+        cluster: sum(weight >= LEAST_SHARE * weighted[0][1] for _, weight in weighted[:SHOWN])
+        for cluster, weighted in words.items()
+        if weighted
     }
 
     def equal() -> list[int]:
@@ -159,29 +159,27 @@ def _distinctive_words(
     texts = sparse.csr_matrix(belongs @ (counts > 0))  # texts of the cluster with the term
     sizes = belongs @ (np.diff(counts.indptr) > 0)  # texts of the cluster
     weights, totals = class_tfidf(occurrences), np.asarray(occurrences.sum(1)).ravel()
-    all_texts = np.asarray(texts.sum(0)).ravel()
-    all_occurrences = np.asarray(occurrences.sum(0)).ravel()
+    pairs = [(index[cluster], index[other]) for cluster in ids for other in others[cluster]]
+    entries = tuple(np.array(pairs, int).reshape(-1, 2).T)
+    contrast = sparse.csr_matrix((np.ones(len(pairs)), entries), (len(ids), len(ids)))
+    all_counts, all_texts = (sparse.csr_matrix(contrast @ of) for of in (occurrences, texts))
+    all_totals, all_sizes = contrast @ totals, contrast @ sizes  # of the siblings, as those above
     words = {}
     for place, cluster in enumerate(ids):
         row = occurrences[place]
         terms, frequency = row.indices, row.data
-        inside = texts[place, terms].toarray().ravel()
-        rest = [index[c] for c in others[cluster]]
-        if len(rest) == len(ids) - 1:  # all others: subtracting is faster than adding
-            elsewhere, n_elsewhere = (
-                all_occurrences[terms] - frequency,
-                totals.sum() - totals[place],
-            )
-            outside, n_outside = all_texts[terms] - inside, sizes.sum() - sizes[place]
-        else:
-            elsewhere = np.asarray(occurrences[rest][:, terms].sum(0)).ravel()
-            outside = np.asarray(texts[rest][:, terms].sum(0)).ravel()
-            n_elsewhere, n_outside = totals[rest].sum(), sizes[rest].sum()
-        lift = 1 - (elsewhere / max(n_elsewhere, 1)) / (frequency / max(totals[place], 1))
+        cluster_texts = texts[place, terms].toarray().ravel()
+        sibling_counts = all_counts[place, terms].toarray().ravel()
+        sibling_texts = all_texts[place, terms].toarray().ravel()
+        lift = 1 - (sibling_counts / max(all_totals[place], 1)) / (
+            frequency / max(totals[place], 1)
+        )
         weight = weights[place, terms].toarray().ravel() * np.maximum(lift, 0) ** SHARPNESS
-        usable = (inside >= 2) & (weight > 0)
+        usable = (cluster_texts >= 2) & (weight > 0)
         first = np.zeros(len(terms), bool)  # whether a name may begin with it
-        first[usable] = _beyond_chance(inside[usable], outside[usable], sizes[place], n_outside)
+        first[usable] = _beyond_chance(
+            cluster_texts[usable], sibling_texts[usable], sizes[place], all_sizes[place]
+        )
         first &= lift >= LEAST_LIFT
         usable &= (lift >= LEAST_LIFT) & first.any()
         order = np.lexsort((vocabulary[terms].astype(str), -weight, ~first))
@@ -191,17 +189,22 @@ def _distinctive_words(
 
 
 def _beyond_chance(
-    inside: NDArray[np.floating], outside: NDArray[np.floating], n: float, n_outside: float
+    cluster_texts: NDArray[np.floating],
+    sibling_texts: NDArray[np.floating],
+    n: float,
+    n_sibling_texts: float,
 ) -> NDArray[np.bool_]:
     """Return whether each word is in more of a cluster's texts than chance explains.
 
     Args:
-        inside: how many of the cluster's n texts have the word `[word]`.
-        outside: how many of the siblings' texts have it `[word]`.
+        cluster_texts: how many of the cluster's n texts have the word `[word]`.
+        sibling_texts: how many of the siblings' texts have it `[word]`.
         n: number of the cluster's texts.
-        n_outside: number of the siblings' texts; without any, every word passes.
+        n_sibling_texts: number of the siblings' texts; without any, every word passes.
     """
-    if not n_outside:
-        return np.ones(len(inside), bool)
-    chance = hypergeom.sf(inside - 1, n + n_outside, inside + outside, n)
-    return (chance * len(inside) <= CHANCE) | ((2 * inside >= n) & (outside == 0))
+    if not n_sibling_texts:
+        return np.ones(len(cluster_texts), bool)
+    chance = hypergeom.sf(cluster_texts - 1, n + n_sibling_texts, cluster_texts + sibling_texts, n)
+    return (chance * len(cluster_texts) <= CHANCE) | (
+        (2 * cluster_texts >= n) & (sibling_texts == 0)
+    )

@@ -83,15 +83,15 @@ class Names:
             InputError: two clusters of a level get the same name.
         """
         levels = {level: dict(names) for level, names in self.levels.items()}
-        for level, given in edits.items():
-            taken = {text.strip().casefold() for text in given.values()}
+        for level, new_names in edits.items():
+            taken = {text.strip().casefold() for text in new_names.values()}
             names = {
                 cluster: name
                 for cluster, name in levels.get(level, {}).items()
-                if cluster in given or name.edited or name.text.casefold() not in taken
+                if cluster in new_names or name.edited or name.text.casefold() not in taken
             }
             levels[level] = names
-            for cluster, text in given.items():
+            for cluster, text in new_names.items():
                 name = names.pop(cluster, Name(""))
                 if text.strip():
                     names[cluster] = replace(name, text=printable(text.strip()))

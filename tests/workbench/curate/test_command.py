@@ -1,4 +1,4 @@
-"""`ssl_kd curate`: tables of a run and of a cache, and what cannot be."""
+"""`ssl_kd curate`: tables of a run and of a cache, and invalid arguments."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from tests.faults.matrix import row as fault
 from tests.workbench.curate.stores import distinct, write
 
 
-def told(capsys) -> str:
+def error_of(capsys) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
@@ -39,7 +39,7 @@ def test_a_run(photo_run, tmp_path, capsys):
     assert len(kept) == n - gone.count(False)
 
 
-def test_what_does_not_stay_is_excluded_when_asked(photo_run, tmp_path, capsys):
+def test_copies_are_excluded_on_request(photo_run, tmp_path, capsys):
     copy = shutil.copytree(photo_run, tmp_path / "copy")
     words = ["curate", str(copy), "--exclude", "--duplicates", "0.97", "--force"]
     assert main(words) == 0
@@ -94,7 +94,7 @@ def test_tables_are_replaced_by_force_alone(tmp_path, capsys):
     assert main(["curate", str(cache)]) == 0
     (cache / "curated" / "kept.txt").write_text("edited")
     assert main(["curate", str(cache)]) == 2
-    assert "curated is not empty: name another folder with --out" in told(capsys)
+    assert "curated is not empty: name another folder with --out" in error_of(capsys)
     assert (cache / "curated" / "kept.txt").read_text() == "edited"
     assert main(["curate", str(cache), "--force"]) == 0
     assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 50
@@ -115,27 +115,19 @@ def test_tables_are_replaced_by_force_alone(tmp_path, capsys):
         (["{}", "--split", "val"], "nor a cache of the split val (no embeddings_val.json)"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_writes_nothing(tmp_path, capsys, words, message):
+def test_invalid_arguments_are_one_line_and_write_nothing(tmp_path, capsys, words, message):
     cache = write(tmp_path / "cache", distinct(50)[0]).folder
     assert main(["curate", *(word.format(cache) for word in words)]) == 2
-    assert message in told(capsys)
+    assert message in error_of(capsys)
     assert not (cache / "curated").exists()
 
 
 @fault(130)
-def test_a_run_whose_embeddings_are_others_by_now(photo_run, tmp_path, capsys):
+def test_a_run_with_embeddings_of_other_samples(photo_run, tmp_path, capsys):
     copy = shutil.copytree(photo_run, tmp_path / "copy")
     text = (copy / "config.json").read_text()
     folder = Samples(photo_run).settings["EMBEDDINGS_DIR"]
     (copy / "config.json").write_text(text.replace(folder, str(tmp_path / "other")))
     write(Path(tmp_path / "other"), distinct(50)[0])
     assert main(["curate", str(copy)]) == 2
-    assert "holds other samples (50) than" in told(capsys)
-
-
-def test_help(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["curate", "--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(f"--{name}" in shown for name in ("duplicates", "rule", "images", "out"))
+    assert "holds other samples (50) than" in error_of(capsys)

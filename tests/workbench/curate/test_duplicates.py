@@ -1,4 +1,4 @@
-"""Copies of samples: all that were put in, none where there are none, the same in any blocks."""
+"""Copies of samples: all that were put in, and none where there are none."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_thresholds_nest(copied):
     before = None
     for threshold in (1.0, 0.9999, 0.99, 0.9, 0.7, 0.5):
         labels = found.labels(threshold)
-        if before is not None:  # who was together stays together
+        if before is not None:  # groups only grow
             assert (labels[before] == labels).all()
         before = labels
     assert len(found.groups(0.5)) < len(found.groups(0.99))
@@ -70,7 +70,7 @@ def test_pairs_above_a_floor_are_all_pairs(tmp_path):
     truth = {(i, j) for i in range(60) for j in range(i + 1, 60) if cosines[i, j] >= 0.8}
     chosen = found.pairs(0.8)
     pairs = set(zip(found.first[chosen].tolist(), found.second[chosen].tolist(), strict=True))
-    assert pairs == truth  # nobody has more than 20 that near
+    assert pairs == truth  # none has more than 20 that near
     assert np.allclose(found.similarity, cosines[found.first, found.second], atol=1e-6)
 
 
@@ -102,18 +102,13 @@ def test_which_copy_stays(tmp_path):
     assert copies.kept(0.999, sizes=sizes)[[0, 300, 301]].tolist() == [False, False, True]
 
 
-def test_one_row_and_two(tmp_path):
+def test_one_row_two_rows_and_equal_rows(tmp_path):
     one = near_duplicates(write(tmp_path / "one", [[1.0, 2.0]]))
     assert len(one) == 0 and one.groups() == [] and one.kept().tolist() == [True]
-    two = near_duplicates(write(tmp_path / "two", [[1.0, 2.0], [1.0, 2.0]]))
-    assert as_lists(two.exact) == as_lists(two.groups()) == [[0, 1]]
-    assert two.kept().tolist() == [True, False]
-
-
-def test_all_rows_the_same(tmp_path):
-    found = near_duplicates(write(tmp_path, np.ones((120, 4))))
-    assert as_lists(found.exact) == as_lists(found.groups()) == [list(range(120))]
-    assert len(found) == 119 and found.kept().sum() == 1
+    for n in (2, 120):
+        copies = near_duplicates(write(tmp_path / f"{n}", np.ones((n, 4))))
+        assert as_lists(copies.exact) == as_lists(copies.groups()) == [list(range(n))]
+        assert len(copies) == n - 1 and copies.kept().sum() == 1
 
 
 def test_a_row_that_is_not_finite_is_named(tmp_path):

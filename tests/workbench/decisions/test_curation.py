@@ -31,17 +31,11 @@ def members(curation, cluster):
     return np.flatnonzero(curation.clusters == cluster)
 
 
-def test_without_a_decision_it_is_the_run(run):
+def test_rename_merge_split_move_exclude_and_read_again(run):
     samples = Samples(run)
     curation = Curation.open(samples)
     assert np.array_equal(curation.clusters, samples.column("cluster"))
-    assert curation.names == {} and curation.lines == [] and not curation.excluded.any()
-    assert sum(curation.sizes.values()) == len(samples)
-    assert not (run / "curation.jsonl").exists()
-
-
-def test_rename_merge_split_move_exclude_and_read_again(run):
-    curation = Curation.open(run)
+    assert curation.lines == [] and not (run / "curation.jsonl").exists()
     curation.rename(0, "zeros")
     curation.merge([2, 1])
     rows = members(curation, 1)[:5]
@@ -162,9 +156,7 @@ def test_a_cluster_is_split_as_the_tree_does(run):
         (lambda c: c.move([10**6]), "there is no sample 1000000; expected 0 to"),
         (lambda c: c.move([-1]), r"rows: expected numbers of samples, .* not \[-1\]"),
         (lambda c: c.rename(True, "x"), "True is not a cluster number"),
-        (lambda c: c.merge([0, 1.0]), "1.0 is not a cluster number"),
         (lambda c: c.rename(-1, "x"), "cluster: expected a number, 0 or more, not -1"),
-        (lambda c: c.rename(0, 5), "name: expected one line of at most 200 characters, not 5"),
         (lambda c: c.move([0], 55), "there is no cluster 55"),
         (lambda c: c.move([0], 0, "zeros"), "rename it to call it 'zeros'"),
     ],
@@ -188,9 +180,7 @@ def _changed(line, **changes):
         (lambda a, b: [a, b], "line 2: it is cut off .no end of line"),
         (lambda a, b: [a, b, a, ""], r"line 3: the id \w+ is that of an earlier line"),
         (lambda a, b: [_changed(a, digest="0" * 16), ""], "line 1: it is about another run"),
-        (lambda a, b: [_changed(a, samples=10**9), ""], "line 1: it is about another run"),
         (lambda a, b: [_changed(a, cluster=44), ""], "line 1: there is no cluster 44"),
-        (lambda a, b: [_changed(b, rows=["x"]), ""], "line 1: rows: expected numbers"),
         (lambda a, b: [_changed(b, new=1), ""], "line 1: a new cluster cannot have the number 1"),
         (lambda a, b: [_changed(b, new=10**12), ""], "cannot have the number 1000000000000"),
         (
@@ -232,15 +222,11 @@ HOSTILE = {
     "an unknown field": (_with(__proto__=1), "rename has the fields"),
     "true as a number": (_with(cluster=True), "cluster: expected a number, 0 or more, not True"),
     "text as a number": (_with(cluster="0"), "not '0'"),
-    "1.0 as a number": (_with(cluster=1.0), "not 1.0"),
     "a number that JavaScript rounds": (_with(cluster=2**53), "not 9007199254740992"),
-    "a list": (_with(cluster=[0]), r"not \[0\]"),
     "an unknown cluster": (_with(cluster=7), "there is no cluster 7"),
     "a long name": (_with(name="x" * 201), "name: expected one line of at most 200"),
     "a name that clears the screen": (_with(name="\x1b[2J"), "name: expected one line"),
-    "half a character": (_with(name="\ud800"), "name: expected one line"),
     "an unknown decision": (_with(do=["rename"]), r"\['rename'\] is not a decision"),
-    "an id with other digits": (_with(id="\u0663" * 12), "id: expected 12 hexadecimal digits"),
     "an id with a line break": (_with(id="0" * 12 + "\n"), "id: expected 12 hexadecimal digits"),
     "markup as a time": (_with(time="<b>"), "time: expected as 2026"),
     "some of the samples": (_with(samples=7), "about another run"),
@@ -252,7 +238,6 @@ HOSTILE = {
     "NaN": (lambda a: a.replace(b'"cluster": 0', b'"cluster": NaN'), "NaN is not a number"),
     "a key twice": (lambda a: a.replace(b"{", b'{"cluster": 1, ', 1), "a key stands there twice"),
     "invalid UTF-8": (lambda a: a.replace(b"zeros", b"\xff\xfe"), "it is damaged .'utf-8' codec"),
-    "a byte order mark": (lambda a: b"\xef\xbb\xbf" + a, "it is damaged .Unexpected UTF-8 BOM"),
     "nothing": (lambda a: b"", "it is damaged"),
     "null": (lambda a: b"null", "it is None; expected an object"),
 }
@@ -355,14 +340,6 @@ def test_decisions_outlive_an_extension(run):
     file.write_text("\n".join(lines) + "\n")
     with pytest.raises(CorruptFileError, match="about another run than .* or its assignments were"):
         Curation.open(run)
-
-
-def test_two_programs_decide_at_once_and_see_each_other(run):
-    one, two = Curation.open(run), Curation.open(run)
-    one.rename(0, "zeros")
-    second = two.rename(1, "ones")
-    assert two.names == {0: "zeros", 1: "ones"}
-    assert one.undo()["of"] == second["id"] and one.names == {0: "zeros"}
 
 
 def _decide_in_threads(run, cluster):

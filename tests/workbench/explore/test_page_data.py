@@ -24,7 +24,7 @@ def run(mapped_run, tmp_path):
 
 def test_the_data_are_those_of_the_run_after_decisions(run, tmp_path):
     samples = Samples(run)
-    names = {1: Name("brick", "brick"), 2: Name("Zeros", "Zeros")}
+    names = {1: Name("brick", "brick"), 2: Name("Zeros", "edited by hand")}
     Names({"cluster": names, samples.levels[-1]: {0: Name("all", "all")}}).save(run)
     curation = Curation(samples)
     curation.rename(0, "zeros")  # an equal name from names.json gives way

@@ -1,4 +1,4 @@
-"""Folders of links: whatever files are called, started again, and nothing overwritten."""
+"""Folders of links: with any file names, and without overwriting anything."""
 
 import json
 import os
@@ -65,22 +65,19 @@ def test_files_of_one_name_and_hostile_ones(photo_run, tmp_path):
 
 
 @fault(133)
-def test_nothing_is_left_of_an_export_that_failed(content, tmp_path, monkeypatch):
-    put, done = folders._put, []
+def test_a_failed_export_leaves_nothing(content, tmp_path, monkeypatch):
+    put, paths = folders._put, []
 
-    def failing(place, file, link):
-        if len(done) == 20:
+    def failing(path, file, link):
+        if len(paths) == 20:
             raise OSError(28, "No space left on device")
-        done.append(place)
-        put(place, file, link)
+        paths.append(path)
+        put(path, file, link)
 
     monkeypatch.setattr(folders, "_put", failing)
     with pytest.raises(OSError, match="No space"):
         export(content, "folders", tmp_path / "out", link="copy")
     assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
-    out = export(content, "folders", tmp_path / "out", link="copy")
-    assert sum(1 for p in out.rglob("*.png")) == len(content)
 
 
 @fault(135, 174)

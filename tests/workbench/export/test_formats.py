@@ -1,4 +1,4 @@
-"""What the other programs read: by their own code where it is installed, else by its rules."""
+"""What other programs read: tested with their own code where it is installed."""
 
 import json
 import os
@@ -106,15 +106,14 @@ def test_label_studio_tasks(content, tmp_path):
         assert result["value"]["choices"] == [row["cluster_name"]]
         assert prediction["score"] == row["confidence"]
     served = export(content, "label-studio", tmp_path / "served", url="https://a.org/p/")
-    assert tasks_of(served)[0]["data"]["image"] == "https://a.org/p/train/" + tasks_of(served)[0][
-        "data"
-    ]["file"].replace(" ", "%20")
+    first = tasks_of(served)[0]["data"]
+    assert first["image"] == "https://a.org/p/train/" + first["file"].replace(" ", "%20")
 
 
 @fault(175)
 @pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux only")
 @pytest.mark.parametrize("url", [None, "https://a.org/p"])
-def test_a_file_name_that_is_no_utf8_is_a_url_of_its_bytes(content, tmp_path, monkeypatch, url):
+def test_a_file_name_that_is_not_utf8_is_a_url_of_its_bytes(content, tmp_path, monkeypatch, url):
     odd = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9 \xf0.png"))
     Image.new("L", (8, 8)).save(odd)
     monkeypatch.setattr(Samples, "image_file", lambda self, row: odd)
@@ -137,7 +136,7 @@ def test_label_studio_takes_them(content, tmp_path):
             assert own.validate_prediction(prediction, return_errors=True) == []
 
 
-def test_cards_say_the_numbers_of_the_run(content, tmp_path):
+def test_cards_have_the_scores_of_the_run(content, tmp_path):
     out = export(content, "hf-model", tmp_path / "model")
     card = ModelCard.load(out / "README.md")
     assert card.data.to_dict()["library_name"] == "ssl_kd"
@@ -155,11 +154,8 @@ def test_cards_say_the_numbers_of_the_run(content, tmp_path):
     assert data.configs[0]["data_files"][0]["path"] == "clusters.parquet"
     assert f"{len(content)} samples" in card.text and "`cluster_name`" in card.text
     assert parquet.read_table(out / "clusters.parquet").num_rows == len(content)
-
-
-def test_a_run_without_labels_has_no_scores(content, tmp_path):
     content.samples.metrics = {**content.samples.metrics, "table": []}
-    text = (export(content, "hf-model", tmp_path / "model") / "README.md").read_text()
+    text = (export(content, "hf-model", tmp_path / "unlabelled") / "README.md").read_text()
     assert "no scores" in text
 
 

@@ -20,9 +20,7 @@ NAME = '{"name": "x", "made": null, "words": []}'
 HOSTILE = {
     "a number twice": f'{{"1": {NAME}, "1": {NAME}}}',
     "a number in two ways": f'{{"01": {NAME}}}',
-    "other digits": f'{{"\u0663": {NAME}}}',
     "5,000 digits": f'{{"{"9" * 5000}": {NAME}}}',
-    "NaN": '{"1": {"name": "x", "words": [["a", NaN]]}}',
     "NaN as text": '{"1": {"name": "x", "words": [["a", "nan"]]}}',
     "infinity": '{"1": {"name": "x", "words": [["a", 1e999]]}}',
     "a number for a name": '{"1": {"name": 5}}',
@@ -49,14 +47,10 @@ def test_saved_and_loaded(tmp_path):
     assert Names.load(tmp_path / "nowhere").of("cluster", 3) == "3"
     column = made().column("cluster", np.array([3, -1, 3, 4]))
     assert column.tolist() == ["dog", "-1", "dog", "4"]
-
-
-def test_a_name_edited_in_the_file_counts_as_edited(tmp_path):
-    path = made().save(tmp_path)
     path.write_text(path.read_text().replace('"name": "dog"', '"name": "wolf"'))
-    found = Names.load(tmp_path)
-    assert found.edits == {"level_2": {}, "cluster": {3: "wolf"}}
-    assert made().edited(found.edits) == found
+    names = Names.load(tmp_path)
+    assert names.edits == {"level_2": {}, "cluster": {3: "wolf"}}
+    assert made().edited(names.edits) == names
 
 
 def test_edits_add_change_and_remove():
@@ -64,9 +58,8 @@ def test_edits_add_change_and_remove():
     found = made().edited(edits)
     assert [found.of("cluster", c) for c in (3, 4)] == ["3", "my\\nname"]
     assert found.of("level_9", 1) == "x" and found.of("level_2", 0) == "cat"
-    assert (
-        made().edited({"cluster": {4: "Dog"}}).of("cluster", 3) == "3"
-    )  # an automatic name gives way
+    renamed = made().edited({"cluster": {4: "Dog"}})
+    assert renamed.of("cluster", 3) == "3"  # an automatic name gives way
     with pytest.raises(InputError, match="3 and 4 of cluster are both called 'wolf'"):
         made().edited({"cluster": {3: "wolf"}}).edited({"cluster": {4: "Wolf"}})
 
