@@ -149,7 +149,7 @@ def decision_files(curation: Curation) -> dict[str, bytes]:
 def examples_of(places: NDArray[np.float32], samples: Samples) -> NDArray[np.int64]:
     """Return the surest sample at each density peak of the map, densest first."""
     cells = np.clip(((places + 1) / 2 * GRID).astype(np.int64), 0, GRID - 1)
-    flat = np.ravel_multi_index(tuple(cells.T), (GRID, GRID))
+    flat = cells[:, 0] * GRID + cells[:, 1]
     counts = np.bincount(flat, minlength=GRID * GRID).reshape(GRID, GRID)
     density = gaussian_filter(counts.astype(np.float32), 2)
     is_peak = (density == maximum_filter(density, 9)) & (density > 1e-4 * density.max())
