@@ -17,22 +17,10 @@ stats = pytest.importorskip("scipy.stats")
 from transformers.models.granitemoe import modeling_granitemoe as granitemoe  # noqa: E402
 
 from tests.bits import changed  # noqa: E402
+from tests.teachers.small_models import SMALL, VOCAB  # noqa: E402
 
 KINDS = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe")
-VOCAB = 64
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+SIZES = {**SMALL, "num_hidden_layers": 2, "num_experts_per_tok": 2}
 OWN = {
     "Mixtral": {"num_local_experts": 8},
     "Qwen2Moe": {
