@@ -114,7 +114,7 @@ def judge_student(prepared: Prepared, judge: LanguageJudge) -> tuple[Row, list[s
         return row, texts
     autocast, known = prepared.precision.autocast, prepared.settings.known()
     batches = _single_rows(prepared.eval_blocks, next(student.parameters()).device)
-    fault = first_fault(student, batches, "student", autocast=autocast, settings=known)
+    fault = first_fault(student, batches, "student", autocast=autocast, known=known)
     cause = in_words(*fault) if fault else f"its weight {weight} holds NaN or infinity"
     raise InputError(
         f"the student {prepared.student.name} is not finite before step 0, so no step can train it:"
@@ -133,7 +133,7 @@ def _cause(prepared: Prepared, teacher: FrozenTeacher) -> str:
     """Return what first goes wrong in a teacher on held-out text, after a colon."""
     batches = _single_rows(prepared.teacher_eval_blocks, prepared.precision.device)
     known = prepared.settings.known()
-    fault = first_fault(teacher.model, batches, "teacher", settings=known)
+    fault = first_fault(teacher.model, batches, "teacher", known=known)
     return "" if fault is None else f": {in_words(*fault)}"
 
 

@@ -83,7 +83,7 @@ def run(
             folder.write_config(settings, mode="language", precision=str(precision))
             with clock("prepare"):
                 prepared = prepare(settings, precision, progress, ranks, models)
-            ranks.from_first(partial(folder.keep_to, prepared.digest))
+            ranks.from_first(partial(folder.check_data, prepared.digest))
             folder.update_json("config.json", **config_facts(prepared))
             steps = prepared.settings.n_steps(len(prepared.blocks))
             logger.info("%d steps on %d rows", steps, len(prepared.blocks))
@@ -183,9 +183,9 @@ def _train(
                 on_log=on_log,
                 on_eval=on_eval,
                 on_checkpoint=on_checkpoint,
-                should_stop=lambda: ranks.told_to_stop(signals, "before a step"),
+                should_stop=lambda: ranks.any_signal(signals, "before a step"),
             )
-            ranks.told_to_stop(signals, "after the last step")
+            ranks.any_signal(signals, "after the last step")
         except TooFewHealthyParts as error:
             raise TooFewHealthyParts(stop_message(error, distiller)) from error
     return best

@@ -42,7 +42,7 @@ def first_fault(
     owner: str,
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    settings: Mapping[str, Any] | None = None,
+    known: Mapping[str, Any] | None = None,
 ) -> tuple[Fault, Diagnosis] | None:
     """Run a model on batches until its logits are NaN, and find the operation that made them so.
 
@@ -53,7 +53,7 @@ def first_fault(
         batches: small batches of its tokens, since all logits of one are held at once.
         owner: `teacher` or `student`, for the names of its weights.
         autocast: makes the context in which the model runs.
-        settings: name in lower case -> value, for advice; see `diagnose`.
+        known: setting in lower case -> value, for advice; see `diagnose`.
 
     Returns:
         The first operation whose NaN reached the logits, and the diagnosis; None if all are finite.
@@ -66,7 +66,7 @@ def first_fault(
                     continue
             with Microscope(suspect_weights(model, owner)) as scope, autocast():
                 fault = scope.fault(model(**inputs, use_cache=False).logits)
-            return None if fault is None else (fault, of_a_file(diagnose(fault, settings)))
+            return None if fault is None else (fault, of_a_file(diagnose(fault, known)))
     return None
 
 

@@ -1,7 +1,7 @@
-"""Causal language models as they answer: frozen; hidden states instead of logits.
+"""Frozen causal language models, which return hidden states instead of logits.
 
-Logits of a real vocabulary are the largest tensor of a step, so a teacher hands over what its
-output head gets, and the head, wherever logits are `hidden @ weight.T + bias`: that is probed.
+The logits of a real vocabulary are the largest tensor of a step. So a teacher returns the input of
+its output head together with the head, if its logits are `hidden @ weight.T + bias`.
 """
 
 from __future__ import annotations
@@ -33,50 +33,50 @@ class LinearHead:
 
 
 def hidden_states(model: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """What the output head gets, by the backbone alone: no logits, no KV cache.
+    """Run the backbone and return the input of the output head, without logits or KV cache.
 
     Args:
-        model: a causal language model of transformers, with or without PEFT's wrapping.
+        model: a causal language model of transformers, with or without adapters.
         inputs: its keyword arguments: `input_ids` `[batch, token]`, `attention_mask`, ...
 
     Returns:
         `[batch, token, hidden]` in the model's dtype (under autocast, in that of its last layer).
 
     Raises:
-        ValueError: the model has no backbone apart from its head.
+        ValueError: the model has no separate backbone.
     """
     causal = without_adapters(model)
     if causal.base_model is causal:
         raise InputError(
-            f"{type(causal).__name__} has no backbone apart from its head: take its logits"
+            f"{type(causal).__name__} has no backbone apart from its head: use its logits"
         )
     return causal.base_model(**inputs, use_cache=False).last_hidden_state
 
 
 def linear_head(model: Any) -> LinearHead | None:
-    """The output head, if the model's logits are `hidden_states @ weight.T + bias` and no more.
+    """Return the output head if the logits are exactly `hidden_states @ weight.T + bias`.
 
-    The model runs on four tokens with the head's output replaced by large known numbers. They must
-    come out as they are: a soft cap (Gemma 2), a scale (Cohere, Granite) or a cut would change
-    them, however small the model's own logits. And the head must have got `hidden_states`.
+    The model runs on four tokens, with the head's output replaced by large known numbers. They must
+    come out unchanged: a soft cap (Gemma 2), a scale (Cohere, Granite) or a cut would change them,
+    however small the model's own logits are. And the head's input must be `hidden_states`.
 
     Args:
-        model: a causal language model of transformers, with or without PEFT's wrapping.
+        model: a causal language model of transformers, with or without adapters.
 
     Returns:
-        The head with the model's own parameters, or None: take the model's logits.
+        The head with the model's own parameters, or None if only its logits can be used.
     """
     causal = without_adapters(model)
     head = causal.get_output_embeddings()
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     if not plain or causal.base_model is causal:
         return None
-    seen: list[tuple[Tensor, Tensor]] = []
+    calls: list[tuple[Tensor, Tensor]] = []
 
     def replace(_: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor) -> Tensor:
         known = torch.linspace(-100, 100, logits.numel(), device=logits.device)
-        seen.append((arguments[0], known.to(logits.dtype).view_as(logits)))
-        return seen[-1][1]
+        calls.append((arguments[0], known.to(logits.dtype).view_as(logits)))
+        return calls[-1][1]
 
     ids = torch.arange(4, device=head.weight.device)[None] % len(head.weight)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -87,29 +87,29 @@ def linear_head(model: Any) -> LinearHead | None:
             hidden = hidden_states(causal, inputs)
     finally:
         hook.remove()
-    if len(seen) != 1 or logits.shape != seen[0][1].shape or hidden.shape != seen[0][0].shape:
+    if len(calls) != 1 or logits.shape != calls[0][1].shape or hidden.shape != calls[0][0].shape:
         return None
-    got, known = seen[0]
-    close = torch.allclose(got.float(), hidden.float(), rtol=1e-3, atol=1e-5, equal_nan=True)
+    head_input, known = calls[0]
+    close = torch.allclose(head_input.float(), hidden.float(), rtol=1e-3, atol=1e-5, equal_nan=True)
     if not close or not torch.equal(logits.to(known.dtype), known):
         return None
     return LinearHead(head.weight, head.bias)
 
 
 class FrozenTeacher:
-    """A causal language model that only answers: frozen, no dropout, no KV cache, no gradients.
+    """A causal language model without dropout, KV cache or gradients.
 
-    The model itself is frozen and moved, in place. Each call puts it back into evaluation
-    mode, in case `.train()` was called on it.
+    The model is frozen and moved in place. Each call puts it back into evaluation mode, in case
+    `.train()` was called on it.
 
     Args:
         model: a causal language model of transformers.
-        device: where it answers.
-        dtype: of its weights; None leaves them as they are. `Precision.for_device(...).teacher` is
-            what the device does well.
+        device: where it runs.
+        dtype: of its weights; None keeps theirs. `Precision.for_device(...).teacher` suits the
+            device.
 
     Attributes:
-        linear: whether answers are hidden states with a head (`linear_head`) or full logits.
+        linear: whether outputs are hidden states with a head (`linear_head`) or logits.
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class FrozenTeacher:
         self.linear = linear_head(model) is not None
 
     def __call__(self, batch: Any, rows: Tensor) -> LinearTeacher | LogitsTeacher:
-        """As `answer`, for a `Batch` of token blocks on the teacher's device."""
+        """Call `answer` with a `Batch` of token blocks on the teacher's device."""
         return self.answer(batch.model_inputs(), rows)
 
-    # Not inference_mode: what comes out of that cannot be saved for a student's backward pass.
+    # Not inference_mode, whose tensors cannot be saved for a student's backward pass.
     @torch.no_grad()
     def answer(self, inputs: Mapping[str, Any], rows: Tensor) -> LinearTeacher | LogitsTeacher:
-        """The teacher's answer at some positions of a batch.
+        """Return the teacher's output at some positions of a batch.
 
         Args:
             inputs: the model's keyword arguments, `input_ids` `[batch, token]` and others.
@@ -141,7 +141,7 @@ class FrozenTeacher:
 
         Returns:
             Hidden states `[n, hidden]` with the head, or logits `[n, vocab]`; in the teacher's
-            dtype, whatever autocast is around it.
+            dtype, also under autocast.
         """
         self.model.eval()
         with torch.autocast(self.device.type, enabled=False):

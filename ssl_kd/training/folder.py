@@ -142,7 +142,7 @@ class RunFolder:
             **more,
         )
 
-    def keep_to(self, digest: str) -> None:
+    def check_data(self, digest: str) -> None:
         """Record a digest of data and teacher; raise RunFolderError if it differs from before."""
         before = _read_json(self.path / "config.json").get("learns_from")
         if before not in (None, digest):
@@ -152,7 +152,7 @@ class RunFolder:
             )
         self.update_json("config.json", learns_from=digest)
 
-    def keep_to_code(self, own: Mapping[str, tuple[Path, str]]) -> None:
+    def check_code(self, own: Mapping[str, tuple[Path, str]]) -> None:
         """Record the code of the user's classes; raise RunFolderError if it has changed.
 
         Args:

@@ -71,7 +71,7 @@ class ProcessGroup:
         """Return this rank's rows of a batch: every n-th of n ranks."""
         return rows[self.rank :: self.world]
 
-    def told_to_stop(self, signals: Signals, when: str) -> bool:
+    def any_signal(self, signals: Signals, when: str) -> bool:
         """Return whether any rank got a signal to stop; all ranks then act on the same one."""
         if self._agreement is None:
             return bool(signals.caught)

@@ -100,13 +100,13 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
         folder = stack.enter_context(RunFolder(settings))
         signals = stack.enter_context(Signals(folder))
         folder.write_config(settings, precision=str(precision))
-        folder.keep_to_code(_user_code(settings.head, settings.loss))
+        folder.check_code(_user_code(settings.head, settings.loss))
         with clock("extract"):
             datasets, teacher = open_data(settings, precision)
             train_set = datasets["train"]
             # Before hours of extraction.
             n_clusters_of(settings.n_clusters, train_set.class_names, len(train_set))
-            folder.keep_to(fingerprint(train_set, teacher, precision).digest)
+            folder.check_data(fingerprint(train_set, teacher, precision).digest)
             cache = cache_folder(settings, datasets, teacher, precision)
             resolved = settings.replace(embeddings_dir=str(cache)).to_dict()
             folder.update_json("config.json", settings=resolved)

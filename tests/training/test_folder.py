@@ -232,11 +232,11 @@ def test_a_run_is_not_resumed_with_other_embeddings(settings):
     one, other = "1b4f", "fd61"
     with RunFolder(settings()) as folder:
         folder.write_config(settings(), precision="cpu")
-        folder.keep_to(one)
+        folder.check_data(one)
         folder.write_config(settings(), precision="cpu")  # as when resumed
-        folder.keep_to(one)
+        folder.check_data(one)
         with pytest.raises(RunFolderError, match="start a new run without --resume"):
-            folder.keep_to(other)
+            folder.check_data(other)
 
 
 def test_logs_are_strict_json_and_can_be_rewound(settings):
