@@ -30,11 +30,6 @@ def stack_of(model: Any) -> str:
     raise InputError(f"{type(causal).__name__} has no list of its {depth} layers")
 
 
-def decoder_layers(model: Any) -> list[nn.Module]:
-    """Return the decoder layers of a causal model of transformers, with or without adapters."""
-    return [*without_adapters(model).get_submodule(stack_of(model))]
-
-
 def freeze_tower(model: Any, *, images: bool) -> None:
     """Set which weights of a model of images and text are trained; leave other models alone.
 
