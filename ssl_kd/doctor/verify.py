@@ -139,12 +139,14 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
         values, gradient = measure(torch.stack([*distiller.terms(batch).values()]))
         off = (values - plain[0]).abs() / plain[0].abs().clamp(min=LEAST)
         distance = (gradient - plain[1]).norm() / plain[1].norm().clamp(min=1e-30)
-        ways.append(Agreement(way, *values.tolist(), *off.tolist(), float(distance), allowed))
+        (ce, kd), (ce_off, kd_off) = values.tolist(), off.tolist()
+        ways.append(Agreement(way, ce, kd, ce_off, kd_off, float(distance), allowed))
 
     plain = measure(
         _plain(distiller, frozen, batch, settings.temperature, settings.kind_of_divergence)
     )
-    ways = [Agreement("plain", *plain[0].tolist(), 0.0, 0.0, 0.0, close)]
+    ce, kd = plain[0].tolist()
+    ways = [Agreement("plain", ce, kd, 0.0, 0.0, 0.0, close)]
     compare("live", close)
     if task.cache is not None:
         distiller.source, method = Plain(task.cache), task.cache.method
