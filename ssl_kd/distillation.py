@@ -1,8 +1,9 @@
-"""The language mode from Python: teacher, student and text in; student, scores and folder out."""
+"""The language mode from Python: `Distillation(teacher, student, texts).run()`."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import io
 import json
@@ -43,34 +44,34 @@ Model = str | os.PathLike[str] | tuple[Any, Any]
 
 
 class Distillation:
-    """A student language model that learns from a teacher, as `scripts/distill.py` has it learn.
+    """Distil a teacher into a student language model, as `scripts/distill.py` does.
 
     Args:
         teacher: folder or Hub name of a causal language model; a model of transformers with its
-            tokenizer, `(model, tokenizer)`, or its processor where it reads images; `train`, a
-            small one is trained on the text first; or `none`, for cross-entropy alone. A model in
-            memory is moved to the run's device and dtype.
-        student: the same, or what STUDENT_MODEL may be: `layers:N`, `fresh:LAYERSxDIM`,
+            tokenizer, `(model, tokenizer)`, or its processor if it reads images; `train`, to train
+            a small one on the text first; or `none`, for cross-entropy alone. A model in memory is
+            moved to the run's device and dtype.
+        student: the same, or a value of STUDENT_MODEL: `layers:N`, `fresh:LAYERSxDIM`,
             `llama:LAYERSxDIM`. A model in memory is trained in place.
-        texts: what DATA_PATH may be; or texts in memory: strings, or records such as
+        texts: a value of DATA_PATH; or texts in memory: strings, or records such as
             `{"prompt": ..., "completion": ...}` and `{"messages": [...]}`, as a list, a
-            `datasets.Dataset` or a data frame. These are kept in `data/texts`, by their content;
-            images of PIL in them, beside them.
+            `datasets.Dataset` or a data frame. They are saved in `data/texts`, with PIL images
+            next to them, under a name made of their content.
         eval_texts: held-out text, in the same forms; None: a part of `texts`.
         preset: one of `ssl_kd.language.presets.PRESETS`.
-        **settings: the settings of `scripts/config.py` in lower case, with their meaning, range and
-            default: `temperature=2.0`, `max_steps=500`.
+        **settings: the settings of `scripts/config.py` in lower case: `temperature=2.0`,
+            `max_steps=500`.
 
     Raises:
-        SettingsError: a setting that there is not, or cannot be so.
-        InputError: texts that are empty or hold something else.
+        SettingsError: a setting is unknown or out of range.
+        InputError: texts are empty or of another type.
 
     Attributes:
         settings: all of them.
 
     >>> texts = [f"{n} and {n} are {2 * n}" for n in range(500)]
-    >>> made = Distillation("train", "fresh:1x32", texts, max_steps=100)  # doctest: +SKIP
-    >>> made.run().scores["perplexity"]["student"]  # doctest: +SKIP
+    >>> distillation = Distillation("train", "fresh:1x32", texts, max_steps=100)  # doctest: +SKIP
+    >>> distillation.run().scores["perplexity"]["student"]  # doctest: +SKIP
     """
 
     @_NAMING()
@@ -91,91 +92,88 @@ class Distillation:
         if preset is not None and preset not in PRESETS:
             known = ", ".join(PRESETS)
             raise SettingsError(f"preset is {preset!r}, not {known}.{nearest(preset, PRESETS)}")
-        teacher_model, its = _model("teacher", teacher)
-        student_model, own = _model("student", student)
-        self._given, self._naming = InMemoryModels(its, own), _NAMING
-        chosen = LanguageSettings(
+        teacher_model, teacher_in_memory = _model("teacher", teacher)
+        student_model, student_in_memory = _model("student", student)
+        self._models, self._naming = InMemoryModels(teacher_in_memory, student_in_memory), _NAMING
+        checked = LanguageSettings(
             **{**PRESETS.get(preset or "", {}), **values},
             teacher_model=teacher_model,
             student_model=student_model,
         )
-        self.settings = chosen.replace(  # the others were checked: nothing is written in vain
+        self.settings = checked.replace(  # only now are texts written
             data_path=_place("texts", texts),
             eval_path=None if eval_texts is None else _place("eval_texts", eval_texts),
         )
 
     @classmethod
     def of(cls, settings: LanguageSettings) -> Distillation:
-        """What a settings object asks for, as the command line has one."""
-        made = cls.__new__(cls)
-        made.settings, made._given = settings, InMemoryModels()
-        made._naming = contextlib.nullcontext
-        return made
+        """Return the distillation of a settings object, as the command line has one."""
+        distillation = cls.__new__(cls)
+        distillation.settings, distillation._models = settings, InMemoryModels()
+        distillation._naming = contextlib.nullcontext
+        return distillation
 
     def run(self, *, progress: Progress = no_progress) -> DistilledRun:
-        """Train the student, judge it beside its teacher, and leave a run folder with a report.
+        """Train the student, evaluate it and its teacher, and write a run folder with a report.
 
-        Processes that torchrun started each call this, and train one student.
+        With torchrun, each process calls this, and all train one student.
 
         Args:
             progress: called as `progress(stage, done, total, info)`.
 
         Raises:
-            SettingsError: teacher, student and text do not fit.
-            InputError: teacher or student are not finite before step 0.
-            Interrupted: told to stop by Ctrl-C or SIGTERM; `resume()` goes on.
-            TooFewHealthyParts: the student does not become healthy any more; says why.
+            SettingsError: teacher, student and text do not fit together.
+            InputError: the teacher or the student has weights that are not finite.
+            Interrupted: Ctrl-C or SIGTERM; `resume()` continues the run.
+            TooFewHealthyParts: the guard gave the student up; the message says why.
         """
         with self._naming():
             if follows():  # the first process reports
                 with following():
-                    return DistilledRun(run(self.settings, models=self._given))
+                    return DistilledRun(run(self.settings, models=self._models))
 
-            def start(tell: Progress) -> tuple[Path, None]:
-                return run(self.settings, progress=tell, models=self._given), None
+            def start(progress: Progress) -> tuple[Path, None]:
+                return run(self.settings, progress=progress, models=self._models), None
 
             return DistilledRun(reported(start, lambda path: None, progress))
 
     def resume(self, *, progress: Progress = no_progress) -> DistilledRun:
-        """Go on with the last run that was interrupted, as `run` does."""
-        again = Distillation.of(self.settings.replace(resume=True))
-        again._given, again._naming = self._given, self._naming
-        return again.run(progress=progress)
+        """Continue the last interrupted run; otherwise like `run`."""
+        resumed = copy.copy(self)
+        resumed.settings = self.settings.replace(resume=True)
+        return resumed.run(progress=progress)
 
 
 class DistilledRun:
-    """A finished run of the language mode.
-
-    Args:
-        path: its folder.
+    """A finished run of the language mode: `DistilledRun("runs/latest")`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the path is no run folder.
 
     Attributes:
-        path: of the folder.
+        path: its folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not (self.path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} is no run folder: it holds no config.json")
+            raise FileNotFoundError(f"{path} is not a run folder: it has no config.json")
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
-        """What `metrics.json` says."""
+        """The content of `metrics.json`."""
         return json.loads((self.path / "metrics.json").read_text(encoding="utf-8"))
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One mapping a logged step or evaluation, of `metrics.jsonl`."""
+        """The lines of `metrics.jsonl`: one mapping for each logged step or evaluation."""
         return RunResults.read(self.path).steps
 
     @property
     def scores(self) -> dict[str, dict[str, float]]:
-        """Score -> who -> value on held-out text; a data frame takes it as it is.
+        """Scores on held-out text, `{score: {model: value}}`; `pandas.DataFrame` accepts it.
 
-        Who is `teacher`, `student before` and `student`; the scores are `nll` (nats per token),
+        Models are `teacher`, `student before` and `student`; scores are `nll` (nats per token),
         `perplexity`, `bits_per_character`, `agreement` and `kl` with the teacher, and others that
         apply.
         """
@@ -189,22 +187,22 @@ class DistilledRun:
 
     @property
     def report(self) -> Path:
-        """The page that says what was done, how well and how fast."""
+        """The path of the report page."""
         return self.path / "report.html"
 
     @property
     def student(self) -> Any:
-        """The model of transformers with the best held-out likelihood; adapters are merged."""
+        """The transformers model with the best held-out likelihood; adapters are merged."""
         return self._saved.model
 
     @property
     def tokenizer(self) -> Any:
-        """The student's."""
+        """The student's tokenizer."""
         return self._saved.tokenizer
 
     @property
     def processor(self) -> Any:
-        """That of a student of images and text; None of others."""
+        """The processor of a student of images and text; None for a student of text."""
         return self._saved.processor
 
     @cached_property
@@ -219,7 +217,7 @@ class DistilledRun:
 
 
 def _model(who: str, model: Model) -> tuple[str, CausalLM | None]:
-    """What the settings say of a model, and the model itself where it is in memory."""
+    """Return the value of the setting, and the model if it is in memory."""
     if isinstance(model, str | os.PathLike):
         return os.fspath(model), None
     lm, tokenizer = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
@@ -227,14 +225,14 @@ def _model(who: str, model: Model) -> tuple[str, CausalLM | None]:
     tokenizer = tokenizer if processor is None else processor.tokenizer
     if not hasattr(lm, "get_output_embeddings") or not hasattr(tokenizer, "get_vocab"):
         raise InputError(
-            f"{who} is {type(model).__name__}, expected a folder, a name on the Hub, or a model of "
-            "transformers with its tokenizer: (model, tokenizer)"
+            f"{who} is {type(model).__name__}, expected a folder, a name on the Hub, or a "
+            "transformers model with its tokenizer: (model, tokenizer)"
         )
     return IN_MEMORY, CausalLM.of(lm, tokenizer, f"{type(lm).__name__} in memory", processor)
 
 
 def _place(argument: str, texts: Texts) -> str:
-    """Where the texts are; those in memory are first written, under a name of their content."""
+    """Return the path or name of the texts; write those in memory, named by their content."""
     if isinstance(texts, str | os.PathLike):
         return os.fspath(texts)
     if hasattr(texts, "to_dict") and hasattr(texts, "columns"):  # a data frame
@@ -242,17 +240,20 @@ def _place(argument: str, texts: Texts) -> str:
     if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
         raise InputError(
             f"{argument} is {type(texts).__name__}, expected a path or name, or a list, a "
-            "datasets.Dataset or a data frame of strings or records; hand over the splits of a "
-            "mapping as texts and eval_texts"
+            "datasets.Dataset or a data frame of strings or records; pass the splits of a mapping "
+            "as texts and eval_texts"
         )
     content = b"".join(_line(argument, i, text) for i, text in enumerate(texts))
     if not content:
         raise InputError(f"{argument} is empty: expected one text or more")
-    path = TEXTS / f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
+    return str(_write_once(TEXTS / f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl", content))
+
+
+def _write_once(path: Path, content: bytes) -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_bytes(path, content)
-    return str(path)
+    return path
 
 
 def _line(argument: str, number: int, text: str | Mapping[str, Any]) -> bytes:
@@ -269,11 +270,7 @@ def _line(argument: str, number: int, text: str | Mapping[str, Any]) -> bytes:
 
 
 def _image(value: Any) -> str:
-    """The path of an image of PIL, or of the bytes of one, that is written beside the texts.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Write a PIL image, or the bytes of an image file, and return its path next to the texts."""
     from PIL import Image
 
     content, kind = value, "image"
@@ -282,9 +279,7 @@ def _image(value: Any) -> str:
         value.save(buffer, kind := "png")
         content = buffer.getvalue()
     if not isinstance(content, bytes):
-        raise TypeError(f"it holds a {type(value).__name__}, neither JSON nor an image of PIL")
-    path = TEXTS / "images" / f"{hashlib.sha256(content).hexdigest()[:32]}.{kind}"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_bytes(path, content)
-    return f"images/{path.name}"
+        raise TypeError(f"it contains a {type(value).__name__}, neither JSON nor a PIL image")
+    name = f"images/{hashlib.sha256(content).hexdigest()[:32]}.{kind}"
+    _write_once(TEXTS / name, content)
+    return name

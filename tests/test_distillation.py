@@ -173,19 +173,13 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_written(here, gi
     assert not list(here.rglob("*"))
 
 
-def test_a_preset_is_beaten_by_what_is_given():
-    made = ssl_kd.Distillation(preset="stable", temperature=3.0)
-    assert made.settings.temperature == 3.0 and made.settings.alpha_kd == 0.1
-
-
-def test_rows_per_device_are_multiplied_by_the_processes_in_python_too(monkeypatch):
+def test_arguments_override_a_preset_and_rows_per_device_count_for_each_process(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    for name in ("per_device_train_batch_size", "per_device_batch_size"):
-        keywords: dict[str, Any] = {name: 2}
-        assert ssl_kd.Distillation(**keywords).settings.batch_size == 16
-    assert ssl_kd.Distillation(batch_size=2).settings.batch_size == 2
+    rows: dict[str, Any] = {"per_device_train_batch_size": 2}
+    settings = ssl_kd.Distillation(preset="stable", temperature=3.0, **rows).settings
+    assert (settings.temperature, settings.alpha_kd, settings.batch_size) == (3.0, 0.1, 16)
 
 
-def test_a_folder_that_is_no_run_is_refused(here):
-    with pytest.raises(FileNotFoundError, match="is no run folder"):
+def test_a_folder_without_a_run_is_refused(here):
+    with pytest.raises(FileNotFoundError, match="is not a run folder"):
         DistilledRun(here)

@@ -1,8 +1,8 @@
-"""For a Hugging Face Trainer: the guard around any of them, and one that distils.
+"""The guard for a Hugging Face Trainer, and a Trainer that distils.
 
-`Trainer(..., callbacks=[GuardCallback()])` guards the losses that you have;
-`DistillationTrainer(student, teacher, ...)` takes the place of `Trainer(student, ...)`. The full
-engine, with resume to the bit, replay, caches, routers and other tokenizers, is `ssl_kd distill`.
+`Trainer(..., callbacks=[GuardCallback()])` guards your own loss;
+`DistillationTrainer(student, teacher, ...)` replaces `Trainer(student, ...)`. Bit-exact resume,
+replay, caches, routers and other tokenizers need `ssl_kd distill`.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer that distils: its loop, our loss, and the guard between both."""
+"""A Hugging Face Trainer that distils: its training loop, our loss, and the guard between both."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.teachers.causal import load_causal_lm, tokenizer_id, without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher, linear_head
 
-NO_LOSS = -100
-"""A label that does not count, as everywhere in transformers."""
+NO_LOSS = -100  # the label of a token without loss, as in all of transformers
 
 Answer: TypeAlias = Callable[[Mapping[str, Any], Tensor], TeacherOutput]
-"""A model's inputs and positions, rows of the flattened `[batch * token]` -> the answer there."""
+"""From a model's inputs and `[n]` rows of the flattened `[batch * token]` to its output there."""
 
 Teacher: TypeAlias = str | os.PathLike[str] | PreTrainedModel | Answer
 
@@ -36,33 +35,31 @@ class DistillationTrainer(Trainer):
     """A `transformers.Trainer` whose student learns from its text and from a teacher.
 
     The loss is `alpha_ce * ce + alpha_kd * T^2 * divergence`, both means over all tokens of the
-    step, however many batches and processes it is made of. It is computed from hidden states, a
-    chunk of tokens at a time: no logits of a whole batch exist, neither the student's nor the
-    teacher's.
+    step, over any number of batches and processes. It is computed from hidden states, a chunk of
+    tokens at a time: the logits of a whole batch, of student or teacher, never exist.
 
-    The two terms fail alone: a NaN in one leaves a step that is to the bit that of the other, and a
-    step with a NaN in both is skipped; see `GuardCallback`, which is added by default. Log lines
-    have `ce` and `kd`, nats a token; so have evaluations, as `eval_ce` and `eval_kd`.
-
-    Everything else is the Trainer's: datasets, schedules, optimizers, PEFT, mixed precision,
+    The two terms fail separately: a step with a NaN in one has exactly the bits of a step of the
+    other term alone, and a step with a NaN in both is skipped; see `GuardCallback`, which is added
+    by default. Log lines have `ce` and `kd`, in nats a token; evaluations `eval_ce` and `eval_kd`.
+    Everything else is the Trainer's: data sets, schedules, optimizers, PEFT, mixed precision,
     accumulation, compilation, DDP, checkpoints.
 
     Args:
         model: the student, a causal language model of transformers, with or without PEFT's
             adapters; trainable weights become float32.
         teacher: a folder or a name on the Hub (loaded in the dtype that suits the device), a model
-            (frozen in place, in its own dtype), or a callable that takes what the student's model
-            does and the positions to answer at; or several, whose divergences count as their mean.
-            All have the student's tokenizer. None: cross-entropy alone.
+            (frozen in place, in its own dtype), or a callable with the student's inputs and rows as
+            arguments, see `Answer`; or a list of these, whose divergences are averaged. All have
+            the student's tokenizer. None: cross-entropy alone.
         args: the Trainer's.
         divergence: a name in `ssl_kd.divergences.DIVERGENCES`.
         temperature: of both softmaxes in the divergence, in [0.05, 100].
         alpha_kd: weight of the divergence, at least 0.
         alpha_ce: weight of the cross-entropy, at least 0.
         processing_class: the tokenizer; compared with that of a teacher loaded by name.
-        data_collator: by default samples of `input_ids`, and perhaps `labels` (-100 where there is
-            no loss; not shifted), are padded at the end. One of your own gives `labels`.
-        callbacks: a `GuardCallback` among them takes the place of the default one.
+        data_collator: must return `labels`. The default pads samples of `input_ids`, and optionally
+            `labels` (not shifted, -100 where there is no loss), at the end.
+        callbacks: a `GuardCallback` among them replaces the default one.
         **options: other arguments of the Trainer.
 
     Raises:
@@ -100,7 +97,9 @@ class DistillationTrainer(Trainer):
                 f"alpha_kd is {alpha_kd} and teacher is None: name a teacher, or set alpha_kd to 0"
             )
         if options.get("compute_loss_func") is not None:
-            raise InputError("compute_loss_func: this Trainer has losses of its own; leave it out")
+            raise InputError(
+                "DistillationTrainer computes its own loss: leave compute_loss_func out"
+            )
         guards = [callback for callback in callbacks if isinstance(callback, GuardCallback)]
         self.guarding = guards[0] if guards else GuardCallback()
         super().__init__(
@@ -111,14 +110,14 @@ class DistillationTrainer(Trainer):
             callbacks=[*callbacks, *([] if guards else [self.guarding])],
             **options,
         )
-        for name, given, way in (
+        for name, is_set, fix in (
             ("label_smoothing_factor", self.args.label_smoothing_factor, "set it to 0"),
             ("several GPUs in one process", self.args.n_gpu > 1, "torchrun --nproc_per_node N"),
             ("FSDP", self.is_fsdp_enabled, "use `ssl_kd distill --shard`"),
-            ("DeepSpeed", self.is_deepspeed_enabled, "start plain processes by torchrun"),
+            ("DeepSpeed", self.is_deepspeed_enabled, "start plain processes with torchrun"),
         ):
-            if given:
-                raise InputError(f"DistillationTrainer does not take {name}: {way}")
+            if is_set:
+                raise InputError(f"DistillationTrainer does not support {name}: {fix}")
         self._weights = {"ce": settings.alpha_ce, "kd": settings.alpha_kd}
         self._temperature, self._divergence = temperature, settings.kind_of_divergence
         teachers: Sequence[Any] = teacher if isinstance(teacher, list | tuple) else [teacher]
@@ -127,14 +126,14 @@ class DistillationTrainer(Trainer):
         self._sums: dict[str, Tensor] = {}
 
     def _answer(self, teacher: Any) -> Any:
-        """Return what answers the student's inputs, an `Answer`."""
+        """Return a teacher as an `Answer`."""
         if isinstance(teacher, str | os.PathLike):
             lm = load_causal_lm(teacher, dtype=Precision.for_device(self.args.device).teacher)
-            own: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
-            if own is not None and tokenizer_id(lm.tokenizer) != tokenizer_id(own):
+            tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
+            if tokenizer is not None and tokenizer_id(lm.tokenizer) != tokenizer_id(tokenizer):
                 raise InputError(
                     f"the teacher {lm.name} has another tokenizer than processing_class "
-                    f"({len(lm.tokenizer)} and {len(own)} tokens): take a teacher of the same "
+                    f"({len(lm.tokenizer)} and {len(tokenizer)} tokens): use a teacher of the same "
                     "family, or `ssl_kd distill --align chunks`"
                 )
             teacher = lm.model
@@ -143,12 +142,12 @@ class DistillationTrainer(Trainer):
         if not callable(teacher):
             raise InputError(
                 f"teacher is a {type(teacher).__name__}: expected a folder or a name on the Hub, a "
-                "causal language model, or a callable that answers (inputs, rows)"
+                "causal language model, or a callable with the arguments (inputs, rows)"
             )
         return teacher
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Make the Trainer's optimizer, for weights in float32."""
+        """Cast trainable weights to float32, then create the Trainer's optimizer."""
         assert self.model is not None
         promote_to_fp32(self.model)
         return super().create_optimizer(*args, **kwargs)
@@ -156,22 +155,22 @@ class DistillationTrainer(Trainer):
     # -- the loss ---------------------------------------------------------------------------------
 
     def terms(
-        self, model: nn.Module, inputs: Mapping[str, Any], *, whole: bool = False
+        self, model: nn.Module, inputs: Mapping[str, Any], *, all_logits: bool = False
     ) -> tuple[dict[str, Tensor], Any]:
-        """Return sums over the targets of a batch: `ce`, and with teachers `kd`; and the outputs.
+        """Return `ce` and, with teachers, `kd`, summed over the targets of a batch; and the outputs.
 
         Args:
             model: the student, as the Trainer wraps it.
             inputs: the model's, and `labels`.
-            whole: whether the outputs have the logits of all positions.
+            all_logits: whether the outputs need the logits of all positions.
         """
-        labels = inputs["labels"]
-        own = {name: value for name, value in inputs.items() if name != "labels"}
-        rows, targets = next_token_targets(labels, _counts(inputs))
-        self._begin_student()
+        rows, targets = next_token_targets(inputs["labels"], _counts(inputs))
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        self._prepare_student()
         with self.accelerator.autocast():
-            outputs = model(**own, **({} if whole else self._kept), use_cache=False)
-            answers = [answer(own, rows) for answer in self.teachers]
+            options = {} if all_logits else self._fewest_logits
+            outputs = model(**inputs, **options, use_cache=False)
+            answers = [answer(inputs, rows) for answer in self.teachers]
             weight = bias = None
             x = outputs.logits
             if self._linear:
@@ -188,21 +187,22 @@ class DistillationTrainer(Trainer):
                 weights=(self._weights["ce"], self._weights["kd"]),
             )
         sums = {"ce": ce, "kd": kd} if answers else {"ce": ce}
-        self._remember(
-            {name: torch.stack([x.detach(), x.new_tensor(len(rows))]) for name, x in sums.items()}
-        )
+        for name, term in sums.items():  # for log lines: each sum and its tokens, where finite
+            pair = torch.stack([term.detach(), term.new_tensor(len(rows))]).double()
+            pair = pair.where(pair.isfinite().all(), 0.0)
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
         return sums, outputs
 
-    def _begin_student(self) -> None:
-        """Look once at a student: whether its logits are its hidden states times its head."""
+    def _prepare_student(self) -> None:
+        """Find out, once for each model, whether its logits are hidden states times its head."""
         if self._student is self.model:
             return
         self._student = self.model
         self._hidden: list[Tensor] = []  # of the last forward pass
         self._linear = linear_head(self.model) is not None
         causal: Any = without_adapters(self.model)
-        takes = "logits_to_keep" in inspect.signature(causal.forward).parameters
-        self._kept = {"logits_to_keep": 1} if self._linear and takes else {}
+        has_option = "logits_to_keep" in inspect.signature(causal.forward).parameters
+        self._fewest_logits = {"logits_to_keep": 1} if self._linear and has_option else {}
         if self._linear:
             hidden = self._hidden
 
@@ -218,15 +218,15 @@ class DistillationTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the weighted sum of the terms, and the outputs where they are asked for."""
-        sums, outputs = self.terms(model, inputs, whole=return_outputs)
+        """Return the weighted sum of the terms, and the outputs with `return_outputs`."""
+        sums, outputs = self.terms(model, inputs, all_logits=return_outputs)
         loss = torch.stack([*self._weighted(sums, inputs, num_items_in_batch).values()]).sum()
         return (loss, outputs) if return_outputs else loss
 
     def _weighted(
         self, sums: Mapping[str, Tensor], inputs: Mapping[str, Any], tokens: Any
     ) -> dict[str, Tensor]:
-        """Return the shares of a batch in the loss: of all tokens of a step, or its own mean."""
+        """Return a batch's part of each weighted term; without `tokens` of a step, its mean."""
         if tokens is None:
             share = 1 / _counts(inputs)[:, 1:].sum().clamp(min=1)
         else:  # gradients are averaged over the processes
@@ -237,20 +237,16 @@ class DistillationTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the batches of a step, and over how many tokens of all processes it is a mean."""
+        """Return the batches of a step, and the number of its targets in all processes."""
         samples = [*islice(epoch_iterator, num_batches)]
         tokens = sum(int(_counts(batch)[:, 1:].sum()) for batch in samples)
-        every: Any = self.accelerator.gather(torch.tensor([tokens], device=device))
-        return samples, every.sum()
+        counts: Any = self.accelerator.gather(torch.tensor([tokens], device=device))
+        return samples, counts.sum()
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run forward and backward pass of one batch, term by term.
-
-        Returns:
-            What the terms that are finite add to the loss of the step; NaN where none is.
-        """
+        """Run forward and backward pass of one batch; return its finite terms' sum, or NaN."""
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()  # a schedule-free optimizer
@@ -261,23 +257,17 @@ class DistillationTrainer(Trainer):
         scaler = self.accelerator.scaler
         scaled = losses if scaler is None else {n: scaler.scale(x) for n, x in losses.items()}
         self.guarding.guard.backward(scaled)
-        seen = torch.stack([x.detach() for x in losses.values()])
-        finite = seen.isfinite()
-        return torch.where(finite.any(), seen.where(finite, 0.0).sum(), torch.nan)
+        values = torch.stack([x.detach() for x in losses.values()])
+        finite = values.isfinite()
+        return torch.where(finite.any(), values.where(finite, 0.0).sum(), torch.nan)
 
     # -- log lines and evaluation -----------------------------------------------------------------
-
-    def _remember(self, pairs: Mapping[str, Tensor]) -> None:
-        """Add the sum of a batch and its tokens, `[2]` of each term, where it is finite."""
-        for name, pair in pairs.items():
-            pair = pair.double().where(pair.isfinite().all(), 0.0)
-            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def _means(self, prefix: str = "") -> dict[str, float]:
         """Return the mean of each term since the last call, over the tokens of all processes."""
         sums, self._sums = self._sums, {}
-        whole: dict[str, Any] = {n: self.accelerator.reduce(x, "sum") for n, x in sums.items()}
-        return {f"{prefix}{name}": float(total / n) for name, (total, n) in whole.items()}
+        totals: dict[str, Any] = {n: self.accelerator.reduce(x, "sum") for n, x in sums.items()}
+        return {f"{prefix}{name}": float(total / n) for name, (total, n) in totals.items()}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log a line, with `ce`, `kd` and the guard's counters."""
@@ -285,18 +275,10 @@ class DistillationTrainer(Trainer):
             logs |= self._means()
         super().log({**logs, **self.guarding.counters()}, *args, **kwargs)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        *args: Any,
-        metric_key_prefix: str = "eval",
-        **kwargs: Any,
-    ) -> Any:
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Run the Trainer's evaluation, and add the mean of each term over the tokens."""
         before, self._sums = self._sums, {}
-        kwargs["metric_key_prefix"] = metric_key_prefix
-        output: Any = super().evaluation_loop(dataloader, description, *args, **kwargs)
+        output: Any = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         output.metrics.update(self._means(f"{metric_key_prefix}_"))
         self._sums = before
         return output
@@ -308,7 +290,7 @@ class DistillationTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return loss, logits and labels of a batch; logits only for `compute_metrics`."""
+        """Return loss, logits and labels of a batch; the last two only for `compute_metrics`."""
         if not prediction_loss_only:
             return super().prediction_step(model, inputs, False, ignore_keys)
         with torch.no_grad():
@@ -316,7 +298,7 @@ class DistillationTrainer(Trainer):
 
 
 def _counts(inputs: Mapping[str, Any]) -> Tensor:
-    """Return which tokens are targets, `[batch, token]`: none that follows padding on the left."""
+    """Return which tokens are targets, `[batch, token]`; not the first after padding on the left."""
     counts = inputs["labels"] != NO_LOSS
     if (mask := inputs.get("attention_mask")) is not None:
         counts[:, 1:] &= mask[:, :-1] > 0
@@ -327,11 +309,11 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Pad samples of different lengths at the end to one batch.
 
     Args:
-        samples: of `input_ids`, and perhaps `labels`, `attention_mask` and others: numbers, or
+        samples: of `input_ids`, and optionally `labels`, `attention_mask` and others: numbers, or
             lists or tensors of them `[token]`.
 
     Returns:
-        Each column, `[batch, token]` or `[batch]`; with `attention_mask` and `labels`.
+        Each column, `[batch, token]` or `[batch]`, and `attention_mask` and `labels`.
     """
     columns: dict[str, Tensor] = {}
     for name in samples[0]:

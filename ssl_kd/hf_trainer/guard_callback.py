@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class _NoClipping(float):
-    """An infinite `max_grad_norm`, by which a Trainer clips nothing; holds the one it replaces."""
+    """An infinite `max_grad_norm`, with which a Trainer does not clip; keeps the replaced value."""
 
     replaced: float
 
@@ -29,22 +29,21 @@ class _NoClipping(float):
 
 
 class GuardCallback(TrainerCallback):
-    """Skips sick steps of a Trainer, restores the last good state if they persist, then stops.
+    """Skip sick steps of a Trainer, restore the last good state if they persist, then stop.
 
     The model is one part: a step whose gradient is not finite, or far above its running median,
-    changes no weight and no moment. After `thresholds.restore_after` of them in a row the model
+    changes no weight and no moment. After `thresholds.restore_after` such steps in a row the model
     is restored to its last good state; after as many more the Trainer saves that state and `train`
-    raises `TooFewHealthyParts`. A healthy run is to the last bit what it is without the callback.
+    raises `TooFewHealthyParts`. A healthy run has the same bits as without the callback.
 
-    The Trainer clips before it calls back, which hides a spike, so the guard does the clipping:
-    during each step `args.max_grad_norm` is infinite. It is put back before the optimizer moves;
-    where a step is interrupted, the next training with a `GuardCallback` puts it back.
+    The guard clips gradients in place of the Trainer, which clips before it calls back and so hides
+    a spike: during each step `args.max_grad_norm` is infinite. It is restored before the optimizer
+    step, or, after an interruption, by the next training with a `GuardCallback`.
 
-    Events are logged, and kept in `trainer.state.log_history` under `guard`; every log line has
-    `guard_updates` and `guard_skipped`. Of losses that were handed to `guard.backward` by name
-    (`DistillationTrainer` does), one that is cut out of `thresholds.stop_after` steps in a row
-    stops the run, too. A training that is resumed begins with a new guard: its running median and
-    its last good state are of the steps since then.
+    Events are logged and added to `trainer.state.log_history` under `guard`; every log line has
+    `guard_updates` and `guard_skipped`. A loss passed to `guard.backward` by name
+    (`DistillationTrainer` does) that is cut out of `thresholds.stop_after` steps in a row also stops
+    the run. A resumed training starts with a new guard, without running median or snapshot.
 
     Args:
         thresholds: when the guard acts.
@@ -54,7 +53,7 @@ class GuardCallback(TrainerCallback):
         locate: name the operation that made a loss or gradient not finite, as `Guard` does.
 
     Attributes:
-        guard: the `Guard` of the latest run, from its beginning on.
+        guard: the `Guard` of the latest training.
     """
 
     guard: Guard
@@ -74,22 +73,16 @@ class GuardCallback(TrainerCallback):
             "locate": locate,
         }
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Put the guard around the model and the optimizer.
-
-        Raises:
-            ValueError: gradients are kept by DeepSpeed or FSDP, or weights are float16.
-        """
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the guard; raise ValueError under DeepSpeed or FSDP, or for float16 weights."""
         if args.deepspeed or args.fsdp:
             raise ValueError(
-                "GuardCallback sees no gradients by weight under DeepSpeed or FSDP: start plain "
-                "processes by torchrun, or train by `ssl_kd distill --shard`"
+                "GuardCallback cannot read gradients under DeepSpeed or FSDP: start plain processes "
+                "with torchrun, or train with `ssl_kd distill --shard`"
             )
         _restore_clipping(args)
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
-        # The Trainer scales the loss itself, and shows the gradients unscaled.
+        # The Trainer scales the loss itself, and calls back with unscaled gradients.
         self.guard = Guard(
             kwargs["model"], kwargs["optimizer"], clip_grad=clip, scaler=False, **self.options
         )
@@ -97,24 +90,18 @@ class GuardCallback(TrainerCallback):
         self._logged = 0
         self._stopped: TooFewHealthyParts | None = None
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Take over the clipping until the gradient is there."""
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Switch off the Trainer's clipping until the gradient is computed."""
         if self.guard.clip_grad:  # it stays above 0: some versions unscale fp16 only to clip
             args.max_grad_norm = _NoClipping(self.guard.clip_grad)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Judge the gradient; a sick one is removed, so that the optimizer does nothing."""
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check the gradient; remove a sick one, so that the optimizer does nothing."""
         _restore_clipping(args)
         self.guard.before_step()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Record the step, and restore or stop where too many were sick."""
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the step; restore or stop if too many were sick."""
         try:
             self.guard.after_step()
             self.guard.stop_without(self.guard.terms)
@@ -123,38 +110,28 @@ class GuardCallback(TrainerCallback):
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the new events."""
         for event in self.guard.events.events[self._logged :]:
             logger.warning("%s", event.line())
             state.log_history.append({"step": state.global_step, "guard": json.loads(event.line())})
         self._logged = len(self.guard.events)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the counters to the Trainer's log line."""
         for line in (kwargs.get("logs"), state.log_history[-1] if state.log_history else None):
             if line is not None:
                 line.update(self.counters())
 
     def counters(self) -> dict[str, int]:
-        """Steps that were done and skipped so far; empty before a training."""
+        """Return the numbers of steps done and skipped so far; empty before a training."""
         if not hasattr(self, "guard"):
             return {}
         done, skipped = int(self.guard.updates[0]), int(self.guard.health.skipped[0])
         return {"guard_updates": done, "guard_skipped": skipped}
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """End a training that was stopped.
-
-        Raises:
-            TooFewHealthyParts: the message says what was seen and what to change.
-        """
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raise TooFewHealthyParts if the guard stopped the training."""
         if self._stopped is not None:
             raise self._stopped
 

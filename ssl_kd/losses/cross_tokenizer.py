@@ -89,13 +89,8 @@ def uld(student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 
 def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor:
     """Return `log sum_{v in class} softmax(logits)_v`, renormalised over the classes.
 
-    Args:
-        logits: `[row, vocabulary]`; entries beyond the map (padding of the output layer) are
-            ignored.
-        vocabulary: the class of each token.
-
-    Returns:
-        `[row, class]`; -inf for a class without a token.
+    Of logits `[row, vocabulary]`, entries beyond the map (padding of the output layer) are ignored.
+    The result is `[row, class]`, -inf for a class without a token.
     """
     known = min(logits.shape[-1], len(vocabulary.classes))
     logits = saturated(logits[:, :known])
@@ -109,16 +104,10 @@ def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor
 
 
 def chunk_log_likelihood(logits: Tensor, targets: Tensor, groups: Tensor, size: int) -> Tensor:
-    r"""Return the log-probability of each group's tokens, $\sum_t \log p(x_t \mid x_{<t})$.
+    r"""Return the log-probability $\sum_t \log p(x_t \mid x_{<t})$ of each group's tokens, `[size]`.
 
-    Args:
-        logits: `[row, vocabulary]`, at the position before each target.
-        targets: `[row]` int64, the token each row predicts.
-        groups: `[row]` int64 in `[0, size)`, the group that the target belongs to.
-        size: number of groups.
-
-    Returns:
-        `[size]`, at most 0; 0 for a group without a row.
+    Each row of logits `[row, vocabulary]` predicts its target `[row]`, which belongs to its group
+    `[row]`, below `size`. A group without a row has 0.
     """
     token = torch.log_softmax(saturated(logits), -1).gather(1, targets.unsqueeze(1)).squeeze(1)
     return token.new_zeros(size).index_add(0, groups, token)
@@ -139,10 +128,7 @@ def likelihood_matching(
     to $u \log(u / v) + v - u$ with the surprisals $u = -\log p(c)$ and $v = -\log q(c)$, in nats,
     which needs no normalisation by length.
 
-    Args:
-        student_log_likelihood: `[group]` from `chunk_log_likelihood`.
-        teacher_log_likelihood: `[group]`.
-        temperature: tau; 1 compares the probabilities as they are.
+    Both log-likelihoods are `[group]`, of `chunk_log_likelihood`; the temperature is tau.
 
     References:
         Minixhofer et al., Universal Cross-Tokenizer Distillation via Approximate Likelihood
@@ -193,10 +179,6 @@ def chunk_matching(
         temperature: of the divergence.
         likelihood_temperature: of the likelihood matching.
         divergence: see `token_kd`.
-
-    Raises:
-        ValueError: the sides have different numbers of groups or classes, a temperature is out of
-            range, or the divergence is unknown.
     """
     check_temperature("temperature", temperature)
     kind = divergence_named(divergence)
@@ -240,9 +222,6 @@ def hidden_matching(projected_student: Tensor, teacher_hidden: Tensor) -> Tensor
     Args:
         projected_student: `[group, H]`, the student's hidden states through the projection.
         teacher_hidden: `[group, H]`, the teacher's at the same boundaries.
-
-    Raises:
-        ValueError: the numbers of groups or the widths differ.
 
     References:
         Romero et al., FitNets: Hints for Thin Deep Nets, 2015, equation 3, a linear map in place of

@@ -90,20 +90,7 @@ class LegacyClamp:
 def clamped_distillation(
     clamp: LegacyClamp, student_logits: Tensor, objective: TokenObjective
 ) -> tuple[Tensor, Tensor]:
-    """Compute `logits_distillation` as older scripts did: by autograd, from whole logits.
-
-    Args:
-        clamp: the clamps.
-        student_logits: `[n, vocab]`.
-        objective: targets, teachers, temperature and divergence.
-
-    Returns:
-        The sum of cross-entropies, and of T^2 D averaged over the teachers.
-
-    Raises:
-        InputError: nothing could be learned.
-        ValueError: a teacher's output holds no logits.
-    """
+    """Compute the terms of `logits_distillation` as older scripts did, from all logits at once."""
     clamp.check(student_logits.shape[-1])
 
     def in_window(terms: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def beta_mi(
 
 
 def agreement(teacher_log_probs: Tensor) -> Tensor:
-    """Compute how often a head's teacher puts two views into one cluster: `sum_k q1_k q2_k`.
+    """Compute how much a head's teacher agrees on two views of a sample: `sum_k q1_k q2_k`.
 
     Args:
         teacher_log_probs: `[head, view, batch, cluster]`, two views or more.

@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 
 from ssl_kd import cli
 from ssl_kd.vision.settings import VisionSettings
-from tests.faults.inject import FAST, words
+from tests.faults.inject import FAST, flags_of
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,19 @@ def train_py(capfd, tmp_path):
 
     def call(settings, *flags):
         capfd.readouterr()
-        code = cli.train([*words(settings), *flags], config=tmp_path / "no config.py")
+        code = cli.train([*flags_of(settings), *flags], config=tmp_path / "no config.py")
+        return code, capfd.readouterr().err
+
+    return call
+
+
+@pytest.fixture
+def distill(capfd, tmp_path):
+    """`python scripts/distill.py` in this process: settings in, exit code and stderr out."""
+
+    def call(settings, **more):
+        capfd.readouterr()
+        code = cli.distill(flags_of(settings, **more), config=tmp_path / "no config.py")
         return code, capfd.readouterr().err
 
     return call

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import shutil
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,15 +43,16 @@ FAST = {
 }
 
 
-def words(settings):
-    """The flags that make these settings out of the defaults."""
-    flags = []
-    for name, value in settings.to_dict().items():
-        if value != VisionSettings().to_dict()[name]:
-            flag = name.lower()
-            yes_or_no = isinstance(value, bool)
-            flags += [f"--{'' if value else 'no-'}{flag}"] if yes_or_no else [f"--{flag}={value}"]
-    return flags
+def flags_of(settings, **more):
+    """The flags that make these settings, and more of them, out of the defaults."""
+    default = type(settings)().to_dict()
+    changed = {name: v for name, v in settings.to_dict().items() if v != default[name]}
+    return [
+        f"--{'' if value else 'no-'}{name.lower()}"
+        if isinstance(value, bool)
+        else f"--{name.lower()}={value}"
+        for name, value in (changed | more).items()
+    ]
 
 
 def one_line(error):
@@ -151,6 +153,14 @@ def stop_at(step):
             signal.raise_signal(signal.SIGTERM)
 
     return progress
+
+
+def train_in(folder, run, settings):
+    """Begin or go on with the run that has this folder."""
+    if not (folder / "config.json").exists():  # killed before it was a run
+        shutil.rmtree(folder, ignore_errors=True)
+    place = {"run_name": folder.name, "runs_dir": str(folder.parent)}
+    run(settings.replace(**place, resume=folder.exists()))
 
 
 def stopped(settings, name, step=25, **changes):

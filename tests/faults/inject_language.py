@@ -318,23 +318,7 @@ class World:
         return LanguageSettings(**{**FAST, **own, **changes})
 
 
-def changed(settings):
-    """The settings that are not the defaults."""
-    default = LanguageSettings().to_dict()
-    return {name: value for name, value in settings.to_dict().items() if value != default[name]}
-
-
 def student_of(path):
     """The student (or its adapters) that a run ended with, byte by byte."""
     (file,) = (Path(path) / "student").glob("*model.safetensors")
     return file.read_bytes()
-
-
-def flags_of(values):
-    """The flags of some settings."""
-    return [
-        f"--{'' if value else 'no-'}{name.lower()}"
-        if isinstance(value, bool)
-        else f"--{name.lower()}={value}"
-        for name, value in values.items()
-    ]

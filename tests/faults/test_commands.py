@@ -1,6 +1,5 @@
 """Rows 96 to 100: commands, settings, folders."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,42 +12,26 @@ import torch
 from ssl_kd import MultiHeadClusterer, cli
 from ssl_kd.errors import InputError
 from ssl_kd.guard import Guard, Thresholds
-from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.training.ranks import refuse_ranks
 from ssl_kd.vision.run import run
-from tests.faults.inject import no_run, one_line, stopped, weights
+from tests.faults.inject import events, no_run, one_line, stopped, weights
 from tests.faults.matrix import row
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def rank_1(monkeypatch):
+@row(96)
+def test_one_of_two_ranks_is_refused_by_its_number(settings, train_py, monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-
-
-@row(96)
-def test_one_of_two_ranks_is_refused_by_its_number(rank_1, settings, train_py):
     code, error = train_py(settings())
     assert code == 2 and "rank 1 of 2" in one_line(error)
-    assert no_run(settings())
-
-
-@row(96)
-@pytest.mark.parametrize("command", [cli.distill, cli.cache_teacher])
-def test_one_of_two_language_ranks_is_refused(rank_1, tmp_path, monkeypatch, capfd, command):
-    pytest.importorskip("transformers")
-    monkeypatch.chdir(tmp_path)
-    assert command(["--teacher_cache", "kept", "--data_path", "none.txt"]) == 2
-    assert "rank 1 of 2" in one_line(capfd.readouterr().err)
-    assert not list(tmp_path.iterdir())
-
-
-@row(96)
-def test_one_of_two_ranks_fits_no_estimator(rank_1):
+    for command in (cli.distill, cli.cache_teacher):
+        assert command(["--teacher_cache", "kept", "--data_path", "none.txt"]) == 2
+        assert "rank 1 of 2" in one_line(capfd.readouterr().err)
     with pytest.raises(InputError, match="rank 1 of 2"):
         MultiHeadClusterer().fit(np.eye(20))
+    assert no_run(settings())
 
 
 @row(96)
@@ -75,15 +58,6 @@ def test_one_rank_alone_trains(monkeypatch, settings, train_py, size):
     monkeypatch.setenv("WORLD_SIZE", size)
     code, error = train_py(settings(max_steps=1))
     assert code == 0, error
-
-
-@row(97)
-@pytest.mark.parametrize("name", [None, "a"])
-def test_a_file_in_the_place_of_the_run_folders_stays(settings, train_py, tmp_path, name):
-    (tmp_path / "runs").write_text("mine")
-    code, error = train_py(settings(run_name=name))
-    assert code == 2 and f"RUNS_DIR is '{tmp_path / 'runs'}'" in one_line(error)
-    assert "Errno" not in error and (tmp_path / "runs").read_text() == "mine"
 
 
 @row(97)
@@ -152,21 +126,11 @@ def test_a_norm_above_the_threshold_skips_the_step_of_its_part_alone():
 
 
 @row(99)
-def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_try(
-    world, tmp_path, capfd
-):
+def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_try(world, distill):
     asked = world.settings(grad_norm_threshold=1e-6, run_name="a", max_steps=50)
-    flags = [
-        f"--{name.lower()}={value}"
-        for name, value in asked.to_dict().items()
-        if value != LanguageSettings().to_dict()[name]
-    ]
-    assert cli.distill(flags, config=tmp_path / "none.py") == 3
-    assert "--grad_norm_threshold None" in capfd.readouterr().err
-    rows = [
-        json.loads(line) for line in (world.runs / "a" / "events.jsonl").read_text().splitlines()
-    ]
-    assert [row["stage"] for row in rows[:10]] == ["large"] * 10
+    code, error = distill(asked)
+    assert code == 3 and "--grad_norm_threshold None" in error
+    assert [event["stage"] for event in events(world.runs / "a")[:10]] == ["large"] * 10
 
 
 @row(48, 100)

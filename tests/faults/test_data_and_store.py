@@ -6,7 +6,6 @@ import os
 import pickle
 import resource
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,8 @@ from PIL import Image
 
 from ssl_kd.datasets import FeatureDataset
 from ssl_kd.files import CorruptFileError, sha256_file
-from ssl_kd.files.lock import LockHeld
 from ssl_kd.guard import Precision
-from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow, cached_neighbours
+from ssl_kd.store import NonFiniteRow, cached_neighbours
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Features
 from ssl_kd.training.folder import RunFolder
@@ -41,7 +39,6 @@ from tests.faults.inject import (
 )
 from tests.faults.matrix import row
 from tests.kills import kill_again_and_again
-from tests.processes import HANG, pipe, start
 
 SHARD = "embeddings_train_00002.pt"  # rows 32 to 47
 
@@ -123,14 +120,6 @@ def test_a_damaged_shard_is_named_and_rebuilt_alone(settings, train_py, harm):
     assert {name: now[name] for name in whole} == whole  # the neighbours came with the run
     touched = {p.name: p.stat().st_mtime_ns for p in folder.glob("*.pt") if p.name in others}
     assert touched == others
-
-
-@row(6)
-def test_each_field_of_a_foreign_cache_is_named(settings):
-    mine = cache(settings()).fingerprint
-    for field in ("teacher", "weights", "transform", "dtype", "data"):
-        with pytest.raises(FingerprintMismatch, match=f"{field}: cache has .* asks for 'other'"):
-            opened(settings(), expect=replace(mine, **{field: "other"}))
 
 
 @row(6)
@@ -270,17 +259,6 @@ def test_awkward_images_are_decoded_or_named(settings, tmp_path, train_py):
     assert metrics(tmp_path / "runs/a")["dataset"]["unreadable"] == 3
 
 
-@row(9)
-def test_not_one_readable_image_says_so(settings, tmp_path, train_py):
-    (tmp_path / "images").mkdir()
-    for name in ("a.png", "b.png", "noise.png"):
-        (tmp_path / "images" / name).write_bytes(np.random.bytes(200))
-    code, error = train_py(settings(dataset=str(tmp_path / "images"), n_clusters=2))
-    line = one_line(error)
-    assert code in (1, 2) and "not one of the 3 images" in line and "noise.png" in line
-    assert no_run(settings())
-
-
 def _features(tmp_path, digits, n, **more):
     x = digits[0][:n].reshape(n, -1).astype(np.float32)
     np.savez(tmp_path / "few.npz", features=x, **more)
@@ -404,39 +382,6 @@ def test_a_second_writer_fails_clearly_and_changes_nothing(settings, train_py):
         assert content(folder) == before and no_run(settings())
     assert train_py(settings(), "--force-recompute")[0] == 0  # the shards are one by now
     assert torch.equal(opened(settings()).tensor(), first)
-
-
-def write_ones(folder, value, pipe):
-    """Embed 4000 rows of one number once the other end of the pipe says so; why not, if not."""
-    data = FeatureDataset("x", "train", np.full((4000, 16), float(value), np.float32))
-    precision, why = Precision.for_device("cpu"), ""
-    pipe.send("ready")
-    pipe.recv()
-    options = {"split": "train", "precision": precision, "shard_rows": 40, "force": True}
-    try:
-        extract(data, Features(16), folder, **options)
-    except LockHeld as error:
-        why = str(error)
-    pipe.send(why)
-
-
-@row(13)
-@pytest.mark.slow
-def test_two_writers_at_once_do_not_mix(tmp_path):
-    pipes = [pipe() for _ in range(2)]
-    both = [start(write_ones, tmp_path, i, end) for i, (_, end) in enumerate(pipes, 1)]
-    for mine, _ in pipes:
-        assert mine.poll(HANG) and mine.recv() == "ready"
-    for mine, _ in pipes:
-        mine.send("go")
-    said = []
-    for (mine, _), process in zip(pipes, both, strict=True):
-        assert mine.poll(HANG)
-        said.append(mine.recv())
-        process.join(HANG)
-        assert process.exitcode == 0
-    assert "" in said and all(not why or "one writer at a time" in why for why in said)
-    assert len(EmbeddingStore.open(tmp_path, "train").tensor().unique()) == 1
 
 
 @row(14)

@@ -1,5 +1,6 @@
 """Rows 25 to 27, 51, 53 and from 54 on: the language mode."""
 
+import contextlib
 import json
 import math
 import os
@@ -15,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 
-from ssl_kd import cli  # noqa: E402
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.datasets.blocks import make_blocks  # noqa: E402
 from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
@@ -25,11 +25,12 @@ from ssl_kd.files import sha256_file  # noqa: E402
 from ssl_kd.guard.parts import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.aligned import Aligned  # noqa: E402
 from ssl_kd.language.presets import PRESETS  # noqa: E402
+from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.routed import RoutedTeacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.sources import Plain  # noqa: E402
-from ssl_kd.language.step import precision_of  # noqa: E402
+from ssl_kd.language.step import Distiller, precision_of  # noqa: E402
 from ssl_kd.language.teacher_cache import TeacherFingerprint, identity, write  # noqa: E402
 from ssl_kd.language.train import rows_of_step  # noqa: E402
 from ssl_kd.losses import LegacyClamp, LogitsTeacher  # noqa: E402
@@ -43,7 +44,7 @@ from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.router import RouterStep  # noqa: E402
-from ssl_kd.teachers.student import add_lora, save_student  # noqa: E402
+from ssl_kd.teachers.student import NotFinite, add_lora, save_student  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.inject import (  # noqa: E402
@@ -55,6 +56,7 @@ from tests.faults.inject import (  # noqa: E402
     no_run,
     one_line,
     stop_at,
+    train_in,
 )
 from tests.faults.inject_language import (  # noqa: E402
     BLOCK,
@@ -64,9 +66,7 @@ from tests.faults.inject_language import (  # noqa: E402
     UP,
     VOCABULARY,
     Struck,
-    changed,
     dataset,
-    flags_of,
     leave_out,
     make_model,
     make_rows,
@@ -84,19 +84,6 @@ from tests.kills import kill_again_and_again  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 INF = math.inf
-
-
-@pytest.fixture
-def distill(capfd, tmp_path):
-    """`python scripts/distill.py` in this process: settings in, exit code and stderr out."""
-
-    def call(settings, *flags):
-        capfd.readouterr()
-        words = [*flags_of(changed(settings)), *flags]
-        code = cli.distill(words, config=tmp_path / "no config.py")
-        return code, capfd.readouterr().err
-
-    return call
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -845,14 +832,6 @@ def test_an_interrupted_run_ends_to_the_bit_as_one_that_was_not(world, kind, req
     _same_run(resumed, whole)
 
 
-def train_in(folder, settings):
-    """Begin or go on with the run that has this folder."""
-    if not (folder / "config.json").exists():  # killed before it was a run
-        shutil.rmtree(folder, ignore_errors=True)
-    asked = {"RUN_NAME": folder.name, "RUNS_DIR": str(folder.parent), "RESUME": folder.exists()}
-    run(LanguageSettings.from_dict(settings | asked))
-
-
 @row(66)
 def test_half_a_student_of_a_killed_run_is_cleared_away(world):
     asked = world.settings(run_name="parts", checkpoint_every=3)
@@ -872,7 +851,7 @@ def test_killed_at_random_positions_the_student_is_the_uninterrupted_runs(world)
     """With a router that learns: what a checkpoint holds beside the student."""
     more = {"max_steps": 20, "checkpoint_every": 3, "log_every": 2, "eval_every": 8}
     asked = _asked(world, RUNS["a router that learns"], **more)
-    found = kill_again_and_again(train_in, steps_kept, world.runs, asked.to_dict(), kills=8)
+    found = kill_again_and_again(train_in, steps_kept, world.runs, run, asked, kills=8)
     assert found.kills == 8 and found.resumed > 1
     for path in found.folders:
         _same_run(path, found.straight)
@@ -1012,8 +991,28 @@ def test_a_dense_teacher_is_refused_where_experts_are_asked_for(world, distill, 
     ],
 )
 def test_a_router_cannot_learn_from_a_teacher_that_is_not_there(world, distill, changes, names):
-    asked = changed(_asked(world, RUNS["a router that learns"])) | changes
-    code, error = distill(LanguageSettings(), *flags_of(asked))
+    code, error = distill(_asked(world, RUNS["a router that learns"]), **changes)
     line = one_line(error)
     assert code == 2 and all(name in line for name in names)
     assert no_run(world.settings())
+
+
+# --- replay ---------------------------------------------------------------------------------------
+
+
+@row(72)
+def test_a_gradient_that_is_not_finite_is_found_again(world, monkeypatch):
+    """The student's norm has a root that is 0 there; the loss is finite."""
+    made = Distiller.__init__
+
+    def with_a_root(self, student, *args, **options):
+        made(self, student, *args, **options)
+        norm = student.model.norm
+        norm.register_forward_hook(lambda module, inputs, out: out + (out * 0).sqrt())
+
+    monkeypatch.setattr(Distiller, "__init__", with_a_root)
+    with contextlib.suppress(TooFewHealthyParts, NotFinite):
+        run(world.settings(stop_after=1, run_name="a"))
+    report = replay(min((world.runs / "a" / "faults").glob("*.pt")))
+    assert report.bundle.event.stage == "gradient" and report.fault.backward
+    assert report.fault.op == "aten.div" and report.diagnosis.cause.value == "zero norm"

@@ -23,13 +23,11 @@ from tests.faults.inject_language import (  # noqa: E402
     EMBEDDING,
     NAN,
     UP,
-    changed,
-    flags_of,
     make_model,
     student_of,
 )
 from tests.faults.matrix import row  # noqa: E402
-from tests.faults.test_language import HALF, distill  # noqa: E402, F401
+from tests.faults.test_language import HALF  # noqa: E402
 
 # peft asks transformers by a name that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -59,7 +57,7 @@ def overflow(tensors):
     ],
     ids=["divergence alone", "one document a row", "another tokenizer", "a few steps"],
 )
-def test_a_teacher_that_gives_nan_is_refused_with_its_weight(world, distill, changes):  # noqa: F811
+def test_a_teacher_that_gives_nan_is_refused_with_its_weight(world, distill, changes):
     if "student_model" in changes:
         changes = changes | {"student_model": str(world.stranger)}
     folder = world.spoilt("teacher", poison)
@@ -73,7 +71,7 @@ def test_a_teacher_that_gives_nan_is_refused_with_its_weight(world, distill, cha
 
 
 @row(74)
-def test_a_nan_that_few_tokens_meet_is_found_where_text_is_judged(world, distill):  # noqa: F811
+def test_a_nan_that_few_tokens_meet_is_found_where_text_is_judged(world, distill):
     token = world.tokenizer(world.questions.read_text().splitlines()[0]).input_ids[5]
     folder = world.spoilt("teacher", lambda tensors: tensors[EMBEDDING][token].fill_(NAN))
     code, error = distill(world.settings(teacher_model=str(folder)))
@@ -127,11 +125,7 @@ def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, capl
 
 
 @row(75)
-def test_a_teacher_that_is_nan_in_float16_and_beyond_is_refused(
-    world,
-    distill,  # noqa: F811
-    float16_here,
-):
+def test_a_teacher_that_is_nan_in_float16_and_beyond_is_refused(world, distill, float16_here):
     folder = world.spoilt("teacher", poison)
     code, error = distill(world.settings(teacher_model=str(folder), **HALF))
     assert code == 2 and f"teacher weight {UP} came in not finite" in one_line(error)
@@ -143,7 +137,7 @@ def test_a_teacher_that_is_nan_in_float16_and_beyond_is_refused(
 
 @row(76)
 @pytest.mark.parametrize("changes", [{"max_steps": 2}, {"max_steps": 50}])
-def test_a_student_that_is_not_finite_is_refused(world, distill, changes):  # noqa: F811
+def test_a_student_that_is_not_finite_is_refused(world, distill, changes):
     folder = world.spoilt("student", poison)
     code, error = distill(world.settings(student_model=str(folder), **changes))
     line = one_line(error)
@@ -166,7 +160,7 @@ def test_weights_that_are_not_finite_are_not_saved(world):
 
 
 @row(77)
-def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill):  # noqa: F811
+def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill):
     """By a token that no held-out row has, in every row that is learned from."""
     known = [{"text": line} for line in ("~ the fox", "~ a dog", "~ the dog jumps")]
     text = world.own / "text.jsonl"
@@ -239,7 +233,7 @@ def full_at(last, save=RunFolder.save_checkpoint):
 @row(79)
 @pytest.mark.parametrize("who", ["student", "teacher"])
 @pytest.mark.parametrize("through", [1, 2])
-def test_adapters_of_themselves_are_refused(world, distill, who, through):  # noqa: F811
+def test_adapters_of_themselves_are_refused(world, distill, who, through):
     folders = [world.own / f"adapters {i}" for i in range(through)]
     base = world.own / "base"
     shutil.copytree(world.student, base)
@@ -267,7 +261,7 @@ def test_a_configuration_of_adapters_that_is_none_is_one_line(tmp_path, content)
 
 
 @row(44)
-def test_out_of_memory_names_the_settings_of_this_mode(world, distill, monkeypatch):  # noqa: F811
+def test_out_of_memory_names_the_settings_of_this_mode(world, distill, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
@@ -276,4 +270,4 @@ def test_out_of_memory_names_the_settings_of_this_mode(world, distill, monkeypat
     line = one_line(error)
     assert code == 1 and "BLOCK_SIZE" in line and "GRADIENT_CHECKPOINTING" in line
     assert "N_HEADS" not in line and "EXTRACT_BATCH_SIZE" not in line
-    assert VISION_MEMORY not in line and flags_of(changed(world.settings()))
+    assert VISION_MEMORY not in line

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ssl_kd.guard import Guard, RankLost, Thresholds, TooFewHealthyParts
+from tests.faults.matrix import row
 from tests.ranks import (
     NAN,
     Spoil,
@@ -97,6 +98,7 @@ def test_a_healthy_run_of_ranks_is_the_plain_one_to_the_last_bit():
     assert one["weights"] == run_ranks(train_without_b, 2, -1)[0] and not one["events"]
 
 
+@row(46)
 def test_all_terms_nan_on_one_rank_lose_the_step_everywhere_without_a_hang():
     one = agreed(run_ranks(train_terms, 4, {(2, 1): ("a", "b")}, True))
     assert reasons(one).count("on rank 1 of 4") == 3  # both terms, and the model's step
@@ -235,6 +237,7 @@ def accumulate(rank, faults):
     return seen(model, optimizer, guard)
 
 
+@row(46)
 @pytest.mark.parametrize("micro", [0, 1])
 @pytest.mark.parametrize("bad", [("b",), ("a", "b")])
 def test_accumulation_with_no_sync_agrees(micro, bad):
@@ -261,6 +264,7 @@ def train_one_loss(rank, fault, at, bad_rank, steps=8, **options):
     return train(rank, loop, steps, **options)
 
 
+@row(46)
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
 def test_a_bad_loss_or_gradient_on_one_rank_loses_the_step_on_all(fault):
     one = agreed(run_ranks(train_one_loss, 4, fault, {3}, 2))
@@ -274,6 +278,7 @@ def restore(rank):
     return train_one_loss(rank, "weight", {3}, 1, **options)
 
 
+@row(46)
 def test_a_weight_that_is_nan_on_one_rank_is_restored_on_all():
     one = agreed(run_ranks(restore, 2))
     first, second, back = one["events"]
@@ -353,6 +358,7 @@ def die(rank, how):
         return time.monotonic() - begun, str(lost)
 
 
+@row(47)
 @pytest.mark.parametrize("how", ["before", "after", "hangs"])
 def test_a_rank_that_dies_or_hangs_ends_the_others_with_what_they_waited_for(how):
     first, second = run_ranks(die, 2, how, timeout=4)[:2]

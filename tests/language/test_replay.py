@@ -23,6 +23,7 @@ from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.training.fault_bundle import save_bundle  # noqa: E402
 from tests.bits import same  # noqa: E402
+from tests.faults.matrix import row  # noqa: E402
 
 UP = "model.layers.1.mlp.up_proj.weight"
 LATE = 21  # a token that the first step does not see
@@ -108,6 +109,7 @@ def check(report, words, cause, op):
 # --- what is found again --------------------------------------------------------------------------
 
 
+@row(72)
 def test_a_poisoned_teacher_is_found_again_with_the_students_weights_of_that_step(
     recorded, sick, strike
 ):
@@ -124,6 +126,7 @@ def test_a_poisoned_teacher_is_found_again_with_the_students_weights_of_that_ste
     assert same(kept, begins[step]) and not same(begins[step], begins[step + 1])
 
 
+@row(72)
 def test_a_poisoned_student_is_found_again_in_every_term(recorded, strike):
     strike(spoil_student, steps=(2,))
     words, bundles = recorded()
@@ -174,6 +177,7 @@ def test_a_router_that_learns_is_recorded_and_learns_nothing_from_a_replay(
 # --- what is not ----------------------------------------------------------------------------------
 
 
+@row(73)
 @pytest.mark.parametrize("what", ["text", "teacher"])
 def test_another_text_or_teacher_than_the_runs_is_refused(
     recorded, tiny, text_file, sick, tmp_path, what
@@ -229,6 +233,7 @@ DAMAGES = [
 ]
 
 
+@row(73)
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 def test_a_damaged_bundle_is_refused_by_name(bundle, tmp_path):
     damaged = tmp_path / "damaged.pt"

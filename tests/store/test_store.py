@@ -23,6 +23,7 @@ from ssl_kd.store import (
 )
 from ssl_kd.store.shards import read_manifest, write_manifest
 from tests.damage import FullDisk, Payload
+from tests.faults.matrix import row
 
 N, D = 50, 6
 FINGERPRINT = Fingerprint("pixels", "none", "28px", "float32", "digits")
@@ -440,6 +441,7 @@ def test_a_manifest_of_a_later_version_is_named(tmp_path):
 # Fault row 6: a cache of something else
 
 
+@row(6)
 @pytest.mark.parametrize("field", ["teacher", "weights", "transform", "dtype", "data"])
 def test_a_cache_of_something_else_is_refused_by_field(tmp_path, field):
     write(tmp_path)
@@ -612,6 +614,7 @@ def test_a_full_disk_leaves_the_old_cache_and_no_temporary_file(tmp_path, monkey
     assert torch.equal(EmbeddingStore.open(tmp_path, "train").tensor(), rows_of() * 2)
 
 
+@row(13)
 def test_two_writers_do_not_mix(tmp_path):
     with make_writer(tmp_path) as writer:
         for force in (False, True):
