@@ -157,7 +157,7 @@ class DistillationTrainer(Trainer):
     def terms(
         self, model: nn.Module, inputs: Mapping[str, Any], *, all_logits: bool = False
     ) -> tuple[dict[str, Tensor], Any]:
-        """Return `ce` and, with teachers, `kd`, summed over the targets of a batch; and the outputs.
+        """Return `ce` and, with teachers, `kd`, sums over the targets of a batch; and the outputs.
 
         Args:
             model: the student, as the Trainer wraps it.
@@ -298,7 +298,7 @@ class DistillationTrainer(Trainer):
 
 
 def _counts(inputs: Mapping[str, Any]) -> Tensor:
-    """Return which tokens are targets, `[batch, token]`; not the first after padding on the left."""
+    """Return which tokens are targets, `[batch, token]`; not the first one after left padding."""
     counts = inputs["labels"] != NO_LOSS
     if (mask := inputs.get("attention_mask")) is not None:
         counts[:, 1:] &= mask[:, :-1] > 0

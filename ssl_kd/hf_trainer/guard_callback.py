@@ -42,8 +42,8 @@ class GuardCallback(TrainerCallback):
 
     Events are logged and added to `trainer.state.log_history` under `guard`; every log line has
     `guard_updates` and `guard_skipped`. A loss passed to `guard.backward` by name
-    (`DistillationTrainer` does) that is cut out of `thresholds.stop_after` steps in a row also stops
-    the run. A resumed training starts with a new guard, without running median or snapshot.
+    (`DistillationTrainer` does) that is cut out of `thresholds.stop_after` steps in a row stops the
+    run, too. A resumed training starts with a new guard, without running median or snapshot.
 
     Args:
         thresholds: when the guard acts.
@@ -77,8 +77,8 @@ class GuardCallback(TrainerCallback):
         """Start the guard; raise ValueError under DeepSpeed or FSDP, or for float16 weights."""
         if args.deepspeed or args.fsdp:
             raise ValueError(
-                "GuardCallback cannot read gradients under DeepSpeed or FSDP: start plain processes "
-                "with torchrun, or train with `ssl_kd distill --shard`"
+                "GuardCallback cannot read gradients under DeepSpeed or FSDP: start plain "
+                "processes with torchrun, or train with `ssl_kd distill --shard`"
             )
         _restore_clipping(args)
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None

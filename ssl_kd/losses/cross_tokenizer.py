@@ -104,7 +104,7 @@ def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor
 
 
 def chunk_log_likelihood(logits: Tensor, targets: Tensor, groups: Tensor, size: int) -> Tensor:
-    r"""Return the log-probability $\sum_t \log p(x_t \mid x_{<t})$ of each group's tokens, `[size]`.
+    r"""Return the log-probability $\sum_t \log p(x_t \mid x_{<t})$ `[size]` of each group's tokens.
 
     Each row of logits `[row, vocabulary]` predicts its target `[row]`, which belongs to its group
     `[row]`, below `size`. A group without a row has 0.
