@@ -422,7 +422,7 @@ class Fussy(Pixels):
     where = "preprocess"
 
     def __init__(self):
-        super().__init__(8, 8, colour=False)
+        super().__init__(8, 8, color=False)
 
     def preprocess(self, image):
         if self.where == "preprocess" and np.asarray(image).max() == 255:
