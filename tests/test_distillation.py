@@ -146,7 +146,7 @@ def test_texts_in_memory_are_kept_by_their_content(here):
         ([], "texts is empty"),
         ([" a", 3], r"texts\[1\] is int, expected a string or a record"),
         ([{"text": {1}}], r"texts\[0\] cannot be written as JSON: .* set"),
-        ({"train": ["a"]}, "texts is dict, .* hand over the splits of a mapping"),
+        ({"train": ["a"]}, "texts is dict, .* pass the splits of a mapping"),
         (3, "texts is int"),
     ],
 )
