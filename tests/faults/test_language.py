@@ -713,6 +713,15 @@ def test_a_cache_of_something_else_is_refused_with_the_field(world, distill, cac
     assert content(cached) == before and not (world.runs / "other").exists()
 
 
+@row(125)
+def test_a_cache_whose_teacher_is_gone_is_refused_with_the_folder(world, distill, cached):
+    before = content(cached)
+    gone = world.own / "gone"
+    code, error = distill(world.settings(teacher_cache=str(cached), teacher_model=str(gone)))
+    assert code in (1, 2) and str(gone) in one_line(error)
+    assert content(cached) == before and no_run(world.settings())
+
+
 def _spoil_row(cached, fitting):
     """A NaN in row 5 of the cache, its third file; `fitting` makes the manifest agree."""
     manifest = read_manifest(cached / "teacher.json")
