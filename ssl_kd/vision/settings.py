@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
+from ssl_kd.settings.foreign_names import by_name
 from ssl_kd.settings.import_paths import IMPORT_PATH
 from ssl_kd.vision.objectives import OBJECTIVES, make_objective
 
@@ -339,6 +340,16 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
     aliases: ClassVar[Mapping[str, str]] = {
         name: field for name, field in RunSettings.aliases.items() if name != "warmup_ratio"
     }
+    instead: ClassVar[Mapping[str, str]] = dict(RunSettings.instead) | by_name(
+        {
+            "Did you mean --dataset? It takes a folder, too.": "dataset_path",
+            "Did you mean --n_heads?": "heads",
+            "Use --use_fp16: half precision of the kind that suits the device.": "bf16 fp16",
+            "The first tenth of the steps warms up; a cosine to 0 follows.": """
+                warmup_fraction warmup_ratio warmup_steps""",
+            "The optimizer is AdamW; --learning_rate sets its rate.": "adam_* optim optim_*",
+        }
+    )
 
     @property
     def searches_graph(self) -> bool:
