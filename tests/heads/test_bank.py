@@ -155,7 +155,7 @@ def check(answer):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda z: z.detach(), "into logits that no gradient flows through"),
+        (lambda z: z.detach(), "into logits without a gradient"),
         (lambda z: z.argmax(-1), r"into \[2\], expected logits"),
         (lambda z: z.double(), r"into torch.float64, expected torch.float32: .* with .float\(\)"),
         (lambda z: (z, z), r"into a tuple, expected one tensor of logits .*, here \[2, 4\]"),
