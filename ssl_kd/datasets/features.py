@@ -209,7 +209,7 @@ def open_features(
         raise FileNotFoundError(f"no file {path}")
     try:
         columns = _READERS[path.suffix.lower()](path, column)
-        features, labels, ids = (_array(value) for value in columns[:3])
+        features, labels, ids = (as_array(value) for value in columns[:3])
         features = np.asanyarray(features)
     except (ImportError, FileNotFoundError, InputError):
         raise
@@ -232,10 +232,6 @@ class _Columns(NamedTuple):
     labels: Any = None
     ids: Any = None
     paths: Sequence[str | None] | None = None
-
-
-def _array(value: Any) -> Any:
-    return as_array(value) if isinstance(value, torch.Tensor) else value
 
 
 def as_array(X: Any) -> Any:
