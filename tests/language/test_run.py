@@ -223,7 +223,7 @@ def test_what_is_held_out_is_not_learned_from(settings, text_file, tmp_path, cap
     assert "10 of 48 training documents are also held out" in caplog.text
     train_set, held_out = texts_of(chosen)
     assert not {e.content() for e in train_set.examples} & {e.content() for e in held_out.examples}
-    with pytest.raises(ValueError, match="every document of .* is held out, too"):
+    with pytest.raises(ValueError, match="every document of .* is also held out"):
         run(settings(eval_path=text_file, run_name="b"))
 
 
