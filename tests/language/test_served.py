@@ -143,7 +143,7 @@ def test_what_is_asked_ahead_is_asked_once_and_its_faults_come_when_it_is_wanted
     found = [teacher(batch, positions(batch)) for batch in (first, second)]
     for a, b in zip(expected, found, strict=True):
         assert same(vars(a), vars(b))
-    assert n < len(server.asked) <= alone and not teacher._ahead
+    assert n < len(server.asked) <= alone and not teacher._prefetched
     server.fault = lambda handler, asked, number: handler.answer(b"<html>") or True
     teacher.prefetch([first])
     with pytest.raises(ServerFailed, match="not JSON"):
