@@ -56,7 +56,10 @@ def test_its_cache_does_too_where_the_student_has_rows_for_its_tokens(
         )
         cache_teacher(own)
         assert json.loads((run(own) / "metrics.json").read_text())["learned_from"]["kd"] == 6
-    with pytest.raises(SettingsError, match="may hold 322 tokens, and the student .* has 320 rows"):
+    with pytest.raises(
+        SettingsError,
+        match="may hold 322 tokens, but the vocabulary of the student .* has 320 rows",
+    ):
         run(own.replace(student_model=plain, run_name="narrow"))
 
 

@@ -272,7 +272,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
 )
 def test_a_setting_that_was_taken_out_is_refused_with_what_is_done_instead(tmp_path, name):
     (tmp_path / "config.py").write_text(f"{name} = 1\n")
-    with pytest.raises(SettingsError, match=rf"line 1: There is no setting {name}\. \w+ .*\."):
+    with pytest.raises(SettingsError, match=rf"line 1: There is no setting {name}\. \S+ .*\."):
         LanguageSettings.from_file(tmp_path / "config.py")
 
 
