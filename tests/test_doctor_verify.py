@@ -72,7 +72,6 @@ def test_a_cache_of_hidden_states_agrees_within_its_rounding(
 def test_a_cache_of_other_experts_is_refused_by_name(settings, tmp_path):
     cached = settings.replace(teacher_cache=str(tmp_path / "cache"))
     for changes, message in (
-        ({"router_mode": "ka"}, "ROUTER_MODE 'ka'"),
         ({"router_mode": "all"}, "ROUTER_MODE 'all'"),
         ({"router_weights": "r.safetensors"}, "ROUTER_WEIGHTS 'r.safetensors'"),
     ):

@@ -101,7 +101,7 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
         raise SettingsError(
             f"TEACHER_MODEL names {len(settings.teacher_names)} teachers: verify them one by one."
         )
-    experts = settings.router_mode in ("all", "ka") or settings.router_weights is not None
+    experts = settings.router_mode == "all" or settings.router_weights is not None
     if settings.teacher_cache is not None and experts:
         raise SettingsError(
             f"TEACHER_CACHE was written with other experts or routers (ROUTER_MODE "

@@ -20,7 +20,8 @@ from tests.bits import changed  # noqa: E402
 from tests.teachers.small_models import SMALL, VOCAB  # noqa: E402
 
 KINDS = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe")
-SIZES = {**SMALL, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+SIZES = {**SMALL, "intermediate_size": 32, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+SIZES |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 OWN = {
     "Mixtral": {"num_local_experts": 8},
     "Qwen2Moe": {
