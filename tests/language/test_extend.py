@@ -79,7 +79,7 @@ def test_what_does_not_extend_a_run(finished, monkeypatch):
     for same_or_fewer in (4, 3):
         with pytest.raises(RunFinished, match="is finished; .*; a larger --max_steps extends it"):
             run(own.replace(resume=True, run_name="a", max_steps=same_or_fewer))
-    with pytest.raises(SettingsError, match="TEMPERATURE was 2.0 and is now 3.0. Give"):
+    with pytest.raises(SettingsError, match="TEMPERATURE was 2.0 and is now 3.0"):
         run(own.replace(resume=True, run_name="a", max_steps=9, temperature=3.0))
     with pytest.raises(RunFolderError, match="no unfinished run"):  # nobody said which
         (path / "report.html").write_text("")

@@ -83,7 +83,7 @@ def test_a_run_learns_by_adapters_from_such_a_teacher(settings, models, bits, tm
 
 def test_experts_that_stay_whole_are_said(models, bits, caplog):
     load_causal_lm(models("mixture"), quantization=Quantization(CPU, torch.float32))
-    assert "its experts are no linear layers" in caplog.text
+    assert "its experts are not linear layers" in caplog.text
 
 
 def test_without_bitsandbytes_the_package_is_named(monkeypatch):
