@@ -118,7 +118,7 @@ def test_a_fault_with_a_model_in_memory_says_why_it_cannot_be_replayed(here, tea
     pairs = (lm.model, lm.tokenizer), (own.model, own.tokenizer)
     done = ssl_kd.Distillation(*pairs, TEXTS, **FAST).run()
     (bundle, *_) = sorted((done.path / "faults").glob("*.pt"))
-    with pytest.raises(SettingsError, match="was handed over in memory"):
+    with pytest.raises(SettingsError, match="was passed in memory"):
         replay(bundle)
 
 
