@@ -101,14 +101,14 @@ def test_the_file_is_read_and_never_executed(tmp_path):
         ("\nHEET = 100\n", "line 2: There is no setting HEET. Did you mean HEAT?"),
         ("HEAT = 20\n", "line 1: HEAT is 20, but must be"),
         ("HEAT = 2 * 100\n", "line 1: HEAT must be a plain literal such as"),
-        ("import os\n", "line 1: only `NAME = literal`"),
-        ("if True:\n    HEAT = 100\n", "line 1: only `NAME = literal`"),
-        ("heat = 100\n", "line 1: only `NAME = literal`"),
-        ("HEAT = FAN = 1\n", "line 1: only `NAME = literal`"),
+        ("import os\n", "line 1: expected only lines of `NAME"),
+        ("if True:\n    HEAT = 100\n", "line 1: expected only lines of `NAME"),
+        ("heat = 100\n", "line 1: expected only lines of `NAME"),
+        ("HEAT = FAN = 1\n", "line 1: expected only lines of `NAME"),
         ("HEAT = 100\nHEAT = 120\n", "line 2: HEAT was set before, on line 1"),
         ("HEAT = 100\nDISH = 'cake\n", "line 2: this is not Python"),
         ("HEAT = 100\0", "this is not Python"),
-        ("import sys; sys.exit(3)", "line 1: only `NAME = literal`"),
+        ("import sys; sys.exit(3)", "line 1: expected only lines of `NAME"),
         ("HEAT = exit(3)", "line 1: HEAT must be a plain literal"),
         ("HEAT = {[]: 1}", "line 1: HEAT must be a plain literal"),
         ("HEAT = " + "(" * 500 + ")" * 500, "this is not Python"),
@@ -219,8 +219,8 @@ def test_a_settings_file_of_the_defaults_says_what_each_may_be_and_is_read_back(
     assert Grill.file_text().splitlines()[:4] == ['"""Grill."""', "", "# --- Fuel " + "-" * 89, ""]
     text = Grill.file_text()
     assert '# What burns. Dry.\nCOAL = "a \\"fine\\" one"\n' in text
-    assert "# Kilograms a second, 0 up to, not including, 1; 0: none. Slowly. Slowly." in text
-    assert "RATE = 1e-5\n# Degrees, 50 to 300.\nHEAT = 180.0\n# How long, above 0.\n" in text
+    assert "# Kilograms a second, at least 0, below 1; 0: none. Slowly. Slowly." in text
+    assert "RATE = 1e-5\n# Degrees, at least 50, at most 300.\nHEAT = 180.0\n# How long, above 0.\n" in text
     assert "# Blow.\nFAN = False\n" in text
     assert max(map(len, text.splitlines())) <= 100
     assert Grill.from_file(write(tmp_path, text)) == Grill()

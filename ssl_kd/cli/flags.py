@@ -167,7 +167,8 @@ def _settings_parser(
             group = parser.add_argument_group(rule.section)
         aliases = [alias for alias, field in cls.aliases.items() if field == name]
         help = f"{rule.help} (default: {getattr(cls, name)}"
-        help += f"; {cls.allowed(name)})" if rule.bounded else ")"
+        unnamed = [choice for choice in rule.choices if choice not in rule.help]
+        help += f"; {cls.allowed(name)})" if rule.bounds or unnamed else ")"
         help += "".join(
             f" --{alias} is per process" for alias in aliases if alias in cls.per_process
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import codecs
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -29,7 +30,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.settings.foreign_names import ALIASES, INSTEAD
 
 _WIDTH = 100  # of a settings file
-_WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
+_KINDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
 
 
 class SettingsError(InputError):
@@ -38,47 +39,42 @@ class SettingsError(InputError):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What one setting may be, and what it does in words."""
+    """What a setting does, and which values it allows."""
 
     help: str
     more: str = ""  # sentences that follow `help` in the settings file
     section: str = ""  # title of the section of that file that begins here
     low: float | None = None
-    above: float | None = None  # like `low`, the border itself left out
+    above: float | None = None  # as `low`, excluded
     high: float | None = None
-    below: float | None = None  # like `high`, the border itself left out
+    below: float | None = None  # as `high`, excluded
     choices: tuple[str, ...] = ()
     forms: tuple[tuple[str, str], ...] = ()  # further choices: as shown, and as an expression
-    words: tuple[str, ...] = ()  # what a number may also be, from its type: int | Literal["auto"]
+    words: tuple[str, ...] = ()  # alternatives to a number, from its type: int | Literal["auto"]
 
     @property
-    def bounded(self) -> bool:
-        """Whether there is more to say than the type."""
-        named = all(choice in self.help for choice in self.choices)
-        return not named or {self.low, self.above, self.high, self.below} != {None}
+    def bounds(self) -> list[str]:
+        """The range in words, such as `["at least 0.05", "at most 100"]`."""
+        borders = {"at least": self.low, "above": self.above, "at most": self.high}
+        borders["below"] = self.below
+        return [f"{word} {_number(b)}" for word, b in borders.items() if b is not None]
 
-    @property
-    def span(self) -> str:
-        """The range in few words: `1 to 4096`, `from 1`, `above 0`, `0 up to, not including, 1`."""
-        start = "" if self.low is None else _number(self.low)
-        if self.above is not None:
-            start = f"above {_number(self.above)}"
-        if self.high is not None:
-            return f"{start} to {_number(self.high)}"
-        if self.below is not None:
-            return f"{start} up to, not including, {_number(self.below)}"
-        return start if self.low is None else f"from {start}"
-
-    @property
-    def comment(self) -> str:
-        """What stands above the setting in a settings file: `help`, the range, `more`."""
-        what, semicolon, rest = self.help.partition(";")
-        what = f"{what}, {self.span}" if self.span else what
-        return f"{what[0].upper()}{what[1:]}{semicolon}{rest}. {self.more}".rstrip()
+    def allows(self, value: Any) -> bool:
+        """Return whether a value of the right type is in range, or one of the choices."""
+        if isinstance(value, str):
+            matches = any(re.fullmatch(form, value) for _, form in self.forms)
+            any_text = not self.choices and not self.forms
+            return _is_writable(value) and (any_text or value in self.choices or matches)
+        return (
+            (self.low is None or value >= self.low)
+            and (self.above is None or value > self.above)
+            and (self.high is None or value <= self.high)
+            and (self.below is None or value < self.below)
+        )
 
 
 def setting(default: Any, help: str, more: str = "", **rule: Any) -> Any:
-    """A dataclass field that carries its :class:`Rule`.
+    """Declare a setting: a dataclass field that carries its :class:`Rule`.
 
     Args:
         default: The value where neither file nor command line gives one.
@@ -90,24 +86,23 @@ def setting(default: Any, help: str, more: str = "", **rule: Any) -> Any:
 
 
 @functools.cache
-def _fields(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
-    """Of each setting, in the file's order: plain type, whether it may be None, and its rule."""
+def _rules(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
+    """Return for each setting its plain type, whether it may be None, and its rule."""
     hints = typing.get_type_hints(cls)
-    found = {}
     fields = {field.name: field for field in dataclasses.fields(cls)}
     # A dataclass puts first what it inherits; here it comes last, as the section of every run.
     in_order = (name for base in cls.__mro__ for name in inspect.get_annotations(base))
+    rules = {}
     for name in filter(fields.get, in_order):
-        field, hint = fields[name], hints[name]
-        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        members = typing.get_args(hint) if union else (hint,)
-        words = [m for m in members if typing.get_origin(m) is typing.Literal]
-        (kind,) = (m for m in members if m is not types.NoneType and m not in words)
-        rule = field.metadata["rule"]
-        if words:
-            rule = dataclasses.replace(rule, words=typing.get_args(words[0]))
-        found[field.name] = (kind, types.NoneType in members, rule)
-    return types.MappingProxyType(found)
+        is_union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
+        members = typing.get_args(hints[name]) if is_union else (hints[name],)
+        literals = [m for m in members if typing.get_origin(m) is typing.Literal]
+        (kind,) = (m for m in members if m is not types.NoneType and m not in literals)
+        rule = fields[name].metadata["rule"]
+        if literals:
+            rule = dataclasses.replace(rule, words=typing.get_args(literals[0]))
+        rules[name] = (kind, types.NoneType in members, rule)
+    return types.MappingProxyType(rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,17 +111,17 @@ class Settings:
 
     Raises:
         SettingsError: From construction and every method below; the message names the setting,
-            what came, what is allowed, and for an unknown name the nearest one.
+            its value, what is allowed, and for an unknown name the nearest one.
     """
 
-    # Older and foreign names that are taken for a setting: that name -> the setting's.
+    # Older and foreign names of settings: that name -> the setting's.
     aliases: typing.ClassVar[Mapping[str, str]] = {}
 
     # Aliases whose value counts for one process, where the setting counts for all of them.
     per_process: typing.ClassVar[frozenset[str]] = frozenset()
 
-    # Foreign names that no setting can stand for, or `hub_*` for a family of them: that name -> the
-    # flags to use, in a sentence.
+    # Foreign names without a setting, or `hub_*` for a family of them: that name -> a sentence with
+    # the flags to use.
     instead: typing.ClassVar[Mapping[str, str]] = {}
 
     file_heading: typing.ClassVar[str] = ""  # what the settings file says at its top
@@ -135,95 +130,76 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every field, then what holds between fields."""
-        for name in _fields(type(self)):
+        for name in self.rules():
             # Stored as `check` returns it: a whole number becomes a float where one is due.
             object.__setattr__(self, name, self.check(name, getattr(self, name)))
         self.check_together()
 
     def check_together(self) -> None:
-        """Raise SettingsError where settings that are fine alone do not fit together."""
+        """Raise SettingsError where settings do not fit together."""
+
+    @classmethod
+    def rules(cls) -> Mapping[str, tuple[type, bool, Rule]]:
+        """Return for each setting, in order: plain type, whether it may be None, rule."""
+        return _rules(cls)
 
     @classmethod
     def allowed(cls, name: str) -> str:
-        """What a setting may be, in words: ``"a finite number, at least 0.05, at most 100"``."""
-        kind, optional, rule = _fields(cls)[name]
-        words = [_WORDS[kind]]
-        if rule.choices or rule.forms:
-            shown = (*rule.choices, *(form for form, _ in rule.forms))
-            words = ["one of " + ", ".join(map(repr, shown))]
-        for word, border in (
-            ("at least", rule.low),
-            ("above", rule.above),
-            ("at most", rule.high),
-            ("below", rule.below),
-        ):
-            if border is not None:
-                words.append(f"{word} {_number(border)}")
+        """Return what is allowed: ``"a finite number, at least 0.05, at most 100 (or None)"``."""
+        kind, optional, rule = cls.rules()[name]
+        choices = (*rule.choices, *(form for form, _ in rule.forms))
+        what = "one of " + ", ".join(map(repr, choices)) if choices else _KINDS[kind]
         others = [*map(repr, rule.words), *(["None"] if optional else [])]
-        return ", ".join(words) + (f" (or {' or '.join(others)})" if others else "")
+        return ", ".join([what, *rule.bounds]) + (f" (or {' or '.join(others)})" if others else "")
 
     @classmethod
     def check(cls, name: str, value: Any) -> Any:
-        """Return `value` as the setting `name` holds it, or raise SettingsError."""
-        kind, optional, rule = _fields(cls)[name]
+        """Return `value` in the type of the setting `name`, or raise SettingsError."""
+        kind, optional, rule = cls.rules()[name]
         if (optional and value is None) or (type(value) is str and value in rule.words):
             return value
-        came, value = value, _widened(value, kind)
-        fits = type(value) is kind and (kind is not float or math.isfinite(value))
-        if fits and kind is str:
-            fits = (
-                bool(value.strip())
-                and _is_writable(value)
-                and (
-                    not (rule.choices or rule.forms)
-                    or value in rule.choices
-                    or any(re.fullmatch(form, value) for _, form in rule.forms)
-                )
-            )
-        elif fits and kind is not bool:
-            fits = (
-                (rule.low is None or value >= rule.low)
-                and (rule.above is None or value > rule.above)
-                and (rule.high is None or value <= rule.high)
-                and (rule.below is None or value < rule.below)
-            )
-        if not fits:
-            near = nearest(value, rule.choices or rule.words) if isinstance(value, str) else ""
-            raise SettingsError(
-                f"{name.upper()} is {came!r}, but must be {cls.allowed(name)}.{near}"
-            )
-        return value
+        checked = value
+        if kind is float and type(value) is int:
+            try:
+                checked = float(value)
+            except OverflowError:
+                checked = math.inf
+        if type(checked) is kind and (kind is not float or math.isfinite(checked)):
+            if kind is bool or rule.allows(checked):
+                return checked
+        hint = nearest(value, rule.choices or rule.words) if isinstance(value, str) else ""
+        raise SettingsError(f"{name.upper()} is {value!r}, but must be {cls.allowed(name)}.{hint}")
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
-        """Return the value that `text`, a word of the command line, means for a setting."""
-        kind, optional, rule = _fields(cls)[name]
-        if optional and text.lower() == "none":
+        """Return the value of a setting from the text of a command line."""
+        kind, optional, rule = cls.rules()[name]
+        lower = text.lower()
+        if optional and lower == "none":
             return None
-        if text.lower() in rule.words:
-            return text.lower()
-        if kind is bool and text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        try:
-            # A word that cannot be read is handed on as it is: `check` then says what is allowed.
-            value = text if kind in (bool, str) else kind(text)
-        except ValueError:
-            value = text
+        value: Any = text
+        if lower in rule.words:
+            value = lower
+        elif kind is bool and lower in ("true", "false"):
+            value = lower == "true"
+        elif kind in (int, float):
+            with contextlib.suppress(ValueError):  # `check` says what is allowed
+                value = kind(text)
         return cls.check(name, value)
 
     @classmethod
     def named(cls, name: str) -> str:
-        """Return the field that `name` means in any case, with either dash or as an alias."""
+        """Return the setting of a name in either case, with either dash, or of an alias."""
         field = name.lower().replace("-", "_")
         field = cls.aliases.get(field, field)
-        if field not in _fields(cls):
+        if field not in cls.rules():
             hint = re.sub(r"--(\w+)", lambda flag: flag[1].upper(), cls.hint(field))
             raise SettingsError(f"There is no setting {name}.{hint}")
         return field
 
     @classmethod
     def of_all(cls, name: str, value: Any) -> Any:
-        """Return the value of the setting that `name` means: for one per process, that of all.
+        """Return the value for all processes of one that was given by name, perhaps per process.
 
         torchrun sets WORLD_SIZE, the number of processes, before any setting is read.
         """
@@ -234,21 +210,21 @@ class Settings:
 
     @classmethod
     def hint(cls, field: str, more: typing.Iterable[str] = ()) -> str:
-        """What to use in place of a name that is no setting, as flags, or nothing.
+        """Return a sentence with the flags to use for an unknown name, or an empty string.
 
         Args:
             field: The name.
-            more: Flags that it may have been meant to be, beside the settings.
+            more: Known flags that are not settings.
         """
         if field in cls.instead:
             return f" {cls.instead[field]}"
-        near = nearest(field, [*more, *_fields(cls), *cls.aliases], cls.aliases, "--{}".format)
+        near = nearest(field, [*more, *cls.rules(), *cls.aliases], cls.aliases, "--{}".format)
         family = cls.instead.get(f"{field.partition('_')[0]}_*")
         return near or (f" {family}" if family else "")
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values under their fields' names; two names of one setting are refused."""
+        """Return the values under their settings' names; refuse two names of one setting."""
         names: dict[str, str] = {}
         for name in values:
             field = cls.named(name)
@@ -258,26 +234,26 @@ class Settings:
         return {field: cls.of_all(name, values[name]) for field, name in names.items()}
 
     @classmethod
-    def rules(cls) -> Mapping[str, tuple[type, bool, Rule]]:
-        """Of each setting, in order: its plain type, whether it may be None, and its rule."""
-        return _fields(cls)
-
-    @classmethod
     def file_text(cls) -> str:
-        """A settings file of the defaults, each under a comment; :meth:`from_file` reads it."""
+        """Return a settings file of the defaults, each under a comment, for :meth:`from_file`."""
         lines = [f'"""{cls.file_heading}"""']
-        for name, (_, _, rule) in _fields(cls).items():
+        for name, (_, _, rule) in cls.rules().items():
             if rule.section:
                 lines += ["", f"# --- {rule.section} ".ljust(_WIDTH, "-"), ""]
-            lines += textwrap.wrap(
-                rule.comment,
-                _WIDTH,
-                initial_indent="# ",
-                subsequent_indent="# ",
+            what, semicolon, rest = rule.help.partition(";")
+            what = ", ".join([f"{what[0].upper()}{what[1:]}", *rule.bounds])
+            comment = textwrap.fill(
+                f"{what}{semicolon}{rest}. {rule.more}".rstrip(),
+                _WIDTH - 2,
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-            lines.append(f"{name.upper()} = {_literal(getattr(cls, name))}")
+            default = getattr(cls, name)
+            if isinstance(default, str):
+                literal = json.dumps(default, ensure_ascii=False)
+            else:
+                literal = re.sub(r"e([-+])0", r"e\1", repr(default))  # 1e-5, not 1e-05
+            lines += [textwrap.indent(comment, "# "), f"{name.upper()} = {literal}"]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -290,37 +266,34 @@ class Settings:
             SettingsError: With file and line, for anything but `NAME = literal`; with the reason
                 where the file cannot be read.
         """
-        values = {}
-        found = _read_literals(Path(path))
-        for name, (line, value) in found.items():
+        assigned = _read_literals(Path(path))
+        for name, (line, value) in assigned.items():
             try:
-                field = cls.named(name)
-                values[field] = cls.of_all(name, cls.check(field, value))
+                cls.check(cls.named(name), value)
             except SettingsError as error:
                 raise SettingsError(f"{path}, line {line}: {error}") from None
         try:
-            cls.canonical(found)
-            return cls(**values)
+            return cls.from_dict({name: value for name, (_, value) in assigned.items()})
         except SettingsError as error:
             raise SettingsError(f"{path}: {error}") from None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of :meth:`to_dict`; names may be in either case, or aliases."""
+        """Invert :meth:`to_dict`; names may be in either case, or aliases."""
         return cls(**cls.canonical(values))
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings under their UPPER_CASE names, ready for JSON."""
-        return {name.upper(): getattr(self, name) for name in _fields(type(self))}
+        """Return the settings under their UPPER_CASE names, ready for JSON."""
+        return {name.upper(): getattr(self, name) for name in self.rules()}
 
     def replace(self, **changes: Any) -> Self:
-        """A checked copy with some settings changed."""
+        """Return a checked copy with some settings changed."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings(Settings):
-    """What the settings of every mode have: where it computes, and the folder that it leaves."""
+    """The settings of every mode: the device, the seed and the run folder."""
 
     # Settings that may differ between a run and its continuation: they do not change the result.
     free_on_resume: typing.ClassVar[frozenset[str]] = frozenset({"resume", "run_name", "runs_dir"})
@@ -355,9 +328,9 @@ class RunSettings(Settings):
     resume: bool = setting(False, "continue the last unfinished run, or the one named by RUN_NAME")
 
     def check_together(self) -> None:
-        """Raise SettingsError where no folder can be called by the run's name."""
+        """Raise SettingsError where the run's name cannot be that of a folder."""
         if self.run_name is not None and self.run_name in (".", "..", "latest"):
-            raise SettingsError(f"RUN_NAME is {self.run_name!r}, which no run may be called.")
+            raise SettingsError(f"RUN_NAME is {self.run_name!r}, which is reserved.")
         if self.run_name is not None and ("/" in self.run_name or "\\" in self.run_name):
             raise SettingsError(
                 f"RUN_NAME is {self.run_name!r}, but must be a plain name inside RUNS_DIR."
@@ -365,30 +338,13 @@ class RunSettings(Settings):
 
 
 def _number(border: float) -> str:
-    """A border of a range; large ones are written out."""
     return f"{border:g}" if abs(border) < 1e6 else f"{border}"
 
 
-def _literal(value: Any) -> str:
-    """The value as a person would write it: "text", 0.1, 1e-5, True, None."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    return re.sub(r"e([-+])0", r"e\1", repr(value))
-
-
 def _is_writable(text: str) -> bool:
-    """Whether it can be a file's name, and stand in a file: no NUL, nothing but Unicode."""
-    return "\0" not in text and text.encode("utf-8", "replace").decode() == text
-
-
-def _widened(value: Any, kind: type) -> Any:
-    """A whole number as a float where one is asked for; anything else as it came."""
-    if kind is not float or type(value) is not int:
-        return value
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    """Return whether a text can be stored in a file and name one: not blank, valid Unicode."""
+    valid = text.encode("utf-8", "replace").decode() == text
+    return bool(text.strip()) and "\0" not in text and valid
 
 
 def nearest(
@@ -397,13 +353,11 @@ def nearest(
     aliases: Mapping[str, str] = types.MappingProxyType({}),
     shown: Callable[[str], str] = str,
 ) -> str:
-    """``" Did you mean X?"`` for the known word most like this one, or nothing.
-
-    A word that only one known word, no alias, begins with means that one.
+    """Return ``" Did you mean X?"`` with the known word most like `word`, or an empty string.
 
     Args:
-        word: What came.
-        known: What it may have been meant to be.
+        word: The unknown word; an unambiguous beginning of a known word means that one.
+        known: The known words.
         aliases: Known word -> the one to suggest in its place.
         shown: How a word is written.
     """
@@ -411,13 +365,13 @@ def nearest(
     close = [name for name in words if len(word) > 2 and name.startswith(word)]
     close = [name for name in close if name not in aliases]
     if len(close) != 1:
-        # Below three quarters alike, a word of the same ending would be taken for the same word.
+        # With a lower cutoff, a common ending would be enough.
         close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
     return f" Did you mean {shown(aliases.get(close[0], close[0]))}?" if close else ""
 
 
 def _read_literals(path: Path) -> dict[str, tuple[int, Any]]:
-    """The top-level assignments of a file: name to line and value."""
+    """Return the top-level assignments of a file: name to line and value."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -427,43 +381,34 @@ def _read_literals(path: Path) -> dict[str, tuple[int, Any]]:
         ) from None
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise SettingsError(f"{path} is UTF-16: save it as UTF-8.")
+    too_deep = (RecursionError, MemoryError)
     try:
         body = ast.parse(content, filename=str(path)).body
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # the last two: too deep
+    except (SyntaxError, ValueError, *too_deep) as error:
         line = getattr(error, "lineno", None) or 1
         reason = getattr(error, "msg", None) or str(error) or "it is nested too deeply"
         raise SettingsError(f"{path}, line {line}: this is not Python: {reason}.") from None
-    found: dict[str, tuple[int, Any]] = {}
+    literals: dict[str, tuple[int, Any]] = {}
     for node in body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # the docstring
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target, value = node.targets[0], node.value
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            target, value = node.target, node.value
-        else:
-            target = value = None
-        if not isinstance(target, ast.Name) or value is None or not target.id.isupper():
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        name, value = getattr(targets[0], "id", ""), getattr(node, "value", None)
+        is_assignment = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
+        if not is_assignment or len(targets) > 1 or not name.isupper():
             raise SettingsError(
-                f"{path}, line {node.lineno}: only `NAME = literal`, NAME in UPPER_CASE, may stand"
-                " here."
+                f"{path}, line {node.lineno}: expected only lines of `NAME = literal`, with NAME in"
+                " UPPER_CASE."
             )
-        where = f"{path}, line {node.lineno}: {target.id}"
-        if target.id in found:
-            raise SettingsError(f"{where} was set before, on line {found[target.id][0]}.")
+        where = f"{path}, line {node.lineno}: {name}"
+        if name in literals:
+            raise SettingsError(f"{where} was set before, on line {literals[name][0]}.")
         try:
-            found[target.id] = (node.lineno, ast.literal_eval(value))
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            came = textwrap.shorten(
-                ast.get_source_segment(content.decode("utf-8", "replace"), value) or "", 60
-            )
+            literals[name] = (node.lineno, ast.literal_eval(value))
+        except (ValueError, TypeError, SyntaxError, *too_deep):
+            source = ast.get_source_segment(content.decode("utf-8", "replace"), value) or ""
             raise SettingsError(
                 f"{where} must be a plain literal such as 0.1, 'text', True or None,"
-                f" not `{came}`: this file is read, not run."
+                f" not `{textwrap.shorten(source, 60)}`: this file is read, not run."
             ) from None
-    return found
+    return literals

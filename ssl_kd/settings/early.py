@@ -1,4 +1,4 @@
-"""What can be refused before torch is imported, which takes seconds: paths, and launchers."""
+"""Checks of paths and launchers before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -6,33 +6,23 @@ import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ssl_kd.errors import DatasetUnavailable, RunFolderError, printable
+from ssl_kd.errors import DatasetUnavailable, RunFolderError
 
 DATASETS = ("digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet")
 FEATURE_FILES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".parquet")
 """How the names of feature files end."""
-# Files that hold embeddings in other forms, and the line that makes one that is read.
-_WAYS = {
-    ".h5ad": "np.save('x.npy', anndata.read_h5ad({0!r}).obsm['X_pca'])",
-    ".csv": "pandas.read_csv({0!r}).to_parquet('x.parquet')",
-    ".feather": "pandas.read_feather({0!r}).to_parquet('x.parquet')",
-    ".h5": "np.save('x.npy', h5py.File({0!r})['NAME'][:])",
-    ".hdf5": "np.save('x.npy', h5py.File({0!r})['NAME'][:])",
-    ".mtx": "np.save('x.npy', scipy.io.mmread({0!r}).toarray())",
-    ".pkl": "np.save('x.npy', array), where you trust the file enough to load it",
-}
 
-LAUNCHERS = {  # how many were started -> which of them this is
+LAUNCHERS = {  # variable of the number of processes -> that of the rank
     "WORLD_SIZE": "RANK",  # torchrun, accelerate
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",  # mpirun of Open MPI
     "PMI_SIZE": "PMI_RANK",  # mpiexec of MPICH and Intel MPI
-    # srun. SLURM_NTASKS is what a job was granted: its batch script, one process, has it as well.
+    # srun. SLURM_NTASKS is set for a job's batch script, too, which is one process.
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }
 
 
 def home_resolved(name: str) -> Path:
-    """The path with its `~` resolved; as it is where no such user is."""
+    """Return the path with its `~` resolved; unchanged where there is no such user."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -40,18 +30,14 @@ def home_resolved(name: str) -> Path:
 
 
 def dataset_path(name: str) -> Path:
-    """The folder of images or the feature file that a name means, which is no name of `DATASETS`.
+    """Return the folder of images or the feature file of a name that is not in `DATASETS`.
 
     Raises:
         DatasetUnavailable: nothing is there, or a file of another kind; says what is read.
     """
     path = home_resolved(name)
-    ending = path.suffix.lower()
-    if path.is_dir() or (ending in FEATURE_FILES and path.is_file()):
+    if path.is_dir() or (path.suffix.lower() in FEATURE_FILES and path.is_file()):
         return path
-    if ending in _WAYS and path.is_file():
-        way = _WAYS[ending].format(str(path))
-        raise DatasetUnavailable(f"{printable(name)} is not read as it is; in Python: {way}")
     close = difflib.get_close_matches(name, DATASETS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise DatasetUnavailable(
@@ -61,13 +47,27 @@ def dataset_path(name: str) -> Path:
 
 
 def check_dataset(name: str | None) -> None:
-    """Raise DatasetUnavailable where neither a data set of that name nor its path is there."""
+    """Raise DatasetUnavailable where there is neither a data set of that name nor its path."""
     if name is not None and name not in DATASETS:
         dataset_path(name)
 
 
+def run_folder(name: str | Path) -> Path:
+    """Return the folder of a run.
+
+    Raises:
+        RunFolderError: it does not exist, or is not that of a run.
+    """
+    path = home_resolved(str(name))
+    if not (path / "config.json").is_file():
+        raise RunFolderError(
+            f"{path} is not a run's folder (no config.json): give one, such as runs/latest"
+        )
+    return path
+
+
 def run_to_extend(name: str, runs: str) -> Path:
-    """The folder of the run that EXTEND names: a path, or a name under RUNS_DIR.
+    """Return the folder of the run that EXTEND names: a path, or a name under RUNS_DIR.
 
     Raises:
         RunFolderError: neither is a run's folder.
@@ -83,11 +83,7 @@ def run_to_extend(name: str, runs: str) -> Path:
 
 
 def check_run_name(path: Path, resume: bool) -> None:
-    """Refuse a run's folder that is not there to be resumed, or is there before it begins.
-
-    Raises:
-        RunFolderError: says what is there, and the ways on.
-    """
+    """Raise RunFolderError where a run to resume does not exist, or a new run's folder does."""
     if resume:
         if not (path / "config.json").exists():
             raise RunFolderError(f"{path} holds no run to resume")
@@ -97,33 +93,19 @@ def check_run_name(path: Path, resume: bool) -> None:
         finished = (path / "metrics.json").exists()
         what = "a finished run" if finished else "an unfinished run or something else"
         raise RunFolderError(
-            f"{path} already holds {what}: choose another --run_name, remove the folder, or go on "
-            "with an unfinished run by --resume"
+            f"{path} already holds {what}: choose another --run_name, remove the folder, or "
+            "continue an unfinished run by --resume"
         )
-
-
-def run_folder(name: str | Path) -> Path:
-    """The folder of a run.
-
-    Raises:
-        RunFolderError: there is none, or it is no run's.
-    """
-    path = home_resolved(str(name))
-    if not (path / "config.json").is_file():
-        raise RunFolderError(
-            f"{path} is not a run's folder (no config.json): give one, as runs/latest"
-        )
-    return path
 
 
 def launched_as(environment: Mapping[str, str]) -> tuple[int, int, str] | None:
-    """Which process this is, of how many that were started together, and the variables that say so.
+    """Return rank, number of processes, and the variables of the launcher that set them.
 
     Args:
-        environment: the process's own.
+        environment: the variables of the process.
 
     Returns:
-        Rank, count and the two variables in words; None for a process that was started alone.
+        None for a process that was started alone.
     """
     for size, rank in LAUNCHERS.items():
         count, place = environment.get(size, ""), environment.get(rank, "")

@@ -1,4 +1,4 @@
-"""Classes by import path: a head or a teacher of a user's own, from wherever it lies."""
+"""Import users' classes by import path: a head, a teacher or a loss."""
 
 from __future__ import annotations
 
@@ -22,87 +22,87 @@ IMPORT_PATH = ("package.module.Class", r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 def explain(error: BaseException) -> str:
     """Describe an exception of a user's code in one line: type, message, file and line."""
-    words = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
-        words = f"it ends the process by sys.exit({error.code!r})"
+        message = f"it ends the process by sys.exit({error.code!r})"
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{words} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else words
+    return f"{message} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else message
 
 
 def check_installed(names: Collection[str], extra: str) -> None:
     """Raise MissingPackage where one of these packages is not installed; none is imported."""
-
-    def is_there(name: str) -> bool:
+    missing = []
+    for name in names:
         try:
-            return importlib.util.find_spec(name) is not None
-        except ImportError:  # of a finder that refuses it
-            return False
-
-    if missing := [name for name in names if not is_there(name)]:
-        packages = "s" if len(missing) > 1 else ""
+            is_installed = importlib.util.find_spec(name) is not None
+        except ImportError:
+            is_installed = False
+        if not is_installed:
+            missing.append(name)
+    if missing:
+        plural = "s" if len(missing) > 1 else ""
         raise MissingPackage(
-            f"what was asked for needs the package{packages} {', '.join(missing)}: "
-            f"pip install 'ssl_kd[{extra}]'"
+            f"This needs the package{plural} {', '.join(missing)}: pip install 'ssl_kd[{extra}]'"
         )
 
 
 def import_class(path: str, base: type[T], what: str) -> type[T]:
-    """The class behind an import path such as `heads.cosine_head.CosineHead`.
+    """Import the class of an import path such as `heads.cosine_head.CosineHead`.
 
     Args:
         path: package.module.Class, as an import statement would find it.
-        base: what it must be a subclass of.
-        what: what it is used as, for the messages: `head`, `teacher`.
+        base: its required base class.
+        what: its use, for the messages: `head`, `teacher`.
 
     Raises:
-        ValueError: not a dotted path, not found, another kind of thing, or its module fails.
+        InputError: not a dotted path, not found, another kind of object, or its module fails.
     """
     module, _, name = path.rpartition(".")
     if not module:
         raise InputError(f"{what} {path!r}: expected an import path, package.module.Class")
-    known = module in sys.modules
+    is_new = module not in sys.modules
     try:
         imported = importlib.import_module(module)
-        if not known:
+        if is_new:
             file = getattr(imported, "__file__", None)
             logger.info("%s %s: imported the module from %s", what, path, file)
-        found: Any = getattr(imported, name)
+        value: Any = getattr(imported, name)
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"{what} {path!r} cannot be imported: {error}; expected package.module.Class, in an "
-            "installed package or in a folder of the one that you start from"
+            "installed package or below the current folder"
         ) from error
     except (Exception, SystemExit) as error:
         raise InputError(f"{what} {path!r} cannot be imported: {explain(error)}") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if not (isinstance(value, type) and issubclass(value, base)):
         expected = f"{base.__module__}.{base.__qualname__}"
-        raise InputError(f"{what} {path!r} is {found!r}, expected a subclass of {expected}")
-    return found
+        raise InputError(f"{what} {path!r} is {value!r}, expected a subclass of {expected}")
+    return value
 
 
 def path_of_file(
-    found: Any, named: str | None, own: Collection[str], *, what: str, file: object, way: str
+    recorded: Any, trusted: str | None, own: Collection[str], *, what: str, file: object, way: str
 ) -> str:
-    """The import path to follow where a file names one: this library's own, or the caller's.
+    """Return the import path to follow for a file: one of this library, or the caller's.
 
-    An import runs the code of what is imported, and a file from somebody else can name any module.
+    An import runs the code of what is imported, and a file from elsewhere can name any module.
 
     Args:
-        found: what the file names.
-        named: what the caller names instead; None: nothing.
-        own: the paths that may be followed unasked.
-        what: what it is used as, for the message: `head`, `loss`.
+        recorded: the path that the file names.
+        trusted: the path that the caller names instead, if any.
+        own: the paths that need no trust.
+        what: its use, for the message: `head`, `loss`.
         file: the file.
-        way: how the caller would name it, up to the path itself: `--head `.
+        way: how the caller would name it, such as `--head heads.mine.Head`.
 
     Raises:
-        ValueError: the file names another one, and the caller none.
+        InputError: the file names another path, and the caller none.
     """
-    if named is not None:
-        return named
-    if found not in list(own):
+    if trusted is not None:
+        return trusted
+    if recorded not in list(own):
         raise InputError(
-            f"{file} names the {what} {found!r}, which is not one of ssl_kd's: to import it would "
-            f"run its code, so nothing was imported. If you trust it, name it yourself: {way}"
+            f"{file} names the {what} {recorded!r}, which is not part of ssl_kd. Importing it would"
+            f" run its code, so nothing was imported. If you trust it, name it yourself: {way}"
         )
-    return found
+    return recorded

@@ -60,7 +60,7 @@ def test_a_missing_package_is_one_line_before_torch_and_any_folder(
     path = Path(__file__).parents[2] / "scripts" / script
     words = [sys.executable, "-c", BLOCKED, missing, str(path), *flags]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    expected = f"what was asked for needs the package {missing}: pip install 'ssl_kd[llm]'"
+    expected = f"This needs the package {missing}: pip install 'ssl_kd[llm]'"
     assert done.returncode == 1
     *notes, line = done.stderr.splitlines()
     assert expected in line and all(note.startswith("ssl_kd: preset ") for note in notes)

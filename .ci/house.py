@@ -1,0 +1,51 @@
+"""The rooms of ssl_kd, as a table: floors from the import contract, words from the docstrings.
+
+`python .ci/house.py` prints it; `--write` puts it into CONTRIBUTING.md.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10; tomli comes with pytest there
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- rooms: python .ci/house.py --write -->\n", "<!-- end of rooms -->\n"
+
+
+def summary(room, package):
+    """Return the first sentence of the docstring of a package or a module."""
+    file = package / room / "__init__.py"
+    file = file if file.exists() else package / f"{room}.py"
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return " ".join(re.split(r"\.(?:\s|$)|\n\n", text, maxsplit=1)[0].split())
+
+
+def table(root=ROOT):
+    """Return a row for each room, from the highest floor to the lowest."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = project["tool"]["importlinter"]["contracts"][0]
+    lines = ["| floor | room | contents |", "|---|---|---|"]
+    for floor, rooms in zip(range(len(contract["layers"]), 0, -1), contract["layers"]):
+        for room in rooms.split(" | "):
+            lines.append(f"| {floor} | `{room}` | {summary(room, root / 'ssl_kd')} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv):
+    """Print the table, or write it into CONTRIBUTING.md."""
+    if "--write" in argv:
+        page = ROOT / "CONTRIBUTING.md"
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
+    else:
+        print(table(), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
