@@ -1,6 +1,6 @@
-"""The rooms of ssl_kd, as a table: floors from the import contract, words from the docstrings.
+"""Print the rooms of ssl_kd: floors from the import contract, contents from the docstrings.
 
-`python .ci/house.py` prints it; `--write` puts it into CONTRIBUTING.md.
+`python .ci/house.py --write` writes the table into CONTRIBUTING.md.
 """
 
 import ast
@@ -29,10 +29,12 @@ def table(root=ROOT):
     """Return a row for each room, from the highest floor to the lowest."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     contract = project["tool"]["importlinter"]["contracts"][0]
+    layers = contract["layers"]
     lines = ["| floor | room | contents |", "|---|---|---|"]
-    for floor, rooms in zip(range(len(contract["layers"]), 0, -1), contract["layers"]):
+    for depth, rooms in enumerate(layers):
         for room in rooms.split(" | "):
-            lines.append(f"| {floor} | `{room}` | {summary(room, root / 'ssl_kd')} |")
+            contents = summary(room, root / "ssl_kd")
+            lines.append(f"| {len(layers) - depth} | `{room}` | {contents} |")
     return "\n".join(lines) + "\n"
 
 

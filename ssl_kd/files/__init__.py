@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, never half of each.
+"""Write files that are complete or absent, and read them with their damage named.
 
 A plain `torch.save` that is killed leaves an unreadable file where a readable one was. Everything
 here writes beside the target, flushes to the disk, and only then takes the target's name.

@@ -1,4 +1,4 @@
-"""What people see of a run: one page that opens offline."""
+"""The report of a run: one page that opens offline."""
 
 from ssl_kd.report.gallery import run_images
 from ssl_kd.report.write import reported, write_report

@@ -1,4 +1,4 @@
-"""Settings: one declaration per field serves validation, messages, flags and the settings file.
+"""Settings: a field is declared once, and checked, documented and read from file and flags by it.
 
 A mode declares a frozen dataclass of :func:`setting` fields on top of :class:`Settings`. Its values
 come from the defaults, a file of UPPER_CASE literals and the command line, the later ones winning.

@@ -1,0 +1,40 @@
+"""CONTRIBUTING.md draws the house as it is: rooms, and functions that a batch passes through."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tomllib", reason="Python 3.11 brought it")
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PLACES = sorted(set(re.findall(r"`(\w[\w/]*\.py):([\w.]+)`", TEXT)))
+
+
+def test_the_table_of_rooms_is_that_of_the_contract_and_the_docstrings():
+    spec = importlib.util.spec_from_file_location("house", ROOT / ".ci" / "house.py")
+    assert spec is not None and spec.loader is not None
+    house = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(house)
+    table = house.table()
+    assert f"{house.BEGIN}\n{table}\n{house.END}" in TEXT, "run: python .ci/house.py --write"
+    rooms = {path.stem for path in (ROOT / "ssl_kd").iterdir() if path.suffix in ("", ".py")}
+    listed = set(re.findall(r"\| `(\w+)` \|", table))
+    assert listed == rooms - {"__init__", "__pycache__"}
+
+
+@pytest.mark.parametrize(("file", "name"), PLACES, ids=[":".join(place) for place in PLACES])
+def test_each_function_of_the_walks_exists(file, name):
+    body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        assert found, f"{file} has no {name}"
+        body = found[0].body
+
+
+def test_files_that_the_page_links_to_exist():
+    for link in re.findall(r"\]\(([\w./]+)\)", TEXT):
+        assert (ROOT / link).exists(), link
