@@ -220,7 +220,7 @@ def test_a_settings_file_of_the_defaults_says_what_each_may_be_and_is_read_back(
     text = Grill.file_text()
     assert '# What burns. Dry.\nCOAL = "a \\"fine\\" one"\n' in text
     assert "# Kilograms a second, at least 0, below 1; 0: none. Slowly. Slowly." in text
-    assert "RATE = 1e-5\n# Degrees, at least 50, at most 300.\nHEAT = 180.0\n# How long, above 0.\n" in text
+    assert "RATE = 1e-5\n# Degrees, at least 50, at most 300.\nHEAT = 180.0\n" in text
     assert "# Blow.\nFAN = False\n" in text
     assert max(map(len, text.splitlines())) <= 100
     assert Grill.from_file(write(tmp_path, text)) == Grill()
