@@ -2,14 +2,14 @@
 
 Every command ends with one of these codes:
 
-- 0: it is done.
+- 0: success.
 - 2: invalid input: a flag, a setting, a path that is missing or not writable, a file of the wrong
   kind, conflicting options, a run that cannot be resumed. Nothing was started; change the input.
 - 1: the input is valid, but the command failed: no network, no memory, a full disk, a package that
   is not installed, a damaged file of an earlier run, a lock that another process holds. Also where
   a check found a fault: `doctor`, `install-check`, `verify`, `replay`.
-- 3: the guard stopped a run in which nothing was healthy any more.
-- 128 + its number: a signal ended it, 130 after Ctrl-C and 143 after SIGTERM.
+- 3: the guard stopped a run in which too few parts were healthy.
+- 128 + N: signal N ended it, 130 after Ctrl-C and 143 after SIGTERM.
 
 An uncaught exception is a bug in ssl_kd; it ends with 1, too.
 """
@@ -41,7 +41,7 @@ class InputError(UserError, ValueError):
 
 
 class DatasetUnavailable(InputError, RuntimeError):
-    """The data are missing; the message says where they are expected and what to do."""
+    """The data do not exist; the message says where they are expected and what to do."""
 
 
 class RunFolderError(InputError, RuntimeError):
@@ -49,7 +49,7 @@ class RunFolderError(InputError, RuntimeError):
 
 
 class MissingPackage(UserError, ImportError):
-    """A package that only some need, and that is not installed; the message says how to."""
+    """An optional package is not installed; the message says how to install it."""
 
 
 def code_of(error: OSError) -> int:
@@ -60,7 +60,7 @@ def code_of(error: OSError) -> int:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was told to stop.
+    """A signal stopped the run.
 
     Attributes:
         signal: SIGINT or SIGTERM.
@@ -73,9 +73,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def printable(text: str) -> str:
-    r"""The text as one line that forges no other: what is not printable is escaped.
+    r"""Return the text as one line, with everything that is not printable escaped.
 
-    A file may be called anything, with line breaks and a terminal's control sequences in it.
+    A file name may contain line breaks and control sequences of a terminal.
 
     >>> printable("a\nWARNING b\x1b[2J")
     'a\\nWARNING b\\x1b[2J'

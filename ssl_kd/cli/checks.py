@@ -8,19 +8,14 @@ from ssl_kd.cli.flags import FlagParser
 from ssl_kd.cli.language import language_settings
 from ssl_kd.errors import FAILED, OK
 
-_VERBOSE = "list each distinct warning with its count"
-
-
 def doctor(argv: Sequence[str]) -> int:
     """Check the numerics of this installation, or the gradients of a user's language model."""
     if argv[:1] == ["gradients"]:
         return _gradients(argv[1:])
-    parser = FlagParser(prog="ssl_kd doctor")
-    parser.add_argument("--verbose", action="store_true", help=_VERBOSE)
-    flags = parser.parse_args(argv)
+    verbose = _is_verbose("ssl_kd doctor", argv)
     from ssl_kd.doctor import nan_issues
 
-    return nan_issues(verbose=flags.verbose)
+    return nan_issues(verbose=verbose)
 
 
 def _gradients(argv: Sequence[str]) -> int:
@@ -41,12 +36,17 @@ def _gradients(argv: Sequence[str]) -> int:
 
 def install_check(argv: Sequence[str]) -> int:
     """Check packages, device, precision and folders."""
-    parser = FlagParser(prog="ssl_kd install-check")
-    parser.add_argument("--verbose", action="store_true", help=_VERBOSE)
-    flags = parser.parse_args(argv)
+    verbose = _is_verbose("ssl_kd install-check", argv)
     from ssl_kd.doctor import installation
 
-    return installation(verbose=flags.verbose)
+    return installation(verbose=verbose)
+
+
+def _is_verbose(prog: str, argv: Sequence[str]) -> bool:
+    parser = FlagParser(prog=prog)
+    about = "list each distinct warning with its count"
+    parser.add_argument("--verbose", action="store_true", help=about)
+    return parser.parse_args(argv).verbose
 
 
 def config(argv: Sequence[str]) -> int:

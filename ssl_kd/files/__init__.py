@@ -129,19 +129,19 @@ def atomic_write_json(path: str | Path, value: Any) -> None:
 
 
 def strict_json(data: bytes, *, nan: bool = False) -> Any:
-    """Read JSON that every program reads alike: UTF-8, no key twice, no NaN unless `nan`.
+    """Parse strict JSON: UTF-8, no duplicate keys, no NaN unless `nan`.
 
     Raises:
-        ValueError: it is something else, too deep, or has a number of thousands of digits.
+        ValueError: it is not, is nested too deeply, or has a number of thousands of digits.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(value := dict(pairs)) < len(pairs):
-            raise ValueError("a key stands there twice")
+            raise ValueError("a key occurs twice")
         return value
 
     def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not a number of JSON")
+        raise ValueError(f"{name} is not a number in JSON")
 
     try:
         constant = None if nan else refuse
@@ -151,11 +151,11 @@ def strict_json(data: bytes, *, nan: bool = False) -> Any:
 
 
 def size_of(path: str | Path) -> int:
-    """Return the bytes of a regular file, or of one that a link leads to; nothing is read.
+    """Return the size in bytes of a regular file, or of one that a link points to.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptFileError: a device, a pipe or a folder, which might be read without end.
+        CorruptFileError: a device, a pipe or a folder.
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
@@ -164,7 +164,7 @@ def size_of(path: str | Path) -> int:
 
 
 def sha256_file(path: str | Path) -> str:
-    """Return the SHA-256 of a file's bytes in hexadecimal; it is never in memory as a whole.
+    """Return the SHA-256 of a file in hexadecimal, reading it block by block.
 
     Raises:
         FileNotFoundError, CorruptFileError: as `size_of`.
@@ -178,10 +178,10 @@ def sha256_file(path: str | Path) -> str:
 
 
 def release_pages(array: Any) -> None:
-    """Give back the memory of what was read of a mapped file; no other array is touched.
+    """Release the memory pages of a read-only mapped array; other arrays are left alone.
 
-    What is needed again is read again. Without it a file that is read from end to end is resident
-    as a whole, as far as there is memory.
+    Pages that are needed again are read again. Without this, a file that is read from end to end
+    stays in memory.
     """
     mapped = getattr(array, "_mmap", None)  # of a numpy.memmap; changes in mode "c" would be lost
     if mapped is not None and array.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
@@ -189,9 +189,9 @@ def release_pages(array: Any) -> None:
 
 
 def why_refused(error: pickle.UnpicklingError) -> str:
-    """Why `torch.load` read no tensors; its own words advise to load them anyway."""
-    asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-    what = f"it asks for {asked[1]}, which might run code" if asked else "it is something else"
+    """Return why `torch.load` refused a file; its own message advises to load it anyway."""
+    wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+    what = f"it asks for {wanted[1]}, which might run code" if wanted else "it is something else"
     return f"{what}; it was refused, and nothing was executed"
 
 

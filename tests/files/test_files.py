@@ -218,8 +218,8 @@ def test_a_temporary_file_that_is_taken_for_an_orphan_is_made_again(tmp_path, mo
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b'{"a": 1, "a": 1}', "a key stands there twice"),
-        (b'[{"a": {"b": 1, "b": 2}}]', "a key stands there twice"),
+        (b'{"a": 1, "a": 1}', "a key occurs twice"),
+        (b'[{"a": {"b": 1, "b": 2}}]', "a key occurs twice"),
         (b"NaN", "NaN is not"),
         (b"[-Infinity]", "-Infinity is not"),
         (b"[" * 100_000, "nested too deeply"),

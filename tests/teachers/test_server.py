@@ -173,7 +173,7 @@ def test_an_invalid_answer_is_refused_at_once(server, change, message):
         (b"[" * 10**6, r"not JSON \(it is nested too deeply\): \[\["),
         (b"[" * 600 + b"]" * 600, r"other than a completion: \[\["),
         (b'{"model": ' + b"9" * 5000 + b"}", r"not JSON .*\{\"model\": 9+"),
-        (b'{"model": 1, "model": 2}', "not JSON .a key stands there twice"),
+        (b'{"model": 1, "model": 2}', "not JSON .a key occurs twice"),
         (b'{"model": "teacher", "choices": [{}, {}]}', "other than a completion"),
         (b'{"model": "teacher", "choices": [{"prompt_logprobs": "x"}]}', "of 'x' for a|tokens"),
         (b'{"model": "' + b"x" * 10**6 + b'", "choices": [{}]}', "answers as the model 'x+"),

@@ -236,7 +236,7 @@ HOSTILE = {
     "deep brackets": (lambda a: b"[" * 100_000, "it is damaged .it is nested too deeply"),
     "a number of 5,000 digits": (lambda a: b"[" + b"9" * 5000 + b"]", "it is damaged .Exceeds"),
     "NaN": (lambda a: a.replace(b'"cluster": 0', b'"cluster": NaN'), "NaN is not a number"),
-    "a key twice": (lambda a: a.replace(b"{", b'{"cluster": 1, ', 1), "a key stands there twice"),
+    "a key twice": (lambda a: a.replace(b"{", b'{"cluster": 1, ', 1), "a key occurs twice"),
     "invalid UTF-8": (lambda a: a.replace(b"zeros", b"\xff\xfe"), "it is damaged .'utf-8' codec"),
     "nothing": (lambda a: b"", "it is damaged"),
     "null": (lambda a: b"null", "it is None; expected an object"),
