@@ -8,6 +8,7 @@ from ssl_kd.cli.flags import FlagParser
 from ssl_kd.cli.language import language_settings
 from ssl_kd.errors import FAILED, OK
 
+
 def doctor(argv: Sequence[str]) -> int:
     """Check the numerics of this installation, or the gradients of a user's language model."""
     if argv[:1] == ["gradients"]:
