@@ -76,27 +76,13 @@ def content(run: RunResults) -> dict[str, Any]:
 def _header(
     run: RunResults, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """Return the headline, the sentences below it, and the tiles with the main numbers."""
+    """Return the headline and the sentences below it."""
     headline, lead = _headline(run, scores, points)
     if run.metrics.get("best_step") == 0:
         lead.append("No evaluation was better than the student before training, which was kept.")
     total = (run.metrics.get("seconds") or {}).get("total")
     if finite(total):
         lead.append(f"The whole run took {duration(total)}.")
-    tokens = ", on its own tokens" if run.metrics.get("alignment") else ""
-    tiles = [
-        {"name": name, "value": COLUMNS[key][1](value), "unit": unit}
-        for name, row, key, unit in (
-            ("held-out perplexity of the student", STUDENT, "perplexity", ""),
-            ("the student's, before training", BEFORE, "perplexity", ""),
-            (f"the teacher's{tokens}", TEACHER, "perplexity", ""),
-            ("tokens where it agrees with the teacher", STUDENT, "agreement", "%"),
-            ("KL to the teacher", STUDENT, "kl", "nats"),
-            ("calibration error (ECE)", STUDENT, "ece", "%"),
-            ("right answers", STUDENT, "answer_accuracy", "%"),
-        )
-        if finite(value := scores.get(row, {}).get(key))
-    ]
     about = [(run.config.get("data") or {}).get("name", "")]
     for model in (TEACHER, STUDENT):
         name = (run.config.get(model) or {}).get("name")
@@ -105,7 +91,6 @@ def _header(
         "eyebrow": " · ".join(str(part) for part in (*about, f"run {run.path.name}") if part),
         "headline": headline,
         "lead": " ".join(lead),
-        "tiles": tiles,
     }
 
 

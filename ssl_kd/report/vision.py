@@ -89,7 +89,7 @@ def _reliability(run: RunResults) -> dict[str, Any]:
 
 
 def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
-    """Return the headline, the sentences below it, and the tiles with the main numbers."""
+    """Return the headline and the sentences below it."""
     metrics = run.metrics
     data, seconds = metrics.get("dataset", {}), metrics.get("seconds", {}).get("total")
     n, n_labelled = data.get("n_train"), data.get("n_labelled")
@@ -97,10 +97,9 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     scored = count if n_labelled == n else f"the {n_labelled:,} labelled {noun}s (of {n:,})"
     k = len(metrics.get("cluster_sizes", [])) or data.get("n_classes")
     table = metrics.get("table", [])
-    scores = {(row.get("name"), row["split"]): row for row in table}
-    answer = scores.get((ANSWER, "train")) or next(
-        (row for row in table if row.get("name") not in (*BASELINES, BOUND)), {}
-    )
+    ours = [row for row in table if row.get("name") not in (*BASELINES, BOUND)]
+    of_answer = [row for row in ours if (row.get("name"), row["split"]) == (ANSWER, "train")]
+    answer = next(iter(of_answer or ours), {})
     lead: list[str] = []
     if "extended" in metrics:
         headline = extension_text(metrics)
@@ -118,20 +117,6 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     if finite(seconds):
         lead.append(f"The whole run took {duration(seconds)}.")
 
-    tiles = [] if labelled or not k else [{"name": "clusters", "value": str(k), "unit": ""}]
-    shares: dict[str, Any] = {"mean confidence": _confidence(run)}
-    if labelled:
-        shares = {
-            "accuracy (Hungarian)": answer.get("acc"),
-            "NMI": answer.get("nmi"),
-            "ARI": answer.get("ari"),
-            "accuracy on held-out data": scores.get((answer.get("name"), "test"), {}).get("acc"),
-            "k-NN on the embeddings, with labels": metrics.get("knn_accuracy"),
-            "linear probe, with labels": (metrics.get("linear_probe") or {}).get("accuracy"),
-        } | shares
-    for name, share in shares.items():
-        if finite(share):
-            tiles.append({"name": name, "value": percent(share), "unit": "%"})
     teacher = metrics.get("teacher", {}).get("name")
     about = (
         data.get("name", run.path.name),
@@ -142,7 +127,6 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
         "eyebrow": " · ".join(str(part) for part in about if part),
         "headline": headline,
         "lead": " ".join(lead),
-        "tiles": tiles,
     }
 
 
@@ -201,7 +185,15 @@ def _training(run: RunResults, heads: list[dict[str, Any]]) -> dict[str, Any]:
     looks, rate = run.metrics.get("convergence") or {}, run.metrics.get("success_rate")
     steps = run.metrics.get("steps") or (run.steps[-1].get("step") if run.steps else None)
     times = run.metrics.get("seconds") or {}
+    shares = {
+        "mean confidence, %": _confidence(run),
+        "k-NN accuracy with labels, %": run.metrics.get("knn_accuracy"),
+        "linear probe accuracy with labels, %": (run.metrics.get("linear_probe") or {}).get(
+            "accuracy"
+        ),
+    }
     return {
+        **{name: percent(share) for name, share in shares.items() if finite(share)},
         "steps": steps,
         "heads": len(heads) or None,
         "heads chosen for the answer": sum(bool(head.get("chosen")) for head in heads) or None,

