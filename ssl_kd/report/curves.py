@@ -75,7 +75,7 @@ def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:
     )
     if not np.isfinite(losses).any():
         return None
-    has_finite = np.isfinite(losses).any(0)
+    has_finite = np.atleast_1d(np.isfinite(losses).any(0))
 
     def draw(figure: Figure) -> None:
         axes = _axes_over_steps(figure, losses)
@@ -85,7 +85,7 @@ def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:
             axes.plot(x, losses[:, i], color=color, lw=1.3, marker=".", ms=2.5,
                       label=TERMS.get(terms[i], terms[i]))  # fmt: skip
         axes.legend(loc="upper right", labelcolor=MUTED)
-        axes.set_ylabel("loss" if has_finite[2:].any() else "loss, nats per token")
+        axes.set_ylabel("loss" if np.any(has_finite[2:]) else "loss, nats per token")
 
     return svg(draw, SIZE, "cross-entropy and distillation loss over the steps")
 

@@ -158,7 +158,7 @@ class Settings:
         kind, optional, rule = cls.rules()[name]
         if (optional and value is None) or (type(value) is str and value in rule.words):
             return value
-        checked = value
+        checked: Any = value
         if kind is float and type(value) is int:
             try:
                 checked = float(value)
@@ -394,8 +394,8 @@ def _read_literals(path: Path) -> dict[str, tuple[int, Any]]:
             continue  # the docstring
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         name, value = getattr(targets[0], "id", ""), getattr(node, "value", None)
-        is_assignment = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
-        if not is_assignment or len(targets) > 1 or not name.isupper():
+        is_assignment = isinstance(node, ast.Assign | ast.AnnAssign)
+        if not is_assignment or value is None or len(targets) > 1 or not name.isupper():
             raise SettingsError(
                 f"{path}, line {node.lineno}: expected only lines of `NAME = literal`, with NAME in"
                 " UPPER_CASE."

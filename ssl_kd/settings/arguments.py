@@ -14,17 +14,17 @@ _WORD = re.compile(r"""(?<![\w'"./=-])(--[a-z]\w*|[A-Z][A-Z0-9_]+)(?![\w'"./=-])
 
 
 @contextlib.contextmanager
-def named_as_arguments(settings: type[Settings], **others: str) -> Iterator[None]:
+def named_as_arguments(cls: type[Settings], **others: str) -> Iterator[None]:
     """Name settings in errors as arguments: `n_clusters`, not N_CLUSTERS or --n_clusters.
 
     Args:
-        settings: whose names are meant.
-        **others: setting -> the argument, where it is called otherwise: `seed="random_state"`.
+        cls: the class of the settings.
+        **others: setting -> the argument, where their names differ: `seed="random_state"`.
     """
 
     def argument(word: re.Match[str]) -> str:
         name = word[0].removeprefix("--").lower()
-        return others.get(name, name) if name in settings.rules() else word[0]
+        return others.get(name, name) if name in cls.rules() else word[0]
 
     try:
         yield
