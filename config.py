@@ -32,13 +32,15 @@ DOWNLOAD = False
 TEACHER = "pixels"
 # Local file of the teacher's weights, for machines without a network; None: the published ones.
 TEACHER_WEIGHTS = None
-# Side of the teacher's input in pixels, 1 to 4096; None: the model's own (DINOv2: 224).
+# Side of the teacher's input in pixels, at least 1, at most 4096; None: the model's own (DINOv2:
+# 224).
 IMAGE_SIZE = None
 # Which output of a vision transformer is the embedding: class (token) | patch (mean of the patch
 # tokens) | both (concatenated).
 TOKEN = "class"
-# Threads that decode images, 0 to 256; 0: chosen by the device. They decode ahead of a GPU's
-# teacher, and between the batches of a CPU's. Raise it if the progress bar waits for the disk.
+# Threads that decode images, at least 0, at most 256; 0: chosen by the device. They decode ahead of
+# a GPU's teacher, and between the batches of a CPU's. Raise it if the progress bar waits for the
+# disk.
 WORKERS = 0
 # Where the teacher's embeddings are cached; auto: data/embeddings for digits by pixels, else
 # data/embeddings/DATASET-TEACHER-DIGEST, a folder for each data set and teacher. The digest is of
@@ -52,13 +54,13 @@ REBUILD_DAMAGED = False
 
 # --- Neighbors and clusters -----------------------------------------------------------------------
 
-# Wider embeddings are reduced to this many principal components by PCA, from 1; None: never. The
-# heads then reach the same accuracy in a fraction of the time.
+# Wider embeddings are reduced to this many principal components by PCA, at least 1; None: never.
+# The heads then reach the same accuracy in a fraction of the time.
 PCA_DIM = 256
-# Nearest neighbors that a sample may be paired with, from 1. Fewer for small or many classes:
+# Nearest neighbors that a sample may be paired with, at least 1. Fewer for small or many classes:
 # clearly below the number of samples per class.
 NEIGHBOURS = 20
-# Number of clusters, from 2; None: the number of classes of the data set; auto: it is found.
+# Number of clusters, at least 2; None: the number of classes of the data set; auto: it is found.
 N_CLUSTERS = None
 
 # --- Heads and their training ---------------------------------------------------------------------
@@ -66,37 +68,38 @@ N_CLUSTERS = None
 # Where the clusters come from: graph (the best partition of the graph of neighbors; the heads learn
 # it) | heads (the heads find them, by LOSS); None: graph, unless a setting of LOSS is changed.
 METHOD = None
-# Heads trained side by side, 1 to 4096. More heads: a steadier consensus, proportionally more time.
-# With METHOD heads use 48.
+# Heads trained side by side, at least 1, at most 4096. More heads: a steadier consensus,
+# proportionally more time. With METHOD heads use 48.
 N_HEADS = 8
 # Import path of the head's class, package.module.Class. Your own head goes here, see heads/.
 HEAD = "ssl_kd.heads.TEMIHead"
-# Width of a head's hidden layer, from 1; its bottleneck is half as wide. Wider for high-dimensional
-# embeddings and many classes.
+# Width of a head's hidden layer, at least 1; its bottleneck is half as wide. Wider for
+# high-dimensional embeddings and many classes.
 HIDDEN_DIM = 96
 # What the heads minimize with METHOD heads: temi (pairwise mutual information) | sharpened
 # (self-distillation towards a sharper teacher) | package.module.Class (your own).
 LOSS = "temi"
-# Exponent of the pairwise mutual information, above 0 to 1; 1: the plain objective. Lower: more
-# evenly sized clusters.
+# Exponent of the pairwise mutual information, above 0, at most 1; 1: the plain objective. Lower:
+# more evenly sized clusters.
 BETA = 0.6
-# Temperature of the students' softmax, 0.05 to 100. Lower: harder assignments.
+# Temperature of the students' softmax, at least 0.05, at most 100. Lower: harder assignments.
 STUDENT_TEMP = 0.1
-# Temperature of the EMA teachers' softmax, 0.04 to 100. With LOSS sharpened at most STUDENT_TEMP.
+# Temperature of the EMA teachers' softmax, at least 0.04, at most 100. With LOSS sharpened at most
+# STUDENT_TEMP.
 TEACHER_TEMP = 0.1
 # Weight of a pair in the loss: none | own (agreement of the head itself) | mean (of all heads, as
 # in the paper; couples the heads).
 INSTANCE_WEIGHT = "none"
-# Peak learning rate of AdamW, above 0 to 100. Lower it if the loss curves are jagged.
+# Peak learning rate of AdamW, above 0, at most 100. Lower it if the loss curves are jagged.
 LEARNING_RATE = 0.004
 # Largest gradient norm of each head, above 0; None: no clipping.
 CLIP_GRAD = 1.0
-# Pairs per step, from 1. Several times the number of clusters.
+# Pairs per step, at least 1. Several times the number of clusters.
 BATCH_SIZE = 256
-# Passes over the data, from 1; None: until the heads have converged, at most 200.
+# Passes over the data, at least 1; None: until the heads have converged, at most 200.
 EPOCHS = None
-# Optimizer steps, from 1; None: no limit but EPOCHS. If both are set, the first to be reached ends
-# the training.
+# Optimizer steps, at least 1; None: no limit but EPOCHS. If both are set, the first to be reached
+# ends the training.
 MAX_STEPS = None
 # Run the students in half precision where the device is faster with it (GPUs; CPUs with bf16
 # products). Weights and losses stay float32 in any case.
@@ -107,19 +110,20 @@ USE_FP16 = False
 # Finished run that the samples of DATASET are added to: its folder, or its name under RUNS_DIR;
 # None: train. Teacher and clusters are those of the run; unlike samples form new clusters.
 EXTEND = None
-# Outlier score above which a sample is noise, cluster -1, above 0 to 1; None: no sample is. 0.99
-# marks one in a hundred of samples like those of the training.
+# Outlier score above which a sample is noise, cluster -1, above 0, at most 1; None: no sample is.
+# 0.99 marks one in a hundred of samples like those of the training.
 NOISE_THRESHOLD = None
 # Run k-means and, where the size allows, spectral clustering on the same embeddings, and a linear
 # probe where there are labels (which are never used for training).
 BASELINES = True
-# Steps between two lines of metrics.jsonl, from 1.
+# Steps between two lines of metrics.jsonl, at least 1.
 LOG_EVERY = 20
-# Steps between two checkpoints, from 1. An interruption loses at most this many steps.
+# Steps between two checkpoints, at least 1. An interruption loses at most this many steps.
 CHECKPOINT_EVERY = 200
 # Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
 DEVICE = "auto"
-# Seed of all random numbers, 0 to 4294967295. On the CPU the same seed gives the same run.
+# Seed of all random numbers, at least 0, at most 4294967295. On the CPU the same seed gives the
+# same run.
 SEED = 0
 # Where every run creates a folder with its model, metrics and report.
 RUNS_DIR = "runs"

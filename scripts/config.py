@@ -43,14 +43,14 @@ REBUILD_DAMAGED = False
 # Folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new
 # weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
 STUDENT_MODEL = "fresh:2x128"
-# Rank of the LoRA adapters that are trained, from 0; 0: train all weights.
+# Rank of the LoRA adapters that are trained, at least 0; 0: train all weights.
 LORA_RANK = 0
 # LoRA alpha, above 0; the adapters are scaled by LORA_ALPHA / LORA_RANK.
 LORA_ALPHA = 16.0
 # Recompute activations in the backward pass: less memory, more time.
 GRADIENT_CHECKPOINTING = False
-# Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for what is cut from a
-# teacher, 2e-4 for adapters, 2e-5 for a pretrained model.
+# Peak learning rate of AdamW, at least 0, at most 100; None: 3e-3 for new weights, 5e-4 for what is
+# cut from a teacher, 2e-4 for adapters, 2e-5 for a pretrained model.
 LEARNING_RATE = None
 
 # --- Text -----------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ DATA_PATH = "stdlib"
 EVAL_PATH = None
 # Field of the records that holds the text; None: the first format of DATA_PATH that fits.
 TEXT_FIELD = None
-# Tokens in a row, 8 to 1048576. Longer: more context, more memory.
+# Tokens in a row, at least 8, at most 1048576. Longer: more context, more memory.
 BLOCK_SIZE = 256
 # Put several documents in a row if the model can mask attention between them; off: one padded
 # document per row.
@@ -75,12 +75,12 @@ PACKING = True
 # tvd | js:BETA (GKD's, BETA between 0 and 1) | auto (forward_kl, or reverse_kl if ROUTER_MODE is
 # all, ka or sar).
 DIVERGENCE = "auto"
-# Temperature of teacher and student in the divergence, 0.05 to 100. Higher: more weight on unlikely
-# tokens.
+# Temperature of teacher and student in the divergence, at least 0.05, at most 100. Higher: more
+# weight on unlikely tokens.
 TEMPERATURE = 1.0
-# Weight of the divergence, which is also multiplied by TEMPERATURE squared, from 0.
+# Weight of the divergence, which is also multiplied by TEMPERATURE squared, at least 0.
 ALPHA_KD = 0.5
-# Weight of the cross-entropy with the text, from 0.
+# Weight of the cross-entropy with the text, at least 0.
 ALPHA_CE = 0.5
 # Clamp as older scripts did, to measure what it costs: "2.5" (logits) or "2.5:0.1:5.0" (logits, and
 # lowest and highest loss); None: no clamp. float32 arithmetic needs no clamp.
@@ -92,16 +92,16 @@ ALIGN = "auto"
 # --- Generated text -------------------------------------------------------------------------------
 
 # Share of the rows that the student continues itself in each step, so that the teacher scores its
-# tokens, 0 to 1; 0: none. With ON_POLICY or TEACHER_TEXT a row holds one document.
+# tokens, at least 0, at most 1; 0: none. With ON_POLICY or TEACHER_TEXT a row holds one document.
 ON_POLICY = 0.0
 # Share of the rows whose text the teacher's continuation replaces, generated once (sequence-level
-# distillation), 0 to 1; 0: none.
+# distillation), at least 0, at most 1; 0: none.
 TEACHER_TEXT = 0.0
-# Sampling temperature of continuations, 0 to 100; 0: greedy.
+# Sampling temperature of continuations, at least 0, at most 100; 0: greedy.
 ROLLOUT_TEMPERATURE = 1.0
-# Prompts whose answers the report shows, 0 to 100.
+# Prompts whose answers the report shows, at least 0, at most 100.
 GENERATIONS = 4
-# Maximum tokens of a continuation, end token included, and of an answer in the report, from 1.
+# Maximum tokens of a continuation, end token included, and of an answer in the report, at least 1.
 # Prompt and continuation together fit in BLOCK_SIZE.
 MAX_NEW_TOKENS = 128
 
@@ -111,29 +111,29 @@ MAX_NEW_TOKENS = 128
 # | sar (all, with a router that learns from the student) | auto (sar for a mixture, native for a
 # dense teacher; used by the presets).
 ROUTER_MODE = "native"
-# Learning rate of the router in sar, 0 to 100.
+# Learning rate of the router in sar, at least 0, at most 100.
 ROUTER_LR = 1e-5
 # Router.safetensors of an earlier run, loaded into the teacher; None: its own router.
 ROUTER_WEIGHTS = None
 
 # --- Optimization ---------------------------------------------------------------------------------
 
-# Optimizer steps, from 1. Extend a finished run with RESUME, RUN_NAME and a larger value; the
+# Optimizer steps, at least 1. Extend a finished run with RESUME, RUN_NAME and a larger value; the
 # learning rate then follows the longer schedule.
 MAX_STEPS = 500
-# Passes over the data, above 0 to 1000000; None: MAX_STEPS decides.
+# Passes over the data, above 0, at most 1000000; None: MAX_STEPS decides.
 EPOCHS = None
-# Rows per forward pass over all processes, from 1; a step has GRADIENT_ACCUMULATION_STEPS times as
-# many. If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.
+# Rows per forward pass over all processes, at least 1; a step has GRADIENT_ACCUMULATION_STEPS times
+# as many. If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.
 BATCH_SIZE = 8
-# Forward passes per step, from 1; the loss is the mean over all their tokens.
+# Forward passes per step, at least 1; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
 # Learning rate after the warm-up: cosine (to zero) | linear (to zero) | constant_with_warmup |
 # constant (without a warm-up).
 LR_SCHEDULE = "cosine"
-# Fraction of the steps used for warm-up, before LR_SCHEDULE, 0 up to, not including, 1.
+# Fraction of the steps used for warm-up, before LR_SCHEDULE, at least 0, below 1.
 WARMUP_FRACTION = 0.1
-# Decoupled weight decay of AdamW, 0 to 10.
+# Decoupled weight decay of AdamW, at least 0, at most 10.
 WEIGHT_DECAY = 0.01
 # Maximum gradient norm, above 0; None: no clipping.
 CLIP_GRAD = 1.0
@@ -145,8 +145,8 @@ SPIKE_FACTOR = 100.0
 # Skip a step whose gradient norm is above this, above 0; None: only SPIKE_FACTOR decides. Older
 # scripts used 2.0; newly initialized weights exceed that for many steps.
 GRAD_NORM_THRESHOLD = None
-# Consecutive bad steps that end the run, from 1; None: after 20 the student is restored to its last
-# good state with a fresh optimizer, and 20 more end the run.
+# Consecutive bad steps that end the run, at least 1; None: after 20 the student is restored to its
+# last good state with a fresh optimizer, and 20 more end the run.
 STOP_AFTER = 10
 
 # --- Devices --------------------------------------------------------------------------------------
@@ -161,25 +161,26 @@ SHARD = False
 
 # --- Evaluation -----------------------------------------------------------------------------------
 
-# Steps between evaluations on held-out text, from 1; the best student so far, step 0 included, is
-# the one that is saved.
+# Steps between evaluations on held-out text, at least 1; the best student so far, step 0 included,
+# is the one that is saved.
 EVAL_EVERY = 100
 # Maximum rows of each of two held-out parts: validation, to choose the best student, and test, for
-# the results table, from 1.
+# the results table, at least 1.
 EVAL_ROWS = 200
 
 # --- Run ------------------------------------------------------------------------------------------
 
-# Steps between lines of metrics.jsonl, from 1.
+# Steps between lines of metrics.jsonl, at least 1.
 LOG_EVERY = 10
-# Steps between checkpoints, from 1. An interruption loses at most this many steps.
+# Steps between checkpoints, at least 1. An interruption loses at most this many steps.
 CHECKPOINT_EVERY = 100
 # Where to log curves in addition to metrics.jsonl: none | tensorboard (in the run folder) | wandb |
 # trackio (packages to install).
 REPORT_TO = "none"
 # Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
 DEVICE = "auto"
-# Seed of all random numbers, 0 to 4294967295. On the CPU the same seed gives the same run.
+# Seed of all random numbers, at least 0, at most 4294967295. On the CPU the same seed gives the
+# same run.
 SEED = 0
 # Where every run creates a folder with its model, metrics and report.
 RUNS_DIR = "runs"
