@@ -344,10 +344,25 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
         {
             "Did you mean --dataset? It takes a folder, too.": "dataset_path",
             "Did you mean --n_heads?": "heads",
-            "Use --use_fp16: half precision of the kind that suits the device.": "bf16 fp16",
+            "Use --use_fp16: half precision of the kind that suits the device.": """
+                bf16 bf16_full_eval fp16 fp16_full_eval tf32""",
             "The first tenth of the steps warms up; a cosine to 0 follows.": """
-                warmup_fraction warmup_ratio warmup_steps""",
-            "The optimizer is AdamW; --learning_rate sets its rate.": "adam_* optim optim_*",
+                lr_* warmup_fraction warmup_ratio warmup_steps""",
+            "The optimizer is AdamW; --learning_rate sets its rate.": """
+                adam_* optim optim_* weight_decay""",
+            "A run evaluates once, after its last step; --log_every is for the losses.": """
+                eval_* greater_is_better load_best_model_at_end metric_for_best_model
+                per_device_eval_batch_size""",
+            "TensorBoard's files are always written, into tensorboard/ of the run's folder.": """
+                project report_to trackio_*""",
+            "Use --workers for the number of threads; their order never matters.": """
+                dataloader_* dataloader_in_order dataloader_num_workers
+                dataloader_persistent_workers""",
+            "A step is one batch: change --batch_size.": "gradient_accumulation_steps",
+            "There is none: small heads are trained on embeddings of --dataset.": """
+                activation_* gradient_checkpointing gradient_checkpointing_kwargs
+                length_column_name liger_* remove_unused_columns torch_* use_cache
+                use_liger_kernel""",
         }
     )
 

@@ -20,7 +20,8 @@ def test_the_config_file_is_written_from_the_declarations():
 def test_help_names_the_range_that_the_code_checks(name):
     rule = VisionSettings.rules()[name][2]
     assert rule.help
-    numbers = {float(n) for n in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", rule.comment)}
+    text = f"{rule.help} {rule.bounds}"
+    numbers = {float(n) for n in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", text)}
     bounds = {rule.low, rule.above, rule.high, rule.below} - {None, 0}
     assert bounds <= numbers  # 0 as the lower end of a size or a share is implied
 
