@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import Example, TextDataset
-from ssl_kd.teachers.student import build_student, save_student
+from tests.tiny import Tiny
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 WORDS = ("cat", "dog", "sun", "mat", "park", "ball")
@@ -45,13 +45,14 @@ def house(tmp_path_factory):
         return train_tokenizer(TextDataset("t", "train", examples, "", ()), size)
 
     own, other = tokenizer(300, texts), tokenizer(280, texts[:3])
-    for name, tokens, experts in (("dense", own, 0), ("mixture", own, 4), ("foreign", other, 0)):
-        lm = build_student("fresh:2x32", None, tokens, seed=1, experts=experts)
-        save_student(lm.model, tokens, folder / name, "tiny")
-    lm = build_student("fresh:2x32", None, own, seed=2)
+    tiny = Tiny()
+    for name, tokens in (("dense", own), ("mixture", own), ("foreign", other)):
+        kind = "Mixtral" if name == "mixture" else "Llama"
+        tiny.folder(folder / name, kind, seed=1, tokenizer=tokens)
+    model = tiny.model(seed=2, tokenizer=own)
     with torch.no_grad():
-        lm.model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
-    lm.model.save_pretrained(folder / "sick")
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    model.save_pretrained(folder / "sick")
     own.save_pretrained(folder / "sick")
     return folder
 
