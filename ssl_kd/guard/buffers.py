@@ -1,4 +1,4 @@
-"""Buffers that forward passes change, as a BatchNorm's statistics, and how a bad batch is undone.
+"""Buffers that forward passes change, such as BatchNorm statistics, and how a bad batch is undone.
 
 A batch that is left out of an update has already run through the modules, also through those of
 others: a trunk that parts share, a discriminator. It must leave nothing in their buffers.

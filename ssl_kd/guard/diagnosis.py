@@ -124,7 +124,7 @@ def diagnose(
     settings: Mapping[str, Any] | None = None,
     usual: Mapping[str, float] | None = None,
 ) -> Diagnosis:
-    """Return what a fault comes from.
+    """Return the likely cause of a fault, and what to change.
 
     Args:
         fault: from `Microscope.fault`.

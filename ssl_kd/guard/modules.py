@@ -43,8 +43,8 @@ class ModulePart:
 class ModuleParts:
     """The parts of a model, each with its rows of the optimizer's state and its buffers.
 
-    Args as those of `Guard`, which are checked here: ValueError where parts and optimizer do not
-    fit, or a parameter is complex or float16.
+    The arguments are those of `Guard`. Raises ValueError where parts and optimizer do not fit, or a
+    parameter is complex or float16.
 
     Attributes:
         names: of the parts; the last one is `shared` where no named part owns some trained weights.

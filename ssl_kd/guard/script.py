@@ -40,7 +40,7 @@ _OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few h
 class ScriptWatch:
     """Watches every model, loss and optimizer of this process, inside `watching`.
 
-    Options as the flags of the command; `report` receives each report.
+    The options are the flags of the command; `report` is called with each report.
 
     Attributes:
         steps: optimizer steps so far.
