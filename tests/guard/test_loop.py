@@ -80,7 +80,7 @@ def linear(optimizer=SGD, dtype=torch.float32, **options):
     return Guard(model, optimizer(model.parameters()), **options)
 
 
-def heads(optimizer=SGD, trunk=False, parts=Heads.parts, **options):
+def heads(optimizer=SGD, trunk=False, parts=Heads.parts, **options) -> Any:
     torch.manual_seed(0)
     model = Heads(trunk)
     return Guard(model, optimizer(model.parameters()), parts(model), **options)

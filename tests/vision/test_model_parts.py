@@ -13,6 +13,7 @@ def test_wide_rows_that_are_few_are_rotated_as_by_all_their_covariances(dim):
     x = torch.randn(20, 40) * torch.arange(1.0, 41)
     projection = Projection.fit(x, dim)
     basis = projection.basis
+    assert basis is not None
     centred = (x - x.mean(0)).double()
     expected = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -min(dim, 19) :].flip(1)
     same = (basis[:, :19].double() * expected).sum(0).abs()
