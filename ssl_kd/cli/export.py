@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ssl_kd.cli.flags import FlagParser
@@ -17,6 +19,8 @@ _FLAGS = {
     "clusters": "clusters to export, separated by commas: 3,7; default: all",
     "names": "name the clusters and keep the names in the run, from `files` (the samples' file "
     "names) or a table of captions (CSV, TSV, JSONL, Parquet)",
+    "columns": "add the columns of a table (CSV, Parquet) with one row per sample of the run, in "
+    "its order",
     "link": "of folders: symlink, hardlink or copy; default: symlink",
     "url": "of label-studio: where the folder of pictures is served",
     "push": "upload the model to the Hugging Face Hub under this name, user/name",
@@ -39,6 +43,7 @@ def export(argv: Sequence[str]) -> int:
     _check_paths(flags, options)
     splits = _parts(flags.split)
     clusters = [_cluster(part) for part in _parts(flags.clusters)]
+    columns = None if flags.columns is None else _read_columns(home_resolved(flags.columns))
 
     from ssl_kd.cli.screen import open_screen
 
@@ -55,7 +60,7 @@ def export(argv: Sequence[str]) -> int:
         n_named = sum(map(len, names.levels.values()))
         print(f"Names: {names.save(samples.path)} ({n_named} clusters of all levels have one)")
     if flags.to is not None:
-        content = Content.of(samples, splits=splits, clusters=clusters)
+        content = Content.of(samples, splits=splits, clusters=clusters, columns=columns)
         path = export(content, flags.to, flags.out, force=flags.force, **options)
         print(f"{flags.to}: {path}")
         if how_to_read := FORMATS[flags.to].how_to_read:
@@ -89,8 +94,9 @@ def _check_paths(flags: argparse.Namespace, options: dict[str, Any]) -> None:
     if flags.to is not None:
         checked_path(home_resolved(flags.run), flags.to, flags.out, options, force=flags.force)
     run_folder(flags.run)
-    if flags.names not in (None, "files") and not home_resolved(flags.names).is_file():
-        raise FileNotFoundError(f"there is no file {flags.names}")
+    for file in (flags.columns, None if flags.names == "files" else flags.names):
+        if file is not None and not home_resolved(file).is_file():
+            raise FileNotFoundError(f"there is no file {file}")
 
 
 def _parts(text: str | None) -> list[str]:
@@ -102,3 +108,18 @@ def _cluster(text: str) -> int:
         return int(text)
     except ValueError:
         raise InputError(f"--clusters has {text!r}, expected numbers: --clusters 3,7") from None
+
+
+def _read_columns(path: Path) -> dict[str, Any]:
+    import pyarrow as arrow
+    from pyarrow import csv, parquet
+
+    try:
+        multiline = csv.ParseOptions(newlines_in_values=True)
+        is_parquet = path.suffix == ".parquet"
+        table = parquet.read_table(path) if is_parquet else csv.read_csv(path, None, multiline)
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if repeated := [name for name, n in Counter(table.column_names).items() if n > 1]:
+        raise InputError(f"{path} has the column {repeated[0]!r} twice: remove one of them")
+    return {name: table.column(name).to_numpy() for name in table.column_names}

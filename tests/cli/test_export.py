@@ -41,6 +41,21 @@ def test_names_and_a_selection_in_one_command(copied, tmp_path, capsys):
     assert not {"0", "1"} & set(table.column("cluster_name").to_pylist())
 
 
+def test_columns_of_a_table_are_exported(copied, tmp_path, capsys):
+    n = len((copied / "assignments.csv").read_text().splitlines()) - 1
+    table = tmp_path / "map.csv"
+    table.write_text("\n".join(["x,y", *(f"{i},{i / 2}" for i in range(n))]) + "\n")
+    argv = ["export", str(copied), "--to", "parquet", "--columns", str(table)]
+    assert cli.main(argv) == 0
+    exported = parquet.read_table(copied / "export" / "clusters.parquet")
+    assert exported.column("y").to_pylist() == [i / 2 for i in range(n)]
+    argv += ["--out", str(tmp_path / "out.parquet")]
+    for text, message in (("more\n1\n", "1"), ("a,a\n1,2\n", "'a' twice"), (None, "no file")):
+        table.unlink() if text is None else table.write_text(text)
+        assert cli.main(argv) != 0 and message in capsys.readouterr().err
+    assert not (tmp_path / "out.parquet").exists()
+
+
 @fault(173)
 def test_force_replaces_a_file_once_the_new_one_is_complete_and_no_folder(
     copied, tmp_path, capsys, monkeypatch
