@@ -221,7 +221,7 @@ def extraction_rows(size: Size, device: torch.device) -> Iterator[Row]:
         batch = 64
         rows = torch.arange(len(dataset)).split(batch)
         batches = [
-            teacher.transform.normalise(
+            teacher.transform.normalize(
                 torch.stack([teacher.preprocess(dataset.image(int(i))) for i in some]).to(device)
             )
             for some in rows

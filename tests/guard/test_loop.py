@@ -73,7 +73,7 @@ def all_bits(guard):
     return bits(guard.model.parameters(), guard.optimizer)
 
 
-def linear(optimizer=SGD, dtype=torch.float32, **options):
+def linear(optimizer=SGD, dtype=torch.float32, **options) -> Any:
     """A guard around a linear layer that begins the same each time."""
     torch.manual_seed(0)
     model = nn.Linear(6, 2, dtype=dtype)

@@ -417,7 +417,11 @@ def test_a_cache_refuses_other_imported_classes_and_weights(own, tmp_path):
     ("name", "options", "message"),
     [
         ("nowhere.MyTeacher", {}, "'nowhere.MyTeacher' cannot be imported: No module named"),
-        ("Lost", {}, "expected package.module.Class, in an installed package or in a folder"),
+        (
+            "Lost",
+            {},
+            "expected package.module.Class, in an installed package or below the current folder",
+        ),
         ("function", {}, "expected a subclass of ssl_kd.teachers.base.Teacher"),
         (
             "MeanColour",

@@ -87,7 +87,10 @@ def test_a_loss_of_ones_own_finds_clusters_that_are_there(own, how):
     ("path", "message"),
     [
         ("nowhere.Loss", "loss 'nowhere.Loss' cannot be imported: No module named"),
-        ("Lost", "expected package.module.Class, in an installed package or in a folder"),
+        (
+            "Lost",
+            "expected package.module.Class, in an installed package or below the current folder",
+        ),
         ("Half", "expected a subclass of ssl_kd.vision.objectives.Objective"),
         ("Asking", "needs colour, size: no such setting, so give it a default"),
     ],
