@@ -98,7 +98,7 @@ def processor_state(processor: Any) -> dict[str, Any]:
 def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -> PictureBlocks:
     """Turn documents with and without images into rows of tokens, as `make_blocks` does.
 
-    Each image is as many tokens in the text as its processor makes of it. These are never targets:
+    The processor expands each image to a number of tokens. These are never targets:
     neither cross-entropy nor divergence counts a position whose next token is one. A document with
     images that is longer than a row is left out, so that no image is cut.
 

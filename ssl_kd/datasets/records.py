@@ -113,7 +113,7 @@ class Example:
     images: tuple[Picture, ...] = ()
 
     def content(self) -> bytes:
-        """Return the content without the place, as bytes that are equal for duplicates.
+        """Return the content as bytes, without its source, so that duplicates are equal.
 
         Raises:
             UnicodeEncodeError: half of a surrogate pair, which is not valid text.

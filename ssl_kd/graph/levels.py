@@ -332,9 +332,9 @@ def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
         seed: of the groups that the finest clusters consist of.
 
     Returns:
-        Partitions `[n]`, finest first, each made of the clusters of the one before; that into K is
-        included only where there is no finer one. Clusters are numbered in the order of their
-        first samples.
+        Partitions `[n]`, finest first, each formed by merging clusters of the one before. That
+        into K is included only if there is no finer one. Clusters are numbered in the order of
+        their first samples.
     """
     k = int(clusters.max()) + 1
     finest = min(FINEST * k, graph.n)

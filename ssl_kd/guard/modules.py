@@ -186,7 +186,7 @@ class ModuleParts:
 
 
 def without_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a guard's state without the last good states, of which each rank holds a shard."""
+    """Return a guard's state without its last good states, which are sharded over the ranks."""
     return {**state, "parts": {name: {"good": None, "due": 0} for name in state["parts"]}}
 
 
@@ -195,7 +195,7 @@ def _divide(
     optimizer: torch.optim.Optimizer,
     named: Mapping[str, Parameters] | None,
 ) -> tuple[list[ModulePart], Buffers]:
-    """Return the parts, and the buffers of no part."""
+    """Return the parts, and the buffers that belong to no part."""
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         if id(p) in held and p.is_complex():

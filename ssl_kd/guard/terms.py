@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class LossTerms:
     """What is remembered of each loss term, by name, from the step in which it first appears.
 
-    A term counts once in a step, however many batches the step has: as its first bad one.
+    A term counts at most once per step, with its first bad batch.
     `max_norm` does not apply: it is a limit for whole parts.
 
     Attributes:

@@ -221,7 +221,7 @@ class Verdicts:
         return self._ranks.name_ranks(self._spoiled[part].any(1))
 
     def put_back(self, part: int, spoiled: Iterable[int]) -> None:
-        """Note buffers that were put back outside a step, for the other ranks in the next step."""
+        """Record buffers restored outside a step, to tell the other ranks in the next step."""
         self._healed[part] |= set(spoiled)
 
 

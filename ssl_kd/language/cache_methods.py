@@ -378,7 +378,7 @@ METHODS: Mapping[str, type[CacheMethod]] = MappingProxyType(
 
 
 def as_cached(answer: TopKTeacher) -> TopKTeacher:
-    """Return what a cache would give back of an answer, to the bit."""
+    """Return an answer exactly as it would be read from a cache, bit for bit."""
     log_probs = answer.log_probs.clamp(min=LOWEST).half()
     return TopKTeacher(answer.indices, _rescaled(log_probs, answer.log_tail), answer.log_tail)
 
@@ -402,7 +402,7 @@ def _rescaled(log_probs: Tensor, log_tail: Tensor) -> Tensor:
 
 
 def _logits(answer: FullAnswer, vocabulary: int | None) -> Callable[[int, int], Tensor]:
-    """Return a function from `start, stop` to the logits there, a float32 copy."""
+    """Return a function of `start, stop` that copies the logits of these positions as float32."""
     if isinstance(answer, LogitsTeacher):
         logits = answer.logits[:, :vocabulary]
         return lambda start, stop: logits[start:stop].to(torch.float32, copy=True)

@@ -77,7 +77,7 @@ class RoutedTeacher:
             )
 
     def answer(self, batch: Batch, rows: Tensor) -> TeacherOutput:
-        """Return the answer of one draw of experts, by a router that does not learn."""
+        """Return the teacher's answer for one draw of experts; the router is not trained."""
         # Drawn from the step's own seed, so a resumed run samples the same experts.
         seed = int(torch.randint(2**62, ())) if self.mode == "ka" else 0
         generator = torch.Generator().manual_seed(seed)

@@ -82,7 +82,7 @@ class TeacherSettings(Settings):
 
     @property
     def to_train(self) -> tuple[str, int] | None:
-        """Return LAYERSxDIM and steps of a teacher to train first; None if it exists already."""
+        """Return LAYERSxDIM and steps of a teacher to train first; None for an existing teacher."""
         if self.teacher_model == "train":
             return TRAINED
         match = re.fullmatch(r"train:(\d+x\d+):([1-9]\d*)", self.teacher_model)

@@ -50,5 +50,5 @@ class Plain:
 
 
 def named_rows(rows: Tensor) -> str:
-    """Return `rows 3, 17`: how an event names a batch."""
+    """Return the rows of a batch as text for an event, such as `rows 3, 17`."""
     return f"rows {', '.join(map(str, rows.tolist()))}"

@@ -370,7 +370,7 @@ def _weighted(
 def _common_vocabulary(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, teachers: Sequence[TeacherOutput]
 ) -> tuple[int, Outside | None]:
-    """Return the size of the vocabulary that all share, and its entries that one leaves out."""
+    """Return the size of the common vocabulary, and the entries in it that any model excludes."""
     linear = [t for t in teachers if isinstance(t, LinearTeacher)]
     logits = [t.logits for t in teachers if isinstance(t, LogitsTeacher)]
     vocab = x.shape[-1] if weight is None else len(weight)

@@ -102,7 +102,7 @@ def _frame(run: RunResults) -> dict[str, Any]:
 
 
 def _again(command: str) -> str:
-    """Return the command without the flags that name or continue this run."""
+    """Return the command without `--run_name` and `--resume`, to run it again."""
     try:
         arguments = shlex.split(command)
     except ValueError:  # a quote that is not closed

@@ -235,7 +235,7 @@ class Settings:
 
     @classmethod
     def file_text(cls) -> str:
-        """Return a settings file of the defaults, each under a comment, for :meth:`from_file`."""
+        """Return a file with every default below a comment, as :meth:`from_file` reads it."""
         lines = [f'"""{cls.file_heading}"""']
         for name, (_, _, rule) in cls.rules().items():
             if rule.section:

@@ -102,7 +102,7 @@ class Ledger:
         return self._fitting(same)
 
     def begin_anew(self, shards: Collection[int], join: bool) -> None:
-        """Start a new cache, whatever is finished.
+        """Start a new cache, even if a complete one exists.
 
         Args:
             shards: to be computed by this writer.

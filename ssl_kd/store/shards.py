@@ -390,7 +390,7 @@ def bad_row(shard: Content, file: str, position: int, what: str) -> NonFiniteRow
 
 
 def _form(value: object) -> str:
-    """Describe a dense CPU tensor by dtype and shape, anything else by what it is."""
+    """Describe a dense CPU tensor by dtype and shape, other tensors by layout, else the type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":

@@ -192,7 +192,7 @@ class ShardWriter(Generic[S]):
         return [range(at, min(at + batch_size, self.n)) for at in sorted(starts)]
 
     def put(self, content: Content, rows: Tensor) -> None:
-        """Add some rows; those already stored, or of no shard of this writer, are ignored.
+        """Add some rows; rows already stored, or in none of this writer's shards, are ignored.
 
         Args:
             content: the columns, each [b, ...], on any device.

@@ -141,7 +141,7 @@ class CompletionServer:
             k: how many; vLLM allows as many as its `--max-logprobs`, by default 20.
             vocabulary: number of ids of the teacher's tokenizer; larger ids are refused.
             where: name of the prompt in error messages.
-            first: number of the prompt's first token there.
+            first: position of the prompt's first token within `where`, for messages.
 
         Raises:
             ServerFailed: the server did not answer within the patience, refused, or gave an

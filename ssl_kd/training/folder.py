@@ -156,7 +156,7 @@ class RunFolder:
         """Record the code of the user's classes; raise RunFolderError if it has changed.
 
         Args:
-            own: import path of a class -> its file, and that file's digest.
+            own: import path of each user class -> the file that defines it, and its digest.
         """
         before = _read_json(self.path / "config.json").get("own_code", {})
         for name, (file, digest) in own.items():

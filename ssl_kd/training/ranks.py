@@ -286,7 +286,7 @@ def _store_of_first(rank: int, store: Store, timeout: timedelta) -> TCPStore:
 
 
 def _device(device: str, size: str, count: int) -> torch.device:
-    """Return the device of this process, one of `count` by the variable `size`.
+    """Return this process's device; the variable `size` says that `count` were started.
 
     Raises:
         InputError: as `joined`.

@@ -1,4 +1,4 @@
-"""Fill the caches of all splits: in one process, in one of many, or by Ray; nothing is trained."""
+"""Compute the embedding caches of all splits: in one process, in one of several, or on Ray."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _heads(
 
 
 def _graph(answer: GraphAnswer) -> dict[str, Any]:
-    """Return which families of partitions agree with the answer, and which of them voted."""
+    """Return how far each family of partitions agrees with the answer, and which ones voted."""
     ensemble = answer.ensemble
     return {
         "agreement": agreement(ensemble.candidates, ensemble.clusters),
@@ -152,7 +152,7 @@ def _graph(answer: GraphAnswer) -> dict[str, Any]:
 
 
 def _levels(split: SplitAssignments, n_clusters: int) -> list[dict[str, Any]]:
-    """Return the tree with the answer, coarsest first: sizes, and the parent of each cluster."""
+    """Return the tree's levels, coarsest first: the sizes and the parent of each cluster."""
     levels = {
         f"level_{size}": (size, of) for size, of in zip(split.sizes, split.levels.T, strict=True)
     }

@@ -255,7 +255,7 @@ def _first_linked(first: Rows, second: Rows, n: int) -> Rows:
 
 
 def _limits(spacing: Spacing, floor: float | None) -> tuple[float, float]:
-    """Return the largest distance and closeness of a pair that is kept; either suffices."""
+    """Return the limits of distance and closeness; a pair within either of them is kept."""
     closeness = spacing.nearest / np.maximum(spacing.scale, np.finfo(float).tiny)
     beyond_chance = closeness[spacing.excess(closeness) <= CHANCE]
     apart = spacing.nearest[spacing.nearest > SAME]

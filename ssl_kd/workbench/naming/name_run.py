@@ -48,7 +48,7 @@ def name_samples(samples: Samples, captions: str | Path | Sequence[str] | None =
 
 
 def file_words(files: Sequence[str], leave_out: Collection[str] = ()) -> list[str]:
-    """Return the words of each file's name and folders as one text, without some folders.
+    """Return the words of each file's name and folders, without the folders in `leave_out`.
 
     >>> file_words(["holiday/beach/IMG_0042_redBoat.jpg"], leave_out={"beach"})
     ['holiday IMG red Boat']
