@@ -44,7 +44,7 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
 
 
 def program(prog: str) -> list[str]:
-    """Return the command that starts `prog` again as it was started, without its flags."""
+    """Return the command that starts `prog` again, by the same launcher, without its flags."""
     if not prog.endswith(".py"):
         return prog.split()
     on_this_machine, in_all = (os.environ.get(f"{name}WORLD_SIZE", "1") for name in ("LOCAL_", ""))

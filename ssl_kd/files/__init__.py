@@ -47,7 +47,7 @@ def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
             cross file systems). Whatever goes wrong in it, the temporary file is removed.
 
     Raises:
-        OSError: the disk is full or failed; the message names `path`, which is as it was.
+        OSError: the disk is full or failed; the message names `path`, which is unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

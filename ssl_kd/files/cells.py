@@ -51,7 +51,7 @@ def to_cells(table: arrow.Table) -> arrow.Table:
 
 
 def from_cells(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
-    """Return a column of text as it was before it was written as cells."""
+    """Return the original text of a column of cells."""
     texts = [None if cell is None else from_cell(cell) for cell in column.to_pylist()]
     return arrow.chunked_array([arrow.array(texts, arrow.string())])
 

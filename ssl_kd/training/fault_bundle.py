@@ -32,7 +32,7 @@ _MOST = 8  # bundles of a run
 
 @dataclass(frozen=True)
 class Bundle:
-    """One step of one part, as it was when it went wrong.
+    """The step at which a part failed, with all that is needed to repeat it.
 
     Attributes:
         event: the fault, its part and step.

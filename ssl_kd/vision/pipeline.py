@@ -127,43 +127,7 @@ def learn(
                 clusters=clusters,
             )
             ranks.ranks.from_first(lambda: result)
-        heads = None if ranks is None else ranks.heads
-        trainer = make_trainer(settings, rows.projection.dim, n_clusters, context.precision, heads)
-        of_all = None if ranks is None else ranks.of_all_heads
-        plan = make_plan(settings, trainer, neighbors, rows, of_all)
-        with context.signals.between_steps():
-            gather = rows.on(device)
-            start = load_last(context.folder, trainer, plan.convergence, ranks)
-            context.folder.rewind(start)
-            context.folder.become_latest()
-            options: dict[str, Any] = {
-                "clusters": clusters,
-                "on_events": context.folder.events.extend,
-                "on_fault": fault_recorder(
-                    context.folder.path, trainer, dataclasses.asdict(settings)
-                ),
-            }
-            if ranks is None:
-                learner = HeadsLearner(trainer, plan, gather, **options)
-            else:
-                ranks.caught = context.signals.caught
-                every = settings.log_every
-                learner = RankHeadsLearner(ranks, every, trainer, plan, gather, **options)
-
-            def should_stop() -> bool:
-                return bool(context.signals.caught) if ranks is None else ranks.stopping
-
-            with _logging(context, learner, settings.n_heads) as (on_log, on_checkpoint):
-                steps = run_loop(
-                    learner,
-                    start=start,
-                    log_every=settings.log_every,
-                    checkpoint_every=settings.checkpoint_every,
-                    on_log=on_log,
-                    on_checkpoint=on_checkpoint,
-                    should_stop=should_stop,
-                )
-        trainer = trainer if ranks is None else ranks.gather_trainer(trainer)
+        trainer, about = _train(settings, context, rows, neighbors, n_clusters, clusters)
     with clock("consensus"):
         context.progress("consensus", 0, 1, {})
         projection = rows.projection
@@ -171,13 +135,60 @@ def learn(
         model, chosen, information = answer
         save_model(model, context.folder)
         context.progress("consensus", 1, 1, {"heads": len(chosen)})
-    about = {
+    about["neighbours"] = search
+    return TrainedHeads(trainer, model, chosen, information, partition, about)
+
+
+def _train(
+    settings: VisionSettings,
+    context: RunContext,
+    rows: TrainingRows,
+    neighbors: Tensor,
+    n_clusters: int,
+    clusters: Tensor | None,
+) -> tuple[HeadTrainer, dict[str, Any]]:
+    """Train this rank's heads from the last checkpoint on; return all, and what to report."""
+    folder, ranks = context.folder, context.ranks
+    heads = None if ranks is None else ranks.heads
+    trainer = make_trainer(settings, rows.projection.dim, n_clusters, context.precision, heads)
+    of_all = None if ranks is None else ranks.of_all_heads
+    plan = make_plan(settings, trainer, neighbors, rows, of_all)
+    with context.signals.between_steps():
+        gather = rows.on(context.precision.device)
+        start = load_last(folder, trainer, plan.convergence, ranks)
+        folder.rewind(start)
+        folder.become_latest()
+        options: dict[str, Any] = {
+            "clusters": clusters,
+            "on_events": folder.events.extend,
+            "on_fault": fault_recorder(folder.path, trainer, dataclasses.asdict(settings)),
+        }
+        if ranks is None:
+            learner = HeadsLearner(trainer, plan, gather, **options)
+        else:
+            ranks.caught = context.signals.caught
+            every = settings.log_every
+            learner = RankHeadsLearner(ranks, every, trainer, plan, gather, **options)
+
+        def should_stop() -> bool:
+            return bool(context.signals.caught) if ranks is None else ranks.stopping
+
+        with _logging(context, learner, settings.n_heads) as (on_log, on_checkpoint):
+            steps = run_loop(
+                learner,
+                start=start,
+                log_every=settings.log_every,
+                checkpoint_every=settings.checkpoint_every,
+                on_log=on_log,
+                on_checkpoint=on_checkpoint,
+                should_stop=should_stop,
+            )
+    trainer = trainer if ranks is None else ranks.gather_trainer(trainer)
+    return trainer, {
         "steps": steps,
         "convergence": None if plan.convergence is None else plan.convergence.history(),
         "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
-        "neighbours": search,
     }
-    return TrainedHeads(trainer, model, chosen, information, partition, about)
 
 
 def _draw(stage: str, progress: Progress) -> Callable[[int, int], None]:

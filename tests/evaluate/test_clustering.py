@@ -86,9 +86,9 @@ def test_noise_is_wrong_in_accuracies_and_one_more_cluster_in_the_others():
     scores = clustering_scores(labels, clusters)
     assert scores["nmi"] == normalized_mutual_info_score(labels, clusters)
     assert scores["ari"] == adjusted_rand_score(labels, clusters)
-    nobody = np.full(7, -1)
-    assert accuracy(labels, nobody) == 0
-    assert match(labels, nobody) == {}
+    no_cluster = np.full(7, -1)
+    assert accuracy(labels, no_cluster) == 0
+    assert match(labels, no_cluster) == {}
 
 
 def test_more_clusters_than_classes_leave_some_without_a_class():
