@@ -25,7 +25,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import normalize
 
 from ssl_kd import MultiHeadClusterer, evaluate
-from ssl_kd.store import nearest_neighbours
+from ssl_kd.store import nearest_neighbors
 
 OURS = "ssl_kd"
 
@@ -55,7 +55,7 @@ def _leiden(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
     import igraph  # pyright: ignore[reportMissingImports]
     import leidenalg  # pyright: ignore[reportMissingImports]
 
-    near = nearest_neighbours(torch.from_numpy(x), 15).numpy()
+    near = nearest_neighbors(torch.from_numpy(x), 15).numpy()
     edges = np.stack([np.repeat(np.arange(len(x)), near.shape[1]), near.ravel()], 1)
     graph = igraph.Graph(len(x), np.unique(np.sort(edges, 1), axis=0).tolist())
 

@@ -36,7 +36,7 @@ from ssl_kd.guard.health import Health
 from ssl_kd.guard.recovery import Recovery
 from ssl_kd.guard.update import part_norms
 from ssl_kd.heads import HeadBank
-from ssl_kd.store import nearest_neighbours
+from ssl_kd.store import nearest_neighbors
 from ssl_kd.training.loop import run_loop
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.fit import head_clusters, make_plan, make_trainer
@@ -137,7 +137,7 @@ class Digits:
         assert dataset.labels is not None
         x = torch.from_numpy(dataset.arrays).flatten(1).float() / 16
         self.labels = dataset.labels
-        self.neighbours = nearest_neighbours(x, 20)
+        self.neighbours = nearest_neighbors(x, 20)
         projection = Projection.fit(x, None)
         self.x, self.dim = projection(x), projection.dim
 

@@ -34,7 +34,7 @@ from benchmarks.sets import SETS, Absent, Labelled, Sources, long_tailed
 from ssl_kd import MultiHeadClusterer, evaluate
 from ssl_kd.graph import form_ensemble
 from ssl_kd.graph.ensemble import EVEN, UNEVEN, Kind, kind_of, vote
-from ssl_kd.store import nearest_neighbours
+from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import summed, views
 
@@ -136,7 +136,7 @@ def scores_of(y: NDArray, clusters: NDArray) -> dict[str, float]:
 def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
     """The answers of the ensemble, before any head, and the evenness that chooses among them."""
     rows = torch.from_numpy(x)
-    near = nearest_neighbours(rows, min(20, len(x) - 1))
+    near = nearest_neighbors(rows, min(20, len(x) - 1))
     projected = Projection.fit(rows, 256)(rows)
     cosine, euclidean, white = views(near, rows.__getitem__, projected, torch.device("cpu"))
     crowd = form_ensemble(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)

@@ -17,7 +17,7 @@ from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore, NonFiniteRow, nearest_neighbours
+from ssl_kd.store import EmbeddingStore, NonFiniteRow, nearest_neighbors
 from ssl_kd.store.embeddings import is_bad, odd_rows, row_peaks
 from ssl_kd.training.loop import run_loop
 from ssl_kd.vision.fit import make_plan, make_trainer
@@ -141,7 +141,7 @@ def _first_batches(
     """Train for a few steps on a sample of the rows, by a trainer that is thrown away."""
     rows = sample_rows(store.n, heads.seed, _PAIRED_ROWS)
     embeddings = store.gather(rows)
-    neighbors = nearest_neighbours(embeddings, min(n_neighbors, len(rows) - 1))
+    neighbors = nearest_neighbors(embeddings, min(n_neighbors, len(rows) - 1))
     projection = Projection.fit(embeddings, pca_dim)
 
     def gather(wanted: Tensor) -> Tensor:

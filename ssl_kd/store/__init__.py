@@ -1,9 +1,9 @@
 """Caches of teacher outputs in verified shards, and nearest neighbors."""
 
-from ssl_kd.store.approximate import find_neighbours, kept_neighbours
+from ssl_kd.store.approximate import find_neighbors, kept_neighbors
 from ssl_kd.store.embeddings import EmbeddingStore, EmbeddingWriter
 from ssl_kd.store.fingerprint import BaseFingerprint, Fingerprint, FingerprintMismatch
-from ssl_kd.store.neighbours import cached_neighbours, nearest_neighbours
+from ssl_kd.store.neighbors import cached_neighbors, nearest_neighbors
 from ssl_kd.store.shards import NonFiniteRow, ShardStore
 from ssl_kd.store.writer import ShardWriter
 
@@ -16,8 +16,8 @@ __all__ = [
     "NonFiniteRow",
     "ShardStore",
     "ShardWriter",
-    "cached_neighbours",
-    "find_neighbours",
-    "kept_neighbours",
-    "nearest_neighbours",
+    "cached_neighbors",
+    "find_neighbors",
+    "kept_neighbors",
+    "nearest_neighbors",
 ]

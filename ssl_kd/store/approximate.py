@@ -32,8 +32,8 @@ from ssl_kd.files.lock import Lock
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.guard.memory import give_back_memory
 from ssl_kd.store.embeddings import EmbeddingStore
-from ssl_kd.store.neighbours import (
-    cached_neighbours,
+from ssl_kd.store.neighbors import (
+    cached_neighbors,
     check_k,
     kept_exactly,
     load_faiss,
@@ -59,7 +59,7 @@ PART_BYTES = 256 << 20  # an index in memory before it is written to disk
 Progress = Callable[[int, int], None]
 
 
-def find_neighbours(
+def find_neighbors(
     store: EmbeddingStore,
     k: int,
     *,
@@ -92,8 +92,8 @@ def find_neighbours(
         LockHeld: another process is searching here.
     """
     if not by_index(store, search):
-        neighbours = cached_neighbours(store, k, device=device, progress=progress)
-        return neighbours, {"index": "exact", "recall": 1.0}
+        neighbors = cached_neighbors(store, k, device=device, progress=progress)
+        return neighbors, {"index": "exact", "recall": 1.0}
     check_k(k, store.n)
     if kept := _kept(store, k):
         return kept
@@ -105,7 +105,7 @@ def find_neighbours(
         _check_space(store, k)
         work.mkdir()
         try:
-            neighbours, record = _searched(store, k, work, progress)
+            neighbors, record = _searched(store, k, work, progress)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     if record["recall"] < RECALL:
@@ -114,11 +114,11 @@ def find_neighbours(
             record["recall"],
             RECALL,
         )
-    return neighbours, record
+    return neighbors, record
 
 
 def by_index(store: EmbeddingStore, search: str = "auto") -> bool:
-    """Return whether `find_neighbours` uses an index, and maps its result from a file.
+    """Return whether `find_neighbors` uses an index, and maps its result from a file.
 
     Raises:
         ValueError: an unknown search.
@@ -128,10 +128,10 @@ def by_index(store: EmbeddingStore, search: str = "auto") -> bool:
     return search == "ivf" or (search == "auto" and store.n > EXACT_ROWS)
 
 
-def kept_neighbours(
+def kept_neighbors(
     store: EmbeddingStore, k: int, *, search: str = "auto", verify: bool = True
 ) -> Tensor | None:
-    """Return the neighbors kept beside the store; None if `find_neighbours` would have to search.
+    """Return the neighbors kept beside the store; None if `find_neighbors` would have to search.
 
     Args:
         store: the embeddings.
@@ -215,14 +215,14 @@ def _searched(
                 progress(stop, store.n)
         found.flush()
     os.replace(temporary, path)
-    neighbours = _mapped(path)
+    neighbors = _mapped(path)
     record = {
         "digest": store.digest,
         "k": k,
         "index": f"IVF{index.nlist},SQfp16",
         "nlist": index.nlist,
         "nprobe": index.nprobe,
-        "recall": _recall(neighbours[queries[half:]], truth[half:]),
+        "recall": _recall(neighbors[queries[half:]], truth[half:]),
         "queries": len(queries) - half,
         "compared": stats.ndis / (store.n * (store.n - 1.0)),
         "seconds": clock.stages,
@@ -230,7 +230,7 @@ def _searched(
         "sha256": sha256_file(path),
     }
     atomic_write_json(record_path, record)
-    return neighbours, record
+    return neighbors, record
 
 
 def _unit(embeddings: Tensor) -> Tensor:
@@ -302,9 +302,9 @@ def _fill(index: Any, store: EmbeddingStore, work: Path) -> None:
     merged.this.disown()
 
 
-def _probes(index: Any, x: Tensor, neighbours: Tensor) -> int:
+def _probes(index: Any, x: Tensor, neighbors: Tensor) -> int:
     """Return the fewest cells that hold `SOUGHT` of the neighbors `[b k, D]` of rows `[b, D]`."""
-    cells = index.quantizer.search(neighbours.numpy(), 1)[1].reshape(len(x), -1, 1)
+    cells = index.quantizer.search(neighbors.numpy(), 1)[1].reshape(len(x), -1, 1)
     ranks = [
         (index.quantizer.search(row[None], index.nlist)[1] == cell).argmax(1)
         for row, cell in zip(x.numpy(), cells, strict=True)

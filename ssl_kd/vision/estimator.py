@@ -28,7 +28,7 @@ from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.settings.import_paths import path_of_file
-from ssl_kd.store import nearest_neighbours
+from ssl_kd.store import nearest_neighbors
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.training.loop import run_loop
 from ssl_kd.training.ranks import refuse_ranks
@@ -252,7 +252,7 @@ class MultiHeadClusterer(
         projected = projection(rows)
         gather = projected.__getitem__
         k = min(settings.neighbours, len(rows) - 1)
-        neighbors = nearest_neighbours(rows, k, device=precision.device)
+        neighbors = nearest_neighbors(rows, k, device=precision.device)
         partition, self.number_ = None, None
         if auto or (settings.by_graph and n_clusters > 1):
             partition = partition_of(

@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.stats import binom
 from torch import Tensor, nn
 
-from ssl_kd.store import nearest_neighbours
+from ssl_kd.store import nearest_neighbors
 
 # Probability that a batch without a new cluster has a seed.
 CHANCE = 0.01
@@ -114,7 +114,7 @@ def find_new_clusters(
     needed = math.log(CHANCE / n) / math.log(share[clusters[r:]].mean())
     k = min(max(NEIGHBORS, math.ceil(SLACK * needed)), r + n - 1)
     pool = torch.cat([reference, new[rows]])
-    near = nearest_neighbours(pool, k, metric="euclidean", device=device)[r:].numpy()
+    near = nearest_neighbors(pool, k, metric="euclidean", device=device)[r:].numpy()
 
     chance = binom.sf((near >= r).sum(1) - 1, k, share[clusters[near]].mean(1))
     seeds = np.flatnonzero(chance < CHANCE / n)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ssl_kd.graph import Ensemble, Graph, View, form_ensemble, fuzzy_graph
 from ssl_kd.graph.levels import Evidence, nested_levels, number_of_clusters
 from ssl_kd.guard.finite import safe_normalize
-from ssl_kd.store import nearest_neighbours
+from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Splits
 
 # Neighbors of a sample in the graphs; 15 as in UMAP.
@@ -84,7 +84,7 @@ def views(
     k = min(max(COSINE_GRAPHS), n - 1)
     near = neighbors[:, :k]
     if near.shape[1] < k:  # NEIGHBOURS is smaller
-        near = nearest_neighbours(unit, k, device=device)
+        near = nearest_neighbors(unit, k, device=device)
     distances = _distances(near, unit).square() / 2  # 1 - cosine
     graphs = {
         size: fuzzy_graph(near[:, :size].numpy(), distances[:, :size].numpy())
@@ -96,7 +96,7 @@ def views(
 
 def _euclidean(x: Tensor, device: torch.device) -> View:
     k = min(GRAPH_NEIGHBORS, len(x) - 1)
-    near = nearest_neighbours(x, k, metric="euclidean", device=device)
+    near = nearest_neighbors(x, k, metric="euclidean", device=device)
     graph = fuzzy_graph(near.numpy(), _distances(near, x).numpy())
     return View(x.numpy(), {GRAPH_NEIGHBORS: graph})
 

@@ -18,7 +18,7 @@ from ssl_kd.files import sha256_file
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore, find_neighbours, kept_neighbours, nearest_neighbours
+from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, nearest_neighbors
 from ssl_kd.store.approximate import by_index
 from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.training.board import Board
@@ -201,11 +201,11 @@ def _find_neighbors(
     """Return `[n, k]` neighbors and how they were found; stored where these are all rows."""
     k, draw = min(k, rows.n - 1), _draw("neighbours", progress)
     if rows.rows is None:
-        return find_neighbours(rows.store, k, device=device, progress=draw)
+        return find_neighbors(rows.store, k, device=device, progress=draw)
     if rows.n < rows.store.n:
         logger.info("the graph is that of %d of %d samples", rows.n, rows.store.n)
     embeddings = rows.embeddings(torch.arange(rows.n))
-    neighbors = nearest_neighbours(embeddings, k, device=device, progress=draw)
+    neighbors = nearest_neighbors(embeddings, k, device=device, progress=draw)
     return neighbors, {"index": "exact", "recall": 1.0, "rows": rows.n}
 
 
@@ -353,7 +353,7 @@ def _leader_neighbors(k: int, store: EmbeddingStore, leader: LeaderResult) -> Te
     """
     if leader.neighbors is not None:
         return leader.neighbors
-    neighbors = kept_neighbours(store, min(k, store.n - 1), verify=False)
+    neighbors = kept_neighbors(store, min(k, store.n - 1), verify=False)
     if neighbors is None:
         raise InputError(
             f"{store.folder} lacks the neighbours that rank 0 found there: EMBEDDINGS_DIR has to"

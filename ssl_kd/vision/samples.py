@@ -20,7 +20,7 @@ from ssl_kd.errors import InputError, RunFolderError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.files.cells import from_cells
 from ssl_kd.settings.early import run_folder
-from ssl_kd.store import EmbeddingStore, find_neighbours
+from ssl_kd.store import EmbeddingStore, find_neighbors
 from ssl_kd.vision.assignments import assignments_of, read_finished
 from ssl_kd.vision.model import has_pictures
 
@@ -173,7 +173,7 @@ class Samples:
 
         They are read from beside the run's embeddings, or searched where fewer are stored.
         """
-        neighbors, _ = find_neighbours(self.store(split), k, search="auto")
+        neighbors, _ = find_neighbors(self.store(split), k, search="auto")
         return neighbors.numpy() + self.splits[split].start
 
     def image(self, row: int) -> Image.Image | None:

@@ -16,7 +16,7 @@ from PIL import Image
 from ssl_kd.datasets import FeatureDataset
 from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.guard import Precision
-from ssl_kd.store import NonFiniteRow, cached_neighbours
+from ssl_kd.store import NonFiniteRow, cached_neighbors
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Features
 from ssl_kd.training.folder import RunFolder
@@ -392,7 +392,7 @@ def test_duplicates_are_neighbours_and_the_sample_itself_is_not(settings, tmp_pa
     np.savez(tmp_path / "copies.npz", features=x, labels=digits[1][:64])
     copies = settings(dataset=str(tmp_path / "copies.npz"), baselines=True)
     path = run(copies).path
-    neighbours = cached_neighbours(opened(copies), 5)
+    neighbours = cached_neighbors(opened(copies), 5)
     assert not (neighbours == torch.arange(64).unsqueeze(1)).any()
     if form == "a digit":
         assert (neighbours[:30] < 30).all()

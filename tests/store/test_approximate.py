@@ -11,9 +11,9 @@ import torch
 
 from ssl_kd.errors import InputError
 from ssl_kd.files.lock import Lock, LockHeld
-from ssl_kd.store import EmbeddingStore, find_neighbours, kept_neighbours, nearest_neighbours
+from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, nearest_neighbors
 from ssl_kd.store import approximate as ivf
-from tests.store.test_neighbours import FINGERPRINT, write
+from tests.store.test_neighbors import FINGERPRINT, write
 
 N, DIM, K = 3000, 16, 10
 
@@ -42,11 +42,11 @@ def files(folder):
 
 def test_it_finds_nearly_all_in_a_part_of_the_pairs_and_says_so(tmp_path, x, small):
     store = write(tmp_path, x, shard_rows=800)
-    found, record = find_neighbours(store, K, search="ivf")
+    found, record = find_neighbors(store, K, search="ivf")
     assert found.shape == (N, K) and found.dtype == torch.int32
     assert not (found == torch.arange(N).unsqueeze(1)).any(), "a row is its own neighbour"
     assert all(len(set(row)) == K for row in found.tolist())
-    whole = found_of(nearest_neighbours(store, K), found)
+    whole = found_of(nearest_neighbors(store, K), found)
     assert whole > 0.985 and abs(record["recall"] - whole) < 0.01
     assert record["compared"] < 0.25 and record["index"] == f"IVF{2 * 54},SQfp16"
     assert record == json.loads((tmp_path / "neighbours_train.json").read_text())
@@ -56,21 +56,21 @@ def test_it_finds_nearly_all_in_a_part_of_the_pairs_and_says_so(tmp_path, x, sma
 @pytest.mark.parametrize("search", ["exact", "ivf"])
 def test_what_is_kept_is_found_without_a_search(tmp_path, x, search):
     store = write(tmp_path, x[:200])
-    assert kept_neighbours(store, K, search=search) is None
-    found = find_neighbours(store, K, search=search)[0]
+    assert kept_neighbors(store, K, search=search) is None
+    found = find_neighbors(store, K, search=search)[0]
     for k, verify in ((K, True), (3, False)):
-        kept = kept_neighbours(store, k, search=search, verify=verify)
+        kept = kept_neighbors(store, k, search=search, verify=verify)
         assert kept is not None and torch.equal(kept, found[:, :k])
     other = "exact" if search == "ivf" else "ivf"
-    assert kept_neighbours(store, K + 1, search=search) is None
-    assert kept_neighbours(store, K, search=other) is None
+    assert kept_neighbors(store, K + 1, search=search) is None
+    assert kept_neighbors(store, K, search=other) is None
 
 
 def test_where_all_cells_are_probed_it_is_the_exact_search(tmp_path, x, small, monkeypatch):
     x = x[:400].half().float()  # what the index keeps is rounded no further
     monkeypatch.setattr(ivf, "_unit", lambda embeddings: embeddings)
     monkeypatch.setattr(ivf, "_probes", lambda index, *_: index.nlist)
-    found, record = find_neighbours(write(tmp_path, x), K, search="ivf")
+    found, record = find_neighbors(write(tmp_path, x), K, search="ivf")
     products = (x @ x.T).fill_diagonal_(-torch.inf)
     torch.testing.assert_close(products.gather(1, found.long()), products.topk(K).values)
     assert record["compared"] == pytest.approx(400 / 399) and record["nprobe"] == 40
@@ -78,24 +78,24 @@ def test_where_all_cells_are_probed_it_is_the_exact_search(tmp_path, x, small, m
 
 def test_few_rows_are_searched_exactly_unless_told_otherwise(tmp_path, x, monkeypatch):
     store = write(tmp_path, x[:200])
-    found, record = find_neighbours(store, K)
+    found, record = find_neighbors(store, K)
     assert record == {"index": "exact", "recall": 1.0} and found.dtype == torch.int64
-    assert torch.equal(found, nearest_neighbours(store, K))
+    assert torch.equal(found, nearest_neighbors(store, K))
     assert files(tmp_path) == {"neighbours_train.pt"}
     monkeypatch.setattr(ivf, "EXACT_ROWS", 199)
-    assert find_neighbours(store, K)[1]["index"] == "IVF28,SQfp16"
-    assert find_neighbours(store, K, search="exact")[1]["index"] == "exact"
+    assert find_neighbors(store, K)[1]["index"] == "IVF28,SQfp16"
+    assert find_neighbors(store, K, search="exact")[1]["index"] == "exact"
     with pytest.raises(ValueError, match="search is 'hnsw'; expected one of auto, exact, ivf"):
-        find_neighbours(store, K, search="hnsw")
+        find_neighbors(store, K, search="hnsw")
     with pytest.raises(InputError, match="k is 200, but each of 200 samples"):
-        find_neighbours(store, 200)
+        find_neighbors(store, 200)
 
 
 def test_duplicates_zeros_and_empty_cells(tmp_path, x, small):
     x = x[:600].clone()
     x[100:400] = x[3]
     x[500:520] = 0
-    found, _ = find_neighbours(write(tmp_path, x), K, search="ivf")
+    found, _ = find_neighbors(write(tmp_path, x), K, search="ivf")
     assert not (found == torch.arange(600).unsqueeze(1)).any()
     assert all(len(set(row)) == K for row in found.tolist()) and found.min() >= 0
     same = {3, *range(100, 400)}
@@ -114,25 +114,25 @@ def test_a_row_that_is_not_finite_ends_the_search_with_its_number(x):
 def test_kept_for_the_next_time_and_for_nothing_else(tmp_path, x, small, monkeypatch, caplog):
     x = x[:500]
     store = write(tmp_path, x)
-    first, record = find_neighbours(store, K, search="ivf")
+    first, record = find_neighbors(store, K, search="ivf")
     first = first.clone()  # it is mapped from the file that will be damaged
     searches, search = [], ivf._searched
     monkeypatch.setattr(ivf, "_searched", lambda *a: searches.append(1) or search(*a))
-    again, kept = find_neighbours(EmbeddingStore.open(tmp_path, "train"), K, search="ivf")
+    again, kept = find_neighbors(EmbeddingStore.open(tmp_path, "train"), K, search="ivf")
     assert torch.equal(first, again) and kept == record and not searches
-    fewer, _ = find_neighbours(store, 3, search="ivf")
+    fewer, _ = find_neighbors(store, 3, search="ivf")
     assert torch.equal(fewer, first[:, :3]) and not searches
     path = tmp_path / "neighbours_train.npy"
     damaged = bytearray(path.read_bytes())
     damaged[-3] ^= 1
     path.write_bytes(damaged)
-    assert torch.equal(find_neighbours(store, K, search="ivf")[0], first) and len(searches) == 1
+    assert torch.equal(find_neighbors(store, K, search="ivf")[0], first) and len(searches) == 1
     assert "computed again" in caplog.text
-    find_neighbours(store, K + 1, search="ivf")
+    find_neighbors(store, K + 1, search="ivf")
     assert len(searches) == 2
     y = x + torch.randn(500, DIM)
     shutil.rmtree(tmp_path)
-    find_neighbours(write(tmp_path, y, fingerprint=FINGERPRINT), K, search="ivf")
+    find_neighbors(write(tmp_path, y, fingerprint=FINGERPRINT), K, search="ivf")
     assert len(searches) == 3
 
 
@@ -145,22 +145,22 @@ def test_an_interrupted_search_leaves_nothing_and_starts_anew(tmp_path, x, small
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        find_neighbours(store, K, search="ivf", progress=interrupt)
+        find_neighbors(store, K, search="ivf", progress=interrupt)
     assert not files(tmp_path)
     work = tmp_path / "neighbours_train.partial"  # of a killed process
     work.mkdir()
     (work / "cells.bin").write_bytes(b"half")
-    assert find_neighbours(store, K, search="ivf")[1]["recall"] > 0.97 and not work.exists()
+    assert find_neighbors(store, K, search="ivf")[1]["recall"] > 0.97 and not work.exists()
 
 
 def test_two_searches_at_once_and_a_full_disk_are_refused(tmp_path, x, monkeypatch):
     store = write(tmp_path, x[:300])
     with Lock(tmp_path / ".neighbours_train.lock"), pytest.raises(LockHeld, match="one writer"):
-        find_neighbours(store, K, search="ivf")
+        find_neighbors(store, K, search="ivf")
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(InputError, match="the neighbors of 300 rows need .* are free"):
-        find_neighbours(store, K, search="ivf")
+        find_neighbors(store, K, search="ivf")
     assert not files(tmp_path)
 
 
@@ -182,7 +182,7 @@ def watch():
         peak = max(peak, resident())
         time.sleep(0.002)
 threading.Thread(target=watch, daemon=True).start()
-ivf.find_neighbours(store, 5, search="ivf")
+ivf.find_neighbors(store, 5, search="ivf")
 print(peak - before)
 """
 

@@ -19,7 +19,7 @@ from ssl_kd.store import (
     Fingerprint,
     FingerprintMismatch,
     NonFiniteRow,
-    nearest_neighbours,
+    nearest_neighbors,
 )
 from ssl_kd.store.shards import read_manifest, write_manifest
 from tests.damage import FullDisk, Payload
@@ -212,7 +212,7 @@ def test_statistics(tmp_path):
     x = rows_of()
     x[[3, 20]] = 0
     store = write(tmp_path, x)
-    assert 3 not in nearest_neighbours(store, 3)[3]
+    assert 3 not in nearest_neighbors(store, 3)[3]
     statistics = store.manifest["statistics"]
     assert statistics["min"] == x.min().item() and statistics["max"] == x.max().item()
     assert statistics["mean_norm"] == pytest.approx(x.norm(dim=1).mean().item(), rel=1e-6)

@@ -531,10 +531,10 @@ def test_many_rows_are_clustered_by_the_graph_of_a_part_of_them(monkeypatch, met
     x = centres[y] + np.random.default_rng(1).normal(size=(700, 6))
     monkeypatch.setattr("ssl_kd.vision.training_rows.GRAPH_ROWS", 200)
     seen = []
-    neighbours = ssl_kd.vision.estimator.nearest_neighbours
+    neighbours = ssl_kd.vision.estimator.nearest_neighbors
     monkeypatch.setattr(
         ssl_kd.vision.estimator,
-        "nearest_neighbours",
+        "nearest_neighbors",
         lambda x, k, **how: seen.append(len(x)) or neighbours(x, k, **how),
     )
     clusterer = MultiHeadClusterer(6, method=method, n_heads=4, random_state=0).fit(x)

@@ -11,7 +11,7 @@ from sklearn.metrics import adjusted_rand_score
 from ssl_kd import MultiHeadClusterer
 from ssl_kd.evaluate import accuracy
 from ssl_kd.graph import fuzzy_graph
-from ssl_kd.store import nearest_neighbours
+from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import COSINE_GRAPHS, GRAPH_NEIGHBORS, partition_of, views
 
@@ -21,7 +21,7 @@ X, Y = torch.from_numpy(DIGITS.data[:500]).float(), DIGITS.target[:500]
 
 
 def _inputs(x=X, neighbours=20):
-    return nearest_neighbours(x, neighbours), x.__getitem__, Projection.fit(x, None)(x)
+    return nearest_neighbors(x, neighbours), x.__getitem__, Projection.fit(x, None)(x)
 
 
 def test_graphs_are_cosine_euclidean_and_half_whitened():
@@ -47,12 +47,12 @@ def test_neighbours_by_euclid_are_those_of_all_distances():
     x = torch.randn(300, 7)
     distance = torch.cdist(x, x).fill_diagonal_(torch.inf)
     for backend in ("faiss", "torch"):
-        found = nearest_neighbours(x, 6, metric="euclidean", backend=backend, block_rows=64)
+        found = nearest_neighbors(x, 6, metric="euclidean", backend=backend, block_rows=64)
         torch.testing.assert_close(
             distance.gather(1, found), distance.topk(6, largest=False).values
         )
     with pytest.raises(ValueError, match="metric is 'manhattan'; expected one of cosine, eucl"):
-        nearest_neighbours(x, 6, metric="manhattan")
+        nearest_neighbors(x, 6, metric="manhattan")
 
 
 def test_it_finds_the_digits_and_reports_each_partition():

@@ -10,7 +10,7 @@ from PIL import Image
 
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
-from ssl_kd.store import EmbeddingStore, nearest_neighbours
+from ssl_kd.store import EmbeddingStore, nearest_neighbors
 from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.samples import Samples
 from tests.faults.matrix import row as fault
@@ -43,7 +43,7 @@ def test_embeddings_neighbours_and_pictures_are_those_of_the_run(photo_run):
     assert torch.equal(samples.embeddings(rows), everything[rows])
     found = samples.neighbours(4, "test") - samples.splits["test"].start
     distances = torch.cdist(stores[1].double(), stores[1].double()[found[:, 0]]).diagonal()
-    truth = nearest_neighbours(stores[1], 1)[:, 0]
+    truth = nearest_neighbors(stores[1], 1)[:, 0]
     assert distances.equal(torch.cdist(stores[1].double(), stores[1].double()[truth]).diagonal())
     for row in (0, len(samples) - 1):
         image, file = samples.image(row), samples.image_file(row)

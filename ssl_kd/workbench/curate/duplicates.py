@@ -15,8 +15,8 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore, find_neighbours
-from ssl_kd.store.neighbours import nearest_among, search_on
+from ssl_kd.store import EmbeddingStore, find_neighbors
+from ssl_kd.store.neighbors import nearest_among, search_on
 from ssl_kd.workbench.curate.neighbor_spacing import (
     SAME,
     Block,
@@ -192,7 +192,7 @@ def near_duplicates(
         none, empty = np.empty(0, np.int64), np.empty(0)
         return Duplicates(store, none, none, empty, empty, np.arange(n), floor or 0.0)
     k = min(NEIGHBORS, n - 1)
-    neighbors, _ = find_neighbours(store, k, search="auto")
+    neighbors, _ = find_neighbors(store, k, search="auto")
     spacing = Spacing.measure(store, neighbors, progress)
     equal, crowded = _equal_rows(store, neighbors, spacing, same)
     max_distance, max_closeness = _limits(spacing, floor)

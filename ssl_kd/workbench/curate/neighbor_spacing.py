@@ -37,7 +37,7 @@ def neighbor_distances(
 
     Args:
         store: n embeddings.
-        neighbors: rows of it `[n, k]`, as `find_neighbours` returns them; `[m, k]` with `rows`.
+        neighbors: rows of it `[n, k]`, as `find_neighbors` returns them; `[m, k]` with `rows`.
         rows: the rows that `neighbors` belong to `[m]`; None: all.
 
     Yields:

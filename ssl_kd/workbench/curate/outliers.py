@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ssl_kd.errors import InputError
 from ssl_kd.store import EmbeddingStore
-from ssl_kd.store.neighbours import nearest_among, search_on
+from ssl_kd.store.neighbors import nearest_among, search_on
 from ssl_kd.workbench.curate.duplicates import CHANCE, NEIGHBORS, ROWS
 from ssl_kd.workbench.curate.neighbor_spacing import (
     SAME,

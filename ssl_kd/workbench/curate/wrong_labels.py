@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore, find_neighbours
+from ssl_kd.store import EmbeddingStore, find_neighbors
 from ssl_kd.workbench.curate.duplicates import NEIGHBORS
 from ssl_kd.workbench.curate.neighbor_spacing import neighbor_distances, similarity
 from ssl_kd.workbench.curate.ranked_samples import Ranked
@@ -80,7 +80,7 @@ def mislabelled(
     if clusters is not None:
         parts.append(_by_cluster(np.asarray(clusters)[known], known_codes, len(classes)))
     k = min(NEIGHBORS, store.n - 1)
-    neighbors, _ = find_neighbours(store, k, search="auto")
+    neighbors, _ = find_neighbors(store, k, search="auto")
     mean, belief = parts[0], np.ones(store.n)
     for _ in range(ROUNDS):
         votes = _by_neighbors(store, neighbors, codes, len(classes), belief)[known]

@@ -14,7 +14,7 @@ from ssl_kd.datasets.decode import decode
 from ssl_kd.errors import InputError
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.guard.precision import Precision
-from ssl_kd.store.neighbours import nearest_among, search_on
+from ssl_kd.store.neighbors import nearest_among, search_on
 from ssl_kd.teachers import Teacher
 from ssl_kd.vision.run import teacher_of
 from ssl_kd.vision.samples import Samples

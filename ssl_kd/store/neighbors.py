@@ -41,7 +41,7 @@ METRICS = {"cosine": (safe_normalize, safe_normalize), "euclidean": (_with_one, 
 """Metric -> transforms of queries and of candidates, so that the dot product ranks them."""
 
 
-def nearest_neighbours(
+def nearest_neighbors(
     embeddings: EmbeddingStore | Tensor,
     k: int,
     *,
@@ -69,7 +69,7 @@ def nearest_neighbours(
     Returns:
         int64 [n, k] on the CPU, nearest first; ties in any order.
 
-    >>> nearest_neighbours(torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 1.0]]), 1).tolist()
+    >>> nearest_neighbors(torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 1.0]]), 1).tolist()
     [[1], [0], [1]]
     """
     n = len(embeddings)
@@ -96,7 +96,7 @@ def nearest_neighbours(
         if 3 * n * dim * 4 < torch.cuda.mem_get_info(device)[0]:
             on_gpu = list(prepared(as_candidate))
 
-    neighbours = torch.empty(n, k, dtype=torch.int64)
+    neighbors = torch.empty(n, k, dtype=torch.int64)
     for first, queries in prepared(as_query):
         if not (finite := queries.isfinite().all(1)).all():
             row = first + int((~finite).nonzero()[0, 0])
@@ -104,10 +104,10 @@ def nearest_neighbours(
         itself = torch.arange(first, first + len(queries), device=device)
         candidates = on_gpu or prepared(as_candidate)
         rows = nearest_among(queries, itself, candidates, k, search)
-        neighbours[first : first + len(queries)] = rows.cpu()
+        neighbors[first : first + len(queries)] = rows.cpu()
         if progress is not None:
             progress(first + len(queries), n)
-    return neighbours
+    return neighbors
 
 
 def nearest_among(
@@ -142,14 +142,14 @@ def nearest_among(
     return rows
 
 
-def cached_neighbours(
+def cached_neighbors(
     store: EmbeddingStore,
     k: int,
     *,
     device: str | torch.device = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Compute `nearest_neighbours` of a store, and keep them in `neighbours_{split}.pt`.
+    """Compute `nearest_neighbors` of a store, and keep them in `neighbours_{split}.pt`.
 
     The file is reused for the same embeddings and the same or a smaller k; otherwise, or if it is
     damaged, it is replaced.
@@ -157,26 +157,26 @@ def cached_neighbours(
     check_k(k, store.n)
     if (kept := kept_exactly(store, k)) is not None:
         return kept
-    neighbours = nearest_neighbours(store, k, device=device, progress=progress)
-    small = neighbours.int() if store.n < 2**31 else neighbours
+    neighbors = nearest_neighbors(store, k, device=device, progress=progress)
+    small = neighbors.int() if store.n < 2**31 else neighbors
     tensors = {"neighbours": small, "key": _key(store), "checksum": _checksum(small)}
     try:
         save_tensors(_path(store), tensors)
     except OSError as error:
         logger.warning("neighbors are not kept for the next run: %s", error)
-    return neighbours
+    return neighbors
 
 
 def kept_exactly(store: EmbeddingStore, k: int) -> Tensor | None:
-    """Return what `cached_neighbours` saved for these embeddings and k or more; else None."""
+    """Return what `cached_neighbors` saved for these embeddings and k or more; else None."""
     path = _path(store)
     try:
         saved = load_tensors(path)
-        neighbours = saved["neighbours"]
-        if saved["checksum"] != _checksum(neighbours):
+        neighbors = saved["neighbours"]
+        if saved["checksum"] != _checksum(neighbors):
             raise CorruptFileError(f"{path} has another checksum than when it was written")
-        if saved["key"] == _key(store) and neighbours.shape[1] >= k:
-            return neighbours[:, :k].long()
+        if saved["key"] == _key(store) and neighbors.shape[1] >= k:
+            return neighbors[:, :k].long()
     except FileNotFoundError:
         pass
     except (CorruptFileError, KeyError, TypeError, AttributeError) as error:
@@ -201,8 +201,8 @@ def check_k(k: int, n: int) -> None:
         )
 
 
-def _checksum(neighbours: Tensor) -> str:
-    return hashlib.sha256(neighbours.contiguous().numpy().tobytes()).hexdigest()
+def _checksum(neighbors: Tensor) -> str:
+    return hashlib.sha256(neighbors.contiguous().numpy().tobytes()).hexdigest()
 
 
 def _blocks(embeddings: EmbeddingStore | Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:

@@ -12,9 +12,9 @@ from ssl_kd.store import (
     EmbeddingStore,
     EmbeddingWriter,
     Fingerprint,
-    cached_neighbours,
-    nearest_neighbours,
-    neighbours,
+    cached_neighbors,
+    nearest_neighbors,
+    neighbors,
 )
 
 BACKENDS = ["faiss", "torch"]
@@ -55,19 +55,19 @@ def write(folder, x, shard_rows=30, fingerprint=FINGERPRINT, force=False) -> Emb
 @pytest.mark.parametrize(("block_rows", "k"), [(2, 5), (16, 40), (100, 1), (101, 5), (4096, 40)])
 def test_equals_brute_force_across_block_borders(backend, block_rows, k):
     x = torch.randn(101, 8)
-    found = nearest_neighbours(x, k, backend=backend, block_rows=block_rows)
+    found = nearest_neighbors(x, k, backend=backend, block_rows=block_rows)
     assert_exact(x, found, k)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_rows", [1, 7, 64])
-def test_more_duplicates_than_neighbours(backend, block_rows):
+def test_more_duplicates_than_neighbors(backend, block_rows):
     """Dropping the first column instead of the row itself fails here."""
     x = torch.randn(60, 5)
     x[10:35] = x[3]  # 26 of one, over many blocks
     x[50:52] = x[0]
     k = 6
-    found = nearest_neighbours(x, k, backend=backend, block_rows=block_rows)
+    found = nearest_neighbors(x, k, backend=backend, block_rows=block_rows)
     assert_exact(x, found, k)
     same = {3, *range(10, 35)}
     for row in same:
@@ -78,10 +78,10 @@ def test_more_duplicates_than_neighbours(backend, block_rows):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_and_zero_rows_give_no_nan(backend):
     for x in (torch.ones(20, 4), torch.zeros(20, 4)):
-        assert_exact(x, nearest_neighbours(x, 7, backend=backend, block_rows=3), 7)
+        assert_exact(x, nearest_neighbors(x, 7, backend=backend, block_rows=3), 7)
     x = torch.randn(40, 6).abs()  # every true pair has a positive cosine
     x[[4, 30]] = 0
-    found = nearest_neighbours(x, 5, backend=backend, block_rows=8)
+    found = nearest_neighbors(x, 5, backend=backend, block_rows=8)
     assert_exact(x, found, 5)
     others = torch.tensor([row for row in range(40) if row not in (4, 30)])
     assert not torch.isin(found[others], torch.tensor([4, 30])).any()
@@ -91,7 +91,7 @@ def test_equal_and_zero_rows_give_no_nan(backend):
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_fewest_samples(backend, k):
     x = torch.tensor([[0.0, 1.0], [1.0, 1.0], [5.0, 1.0]])
-    found = nearest_neighbours(x, k, backend=backend, block_rows=2)
+    found = nearest_neighbors(x, k, backend=backend, block_rows=2)
     assert found.tolist() == [row[:k] for row in [[1, 2], [2, 0], [1, 0]]]
 
 
@@ -100,14 +100,14 @@ def test_the_fewest_samples(backend, k):
 )
 def test_any_dtype_and_scale(dtype, scale):
     x = (torch.randn(50, 8) * scale).to(dtype).requires_grad_()
-    found = nearest_neighbours(x, 3, block_rows=16)
+    found = nearest_neighbors(x, 3, block_rows=16)
     assert_exact(x.detach(), found, 3)
 
 
 @pytest.mark.parametrize("k, n", [(5, 5), (1, 1), (1, 0), (0, 5), (-1, 5)])
 def test_too_few_samples_says_both_numbers(k, n):
     with pytest.raises(ValueError, match=f"k is {k}, but each of {n} samples has"):
-        nearest_neighbours(torch.randn(n, 3), k)
+        nearest_neighbors(torch.randn(n, 3), k)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_too_few_samples_says_both_numbers(k, n):
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        nearest_neighbours(torch.randn(5, 3), 2, **arguments)
+        nearest_neighbors(torch.randn(5, 3), 2, **arguments)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -128,12 +128,12 @@ def test_a_bad_row_is_named(value):
     x = torch.randn(30, 4)
     x[17, 2] = value
     with pytest.raises(ValueError, match="row 17 is not"):
-        nearest_neighbours(x, 3, block_rows=8)
+        nearest_neighbors(x, 3, block_rows=8)
 
 
 def test_progress():
     calls = []
-    nearest_neighbours(torch.randn(10, 3), 2, block_rows=4, progress=lambda *p: calls.append(p))
+    nearest_neighbors(torch.randn(10, 3), 2, block_rows=4, progress=lambda *p: calls.append(p))
     assert calls == [(4, 10), (8, 10), (10, 10)]
 
 
@@ -142,7 +142,7 @@ def test_progress():
 def test_on_the_gpu(block_rows):
     x = torch.randn(500, 32)
     x[100:150] = x[3]
-    found = nearest_neighbours(x, 10, device="cuda", block_rows=block_rows)
+    found = nearest_neighbors(x, 10, device="cuda", block_rows=block_rows)
     assert_exact(x, found, 10, atol=1e-5)
 
 
@@ -150,7 +150,7 @@ def test_on_the_gpu(block_rows):
 def test_from_a_store_over_shards(tmp_path, backend):
     x = torch.randn(101, 8)
     store = write(tmp_path, x)
-    found = nearest_neighbours(store, 4, backend=backend, block_rows=37)
+    found = nearest_neighbors(store, 4, backend=backend, block_rows=37)
     assert_exact(x, found, 4)
 
 
@@ -163,12 +163,12 @@ import warnings
 warnings.simplefilter("ignore")
 import {first}, {second}
 import torch
-from ssl_kd.store import nearest_neighbours
+from ssl_kd.store import nearest_neighbors
 torch.set_num_threads(2)
 x = torch.randn(1500, 32)
-a = nearest_neighbours(x, 5, backend="faiss", block_rows=700)
+a = nearest_neighbors(x, 5, backend="faiss", block_rows=700)
 y = (x @ x.T).softmax(1).sum()
-b = nearest_neighbours(x, 5, backend="torch", block_rows=700)
+b = nearest_neighbors(x, 5, backend="torch", block_rows=700)
 assert (a == b).float().mean() > 0.999
 import faiss
 assert torch.get_num_threads() == faiss.omp_get_max_threads() == 2
@@ -188,61 +188,61 @@ print("fine")
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Counts how often neighbours are really computed."""
-    calls, compute = [], neighbours.nearest_neighbours
+    """Counts how often neighbors are really computed."""
+    calls, compute = [], neighbors.nearest_neighbors
 
     def count(store, k, **settings):
         calls.append(k)
         return compute(store, k, **settings)
 
-    monkeypatch.setattr(neighbours, "nearest_neighbours", count)
+    monkeypatch.setattr(neighbors, "nearest_neighbors", count)
     return calls
 
 
 def test_kept_for_the_next_time(tmp_path, counted):
     x = torch.randn(80, 8)
     store = write(tmp_path, x)
-    first = cached_neighbours(store, 10)
+    first = cached_neighbors(store, 10)
     assert (tmp_path / "neighbours_train.pt").exists()
     again = EmbeddingStore.open(tmp_path, "train")
-    assert torch.equal(cached_neighbours(again, 10), first)
-    smaller = cached_neighbours(again, 4)
+    assert torch.equal(cached_neighbors(again, 10), first)
+    smaller = cached_neighbors(again, 4)
     assert torch.equal(smaller, first[:, :4]) and smaller.dtype == torch.int64
     assert counted == [10]
-    assert_exact(x, cached_neighbours(again, 12), 12)
+    assert_exact(x, cached_neighbors(again, 12), 12)
     assert counted == [10, 12]
 
 
-def test_other_embeddings_are_other_neighbours(tmp_path, counted):
+def test_other_embeddings_are_other_neighbors(tmp_path, counted):
     x = torch.randn(80, 8)
-    cached_neighbours(write(tmp_path, x), 5)
+    cached_neighbors(write(tmp_path, x), 5)
     other = Fingerprint("other", "none", "28px", "float32", "digits")
     y = torch.randn(80, 8)
     store = write(tmp_path, y, fingerprint=other, force=True)
-    assert_exact(y, cached_neighbours(store, 5), 5)
+    assert_exact(y, cached_neighbors(store, 5), 5)
     # The same fingerprint, but a shard of other content (a teacher that is not deterministic).
     (tmp_path / "embeddings_train_00001.pt").write_bytes(b"")
     z = y + torch.randn(80, 8)
     store = write(tmp_path, z, fingerprint=other, force=True)
-    assert_exact(store.tensor(), cached_neighbours(store, 5), 5)
+    assert_exact(store.tensor(), cached_neighbors(store, 5), 5)
     assert counted == [5, 5, 5]
 
 
 def test_a_left_out_row_is_no_neighbour(tmp_path, counted):
     x = torch.randn(80, 8)
     store = write(tmp_path, x)
-    cached_neighbours(store, 5)
+    cached_neighbors(store, 5)
     store._kept = torch.arange(1, 80)  # what exclude_bad leaves
     store.n = 79
     del store.digest
-    assert_exact(x[1:], cached_neighbours(store, 5), 5)
+    assert_exact(x[1:], cached_neighbors(store, 5), 5)
     assert counted == [5, 5]
 
 
 @pytest.mark.parametrize("damage", ["bit", "empty", "tensors", "list", "values"])
 def test_a_damaged_file_is_computed_again(tmp_path, counted, caplog, damage):
     store = write(tmp_path, torch.randn(80, 8))
-    first = cached_neighbours(store, 5)
+    first = cached_neighbors(store, 5)
     path = tmp_path / "neighbours_train.pt"
     data, saved = bytearray(path.read_bytes()), torch.load(path, weights_only=True)
     if damage in ("bit", "empty"):
@@ -258,7 +258,7 @@ def test_a_damaged_file_is_computed_again(tmp_path, counted, caplog, damage):
             path,
         )
     for _ in range(2):
-        assert torch.equal(cached_neighbours(store, 5), first)
+        assert torch.equal(cached_neighbors(store, 5), first)
     assert counted == [5, 5] and "computed again" in caplog.text
 
 
@@ -269,6 +269,6 @@ def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path, monkeypa
     def full(path, value):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(neighbours, "save_tensors", full)
-    assert_exact(x, cached_neighbours(store, 3), 3)
+    monkeypatch.setattr(neighbors, "save_tensors", full)
+    assert_exact(x, cached_neighbors(store, 3), 3)
     assert "not kept for the next run" in caplog.text
