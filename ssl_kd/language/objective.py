@@ -210,12 +210,13 @@ class Objective:
         None as positions means all of them. Text comes first, then what the student generated.
         Rows that are not finite in `kd` have no divergence.
         """
-        kind, n_text = self.settings.kind_of_divergence, text.text_tokens
+        kind, on_policy = self.settings.kind_of_divergence, self.settings.kind_on_policy
+        n_text = text.text_tokens
         judged = torch.ones(n, dtype=torch.bool)
         if "kd" in sick:
             judged = without(text, sick["kd"]).counts[:, 1:][text.counts[:, 1:]]
         if bool(judged.all()):
-            parts = [(slice(n_text), True, kind), (slice(n_text, n), False, kind)]
+            parts = [(slice(n_text), True, kind), (slice(n_text, n), False, on_policy)]
             return [(None, True, kind)] if n_text == n else parts[0 if n_text else 1 :]
         is_text, device = torch.arange(n) < n_text, self.precision.device
         return [
@@ -223,7 +224,7 @@ class Objective:
             for which, has_target, divergence in (
                 (judged & is_text, True, kind),
                 (~judged & is_text, True, None),
-                (judged & ~is_text, False, kind),
+                (judged & ~is_text, False, on_policy),
             )
         ]
 

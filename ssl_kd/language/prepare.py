@@ -16,6 +16,7 @@ from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.render import describe_turns
 from ssl_kd.datasets.text import TextDataset
+from ssl_kd.errors import InputError
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_identity, check_divergence
@@ -47,7 +48,13 @@ from ssl_kd.language.text_rows import (
 )
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import CausalLM, llm_module, without_adapters
+from ssl_kd.teachers.causal import (
+    CausalLM,
+    CausalLMUnavailable,
+    llm_module,
+    load_tokenizer,
+    without_adapters,
+)
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.layers import freeze_tower
@@ -157,6 +164,10 @@ def prepare(
             )
     teacher = models.teacher or _teacher(settings, train_set, precision, progress, ranks)
     student = _student(settings, train_set, precision, teacher, models.student)
+    if teacher is not None and teacher.tokenizer is None:  # compared with that of the cache
+        teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
+    if teacher is not None and settings.align == "auto":
+        check_family(student, teacher)
     aligned = teacher is not None and settings.align != "auto"
     others = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
     teachers = [lm for lm in (teacher, *others) if lm is not None]
@@ -237,7 +248,39 @@ def _teacher(
         name = str(trained_teacher(settings, texts, precision, progress, ranks))
     # In the dtype of its file if a student is cut from it, or float16 may be too narrow.
     as_saved = settings.student_model.startswith("layers:") or precision.teacher == torch.float16
-    return load_teacher(settings, name, precision, as_saved=as_saved)
+    try:
+        return load_teacher(settings, name, precision, as_saved=as_saved)
+    except (CausalLMUnavailable, FileNotFoundError) as error:
+        if settings.teacher_cache is None or settings.is_routed:
+            raise
+        return _absent_teacher(settings, name, Path(settings.teacher_cache), error)
+
+
+def _absent_teacher(
+    settings: LanguageSettings, name: str, cache: Path, error: Exception
+) -> CausalLM:
+    """Return a teacher without a model, identified by its cache; raise `error` without a cache.
+
+    Its tokenizer is None if it cannot be loaded either.
+    """
+    if not cache.is_dir():
+        raise error
+    weights = TeacherCache.open(cache, verify=False).fingerprint.weights
+    if " " in weights:  # of changed experts or another router
+        raise error
+    if settings.student_model.startswith(("layers:", "fresh:")):
+        raise SettingsError(
+            f"STUDENT_MODEL {settings.student_model!r} is built from the teacher {name}, which"
+            f" cannot be loaded: set it to llama:LAYERSxDIM, or to a saved model with the teacher's"
+            f" tokenizer. ({error})"
+        ) from error
+    message = "the teacher %s cannot be loaded: the student learns from TEACHER_CACHE alone, and"
+    logger.warning(f"{message} the table has no row of the teacher (%s)", name, error)
+    try:
+        tokenizer = load_tokenizer(name, remote_code=settings.trust_remote_code)
+    except InputError:
+        tokenizer = None
+    return CausalLM(None, tokenizer, name, weights)
 
 
 def _student(
@@ -267,8 +310,6 @@ def _student(
     for lm in (student, local):
         if lm is not None:
             check_room(lm, settings.block_size)
-    if teacher is not None and settings.align == "auto":
-        check_family(student, teacher)
     freeze_tower(student.model, images=texts.pictured is not None)
     if not settings.lora_rank:
         return student

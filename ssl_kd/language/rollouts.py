@@ -243,7 +243,8 @@ def continue_rows(
 class RolloutBatches:
     """The batches of a step, in which the student continues ON_POLICY of the rows itself.
 
-    The blocks hold one document per row.
+    The blocks hold one document per row. With `keep_text`, rows that the student continues are also
+    in the batch as text.
     """
 
     def __init__(
@@ -254,9 +255,10 @@ class RolloutBatches:
         ends: Sequence[int],
         *,
         seed: int,
+        keep_text: bool = False,
     ) -> None:
         self.rollout, self.blocks, self.sample = rollout, blocks, sample
-        self.seed, self._ends = seed, set(ends)
+        self.seed, self.keep_text, self._ends = seed, keep_text, set(ends)
 
     def chosen(self, step: int, row: int) -> bool:
         """Whether the student continues a row in a step."""
@@ -289,7 +291,7 @@ class RolloutBatches:
     def _batch(
         self, rows: list[int], own: Blocks, place: Mapping[int, int], device: torch.device
     ) -> Batch:
-        text = [row for row in rows if row not in place]
+        text = [row for row in rows if self.keep_text or row not in place]
         by_student = [row for row in rows if row in place]
         parts = [self.blocks, text], [own, [place[row] for row in by_student]]
 
@@ -309,7 +311,14 @@ def rollout_batches(objective: Objective, blocks: Any, tokenizer: Any) -> Rollou
         return None
     model, autocast = objective.student, objective.precision.autocast
     sample = sampler(settings, model, tokenizer, settings.batch_size, autocast)
-    return RolloutBatches(settings, blocks, sample, sample.ends, seed=settings.seed)
+    return RolloutBatches(
+        settings,
+        blocks,
+        sample,
+        sample.ends,
+        seed=settings.seed,
+        keep_text=settings.divergence == "distillm2",
+    )
 
 
 def sampler(

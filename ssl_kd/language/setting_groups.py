@@ -208,8 +208,10 @@ class LossSettings(Settings):
     divergence: str = setting(
         "auto",
         f"divergence between teacher and student: {' | '.join(DIVERGENCES)} | js:BETA (GKD's, BETA"
-        " between 0 and 1) | auto (forward_kl, or reverse_kl if ROUTER_MODE is all, ka or sar)",
-        choices=("auto", *DIVERGENCES),
+        " between 0 and 1) | distillm2 (with ON_POLICY: skew_kl on text, skew_reverse_kl on the"
+        " student's continuations of the same prompts) | auto (forward_kl, or reverse_kl if"
+        " ROUTER_MODE is all, ka or sar)",
+        choices=("auto", *DIVERGENCES, "distillm2"),
         forms=(("js:BETA", JS_BETA),),
         section="Loss",
     )

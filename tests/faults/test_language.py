@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +40,9 @@ from ssl_kd.losses.token_distillation import (  # noqa: E402
     linear_distillation,
     logits_distillation,
 )
+from ssl_kd.report import write_report  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.store import FingerprintMismatch  # noqa: E402
 from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
@@ -714,12 +717,40 @@ def test_a_cache_of_something_else_is_refused_with_the_field(world, distill, cac
 
 
 @row(125)
-def test_a_cache_whose_teacher_is_gone_is_refused_with_the_folder(world, distill, cached):
-    before = content(cached)
-    gone = world.own / "gone"
-    code, error = distill(world.settings(teacher_cache=str(cached), teacher_model=str(gone)))
-    assert code in (1, 2) and str(gone) in one_line(error)
-    assert content(cached) == before and no_run(world.settings())
+@pytest.mark.parametrize("student_model", ["llama:1x16", "saved"])
+def test_a_run_trains_from_the_cache_alone_if_the_teacher_is_gone(
+    world, cached, caplog, student_model
+):
+    teacher = world.own / Path(world.teacher).name
+    shutil.copytree(world.teacher, teacher)
+    own = world.settings(teacher_cache=str(cached), teacher_model=str(teacher))
+    if student_model != "saved":
+        own = own.replace(student_model=student_model)
+    with_teacher = run(own.replace(run_name="with"))
+    if student_model == "saved":  # its tokenizer replaces that of the teacher
+        shutil.rmtree(teacher)
+    else:
+        (teacher / "model.safetensors").unlink()
+    without = run(own.replace(run_name="without"))
+    weights = "student/model.safetensors"
+    assert same(load_file(with_teacher / weights), load_file(without / weights))
+    assert "the student learns from TEACHER_CACHE alone" in caplog.text
+    names = [scores["name"] for scores in metrics(without)["table"]]
+    assert names == ["student before", "student"] and write_report(without).exists()
+
+
+@row(125)
+def test_a_cache_that_cannot_replace_an_absent_teacher_is_refused(world, cached):
+    own = world.settings(teacher_cache=str(cached), teacher_model=str(world.own / "gone"))
+    for error, changes, message in (
+        (SettingsError, {"student_model": "fresh:1x16"}, "built from the teacher .* llama:LAYERSx"),
+        (FileNotFoundError, {"teacher_cache": None}, "no folder"),
+        (FileNotFoundError, {"teacher_cache": str(world.own / "other")}, "no folder"),
+        (FingerprintMismatch, {}, "teacher: cache has"),
+        (FingerprintMismatch, {"student_model": str(world.stranger)}, "tokenizer: cache has"),
+    ):
+        with pytest.raises(error, match=message):
+            run(own.replace(**changes))
 
 
 def _spoil_row(cached, fitting):

@@ -216,7 +216,7 @@ def by_hand(distiller, batch, text):
     own, theirs = (m(**batch.model_inputs(), use_cache=False).logits for m in (student, teacher))
     ce, kd, n = torch.zeros(()).double(), torch.zeros(()).double(), 0
     for row in range(len(batch.input_ids)):
-        name = settings.kind_of_divergence
+        name = settings.kind_of_divergence if row < text else settings.kind_on_policy
         for place in range(1, batch.input_ids.shape[1]):
             if not batch.counts[row, place]:
                 continue
@@ -234,6 +234,8 @@ def by_hand(distiller, batch, text):
 @pytest.mark.parametrize("changes", [
     {"divergence": "reverse_kl"},
     {"divergence": "js:0.2"},
+    {"divergence": "distillm2"},
+    {"divergence": "distillm2", "on_policy": 1.0},
     {"divergence": "reverse_kl", "on_policy": 1.0, "alpha_kd": 0.7},
 ], ids=str)  # fmt: skip
 def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
@@ -241,7 +243,8 @@ def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
     (batch,), _ = written.batches(1, [torch.arange(4, 9)], CPU)
     text = len(batch.rows) - batch.written
     assert batch.written and (text or changes.get("on_policy") == 1.0)
-    assert len(batch.rows) == 5
+    is_contrastive = changes["divergence"] == "distillm2"
+    assert len(batch.rows) == 5 + (batch.written if is_contrastive else 0)
     ce, kd, gradients, n = by_hand(distiller, batch, text)
 
     distiller._divisors([batch])
@@ -359,7 +362,7 @@ def lines(path, name):
 
 @pytest.mark.parametrize("changes", [
     {"lora_rank": 2, "student_model": "layers:1", "gradient_accumulation_steps": 2},
-    {"on_policy": 1.0, "teacher_text": 1.0},
+    {"divergence": "distillm2", "on_policy": 1.0, "teacher_text": 1.0},
     {"on_policy": 1.0, "gradient_checkpointing": True},
     {"on_policy": 0.0, "teacher_text": 0.5, "rollout_temperature": 0.0},
     {"model_dtype": "float16"},
@@ -378,8 +381,8 @@ def test_a_run_learns_from_what_was_written(
     for row in lines(path, "metrics.jsonl"):
         if "eval" not in row:
             assert math.isfinite(row["kd"]) and ("rollout_share" in row) == bool(own)
-            assert (row["ce"] is None) == (own == 1.0)
-    if own == 1.0:  # the last, whatever the text says
+            assert (row["ce"] is None) == (own == 1.0 and "divergence" not in changes)
+    if own == 1.0 and "divergence" not in changes:  # the last, whatever the text says
         assert metrics["best_step"] == 6
     students = [row for row in metrics["table"] if row["name"] == "student"]
     assert math.isfinite(students[0]["perplexity"])
@@ -488,6 +491,7 @@ def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
     ({"teacher_text": 1.0, "teacher_cache": "c"}, "TEACHER_TEXT needs a live teacher"),
     ({"on_policy": 0.5, "align": "chunks"}, "set TEACHER_CACHE to None, ALIGN to 'auto' and"),
     ({"on_policy": 0.5, "teacher_text": 0.1, "shard": True}, "ON_POLICY and TEACHER_TEXT needs"),
+    ({"divergence": "distillm2"}, "DIVERGENCE 'distillm2' contrasts text with the student's"),
     ({"divergence": "js:1.0"}, "DIVERGENCE is 'js:1.0'"),
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_together_is_refused(settings, changes, message):
