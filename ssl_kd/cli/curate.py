@@ -72,7 +72,7 @@ def _parser() -> FlagParser:
     rules = ("first", "largest")
     add("--rule", choices=rules, default="first", help="which copy stays; default: first")
     add("--out", type=home_resolved, help="new folder for the tables; default: FOLDER/curated")
-    add("--images", action="store_true", help="find corrupt, blank, tiny and equal images of a run")
+    add("--images", action="store_true", help="find corrupt, blank and tiny images of a run")
     undo = "ssl_kd explore RUN --undo includes them again"
     add("--exclude", action="store_true", help=f"exclude the others from the run; {undo}")
     add("--force", action="store_true", help="replace tables that exist")
@@ -129,8 +129,7 @@ class _Curation:
         pictures = None
         if run is not None and (self.flags.images or rule == "largest"):
             pictures = run.odd_images(split, progress=self._of("images"))
-        same = None if pictures is None else pictures.same
-        copies = near_duplicates(store, floor=floor, same=same, progress=self._of("copies"))
+        copies = near_duplicates(store, floor=floor, progress=self._of("copies"))
         sizes = pictures.sizes if pictures is not None and rule == "largest" else None
         self.kept = copies.kept(floor, sizes=sizes)
         summary = f"{int((~self.kept).sum()):,} copies in {len(copies.groups(floor)):,} groups, "

@@ -1,4 +1,4 @@
-"""The samples of a finished run: their clusters, embeddings, neighbors and pictures."""
+"""Read the samples of a finished run: clusters, embeddings, neighbors and pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssl_kd.errors import InputError, RunFolderError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.files.cells import from_cells
 from ssl_kd.settings.early import run_folder
-from ssl_kd.store import EmbeddingStore, find_neighbors
+from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.assignments import assignments_of, read_finished
 from ssl_kd.vision.model import has_pictures
 
@@ -28,24 +28,24 @@ NEEDED = ("file", "cluster", "confidence", "split")
 
 
 class Samples:
-    """All samples of a finished clustering run, of all splits, numbered from 0.
+    """All samples of a finished clustering run, numbered from 0 across its splits.
 
-    Opening reads `config.json`, `metrics.json` and the file of assignments. Embeddings, images and
-    neighbors are read when they are first used, from where the run read them.
+    Embeddings, pictures and neighbors are read when they are first used, from the folders that the
+    run itself read.
 
     Args:
-        path: a run's folder.
+        path: folder of the run.
 
     Attributes:
-        path: the folder.
-        config: `config.json`, with the settings of the run.
-        metrics: `metrics.json`.
-        table: a row for each sample; the columns of the file of assignments: `file`, `cluster`,
-            `confidence`, `split`, perhaps `label`, `outlier`, `second` ... and `level_5` ...
+        path: folder of the run.
+        config: content of `config.json`, with the settings of the run.
+        metrics: content of `metrics.json`.
+        table: the file of assignments, one row per sample, with the columns `file`, `cluster`,
+            `confidence` and `split`, and optional ones such as `label`, `outlier` and `level_5`.
 
     Raises:
-        RunFolderError: not a run, one that is not finished, or one of language models.
-        CorruptFileError: a file is damaged, or was edited so that rows or columns are missing.
+        RunFolderError: the folder holds no run, an unfinished run, or a run of language models.
+        CorruptFileError: a file is damaged, or was edited so that columns are missing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,7 +57,7 @@ class Samples:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the run by their UPPER_CASE names."""
+        """Settings of the run: UPPER_CASE name -> value."""
         return self.config["settings"]
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Samples:
 
     @cached_property
     def splits(self) -> dict[str, range]:
-        """Numbers of the samples of each split: `train`, perhaps `test`, `extend1`, ...
+        """Row numbers of each split: `train`, and possibly `test`, `extend1`, `extend2`, ...
 
         Raises:
             CorruptFileError: the rows of a split are not contiguous.
@@ -80,20 +80,21 @@ class Samples:
             if (name := str(names[start])) in splits:
                 raise CorruptFileError(
                     f"{assignments_of(self.path)} was sorted or edited: the rows of split {name} "
-                    "do not lie side by side. Take another copy, or run again"
+                    "are not contiguous. Use another copy of the file, or run again"
                 )
             splits[name] = range(start, stop)
         return splits
 
     def column(self, name: str, split: str | None = None) -> NDArray[Any]:
-        """Return one column of the table, of one split or of all samples; text as objects.
+        """Return a column of `table` for all samples, or for those of one split.
 
         Raises:
-            InputError: there is no such column or split.
+            InputError: the column or the split does not exist.
         """
         if name not in self.table.column_names:
             raise InputError(
-                f"{self.path} has no column {name!r}, only {', '.join(self.table.column_names)}"
+                f"{self.path} has no column {name!r}; expected one of "
+                f"{', '.join(self.table.column_names)}"
             )
         if split is None:
             return self.table.column(name).to_numpy()
@@ -102,7 +103,7 @@ class Samples:
 
     @property
     def levels(self) -> list[str]:
-        """Columns of the tree, coarsest first, with `cluster` in its place."""
+        """Names of the columns with tree levels, coarsest first, including `cluster`."""
         levels = [name for name in self.table.column_names if name.startswith("level_")]
         if not levels:
             return ["cluster"]
@@ -111,15 +112,16 @@ class Samples:
 
     @property
     def n_clusters(self) -> int:
-        """Number of clusters, including those that extensions added."""
+        """Number of clusters, including clusters that extensions added."""
         return int(self.metrics["dataset"]["n_clusters"])
 
     def store(self, split: str = "train") -> EmbeddingStore:
-        """Return the embeddings of one split, in the order of its samples; opened once.
+        """Open the embeddings of a split, in the order of its samples.
 
         Raises:
-            InputError: no such split; RunFolderError: the cache holds other samples now.
-            FileNotFoundError: the cache is gone; the message names its folder.
+            InputError: the split does not exist.
+            RunFolderError: the cache now holds embeddings of other samples.
+            FileNotFoundError: the cache does not exist any more.
         """
         rows = self._split(split)
         if split in self._stores:
@@ -132,21 +134,23 @@ class Samples:
             folder, name = self.settings["EMBEDDINGS_DIR"], split
         if not Path(folder).is_dir():
             raise FileNotFoundError(
-                f"the embeddings of {self.path} ({split}) were in {Path(folder).absolute()}, and "
-                "are not there: start from the folder that the run was started in, or put them back"
+                f"the embeddings of {self.path} ({split}) are missing; expected them in "
+                f"{Path(folder).absolute()}: put them back, or start from the folder that the run "
+                "was started in"
             )
         store = EmbeddingStore.open(folder, name, verify=False)
         if store.n != len(rows) or digest not in (None, store.fingerprint.digest):
             raise RunFolderError(
-                f"{folder} holds other samples ({store.n}) than {self.path} clustered "
-                f"({len(rows)}): give every run an --embeddings_dir of its own"
+                f"{folder} holds embeddings of {store.n} other samples than the {len(rows)} of "
+                f"{self.path}, because a later run replaced them: use a separate --embeddings_dir "
+                "for each data set"
             )
         store.relabel(*self._labels(split))
         self._stores[split] = store
         return store
 
     def _labels(self, split: str) -> tuple[Tensor | None, list[str] | None]:
-        """Return the labels that the run was scored by; those of the cache may differ."""
+        """Return labels and class names of a split from `table`; the cache may have other ones."""
         if "label" not in self.table.column_names:
             return None, None
         texts = sorted(text for text in self.table.column("label").unique().to_pylist() if text)
@@ -156,7 +160,7 @@ class Samples:
         return torch.tensor(labels), names
 
     def embeddings(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Tensor:
-        """Return the teacher's embeddings of some samples, float32 `[row, dim]`."""
+        """Return the teacher's embeddings of the samples in `rows`, float32 `[row, dim]`."""
         numbers = torch.as_tensor(np.asarray(rows), dtype=torch.int64)
         embeddings: Tensor | None = None
         for split, of_split in self.splits.items():
@@ -168,31 +172,23 @@ class Samples:
                 embeddings[mask] = x
         return torch.empty(0, 0) if embeddings is None else embeddings
 
-    def neighbours(self, k: int, split: str = "train") -> NDArray[np.int64]:
-        """Return the k nearest others in the same split `[n, k]`, nearest first.
-
-        They are read from beside the run's embeddings, or searched where fewer are stored.
-        """
-        neighbors, _ = find_neighbors(self.store(split), k, search="auto")
-        return neighbors.numpy() + self.splits[split].start
-
     def image(self, row: int) -> Image.Image | None:
-        """Return the picture of one sample; None if the run was trained on features without images.
+        """Decode the picture of a sample; return None if the run was trained on features.
 
         Raises:
-            FileNotFoundError: it is no longer where it was.
-            UnreadableImage: it cannot be decoded.
+            FileNotFoundError: the picture does not exist any more.
+            UnreadableImage: the picture cannot be decoded.
         """
         picture = self._picture(row)
         return None if picture is None else picture[0].image(picture[1])
 
     def image_file(self, row: int) -> Path | None:
-        """Return the path of a sample's picture; None if it is not a separate file."""
+        """Return the path of a sample's picture; None if the picture is not a separate file."""
         picture = self._picture(row)
         return None if picture is None else picture[0].image_file(picture[1])
 
     def _picture(self, row: int) -> tuple[ImageDataset | FeatureDataset, int] | None:
-        """Return the data set that holds a sample's picture, and its row there."""
+        """Return the data set that holds the picture of a sample, and the picture's row in it."""
         split = next(name for name, rows in self.splits.items() if row in rows)
         if split not in self._pictures:
             self._pictures[split] = self._open_pictures(split)
@@ -203,8 +199,11 @@ class Samples:
         if position < len(dataset) and dataset.ids[position] == name:  # rows may share an id
             return dataset, position
         if numbers.get(name, -1) < 0:
-            reason = "of several rows" if name in numbers else "no longer"
-            raise FileNotFoundError(f"{name} is {reason} in {dataset.name}")
+            count = "in several rows of" if name in numbers else "no longer in"
+            raise FileNotFoundError(
+                f"the picture {name} is {count} {dataset.name}; expected it in one row: restore "
+                "the data set that the run was trained on"
+            )
         return dataset, numbers[name]
 
     def _open_pictures(
@@ -230,21 +229,23 @@ class Samples:
 
     def _split(self, name: str) -> range:
         if name not in self.splits:
-            raise InputError(f"{self.path} has no split {name!r}, only {', '.join(self.splits)}")
+            raise InputError(
+                f"{self.path} has no split {name!r}; expected {', '.join(self.splits)}"
+            )
         return self.splits[name]
 
     def _extension(self, split: str) -> dict[str, Any] | None:
-        """Return the entry of an added split in `config.json`; None for the run's own splits."""
+        """Return the entry of an extension's split in `config.json`; None for other splits."""
         if not split.startswith("extend"):
             return None
         return self.config["extensions"][int(split.removeprefix("extend")) - 1]
 
 
 def read_table(path: Path, columns: Collection[str] | None = None) -> arrow.Table:
-    """Read columns of `assignments.csv` or `.parquet`, with the original names of files.
+    """Read columns of `assignments.csv` or `assignments.parquet`; None reads all columns.
 
     Raises:
-        CorruptFileError: it is damaged, or lacks a column that every run writes.
+        CorruptFileError: the file is damaged, or lacks a column that every run writes.
     """
     needed = [name for name in NEEDED if columns is None or name in columns]
     try:
@@ -266,8 +267,8 @@ def read_table(path: Path, columns: Collection[str] | None = None) -> arrow.Tabl
         raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
     if missing := [name for name in needed if name not in table.column_names]:
         raise CorruptFileError(
-            f"{path} has no column {missing[0]}: it was edited, or another version wrote it. Take "
-            "another copy, or run again"
+            f"{path} has no column {missing[0]}: the file was edited, or written by another "
+            "version. Use another copy, or run again"
         )
     return table
 

@@ -1,4 +1,4 @@
-"""New folders that are complete or absent, and file names that are valid on any system."""
+"""Write output folders atomically, and make file names that are valid on any system."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Any
 
 from ssl_kd.errors import InputError
 
-LONGEST = 150  # bytes of a name; most systems take 255
+LONGEST = 150  # maximum bytes of a name; most systems allow 255
 _UNSAFE = re.compile(r'[\\/:*?"<>|\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
 def refuse_existing(path: Path, remedy: str = "move it away") -> None:
-    """Raise InputError if something exists at `path`, even a broken link."""
+    """Raise InputError if a file, folder or (broken) link exists at `path`."""
     if os.path.lexists(path):
         raise InputError(f"{path} exists: choose another path, or {remedy}")
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill; rename it to `path` at the end, or remove it on an error.
+    """Yield a temporary folder, then rename it to `path`; on an error, remove it instead.
 
     Raises:
         InputError: something exists at `path`.
@@ -49,7 +49,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_list(path: Path, items: Iterable[Any], begin: str = "[", end: str = "]") -> None:
-    """Write a JSON list, one item per line, without holding all items in memory."""
+    """Write a JSON list, one item per line, without keeping all items in memory."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(begin)
         for number, item in enumerate(items):
@@ -58,7 +58,7 @@ def write_list(path: Path, items: Iterable[Any], begin: str = "[", end: str = "]
 
 
 def safe_name(text: str) -> str:
-    r"""Return a name for a file or folder on any system, at most 150 bytes; its suffix is kept.
+    r"""Turn any text into a file name of at most 150 bytes, valid on any system; keep the suffix.
 
     >>> safe_name("a/b\n..:c.jpg"), safe_name(".."), safe_name("NUL.txt")
     ('a_b_.._c.jpg', '_', '_NUL.txt')
@@ -73,13 +73,13 @@ def safe_name(text: str) -> str:
 
 
 class UniqueNames:
-    """Make the names in one folder unique: `a.png`, `a (2).png`; case is ignored."""
+    """Make file names within a folder unique, ignoring case: `a.png`, `A (2).png`."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     def __call__(self, name: str) -> str:
-        """Return the name, or the next one that is free."""
+        """Return the name, with a number appended if the name is taken."""
         stem, dot, suffix = name.rpartition(".")
         stem, dot, suffix = (stem, dot, suffix) if stem else (name, "", "")
         unique, number = name, 1

@@ -1,4 +1,4 @@
-"""A finished clustering run as a Python object: look at it, decide, curate, export."""
+"""Work with a finished clustering run from Python: inspect, curate, name and export clusters."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.naming import Names, name_samples
 
 TYPICAL = 8  # default number of samples that represent a cluster
-SHOWN = 30  # clusters in a notebook
+SHOWN = 30  # number of clusters that a notebook shows
 _STYLES = {"tiny": "height: 40px; image-rendering: pixelated", "photo": "height: 40px"}
 
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """One cluster of a run after all decisions.
+    """A cluster of a run, after all decisions.
 
     Attributes:
-        number: its number.
-        name: its name; empty if it has none.
-        rows: numbers of its samples within the run `[size]`.
-        confidence: their mean confidence.
+        run: the run.
+        number: number of the cluster.
+        name: name of the cluster, or an empty string.
+        rows: row numbers of its samples `[size]`.
+        confidence: mean confidence of its samples.
     """
 
     run: Run
@@ -59,28 +60,28 @@ class Cluster:
         return _table([self])
 
     def typical(self, k: int = TYPICAL) -> NDArray[np.int64]:
-        """Return its k samples with the highest confidence, or all if it has fewer."""
+        """Return the rows of the k samples with the highest confidence."""
         confidence = self.run.samples.column("confidence")[self.rows]
         return self.rows[np.argsort(-confidence, kind="stable")[:k]]
 
     def images(self, k: int = TYPICAL) -> list[Image.Image]:
-        """Return the pictures of the typical samples; none if the run has only features."""
+        """Return the pictures of the k typical samples; empty if the run has no pictures."""
         images = [self.run.samples.image(int(row)) for row in self.typical(k)]
         return [image for image in images if image is not None]
 
 
 class Run:
-    """A finished clustering run.
+    """A finished clustering run: its clusters, scores, names, curation and exports.
 
-    Samples are numbered from 0 across all splits. Decisions are written to `curation.jsonl` in the
-    run's folder; its other files stay unchanged.
+    Samples are numbered from 0 across all splits.
 
     Args:
-        samples: the run.
+        samples: the samples of the run.
 
     Attributes:
-        samples: table, embeddings, neighbors and pictures of the run.
-        curation: decisions of people: `rename`, `merge`, `split`, `move`, `exclude`, `undo`.
+        samples: table, embeddings and pictures of the samples.
+        curation: renames, merges and splits clusters, moves and excludes samples, and undoes it.
+            Decisions are written to `curation.jsonl` in the run's folder; no other file changes.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -88,17 +89,17 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path = "runs/latest") -> Run:
-        """Open a run's folder.
+        """Open the folder of a finished run.
 
         Raises:
-            RunFolderError: it is not a finished clustering run.
-            CorruptFileError: one of its files is damaged or was edited.
+            RunFolderError: the folder does not hold a finished clustering run.
+            CorruptFileError: a file of the run is damaged or was edited.
         """
         return cls(Samples(path))
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """Path of the run's folder."""
         return self.samples.path
 
     def __len__(self) -> int:
@@ -116,12 +117,12 @@ class Run:
 
     @property
     def scores(self) -> list[dict[str, Any]]:
-        """Scores against known labels: a row for each method and split."""
+        """Scores against known labels, one dict per method and split."""
         return self.samples.metrics["table"]
 
     @property
     def clusters(self) -> list[Cluster]:
-        """All clusters that have a sample, by number."""
+        """All clusters that are not empty, sorted by number."""
         clusters, names = self.curation.clusters, self.names.levels.get("cluster", {})
         order = np.argsort(clusters, kind="stable")
         numbers, first = np.unique(clusters[order], return_index=True)
@@ -140,58 +141,58 @@ class Run:
         ]
 
     def cluster(self, which: int | str) -> Cluster:
-        """Return one cluster by its number or its name.
+        """Return the cluster with a given number or name.
 
         Raises:
-            InputError: there is none.
+            InputError: no cluster has this number or name.
         """
         clusters = self.clusters
         for cluster in clusters:
             if which == (cluster.number if isinstance(which, int) else cluster.name or None):
                 return cluster
         known = ", ".join(c.name or str(c.number) for c in clusters[:20])
-        raise InputError(f"there is no cluster {which!r}; there are {known}")
+        raise InputError(f"there is no cluster {which!r}; expected one of {known}")
 
     def frame(self) -> Any:
-        """Return a pandas data frame with a row for each sample that is not excluded.
+        """Return a pandas data frame with one row per sample that is not excluded.
 
-        `row` is its number; the columns of the file of assignments follow. `cluster` is the cluster
-        after all decisions (`cluster_of_run` the original one, where any differs), and each level
-        is followed by the names of its clusters, as `cluster_name`.
+        The first column, `row`, is the number of the sample; the columns of the assignments follow.
+        `cluster` is the cluster after all decisions. If decisions changed clusters, the original
+        ones are in `cluster_of_run`. Names are in `cluster_name`, and so on for each tree level.
         """
         content = Content.of(self.samples)
         table = arrow.Table.from_batches(content.batches(max(len(content), 1)))
         return table.add_column(0, "row", arrow.array(content.rows)).to_pandas()
 
     def duplicates(self, split: str = "train", *, floor: float | None = None) -> Duplicates:
-        """Find exact and near copies in a split (`ssl_kd.workbench.curate.near_duplicates`)."""
+        """Find exact and near copies in a split (`curate.near_duplicates`)."""
         return curate.near_duplicates(self.samples.store(split), floor=floor)
 
     def leaks(
         self, train: str = "train", test: str = "test", threshold: float | None = None
     ) -> Ranked:
-        """Find samples of the split `test` that are copies of samples of the split `train`."""
+        """Find samples of one split (`test`) that are copies of samples of another (`train`)."""
         return curate.leaks(self.samples.store(train), self.samples.store(test), threshold)
 
     def outliers(self, split: str = "train") -> Ranked:
-        """Rank the samples of a split by the run's outlier score, the furthest first.
+        """Rank the samples of a split by the run's outlier score, highest first.
 
-        It measures whether a sample fits the training data. `ssl_kd.workbench.curate.outliers` of
-        `samples.store(split)` finds more foreign samples within a split (docs/curate.md).
+        The score measures how unlike the training data a sample is. To find unusual samples within
+        the training data, `ssl_kd.workbench.curate.outliers(samples.store(split))` is better.
         """
         scores = self.samples.column("outlier", split)
         names = self.samples.column("file", split).tolist()
         return Ranked(names, np.arange(len(scores)), scores)
 
     def mislabelled(self, split: str = "train") -> Ranked:
-        """Rank the labelled samples of a split (`ssl_kd.workbench.curate.mislabelled`)."""
+        """Rank the samples of a split by how improbable their label is (`curate.mislabelled`)."""
         clusters = self.samples.column("cluster", split)
         return curate.mislabelled(self.samples.store(split), clusters=clusters)
 
     def odd_images(
         self, split: str = "train", *, progress: Callable[[int, int], None] | None = None
     ) -> ImageChecks:
-        """Find broken, blank and tiny images of a split (`ssl_kd.workbench.curate.odd_images`)."""
+        """Find unreadable, blank and tiny images of a split (`curate.odd_images`)."""
         samples = self.samples
         ids, rows = samples.column("file", split).tolist(), samples.splits[split]
         return curate.odd_images(
@@ -199,12 +200,12 @@ class Run:
         )
 
     def explore(self, folder: str | Path | None = None, *, port: int = 0) -> Path | None:
-        """Show the map of all samples in a browser.
+        """Show a map of all samples in a browser.
 
         Args:
-            folder: write a page to look at there, for any web server, and return its path; None:
-                serve a page on this machine until Ctrl-C, in which clusters can be edited.
-            port: of the local server; 0: any that is free.
+            folder: write a static page to this new folder and return the path of the page. None
+                serves a page on this machine until Ctrl-C; only a served page can edit clusters.
+            port: port of the local server; 0 for any free port.
         """
         if folder is not None:
             return write_site(self.samples, folder)
@@ -212,11 +213,11 @@ class Run:
 
     @property
     def names(self) -> Names:
-        """Names of the clusters of every level; renamed ones take precedence."""
+        """Names of the clusters of every level, after the decisions of people."""
         return Names.load(self.path).edited({"cluster": self.curation.names})
 
     def name(self, captions: str | Path | Sequence[str] | None = None) -> Names:
-        """Write `names.json` in the run's folder (`ssl_kd.workbench.naming.name_samples`)."""
+        """Name the clusters by words and write `names.json` (`workbench.naming.name_samples`)."""
         name_samples(self.samples, captions).save(self.path)
         return self.names
 
@@ -230,10 +231,15 @@ class Run:
         columns: Mapping[str, NDArray[Any]] | None = None,
         **options: Any,
     ) -> Path:
-        """Write the run in another program's format; return the path.
+        """Export the run in another program's format, and return the path of the output.
 
-        `splits`, `clusters` and `columns` are arguments of `export.content.Content.of`, the others
-        of `ssl_kd.workbench.export.export`.
+        Args:
+            to: name of the format, such as `parquet`, `folders` or `fiftyone`.
+            out: path of the output; None for a default name in the run's folder.
+            splits: splits to export; empty for all.
+            clusters: numbers of the clusters to export; empty for all.
+            columns: columns to add: name -> value for every sample of the run `[n]`.
+            **options: `force`, and the options of the format (`ssl_kd.workbench.export`).
         """
         content = Content.of(self.samples, splits=splits, clusters=clusters, columns=columns)
         return export(content, to, out, **options)
@@ -241,12 +247,12 @@ class Run:
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None
     ) -> str:
-        """Upload the model with its card to the Hugging Face Hub; return its address."""
+        """Upload the model and its card to the Hugging Face Hub, and return the URL."""
         return push_run(self.samples, repo_id, private=private, token=token)
 
 
 def _table(clusters: Sequence[Cluster]) -> str:
-    """Return an HTML table of clusters with typical pictures."""
+    """Return an HTML table of clusters, with their typical pictures."""
     rows = []
     for cluster in clusters:
         try:

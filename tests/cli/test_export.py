@@ -112,13 +112,13 @@ def test_a_column_with_a_name_of_the_run_is_refused(photo_run, name):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--to", "parket"], "--to is 'parket', not parquet, folders, .*Did you mean parquet"),
+        (["--to", "parket"], "--to is 'parket'; expected parquet, folders, .*Did you mean parquet"),
         ([], "--to is required"),
         (["--to", "parquet", "--cluster", "1"], "There is no flag --cluster. Did you mean"),
         (["--to", "parquet", "--clusters", "one"], "--clusters has 'one', expected numbers"),
         (["--to", "parquet", "--clusters", "9"], "no cluster 9"),
-        (["--to", "parquet", "--split", "valid"], "no split 'valid', only train, test"),
-        (["--to", "parquet", "--link", "copy"], "parquet does not take --link"),
+        (["--to", "parquet", "--split", "valid"], "no split 'valid'; expected train, test"),
+        (["--to", "parquet", "--link", "copy"], "the format parquet has no option --link"),
         (["--names", "gone.csv"], "there is no file gone.csv"),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_folder_that_is_not_a_finished_run_is_refused(copied, tmp_path, capsys
     (copied / "assignments.csv").write_text("\n".join(lines) + "\n")
     (copied / "names.json").write_text(json.dumps({"format": 9, "levels": {}}))
     assert cli.main(["export", str(copied), "--to", "parquet"]) == 2
-    assert "another version wrote it" in capsys.readouterr().err
+    assert "another version wrote the file" in capsys.readouterr().err
 
 
 def test_help_lists_the_formats(capsys):

@@ -67,7 +67,7 @@ def test_a_notebook_shows_pictures_and_escapes_names(run):
 
 
 def test_an_unknown_cluster_and_a_folder_without_a_run(run, tmp_path):
-    with pytest.raises(InputError, match="there is no cluster 7; there are 0, 1, 2"):
+    with pytest.raises(InputError, match="there is no cluster 7; expected one of 0, 1, 2"):
         run.cluster(7)
     run.curation.rename(1, "twin")
     with pytest.raises(InputError, match="cluster 1 is called 'twin' already: merge the two"):
@@ -85,7 +85,7 @@ def test_curation_of_a_split(run):
     assert len(far) == len(train) and far.scores[0] == run.samples.column("outlier", "train").max()
     assert len(run.mislabelled("test")) == len(run.samples.splits["test"])
     assert run.odd_images().reasons == {}
-    with pytest.raises(InputError, match="no split 'extend1', only train, test"):
+    with pytest.raises(InputError, match="no split 'extend1'; expected train, test"):
         run.outliers("extend1")
 
 

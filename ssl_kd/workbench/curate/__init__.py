@@ -1,4 +1,4 @@
-"""Clean the samples of a store: copies, outliers, leaks, wrong labels, broken images."""
+"""Find duplicates, outliers, leaks, wrong labels and broken images among samples."""
 
 from ssl_kd.workbench.curate.duplicates import Duplicates, near_duplicates
 from ssl_kd.workbench.curate.image_checks import odd_images

@@ -1,8 +1,7 @@
-"""Find images that are unreadable, blank or tiny; measure sizes and find equal images."""
+"""Find images that are unreadable, blank or tiny, and measure the size of all images."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -17,28 +16,26 @@ from ssl_kd.errors import InputError
 
 BLANK = 2.0  # largest standard deviation of the gray values (0 to 255) of a blank image
 TINY = 8  # largest shorter side in pixels of a tiny image, if the median one is four times as large
-ROWS = 256  # decoded between two calls of `progress`
+ROWS = 256  # images that are decoded between two calls of `progress`
 
 
 class ImageChecks(NamedTuple):
-    """The result of `odd_images`.
+    """Sizes and gray values of all images, and the images that `odd_images` marked.
 
     Attributes:
         ids: names of the images.
-        sizes: pixels `[n]`, 0 where an image cannot be read.
-        spread: standard deviation of the gray values `[n]`.
-        same: equal numbers for images with equal pixels `[n]`.
-        reasons: row -> why an image is odd.
+        sizes: number of pixels of each image `[n]`, 0 for an unreadable one.
+        spread: standard deviation of the gray values of each image `[n]`.
+        reasons: row -> reason, for each unreadable, blank or tiny image.
     """
 
     ids: Sequence[str]
     sizes: NDArray[np.int64]
     spread: NDArray[np.float64]
-    same: NDArray[np.int64]
     reasons: dict[int, str]
 
     def frame(self) -> arrow.Table:
-        """Return a row for each odd image: `row`, `file`, `reason`, `pixels`, `spread`."""
+        """Return a table of the odd images: `row`, `file`, `reason`, `pixels`, `spread`."""
         rows = np.array(sorted(self.reasons), dtype=np.int64)
         return arrow.table(
             {
@@ -65,29 +62,30 @@ def odd_images(
 
     Args:
         ids: names of the images `[n]`.
-        open_image: opens the image of a row, as `ImageDataset.image` and `Samples.image` do.
+        open_image: called with a row number, returns the decoded image or raises
+            `UnreadableImage`, for example `Samples.image`.
         workers: number of threads.
         progress: called with (images done, n).
 
     Raises:
-        InputError: `open_image` returned None, because the data are features.
+        InputError: `open_image` returned None because the samples have no images.
     """
     n = len(ids)
     sides, sizes, spread = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n)
-    digests: list[bytes] = []
     reasons: dict[int, str] = {}
 
-    def check(row: int) -> tuple[int, int, float, bytes] | UnreadableImage:
+    def check(row: int) -> tuple[int, int, float] | UnreadableImage:
         try:
             image = open_image(row)
         except UnreadableImage as error:
             return error
         if image is None:
-            raise InputError(f"{ids[row]} has no image: the data are features")
+            raise InputError(
+                f"sample {ids[row]} has no image, because the run was trained on features: leave "
+                "out the check of images"
+            )
         gray = np.asarray(image.convert("L"), np.float32)
-        shape = f"{image.mode}{image.size}".encode()
-        digest = hashlib.sha256(shape + image.tobytes()).digest()
-        return min(image.size), image.width * image.height, float(gray.std()), digest
+        return min(image.size), image.width * image.height, float(gray.std())
 
     with ThreadPoolExecutor(workers, "decode") as pool:
         for start in range(0, n, ROWS):
@@ -95,10 +93,8 @@ def odd_images(
             for row, result in zip(rows, pool.map(check, rows), strict=True):
                 if isinstance(result, UnreadableImage):
                     reasons[row] = f"unreadable: {result.reason}"
-                    digests.append(f"unreadable {row}".encode())
                     continue
-                sides[row], sizes[row], spread[row], digest = result
-                digests.append(digest)
+                sides[row], sizes[row], spread[row] = result
                 if spread[row] <= BLANK:
                     reasons[row] = "blank"
             if progress is not None:
@@ -106,6 +102,4 @@ def odd_images(
     if (sides > 0).any() and np.median(sides[sides > 0]) >= 4 * TINY:
         for row in np.flatnonzero((sides > 0) & (sides <= TINY)).tolist():
             reasons.setdefault(row, "tiny")
-    numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
-    same = np.array([numbers[digest] for digest in digests], dtype=np.int64)
-    return ImageChecks(ids, sizes, spread, same, reasons)
+    return ImageChecks(ids, sizes, spread, reasons)

@@ -1,4 +1,4 @@
-"""Distances of each row to its nearest neighbors, and how many of them chance explains."""
+"""Measure distances to nearest neighbors, and estimate how many of them chance explains."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from ssl_kd.errors import InputError
 from ssl_kd.store import EmbeddingStore
 
-BLOCK_BYTES = 32 << 20  # of neighbors' embeddings that are compared at once
-# Quantile of the distances to the last neighbors that bounds them from below: a row that has only
-# copies around it does not show how far apart different samples are.
+BLOCK_BYTES = 32 << 20  # memory of the neighbors' embeddings that are compared at once
+# Distances to the last neighbor are raised to this quantile of them: a row that is surrounded by
+# copies does not show how far apart different samples are.
 DENSEST_SHARE = 0.05
-SAME = 1e-6  # above the rounding of directions of equal rows
+SAME = 1e-6  # distance of equal rows at most, because directions are rounded
 Progress = Callable[[int, int], None]
 Block = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
 
 
 def units(x: Tensor) -> Tensor:
-    """Return rows `[b, d]` with length 1, float64; a row of zeros stays zero."""
+    """Scale rows `[b, d]` to length 1, in float64; a row of zeros stays zero."""
     x, tiny = x.double(), torch.finfo(torch.float64).tiny
     x = x / x.abs().amax(1, keepdim=True).clamp(min=tiny)
     return x / x.norm(dim=1, keepdim=True).clamp(min=tiny)
@@ -31,21 +31,21 @@ def units(x: Tensor) -> Tensor:
 def neighbor_distances(
     store: EmbeddingStore, neighbors: Tensor, rows: NDArray[np.int64] | None = None
 ) -> Iterator[Block]:
-    """Yield blocks of rows with their neighbors, nearest first.
+    """Yield blocks of rows with their neighbors and distances, nearest first.
 
-    Directions are subtracted before the length is taken, so that small distances are exact.
+    The distance of two rows is `sqrt(2 - 2 cos)`, 0 to 2. It is computed as the length of the
+    difference of their directions, which is exact for small distances as well.
 
     Args:
         store: n embeddings.
-        neighbors: rows of it `[n, k]`, as `find_neighbors` returns them; `[m, k]` with `rows`.
-        rows: the rows that `neighbors` belong to `[m]`; None: all.
+        neighbors: row numbers of the neighbors, `[n, k]`, or `[m, k]` with `rows`.
+        rows: the rows that `neighbors` belong to `[m]`; None for all rows.
 
     Yields:
-        Rows `[b]`, their neighbors `[b, k]`, and the length of the difference of their directions
-        `[b, k]`, 0 to 2: `sqrt(2 - 2 cos)`.
+        Rows `[b]`, their neighbors `[b, k]`, and the distances `[b, k]`.
 
     Raises:
-        InputError: a row is not finite.
+        InputError: an embedding is not finite.
     """
     k = neighbors.shape[1]
     size = max(1, BLOCK_BYTES // (4 * store.dim * (k + 1)))
@@ -62,36 +62,39 @@ def neighbor_distances(
 
 
 def check_finite(x: Tensor, store: EmbeddingStore, rows: Tensor) -> None:
-    """Raise InputError if one of the `rows` of a store, with values `x`, is not finite."""
+    """Raise InputError if an embedding in `x` is not finite; `rows` are their row numbers."""
     if not (finite := x.isfinite().all(1)).all():
         row = int(rows[~finite][0])
-        raise InputError(f"row {row} of {store.folder} ({store.split}) is not finite")
+        raise InputError(
+            f"row {row} of {store.folder} ({store.split}) is not finite: extract the embeddings "
+            "again with --force-recompute"
+        )
 
 
 def similarity(distance: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the cosine of directions whose difference has this length."""
+    """Convert distances `sqrt(2 - 2 cos)` to cosines."""
     return 1 - np.square(distance) / 2
 
 
 class Spacing:
-    """Distances among the rows of a store, and the number of dimensions that they fill.
+    """Distances of rows to their neighbors, and the probability of such distances by chance.
 
     Args:
-        nearest: distance of each row to the nearest other `[n]`.
-        furthest: distance to the k-th nearest `[n]`.
-        inverse: estimates of the inverse of the dimension `[n]`.
+        nearest: distance of each row to its nearest neighbor `[n]`.
+        furthest: distance of each row to its k-th neighbor `[n]`.
+        inverse: estimated inverse of the local dimension of each row `[n]`.
         k: number of neighbors.
 
     Attributes:
-        nearest: as given.
-        scale: `furthest`, but at least its 5 % quantile `[n]`.
-        k: as given.
-        dimension: the local dimension, estimated from the further half of the neighbors, because
-            copies of a row are among the nearer.
+        nearest: distance of each row to its nearest neighbor `[n]`.
+        scale: the larger of `furthest` and the 5 % quantile of `furthest`, `[n]`.
+        k: number of neighbors.
+        dimension: mean local dimension. Estimates use the further half of the neighbors, because
+            copies of a row are among the nearer half.
 
     References:
         Levina and Bickel, Maximum likelihood estimation of intrinsic dimension, NeurIPS 2004; and
-        MacKay and Ghahramani's comment on it, 2005 (the mean of the inverse).
+        MacKay and Ghahramani's comment on that paper, 2005 (the mean of the inverse).
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Spacing:
 
     @classmethod
     def of(cls, distances: NDArray[np.float64]) -> Spacing:
-        """Create it from distances to the nearest k `[n, k]`, ascending."""
+        """Return the spacing of rows with the given ascending distances to k neighbors `[n, k]`."""
         inverse = _inverse_dimension(distances)
         return cls(distances[:, 0], distances[:, -1], inverse, distances.shape[1])
 
@@ -117,7 +120,7 @@ class Spacing:
     def measure(
         cls, store: EmbeddingStore, neighbors: Tensor, progress: Progress | None = None
     ) -> Spacing:
-        """Create it from a store and its neighbors `[n, k]`, a block at a time."""
+        """Return the spacing of the rows of a store, computed block by block."""
         n, k = neighbors.shape
         nearest, furthest, inverse = np.empty(n), np.empty(n), np.empty(n)
         for rows, _, distance in neighbor_distances(store, neighbors):
@@ -130,26 +133,28 @@ class Spacing:
     def closeness(
         self, first: NDArray[np.int64], second: NDArray[np.int64], distance: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Return distances in units of the smaller `scale` of the two rows; 0 for equal rows."""
+        """Return the distance of each pair, divided by the smaller `scale` of its two rows."""
         scale = np.minimum(self.scale[first], self.scale[second])
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(distance > 0, distance / scale, 0.0)
 
     def chance(self, closeness: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the share of rows with another one as close if there were no copies.
+        """Return the probability that a row has so close a neighbor if no row is a copy.
 
-        Each of the k - 1 others within the k-th neighbor is as close with probability
-        `closeness^dimension` if they are spread evenly over `dimension` dimensions.
+        If neighbors are spread evenly over `dimension` dimensions, each of the k - 1 neighbors that
+        are nearer than the k-th is within `closeness` with probability `closeness^dimension`.
         """
         within = np.minimum(closeness, 1 - 1e-12) ** self.dimension
         return -np.expm1((self.k - 1) * np.log1p(-within))
 
     def excess(self, closeness: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the share by chance among the rows at least as close as each `[m]`, 0 to 1.
+        """Return the false discovery rate at each closeness, `[m]`, 0 to 1.
+
+        That is the number of rows that chance brings so close, divided by the number that are.
 
         References:
-            Benjamini and Hochberg, Controlling the false discovery rate, JRSS B 1995, but stepping
-            down, which is more conservative: once the share is too high, it stays so.
+            Benjamini and Hochberg, Controlling the false discovery rate, JRSS B 1995; here stepping
+            down from the closest pair, which is more conservative.
         """
         ordered = np.sort(closeness)
         share = self.chance(ordered) * len(self.nearest) / np.arange(1, len(ordered) + 1)
@@ -158,7 +163,7 @@ class Spacing:
 
 
 def _inverse_dimension(distances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return an estimate for each row of distances `[b, k]`; 0, NaN or infinite if undefined."""
+    """Estimate 1 / dimension from each row of distances `[b, k]`; 0, NaN or inf if undefined."""
     k = distances.shape[1]
     places = np.arange(k // 2, k - 1)
     if not len(places):

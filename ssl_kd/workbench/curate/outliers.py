@@ -1,4 +1,4 @@
-"""Samples far from all others, and test samples that are copies of training samples."""
+"""Find samples that are unlike all others, and test samples that copy training samples."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from ssl_kd.workbench.curate.neighbor_spacing import (
 )
 from ssl_kd.workbench.curate.ranked_samples import Ranked
 
-PART, PARTS = 32, 64  # size and number of the random parts
-COMPARED = 1024  # rows at once
-SHORTEST = 1e-3  # of the typical length: a row of zeros has no logarithm
+PART, PARTS = 32, 64  # size and number of the random subsets
+COMPARED = 1024  # rows that are compared at once
+SHORTEST = 1e-3  # added to lengths, in units of the typical length: log 0 is infinite
 
 
 def outliers(store: EmbeddingStore, *, seed: int = 0, progress: Progress | None = None) -> Ranked:
-    """Rank all samples by how far they are from the others.
+    """Rank all samples by their distance to random subsets of the others.
 
-    A row becomes its direction and the logarithm of its length, `z = (x / |x|, log |x|)`, because
-    broken images differ in length as well. Its distance is that to the nearest other row of a
-    random part of 32 rows, averaged over 64 parts. Unlike nearest neighbors, this detects groups of
-    outliers, because few parts contain another member of the group.
+    Each row is replaced by its direction and log length, `z = (x / |x|, log |x|)`, because broken
+    images often differ in length. The distance of a sample is its distance to the nearest of 32
+    random rows, averaged over 64 random subsets. Unlike nearest neighbors, this detects groups of
+    outliers, because few subsets contain another member of the group.
 
     Args:
         store: n embeddings.
-        seed: draws the parts.
+        seed: seed of the random subsets.
         progress: called with (rows done, n).
 
     Returns:
-        All n; the score is the share of samples with a smaller distance, 0 to 1; column `distance`.
+        All n samples. The score is the share of samples with a smaller distance, 0 to 1; the column
+        `distance` has the distances.
 
     Raises:
-        InputError: a row is not finite.
+        InputError: an embedding is not finite.
 
     References:
         Pang et al., LeSiNN: Detecting anomalies by identifying least similar nearest neighbours,
@@ -70,7 +71,7 @@ def outliers(store: EmbeddingStore, *, seed: int = 0, progress: Progress | None 
 
 
 def _polar(x: Tensor, typical: float) -> Tensor:
-    """Return directions and log lengths relative to `typical`: `[b, d]` -> `[b, d + 1]`."""
+    """Convert rows `[b, d]` to directions and log lengths in units of `typical`, `[b, d + 1]`."""
     length = x.double().norm(dim=1, keepdim=True) / typical
     return torch.cat([units(x), (length + SHORTEST).log()], 1).float()
 
@@ -82,30 +83,30 @@ def leaks(
     *,
     progress: Progress | None = None,
 ) -> Ranked:
-    """Find test samples that are copies of a training sample.
+    """Find test samples that are copies of training samples.
 
-    All pairs are compared in blocks. What is by chance follows from the distances of the test
-    samples to their 20 nearest training samples, as in `near_duplicates`.
+    All pairs are compared, block by block.
 
     Args:
         train: n embeddings.
         test: m embeddings by the same teacher.
-        threshold: the least cosine of copies; None: as for `Duplicates.pairs`.
+        threshold: minimum cosine of copies. None accepts test samples that are closer to a training
+            sample than chance explains, at a false discovery rate of 1 % (see `near_duplicates`).
         progress: called with (test rows done, m).
 
     Returns:
-        The test rows, scored by their cosine; columns `train_row` (the nearest training row), and
-        `chance`, the share of test samples this close that are so by chance.
+        The copies among the test samples. The score is the cosine; the columns are `train_row`, the
+        nearest training row, and `chance`, the false discovery rate at that cosine.
 
     Raises:
-        InputError: the two are of different teachers, or a row is not finite.
+        InputError: the teachers of the two stores differ, or an embedding is not finite.
     """
     kinds = [(s.fingerprint.teacher, s.fingerprint.weights, s.dim) for s in (train, test)]
     if kinds[0] != kinds[1]:
         raise InputError(
             f"{train.folder} ({train.split}) and {test.folder} ({test.split}) hold embeddings of "
-            f"different teachers: {kinds[0][0]} of {kinds[0][2]} dimensions and {kinds[1][0]} of "
-            f"{kinds[1][2]}; extract both with one"
+            f"different teachers: {kinds[0][0]} with {kinds[0][2]} dimensions, and {kinds[1][0]} "
+            f"with {kinds[1][2]}. Extract both splits with the same teacher"
         )
     k = min(NEIGHBORS, train.n)
     search = search_on(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Samples ranked by a score."""
+"""Rank samples by a score, and show them as a table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 
 class Ranked:
-    """Samples with a score each, the highest first; equal scores by row.
+    """Samples sorted by score, highest first; samples with equal scores are sorted by row.
 
     Args:
-        names: name of the sample of every row of the store.
-        rows: the rows `[m]`.
-        scores: their scores `[m]`.
-        columns: further columns `[m]`.
+        names: name of every sample of the store.
+        rows: row numbers of the ranked samples `[m]`.
+        scores: scores of the ranked samples `[m]`.
+        columns: further columns of the table: name -> values `[m]`.
     """
 
     def __init__(
@@ -38,20 +38,20 @@ class Ranked:
         return f"Ranked({len(self)} samples{best})"
 
     def above(self, threshold: float) -> Ranked:
-        """Return the samples with at least this score."""
+        """Return the samples with a score of at least `threshold`."""
         return self.only(self.scores >= threshold)
 
     def top(self, k: int) -> Ranked:
-        """Return the first k."""
+        """Return the k samples with the highest scores."""
         return self.only(slice(k))
 
     def only(self, places: NDArray[np.bool_] | slice) -> Ranked:
-        """Return the samples at some places of this order."""
+        """Return the samples at some positions of the ranking, selected by a mask or a slice."""
         columns = {name: values[places] for name, values in self.columns.items()}
         return Ranked(self._names, self.rows[places], self.scores[places], columns)
 
     def frame(self) -> arrow.Table:
-        """Return `row`, `file`, `score` and the further columns as a table."""
+        """Return a table with the columns `row`, `file`, `score` and those of `columns`."""
         names = [self._names[row] for row in self.rows.tolist()]
         columns = {"row": self.rows, "file": arrow.array(names, arrow.string())}
         return arrow.table({**columns, "score": self.scores, **self.columns})

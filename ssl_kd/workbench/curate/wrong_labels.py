@@ -1,4 +1,4 @@
-"""Samples whose label neighbors, a classifier and clusters contradict."""
+"""Rank samples by how strongly neighbors, a classifier and clusters contradict their label."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ssl_kd.workbench.curate.ranked_samples import Ranked
 
 TEMPERATURE = 0.07  # of the neighbors' votes, as in the k-NN accuracy
 FOLDS = 5
-ROUNDS = 2  # of the neighbors' votes; later rounds weigh each by the belief in its label
-BUDGET = 200_000_000  # rows x dimensions x classes that a classifier is fitted to
-PREDICTED = 8192  # rows at once
+ROUNDS = 2  # rounds of the neighbors' votes; the second weights each by the belief in its label
+BUDGET = 200_000_000  # maximum of rows x dimensions x classes that a classifier is fitted to
+PREDICTED = 8192  # rows that are classified at once
 
 
 def mislabelled(
@@ -34,26 +34,26 @@ def mislabelled(
     clusters: NDArray[np.integer] | None = None,
     seed: int = 0,
 ) -> Ranked:
-    """Rank labelled samples by how improbable their label is.
+    """Rank the labelled samples by how improbable their label is.
 
-    The score is 1 minus the mean of these probabilities of the label: the vote of the 20 nearest
-    neighbors, a logistic regression fitted to the other four fifths, and, with `clusters`, the
-    shares of the labels among the other members of the sample's cluster. The neighbors vote twice;
-    the second time each is weighted by the probability of its own label, so that wrong labels count
-    less. The regression's penalty is that of rows of squared length 1 on average (inverse of 1).
+    The score is 1 minus the mean of two or three probabilities of the sample's label: the vote of
+    its 20 nearest neighbors, a logistic regression that was fitted to the other four folds, and, if
+    `clusters` are known, the relative frequency of the label in the rest of the sample's cluster.
+    Neighbors vote twice. In the second round each vote is weighted by the probability of the
+    neighbor's own label, so that wrong labels count less.
 
     Args:
         store: n embeddings.
-        labels: `[n]`, -1 where unknown; None: those of the store.
-        clusters: cluster of each sample `[n]`, -1 for none.
-        seed: draws the folds.
+        labels: label of each sample `[n]`, -1 for unknown; None reads the labels of the store.
+        clusters: cluster of each sample `[n]`, -1 for no cluster.
+        seed: seed of the random folds.
 
     Returns:
-        The labelled samples; columns `label` and `suggested`, the most probable class: by name, if
-        the store has class names and `labels` is None.
+        The labelled samples, with the columns `label` and `suggested` (the most probable class).
+        Both columns hold class names if the labels are those of a store that has class names.
 
     Raises:
-        InputError: fewer than two classes, or labels of another length.
+        InputError: there are fewer than two classes, or not one label per sample.
 
     References:
         Northcutt et al., Confident learning: Estimating uncertainty in dataset labels, JAIR 2021
@@ -65,11 +65,11 @@ def mislabelled(
         names = None if store.class_names is None else np.array(store.class_names, dtype=object)
     if labels is None or len(np.unique(labels[labels >= 0])) < 2:
         raise InputError(
-            f"{store.folder} ({store.split}) has labels of fewer than two classes; wrong labels "
-            "can be found among at least two"
+            f"the labels of {store.folder} ({store.split}) have fewer than two classes; expected "
+            "at least two to look for wrong labels"
         )
     if len(labels) != store.n:
-        raise InputError(f"got {len(labels)} labels for {store.n} samples; expected one for each")
+        raise InputError(f"`labels` has {len(labels)} values; expected {store.n}, one per sample")
     known = np.flatnonzero(labels >= 0)
     classes, known_codes = np.unique(labels[known], return_inverse=True)
     codes = np.full(store.n, -1)
@@ -99,9 +99,9 @@ def _by_neighbors(
     n_classes: int,
     belief: NDArray[np.float64],
 ) -> NDArray[np.float32]:
-    """Return votes `[n, class]` of labelled neighbors, weighted by nearness and belief `[n]`.
+    """Return the neighbors' vote for each class, `[n, class]`, weighted by nearness and belief.
 
-    They are uniform where a row has no labelled neighbor.
+    Votes are uniform for a row without a labelled neighbor.
     """
     votes = np.zeros((store.n, n_classes), np.float32)
     for rows, others, distance in neighbor_distances(store, neighbors):
@@ -118,7 +118,7 @@ def _by_neighbors(
 def _by_regression(
     store: EmbeddingStore, known: NDArray[np.int64], known_codes: NDArray, n_classes: int, seed: int
 ) -> NDArray[np.float32]:
-    """Return probabilities `[m, class]` by classifiers that were not fitted to the sample."""
+    """Return cross-validated class probabilities of the labelled samples, `[m, class]`."""
     probabilities = np.full((len(known), n_classes), 1 / n_classes, np.float32)
     if len(known) < FOLDS:
         return probabilities
@@ -142,7 +142,7 @@ def _by_regression(
 
 
 def _by_cluster(clusters: NDArray, known_codes: NDArray, n_classes: int) -> NDArray[np.float64]:
-    """Return shares of the labels among the other members of each sample's cluster `[m, class]`."""
+    """Return the frequency of each label in the rest of a sample's cluster, `[m, class]`."""
     _, code = np.unique(clusters, return_inverse=True)
     counts = np.zeros((code.max() + 1, n_classes))
     np.add.at(counts, (code, known_codes), 1)

@@ -1,4 +1,4 @@
-"""What people decided about the clusters of a finished run: `curation.jsonl` and its effects."""
+"""Decisions of people about the clusters of a finished run, stored in `curation.jsonl`."""
 
 from ssl_kd.workbench.decisions.curation import Curation
 

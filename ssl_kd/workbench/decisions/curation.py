@@ -1,6 +1,6 @@
-"""`curation.jsonl` in a run's folder: one line for each decision about its clusters.
+"""Record decisions about the clusters of a run in its `curation.jsonl`, one per line.
 
-Lines are only ever appended: an undo is a line, too. The run's own files stay unchanged.
+Lines are only appended; an undo appends a line as well. No other file of the run changes.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ from ssl_kd.workbench.decisions.state import History, LineError
 
 FILE, LOCK, WAIT = "curation.jsonl", ".curation.lock", 10.0
 Line = dict[str, Any]
-_MUTEX = threading.RLock()  # threads of this process see all of a change or nothing
+_MUTEX = threading.RLock()  # a thread of this process sees a change completely or not at all
 
 
 class Curation:
-    """Decisions about the clusters of one run, and the clusters after them.
+    """Rename, merge, split, move and exclude the clusters and samples of a run, and undo it.
 
-    Each decision is a dict, as a line of the file: `id`, `time` (UTC), `samples` and `digest` (the
-    run), `do` (`rename`, `merge`, `split`, `move`, `exclude` or `undo`), and what it needs.
+    Each decision is a line of `curation.jsonl` and a dict in Python, with the fields `id`, `time`
+    (UTC), `samples` and `digest` (they identify the run), `do` (`rename`, `merge`, `split`, `move`,
+    `exclude` or `undo`) and the arguments of the decision.
 
-    A cluster that people create is numbered from a multiple of 1,000 that is at least 100 above K,
-    so that it differs from those that an extension of the run proposes. A merged cluster has the
-    lowest number of its parts. No number is ever used twice, whatever is undone.
+    New clusters are numbered from a multiple of 1,000 that is at least 100 above K, so that their
+    numbers differ from those of clusters that an extension of the run adds. A merged cluster keeps
+    the lowest number of its parts. No number is used twice, even after an undo.
 
-    Several programs and threads may decide at once: each decision is checked against, and appended
-    to, the file as it is at that moment.
+    Several programs and threads may decide at the same time: each decision is checked against the
+    current content of the file before it is appended.
 
     Args:
-        samples: the run.
+        samples: the samples of the run.
 
     Attributes:
-        samples: the run.
-        path: the file; it exists from the first decision on.
+        samples: the samples of the run.
+        path: path of `curation.jsonl`, which the first decision creates.
 
     Raises:
         CorruptFileError: a line is damaged, belongs to another run, or names a cluster that does
-            not exist; the message has its number.
+            not exist; the message has the number of the line.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -68,42 +69,42 @@ class Curation:
 
     @classmethod
     def open(cls, path: str | Path | Samples) -> Curation:
-        """Open the decisions of a run's folder; raise what `Samples` raises."""
+        """Open the decisions of a run, given its folder or its `Samples`."""
         return cls(path if isinstance(path, Samples) else Samples(path))
 
     @property
     def clusters(self) -> NDArray[np.int64]:
-        """Each sample's cluster `[n]` after all decisions; -1: in none."""
+        """Cluster of each sample after all decisions, `[n]`; -1 for no cluster."""
         return self._history.state.clusters.copy()
 
     @property
     def excluded(self) -> NDArray[np.bool_]:
-        """Whether a decision took the sample out `[n]`."""
+        """True for each sample that a decision excluded, `[n]`."""
         return self._history.state.excluded.copy()
 
     @property
     def names(self) -> dict[int, str]:
-        """Names of the clusters that have one, by number."""
+        """Cluster number -> name, for the clusters that have a name."""
         return dict(sorted(self._history.state.names.items()))
 
     @property
     def sizes(self) -> dict[int, int]:
-        """How many samples each cluster has, by number."""
+        """Cluster number -> number of samples."""
         return dict(self._history.state.sizes)
 
     @property
     def lines(self) -> list[Line]:
-        """Every line of the file, the oldest first; `undone`: whether a later line undoes it."""
+        """All decisions, oldest first; `undone` is True where a later line undoes the decision."""
         self._refresh()
         history = self._history
-        return [line | {"undone": line["id"] not in history.held} for line in history.lines]
+        return [line | {"undone": line["id"] not in history.active} for line in history.lines]
 
     def rename(self, cluster: int, name: str) -> Line:
-        """Name a cluster; an empty name removes it.
+        """Give a cluster a name; an empty name removes the present one.
 
         Raises:
-            InputError: there is no such cluster, another one has this name, or the name is not one
-                line of at most 200 characters.
+            InputError: the cluster does not exist, another cluster has the name, or the name is not
+                one line of at most 200 characters.
         """
         return self._decide({"do": "rename", "cluster": _number(cluster), "name": name})
 
@@ -111,11 +112,12 @@ class Curation:
         """Merge clusters into the one with the lowest number.
 
         Args:
-            clusters: at least two numbers.
-            name: name of the merged cluster; None: the name of its lowest part that has one.
+            clusters: numbers of two clusters or more.
+            name: name of the merged cluster; None keeps the name of the lowest-numbered cluster
+                that has a name.
 
         Raises:
-            InputError: fewer than two, or one does not exist.
+            InputError: there are fewer than two different numbers, or a cluster does not exist.
         """
         numbers = sorted({_number(cluster) for cluster in clusters})
         decision: Line = {"do": "merge", "clusters": numbers}
@@ -124,18 +126,18 @@ class Curation:
     def split(
         self, cluster: int, rows: Sequence[int] | NDArray[Any] | None = None, name: str = ""
     ) -> Line:
-        """Split a cluster by rows, or as the tree of the run does.
+        """Split a cluster: take samples out of it, or follow the run's tree of levels.
 
         Args:
-            cluster: its number; the rest keeps number and name.
-            rows: samples that become a new cluster, as numbers or as a mask `[n]`; None: the
-                coarsest level of the tree that splits the cluster decides, its largest part stays,
-                and each other part becomes a new cluster.
-            name: name of the new cluster, with `rows`.
+            cluster: number of the cluster; the samples that stay keep its number and name.
+            rows: samples that form the new cluster, as numbers or as a mask `[n]`. None splits the
+                cluster by the coarsest tree level that divides it: the largest part stays, and each
+                other part becomes a new cluster.
+            name: name of the new cluster; used with `rows` only.
 
         Raises:
-            InputError: there is no such cluster, `rows` are not in it or all of it, or no level
-                splits it.
+            InputError: the cluster does not exist, `rows` are not in it or are all of it, or no
+                tree level splits it.
         """
         decision: Line = {"do": "split", "cluster": _number(cluster)}
         if rows is None:
@@ -148,62 +150,64 @@ class Curation:
     def move(
         self, rows: Sequence[int] | NDArray[Any], cluster: int | None = None, name: str = ""
     ) -> Line:
-        """Move samples, excluded ones too, to another or a new cluster.
+        """Move samples to another cluster or a new one; excluded samples are included again.
 
         Args:
             rows: numbers of samples, or a mask `[n]`.
-            cluster: the target; None: a new cluster.
+            cluster: number of the target; None makes a new cluster.
             name: name of the new cluster.
 
         Raises:
-            InputError: there is no such cluster or sample, or `name` comes with `cluster`.
+            InputError: the cluster or a sample does not exist, or there is a `name` although the
+                cluster exists.
         """
         target = {"new": None} if cluster is None else {"into": _number(cluster)}
         decision = {"do": "move", "rows": self._rows(rows), **target}
         return self._decide(decision | ({"name": name} if name else {}))
 
     def exclude(self, rows: Sequence[int] | NDArray[Any]) -> Line:
-        """Take samples out of every cluster.
+        """Remove samples from their clusters; exports leave excluded samples out.
 
         Raises:
-            InputError: there is no such sample.
+            InputError: a sample does not exist.
         """
         return self._decide({"do": "exclude", "rows": self._rows(rows)})
 
     def decide(self, request: Any) -> Line:
-        """Append a decision sent by the page; raise InputError if it is not valid."""
+        """Append a decision that the page sent; raise InputError if it is not valid."""
         if check_line(request, is_request=True)["do"] == "split" and "rows" not in request:
             return self.split(request["cluster"])
         return self._decide(request)
 
     def undo(self, id: str | None = None) -> Line:
-        """Undo a decision by appending a line; to redo it, undo the undo by its id.
+        """Undo a decision by appending a line. To redo the decision, undo the id of that line.
 
         Args:
-            id: the decision; None: the last one that is not undone.
+            id: id of the decision; None undoes the last decision that is not undone.
 
         Raises:
-            InputError: there is nothing to undo, no line has this id, it is undone already, or a
-                later decision needs it.
+            InputError: there is nothing to undo, no decision has the id, the decision is undone
+                already, or a later decision needs it.
         """
         if id is None:
-            held = [n["id"] for n in self.lines if n["do"] != "undo" and not n["undone"]]
-            if not held:
+            active = [n["id"] for n in self.lines if n["do"] != "undo" and not n["undone"]]
+            if not active:
                 raise InputError(f"{self.path} has no decision that could be undone")
-            id = held[-1]
+            id = active[-1]
         return self._decide({"do": "undo", "of": id})
 
     def apply(self, path: str | Path) -> list[Line]:
-        """Append the decisions of another file: all of them, or none.
+        """Append all decisions of another `curation.jsonl`, or none if one of them is not valid.
 
         Args:
-            path: a `curation.jsonl`, for example of a copy of the run.
+            path: the file, for example from a copy of the run's folder.
 
         Returns:
-            Those that were appended; lines that are here already are skipped.
+            The appended decisions. Lines that this run has already are skipped.
 
         Raises:
-            CorruptFileError: a line is damaged, belongs to another run, or cannot be carried out.
+            CorruptFileError: a line is damaged, belongs to another run, or does not fit the
+                clusters.
         """
         path = Path(path).expanduser()
         return self._append(parse_lines(path, read_file(path)), path)
@@ -212,11 +216,9 @@ class Curation:
         return self._append([decision])[0]
 
     def _append(self, lines: list[Line], source: Path | None = None) -> list[Line]:
-        """Check lines one after the other, and append them to the file with one write.
+        """Check decisions one after the other, and append them to the file with one write.
 
-        Args:
-            lines: decisions without id, time and run; complete lines where there is a `source`.
-            source: the file that they are from.
+        With a `source`, the file that they were read from, decisions already have `id` and `time`.
         """
         with _MUTEX, Lock(self.path.parent / LOCK, wait=WAIT):
             self._refresh()
@@ -241,7 +243,7 @@ class Curation:
             return new
 
     def _refresh(self) -> None:
-        """Read the file again if it changed on the disk."""
+        """Read `curation.jsonl` again if its content changed."""
         with _MUTEX:
             try:
                 content = read_file(self.path)
@@ -261,7 +263,7 @@ class Curation:
             self._content, self._history = content, history
 
     def _completed(self, decision: Line, history: History) -> Line:
-        """Return a decision as a line: with id, time, run, and numbers for new clusters."""
+        """Add id, time, the run's digest and numbers of new clusters to a decision."""
         new, n = history.next_number, len(self.samples)
         if "new" in decision:
             decision = decision | {"new": new}
@@ -276,11 +278,12 @@ class Curation:
         ends = {rows.stop for rows in self.samples.splits.values()}
         if line["samples"] not in ends or line["digest"] != self._digest(line["samples"]):
             raise InputError(
-                f"it is about another run than {self.samples.path}, or its assignments were edited"
+                f"the decision is about another run than {self.samples.path}, or the assignments "
+                "of that run were edited"
             )
 
     def _digest(self, n: int) -> str:
-        """Return a hash of files and clusters of the first n samples; extensions append more."""
+        """Return a hash of the file names and clusters of the first n samples."""
         if n not in self._digests:
             clusters = self.samples.column("cluster")[:n].astype("<i8")
             digest = hashlib.sha256(clusters.tobytes())
@@ -296,16 +299,16 @@ class Curation:
         is_integer = np.issubdtype(numbers.dtype, np.integer)
         if numbers.ndim != 1 or not is_integer or not len(numbers):
             raise InputError(
-                f"rows are {numbers.dtype} {list(numbers.shape)}; expected numbers of samples, at "
-                f"least one, or a mask [{n}]"
+                f"`rows` is a {numbers.dtype} array of shape {list(numbers.shape)}; expected the "
+                f"numbers of at least one sample, or a boolean mask of shape [{n}]"
             )
         return np.unique(numbers).tolist()
 
 
 def _number(cluster: Any) -> int:
-    """Return a cluster's number; NumPy integers become plain ones in the file."""
+    """Convert a NumPy integer, which JSON cannot store, to a plain one."""
     if isinstance(cluster, np.integer):
         return int(cluster)
     if type(cluster) is not int:
-        raise InputError(f"{cluster!r} is not a cluster number; expected 0, 1, 2, ...")
+        raise InputError(f"a cluster is {cluster!r}; expected its number, an integer from 0")
     return cluster

@@ -1,4 +1,4 @@
-"""The fields of a line of `curation.jsonl`; the same check serves the file, the page and Python."""
+"""Check that a decision has the fields and values of a line of `curation.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssl_kd.errors import InputError, printable
 from ssl_kd.files import CorruptFileError, strict_json
 
 NAME_LENGTH = 200
-LARGEST = 1 << 30  # bytes of a file: a hundred decisions of a million samples each
+LARGEST = 1 << 30  # bytes of a file; a hundred decisions about a million samples fit in
 REQUIRED = ("id", "time", "samples", "digest", "do")
 # The other fields of each decision; "?" marks an optional one.
 _FORMS = {
@@ -51,7 +51,10 @@ _NAME = (
 # Field -> a check of its value, and what is expected.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "id": (_matches("[0-9a-f]{12}"), "12 hexadecimal digits"),
-    "time": (_matches("[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}Z"), "as 2026-01-31T12:00:00Z"),
+    "time": (
+        _matches("[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}Z"),
+        "a UTC time such as 2026-01-31T12:00:00Z",
+    ),
     "digest": (_matches("[0-9a-f]{16}"), "16 hexadecimal digits"),
     **dict.fromkeys(("samples", "cluster", "into", "new"), _NUMBER),
     **dict.fromkeys(("level", "name", "of"), _NAME),
@@ -65,40 +68,43 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_line(line: Any, *, is_request: bool = False) -> dict[str, Any]:
-    """Return a decision if it has exactly the fields that it must have, with valid values.
+    """Return a decision unchanged after a check of its fields and their values.
 
     Args:
-        line: a line of the file, parsed.
-        is_request: it comes from the page: without id, time and run, with null for the number of a
-            new cluster, and a split by the tree without its parts.
+        line: the decision, parsed from JSON.
+        is_request: check a request of the page. A request has no id, time, samples and digest, null
+            for the number of a new cluster, and no parts for a split by the tree.
 
     Raises:
-        InputError: it has not; the message names the value.
+        InputError: a field is missing, unknown or has an invalid value; the message names it.
     """
     if not isinstance(line, dict):
-        fields = ", ".join(REQUIRED)
-        raise InputError(f"it is {reprlib.repr(line)}; expected an object with {fields}")
+        raise InputError(
+            f"a decision is {reprlib.repr(line)}; expected a JSON object with the fields "
+            f"{', '.join(REQUIRED)}"
+        )
     do, required = line.get("do"), ("do",) if is_request else REQUIRED
     forms = _FORMS.get(do) if isinstance(do, str) else None
     if forms is None:
-        decisions = ", ".join(_FORMS)
-        raise InputError(f"{reprlib.repr(do)} is not a decision; expected one of {decisions}")
+        raise InputError(f"`do` is {reprlib.repr(do)}; expected one of {', '.join(_FORMS)}")
     if is_request and do == "split":
         forms = (forms[0], "cluster")
     if missing := [key for key in required if key not in line]:
-        raise InputError(f"it has no {missing[0]}; expected an object with {', '.join(required)}")
+        raise InputError(
+            f"a decision has no field `{missing[0]}`; expected the fields {', '.join(required)}"
+        )
     keys = line.keys() - set(required)
     if not any(_fits(keys, form) for form in forms):
         raise InputError(
-            f"{do} has the fields {reprlib.repr(' '.join(sorted(keys)))}; "
-            f"expected {' or '.join(forms)}"
+            f"the decision {do} has the fields {reprlib.repr(' '.join(sorted(keys)))}; expected "
+            f"{' or '.join(forms)} (? marks an optional field)"
         )
     for key in line.keys() - {"do"}:
         is_valid, expected = _FIELDS[key]
         if is_request and key == "new":
             is_valid, expected = lambda value: value is None, "null"
         if not is_valid(line[key]):
-            raise InputError(f"{key}: expected {expected}, not {reprlib.repr(line[key])}")
+            raise InputError(f"`{key}` is {reprlib.repr(line[key])}; expected {expected}")
     return line
 
 
@@ -108,18 +114,22 @@ def _fits(keys: set[str], form: str) -> bool:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file of decisions; raise InputError if it cannot be one."""
+    """Return the bytes of a `curation.jsonl`; refuse devices, pipes and files above 1 GiB."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
         raise InputError(
-            f"{printable(str(path))} is not a file of decisions; expected a regular file of at "
-            f"most {LARGEST >> 30} GiB, such as a run's curation.jsonl"
+            f"{printable(str(path))} is not a file of decisions; expected the curation.jsonl of a "
+            f"run, a regular file of at most {LARGEST >> 30} GiB"
         )
     return path.read_bytes()
 
 
 def parse_lines(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """Return the checked lines of a file; raise CorruptFileError with the number of a bad one."""
+    """Parse and check all lines of a `curation.jsonl`.
+
+    Raises:
+        CorruptFileError: a line is cut off, damaged or not valid; the message has its number.
+    """
     *complete, rest = content.split(b"\n")
     lines = []
     for number, text in enumerate([*complete, rest] if rest else complete, 1):
@@ -127,16 +137,17 @@ def parse_lines(path: Path, content: bytes) -> list[dict[str, Any]]:
         try:
             lines.append(check_line(strict_json(text)))
         except ValueError as error:
-            reason = error if isinstance(error, InputError) else f"it is {fault} ({error})"
+            reason = error if isinstance(error, InputError) else f"the line is {fault} ({error})"
             raise CorruptFileError(describe_fault(path, number, reason)) from error
     if rest:
-        raise CorruptFileError(describe_fault(path, len(lines), "it is cut off (no end of line)"))
+        reason = "the line is cut off (no line break at its end)"
+        raise CorruptFileError(describe_fault(path, len(lines), reason))
     return lines
 
 
 def describe_fault(path: Path, number: int, error: object) -> str:
-    """Return a message with the line of a file, what is wrong with it, and the remedy."""
+    """Return the message about an invalid line: path, line number, reason and remedy."""
     return (
         f"{printable(str(path))}, line {number}: {printable(str(error))}. Delete that line, or "
-        "take another copy of the file; nothing was changed"
+        "use another copy of the file. No decision was changed"
     )

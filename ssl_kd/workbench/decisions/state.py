@@ -1,7 +1,8 @@
-"""The clusters of a run and their names after a sequence of decisions, some of them undone."""
+"""Clusters of a run and their names after a sequence of decisions, without the undone ones."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,19 +13,19 @@ from typing_extensions import Self
 from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
 
-LAST_NUMBER = 10**7  # of a cluster: the page counts clusters in an array
+LAST_NUMBER = 10**7  # largest cluster number: the page counts clusters in an array
 STEP = 1000  # clusters that people create are numbered from a multiple of this
 RESERVED = 100  # numbers above K that are left to the clusters that extensions propose
 
 
 class ClusterState:
-    """Each sample's cluster, and the names of the clusters.
+    """Cluster of each sample and name of each cluster; `apply` changes them.
 
     Attributes:
-        clusters: `[n]` int64; -1: in none.
-        excluded: `[n]`, whether a decision took the sample out.
-        names: names of the clusters that have one, by number.
-        sizes: how many samples each cluster has, by number; no cluster is empty.
+        clusters: cluster of each sample, `[n]` int64; -1 for no cluster.
+        excluded: True for each sample that a decision excluded, `[n]`.
+        names: cluster number -> name, for the clusters that have a name.
+        sizes: cluster number -> number of samples; empty clusters are left out.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -35,17 +36,17 @@ class ClusterState:
         self._count()
 
     def copy(self) -> Self:
-        """Return an independent copy."""
-        other = object.__new__(type(self))
-        arrays = {"clusters": self.clusters.copy(), "excluded": self.excluded.copy()}
-        other.__dict__ = vars(self) | arrays | {"names": dict(self.names)}
+        """Return a copy that can change without changing this object."""
+        other = copy.copy(self)
+        other.clusters, other.excluded = self.clusters.copy(), self.excluded.copy()
+        other.names = dict(self.names)
         return other
 
     def tree_parts(self, cluster: int) -> tuple[str, list[int]]:
-        """Return the coarsest level of the tree that splits a cluster, and its smaller parts.
+        """Return the coarsest tree level that splits a cluster, and all parts but the largest.
 
         Raises:
-            InputError: there is no such cluster, or no level splits it.
+            InputError: the cluster does not exist, or no level splits it.
         """
         members = self.clusters == self._existing(cluster)
         for level in self._samples.levels:
@@ -55,14 +56,15 @@ class ClusterState:
                 order = np.argsort(-sizes, kind="stable")
                 return level, parts[order][1:].tolist()
         raise InputError(
-            f"no level of the tree splits cluster {cluster}: select the samples to take out of it"
+            f"no level of the tree splits cluster {cluster}: split it by selected samples instead"
         )
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Carry out one decision other than `undo`, as `line_format.check_line` accepts it.
+        """Carry out one decision, which `line_format.check_line` accepted and is not an undo.
 
         Raises:
-            InputError: it cannot be carried out; this object must not be used any more.
+            InputError: the decision does not fit the clusters. The state may then be half changed
+                and must be discarded.
         """
         getattr(self, f"_{line['do']}")(line)
 
@@ -73,7 +75,10 @@ class ClusterState:
     def _merge(self, line: Mapping[str, Any]) -> None:
         merged = sorted({self._existing(cluster) for cluster in line["clusters"]})
         if len(merged) < 2:
-            raise InputError(f"clusters are {line['clusters']}; expected two or more to merge")
+            raise InputError(
+                f"a merge has the clusters {line['clusters']}; expected two different numbers or "
+                "more"
+            )
         names = [self.names[cluster] for cluster in merged if cluster in self.names]
         name = self._free_name(line["name"] if "name" in line else (names or [""])[0], *merged)
         self._assign(np.flatnonzero(np.isin(self.clusters, merged)), merged[0])
@@ -85,16 +90,25 @@ class ClusterState:
         if "rows" in line:
             self._split_rows(line, cluster, members)
             return
-        if line["level"] not in self._samples.levels:
-            raise InputError(f"there is no level {line['level']!r} of the tree")
+        levels, parts = self._samples.levels, [part for part, _ in line["parts"]]
+        if line["level"] not in levels:
+            raise InputError(
+                f"a split has the tree level {line['level']!r}; expected {', '.join(levels)}"
+            )
         level = self._samples.column(line["level"])
-        parts = [(members & (level == part), self._unused(new)) for part, new in line["parts"]]
-        n_moved = sum(int(mask.sum()) for mask, _ in parts)
-        if not all(mask.any() for mask, _ in parts) or n_moved >= members.sum():
-            raise InputError(f"{line['level']} does not split cluster {cluster} like this")
-        if len({new for _, new in parts}) < len(parts):
-            raise InputError(f"parts are {line['parts']}: two have the same number")
-        for mask, new in parts:
+        masks = [(members & (level == part), self._unused(new)) for part, new in line["parts"]]
+        n_moved = sum(int(mask.sum()) for mask, _ in masks)
+        if not all(mask.any() for mask, _ in masks) or n_moved >= members.sum():
+            inside = np.unique(level[members]).tolist()
+            raise InputError(
+                f"a split of cluster {cluster} moves the parts {parts} of {line['level']}; "
+                f"expected some, but not all, of {inside}"
+            )
+        if len({new for _, new in masks}) < len(masks):
+            raise InputError(
+                f"a split has the parts {line['parts']}; expected a different new number for each"
+            )
+        for mask, new in masks:
             self._assign(np.flatnonzero(mask), new)
 
     def _split_rows(
@@ -102,9 +116,14 @@ class ClusterState:
     ) -> None:
         rows, new = self._rows(line), self._unused(line["new"])
         if not members[rows].all():
-            raise InputError(f"sample {int(rows[~members[rows]][0])} is not in cluster {cluster}")
+            raise InputError(
+                f"sample {int(rows[~members[rows]][0])} is not in cluster {cluster}: a split takes "
+                "samples of that cluster only"
+            )
         if len(rows) == members.sum():
-            raise InputError(f"these are all samples of cluster {cluster}: leave some in it")
+            raise InputError(
+                f"a split selects all samples of cluster {cluster}: leave at least one in it"
+            )
         name = self._free_name(line.get("name", ""))
         self._assign(rows, new)
         self._set_name(new, name)
@@ -113,7 +132,10 @@ class ClusterState:
         rows, name = self._rows(line), self._free_name(line.get("name", ""))
         target = self._unused(line["new"]) if "new" in line else self._existing(line["into"])
         if name and "into" in line:
-            raise InputError(f"cluster {target} exists: rename it to call it {name!r}")
+            raise InputError(
+                f"a move names the existing cluster {target} {name!r}, but only a new cluster gets "
+                "its name by a move: rename the cluster in a second decision"
+            )
         self._assign(rows, target)
         if name:
             self._set_name(target, name)
@@ -138,96 +160,99 @@ class ClusterState:
             self.names[cluster] = name
 
     def _free_name(self, name: str, *clusters: int) -> str:
-        """Return a name without outer spaces; no cluster but the given ones may have it."""
+        """Strip a name; raise InputError if a cluster outside `clusters` has it already."""
         folded = name.strip().casefold()
         for other, text in self.names.items() if folded else ():
             if text.casefold() == folded and other not in clusters:
                 raise InputError(
-                    f"cluster {other} is called {text!r} already: merge the two, or choose "
-                    "another name"
+                    f"cluster {other} is called {text!r} already: merge the two clusters, or "
+                    "choose another name"
                 )
         return name.strip()
 
     def _existing(self, cluster: int) -> int:
         if cluster not in self.sizes:
             known = ", ".join(map(str, list(self.sizes)[:12]))
-            more = " ..." if len(self.sizes) > 12 else ""
-            raise InputError(f"there is no cluster {cluster!r}; there are {known}{more}")
+            more = ", ..." if len(self.sizes) > 12 else ""
+            raise InputError(f"there is no cluster {cluster!r}; expected one of {known}{more}")
         return cluster
 
     def _unused(self, number: int) -> int:
         first = self._samples.n_clusters
         if not first <= number < LAST_NUMBER or number in self.sizes:
             raise InputError(
-                f"a new cluster cannot have the number {number!r}: expected an unused one from "
-                f"{first} to {LAST_NUMBER - 1}"
+                f"a new cluster has the number {number!r}; expected an unused number from {first} "
+                f"to {LAST_NUMBER - 1}"
             )
         return number
 
     def _rows(self, line: Mapping[str, Any]) -> NDArray[np.int64]:
         rows, n = np.unique(np.asarray(line["rows"], np.int64)), line["samples"]
         if rows[-1] >= n:
-            raise InputError(f"there is no sample {rows[-1]}; expected 0 to {n - 1}")
+            raise InputError(f"there is no sample {rows[-1]}; expected numbers from 0 to {n - 1}")
         return rows
 
 
 class History:
-    """The lines of a file of decisions, and the state after those that are not undone.
+    """All lines of a `curation.jsonl`, and the clusters after the lines that are not undone.
 
     Attributes:
-        lines: all lines, the oldest first.
-        held: ids of the lines that are not undone; an undo can be undone itself.
-        state: the clusters after the held lines.
+        lines: all lines, oldest first.
+        active: ids of the lines that are not undone. An undo is a line and can be undone as well.
+        state: the clusters after the active lines.
     """
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self.lines: list[dict[str, Any]] = []
-        self.held: set[str] = set()
+        self.active: set[str] = set()
         self._ids: set[str] = set()
         self._last_number = -1
         self.state = ClusterState(samples)
 
     def copy(self) -> Self:
-        """Return an independent copy."""
-        other = object.__new__(type(self))
-        other.__dict__ = vars(self) | {"lines": self.lines.copy(), "_ids": self._ids.copy()}
+        """Return a copy that can grow without changing this object."""
+        other = copy.copy(self)
+        other.lines, other._ids = self.lines.copy(), self._ids.copy()
         return other
 
     @property
     def next_number(self) -> int:
-        """A number that no cluster has or ever had."""
+        """The number for the next new cluster; no cluster has or ever had it."""
         first = -(-(self._samples.n_clusters + RESERVED) // STEP) * STEP
         return max(first, self._last_number + 1)
 
     def record(self, line: dict[str, Any]) -> None:
-        """Append a line without changing the state; `replay` or `append` does that.
+        """Append a line without updating `state`; call `replay` after the last line.
 
         Raises:
-            InputError: its id or a cluster number was used before, or it cannot be undone.
+            InputError: the line repeats an id or a cluster number, or undoes a line that does not
+                exist or is undone already.
         """
         if line["id"] in self._ids:
-            raise InputError(f"the id {line['id']} is that of an earlier line")
-        if line["do"] == "undo" and line["of"] not in self.held:
+            raise InputError(f"the id {line['id']} is the id of an earlier line; expected a new id")
+        if line["do"] == "undo" and line["of"] not in self.active:
             if line["of"] not in self._ids:
-                raise InputError(f"no decision before it has the id {line['of']!r}")
+                raise InputError(f"an undo names the id {line['of']!r}, which no earlier line has")
             raise InputError(f"the decision {line['of']} is undone already")
         new, end = new_numbers(line), self.next_number + STEP
         if new and (min(new) <= self._last_number or max(new) >= end):
-            raise InputError(  # a number far above would leave none for later clusters
-                f"a new cluster cannot have the number {max(new)}: expected one below {end} and "
-                "above all that were used before"
+            # A number far above the others would leave none for later clusters.
+            raise InputError(
+                f"a new cluster has the number {max(new)}; expected a number below {end} and above "
+                "all that were used before"
             )
         self.lines.append(line)
         self._ids.add(line["id"])
         self._last_number = max([self._last_number, *new])
-        self.held = held_ids(self.lines) if line["do"] == "undo" else self.held | {line["id"]}
+        is_undo = line["do"] == "undo"
+        self.active = active_ids(self.lines) if is_undo else self.active | {line["id"]}
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append a line and update the state.
+        """Append a line and update `state`.
 
         Raises:
-            InputError: it cannot be carried out, or a later decision needs the one it undoes.
+            InputError: the line is not valid here, or undoes a decision that a later one needs.
         """
         self.record(line)
         if line["do"] != "undo":
@@ -237,21 +262,21 @@ class History:
         try:
             self.replay()
         except LineError as error:
-            needs = error.line
+            later = error.line
             raise InputError(
-                f"{needs['do']} in line {error.number} (id {needs['id']}) needs it: undo that one "
-                f"first ({error})"
+                f"{later['do']} in line {error.number} (id {later['id']}) needs the decision "
+                f"{line['of']}: undo {later['id']} first ({error})"
             ) from error
 
     def replay(self) -> None:
-        """Compute the state anew from the held lines.
+        """Compute `state` from the active lines.
 
         Raises:
-            LineError: one of them cannot be carried out.
+            LineError: one of the lines is not valid; the error has its number.
         """
         self.state = ClusterState(self._samples)
         for number, line in enumerate(self.lines, 1):
-            if line["id"] in self.held and line["do"] != "undo":
+            if line["id"] in self.active and line["do"] != "undo":
                 try:
                     self.state.apply(line)
                 except InputError as error:
@@ -259,23 +284,23 @@ class History:
 
 
 class LineError(InputError):
-    """A line that cannot be carried out; `number` counts from 1."""
+    """A line of `curation.jsonl` does not fit the clusters; `number` counts lines from 1."""
 
     def __init__(self, number: int, line: dict[str, Any], error: InputError) -> None:
         super().__init__(str(error))
         self.number, self.line = number, line
 
 
-def held_ids(lines: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the ids of the lines that no held line undoes."""
-    held: set[str] = set()
+def active_ids(lines: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the ids of the lines that no active undo refers to."""
+    active: set[str] = set()
     undone: set[str] = set()
     for line in reversed(lines):
         if line["id"] not in undone:
-            held.add(line["id"])
+            active.add(line["id"])
             if line["do"] == "undo":
                 undone.add(line["of"])
-    return held
+    return active
 
 
 def new_numbers(line: Mapping[str, Any]) -> list[int]:

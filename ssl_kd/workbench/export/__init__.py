@@ -1,4 +1,4 @@
-"""A finished run in other programs' formats, and on the Hugging Face Hub."""
+"""Export a finished run to other programs' formats and to the Hugging Face Hub."""
 
 from ssl_kd.workbench.export.registry import FORMATS, export
 

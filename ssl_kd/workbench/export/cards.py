@@ -1,4 +1,4 @@
-"""Model and dataset cards for the Hugging Face Hub, and the folders that hold them."""
+"""Write the model and the clusters of a run as repositories of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from ssl_kd.workbench.output_files import new_folder
 
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
 _NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # other text settings may hold paths
-ANSWER = "consensus"  # the row of the run's table with the final clusters
+ANSWER = "consensus"  # name of the final clusters in the run's table of scores
 
 
 def write_model(content: Content, out: Path) -> Path:
-    """Write the files of a model repository: README.md, config.json, model.safetensors.
+    """Write a folder with the files of a model repository, including the card README.md.
 
     Raises:
-        InputError: `out` exists; FileNotFoundError: the run has no model.
+        InputError: `out` exists.
+        FileNotFoundError: the run has no model.
     """
     return _write_model(content.samples, out, "USER/NAME")
 
@@ -36,7 +37,9 @@ def write_model(content: Content, out: Path) -> Path:
 def _write_model(samples: Samples, out: Path, repo_id: str) -> Path:
     for name in MODEL:
         if not (samples.path / name).is_file():
-            raise FileNotFoundError(f"{samples.path} has no {name}: finish the run first")
+            raise FileNotFoundError(
+                f"{samples.path} has no {name}, so it has no model to export: finish the run first"
+            )
     with new_folder(out) as folder:
         shutil.copyfile(samples.path / MODEL[1], folder / MODEL[1])
         atomic_write_json(folder / MODEL[0], _config(samples))
@@ -45,7 +48,7 @@ def _write_model(samples: Samples, out: Path, repo_id: str) -> Path:
 
 
 def write_dataset(content: Content, out: Path) -> Path:
-    """Write the files of a dataset repository: README.md and clusters.parquet.
+    """Write a folder with the files of a dataset repository: README.md and clusters.parquet.
 
     Raises:
         InputError: `out` exists.
@@ -57,11 +60,11 @@ def write_dataset(content: Content, out: Path) -> Path:
 
 
 def model_card(samples: Samples, repo_id: str = "USER/NAME") -> ModelCard:
-    """Return the card of a run's model: scores, use, and what it was trained on.
+    """Return the card of a run's model, with its scores, an example of use, and its training data.
 
     Args:
-        samples: the run.
-        repo_id: its repository, for the code in the card.
+        samples: the samples of the run.
+        repo_id: name of the repository, which the example loads.
     """
     n_train = len(samples.splits.get("train", ()))
     subtitle = f"{samples.n_clusters} clusters of {n_train} training samples"
@@ -73,19 +76,19 @@ def model_card(samples: Samples, repo_id: str = "USER/NAME") -> ModelCard:
 def push_run(
     samples: Samples, repo_id: str, *, private: bool | None = None, token: str | None = None
 ) -> str:
-    """Upload a run's model and its card to the Hub; return its address.
+    """Upload a run's model and its card to the Hugging Face Hub; return the URL.
 
-    `MultiHeadClusterer.from_pretrained(repo_id)` and `ClusterModel.from_pretrained(repo_id)` load
-    it again.
+    `MultiHeadClusterer.from_pretrained(repo_id)` loads the uploaded model.
 
     Args:
-        samples: the run.
-        repo_id: `user/name`; created if it does not exist.
-        private: whether it is private; None: the default of the account.
-        token: Hub token; None: the one stored by `hf auth login`.
+        samples: the samples of the run.
+        repo_id: name of the repository, `user/name`; created if it does not exist.
+        private: whether a new repository is private; None for the default of the account.
+        token: access token; None for the token that `hf auth login` stored.
 
     Raises:
-        InputError: an invalid name; HubRefused: the Hub did not accept it.
+        InputError: `repo_id` is not a valid name.
+        HubRefused: the Hub refused the upload.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = _write_model(samples, Path(temporary) / "model", repo_id)
@@ -93,7 +96,7 @@ def push_run(
 
 
 def dataset_card(content: Content) -> DatasetCard:
-    """Return the card of the table of clusters: columns, scores, and origin."""
+    """Return the card of an exported table of clusters, with its columns, scores and origin."""
     files = [{"split": "train", "path": "clusters.parquet"}]
     data = DatasetCardData(
         pretty_name=f"Clusters of {content.title}",
@@ -114,7 +117,7 @@ are not included. Columns: {columns}.
 
 
 def _config(samples: Samples) -> dict[str, Any]:
-    """Return the configuration that loading the model needs, without paths of this machine."""
+    """Return the entries of `config.json` that loading needs, without paths of this machine."""
     needed = {DIGEST, *inspect.signature(ClusterModel).parameters}
     config = {name: value for name, value in samples.config.items() if name in needed}
     settings = {
@@ -135,7 +138,7 @@ def _about(samples: Samples) -> str:
 
 
 def _scores(samples: Samples) -> str:
-    """Return the scores of the final clusters as a table, where labels are known."""
+    """Return the scores of the final clusters as a Markdown table, if labels are known."""
     rows = [row for row in samples.metrics["table"] if row["name"] == ANSWER]
     rows = [row for row in rows if row.get("acc") is not None]
     if not rows:

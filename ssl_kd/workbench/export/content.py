@@ -1,4 +1,4 @@
-"""The samples of a run that are exported, with everything that is known about them."""
+"""Select the samples of a run to export, with their clusters, names and further columns."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ssl_kd.workbench.naming import Names
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 3  # missing pictures that a message names
-RECORDS = 4096  # rows that are turned into Python objects at a time
+SHOWN = 3  # number of missing pictures that a message names
+RECORDS = 4096  # rows that are converted to Python objects at once
 
 
 @dataclass(frozen=True)
 class Content:
-    """Samples of a run to export, in the order of the run.
+    """A selection of a run's samples to export, in the order of the run.
 
     Args:
-        samples: the run.
-        rows: the numbers of the exported samples `[m]`, ascending.
-        clusters: cluster of every sample of the run `[n]` after all decisions; -1: none.
+        samples: all samples of the run.
+        rows: row numbers of the exported samples `[m]`, ascending.
+        clusters: cluster of every sample of the run after all decisions `[n]`; -1 for no cluster.
         names: names of the clusters.
-        columns: added columns, name -> values of every sample of the run `[n]`.
+        columns: columns to add: name -> value for every sample of the run `[n]`.
     """
 
     samples: Samples
@@ -53,19 +53,19 @@ class Content:
         names: Names | None = None,
         columns: Mapping[str, NDArray[Any]] | None = None,
     ) -> Self:
-        """Select samples of a run, after the decisions in its `curation.jsonl`.
+        """Select samples of a run; the decisions in its `curation.jsonl` are applied first.
 
         Args:
-            samples: the run.
-            splits: splits to export; empty: all.
-            clusters: clusters to export, numbered as after the decisions; empty: all.
-            names: names of the clusters; None: those of the run's `names.json`. Names from
+            samples: all samples of the run.
+            splits: splits to export; empty for all.
+            clusters: numbers of the clusters to export, after all decisions; empty for all.
+            names: names of the clusters; None reads the run's `names.json`. Names in
                 `curation.jsonl` take precedence.
-            columns: added columns, values of every sample of the run `[n]`.
+            columns: columns to add: name -> value for every sample of the run `[n]`.
 
         Raises:
-            InputError: unknown split or cluster, a column with the wrong length or the name of
-                another one, or nothing is selected.
+            InputError: a split or cluster does not exist, no sample is selected, or an added column
+                has a wrong length or the name of an existing column.
             CorruptFileError: a file of the run is damaged.
         """
         curation = Curation(samples)
@@ -73,18 +73,19 @@ class Content:
         rows = np.flatnonzero(~curation.excluded)
         if unknown := [name for name in splits if name not in samples.splits]:
             raise InputError(
-                f"{samples.path} has no split {unknown[0]!r}, only {', '.join(samples.splits)}"
+                f"{samples.path} has no split {unknown[0]!r}; expected {', '.join(samples.splits)}"
             )
         if splits:
             rows = rows[np.isin(samples.column("split")[rows].astype(str), splits)]
         if unknown := [c for c in clusters if not (after == c).any()]:
             known = ", ".join(str(c) for c in np.unique(after)[:20])
-            raise InputError(f"{samples.path} has no cluster {unknown[0]}, only {known}")
+            raise InputError(f"{samples.path} has no cluster {unknown[0]}; expected one of {known}")
         if clusters:
             rows = rows[np.isin(after[rows], clusters)]
         if not len(rows):
             raise InputError(
-                f"no sample of {samples.path} is selected: name more splits or clusters"
+                f"no sample of {samples.path} is in the selected splits and clusters: select more "
+                "of them"
             )
         names = Names.load(samples.path) if names is None else names
         names = names.edited({"cluster": curation.names})
@@ -95,21 +96,21 @@ class Content:
 
     @property
     def title(self) -> str:
-        """The name of the run's folder."""
+        """The name of the run, which is the name of its folder."""
         return self.samples.path.resolve().name
 
     def cluster_names(self) -> dict[int, str]:
-        """Return the name, or the number, of every exported cluster; -1 is `none`."""
+        """Return number -> name (or number as text) of each exported cluster; -1 is `none`."""
         clusters = np.unique(self.clusters[self.rows]).tolist()
         return {c: "none" if c < 0 else self.names.of("cluster", c) for c in clusters}
 
     def batches(self, size: int) -> Iterator[arrow.RecordBatch]:
-        """Yield the exported rows with all columns, `size` at a time."""
+        """Yield the exported samples with all columns, in batches of `size` rows."""
         for start in range(0, len(self.rows), size):
             yield self._batch(self.rows[start : start + size])
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the exported rows one by one, as Python objects."""
+        """Yield each exported sample as a dict of its columns."""
         for batch in self.batches(RECORDS):
             yield from batch.to_pylist()
 
@@ -133,10 +134,11 @@ class Content:
         return arrow.RecordBatch.from_pydict(columns)
 
     def with_pictures(self, *, skip_missing: bool = False) -> tuple[Content, list[Path]]:
-        """Return the rows whose pictures exist, and the absolute paths of these.
+        """Return the samples whose picture exists, and the absolute path of each picture.
 
         Args:
-            skip_missing: leave out rows whose picture is missing, with a warning.
+            skip_missing: leave out samples without a picture, and log a warning, instead of
+                raising.
 
         Raises:
             InputError: pictures are missing, or the samples are not picture files.
@@ -150,8 +152,8 @@ class Content:
                 continue
             if path is None:
                 raise InputError(
-                    f"the samples of {self.samples.path} are not picture files (they are features, "
-                    "or records of one file): export them as parquet"
+                    f"the samples of {self.samples.path} are not picture files but features, or "
+                    "records of one file: export them with --to parquet"
                 )
             if path.is_file():
                 rows.append(row)
@@ -164,15 +166,15 @@ class Content:
             message = f"{len(missing)} of {len(self)} pictures are missing: {shown}"
             message += ", ..." if len(missing) > SHOWN else ""
             if not skip_missing or not files:
-                raise InputError(f"{message}. Put them back, or skip them: --skip_missing")
-            logger.warning("%s; skipped", message)
+                raise InputError(f"{message}. Put them back, or skip them with --skip_missing")
+            logger.warning("%s; these samples are not exported", message)
         return replace(self, rows=np.array(rows, dtype=np.int64)), files
 
 
 def refuse_columns(columns: Iterable[str], taken: Collection[str], owner: str) -> None:
-    """Raise InputError if an added column has the name of an existing one."""
+    """Raise InputError if a column to add has a name in `taken`."""
     if both := [name for name in columns if name in taken]:
-        raise InputError(f"{owner} has a column {both[0]!r} already: rename yours")
+        raise InputError(f"{owner} has a column {both[0]!r} already: rename the column to add")
 
 
 def _checked(samples: Samples, columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -183,7 +185,7 @@ def _checked(samples: Samples, columns: Mapping[str, NDArray[Any]]) -> dict[str,
     for name, values in arrays.items():
         if values.shape != (len(samples),):
             raise InputError(
-                f"column {name!r} has shape {list(values.shape)}, expected [{len(samples)}]: a "
-                f"value for each sample of {samples.path}"
+                f"the column {name!r} has shape {list(values.shape)}; expected [{len(samples)}], "
+                f"one value for each sample of {samples.path}"
             )
     return arrays

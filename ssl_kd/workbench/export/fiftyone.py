@@ -1,6 +1,6 @@
-"""FiftyOne: a `samples.json` that `fiftyone.Dataset.from_dir` reads; pictures stay where they are.
+"""Export to FiftyOne: write a `samples.json` that `fiftyone.Dataset.from_dir` reads.
 
-The layout is `fiftyone.types.LegacyFiftyOneDataset`, in which FiftyOne infers the fields itself.
+The layout is `fiftyone.types.LegacyFiftyOneDataset`. Pictures are not copied.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ _OWN_FIELDS = ("id", "filepath", "tags", "metadata", "created_at", "last_modifie
 
 
 def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -> Path:
-    """Write every level and the label as a Classification, numbers as fields, the split as a tag.
+    """Write one FiftyOne sample per picture, with levels and label as Classifications.
+
+    Numbers become fields, and the split becomes a tag.
 
     Raises:
-        InputError: `out` exists, pictures are missing, or a column is called like a FiftyOne field.
+        InputError: `out` exists, pictures are missing, or a column has the name of a field that
+            FiftyOne itself uses.
     """
     refuse_columns(content.columns, _OWN_FIELDS, "fiftyone")
     content, files = content.with_pictures(skip_missing=skip_missing)

@@ -1,4 +1,4 @@
-"""Folders: one for each cluster, with links to its pictures, or copies of them."""
+"""Export to folders: one per cluster, with links to its pictures or copies of them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ LINKS = ("symlink", "hardlink", "copy")
 def write_folders(
     content: Content, out: Path, *, link: str = "symlink", skip_missing: bool = False
 ) -> Path:
-    """Write `OUT/03 cat/0001.jpg`: a link to each picture, in the folder of its cluster.
+    """Write a folder per cluster with a link to each of its pictures, as `OUT/03 cat/0001.jpg`.
 
     Args:
-        content: what to export.
-        out: a new folder.
-        link: `symlink`, `hardlink` (on the same disk) or `copy`.
-        skip_missing: leave out pictures that are missing.
+        content: the samples to export.
+        out: path of a new folder.
+        link: `symlink`, `hardlink` (needs the same disk) or `copy`.
+        skip_missing: leave out missing pictures instead of raising.
 
     Raises:
-        InputError: unknown kind of link; `out` exists; pictures are missing; hard links across
-            disks.
+        InputError: `link` is unknown, `out` exists, pictures are missing, or a hard link would
+            cross disks.
     """
     if link not in LINKS:
-        raise InputError(f"--link is {link!r}, not {', '.join(LINKS)}.{nearest(link, LINKS)}")
+        raise InputError(f"--link is {link!r}; expected {', '.join(LINKS)}.{nearest(link, LINKS)}")
     content, files = content.with_pictures(skip_missing=skip_missing)
     names = content.cluster_names()
     width = len(str(max(names)))
@@ -61,5 +61,6 @@ def _put(path: Path, file: Path, link: str) -> None:
             if error.errno != errno.EXDEV:
                 raise
             raise InputError(
-                f"{file} is on another disk than {path}: use --link symlink or copy"
+                f"{file} is on another disk than {path}, so it cannot be hard-linked: use --link "
+                "symlink or --link copy"
             ) from error

@@ -1,4 +1,4 @@
-"""Label Studio: tasks with the clusters as predictions, and the labeling interface for them."""
+"""Export to Label Studio: tasks with predicted clusters, and the labeling interface."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ LOCAL = "/data/local-files/?d="
 def write_label_studio(
     content: Content, out: Path, *, url: str | None = None, skip_missing: bool = False
 ) -> Path:
-    """Write `tasks.json`, to import, and `label_config.xml`, the interface.
+    """Write `tasks.json`, which Label Studio imports, and the interface `label_config.xml`.
 
     Args:
-        content: what to export.
-        out: a new folder.
-        url: where the pictures' common folder is served, as `https://example.org/photos`; None:
-            Label Studio's local files, with `LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT` at `/`.
-        skip_missing: leave out pictures that are missing.
+        content: the samples to export.
+        out: path of a new folder.
+        url: address that serves the common folder of all pictures, as `https://example.org/photos`.
+            None uses Label Studio's local files, with `LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT` set
+            to `/`.
+        skip_missing: leave out missing pictures instead of raising.
 
     Raises:
         InputError: `out` exists, or pictures are missing.

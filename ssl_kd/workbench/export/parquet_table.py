@@ -1,4 +1,4 @@
-"""Parquet: a row for each sample, with everything that is known about it."""
+"""Export to Parquet: one row per sample, with all columns."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from ssl_kd.workbench.output_files import refuse_existing
 
 
 def write_parquet(content: Content, out: Path) -> Path:
-    """Write the columns of the run's assignments, names of every level, and added columns.
+    """Write a Parquet file with the assignments, cluster names and added columns of the samples.
 
-    `cluster` is the cluster after all decisions; where they changed any, `cluster_of_run` is the
-    original one. Row groups are written one by one, so that memory stays small.
+    The column `cluster` has the clusters after all decisions. If a decision changed a cluster, the
+    column `cluster_of_run` has the original ones. Memory stays small: row groups are written one by
+    one.
 
     Raises:
-        InputError: `out` exists; OSError: it cannot be written, and nothing is left behind.
+        InputError: `out` exists.
+        OSError: the file cannot be written; no part of it is left behind.
     """
     refuse_existing(out)
     batches = content.batches(ROWS_PER_GROUP)

@@ -1,4 +1,4 @@
-"""The export formats by name; the code that writes one is imported when it is used."""
+"""List the export formats, and import the code of a format when it is used."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """One export format.
+    """Description of an export format.
 
     Args:
-        what: a short description.
-        writer: module and function, `(content, out, **options) -> Path`.
-        name: default name of what it writes; one with a suffix is a file, else a folder.
-        options: names of its options.
-        how_to_read: code or a sentence that reads it, with `{out}` for the path.
+        what: short description for the help.
+        writer: module and function that write the format, `(content, out, **options) -> Path`.
+        name: default name of the output: a file if it has a suffix, else a folder.
+        options: names of the options of the writer.
+        how_to_read: code or a sentence about reading the output, with `{out}` for its path.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Format:
 
 FORMATS: Mapping[str, Format] = {
     "parquet": Format(
-        "a row for each sample, with everything known about it",
+        "one row per sample, with all columns",
         "parquet_table.write_parquet",
         "clusters.parquet",
         how_to_read="pandas.read_parquet({out!r})",
@@ -75,17 +75,18 @@ def export(
     """Write samples of a run in another program's format.
 
     Args:
-        content: what to export (`Content.of`).
-        to: one of `FORMATS`.
-        out: the file or folder; None: in `export/` of the run's folder.
-        force: replace an existing file, once the new one is complete; never a folder.
+        content: the samples to export (see `Content.of`).
+        to: name of the format, a key of `FORMATS`.
+        out: path of the output; None for the default name in `export/` of the run's folder.
+        force: replace an existing file, once the new one is complete; a folder is never replaced.
         **options: options of the format.
 
     Returns:
-        The file or folder that was written.
+        The path of the file or folder.
 
     Raises:
-        InputError: unknown format or option, something exists at `out`, or as the format says.
+        InputError: the format or an option is unknown, something exists at `out`, or the writer of
+            the format refuses the content.
     """
     path = checked_path(content.samples.path, to, out, options, force=force)
     module, _, name = FORMATS[to].writer.rpartition(".")
@@ -104,22 +105,24 @@ def export(
 def checked_path(
     run: Path, to: str, out: str | Path | None, options: Iterable[str] = (), *, force: bool = False
 ) -> Path:
-    """Return where an export goes; check all that can be checked without reading the run.
+    """Check format, options and path of an export, without reading the run; return the path.
 
     Raises:
-        InputError: unknown format or option, or an invalid or existing path.
+        InputError: the format or an option is unknown, or the path is invalid or exists.
     """
     if to not in FORMATS:
-        raise InputError(f"--to is {to!r}, not {', '.join(FORMATS)}.{nearest(to, FORMATS)}")
+        raise InputError(f"--to is {to!r}; expected {', '.join(FORMATS)}.{nearest(to, FORMATS)}")
     format = FORMATS[to]
     if unknown := [name for name in options if name not in format.options]:
         known = ", ".join(f"--{option}" for option in format.options) or "none"
-        raise InputError(f"{to} does not take --{unknown[0]}; its own options: {known}")
+        raise InputError(
+            f"the format {to} has no option --{unknown[0]}; the options of {to}: {known}"
+        )
     path = run / "export" / format.name if out is None else Path(out).expanduser()
     suffix = Path(format.name).suffix
     if "\0" in str(path) or (suffix and path.suffix != suffix):
-        kind = f"a file whose name ends in {suffix}" if suffix else "a folder"
-        raise InputError(f"--out is {str(path)!r}; {to} writes {kind}")
+        kind = f"a file name that ends in {suffix}" if suffix else "the name of a folder"
+        raise InputError(f"--out is {str(path)!r}; expected {kind} for the format {to}")
     is_file = bool(suffix) and path.is_file()
     if not (force and is_file):
         refuse_existing(path, "replace it with --force" if is_file else "move it away")

@@ -26,30 +26,28 @@ LEAST_SHARE = 1 / 3  # of the first word's weight
 def names_from_texts(
     texts: Sequence[str],
     levels: Mapping[str, NDArray[np.integer]],
-    *,
-    vectorizer: CountVectorizer | None = None,
 ) -> Names:
-    """Name clusters by the words of their texts that distinguish them from their siblings.
+    """Name each cluster by the words that distinguish its texts from those of its siblings.
 
-    A word weighs `W max(0, 1 - f_siblings / f)^3`: W is its c-TF-IDF, f its share of the words of
-    the cluster and f_siblings that of the siblings' words. Words that all clusters share ("the",
-    "photo") weigh nothing, in any language, without a list of stop words.
+    The siblings of a cluster are the other parts of its parent in the tree. The weight of a word is
+    `W max(0, 1 - f_siblings / f)^3`: W is the c-TF-IDF of the word, f its relative frequency in the
+    cluster's texts, and f_siblings its relative frequency in the siblings' texts. Words that all
+    clusters share ("the", "photo") have weight 0, so no list of stop words is needed.
 
-    A name begins with a word that is at least twice as frequent as in the siblings' texts, and that
-    is either in more of the cluster's texts than chance explains (Fisher's exact test at one in a
-    hundred for all words of a cluster, Bonferroni), or in half of its texts and in none of theirs.
-    The other words of a name are twice as frequent, too.
+    All words of a name are at least twice as frequent as in the siblings' texts. The first word
+    must also be significant: it is in more texts of the cluster than chance explains (Fisher's
+    exact test at 1 % with Bonferroni's correction), or in half of them and in no sibling's text.
+    Words are runs of at least two letters, in lower case.
 
     Args:
-        texts: of each sample `[n]`; empty ones are skipped.
-        levels: level -> each sample's cluster `[n]`, coarsest level first; -1 is no cluster.
-        vectorizer: counts words; default: runs of two letters and more, in lower case.
+        texts: text of each sample `[n]`; empty texts are skipped.
+        levels: level -> cluster of each sample `[n]`, coarsest level first; -1 for no cluster.
 
     Returns:
-        The names. A cluster without a distinctive word that is in two of its texts has none.
+        The names. A cluster has no name if none of its words is distinctive and in two texts.
 
     Raises:
-        InputError: the number of texts is not that of the samples.
+        InputError: the numbers of texts and samples differ.
 
     References:
         Grootendorst, "BERTopic: Neural topic modeling with a class-based TF-IDF procedure",
@@ -63,10 +61,10 @@ def names_from_texts(
     for level, clusters in levels.items():
         if len(clusters) != len(texts):
             raise InputError(
-                f"got {len(texts)} texts for {len(clusters)} samples ({level}): expected one for "
-                "each sample, an empty one where there is none"
+                f"got {len(texts)} texts for the {len(clusters)} samples of {level}: expected one "
+                "text per sample, an empty one for a sample without a text"
             )
-    vectorizer = CountVectorizer(token_pattern=TOKEN) if vectorizer is None else vectorizer
+    vectorizer = CountVectorizer(token_pattern=TOKEN)
     try:
         counts = sparse.csr_matrix(vectorizer.fit_transform(texts))
     except ValueError as error:
@@ -82,11 +80,10 @@ def names_from_texts(
 
 
 def class_tfidf(counts: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Return c-TF-IDF, `W = tf log(1 + A / f)`, of term counts `[class, term]`.
+    """Return the c-TF-IDF `W = tf log(1 + A / f)` of term counts `[class, term]`.
 
-    tf is the term's share of the words of the class (the paper's count, divided by a constant of
-    the class, so that classes of any size compare), f how often it occurs in all classes, and A
-    the mean number of words of a class.
+    tf is the term's count divided by the number of words in the class, f the term's count in all
+    classes, and A the mean number of words in a class.
     """
     totals = np.asarray(counts.sum(1)).ravel()
     frequency = np.asarray(counts.sum(0)).ravel()
@@ -96,10 +93,13 @@ def class_tfidf(counts: sparse.csr_matrix) -> sparse.csr_matrix:
 
 
 def unique_names(words: Mapping[int, Sequence[tuple[str, float]]]) -> dict[int, Name]:
-    """Return a name for each cluster of one level from its words, heaviest first.
+    """Return a different name for each cluster of a level, given its weighted words.
 
-    A name is the heaviest word, and up to two more that weigh at least a third of it. Clusters with
-    equal names get one more word each; if there is none, their numbers.
+    A name is the heaviest word, and up to two more with at least a third of its weight. Equal names
+    are extended by one word after another, and by the cluster's number when no word is left.
+
+    Args:
+        words: cluster number -> (word, weight) pairs, heaviest first.
     """
     length = {
         cluster: sum(weight >= LEAST_SHARE * weighted[0][1] for _, weight in weighted[:SHOWN])
@@ -124,10 +124,10 @@ def unique_names(words: Mapping[int, Sequence[tuple[str, float]]]) -> dict[int, 
 
 
 def siblings(levels: Mapping[str, NDArray[np.integer]], level: str) -> dict[int, list[int]]:
-    """Return, for each cluster of a level, the clusters that it is compared with.
+    """Return the siblings of each cluster of a level: cluster number -> numbers of the siblings.
 
-    These are the other parts of its parent at the next coarser level; all others at the coarsest
-    level, or if it is the only part of its parent.
+    Siblings are the other parts of the cluster's parent at the next coarser level. A cluster at the
+    coarsest level, or without such parts, has all other clusters of its level as siblings.
     """
     clusters, order = levels[level], list(levels)
     numbers = np.unique(clusters[clusters >= 0]).tolist()
@@ -149,7 +149,7 @@ def _distinctive_words(
     clusters: NDArray[np.integer],
     others: Mapping[int, list[int]],
 ) -> dict[int, list[tuple[str, float]]]:
-    """Return the heaviest words of each cluster of one level; `others`: from `siblings`."""
+    """Return the heaviest words of each cluster of a level; `others` are its `siblings`."""
     ids = sorted(others)
     index = {cluster: place for place, cluster in enumerate(ids)}
     members = np.flatnonzero(clusters >= 0)
@@ -163,7 +163,7 @@ def _distinctive_words(
     entries = tuple(np.array(pairs, int).reshape(-1, 2).T)
     contrast = sparse.csr_matrix((np.ones(len(pairs)), entries), (len(ids), len(ids)))
     all_counts, all_texts = (sparse.csr_matrix(contrast @ of) for of in (occurrences, texts))
-    all_totals, all_sizes = contrast @ totals, contrast @ sizes  # of the siblings, as those above
+    all_totals, all_sizes = contrast @ totals, contrast @ sizes  # sums over the siblings
     words = {}
     for place, cluster in enumerate(ids):
         row = occurrences[place]
@@ -194,13 +194,10 @@ def _beyond_chance(
     n: float,
     n_sibling_texts: float,
 ) -> NDArray[np.bool_]:
-    """Return whether each word is in more of a cluster's texts than chance explains.
+    """Test each word: is it in more texts of the cluster than chance explains, `[word]`?
 
-    Args:
-        cluster_texts: how many of the cluster's n texts have the word `[word]`.
-        sibling_texts: how many of the siblings' texts have it `[word]`.
-        n: number of the cluster's texts.
-        n_sibling_texts: number of the siblings' texts; without any, every word passes.
+    `cluster_texts` and `sibling_texts` `[word]` count the texts with the word, among `n` texts of
+    the cluster and `n_sibling_texts` texts of its siblings.
     """
     if not n_sibling_texts:
         return np.ones(len(cluster_texts), bool)

@@ -1,4 +1,4 @@
-"""Name the clusters of a finished run by the words of captions or file names."""
+"""Name the clusters of a finished run by words of captions or file names."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _BOUNDARY = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
 
 
 def name_samples(samples: Samples, captions: str | Path | Sequence[str] | None = None) -> Names:
-    """Name the clusters of every level by words, never by labels.
+    """Name the clusters of every level by words that distinguish them; labels are not used.
 
-    Names that a person gave in the run's `names.json` are kept.
+    Names in the run's `names.json` that a person chose are kept.
 
     Args:
-        samples: the run.
-        captions: a table (see `read_captions`), or a text for each sample `[n]`; None: the words of
-            file names and folders, without folders that are labels.
+        samples: the samples of the run.
+        captions: path of a table of captions (see `read_captions`), or one text per sample `[n]`.
+            None uses the words of file and folder names, without folders that are labels.
 
     Raises:
-        InputError, FileNotFoundError: as `read_captions`.
+        InputError, FileNotFoundError: the table of captions cannot be used.
     """
     files = samples.column("file").tolist()
     if captions is None:
@@ -48,7 +48,7 @@ def name_samples(samples: Samples, captions: str | Path | Sequence[str] | None =
 
 
 def file_words(files: Sequence[str], leave_out: Collection[str] = ()) -> list[str]:
-    """Return the words of each file's name and folders, without the folders in `leave_out`.
+    """Split the name and the folders of each file into words; skip the folders in `leave_out`.
 
     >>> file_words(["holiday/beach/IMG_0042_redBoat.jpg"], leave_out={"beach"})
     ['holiday IMG red Boat']
@@ -63,24 +63,24 @@ def file_words(files: Sequence[str], leave_out: Collection[str] = ()) -> list[st
 
 
 def read_captions(path: str | Path, files: Sequence[str], splits: Sequence[str]) -> list[str]:
-    """Return the caption of each sample.
+    """Read the caption of each sample from a table.
 
-    The table is CSV, TSV, Parquet or JSON Lines. Its column of files is called `file`, `file_name`,
-    `filename`, `path` or `image`, and that of texts `caption`, `text`, `description` or `title`.
-    Several rows for a file, and lists of texts, are joined. A column `split` distinguishes files
-    with the same name.
+    The table is CSV, TSV, Parquet or JSON Lines. One column, `file`, `file_name`, `filename`,
+    `path` or `image`, names the file; another, `caption`, `text`, `description` or `title`, has the
+    text. Several texts for one file, in several rows or in a list, are joined. An optional column
+    `split` distinguishes files with the same name.
 
     Args:
-        path: the table.
-        files: names of the samples `[n]`.
-        splits: their splits `[n]`.
+        path: path of the table.
+        files: file names of the samples `[n]`.
+        splits: splits of the samples `[n]`.
 
     Returns:
-        Texts `[n]`; empty where the table has none.
+        One text per sample `[n]`, empty for a sample that the table does not name.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        InputError: another kind of file, a damaged one, missing columns, or no file of the run.
+        FileNotFoundError: the table does not exist.
+        InputError: the table is damaged or of another format, lacks a column, or names no sample.
     """
     path = Path(path).expanduser()
     table = _read_table(path)
@@ -89,8 +89,8 @@ def read_captions(path: str | Path, files: Sequence[str], splits: Sequence[str])
         name = next((name for name in usual if name in table.column_names), None)
         if name is None:
             raise InputError(
-                f"{path} has no column of {what} ({', '.join(usual)}); it has "
-                f"{', '.join(table.column_names) or 'none'}"
+                f"{path} has no column of {what}; expected one of {', '.join(usual)}, got the "
+                f"columns {', '.join(table.column_names) or '(none)'}"
             )
         columns.append(table.column(name).to_pylist())
     by_split = "split" in table.column_names
@@ -105,8 +105,8 @@ def read_captions(path: str | Path, files: Sequence[str], splits: Sequence[str])
     if not any(captions):
         _, first = next(iter(texts), (None, "nothing"))
         raise InputError(
-            f"{path} has no caption of any sample: it names {first!r}, and the samples have names "
-            f"like {files[0]!r}"
+            f"{path} has no caption for any sample: its files have names like {first!r}, the "
+            f"samples have names like {files[0]!r}"
         )
     return captions
 
@@ -114,10 +114,10 @@ def read_captions(path: str | Path, files: Sequence[str], splits: Sequence[str])
 def _read_table(path: Path) -> arrow.Table:
     if path.suffix not in (".csv", ".tsv", ".parquet", ".jsonl"):
         raise InputError(
-            f"{path} is not a table of captions: expected .csv, .tsv, .parquet, .jsonl"
+            f"{path} is not a table of captions: expected a .csv, .tsv, .parquet or .jsonl file"
         )
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"the table of captions {path} does not exist")
     try:
         if path.suffix == ".parquet":
             return parquet.read_table(path)
@@ -128,5 +128,6 @@ def _read_table(path: Path) -> arrow.Table:
         with csv.open_csv(path, parse_options=format) as file:
             as_text = dict.fromkeys(file.schema.names, arrow.string())  # 0042 is a name
         return csv.read_csv(path, None, format, csv.ConvertOptions(column_types=as_text))
-    except ValueError as error:  # of which Arrow's errors are
-        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    except ValueError as error:  # the base class of Arrow's errors
+        message = " ".join(str(error).split())
+        raise InputError(f"the table of captions {path} cannot be read: {message}") from error

@@ -1,4 +1,4 @@
-"""The names of clusters at every level, and `names.json`, which stores them."""
+"""Store the names of clusters, at every level of the tree, in `names.json`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Name:
 
     Args:
         text: the name.
-        made: the automatic name, which a person may have edited; None: there was none.
-        words: the words that it was made from and their weights, the heaviest first.
+        made: the automatic name, which differs from `text` after an edit; None without one.
+        words: words of the automatic name and their weights, heaviest first.
     """
 
     text: str
@@ -37,16 +37,16 @@ class Name:
 
     @property
     def edited(self) -> bool:
-        """Whether a person gave it."""
+        """True if a person chose the name."""
         return self.text != self.made
 
 
 @dataclass(frozen=True, repr=False)
 class Names:
-    """Names of the clusters of every level; a cluster without one is called by its number.
+    """Names of the clusters of every level; the name of an unnamed cluster is its number.
 
     Args:
-        levels: column of the level (`cluster`, `level_5`) -> cluster -> name.
+        levels: level (`cluster`, `level_5`, ...) -> cluster number -> name.
 
     >>> names = Names({"cluster": {0: Name("cat", "cat"), 1: Name("dog", "dog")}})
     >>> names.of("cluster", 1), names.of("cluster", 7)
@@ -62,25 +62,25 @@ class Names:
         return f"Names({'; '.join(counts)})"
 
     def of(self, level: str, cluster: int) -> str:
-        """Return a cluster's name, or its number."""
+        """Return the name of a cluster, or its number if it has no name."""
         name = self.levels.get(level, {}).get(cluster)
         return str(cluster) if name is None else name.text
 
     def column(self, level: str, clusters: NDArray[np.integer]) -> NDArray[np.object_]:
-        """Return the name of each cluster number, `[n]` -> `[n]`."""
+        """Return the names of an array of cluster numbers, `[n]` -> `[n]`."""
         unique, inverse = np.unique(clusters, return_inverse=True)
         return np.array([self.of(level, int(c)) for c in unique], dtype=object)[inverse]
 
     def edited(self, edits: Mapping[str, Mapping[int, str]]) -> Self:
-        """Return a copy with names that a person gave.
+        """Return a copy with the names that a person chose.
 
-        An automatic name that equals an edited one of its level is dropped.
+        If an automatic name equals a chosen name of the same level, the automatic one is dropped.
 
         Args:
-            edits: level -> cluster -> name; an empty name removes it.
+            edits: level -> cluster number -> name; an empty name removes the present one.
 
         Raises:
-            InputError: two clusters of a level get the same name.
+            InputError: two clusters of a level would have the same name.
         """
         levels = {level: dict(names) for level, names in self.levels.items()}
         for level, new_names in edits.items():
@@ -100,14 +100,14 @@ class Names:
 
     @property
     def edits(self) -> dict[str, dict[int, str]]:
-        """The names that a person gave, as `edited` takes them."""
+        """The names that a person chose, in the form that `edited` takes."""
         return {
             level: {cluster: name.text for cluster, name in names.items() if name.edited}
             for level, names in self.levels.items()
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write `names.json`, replacing an existing one; return its path."""
+        """Write or replace `names.json` in a folder, and return its path."""
         levels = {
             level: {
                 str(cluster): {
@@ -125,11 +125,12 @@ class Names:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Read `names.json`, which may have been edited by hand; without one there are no names.
+        """Read and check `names.json` of a folder; return no names if the file does not exist.
 
         Raises:
-            CorruptFileError: it is damaged.
-            InputError: a later version wrote it, or two clusters of a level have the same name.
+            CorruptFileError: the file is damaged.
+            InputError: another version wrote the file, or two clusters of a level have the same
+                name.
         """
         path = Path(folder) / FILE
         if not path.is_file():
@@ -139,7 +140,7 @@ class Names:
             if content["format"] != FORMAT:
                 raise InputError(
                     f"{path} has format {content['format']!r}, expected {FORMAT}: another version "
-                    "wrote it. Move it away and name the clusters again"
+                    "wrote the file. Move it away and name the clusters again"
                 )
             levels = {
                 level: {_number(cluster): _name(entry) for cluster, entry in names.items()}
@@ -149,8 +150,8 @@ class Names:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptFileError(
-                f"{path} is damaged ({type(error).__name__}: {error}): repair it, or delete it and "
-                "name the clusters again"
+                f"{path} is damaged ({type(error).__name__}: {error}): repair the file, or delete "
+                "it and name the clusters again"
             ) from error
         for level, names in levels.items():
             _refuse_equal(level, names, f"{path}: ")
@@ -159,17 +160,19 @@ class Names:
 
 def _number(text: str) -> int:
     if not re.fullmatch("-1|0|[1-9][0-9]{0,8}", text):  # "01" would be a second 1
-        raise ValueError(f"cluster {reprlib.repr(text)}, expected a number")
+        raise ValueError(f"a cluster is {reprlib.repr(text)}; expected its number, such as 3")
     return int(text)
 
 
 def _name(entry: dict) -> Name:
     text, made = entry["name"], entry.get("made")
-    if not isinstance(text, str) or not text.strip() or not isinstance(made, str | None):
-        raise ValueError(f"the name {reprlib.repr(text)}, made {reprlib.repr(made)}, expected text")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"`name` is {reprlib.repr(text)}; expected text that is not empty")
+    if not isinstance(made, str | None):
+        raise ValueError(f"`made` is {reprlib.repr(made)}; expected text or null")
     words = tuple((str(word), float(weight)) for word, weight in entry.get("words", []))
     if not all(math.isfinite(weight) for _, weight in words):
-        raise ValueError("the weight of a word is not finite")
+        raise ValueError(f"`words` of {text!r} has a weight that is not finite")
     return Name(printable(text.strip()), made, words)
 
 
@@ -178,6 +181,6 @@ def _refuse_equal(level: str, names: Mapping[int, Name], where: str = "") -> Non
     if equal := [text for text, count in counts.items() if count > 1]:
         clusters = [str(c) for c, name in names.items() if name.text.casefold() == equal[0]]
         raise InputError(
-            f"{where}{' and '.join(clusters)} of {level} are both called {equal[0]!r}: rename one, "
-            "or merge them"
+            f"{where}the clusters {' and '.join(clusters)} of {level} are all called {equal[0]!r}: "
+            "rename one, or merge them"
         )

@@ -64,7 +64,7 @@ def test_test_samples_that_are_copies_of_training_samples(tmp_path):
 @fault(138)
 def test_leaks_between_different_teachers_are_refused(tmp_path):
     train, test = write(tmp_path, np.eye(5)), write(tmp_path, np.eye(4), split="test")
-    with pytest.raises(InputError, match="different teachers: features of 5 dimensions"):
+    with pytest.raises(InputError, match="different teachers: features with 5 dimensions"):
         leaks(train, test)
 
 
@@ -83,9 +83,9 @@ def test_wrong_labels_come_first(tmp_path, with_clusters):
 
 
 def test_too_few_labels_are_refused(tmp_path):
-    with pytest.raises(InputError, match="labels of fewer than two classes"):
+    with pytest.raises(InputError, match="the labels of .* have fewer than two classes"):
         mislabelled(write(tmp_path, np.eye(6)))
-    with pytest.raises(InputError, match="got 3 labels for 6 samples"):
+    with pytest.raises(InputError, match="`labels` has 3 values; expected 6"):
         mislabelled(write(tmp_path / "b", np.eye(6)), np.array([0, 1, 1]))
 
 
@@ -94,7 +94,6 @@ def test_blank_tiny_and_broken_pictures(tmp_path):
     for name, size in {"a": 40, "b": 40, "c": 64, "tiny": 6}.items():
         pixels = rng.integers(0, 255, size=(size, size, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{name}.png")
-    Image.open(tmp_path / "a.png").save(tmp_path / "again.bmp")  # equal pixels, another file
     Image.new("RGB", (50, 50), "white").save(tmp_path / "white.png")
     (tmp_path / "broken.png").write_bytes(b"no image")
     images = FolderDataset(tmp_path, "made", "train")
@@ -103,6 +102,4 @@ def test_blank_tiny_and_broken_pictures(tmp_path):
     reasons = dict(zip(table["file"], table["reason"], strict=True))
     assert reasons.pop("broken.png").startswith("unreadable: ")
     assert reasons == {"white.png": "blank", "tiny.png": "tiny"}
-    same = dict(zip(checks.ids, checks.same, strict=True))
-    assert same["a.png"] == same["again.bmp"] and len(set(same.values())) == 6
     assert checks.sizes[checks.ids.index("c.png")] == 64 * 64

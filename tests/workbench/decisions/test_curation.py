@@ -80,7 +80,7 @@ def test_undo_and_redo_are_lines_too(run):
     assert curation.names == {0: "zeros"}
     with pytest.raises(InputError, match="undone already"):
         curation.undo(merged["id"])
-    with pytest.raises(InputError, match="no decision before it has the id 'x'"):
+    with pytest.raises(InputError, match="the id 'x', which no earlier line has"):
         curation.undo("x")
     assert len((run / "curation.jsonl").read_text().splitlines()) == len(curation.lines) == 5
 
@@ -122,7 +122,7 @@ def test_a_number_is_never_used_twice_and_what_others_need_stays(run):
     again = curation.split(0, members(curation, 0)[:3])
     assert again["new"] == 1001
     renamed = curation.rename(1001, "three")
-    with pytest.raises(InputError, match=rf"rename in line 4 \(id {renamed['id']}\) needs it"):
+    with pytest.raises(InputError, match=rf"rename in line 4 \(id {renamed['id']}\) needs the"):
         curation.undo(again["id"])
     assert curation.names == {1001: "three"} and len(curation.lines) == 4
 
@@ -139,26 +139,26 @@ def test_a_cluster_is_split_as_the_tree_does(run):
     sizes = curation.sizes
     assert sizes[1] >= max(sizes[new] for _, new in decision["parts"])
     curation.split(1, members(curation, 1)[1:])
-    with pytest.raises(InputError, match="no level of the tree splits cluster 1: select"):
+    with pytest.raises(InputError, match="no level of the tree splits cluster 1: split"):
         curation.split(1)
 
 
 @pytest.mark.parametrize(
     ("decide", "message"),
     [
-        (lambda c: c.rename(7, "x"), "there is no cluster 7; there are 0, 1, 2"),
+        (lambda c: c.rename(7, "x"), "there is no cluster 7; expected one of 0, 1, 2"),
         (lambda c: c.rename(0, "a\nb"), "expected one line of at most 200"),
-        (lambda c: c.merge([1, 1]), "expected two or more to merge"),
+        (lambda c: c.merge([1, 1]), "expected two different numbers or more"),
         (lambda c: c.split(0, members(c, 1)[:2]), r"sample \d+ is not in cluster 0"),
         (lambda c: c.split(0, members(c, 0)), "all samples of cluster 0"),
-        (lambda c: c.split(0, [0.5]), r"rows are float64 \[1\]; expected numbers"),
+        (lambda c: c.split(0, [0.5]), r"`rows` is a float64 array of shape \[1\]; expected"),
         (lambda c: c.split(0, []), "at least one"),
-        (lambda c: c.move([10**6]), "there is no sample 1000000; expected 0 to"),
-        (lambda c: c.move([-1]), r"rows: expected numbers of samples, .* not \[-1\]"),
-        (lambda c: c.rename(True, "x"), "True is not a cluster number"),
-        (lambda c: c.rename(-1, "x"), "cluster: expected a number, 0 or more, not -1"),
+        (lambda c: c.move([10**6]), "there is no sample 1000000; expected numbers from 0 to"),
+        (lambda c: c.move([-1]), r"`rows` is \[-1\]; expected numbers of samples"),
+        (lambda c: c.rename(True, "x"), "a cluster is True; expected its number"),
+        (lambda c: c.rename(-1, "x"), "`cluster` is -1; expected a number, 0 or more"),
         (lambda c: c.move([0], 55), "there is no cluster 55"),
-        (lambda c: c.move([0], 0, "zeros"), "rename it to call it 'zeros'"),
+        (lambda c: c.move([0], 0, "zeros"), "existing cluster 0 'zeros', but only a new"),
     ],
 )
 def test_an_invalid_decision_is_refused_and_nothing_written(run, decide, message):
@@ -175,17 +175,20 @@ def _changed(line, **changes):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda a, b: [a, b[:-20]], "line 2: it is cut off"),
-        (lambda a, b: [a[:-20], b, ""], "line 1: it is damaged"),
-        (lambda a, b: [a, b], "line 2: it is cut off .no end of line"),
-        (lambda a, b: [a, b, a, ""], r"line 3: the id \w+ is that of an earlier line"),
-        (lambda a, b: [_changed(a, digest="0" * 16), ""], "line 1: it is about another run"),
+        (lambda a, b: [a, b[:-20]], "line 2: the line is cut off"),
+        (lambda a, b: [a[:-20], b, ""], "line 1: the line is damaged"),
+        (lambda a, b: [a, b], "line 2: the line is cut off .no line break"),
+        (lambda a, b: [a, b, a, ""], r"line 3: the id \w+ is the id of an earlier line"),
+        (
+            lambda a, b: [_changed(a, digest="0" * 16), ""],
+            "the decision is about another run",
+        ),
         (lambda a, b: [_changed(a, cluster=44), ""], "line 1: there is no cluster 44"),
-        (lambda a, b: [_changed(b, new=1), ""], "line 1: a new cluster cannot have the number 1"),
-        (lambda a, b: [_changed(b, new=10**12), ""], "cannot have the number 1000000000000"),
+        (lambda a, b: [_changed(b, new=1), ""], "line 1: a new cluster has the number 1;"),
+        (lambda a, b: [_changed(b, new=10**12), ""], "a new cluster has the number 1000000000000"),
         (
             lambda a, b: [_changed(a, do="undo", of=[]), ""],
-            r"undo has the fields .*; expected of\.",
+            r"undo has the fields .*; expected of ",
         ),
     ],
 )
@@ -220,26 +223,38 @@ def _tree(**changes):
 HOSTILE = {
     "parts of a rename": (_with(parts=5), "rename has the fields"),
     "an unknown field": (_with(__proto__=1), "rename has the fields"),
-    "true as a number": (_with(cluster=True), "cluster: expected a number, 0 or more, not True"),
-    "text as a number": (_with(cluster="0"), "not '0'"),
-    "a number that JavaScript rounds": (_with(cluster=2**53), "not 9007199254740992"),
+    "true as a number": (_with(cluster=True), "`cluster` is True; expected a number"),
+    "text as a number": (_with(cluster="0"), "`cluster` is '0'"),
+    "a number that JavaScript rounds": (_with(cluster=2**53), "`cluster` is 9007199254740992"),
     "an unknown cluster": (_with(cluster=7), "there is no cluster 7"),
-    "a long name": (_with(name="x" * 201), "name: expected one line of at most 200"),
-    "a name that clears the screen": (_with(name="\x1b[2J"), "name: expected one line"),
-    "an unknown decision": (_with(do=["rename"]), r"\['rename'\] is not a decision"),
-    "an id with a line break": (_with(id="0" * 12 + "\n"), "id: expected 12 hexadecimal digits"),
-    "markup as a time": (_with(time="<b>"), "time: expected as 2026"),
+    "a long name": (_with(name="x" * 201), "`name` is .*; expected one line of at most 200"),
+    "a name that clears the screen": (_with(name="\x1b[2J"), "`name` is .*; expected one line"),
+    "an unknown decision": (_with(do=["rename"]), r"`do` is \['rename'\]; expected one of rename"),
+    "an id with a line break": (
+        _with(id="0" * 12 + "\n"),
+        "`id` is .*; expected 12 hex",
+    ),
+    "markup as a time": (_with(time="<b>"), "`time` is '<b>'; expected a UTC time"),
     "some of the samples": (_with(samples=7), "about another run"),
-    "a number as parts": (_tree(parts=5), "parts: expected pairs"),
-    "parts of three": (_tree(parts=[[1, 2, 3]]), "parts: expected pairs"),
-    "a level that is a column": (_tree(level="file"), "no level 'file'"),
-    "deep brackets": (lambda a: b"[" * 100_000, "it is damaged .it is nested too deeply"),
-    "a number of 5,000 digits": (lambda a: b"[" + b"9" * 5000 + b"]", "it is damaged .Exceeds"),
+    "a number as parts": (_tree(parts=5), "`parts` is 5; expected pairs"),
+    "parts of three": (_tree(parts=[[1, 2, 3]]), "`parts` is .*; expected pairs"),
+    "a level that is a column": (
+        _tree(level="file"),
+        "has the tree level 'file'; expected",
+    ),
+    "deep brackets": (lambda a: b"[" * 100_000, "the line is damaged .it is nested too deeply"),
+    "a number of 5,000 digits": (
+        lambda a: b"[" + b"9" * 5000 + b"]",
+        "line is damaged .Exceeds",
+    ),
     "NaN": (lambda a: a.replace(b'"cluster": 0', b'"cluster": NaN'), "NaN is not a number"),
     "a key twice": (lambda a: a.replace(b"{", b'{"cluster": 1, ', 1), "a key occurs twice"),
-    "invalid UTF-8": (lambda a: a.replace(b"zeros", b"\xff\xfe"), "it is damaged .'utf-8' codec"),
-    "nothing": (lambda a: b"", "it is damaged"),
-    "null": (lambda a: b"null", "it is None; expected an object"),
+    "invalid UTF-8": (
+        lambda a: a.replace(b"zeros", b"\xff\xfe"),
+        "is damaged .'utf-8' codec",
+    ),
+    "nothing": (lambda a: b"", "the line is damaged"),
+    "null": (lambda a: b"null", "a decision is None; expected a JSON object"),
 }
 
 
@@ -271,7 +286,7 @@ def test_a_given_number_leaves_room_for_later_ones(run, tmp_path):
     given = tmp_path / "given.jsonl"
     for new in (1000, 2001, 9_999_999):  # the first was used, though undone; others jump
         given.write_text(_changed(json.dumps(line), id="0" * 12, new=new) + "\n")
-        with pytest.raises(CorruptFileError, match=f"number {new}: expected one below 2001"):
+        with pytest.raises(CorruptFileError, match=f"number {new}; expected a number below 2001"):
             curation.apply(given)
     given.write_text(_changed(json.dumps(line), id="0" * 12, new=1500) + "\n")
     assert curation.apply(given)[0]["new"] == 1500
@@ -289,7 +304,7 @@ def test_equal_rows_are_refused_and_windows_line_ends_accepted(run, tmp_path):
     curation.path.rename(copy)
     line = copy.read_text()
     copy.write_text(line.replace("[3, 4]", "[3, 4, 3]"))
-    with pytest.raises(CorruptFileError, match="each once, not"):
+    with pytest.raises(CorruptFileError, match="at least one, and each once"):
         Curation.open(run).apply(copy)
     copy.write_text(line.replace("\n", "\r\n"))
     assert Curation.open(run).apply(copy)[0]["do"] == "exclude"
@@ -303,7 +318,7 @@ def test_only_regular_files_of_a_sensible_size_are_read(run, tmp_path):
     with open(tmp_path / "huge", "wb") as file:
         file.truncate(1 << 40)
     for name in ("pipe", "zero", "huge"):
-        with pytest.raises(InputError, match=f"{name} is not a file of decisions; expected a reg"):
+        with pytest.raises(InputError, match=f"{name} is not a file of decisions; expected"):
             curation.apply(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         curation.apply(tmp_path / "nowhere")
@@ -338,7 +353,7 @@ def test_decisions_outlive_an_extension(run):
     lines = file.read_text().splitlines()
     lines[1] = lines[1].replace("0000.png", "elsewhere.png")
     file.write_text("\n".join(lines) + "\n")
-    with pytest.raises(CorruptFileError, match="about another run than .* or its assignments were"):
+    with pytest.raises(CorruptFileError, match="about another run than .* or the assignments of"):
         Curation.open(run)
 
 

@@ -119,14 +119,14 @@ def test_decisions_are_lines_in_the_run(server, run):
     [
         ({"do": "rename", "cluster": 77, "name": "x"}, "no cluster 77"),
         ({"do": "rename", "cluster": 0, "name": "x", "parts": 5}, "rename has the fields"),
-        ({"do": "rename", "cluster": True, "name": "x"}, "cluster: expected a number"),
-        ({"do": "split", "cluster": 0, "rows": [1], "new": 1000}, "new: expected null, not 1000"),
+        ({"do": "rename", "cluster": True, "name": "x"}, "`cluster` is True; expected a number"),
+        ({"do": "split", "cluster": 0, "rows": [1], "new": 1000}, "`new` is 1000; expected null"),
         ({"do": "split", "cluster": 0, "level": "level_2", "parts": []}, "split has the fields"),
-        ({"do": "move", "rows": [[1], [2, 3]], "new": None}, "rows: expected numbers"),
+        ({"do": "move", "rows": [[1], [2, 3]], "new": None}, "`rows` is .*; expected numbers"),
         ({"do": "exclude", "rows": [10**6]}, "there is no sample 1000000"),
-        ({"do": "apply", "path": "/etc/passwd"}, "'apply' is not a decision"),
-        ([1], r"it is \[1\]; expected an object"),
-        ({"do": "undo", "of": "x"}, "no decision before it"),
+        ({"do": "apply", "path": "/etc/passwd"}, "`do` is 'apply'; expected one of"),
+        ([1], r"a decision is \[1\]; expected a JSON"),
+        ({"do": "undo", "of": "x"}, "which no earlier line has"),
     ],
 )
 @fault(155)
@@ -295,5 +295,5 @@ def test_a_port_in_use_and_a_damaged_file_are_reported_before_serving(server, ru
     with pytest.raises(InputError, match=r"port \d+ is not available .*--port 0 takes any"):
         ExploreServer(Samples(run), server.server_port)
     (run / "curation.jsonl").write_text("half a li")
-    with pytest.raises(CorruptFileError, match=r"curation\.jsonl, line 1: it is cut off"):
+    with pytest.raises(CorruptFileError, match=r"curation\.jsonl, line 1: the line is cut off"):
         serve(Samples(run), 0, opened=lambda url: pytest.fail("served"))

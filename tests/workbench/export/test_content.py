@@ -83,12 +83,12 @@ def test_invalid_selections_and_options(photo_run, tmp_path):
         with pytest.raises(InputError, match=match):
             make()
 
-    refused("no split 'tset', only train, test", lambda: Content.of(samples, splits=["tset"]))
-    refused("no cluster 9, only 0, 1, 2", lambda: Content.of(samples, clusters=[9]))
+    refused("no split 'tset'; expected train, test", lambda: Content.of(samples, splits=["tset"]))
+    refused("no cluster 9; expected one of 0, 1, 2", lambda: Content.of(samples, clusters=[9]))
     refused(r"'x' has shape \[2\]", lambda: Content.of(samples, columns={"x": np.zeros(2)}))
-    refused("not parquet, .*parquet", lambda: export(content, "parqet"))
+    refused("expected parquet, .*parquet", lambda: export(content, "parqet"))
     refused(
-        "does not take --link; its own options: none",
+        "the format parquet has no option --link",
         lambda: export(content, "parquet", tmp_path / "a.parquet", link="copy"),
     )
 

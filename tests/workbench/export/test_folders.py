@@ -89,5 +89,5 @@ def test_nothing_is_overwritten(content, tmp_path):
     with pytest.raises(InputError, match="out exists: choose another path, or move it"):
         export(content, "folders", out, link="copy")
     assert before == {path: path.lstat().st_mtime_ns for path in out.rglob("*")}
-    with pytest.raises(InputError, match="--link is 'sym', not .*symlink"):
+    with pytest.raises(InputError, match="--link is 'sym'; expected .*symlink"):
         export(content, "folders", tmp_path / "new", link="sym")

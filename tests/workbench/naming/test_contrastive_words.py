@@ -97,7 +97,7 @@ def test_clusters_without_a_word_keep_their_numbers():
     assert [names.of("cluster", c) for c in (0, 1, 2, -1)] == ["cat", "1", "2", "-1"]
     assert names_from_texts([""] * 7, {"cluster": clusters}).of("cluster", 0) == "0"
     assert names_from_texts([], {"cluster": np.array([], int)}).levels == {"cluster": {}}
-    with pytest.raises(InputError, match="got 2 texts for 7 samples"):
+    with pytest.raises(InputError, match="got 2 texts for the 7 samples"):
         names_from_texts(["a", "b"], {"cluster": clusters})
 
 

@@ -81,8 +81,8 @@ def test_a_column_of_splits_distinguishes_equal_names(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("c.csv", b"file,words\na/1.png,x\n", "no column of captions.*it has file, words"),
-        ("c.csv", b"file,text\nz.png,x\n", "names 'z.png', and the samples have names like 'a/1"),
+        ("c.csv", b"file,words\na/1.png,x\n", "no column of captions.*columns file, words"),
+        ("c.csv", b"file,text\nz.png,x\n", "names like 'z.png', the samples have names like 'a/1"),
         ("c.csv", b"", "cannot be read"),
         ("c.csv", b"file,text\na,b,c\n", "cannot be read"),
         ("c.jsonl", b"{", "cannot be read"),

@@ -60,7 +60,7 @@ def test_edits_add_change_and_remove():
     assert found.of("level_9", 1) == "x" and found.of("level_2", 0) == "cat"
     renamed = made().edited({"cluster": {4: "Dog"}})
     assert renamed.of("cluster", 3) == "3"  # an automatic name gives way
-    with pytest.raises(InputError, match="3 and 4 of cluster are both called 'wolf'"):
+    with pytest.raises(InputError, match="clusters 3 and 4 of cluster are all called 'wolf'"):
         made().edited({"cluster": {3: "wolf"}}).edited({"cluster": {4: "Wolf"}})
 
 
@@ -77,5 +77,7 @@ def test_a_damaged_file_or_one_of_another_version(tmp_path):
         Names.load(tmp_path)
     content["levels"]["cluster"]["4"] = content["levels"]["cluster"]["3"]
     path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"names\.json: 3 and 4 of cluster are both called 'dog'"):
+    with pytest.raises(
+        InputError, match=r"json: the clusters 3 and 4 of cluster are all called 'dog'"
+    ):
         Names.load(tmp_path)
