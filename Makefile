@@ -27,9 +27,10 @@ distill: $(VENV)/.installed-llm ## Set up, then distil a small language model: m
 
 # Without bytecode every process that a test starts would compile torch again, for seconds.
 # As many workers as cores, of one thread each: twice as fast as one with all threads.
-test: $(VENV)/.installed-dev ## Set up, then run the tests: make test ARGS="-k settings"
+# A slow test has a short one of its kind beside it; all of both: make test ARGS="-m ''"
+test: $(VENV)/.installed-dev ## Set up, then run the short tests: make test ARGS="-k settings"
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
-	  $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	  $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m 'not slow' $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, types, import floors and the lines of each room
 	$(PY) -m ruff check .
