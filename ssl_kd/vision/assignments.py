@@ -1,4 +1,4 @@
-"""The cluster of every sample of a store, written to `assignments.csv` or `.parquet`."""
+"""Assign every sample to a cluster, and write `assignments.csv` or `assignments.parquet`."""
 
 from __future__ import annotations
 
@@ -22,30 +22,35 @@ from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config, read_
 from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.pairs import sample_rows
 
-TOP_K = 3  # clusters listed for each sample
-JUDGED_ROWS = 100_000
-CSV_ROWS = 1_000_000  # more are written as Parquet
-ROWS_PER_GROUP = 131_072  # of a Parquet file
+TOP_K = 3  # number of clusters that are listed for each sample
+JUDGED_ROWS = 100_000  # maximum number of samples that are scored
+CSV_ROWS = 1_000_000  # maximum rows of a CSV file; more are written as Parquet
+ROWS_PER_GROUP = 131_072  # rows in a row group of a Parquet file
 PLACES = ("second", "third")
 
 
 class SplitAssignments:
-    """The clusters of all samples of a store, and the rows of it that are scored.
+    """Predicted clusters of all samples of a split, and a random sample of rows to score.
 
-    A row takes 16 bytes, 8 for each of TOP_K and 4 for each level of the tree.
+    Args:
+        store: embeddings of the split.
+        model: the trained model.
+        seed: seed for the random sample.
+        noise_threshold: samples with a higher outlier score are noise, cluster -1; None for no
+            noise.
 
     Attributes:
-        likely: `[n, TOP_K]` int32, the likeliest clusters, the likeliest first.
-        probabilities: `[n, TOP_K]` float32, of these.
-        clusters: `[n]` int32, the likeliest, or -1 above the noise threshold.
-        confidence: `[n]`, of the likeliest.
-        outlier: `[n]`, outlier scores.
-        sizes: number of clusters of each level of the tree, finest first; empty without a tree.
-        levels: `[n, level]` int32, each sample's, or -1 above the noise threshold.
-        all_labels: `[n]`, or None.
-        rows: those that are scored, a random part of many.
-        x: `[row, dim]`, their embeddings.
-        labels: `[row]`, or None.
+        likely: most probable clusters of each sample, `[n, TOP_K]` int32, most probable first.
+        probabilities: probabilities of these clusters, `[n, TOP_K]` float32.
+        clusters: cluster of each sample, `[n]` int32; -1 for noise.
+        confidence: probability of the most probable cluster, `[n]`.
+        outlier: outlier score of each sample, `[n]`.
+        sizes: number of clusters of each tree level, finest first; empty without a tree.
+        levels: cluster of each sample at every tree level, `[n, level]` int32; -1 for noise.
+        all_labels: label of each sample `[n]`; None without labels.
+        rows: row numbers of the samples that are scored.
+        x: embeddings of these samples, `[row, dim]`.
+        labels: labels of these samples, `[row]`; None without labels.
     """
 
     def __init__(
@@ -79,11 +84,11 @@ class SplitAssignments:
 
     @property
     def members(self) -> NDArray[np.int32]:
-        """The clusters of all samples but noise."""
+        """The clusters of all samples that are not noise."""
         return self.clusters[self.clusters >= 0]
 
     def columns(self, labelled: bool) -> list[str]:
-        """Return the names of the file's columns."""
+        """Return the column names of the file; `labelled` includes the column of labels."""
         more = PLACES[: self.likely.shape[1] - 1]
         return [
             *("file", "cluster", "confidence", "split"),
@@ -94,7 +99,7 @@ class SplitAssignments:
         ]
 
     def blocks(self, split: str, rows_per_block: int) -> Iterator[dict[str, Any]]:
-        """Yield the columns of blocks of rows: lists of text, arrays of numbers."""
+        """Yield blocks of rows as dicts: column name -> list of texts or array of numbers."""
         for start in range(0, self.store.n, rows_per_block):
             rows = slice(start, min(start + rows_per_block, self.store.n))
             size = rows.stop - rows.start
@@ -114,14 +119,14 @@ class SplitAssignments:
             yield block
 
     def lines(self, split: str, columns: Sequence[str]) -> Iterator[str]:
-        """Yield lines of CSV, thousands at a time; unknown columns are empty."""
+        """Yield the CSV lines of the split, a block at a time; unknown columns are empty."""
         for block in self.blocks(split, ROWS_PER_BLOCK):
             empty = [""] * len(block["file"])
             texts = [_as_text(block.get(name, empty)) for name in columns]
             yield "".join(",".join(row) + "\n" for row in zip(*texts, strict=True))
 
     def batches(self, split: str, schema: arrow.Schema) -> Iterator[arrow.RecordBatch]:
-        """Yield row groups of Parquet; unknown columns are null."""
+        """Yield the row groups of the split for Parquet; unknown columns are null."""
         for block in self.blocks(split, ROWS_PER_GROUP):
             nulls = [None] * len(block["file"])
             arrays = [arrow.array(block.get(f.name, nulls), f.type) for f in schema]
@@ -142,7 +147,7 @@ def _as_text(values: Any) -> list[str]:
 
 
 def assignments_of(folder: Path) -> Path:
-    """Return the path of a run's assignments; that of the CSV if there are none yet."""
+    """Return the path of a run's `assignments.parquet` if it exists, else of `assignments.csv`."""
     large = folder / "assignments.parquet"
     return large if large.is_file() else folder / "assignments.csv"
 
@@ -150,17 +155,24 @@ def assignments_of(folder: Path) -> Path:
 def read_finished(path: Path, *needed: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read `config.json` and `metrics.json` of a finished clustering run.
 
+    Args:
+        path: folder of the run.
+        *needed: names of further files that must exist.
+
     Raises:
-        RunFolderError: it is not finished, is of language models, or of another version.
-        CorruptFileError: one of the two is damaged.
+        RunFolderError: the run is not finished, is a run of language models, or was written by
+            another version.
+        CorruptFileError: one of the two files is damaged.
     """
     config = read_config(path)
     if config.get("mode") == "language":
-        raise RunFolderError(f"{path} is a run of language models: it has no clusters")
+        raise RunFolderError(
+            f"{path} is a run of language models, which has no clusters; expected a clustering run"
+        )
     for name in ("metrics.json", *needed, assignments_of(path).name):
         if not (path / name).is_file():
             raise RunFolderError(
-                f"{path} has no {name}, so it is not a finished run: finish it by --resume "
+                f"{path} has no {name}, so it is not a finished run: finish it with --resume "
                 f"--run_name {path.name}"
             )
     metrics = read_metrics(path)
@@ -168,16 +180,17 @@ def read_finished(path: Path, *needed: str) -> tuple[dict[str, Any], dict[str, A
     if missing := missing | {"pictured"} - metrics.get("dataset", {}).keys():
         raise RunFolderError(
             f"config.json and metrics.json of {path} have no {min(missing)}: another version wrote "
-            f"them, commit {config.get('commit')}. Install that commit, or run again"
+            f"them (commit {config.get('commit')}). Install that commit, or run again"
         )
     return config, metrics
 
 
 def write_assignments(folder: Path, splits: Mapping[str, SplitAssignments]) -> None:
-    """Write `assignments.csv`, or for more than `CSV_ROWS` rows `assignments.parquet`.
+    """Write `assignments.csv`, or `assignments.parquet` if there are more than `CSV_ROWS` rows.
 
-    Columns are file, cluster, confidence, split, the label where any is known, the outlier score,
-    the next likely clusters with their probabilities, and the cluster at each level of the tree.
+    The columns are file, cluster, confidence, split, label (if any is known), outlier score, the
+    second and third most probable clusters with their probabilities, and the cluster at each tree
+    level.
     """
     labelled = any(split.all_labels is not None for split in splits.values())
     columns = next(iter(splits.values())).columns(labelled)
@@ -201,7 +214,7 @@ def write_assignments(folder: Path, splits: Mapping[str, SplitAssignments]) -> N
 
 
 def append_assignments(folder: Path, before: Path, added: SplitAssignments, split: str) -> None:
-    """Copy a file of assignments, a CSV byte by byte, and append new samples."""
+    """Write a copy of the assignments `before` to a folder, with the added samples at the end."""
 
     def write(file: BinaryIO) -> None:
         with open(before, newline="", encoding="utf-8") as old:

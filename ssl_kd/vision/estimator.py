@@ -1,4 +1,4 @@
-"""The vision mode as a scikit-learn estimator: an array of embeddings in, clusters out."""
+"""Cluster an array of embeddings with a scikit-learn estimator."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ from ssl_kd.training.ranks import refuse_ranks
 from ssl_kd.training.stop import FinishEarly
 from ssl_kd.vision.convergence import LOOKS
 from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
-from ssl_kd.vision.hub import folder_of, push_saved
-from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config
+from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, folder_of, read_config
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.objectives import OBJECTIVES
@@ -53,60 +52,61 @@ class MultiHeadClusterer(
 ):
     """Cluster embeddings by the best partition of their neighbor graph, learned by voting heads.
 
-    The graph of neighbors is searched for its best partition (`ssl_kd.graph`); each head learns to
-    give a sample the cluster of its nearest neighbors in it. With `method="heads"` the heads find
-    the clusters themselves, by self-distillation. The answer is what the best heads agree on,
-    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. No label is used: `y` is ignored. Parameters
-    are settings of `config.py`, with their meaning, range and default; the same embeddings and seed
-    give the same answer as a run of `train.py`.
+    The best partition of the graph of nearest neighbors is searched (`ssl_kd.graph`), and heads
+    learn to predict it. With `method="heads"`, the heads find the clusters themselves by
+    self-distillation. Predictions are the mean vote of the best heads,
+    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. Labels are not used: `y` is ignored. Parameters
+    are settings of `config.py` with the same meaning, range and default, and a run of `train.py` on
+    the same embeddings with the same seed gives the same clusters.
 
-    Inputs are `[n, n_features]`: NumPy arrays, data frames of numbers, or tensors of any dtype and
-    device; computed in float32, whatever autocast, gradient mode, default dtype or device is set
-    around it. Outputs are NumPy arrays. Global random states are unchanged.
+    Inputs are `[n, n_features]`: NumPy arrays, data frames, or tensors of any dtype and device.
+    Computation is in float32, independent of autocast, gradient mode, default dtype and default
+    device. Outputs are NumPy arrays. Global random states are not changed.
 
     Args:
-        n_clusters: K, from 1 to the number of samples; None: it is found, among at least 64
-            samples.
-        pca_dim: wider embeddings are rotated to this many principal components; None: never.
-        neighbours: nearest neighbors that a sample may be paired with; at most n - 1 are used.
-        method: `graph`, the best partition of the graph of neighbors, which the heads learn, or
-            `heads`, which find the clusters themselves; None: graph, unless `loss`, `beta` or
+        n_clusters: number of clusters K, from 1 to the number of samples. None estimates K, which
+            needs at least 64 samples.
+        pca_dim: wider embeddings are rotated to this many principal components; None for never.
+        neighbours: number of nearest neighbors of a sample in the graph; at most n - 1 are used.
+        method: `graph`, or `heads`; see above. None chooses `graph`, unless `loss`, `beta` or
             `instance_weight` is changed.
-        n_heads: heads trained side by side.
-        head: import path of the head's class.
-        hidden_dim: width of a head's hidden layer; its bottleneck is half as wide.
-        loss: of `method="heads"`: `temi`, `sharpened` or the import path of an objective's class.
+        n_heads: number of heads.
+        head: import path of the class of the heads.
+        hidden_dim: width of the hidden layer of a head; the bottleneck is half as wide.
+        loss: loss of `method="heads"`: `temi`, `sharpened` or the import path of an objective.
         beta: exponent of the pairwise mutual information, in (0, 1].
-        student_temp: temperature of the students' softmax, at least 0.05.
-        teacher_temp: temperature of the EMA teachers' softmax, at least 0.04.
-        instance_weight: `none`, `own` or `mean`, the weight of a pair.
+        student_temp: softmax temperature of the students, at least 0.05.
+        teacher_temp: softmax temperature of the EMA teachers, at least 0.04.
+        instance_weight: weighting of pairs: `none`, `own` or `mean`.
         learning_rate: peak learning rate of AdamW.
-        clip_grad: largest gradient norm of a head; None: no clipping.
+        clip_grad: maximum gradient norm of a head; None for no clipping.
         batch_size: pairs per step; at most n are used.
-        epochs: passes over the data; None: until the heads have converged, at most 200.
-        max_steps: optimizer steps; None: no limit but `epochs`.
-        noise_threshold: outlier score in (0, 1] above which a sample is noise, cluster -1; None:
-            no sample is.
-        use_fp16: run the students in half precision where the device gains by it.
-        device: to train on, `auto`, `cpu`, `cuda`, `cuda:1` ...; predictions run on the CPU.
-        random_state: an integer makes the result repeatable, a `RandomState` is drawn from once,
-            None takes fresh entropy (and leaves NumPy's global state alone).
+        epochs: passes over the data; None trains until convergence, at most 200 epochs.
+        max_steps: maximum number of optimizer steps; None for no limit.
+        noise_threshold: samples with a higher outlier score, in (0, 1], are noise (cluster -1);
+            None for no noise.
+        use_fp16: train in half precision on devices where that is faster.
+        device: device of the training, `auto`, `cpu`, `cuda`, `cuda:1` ...; predictions run on the
+            CPU.
+        random_state: integer seed, or a `RandomState` to draw the seed from; None for a random
+            seed.
 
     Attributes:
-        labels_: `[n]` int64, the cluster of each sample of the last `fit` or `partial_fit`, equal
-            to `predict` of them; -1 for noise.
-        levels_: `[level, n]` int64, the clusters of these samples at every level of the tree,
-            coarsest first, noise included. No level with `method="heads"`.
-        outlier_score_: `[n]` float32, `outlier_scores` of these samples.
-        n_clusters_: number of clusters, including those that `partial_fit` added.
-        new_clusters_: the numbers of the clusters that `partial_fit` added.
-        number_: evidence for a number of clusters that was found: an interval and ranked levels
-            (`ssl_kd.graph.levels.Evidence`); None where it was given, and after `from_pretrained`.
+        labels_: `[n]` int64, cluster of each sample of the last `fit` or `partial_fit`, equal to
+            `predict` of these samples; -1 for noise.
+        levels_: `[level, n]` int64, cluster of each of these samples at every tree level, coarsest
+            level first, without noise. There are no levels with `method="heads"`.
+        outlier_score_: `[n]` float32, outlier score of each of these samples.
+        n_clusters_: number of clusters, including clusters that `partial_fit` added.
+        new_clusters_: numbers of the clusters that `partial_fit` added.
+        number_: evidence for an estimated number of clusters: an interval, and ranked levels
+            (`ssl_kd.graph.levels.Evidence`). None if `n_clusters` was set, and after
+            `from_pretrained`.
         n_iter_: number of training steps of `fit`.
-        model_: the `ClusterModel` of the heads that vote, on the CPU.
-        settings_: the `VisionSettings` of the training, with its seed.
+        model_: the trained `ClusterModel`, on the CPU.
+        settings_: the `VisionSettings` of the training, including the seed.
         n_features_in_: width of the embeddings.
-        feature_names_in_: their names, if they came in a data frame.
+        feature_names_in_: column names, if `fit` was given a data frame.
 
     References:
         Adaloglou et al., Exploring the Limits of Deep Image Clustering using Pretrained Models,
@@ -174,19 +174,20 @@ class MultiHeadClusterer(
 
     @default_torch_state()
     def partial_fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
-        """Fit, or add samples to a fitted estimator: they join its clusters, or form new ones.
+        """Assign more samples to the clusters of a fitted estimator, and add new clusters.
 
-        Clusters keep their numbers, and nothing is trained. A group of samples unlike anything in
-        the training data (`ssl_kd.vision.new_clusters`) becomes cluster `n_clusters_`,
-        `n_clusters_ + 1`, ..., which `predict` returns from then on. `labels_` are those of this
-        batch. A new cluster is found within one batch, so pass hundreds of samples at once.
+        The heads are not trained again, and clusters keep their numbers. A group of samples that is
+        unlike the training data (`ssl_kd.vision.new_clusters`) becomes a new cluster with the
+        number `n_clusters_`. New clusters are detected within one call, so pass hundreds of samples
+        at once. `labels_` has the clusters of this call's samples. An estimator that is not fitted
+        is fitted.
 
         Args:
             X: embeddings `[n, n_features]`.
             y: ignored.
 
         Raises:
-            ValueError: as `fit`, or the model stores no samples to compare with.
+            ValueError: `X` or a parameter is not valid, or the model stores no training samples.
         """
         if not hasattr(self, "model_"):
             return self.fit(X)
@@ -196,33 +197,33 @@ class MultiHeadClusterer(
 
     @property
     def n_clusters_(self) -> int:
-        """Number of clusters, including those that `partial_fit` added."""
+        """Number of clusters, including clusters that `partial_fit` added."""
         check_is_fitted(self)
         return self.model_.n_clusters
 
     @property
     def new_clusters_(self) -> NDArray[np.int64]:
-        """Numbers of the clusters that `partial_fit` added since `fit`, `[m]` int64."""
+        """Numbers of the clusters that `partial_fit` added, `[m]` int64."""
         check_is_fitted(self)
         return np.arange(self.model_.options["n_clusters"], self.n_clusters_)
 
     @default_torch_state()
     @named_as_arguments(VisionSettings, seed="random_state")
     def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
-        """Train the heads and form their answer.
+        """Find the clusters of the samples, and train the heads that predict them.
 
-        Of more than 10,000 rows METHOD graph trains on a random 10,000. Ctrl-C ends the search and
-        the training early: the answer so far is stored, as after any `fit`, and then
-        `KeyboardInterrupt` is raised; a second Ctrl-C ends at once.
+        With `method="graph"`, a random 10,000 of the samples are used if there are more. Ctrl-C
+        ends search and training early: the model so far is stored, and `KeyboardInterrupt` is
+        raised. A second Ctrl-C stops without a result.
 
         Args:
             X: embeddings `[n, n_features]`, n at least 2 and at least `n_clusters`.
             y: ignored.
 
         Raises:
-            ValueError: a parameter out of range, too few samples, values that are not finite, or
-                several processes that were started together.
-            TooFewHealthyParts: no head could be trained.
+            ValueError: a parameter is out of range, there are too few samples, or a value is not
+                finite. Also raised in a distributed process group, which `fit` does not support.
+            TooFewHealthyParts: the training of too many heads failed.
         """
         refuse_ranks()
         settings = self._settings()
@@ -230,11 +231,11 @@ class MultiHeadClusterer(
         n_clusters = 2 if settings.n_clusters == AUTO else int(settings.n_clusters or 1)
         if len(x) < n_clusters:
             raise ValueError(
-                f"n_samples={len(x)} is less than n_clusters={n_clusters}: give more samples or "
-                "ask for fewer clusters"
+                f"n_samples={len(x)} is less than n_clusters={n_clusters}: pass more samples, or "
+                "reduce n_clusters"
             )
         if message := odd_rows([x], n_clusters):
-            logger.warning("embeddings: %s", message)
+            logger.warning("the embeddings are suspect: %s", message)
         with FinishEarly() as interruption:
             self._train(x, settings, n_clusters, interruption)
         return self
@@ -283,14 +284,13 @@ class MultiHeadClusterer(
 
     @default_torch_state()
     def predict(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
-        """Return the cluster of each sample, `[n]` int64: the likeliest of `predict_proba`.
+        """Return the most probable cluster of each sample, `[n]` int64, or -1 for noise.
 
-        It is -1 where `outlier_scores` is above the `noise_threshold` of `settings_`, if any. An
-        array is read in blocks, so a mapped file (`np.load(file, mmap_mode="r")`) is never in
-        memory as a whole.
+        Noise are samples whose outlier score is above `noise_threshold`, if it is set. A
+        memory-mapped array (`np.load(file, mmap_mode="r")`) is read block by block.
 
         Raises:
-            InputError: there is a threshold, and the model holds no outlier scores.
+            InputError: `noise_threshold` is set, but the model has no outlier scores.
         """
         check_is_fitted(self)
         blocks: list[Any] = [X]
@@ -317,47 +317,47 @@ class MultiHeadClusterer(
 
     @default_torch_state()
     def outlier_scores(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
-        """Return the share of training samples that are less far out, `[n]` float32 in [0, 1].
+        """Return the outlier score of each sample, `[n]` float32 in [0, 1].
 
-        0.99 is further out than 99 % of the training samples; 1 is beyond all of them. A training
-        sample is compared with the others, so scores of new samples of the same source are spread
-        evenly over [0, 1]. `ssl_kd.vision.novelty` has the formula.
+        The score is a percentile: 0.99 means more unusual than 99 % of the training samples. Scores
+        of new samples from the same source are therefore spread evenly over [0, 1].
+        `ssl_kd.vision.novelty` has the formula.
 
         Raises:
-            InputError: the model holds no outlier scores.
+            InputError: the model has no outlier scores.
         """
         check_is_fitted(self)
         return self.model_.outlier_scores(self._embeddings(X, reset=False)).numpy()
 
     @default_torch_state()
     def predict_proba(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
-        """Return the heads' mean vote, `[n, n_clusters]` float32, each row a distribution.
+        """Return cluster probabilities, the mean vote of the heads, `[n, n_clusters]` float32.
 
-        The largest entry of a row is the confidence: how far the heads agree on that sample,
-        calibrated without labels by the stability of the partition.
+        The largest probability of a sample is its confidence. It is calibrated without labels, by
+        the stability of the partition.
         """
         check_is_fitted(self)
         return self.model_.predict_proba(self._embeddings(X, reset=False)).numpy()
 
     def transform(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
-        """Return `predict_proba`, `[n, n_clusters]` float32, as features for a next step."""
+        """Return `predict_proba(X)`, `[n, n_clusters]` float32, as features for a pipeline."""
         return self.predict_proba(X)
 
     @default_torch_state()
     def predict_levels(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
-        """Return the cluster of each sample at every level of the tree, `[n, level]` int64.
+        """Return the cluster of each sample at every tree level, `[n, level]` int64.
 
-        The levels have `model_.options["levels"]` clusters, the finest first: 3 K of them, each
-        part of one that `predict` returns, down to 5, each made of whole ones.
+        Levels are ordered from fine to coarse and have `model_.options["levels"]` clusters. The
+        clusters of a finer level are parts of the clusters of a coarser level.
 
         Raises:
-            InputError: there is no tree, because the heads found the clusters themselves.
+            InputError: the model has no tree, because `method` was `heads`.
         """
         check_is_fitted(self)
         return self.model_.predict_levels(self._embeddings(X, reset=False)).numpy()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `model.safetensors` and `config.json`, as a run folder has them."""
+        """Write `model.safetensors` and `config.json` to a folder."""
         check_is_fitted(self)
         settings = self.settings_.to_dict()
         config: dict[str, Any] = {
@@ -367,47 +367,26 @@ class MultiHeadClusterer(
             config["feature_names"] = list(self.feature_names_in_)
         self.model_.save_pretrained(folder, **config)
 
-    def push_to_hub(
-        self, repo_id: str, *, private: bool | None = None, token: str | None = None
-    ) -> str:
-        """Upload to the Hugging Face hub with a card, for `from_pretrained(repo_id)`.
-
-        Args:
-            repo_id: `user/name`; created if it does not exist.
-            private: whether the repository is private; None: as the account says.
-            token: of the hub; None: the one that `hf auth login` stored.
-
-        Returns:
-            The URL of the repository.
-
-        Raises:
-            InputError: `repo_id` is not a valid name; HubRefused: the hub refused the upload.
-        """
-        check_is_fitted(self)
-        sizes = self.n_clusters_, self.n_features_in_
-        return push_saved(self.save_pretrained, *sizes, repo_id, private=private, token=token)
-
     @classmethod
     @default_torch_state()
     def from_pretrained(
         cls, folder: str | Path, *, head: str | None = None, loss: str | None = None
     ) -> Self:
-        """Load what `save_pretrained` wrote, a finished run folder, or a model of the hub.
+        """Load a fitted estimator, with the parameters of its training, from a folder or the Hub.
 
-        Parameters are those of the training. A run folder's model takes embeddings of the run's
-        teacher, not images.
+        The model of a run folder takes embeddings of the run's teacher, not images.
 
         Args:
-            folder: the folder; `user/name` of no folder is a model of the hub.
-            head: import path of the head's class. Only this library's own head is imported because
-                the folder names it; any other must be named here, because an import runs code.
-            loss: import path of the objective's class, which another `fit` would import; named here
-                for the same reason.
+            folder: a folder that `save_pretrained` wrote, the folder of a finished run, or the name
+                of a model on the Hugging Face Hub, `user/name`.
+            head: import path of the class of the heads. It is required for a class outside this
+                library, because importing a class runs its code.
+            loss: import path of the class of the objective, required for the same reason.
 
         Raises:
             FileNotFoundError: the folder does not exist or holds no trained model.
-            CorruptFileError: one of its files is damaged, or a tensor is not finite; it is named.
-            ValueError: its head or loss is not this library's and was not named here.
+            CorruptFileError: a file is damaged, or a tensor is not finite.
+            ValueError: the saved head or loss is not this library's and is not given here.
         """
         folder = folder_of(folder)
         config = read_config(folder)
@@ -432,14 +411,14 @@ class MultiHeadClusterer(
             names, width = config["feature_names"], loaded.n_features_in_
             if not isinstance(names, list) or len(names) != width:
                 raise CorruptFileError(
-                    f"{folder / 'config.json'}: feature_names is {str(names)[:80]}, expected a "
-                    f"list of {width}, one for each dimension (in_dim): copy it again"
+                    f"{folder / 'config.json'}: feature_names is {str(names)[:80]}; expected a "
+                    f"list of {width} names, one for each dimension: copy the file again"
                 )
             loaded.feature_names_in_ = np.array(names, dtype=object)
         return loaded
 
     def _settings(self) -> VisionSettings:
-        """Return the checked parameters; `n_clusters` is None for a single cluster."""
+        """Convert the parameters to settings and check them."""
         values = {_setting(name): _plain(value) for name, value in self.get_params().items()}
         if self.random_state is None:
             values["SEED"] = int(np.random.default_rng().integers(2**32))
@@ -448,15 +427,17 @@ class MultiHeadClusterer(
         else:
             random = check_random_state(self.random_state)
             values["SEED"] = int(random.randint(2**32, dtype=np.uint32))
-        if values["N_CLUSTERS"] == 1:  # trivial, so no run may ask for it; scikit-learn's users may
+        if values["N_CLUSTERS"] == 1:  # valid in scikit-learn, but not as a setting of a run
             values["N_CLUSTERS"] = None
         elif values["N_CLUSTERS"] is None:  # an array declares no classes
             values["N_CLUSTERS"] = AUTO
         return VisionSettings.from_dict(values)
 
     def _embeddings(self, X: ArrayLike | Tensor, *, reset: bool) -> Tensor:
-        """Return checked `[n, n_features]` float32 on the CPU, which may share memory with X."""
-        with np.errstate(over="ignore"):  # too large for float32: an error that says so follows
+        """Check X and convert it to a float32 tensor `[n, n_features]` on the CPU."""
+        with np.errstate(
+            over="ignore"
+        ):  # validate_data raises for values that are too large for float32
             options = {"dtype": np.float32, "order": "C", "ensure_min_samples": 2 if reset else 1}
             x = validate_data(self, as_array(X), reset=reset, **options)
         return torch.from_numpy(np.require(x, requirements=["C", "W"]))
@@ -476,7 +457,7 @@ def _setting(parameter: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a NumPy number or a `torch.device`, which a grid search may pass, to a setting."""
+    """Convert a NumPy number or a `torch.device` to a plain value, as settings have."""
     if isinstance(value, np.generic):
         return value.item()
     return str(value) if isinstance(value, torch.device) else value

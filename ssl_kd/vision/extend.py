@@ -1,8 +1,8 @@
-"""Add samples to a finished run: they join its clusters, or form new ones.
+"""Add samples to a finished run: assign them to its clusters, or to new ones.
 
-The original run is not modified. The extended run is written under a hidden name and moved into
-place when it is complete; after an interruption the same command starts again from the stored
-embeddings.
+The original run is not modified. The extended run is written to a temporary folder, which is moved
+into place when it is complete. After an interruption, the same command starts again and reuses the
+stored embeddings.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from ssl_kd.vision.settings import EmbeddingSettings, VisionSettings
 
 logger = logging.getLogger(__name__)
 
-# Decisions about the clusters and their names, which the extended run keeps.
+# Files with decisions about clusters and their names, which are copied to the extended run.
 DECIDED = ("curation.jsonl", "names.json")
-# Settings that an extension has itself; all others are the run's.
+# Settings that an extension does not take from the run.
 OWN = {"dataset", "device", "download", "extend", "force_recompute"}
 OWN |= {"rebuild_damaged", "resume", "run_name", "runs_dir", "workers"}
-# Those that it takes from the run where they are not set.
+# Settings that an extension takes from the run unless they are set by a flag.
 OWN_IF_GIVEN = {"data_dir", "embeddings_dir", "labels"}
 
 
 @dataclass(frozen=True)
 class _Parent:
-    """The files of the run to extend."""
+    """Folder, `config.json` and `metrics.json` of the run to extend."""
 
     path: Path
     config: dict[str, Any]
@@ -69,10 +69,10 @@ class _Parent:
 
     @classmethod
     def open(cls, extend: str | None, runs_dir: str) -> _Parent:
-        """Read the run that EXTEND names: a folder, or a name under RUNS_DIR.
+        """Read the run that EXTEND names: a folder, or the name of a run in RUNS_DIR.
 
         Raises:
-            RunFolderError: there is none, it is not finished, or not of this mode.
+            RunFolderError: the run does not exist, is not finished, or is no clustering run.
         """
         path = run_to_extend(extend or "", runs_dir).resolve()
         config, metrics = read_finished(path, "model.safetensors")
@@ -81,36 +81,38 @@ class _Parent:
 
     @property
     def extensions(self) -> list[dict[str, Any]]:
-        """What was added before, in order."""
+        """Entries of earlier extensions in `config.json`, in order."""
         return self.config.get("extensions", [])
 
 
 def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSettings:
-    """Return the settings of an extension: those of the run, and a few of its own.
+    """Return the settings of an extension: those of the run, except for the data and the output.
 
-    `given` are the settings that were set by flags.
+    Args:
+        settings: the settings of the command.
+        given: the settings that were set by flags: name -> value.
 
     Raises:
-        RunFolderError: there is no finished run of that name.
-        SettingsError: a flag contradicts the run.
-        InputError: the run has a user's head or teacher, which must be named again.
+        RunFolderError: EXTEND does not name a finished run.
+        SettingsError: a flag contradicts a setting of the run.
+        InputError: the run uses a head or teacher outside this library, and no flag names it.
     """
     if settings.resume:
         raise SettingsError(
-            "RESUME is True, but an extension that was stopped begins anew, from the embeddings "
-            "that it has: give the same command without --resume"
+            "RESUME is True, but an extension cannot be resumed: run the same command without "
+            "--resume; it reuses the stored embeddings"
         )
     parent = _Parent.open(settings.extend, settings.runs_dir)
     run = VisionSettings.from_dict(parent.config["settings"])
     differ = [
-        f"{name.upper()} is {value!r} here and {getattr(run, name)!r} there"
+        f"{name.upper()} is {value!r}, expected {getattr(run, name)!r} as in the run"
         for name, value in given.items()
         if name not in OWN | OWN_IF_GIVEN and value != getattr(run, name)
     ]
     if differ:
         raise SettingsError(
-            f"{parent.path} is extended as it was trained: {'; '.join(differ)}. Leave the flag "
-            "out, or train anew on all samples"
+            f"an extension of {parent.path} uses the settings of that run: {'; '.join(differ)}. "
+            "Omit the flag, or train a new run on all samples"
         )
     is_user_teacher = "." in run.teacher and ":" not in run.teacher
     allowed = {"head": OWN_HEADS, "teacher": () if is_user_teacher else [run.teacher]}
@@ -132,12 +134,14 @@ def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSetti
 def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
     """Add the samples of DATASET to the run that EXTEND names, in a new run folder.
 
-    `settings` are those that `inherited` returned.
+    Args:
+        settings: settings of the extension, as `inherited` returns them.
+        progress: called with (stage, done, total, {}).
 
     Raises:
-        RunFolderError: no such run, one with these samples or another teacher's weights, or the
-            folder's name is taken.
-        SettingsError: the embeddings have another width than the run's.
+        RunFolderError: the run does not exist, has these samples already, or was trained with other
+            weights of the teacher; or the new folder exists.
+        SettingsError: the new embeddings and those of the run have different widths.
     """
     refuse_ranks()
     parent, runs = _Parent.open(settings.extend, settings.runs_dir), Path(settings.runs_dir)
@@ -155,7 +159,7 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Run
     staging = runs / ".extending"
     staging.mkdir(parents=True, exist_ok=True)
     with Lock(staging / ".lock"):
-        for leftover in (p for p in staging.iterdir() if p.is_dir()):  # of a killed extension
+        for leftover in (p for p in staging.iterdir() if p.is_dir()):  # from a killed extension
             shutil.rmtree(leftover)
         with RunFolder(settings.replace(runs_dir=str(staging))) as folder:
             with clock("offer"):
@@ -197,10 +201,10 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Run
 
 
 def _move(path: Path, runs: Path, name: str | None) -> Path:
-    """Move the complete folder into place, and return its new path."""
+    """Move the complete run folder to its final path, and return that path."""
     place = named_by_time(runs) if name is None else runs / name
     check_run_name(place, resume=False)
-    if (lock := place / ".lock").exists():  # of a run that was killed before it wrote anything
+    if (lock := place / ".lock").exists():  # from a run that was killed before it wrote anything
         with Lock(lock):
             lock.unlink()
     (path / ".lock").unlink(missing_ok=True)
@@ -216,36 +220,37 @@ def _cache_folder(
     teacher: Teacher,
     precision: Precision,
 ) -> Path:
-    """Return the cache of the new samples, after checks that they and the teacher fit the run."""
+    """Check that samples and teacher fit the run; return the folder for the embeddings."""
     width, weights = model.options["in_dim"], parent.metrics["teacher"]["weights"]
     if teacher.dim != width:
         raise SettingsError(
-            f"{embedding.dataset} has embeddings of {teacher.dim} dimensions by the teacher "
-            f"{teacher.name}, but {parent.path} learned from {width}: give samples of the same "
-            "kind (for pixels: images of the same size, and both from a folder or both by name)"
+            f"the embeddings of {embedding.dataset} by the teacher {teacher.name} have "
+            f"{teacher.dim} dimensions; {parent.path} expects {width}: use samples of the same kind "
+            "(for the teacher pixels: images of the same size)"
         )
     if weights != teacher.weights_id:
         raise RunFolderError(
-            f"the teacher {teacher.name} has other weights ({teacher.weights_id[:12]}) than when "
-            f"{parent.path} was trained ({weights[:12]}): put those back, --teacher_weights FILE"
+            f"the teacher {teacher.name} has the weights {teacher.weights_id[:12]}, but "
+            f"{parent.path} was trained with other weights ({weights[:12]}): pass their file by "
+            "--teacher_weights"
         )
     digest = fingerprint(dataset, teacher, precision).digest
     if digest in (parent.config["learns_from"], *(e["digest"] for e in parent.extensions)):
         raise RunFolderError(
-            f"{embedding.dataset} holds the same samples as {parent.path}: name new ones by "
+            f"{embedding.dataset} holds the same samples as {parent.path}: pass new samples by "
             "--dataset"
         )
     folder = Path(embedding.embeddings_root) / f"extend-{digest[:12]}"
-    logger.info("the embeddings of %s are kept in %s", embedding.dataset, folder)
+    logger.info("the embeddings of %s are stored in %s", embedding.dataset, folder)
     return folder
 
 
 def _metrics(
     assignments: SplitAssignments, n_old: int, n_clusters: int, split: str, typical: np.ndarray
 ) -> dict[str, Any]:
-    """Return the entries of `metrics.json` about the new samples; their labels are read only here.
+    """Return the entries of `metrics.json` about the new samples.
 
-    `typical` `[cluster, 8]` are rows of typical samples, -1 for none.
+    `typical` `[cluster, 8]` has the rows of typical samples of each cluster, -1 for none.
     """
     store, n_members = assignments.store, len(assignments.members)
     sizes = evaluate.cluster_sizes(assignments.members, n_clusters).tolist()

@@ -1,15 +1,18 @@
-"""What a run leaves behind: the chosen heads, and how their votes become one answer."""
+"""Predict clusters by the vote of trained heads; save and load the model."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -20,41 +23,39 @@ from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker, import_head
 from ssl_kd.losses import log_probabilities
 from ssl_kd.settings.import_paths import path_of_file
-from ssl_kd.vision.hub import folder_of
 from ssl_kd.vision.model_parts import Projection, Splits, Tree
 from ssl_kd.vision.new_clusters import NewClusters, comparable, find_new_clusters
 from ssl_kd.vision.novelty import Novelty, is_dead
 
-TILE = 64  # products take a multiple of this many rows, or a divisor
+TILE = 64  # rows are padded to a multiple of this, so that matrix products give the same bits
 ROWS_PER_BLOCK = 4096
-DIGEST = "model_sha256"  # of model.safetensors, in the config.json beside it
-_EXPECTED = "expected the folder of a finished run, or one that save_pretrained wrote"
+MODEL_FILES = ("config.json", "model.safetensors")
+DIGEST = "model_sha256"  # key of config.json: the sha256 of model.safetensors
+_EXPECTED = "expected the folder of a finished run, or a folder that save_pretrained wrote"
 
 
 class ClusterModel(nn.Module):
-    """Trained heads that vote: embeddings in, probabilities of clusters out.
+    """Map embeddings to cluster probabilities by the mean vote of trained heads.
 
-    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`: each head gives a probability to each of its
-    own clusters, and a table maps these to the clusters of the consensus. One temperature makes the
-    vote as confident as the partition is stable. Training and held-out samples go through the same
-    function. `ClusterModel.from_pretrained(folder)` loads what `save_pretrained(folder)` wrote, or
-    a run folder.
+    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`: each head h gives probabilities to its own
+    clusters k, and a table `p_h(c | k)` translates these to the common clusters c. A temperature
+    calibrates the confidence of the vote.
 
     Args:
         in_dim: width of the embeddings.
-        head_dim: their width after the projection.
+        head_dim: width of the embeddings after the projection.
         n_clusters: number of clusters K.
         n_heads: number of heads H.
-        head: import path of the head's class.
-        hidden_dim: its width, if it has such an argument.
-        bottleneck_dim: its width, if it has such an argument.
-        temperature: of the heads' probabilities.
-        answer_temperature: of the vote; above 1 the model is less confident than the heads.
-        n_reference: number of stored training samples, for outlier scores; 0: no scores.
-        n_new: number of clusters that were added later, numbered K, K + 1, ...
-        n_new_rows: number of stored samples that define these.
-        levels: number of clusters of each level of the tree, finest first; None: no tree.
-        n_splits: number of planes that divide clusters to fill those that the vote leaves empty.
+        head: import path of the class of the heads.
+        hidden_dim: argument `hidden_dim` of the heads, if their class has one.
+        bottleneck_dim: argument `bottleneck_dim` of the heads, if their class has one.
+        temperature: softmax temperature of the heads.
+        answer_temperature: temperature of the vote; above 1 lowers the confidence.
+        n_reference: number of stored training samples for outlier scores; 0 for no scores.
+        n_new: number of clusters that were added after the training, numbered from K.
+        n_new_rows: number of stored samples that define the added clusters.
+        levels: number of clusters of each tree level, finest first; None for no tree.
+        n_splits: number of planes that split clusters to fill empty ones (`model_parts.Splits`).
 
     Attributes:
         n_clusters: number of all clusters, K + n_new.
@@ -111,47 +112,54 @@ class ClusterModel(nn.Module):
         self.splits = Splits(head_dim, n_splits) if n_splits else None
 
     def save_tensors(self, folder: Path) -> Path:
-        """Write `model.safetensors`, and return its path."""
+        """Write the tensors to `model.safetensors` in a folder, and return the path."""
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         atomic_write_bytes(folder / "model.safetensors", safetensors.torch.save(tensors))
         return folder / "model.safetensors"
 
     def save_pretrained(self, folder: str | Path, **config: Any) -> None:
-        """Write `model.safetensors` and `config.json`, which also holds the entries of `config`.
+        """Write `model.safetensors` and `config.json` to a folder.
+
+        Args:
+            folder: path of the folder, created if it does not exist.
+            **config: further entries of `config.json`.
 
         Raises:
             InputError: `folder` is a file.
         """
         if (folder := Path(folder)).exists() and not folder.is_dir():
-            raise InputError(f"{folder} is a file: give save_pretrained the name of a folder")
+            raise InputError(
+                f"{folder} is a file; expected a folder: pass another path to save_pretrained"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         digest = sha256_file(self.save_tensors(folder))
         atomic_write_json(folder / "config.json", {**self.options, **config, DIGEST: digest})
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, head: str | None = None) -> Self:
-        """Load what `save_pretrained` wrote, a run folder, or a model of the Hugging Face hub.
+        """Load a model from a folder or from the Hugging Face Hub.
 
         Args:
-            folder: the folder, or the model's name on the hub, `user/name`.
-            head: import path of the head's class. Only this library's own head is imported because
-                the folder names it; any other must be named here, because an import runs code.
+            folder: a folder that `save_pretrained` wrote, the folder of a finished run, or the name
+                of a model on the Hub, `user/name`.
+            head: import path of the class of the heads. It is required for a class outside this
+                library, because importing a class runs its code.
 
         Raises:
             FileNotFoundError: the folder does not exist or holds no trained model.
-            CorruptFileError: one of its files is damaged, they do not fit each other, or a tensor
-                holds a NaN; the message names it.
-            ValueError: the head is not this library's and was not named.
+            CorruptFileError: a file is damaged, the files do not fit each other, or a tensor holds
+                a NaN.
+            ValueError: the class of the heads is not this library's and `head` is not given.
         """
         folder = folder_of(folder)
         config, file = read_config(folder), folder / "model.safetensors"
         if not file.is_file():
-            raise FileNotFoundError(f"{folder} holds no {file.name}: {_EXPECTED}")
+            raise FileNotFoundError(f"{folder} has no {file.name}: {_EXPECTED}")
         expected = config.get(DIGEST)
         if expected is not None and expected != (digest := sha256_file(file)):
             raise CorruptFileError(
                 f"{file} has the sha256 {digest}, expected {expected} ({DIGEST} in config.json): "
-                "one of the two is damaged or of another model. Copy both again, or train again"
+                "one of the two files is damaged or of another model. Copy both files again"
             )
         names = inspect.signature(cls).parameters
         options = {name: config[name] for name in names if name in config}
@@ -169,7 +177,7 @@ class ClusterModel(nn.Module):
                 value = options.get(name, 1.0)
                 if type(value) not in (int, float) or not 0.01 <= value <= 100:
                     raise ValueError(f"{name} is {value!r}, expected a number from 0.01 to 100")
-            # On the meta device sizes that config.json exaggerates take no memory.
+            # On the meta device, wrong sizes in config.json allocate no memory.
             is_ours = options.get("head", OWN_HEADS[0]) in OWN_HEADS
             with torch.device("meta" if is_ours else "cpu"):
                 model = cls(**options)
@@ -180,21 +188,21 @@ class ClusterModel(nn.Module):
             model.load_state_dict(tensors, assign=True)
         except (SafetensorError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise CorruptFileError(
-                f"{file} cannot be loaded as the config.json beside it describes it: "
-                f"{' '.join(str(error).split())[:300]}. One of the two is damaged or of another "
-                "model: copy both again"
+                f"{file} does not fit the config.json in the same folder: "
+                f"{' '.join(str(error).split())[:300]}. One of the two files is damaged or belongs "
+                "to another model: copy both files again"
             ) from error
         model._check_values(file)
         return model
 
     def _check_values(self, file: Path) -> None:
-        """Raise CorruptFileError where a tensor holds a NaN or the number of a missing cluster."""
+        """Raise CorruptFileError if a loaded tensor has a value that is NaN or out of range."""
         state = self.state_dict()
         for name, tensor in state.items():
             if bad := int((~tensor.isfinite()).sum()):
                 raise CorruptFileError(
-                    f"{file}: {bad} of {tensor.numel()} values of {name} are "
-                    "NaN or infinite, expected finite ones: take another copy, or train again"
+                    f"{file}: {bad} of {tensor.numel()} values of {name} are NaN or infinite; "
+                    "expected finite values: copy the file again, or train again"
                 )
         upper_bounds = {
             "offers.clusters": self.options["n_new"],
@@ -205,20 +213,22 @@ class ClusterModel(nn.Module):
         for name, bound in upper_bounds.items():
             if name in state and not ((state[name] >= 0) & (state[name] < bound)).all():
                 raise CorruptFileError(
-                    f"{file}: values of {name} are out of range: take another copy, or train again"
+                    f"{file}: a value of {name} is out of range; expected 0 or more, and at most "
+                    "what config.json allows: copy both files again, or train again"
                 )
         for name in ("projection.scale", "novelty.length"):
             if name in state and state[name] <= 0:
                 raise CorruptFileError(
-                    f"{file}: {name} is not positive: take another copy, or train again"
+                    f"{file}: {name} is {float(state[name])}; expected a positive number: copy the "
+                    "file again, or train again"
                 )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Embeddings `[batch, in_dim]` -> probabilities `[batch, cluster]`, float32.
+        """Map embeddings `[batch, in_dim]` to cluster probabilities `[batch, cluster]`, float32.
 
-        Where a sample belongs to an added cluster, that cluster gets the share of the sample's
-        nearest rows that belong to it, and the others share the rest. All other samples have the
-        probabilities that they had before clusters were added.
+        If a sample belongs to an added cluster, the probability of that cluster is the share of the
+        sample's nearest stored rows that belong to it; the other clusters share the rest. Added
+        clusters do not change the probabilities of other samples.
         """
         projected = self.projection(x)
         old = self.answer(projected)
@@ -232,16 +242,16 @@ class ClusterModel(nn.Module):
         return torch.cat([old * (1 - share), new], 1)
 
     def vote(self, projected: Tensor) -> Tensor:
-        """Projected embeddings `[batch, head_dim]` -> the heads' mean vote `[batch, cluster]`.
+        """Map projected embeddings `[batch, head_dim]` to the mean vote `[batch, cluster]`.
 
-        Its largest entry tells how far the heads agree on a sample, before `answer_temperature`.
+        `answer_temperature` and `splits` are not applied.
         """
         logits = self.bank(self.bank.unflatten(self.weights), projected)
         probabilities = log_probabilities(logits, self.temperature).exp()
         return torch.bmm(probabilities, self.votes).mean(0)
 
     def answer(self, projected: Tensor) -> Tensor:
-        """Return the tempered vote; beyond a plane of `splits` two clusters swap probabilities."""
+        """Return the calibrated vote; where `splits` changes a cluster, swap two values."""
         old = tempered(self.vote(projected), self.options["answer_temperature"])
         if self.splits is None:
             return old
@@ -249,7 +259,7 @@ class ClusterModel(nn.Module):
         last = self.splits(projected, likeliest)
         pair = torch.stack([likeliest, last], 1)
         swapped = old.gather(1, pair.flip(1))
-        # Votes are often equal to the bit: the swapped one is to be the only largest.
+        # Two votes are often equal: raise the swapped one, so that it alone is the largest.
         more = swapped[:, 1].nextafter(torch.full_like(swapped[:, 1], 2.0))
         swapped[:, 1] = torch.where(last == likeliest, swapped[:, 1], more)
         return old.scatter(1, pair, swapped)
@@ -257,28 +267,28 @@ class ClusterModel(nn.Module):
     @default_torch_state()
     @torch.inference_mode()
     def predict_proba(self, x: Tensor) -> Tensor:
-        """`forward` in blocks, without gradients, on the model's device; the result on the CPU."""
+        """Compute `forward` in blocks, without gradients, and return the result on the CPU."""
         return self._in_blocks(self, x)
 
     @default_torch_state()
     @torch.inference_mode()
     def predict(self, x: Tensor) -> Tensor:
-        """Embeddings `[n, in_dim]` -> clusters `[n]` int64; a mapped file is read in blocks."""
+        """Return the most probable cluster of each embedding, `[n]` int64 on the CPU."""
         return self._in_blocks(lambda block: self(block).argmax(-1), x)
 
     @default_torch_state()
     @torch.inference_mode()
     def likeliest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k likeliest clusters of embeddings, without storing all probabilities.
+        """Return the k most probable clusters of each embedding, on the CPU.
 
         Returns:
-            Clusters `[n, k]` int32, the likeliest first (of equal ones the lower number), and
-            their probabilities `[n, k]` float32; on the CPU.
+            Clusters `[n, k]` int32, most probable first, and their probabilities `[n, k]` float32.
+            If two probabilities are equal, the lower cluster number comes first.
         """
         clusters, probabilities = [], []
         for block in x.split(ROWS_PER_BLOCK):
             values, indices = self._in_tiles(self, block).sort(dim=-1, descending=True, stable=True)
-            # Copies, which do not keep the probabilities of all clusters alive.
+            # Copy, because a view would keep the probabilities of all clusters in memory.
             clusters.append(indices[:, :k].int().cpu())
             probabilities.append(values[:, :k].clone().cpu())
         return torch.cat(clusters), torch.cat(probabilities)
@@ -286,10 +296,14 @@ class ClusterModel(nn.Module):
     @default_torch_state()
     @torch.no_grad()
     def extended(self, read: Callable[[Tensor], Tensor], n: int) -> ClusterModel:
-        """Return a model with the new clusters that new samples form; itself if they form none.
+        """Return a model with additional clusters for new samples that are unlike all known ones.
 
-        Clusters keep their numbers: new ones are `n_clusters`, `n_clusters + 1`, ... `read` returns
-        the embeddings of given rows of the n new samples.
+        Existing clusters keep their numbers; added clusters are numbered from `n_clusters`. If the
+        samples form no new cluster, the model itself is returned.
+
+        Args:
+            read: called with row numbers, returns the embeddings of these new samples.
+            n: number of new samples.
 
         Raises:
             InputError: the model stores no training samples.
@@ -324,17 +338,19 @@ class ClusterModel(nn.Module):
     @default_torch_state()
     @torch.inference_mode()
     def predict_levels(self, x: Tensor, clusters: Tensor | None = None) -> Tensor:
-        """Embeddings `[n, in_dim]` -> clusters of each level of `options["levels"]`, `[n, level]`.
+        """Return the cluster of each embedding at every tree level, `[n, level]`, finest first.
 
-        `clusters` is the result of `predict`, if it is known.
+        Args:
+            x: embeddings `[n, in_dim]`.
+            clusters: result of `predict(x)`, if it is already computed.
 
         Raises:
-            InputError: the model has no tree, because its heads found the clusters themselves.
+            InputError: the model has no tree, because METHOD was heads.
         """
         tree, device = self.tree, self.weights.device
         if tree is None:
             raise InputError(
-                "this model holds no tree of levels: train it with METHOD graph (the default)"
+                "this model has no tree of levels: train it with METHOD graph (the default)"
             )
         clusters = self.predict(x) if clusters is None else clusters
         blocks = zip(x.split(ROWS_PER_BLOCK), clusters.split(ROWS_PER_BLOCK), strict=True)
@@ -347,11 +363,10 @@ class ClusterModel(nn.Module):
     @default_torch_state()
     @torch.inference_mode()
     def outlier_scores(self, x: Tensor) -> Tensor:
-        """Embeddings `[n, in_dim]` -> the share of training samples less far out, `[n]` in [0, 1].
+        """Return the outlier score of each embedding, `[n]` in [0, 1] (see `novelty.Novelty`).
 
-        A sample of an added cluster has the share of its nearest five rows that are not of that
-        cluster, where this is less. An embedding without content scores 1, whatever the training
-        data: a row of zeros, or of one value in 8 columns or more.
+        In an added cluster the score is at most the share of the sample's nearest five stored rows
+        outside that cluster. A row of zeros, or of 8 or more equal values, always scores 1.
 
         Raises:
             InputError: the model stores no training samples.
@@ -371,8 +386,8 @@ class ClusterModel(nn.Module):
     def _novelty(self) -> Novelty:
         if self.novelty is None:
             raise InputError(
-                "this model holds no outlier scores (n_reference 0). Train it again with the "
-                "settings of its config.json"
+                "this model has no outlier scores, because it stores no training samples "
+                "(n_reference is 0): train it again with the settings of its config.json"
             )
         return self.novelty
 
@@ -381,46 +396,63 @@ class ClusterModel(nn.Module):
         return torch.cat([self._in_tiles(function, block).cpu() for block in blocks])
 
     def _in_tiles(self, function: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
-        """Apply to whole tiles, so that a row's last bit does not depend on its place."""
+        """Apply a function to rows padded to whole tiles: bits do not depend on the row count."""
         padded = nn.functional.pad(block, (0, 0, 0, -len(block) % TILE))
         return function(padded.to(self.weights.device))[: len(block)]
 
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
-    """Return `p_k^(1/T) / sum_l p_l^(1/T)` of rows `[..., K]`; the same bits for T = 1."""
+    """Return `p_k^(1/T) / sum_l p_l^(1/T)` for probabilities `[..., K]`; unchanged for T = 1."""
     if temperature == 1:
         return probabilities
     logits = probabilities.clamp(min=torch.finfo(torch.float32).tiny).double().log()
     return torch.softmax(logits / temperature, -1).to(probabilities.dtype)
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """Return the `config.json` of a run folder, or of one that `save_pretrained` wrote.
+def folder_of(name: str | Path) -> Path:
+    """Return a folder; if `user/name` is not one, download the model of that name from the Hub.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        CorruptFileError: it is not JSON, or not an object.
+        FileNotFoundError: there is neither a folder nor a model of that name.
+    """
+    if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        return Path(name)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(MODEL_FILES)))
+    except (HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise FileNotFoundError(
+            f"there is no folder {name}, and the Hugging Face Hub has no such model: {reason}"
+        ) from error
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Read the `config.json` of a run, or of a model that `save_pretrained` wrote.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        CorruptFileError: the file does not hold a JSON object.
     """
     if not (path := Path(folder) / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json: {_EXPECTED}")
+        raise FileNotFoundError(f"{folder} has no config.json: {_EXPECTED}")
     config = _read_object(path)
     if not isinstance(config.get("settings", {}), dict):
-        raise CorruptFileError(f"{path} is damaged (its settings are no object): copy it again")
+        raise CorruptFileError(f"{path} is damaged (`settings` is not an object): copy it again")
     return config
 
 
 def read_metrics(folder: str | Path) -> dict[str, Any]:
-    """Return the `metrics.json` of a finished run.
+    """Read the `metrics.json` of a finished run.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        CorruptFileError: it is not JSON, or not an object.
+        FileNotFoundError: the file does not exist.
+        CorruptFileError: the file does not hold a JSON object.
     """
     return _read_object(Path(folder) / "metrics.json")
 
 
 def has_pictures(metrics: Mapping[str, Any]) -> bool:
-    """Whether the `metrics.json` of a run says that some of its samples have pictures."""
+    """Return True if samples of a run have pictures, according to its `metrics.json`."""
     return metrics.get("dataset", {}).get("pictured", False)
 
 
@@ -430,5 +462,5 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
     if not isinstance(content, dict):
-        raise CorruptFileError(f"{path} is damaged (not an object): copy it again")
+        raise CorruptFileError(f"{path} is damaged (it does not hold a JSON object): copy it again")
     return content

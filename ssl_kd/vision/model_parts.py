@@ -1,4 +1,4 @@
-"""Parts of a `ClusterModel`: projection of embeddings, split clusters, and the tree of levels."""
+"""Project embeddings, split clusters, and assign tree levels: the parts of a `ClusterModel`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing_extensions import Self
 
 from ssl_kd.errors import InputError
 
-LLOYD_STEPS = 20  # of 2-means; halves rarely move after ten
+LLOYD_STEPS = 20  # maximum iterations of 2-means; it rarely changes after ten
 
 Plane = tuple[Tensor, Tensor]
 
 
 class Projection(nn.Module):
-    """Center embeddings, rotate wide ones to fewer directions, and scale them.
+    """Center and scale embeddings, and reduce wide ones to their principal components.
 
-    `(x - mean) * scale @ basis`, without `basis` where embeddings are narrow. One scale for all
-    directions: heads do not depend on the teacher's units, and directions keep their weight. The
-    rotation to the leading principal components costs the heads no accuracy and makes wide
-    embeddings several times cheaper to train on.
+    The projection is `(x - mean) * scale @ basis`. The same scale for all directions makes the
+    heads independent of the teacher's units, but keeps the relative variance of the directions. The
+    reduction to principal components makes training on wide embeddings several times faster, with
+    no loss of accuracy.
 
     Args:
         in_dim: width D of the embeddings.
-        dim: width d of the result, at most D; equal to it for no rotation.
+        dim: width d of the result, at most D; there is no `basis` if d equals D.
     """
 
     mean: Tensor
@@ -41,12 +41,14 @@ class Projection(nn.Module):
 
     @classmethod
     def fit(cls, x: Tensor, max_dim: int | None) -> Projection:
-        """Return the projection that gives embeddings `[n, D]` mean 0 and root mean square 1.
+        """Fit a projection after which embeddings `[n, D]` have mean 0 and root mean square 1.
 
-        Those wider than `max_dim` are rotated to so many principal components.
+        Args:
+            x: embeddings `[n, D]`.
+            max_dim: maximum width of the result; None for no reduction.
 
         Raises:
-            ValueError: they are too small for float32 to scale them.
+            InputError: the embeddings are too similar to be scaled in float32.
         """
         x = x.double()  # squares of 1e19 overflow in float32
         in_dim = x.shape[1]
@@ -61,44 +63,47 @@ class Projection(nn.Module):
         root_mean_square = float(centered.square().mean().sqrt())
         if 0 < root_mean_square < 1 / torch.finfo(torch.float32).max:
             raise InputError(
-                f"the embeddings differ by {root_mean_square:.2g} only, which float32 cannot scale "
-                "to 1: multiply them before they are saved"
+                f"the centered embeddings have a root mean square of {root_mean_square:.2g}; "
+                "expected at least 3e-39, because float32 cannot scale smaller values to 1: "
+                "multiply the embeddings by a constant"
             )
         projection.scale.fill_(1 / root_mean_square if root_mean_square > 0 else 1.0)
         return projection
 
     def forward(self, x: Tensor) -> Tensor:
-        """Embeddings `[batch, D]` -> `[batch, d]`, float32."""
+        """Project embeddings `[batch, D]` to `[batch, d]`, float32."""
         x = (x.float() - self.mean) * self.scale
         return x if self.basis is None else x @ self.basis
 
 
 def _principal_directions(centered: Tensor, dim: int) -> Tensor:
-    """Rows `[n, D]` -> their `dim` leading principal directions, orthonormal columns `[D, dim]`."""
+    """Return the first `dim` principal directions of centered rows `[n, D]`, as `[D, dim]`."""
     n, in_dim = centered.shape
     if max(n, dim) >= in_dim:
         return torch.linalg.eigh(centered.T @ centered).eigenvectors[:, -dim:].flip(1)
-    more = torch.eye(max(n, dim) - n, in_dim).to(centered)  # rows span few of all D directions
+    more = torch.eye(max(n, dim) - n, in_dim).to(
+        centered
+    )  # n rows span at most n of the D dimensions
     within, coordinates = torch.linalg.qr(torch.cat([centered, more]).T)
     return within @ _principal_directions(coordinates[:, :n].T, dim)
 
 
 class Splits(nn.Module):
-    """Planes that divide clusters, one after the other, so that K requested clusters are K.
+    """Fill empty clusters by splitting other clusters with planes.
 
-    A vote of heads, or a search, may leave clusters empty. Each empty cluster then takes one side
-    of a plane through the cluster that holds its samples, or, where none holds them, through the
-    cluster of the largest sum of squares.
+    The vote of the heads may leave clusters empty. Each empty cluster gets one side of a plane
+    through another cluster: through the cluster that holds most of the samples that should be in
+    the empty one, or, if they are not known, through the cluster with the largest sum of squares.
 
     Args:
         dim: width of the rows.
         n: number of planes.
 
     Attributes:
-        middles: `[n, dim]`, a point of each plane.
-        directions: `[n, dim]`, at right angles to it, towards the part.
-        parents: `[n]`, the cluster that is divided.
-        parts: `[n]`, the cluster that takes what lies beyond the plane.
+        middles: a point on each plane, `[n, dim]`.
+        directions: normal vector of each plane, `[n, dim]`; it points to the side that changes.
+        parents: number of the cluster that each plane splits, `[n]`.
+        parts: number of the cluster that gets the changed side of each plane, `[n]`.
     """
 
     middles: Tensor
@@ -108,7 +113,7 @@ class Splits(nn.Module):
 
     def __init__(self, dim: int, n: int) -> None:
         super().__init__()
-        for name in ("middles", "directions"):  # float64 separates rows that hardly differ
+        for name in ("middles", "directions"):  # float64 separates nearly equal rows
             self.register_buffer(name, torch.zeros(n, dim, dtype=torch.float64))
         for name in ("parents", "parts"):
             self.register_buffer(name, torch.zeros(n, dtype=torch.int64))
@@ -117,16 +122,19 @@ class Splits(nn.Module):
     def fit(
         cls, x: Tensor, clusters: Tensor, n_clusters: int, target: Tensor | None = None
     ) -> Self:
-        """Return splits after which every cluster has a row of x, as far as rows differ.
+        """Return splits after which no cluster is empty, if x has enough different rows.
 
-        `clusters` `[n]` may lack numbers below `n_clusters`; they should follow the partition
-        `target` `[n]`, if there is one.
+        Args:
+            x: rows `[n, dim]`.
+            clusters: cluster of each row `[n]`; some numbers below `n_clusters` may be missing.
+            n_clusters: number of clusters.
+            target: partition `[n]` that the split clusters should follow; None if there is none.
         """
         clusters, planes = clusters.clone(), []
         for child in (clusters.bincount(minlength=n_clusters) == 0).nonzero().flatten():
             members = torch.zeros(len(x), dtype=torch.bool) if target is None else target == child
             split = _plane_around(x, clusters, members) or _plane_through_widest(x, clusters)
-            if split is None:  # no cluster holds two rows that differ
+            if split is None:  # no cluster has two different rows
                 break
             parent, plane = split
             rows = (clusters == parent).nonzero().flatten()
@@ -139,7 +147,7 @@ class Splits(nn.Module):
         return splits
 
     def forward(self, x: Tensor, clusters: Tensor) -> Tensor:
-        """Rows `[batch, dim]` and their clusters `[batch]` -> clusters `[batch]`, as divided."""
+        """Return the clusters `[batch]` of rows `[batch, dim]` after all splits."""
         clusters = clusters.clone()
         for middle, direction, parent, child in zip(*self.buffers(), strict=True):
             rows = (clusters == parent).nonzero().flatten()
@@ -152,11 +160,10 @@ def _is_beyond(x: Tensor, middle: Tensor, direction: Tensor) -> Tensor:
 
 
 def _plane_between(x: Tensor, side: Tensor) -> Plane | None:
-    """Return the plane half-way between the means of a side `[n]` bool and of the other rows.
+    """Return the plane half-way between the means of two sets of rows; `side` `[n]` marks one.
 
-    Where the means differ, each of the two sets has a row on its own side of that plane, because
-    the distances of its rows from the plane add up to half its size times that of the means. None
-    where rounding violates that.
+    If the means differ, both sides of the plane contain a row. None is returned if they do not,
+    because of rounding.
     """
     inside, outside = x[side].double().mean(0), x[~side].double().mean(0)
     plane = (inside + outside) / 2, inside - outside
@@ -165,7 +172,7 @@ def _plane_between(x: Tensor, side: Tensor) -> Plane | None:
 
 
 def _plane_around(x: Tensor, clusters: Tensor, members: Tensor) -> tuple[Tensor, Plane] | None:
-    """Return the cluster that holds most of the members `[n]`, and the plane that splits it."""
+    """Return the cluster that holds most `members` `[n]`, and a plane that separates them in it."""
     if not members.any():
         return None
     parent = clusters[members].mode().values
@@ -176,7 +183,7 @@ def _plane_around(x: Tensor, clusters: Tensor, members: Tensor) -> tuple[Tensor,
 
 
 def _plane_through_widest(x: Tensor, clusters: Tensor) -> tuple[Tensor, Plane] | None:
-    """Return the divisible cluster of the largest sum of squares, and the plane of 2-means."""
+    """Return the cluster with the largest sum of squares, and its 2-means plane."""
     size = clusters.bincount().clamp(min=1).double()
     means = torch.zeros(len(size), x.shape[1], dtype=torch.float64)
     means = means.index_add_(0, clusters, x.double()) / size.unsqueeze(1)
@@ -185,7 +192,9 @@ def _plane_through_widest(x: Tensor, clusters: Tensor) -> tuple[Tensor, Plane] |
     for parent in sums.argsort(descending=True, stable=True)[: int((sums > 0).sum())]:
         rows = x[clusters == parent]
         furthest = rows[squares[clusters == parent].argmax()]
-        side = (rows == furthest).all(1)  # 2-means begins with the row that is furthest out
+        side = (rows == furthest).all(
+            1
+        )  # 2-means starts with the row that is furthest from the mean
         plane = None if side.all() else _plane_between(rows, side)
         for _ in range(LLOYD_STEPS):
             better = None if plane is None else _plane_between(rows, _is_beyond(rows, *plane))
@@ -198,21 +207,22 @@ def _plane_through_widest(x: Tensor, clusters: Tensor) -> tuple[Tensor, Plane] |
 
 
 class Tree(nn.Module):
-    """Nested levels around a model's clusters: fewer and larger ones, more and smaller ones.
+    """Assign samples to nested levels of clusters, finer and coarser than the model's clusters.
 
-    A sample belongs to the nearest mean among the finest clusters that its own cluster consists of;
-    all levels follow from that one. A cluster that was added later is a branch of its own, with the
-    number after the last at every level.
+    Each cluster of the model consists of some of the finest clusters. A sample belongs to the one
+    among these with the nearest mean, which determines its cluster at every level. Clusters that
+    were added after the training are not part of a coarser cluster: they get the next free numbers
+    at every level.
 
     Args:
         dim: width of the rows.
         sizes: number of clusters of each level, finest first.
-        n_clusters: K of the model when it was trained.
+        n_clusters: number of clusters K of the model when it was trained.
 
     Attributes:
-        means: `[finest, dim]`.
-        owners: `[finest]`, the model's cluster that each is a part of.
-        parents: `[level, finest]`, the cluster that each is a part of.
+        means: mean of each finest cluster, `[finest, dim]`.
+        owners: cluster of the model that each finest cluster is a part of, `[finest]`.
+        parents: cluster of each level that each finest cluster is a part of, `[level, finest]`.
     """
 
     means: Tensor
@@ -228,10 +238,14 @@ class Tree(nn.Module):
 
     @classmethod
     def fit(cls, x: Tensor, clusters: Tensor, levels: Tensor, n_clusters: int) -> Self:
-        """Return the tree of projected samples x `[n, dim]` with their `clusters` `[n]`.
+        """Build the tree from samples and their clusters at every level.
 
-        `levels` `[level, n]` are finest first, each made of whole clusters of the one before it;
-        the finest of parts of `clusters`.
+        Args:
+            x: projected samples `[n, dim]`.
+            clusters: cluster of each sample `[n]`.
+            levels: cluster of each sample at every level `[level, n]`, finest level first. The
+                clusters of each level are unions of clusters of the level before.
+            n_clusters: number of clusters K.
         """
         sizes, finest = [int(level.max()) + 1 for level in levels], levels[0]
         tree = cls(x.shape[1], sizes, n_clusters)
@@ -243,7 +257,7 @@ class Tree(nn.Module):
         return tree
 
     def forward(self, x: Tensor, clusters: Tensor) -> Tensor:
-        """Rows `[batch, dim]`, their clusters `[batch]` -> those of each level `[batch, level]`."""
+        """Return the cluster at each level, `[batch, level]`, of rows with the given `clusters`."""
         others = self.owners != clusters.unsqueeze(1)
         nearest = torch.cdist(x, self.means).masked_fill(others, torch.inf).argmin(1)
         new = (clusters - self.n_clusters).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Find new clusters among new samples by a statistical test, and recognize their samples."""
+"""Find clusters that are new among new samples, by a statistical test."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ssl_kd.store import nearest_neighbors
 
-# Probability that a batch without a new cluster has a seed.
+# Probability that new samples of the old clusters contain a seed of a new one.
 CHANCE = 0.01
 # Smallest number of neighbors; a class with fewer new samples is not detected.
 NEIGHBORS = 15
-# Multiple of the neighbors that the smallest probability needs: two thirds of them are enough.
+# The number of neighbors is this multiple of the number that the smallest probability needs.
 SLACK = 1.5
 # Smallest size of a new cluster, and its smallest share of the new samples.
 MIN_SIZE, MIN_SHARE = 5, 0.01
@@ -27,20 +27,20 @@ VOTERS, MAJORITY = 5, 3
 # Nearest neighbors that link seeds: with fewer a class falls into pieces, with more two classes
 # become one (5, 7, 10 and 15 were tried on digits and Fashion-MNIST).
 LINKS = 10
-ROUNDS = 10  # of growing, at most; it takes two to six
-QUERIES = 1024
+ROUNDS = 10  # maximum rounds of growing a group; two to six are usual
+QUERIES = 1024  # rows that are compared at once
 
 
 class NewClusters(nn.Module):
-    """Clusters that were added after the training, defined by samples.
+    """Clusters that were added after the training, defined by stored samples.
 
-    A sample belongs to one if its nearest row, among these samples and the stored training samples,
-    and three of its nearest five belong to it. A stored training sample is its own nearest row, so
-    it never leaves its cluster.
+    A sample belongs to an added cluster if its nearest stored row and three of its nearest five
+    belong to that cluster. Stored rows are the samples of added clusters and training samples. A
+    stored training sample is its own nearest row, so its cluster does not change.
 
     Args:
         dim: width d of the rows.
-        n: number of samples.
+        n: number of stored samples of added clusters.
     """
 
     rows: Tensor
@@ -52,11 +52,16 @@ class NewClusters(nn.Module):
         self.register_buffer("clusters", torch.zeros(n, dtype=torch.int64))
 
     def claims(self, z: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which rows z belong to an added cluster; `reference` are the training samples.
+        """Find the added cluster of each row, if any.
+
+        Args:
+            z: rows `[batch, d]`.
+            reference: stored training samples `[r, d]`.
 
         Returns:
-            The added cluster `[batch]` int64, from 0, -1 for none; and the share of the nearest
-            five rows that belong to it, `[batch]` in [0, 1].
+            The added cluster of each row, `[batch]` int64, counted from 0, -1 for none; and the
+            share of the row's nearest five rows that belong to the same cluster as the nearest one,
+            `[batch]` in [0, 1].
         """
         pool = torch.cat([reference, self.rows])
         owner = torch.cat([self.clusters.new_full((len(reference),), -1), self.clusters])
@@ -68,10 +73,10 @@ class NewClusters(nn.Module):
 
 
 def _nearest(z: Tensor, pool: Tensor) -> Tensor:
-    """Return the nearest rows `[batch, 5]` of the pool; of equal ones the first."""
+    """Return the indices of the nearest five rows of the pool, `[batch, 5]`, nearest first."""
     columns = torch.cdist(z, pool).topk(min(2 * VOTERS, len(pool)), largest=False).indices
     columns = columns.sort(dim=1).values
-    # Distances from a product hide small differences by rounding: compute these again.
+    # `cdist` hides small distances by rounding: compute these exactly.
     order = (pool[columns] - z.unsqueeze(1)).norm(dim=-1).sort(dim=1, stable=True).indices
     return columns.gather(1, order)[:, :VOTERS]
 
@@ -79,24 +84,24 @@ def _nearest(z: Tensor, pool: Tensor) -> Tensor:
 def find_new_clusters(
     reference: Tensor, old: Tensor, new: Tensor, joined: Tensor, device: str | torch.device = "cpu"
 ) -> Tensor:
-    """Return groups of new samples in regions without old samples, by a significance test.
+    """Find groups of new samples in regions without old samples, by a significance test.
 
-    If a cluster's new samples were like its old ones, each neighbor of a new sample would be new
-    with the probability `q_c = new_c / (new_c + old_c)` of the neighbor's cluster c, and the number
-    of new ones among k neighbors at most binomial with the mean of these (Hoeffding). A sample with
-    so many that the probability is below 0.01 / n is a seed. Seeds that are each other's neighbors
-    form a group, and a group of five or more grows by the samples nearest to it. Another mixture of
-    the old clusters is not new.
+    The null hypothesis is that the new samples of each cluster are distributed like its old ones.
+    A neighbor in cluster c is then new with probability `q_c = new_c / (new_c + old_c)`, and the
+    number of new samples among k neighbors is bounded by a binomial distribution with the mean of
+    the `q_c` (Hoeffding). A sample for which the probability of that many new neighbors is below
+    0.01 / n is a seed. Mutual neighbors among the seeds form groups, and groups of at least five
+    seeds grow by nearby samples. New proportions of the old clusters do not make a new cluster.
 
     Args:
-        reference: `[r, d]`, old samples.
-        old: `[r]` integer, their clusters.
-        new: `[n, d]`, the rows of `comparable`.
-        joined: `[n]` integer, the nearest old cluster of each.
-        device: to search neighbors on.
+        reference: old samples `[r, d]`.
+        old: cluster of each old sample, `[r]` integer.
+        new: new samples, selected by `comparable`, `[n, d]`.
+        joined: cluster that the model predicts for each new sample, `[n]` integer.
+        device: device of the neighbor search.
 
     Returns:
-        `[n]` int64: the group of each new sample, largest first, or -1.
+        The group of each new sample, `[n]` int64, largest group first; -1 for no group.
 
     References:
         Schilling, Multivariate two-sample tests based on nearest neighbors, JASA 1986.
@@ -128,9 +133,14 @@ def find_new_clusters(
 
 
 def comparable(old: Tensor, joined: Tensor) -> Tensor:
-    """Return ascending rows of new samples, at random, at most as many per cluster as old ones.
+    """Select new samples at random, per cluster at most as many as there are old samples.
 
-    `old` `[r]` and `joined` `[n]` are the clusters of the old and the new samples.
+    Args:
+        old: cluster of each old sample `[r]`.
+        joined: cluster of each new sample `[n]`.
+
+    Returns:
+        Row numbers of the selected new samples, ascending.
     """
     order = torch.randperm(len(joined), generator=torch.Generator().manual_seed(0))
     clusters, by_cluster = joined[order].sort(stable=True)
@@ -140,9 +150,9 @@ def comparable(old: Tensor, joined: Tensor) -> Tensor:
 
 
 def _groups(seeds: NDArray, near: NDArray, n: int) -> NDArray:
-    """Return the group of each of n samples, or -1: connected components of mutual neighbors.
+    """Return the group of each of n samples, -1 for none: components of mutually near seeds.
 
-    `near` `[n, k]` are the neighbors' numbers, negative for old samples.
+    `near` `[n, k]` has the neighbors of each sample; negative numbers are old samples.
     """
     is_seed = np.zeros(n, dtype=bool)
     is_seed[seeds] = True
@@ -155,7 +165,7 @@ def _groups(seeds: NDArray, near: NDArray, n: int) -> NDArray:
 
 
 def _grown(groups: NDArray, near: NDArray) -> NDArray:
-    """Add to each group the samples whose nearest five old or grouped rows have three in it."""
+    """Add each sample to a group that has three of its nearest five old or grouped neighbors."""
     names, groups = np.unique(np.r_[-1, groups], return_inverse=True)
     groups = groups[1:] - 1  # counted from 0
     for _ in range(ROUNDS if len(names) > 1 else 0):

@@ -1,4 +1,4 @@
-"""Outlier scores: how far out a sample lies, relative to the density around it."""
+"""Compute outlier scores: how unusual a sample is among the training samples."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from torch import Tensor, nn
 
 from ssl_kd.guard.precision import default_torch_state
 
-# Stored training samples; a random part of more loses next to nothing.
+# Maximum number of stored training samples; more, at random, improve the scores very little.
 REFERENCE_ROWS = 5_000
-# Neighbors whose mean distance is used; with fewer, a few outliers side by side look normal.
+# Neighbors whose mean distance is used; with fewer, small groups of outliers look normal.
 NEIGHBORS = 10
-# Of the length relative to the direction: chosen from 0.1 and 0.3 by the AUROC of left-out classes,
-# noise and blends of two samples; a larger weight would hide the direction.
+# Weight of the log length relative to the direction. Of 0.1 and 0.3, this one had the better AUROC
+# for left-out classes, noise and blends of two samples; a larger one would hide the direction.
 LENGTH_WEIGHT = 0.3
-SHORTEST = 1e-3  # of the median length: a shorter row has no direction
-# In units of a direction's length: distance of two copies of a sample, and smallest spacing of
-# duplicates.
+SHORTEST = 1e-3  # added to lengths, in units of the median length: short rows have no direction
+# Maximum distance of two copies of a sample, and minimum mean distance around a sample.
 SAME, DENSEST = 1e-5, 1e-3
-QUERIES = 1024
-MIN_WIDTH = 8  # in narrower embeddings a constant row may be a sample
+QUERIES = 1024  # rows that are compared at once
+MIN_WIDTH = 8  # in narrower embeddings, a row of equal values may be a real sample
 
 
 class Novelty(nn.Module):
-    """Score a sample by the share of training samples that are less far out.
+    """Score samples by the share of training samples that are less unusual.
 
-    A row becomes its direction and the logarithm of its length, `z = (x / |x|, 0.3 log |x|)`, and
-    its direction from the origin o of the embeddings, `(x - o) / |x - o|`: from centered rows alone
-    the zero embedding, in the middle of sparse ones, would seem the most typical of all. With
-    `D(z)` the mean distance to the ten nearest training samples `N(z)`,
+    Let `D(z)` be the mean distance of a sample z to its ten nearest training samples `N(z)`, and
 
-        far(z) = D(z) / sqrt(mean_{j in N(z)} D(z_j))
+        far(z) = D(z) / sqrt(mean_{j in N(z)} D(z_j)).
 
-    is half-way between the distance itself (Sun et al.), which marks every sample of a sparse
-    cluster, and the distance relative to that of the neighbors (LOF), which marks no sample among
-    outliers. Of the shares of training samples with a smaller far(z) and with a smaller D(z), the
-    greater one is compared with those of the training samples, each computed without the sample
-    itself: new samples of the same source have scores spread evenly over [0, 1]. A training sample
-    that comes again is recognized, and left out of its own neighbors.
+    This is a compromise between the distance itself (Sun et al.), which marks all samples of a
+    sparse cluster, and the distance relative to that of the neighbors (LOF), which misses samples
+    in a group of outliers. Let s(z) be the larger of two shares: of training samples with a smaller
+    far(z), and of training samples with a smaller D(z). The score is the share of training samples
+    with a smaller s(z), where each was computed without the sample itself. Scores of new samples
+    from the same source are therefore spread evenly over [0, 1]. A training sample that is scored
+    again is recognized and is not its own neighbor.
+
+    Distances are between vectors of the direction `x / |x|`, the weighted log length `0.3 log |x|`,
+    and the direction `(x - o) / |x - o|` from the projected zero embedding o. Without the last
+    part, an embedding of zeros would look typical, because centered samples surround it.
 
     Args:
         dim: width d of the rows.
@@ -60,10 +61,10 @@ class Novelty(nn.Module):
         super().__init__()
         self.k = min(NEIGHBORS, n - 1)
         self.register_buffer("reference", torch.zeros(n, dim + 1))
-        self.register_buffer("spacing", torch.zeros(n))  # D of each
-        self.register_buffer("reach", torch.zeros(n))  # distance of its last neighbour
-        self.register_buffer("own", torch.zeros(n))  # far(z) of each, ascending
-        self.register_buffer("places", torch.zeros(n))  # the greater share of each, ascending
+        self.register_buffer("spacing", torch.zeros(n))  # D of each stored row
+        self.register_buffer("reach", torch.zeros(n))  # distance to the last of the k neighbors
+        self.register_buffer("own", torch.zeros(n))  # far(z) of the stored rows, ascending
+        self.register_buffer("places", torch.zeros(n))  # s(z) of the stored rows, ascending
         self.register_buffer("length", torch.ones(()))
         self.register_buffer("origin", torch.zeros(dim))
 
@@ -71,13 +72,17 @@ class Novelty(nn.Module):
     @default_torch_state()
     @torch.no_grad()
     def fit(cls, x: Tensor, origin: Tensor | None = None) -> Novelty:
-        """Return the scorer that compares with rows x `[n, d]`; `origin` is the projected zero.
+        """Fit a scorer to training samples.
+
+        Args:
+            x: projected embeddings `[n, d]`.
+            origin: projection of the zero embedding `[d]`; None for zeros.
 
         Raises:
-            ValueError: fewer than two rows.
+            ValueError: there are fewer than two rows.
         """
         if len(x) < 2:
-            raise ValueError(f"x has {len(x)} rows, expected at least 2 to compare with each other")
+            raise ValueError(f"x has {len(x)} rows; expected at least 2 to compare with each other")
         novelty = cls(x.shape[1], len(x))
         median = x.double().norm(dim=1).median()
         novelty.length.copy_(median if median > 0 else torch.ones_like(median))
@@ -94,9 +99,9 @@ class Novelty(nn.Module):
         return novelty
 
     def score(self, x: Tensor) -> Tensor:
-        """Rows `[batch, d]` -> `[batch]` float32 in [0, 1], 1 beyond all training samples.
+        """Return the outlier scores of rows `[batch, d]`, float32 in [0, 1].
 
-        A threshold of 0.99 marks about one in a hundred samples of the training data's source.
+        A threshold of 0.99 marks about 1 % of new samples from the source of the training samples.
         """
         headings = self._headings(self.reference)
         places = [
@@ -108,27 +113,24 @@ class Novelty(nn.Module):
 
     @property
     def rows(self) -> Tensor:
-        """The stored rows `[n, d]` float32, by the inverse of `polar`."""
+        """The stored training samples `[n, d]` float32, recovered from their `polar` form."""
         log_length = self.reference[:, -1:].double() / LENGTH_WEIGHT
         return (self.reference[:, :-1] * log_length.exp() * self.length.double()).float()
 
     def polar(self, x: Tensor) -> Tensor:
-        """Rows `[batch, d]` -> `[batch, d + 1]` float32: direction, and weighted log length."""
+        """Convert rows `[batch, d]` to direction and weighted log length, `[batch, d + 1]`."""
         x = x.double() / self.length.double()  # squares of 1e19 overflow in float32
         length = x.norm(dim=1, keepdim=True) + SHORTEST
         return torch.cat([x / length, LENGTH_WEIGHT * length.log()], 1).float()
 
     def _headings(self, z: Tensor) -> Tensor:
-        """Polar rows `[batch, d + 1]` -> `[batch, 2 d + 1]`, with the direction from the origin."""
+        """Add the direction from the origin to polar rows, `[batch, 2 d + 1]`."""
         x = z[:, :-1].double() * (z[:, -1:].double() / LENGTH_WEIGHT).exp()
         x = x - self.origin.double() / self.length.double()
         return torch.cat([(x / (x.norm(dim=1, keepdim=True) + SHORTEST)).float(), z], 1)
 
     def _far(self, z: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """Return far(z) and D(z), `[batch]` each; a neighbor's spacing counts `z` as a neighbor.
-
-        `reference` are the headings of all training samples.
-        """
+        """Return far(z) and D(z), `[batch]` each; D of a neighbor includes z as a neighbor."""
         distances, columns, known = self._nearest(z, reference)
         reach = self.reach[columns]
         nearer = (distances.minimum(reach) - reach).masked_fill(known.unsqueeze(1), 0) / self.k
@@ -137,20 +139,20 @@ class Novelty(nn.Module):
         return apart / around.clamp(min=DENSEST).sqrt(), apart
 
     def _greater_share(self, far: Tensor, apart: Tensor) -> Tensor:
-        """Return the greater share of training samples, with a smaller far(z) or D(z)."""
+        """Return the larger share of training samples: with a smaller far(z), or a smaller D(z)."""
         less = torch.searchsorted(self.own, far), torch.searchsorted(self.spacing.sort()[0], apart)
         return torch.maximum(*less).float() / len(self.own)
 
     def _nearest(self, z: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return distances and numbers of the k nearest others `[batch, k]`, and copies `[batch]`.
+        """Return distances and indices of the k nearest training samples, `[batch, k]` each.
 
-        A copy is a sample that is one of the reference.
+        The third result `[batch]` is True for samples that are training samples themselves.
         """
         blocks, offsets = [], reference.square().sum(1) / 2
         for block in self._headings(z).split(QUERIES):
             products = torch.addmm(offsets, block, reference.T, beta=-1)
             columns = products.topk(self.k + 1).indices
-            # Those came from a product, whose rounding hides small distances.
+            # The products above hide small distances by rounding: compute these exactly.
             exact = (reference[columns] - block.unsqueeze(1)).norm(dim=-1)
             exact, order = exact.sort(dim=1, stable=True)
             columns, known = columns.gather(1, order), exact[:, 0] <= SAME
@@ -161,14 +163,14 @@ class Novelty(nn.Module):
 
 
 def is_dead(x: Tensor) -> Tensor:
-    """Return which embeddings `[n, D]` have no content: zeros, or one value in `MIN_WIDTH` columns.
+    """Return a mask `[n]` of embeddings without content, such as those of blank images.
 
-    They are those of blank images or empty texts.
+    These are rows of zeros, and rows of equal values that are at least `MIN_WIDTH` wide.
     """
     same = (x == x[:, :1]).all(1)
     return same if x.shape[1] >= MIN_WIDTH else same & (x[:, 0] == 0) & (x.shape[1] > 1)
 
 
 def without_outliers(clusters: Tensor, scores: Tensor, threshold: float) -> Tensor:
-    """Return clusters `[n]`, -1 (noise) where the outlier score `[n]` is above the threshold."""
+    """Set clusters `[n]` to -1 (noise) where the outlier score `[n]` is above the threshold."""
     return clusters.masked_fill(scores > threshold, -1)

@@ -163,7 +163,7 @@ def test_tensors_that_numpy_lacks(blobs, fitted):
 
 def test_a_file_is_no_folder_to_save_in(fitted, tmp_path):
     (tmp_path / "f").write_text("mine")
-    with pytest.raises(ValueError, match="f is a file: give save_pretrained"):
+    with pytest.raises(ValueError, match="f is a file; expected a folder"):
         fitted.save_pretrained(tmp_path / "f")
     assert (tmp_path / "f").read_text() == "mine"
 
@@ -408,7 +408,7 @@ def test_a_flipped_byte_of_the_weights_is_refused_by_both_digests(load, fitted, 
 
 
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere holds no config.json"):
+    with pytest.raises(FileNotFoundError, match="nowhere has no config.json"):
         MultiHeadClusterer.from_pretrained(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="no model.safetensors.*finished run"):

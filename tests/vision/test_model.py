@@ -71,7 +71,7 @@ def test_saved_and_loaded_it_says_the_same(model, tmp_path):
 
 def test_outlier_scores_are_saved_with_it_and_refused_where_there_are_none(model, tmp_path):
     x = torch.randn(ROWS_PER_BLOCK + 3, DIM)
-    with pytest.raises(InputError, match="holds no outlier scores.*Train it again"):
+    with pytest.raises(InputError, match="has no outlier scores.*train it again"):
         model.outlier_scores(x)
     width = model.options["head_dim"]
     scored = make_model(head_dim=width, n_reference=50)

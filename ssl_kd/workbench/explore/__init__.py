@@ -1,4 +1,4 @@
-"""Look at a finished run in a browser: the map of its samples, and decisions about clusters."""
+"""Explore a finished run in a browser: a map of its samples, and decisions about clusters."""
 
 from ssl_kd.workbench.explore.map_layout import map_of
 from ssl_kd.workbench.explore.page_data import write_site

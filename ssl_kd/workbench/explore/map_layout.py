@@ -1,4 +1,4 @@
-"""Lay out every sample of a run in the plane."""
+"""Compute a two-dimensional map of all samples of a run."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ssl_kd.vision.samples import Samples
 
 logger = logging.getLogger(__name__)
 
+# Samples that t-SNE lays out; nearest landmarks of each other sample; rows that are read at once.
 LANDMARKS, NEAREST, BLOCK = 5000, 10, 8192
 FILE = "map.pt"
 Blocks = Callable[[], Iterable[tuple[int, Tensor]]]
@@ -30,16 +31,22 @@ Blocks = Callable[[], Iterable[tuple[int, Tensor]]]
 def map_of(
     samples: Samples, seed: int = 0, progress: Progress | None = None
 ) -> NDArray[np.float32]:
-    """Return the place of every sample `[n, 2]`, within [-1, 1].
+    """Return the coordinates of all samples on the map, `[n, 2]` within [-1, 1].
 
-    It is stored as `map.pt` in the run's folder and used again for the same embeddings and seed.
+    The map is stored as `map.pt` in the run's folder, and read from there if embeddings and seed
+    are the same.
 
     Raises:
-        FileNotFoundError, RunFolderError: the embeddings are missing, or belong to other samples.
+        FileNotFoundError: the embeddings of the run are missing.
+        RunFolderError: the embeddings belong to other samples.
+        InputError: the splits have embeddings of different widths.
     """
     stores = [(rows.start, samples.store(split)) for split, rows in samples.splits.items()]
     if len({store.dim for _, store in stores}) > 1:
-        raise InputError(f"the splits of {samples.path} have embeddings of different widths")
+        raise InputError(
+            f"the splits of {samples.path} have embeddings of different widths; expected the same "
+            "width for a common map"
+        )
     identity = " ".join([*(store.digest for _, store in stores), str(seed), str(LANDMARKS), "1"])
     key, path = hashlib.sha256(identity.encode()).hexdigest(), samples.path / FILE
     remove_orphans(path)
@@ -52,7 +59,7 @@ def map_of(
     except FileNotFoundError:
         pass
     except (CorruptFileError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("the map is computed again: %s", error)
+        logger.warning("the stored map cannot be used, so it is computed again: %s", error)
 
     def blocks() -> Iterable[tuple[int, Tensor]]:
         for first, store in stores:
@@ -64,7 +71,7 @@ def map_of(
     try:
         save_tensors(path, {"places": torch.from_numpy(places), "key": key})
     except OSError as error:
-        logger.warning("the map cannot be stored for the next time: %s", error)
+        logger.warning("the map cannot be stored in %s: %s", path, error)
     return places
 
 
@@ -77,26 +84,27 @@ def lay_out(
     *,
     progress: Progress | None = None,
 ) -> NDArray[np.float32]:
-    """Lay out landmarks by t-SNE, and put every other sample among its nearest landmarks.
+    """Place landmarks by t-SNE, and every other sample near its most similar landmarks.
 
-    Such a sample gets the mean place of those of its nearest landmarks that are on the same island
-    of the map, plus a random shift of the size of the gaps there, so that none hides another.
-    Memory is that of the result and a block; time grows with n.
+    Other samples are placed at the weighted mean of their nearest landmarks, without landmarks that
+    are far from the nearest one on the map. A random shift of about the distance between landmarks
+    keeps samples from hiding each other. Memory holds the result and one block of embeddings.
 
     Args:
-        blocks: yields the number of the first row, and rows `[b, d]`, of all samples.
-        landmarks: embeddings of some samples `[m, d]`.
-        rows: their numbers `[m]`, ascending.
+        blocks: called without arguments, yields (number of the first row, embeddings `[b, d]`)
+            for all samples.
+        landmarks: embeddings of the landmarks `[m, d]`.
+        rows: row numbers of the landmarks `[m]`, ascending.
         n: number of samples.
-        seed: seed of the layout and the shifts.
-        progress: called with (`map`, rows done, n, {}).
+        seed: seed of t-SNE and of the shifts.
+        progress: called with ("map", rows done, n, {}).
 
     Returns:
-        `[n, 2]` float32, within [-1, 1].
+        Coordinates `[n, 2]` float32, within [-1, 1].
 
     References:
-        van der Maaten and Hinton, "Visualizing Data using t-SNE", 2008, section 5, lays out
-        landmarks alone; Poličar et al., "openTSNE", 2024, starts others where their neighbours are.
+        van der Maaten and Hinton, "Visualizing Data using t-SNE", 2008, section 5 (landmarks).
+        Poličar et al., "openTSNE", 2024 (new samples start at the place of their neighbors).
     """
     units = safe_normalize(landmarks.float())
     _, laid = embedding_map(units.numpy(), seed, max_points=len(units))
@@ -117,7 +125,7 @@ def lay_out(
 
 
 def _gaps(laid: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the distance of each landmark to the nearest other on the map `[m]`, clipped."""
+    """Return the distance of each landmark to the nearest other one on the map, clipped, `[m]`."""
     points = torch.from_numpy(laid)
     near = torch.empty(len(points))
     for start in range(0, len(points), 1024):
@@ -129,7 +137,7 @@ def _gaps(laid: NDArray[np.float32]) -> NDArray[np.float32]:
 def _mean_places(
     closeness: NDArray, nearest: NDArray, laid: NDArray[np.float32], gaps: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return the mean place of the nearest landmarks `[b, k]` that are near the nearest one."""
+    """Return the weighted mean of the nearest landmarks' coordinates, `[b, 2]`."""
     places = laid[nearest]
     far = np.linalg.norm(places - places[:, :1], axis=2) > 8 * np.median(gaps)
     distance = 1 - closeness  # half the squared distance of unit rows

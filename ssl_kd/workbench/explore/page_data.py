@@ -1,4 +1,4 @@
-"""The data of the page `explore.html`, and a folder with both that any web server can serve."""
+"""Write the data of the page `explore.html`, and the static page that any web server can serve."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _REDIRECT = (
     f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={PAGE}">'
     f'<link rel="icon" href="data:,"><a href="{PAGE}">{PAGE}</a>\n'
 ).encode()
-Put = Callable[[str, bytes], object]  # takes the name and the content of a file
-PICTURES, EXAMPLES = 10_000, 400
-TRIED = 20  # samples, until a picture can be read
-TILE, TINY, COLUMNS = 64, 32, 32  # pixels of a picture, of a tiny one; pictures in a row of a sheet
-GRID = 256  # cells of the map on either side, in which samples are counted
+Put = Callable[[str, bytes], object]  # stores a file, given its name and content
+PICTURES, EXAMPLES = 10_000, 400  # pictures of a static page; examples on the map
+TRIED = 20  # samples that are tried to find a picture that can be read
+TILE, TINY, COLUMNS = 64, 32, 32  # pixels of a picture and of a tiny one; pictures per sheet row
+GRID = 256  # the density of samples is counted in GRID x GRID cells of the map
 
 
 def page_file(name: str) -> bytes:
@@ -60,13 +60,12 @@ def write_site(
     pictures: int = PICTURES,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a folder with `explore.html` to look at the run, and an `index.html` that leads to it.
+    """Write a folder with a static `explore.html`, which shows the run but makes no decisions.
 
     Args:
-        samples: the run.
-        folder: a new folder; it appears once the page is complete.
-        pictures: number of samples with a picture, examples first, others at random; about 2 KB
-            each.
+        samples: the samples of the run.
+        folder: path of a new folder, which is created when the page is complete.
+        pictures: number of samples with a picture of about 2 KB: examples first, then random ones.
         progress: called with (stage, done, total, {}).
 
     Returns:
@@ -98,13 +97,13 @@ def write_page_data(
     pictures: int = 0,
     progress: Progress | None = None,
 ) -> None:
-    """Write the data that decisions do not change: columns as binary files, names, `meta.json`.
+    """Write the data of the page that decisions do not change: columns, file names, `meta.json`.
 
     Args:
-        samples: the run.
+        samples: the samples of the run.
         put: called with the name and the content of each file.
-        pictures: number of samples with a picture in sheets; 0: a server gives them.
-        progress: as for `write_site`.
+        pictures: number of pictures to write into sheets; 0 if a server serves single pictures.
+        progress: called with (stage, done, total, {}).
     """
     places = map_of(samples, progress=progress)
     put("places.f32", places.T.astype("<f4").tobytes())
@@ -129,7 +128,7 @@ def write_page_data(
 
 
 def decision_files(curation: Curation) -> dict[str, bytes]:
-    """Return the files of the page that decisions change: clusters, and names with the history."""
+    """Return name -> content of the files that decisions change: clusters, names and history."""
     lines = curation.lines
     for line in lines:
         if "rows" in line:
@@ -147,7 +146,7 @@ def decision_files(curation: Curation) -> dict[str, bytes]:
 
 
 def examples_of(places: NDArray[np.float32], samples: Samples) -> NDArray[np.int64]:
-    """Return the surest sample at each density peak of the map, densest first."""
+    """Return the most confident sample at each density peak of the map, densest peak first."""
     cells = np.clip(((places + 1) / 2 * GRID).astype(np.int64), 0, GRID - 1)
     flat = cells[:, 0] * GRID + cells[:, 1]
     counts = np.bincount(flat, minlength=GRID * GRID).reshape(GRID, GRID)
@@ -168,7 +167,7 @@ def examples_of(places: NDArray[np.float32], samples: Samples) -> NDArray[np.int
 
 
 def _color_columns(samples: Samples) -> list[str]:
-    """Return the columns, besides the clusters after all decisions, that samples are colored by."""
+    """Return the columns that can color the map, except the clusters after all decisions."""
     levels = [level for level in samples.levels if level != "cluster"]
     others = ("label", "confidence", "outlier", "split")
     return [*levels, *(name for name in others if name in samples.table.column_names)]
@@ -195,21 +194,21 @@ def _write_column(samples: Samples, name: str, put: Put) -> dict[str, Any]:
 
 
 def _lines(names: NDArray[Any]) -> str:
-    """Return a line for each name; line breaks within names are escaped."""
+    """Join names to text with one name per line; escape control characters within names."""
     text = "\n".join(map(str, names))
     clean = text.count("\n") == len(names) - 1 and text.replace("\n", "").isprintable()
     return text if clean else "\n".join(printable(str(name)) for name in names)
 
 
 def _first_picture(samples: Samples) -> Image.Image | None:
-    """Return the first picture that can be read; None if the run has none, or they are missing."""
+    """Return the first readable picture among the first samples, or None."""
     reason: Exception | None = None
     for row in range(min(len(samples), TRIED)):
         try:
             return samples.image(row)
         except (OSError, InputError, UnreadableImage) as error:
             reason = reason or error
-    logger.warning("the page has no pictures: %s", reason)
+    logger.warning("the page shows no pictures, because none could be read: %s", reason)
     return None
 
 
@@ -221,11 +220,11 @@ def _write_sheets(
     put: Put,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """Write `sheet_0.webp` ... with many pictures each; missing ones stay white.
+    """Write `sheet_0.webp`, `sheet_1.webp`, ... with 1,024 pictures each; missing ones are white.
 
     Returns:
-        Where the page finds the pictures: `rows` in the order of the sheets, `tile`, `columns`,
-        `per_sheet`.
+        The layout for the page: `rows` (samples in the order of their pictures), `tile` (pixels of
+        a picture), `columns` (pictures in a row) and `per_sheet` (pictures in a sheet).
     """
     others = np.setdiff1d(np.arange(len(samples)), examples, assume_unique=True)
     drawn = others[random_rows(len(others), pictures - len(examples), 0)]
@@ -252,12 +251,12 @@ def _write_sheets(
         if progress is not None:
             progress("pictures", start + len(shown), len(rows), {})
     if missing:
-        logger.warning("%d pictures are missing; the last: %s", missing, last)
+        logger.warning("%d pictures cannot be read and stay white; the last: %s", missing, last)
     return {"rows": rows.tolist(), "tile": tile, "columns": COLUMNS, "per_sheet": per_sheet}
 
 
 def fitted(image: Image.Image, side: int) -> Image.Image:
-    """Return a picture in RGB, at most `side` pixels wide and high; tiny ones are enlarged."""
+    """Fit a picture into `side` x `side` pixels, in RGB; enlarge tiny pictures."""
     small = image.convert("RGB")
     if max(small.size) > side:
         small.thumbnail((side, side))
@@ -268,5 +267,5 @@ def fitted(image: Image.Image, side: int) -> Image.Image:
 
 
 def as_json(value: Any) -> bytes:
-    """Return JSON without NaN."""
+    """Encode a value as JSON; raise ValueError for NaN."""
     return json.dumps(value, allow_nan=False).encode()

@@ -1,9 +1,9 @@
-"""Serve the page to the browser of the user who started the server.
+"""Serve the explorer page to the browser of the user who started the server.
 
-Other users of the machine can reach the port, and so can a page of another site in the browser. So
-the printed address has a secret token; the page stores it as a cookie for what it loads, and a
-request that changes something needs it in a header, which no other site can send. A request must
-also name this server as its host, so that no other domain can stand for it (DNS rebinding).
+Other users of the machine, and pages of other sites in the browser, can reach the port as well.
+Therefore the printed address contains a secret token. The browser stores the token in a cookie for
+reading. A request that changes something must send the token in a header, which no other site can
+do. Requests for another host name are refused, so that DNS rebinding does not work.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs
+
+import torch
+from torch import Tensor
 
 from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.files import strict_json
+from ssl_kd.guard.finite import safe_normalize
+from ssl_kd.store.neighbors import nearest_among, search_on
 from ssl_kd.training.clock import Progress
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
@@ -36,17 +41,16 @@ from ssl_kd.workbench.explore.page_data import (
     page_file,
     write_page_data,
 )
-from ssl_kd.workbench.explore.search import Search
 
 logger = logging.getLogger(__name__)
 
 ADDRESS, LARGEST, IMAGE_SIDE = "127.0.0.1", 32 << 20, 320
-NEIGHBORS, SIMILAR = 12, 24  # samples that are shown: of a sample, of an image
-PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for the rest of a refused one
+NEIGHBORS, BLOCK = 12, 65_536  # neighbors of a sample that the page shows; rows compared at once
+PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for the rest of a refused request
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8",
           "css": "text/css; charset=utf-8", "txt": "text/plain; charset=utf-8",
           "json": "application/json"}  # fmt: skip
-# regl compiles its commands by Function, and regl-scatterplot sorts points in a worker.
+# regl compiles its commands with `Function`, and regl-scatterplot sorts points in a worker.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-eval'; worker-src blob:; connect-src 'self'; "
     "img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; base-uri 'none'; "
@@ -55,7 +59,7 @@ _POLICY = (
 
 
 class _Refused(Exception):
-    """A request that is answered by a status and one line."""
+    """A request is refused with this status and a message of one line."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -63,17 +67,18 @@ class _Refused(Exception):
 
 
 class ExploreServer(ThreadingHTTPServer):
-    """A server for one run; use it as a context manager, and call `serve_forever`.
+    """HTTP server of the explorer for one run: a context manager with `serve_forever`.
 
     Args:
-        samples: the run.
-        port: on 127.0.0.1; 0: any that is free.
+        samples: the samples of the run.
+        port: port on 127.0.0.1; 0 for any free port.
         progress: called while the data of the page are computed.
 
     Attributes:
-        url: address of the page, with the token; it allows to look and decide.
-        token: the secret of this server.
-        cookie: name of the cookie; browsers also send those of other ports.
+        url: address of the page, with the token.
+        token: secret that a browser must send.
+        cookie: name of the cookie with the token. It contains the port, because browsers send the
+            cookies of all ports of a host.
 
     Raises:
         InputError: the port is invalid or in use.
@@ -85,16 +90,16 @@ class ExploreServer(ThreadingHTTPServer):
         self, samples: Samples, port: int = 0, *, progress: Progress | None = None
     ) -> None:
         if not 0 <= port < 65536:
-            raise InputError(f"the port is {port}; expected 0 (any that is free) to 65535")
+            raise InputError(f"--port is {port}; expected 0 (any free port) to 65535")
         try:
             super().__init__((ADDRESS, port), _Handler)
         except OSError as error:
             raise InputError(
-                f"port {port} is not available ({error.strerror}): --port 0 takes any that is free"
+                f"port {port} is not available ({error.strerror}): use --port 0 for any free port"
             ) from error
         try:
             self.samples, self.curation = samples, Curation(samples)
-            self.search, self.token = Search(samples), secrets.token_urlsafe(24)
+            self.token = secrets.token_urlsafe(24)
             self.url = f"http://{ADDRESS}:{self.server_port}/?token={self.token}"
             self.cookie = f"ssl_kd_explore_{self.server_port}"
             self.data: dict[str, bytes] = {}
@@ -105,17 +110,32 @@ class ExploreServer(ThreadingHTTPServer):
             raise
 
     def has_token(self, *values: str) -> bool:
-        """Return whether one of these is the token."""
+        """Return True if one of the values is the token."""
         return any(hmac.compare_digest(value.encode(), self.token.encode()) for value in values)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a broken connection instead of printing it."""
-        logger.debug("a connection broke", exc_info=True)
+        """Log a connection error at debug level instead of printing it."""
+        logger.debug("a connection to the explorer failed", exc_info=True)
 
     def page(self) -> bytes:
-        """Return `explore.html` with the token."""
+        """Return the content of `explore.html` with the token inserted."""
         empty = b'<meta name="token" content="">'
         return page_file(PAGE).replace(empty, empty.replace(b'""', f'"{self.token}"'.encode()))
+
+    def neighbors(self, row: int) -> list[int]:
+        """Return the rows of the 12 samples most similar to a sample, most similar first."""
+
+        def candidates() -> Iterator[tuple[int, Tensor]]:
+            for split, rows in self.samples.splits.items():
+                for start, block in self.samples.store(split).blocks(BLOCK):
+                    yield rows.start + start, safe_normalize(block)
+
+        query, search = (
+            safe_normalize(self.samples.embeddings([row])),
+            search_on(torch.device("cpu")),
+        )
+        nearest = nearest_among(query, torch.tensor([row]), candidates(), NEIGHBORS, search)
+        return [neighbor for neighbor in nearest[0].tolist() if neighbor != row]
 
 
 def serve(
@@ -125,16 +145,16 @@ def serve(
     progress: Progress | None = None,
     opened: Callable[[str], object] = print,
 ) -> None:
-    """Serve the page until Ctrl-C.
+    """Serve the explorer page until Ctrl-C.
 
     Args:
-        samples: the run.
-        port: on 127.0.0.1; 0: any that is free.
+        samples: the samples of the run.
+        port: port on 127.0.0.1; 0 for any free port.
         progress: called while the data of the page are computed.
-        opened: called with the address of the page when it can be opened.
+        opened: called with the address of the page as soon as the server runs.
 
     Raises:
-        InputError: the port is in use.
+        InputError: the port is invalid or in use.
         FileNotFoundError: the embeddings of the run are missing.
     """
     with ExploreServer(samples, port, progress=progress) as server:
@@ -142,23 +162,23 @@ def serve(
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            logger.info("stopped; decisions are in %s", server.curation.path)
+            logger.info("the explorer is stopped; its decisions are in %s", server.curation.path)
 
 
 class _Reader(socket.SocketIO):
-    """A socket with a deadline for the whole request, however slowly bytes arrive."""
+    """A socket with a deadline for a whole request, even if bytes keep arriving slowly."""
 
     deadline = 0.0  # by time.monotonic
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read as a socket does; raise TimeoutError after the deadline."""
+        """Read from the socket; raise TimeoutError after the deadline."""
         remaining = max(self.deadline - time.monotonic(), 0.001)
         self._sock.settimeout(remaining)  # type: ignore[attr-defined]
         return super().readinto(buffer)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request; `server` is the `ExploreServer`."""
+    """Answer the requests of one connection to an `ExploreServer`."""
 
     server: ExploreServer  # pyright: ignore[reportIncompatibleVariableOverride]
     protocol_version = "HTTP/1.1"
@@ -185,10 +205,13 @@ class _Handler(BaseHTTPRequestHandler):
         return "ssl_kd"
 
     def _guarded(self, answer: Callable[[str, str], None]) -> None:
-        """Answer, or send an error of one line."""
+        """Call `answer` with path and query; send an error of one line if it raises."""
         try:
             if self.headers.get_all("Host", []) not in ([host] for host in self._hosts()):
-                raise _Refused(HTTPStatus.FORBIDDEN, "this server has another name")
+                raise _Refused(
+                    HTTPStatus.FORBIDDEN,
+                    "the request is for another host; expected 127.0.0.1 or localhost",
+                )
             path, _, query = self.path.partition("?")
             answer(path, query)
         except _Refused as error:
@@ -211,7 +234,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.headers.get("X-Token", ""), *self._cookies()
         ):
             raise _Refused(
-                HTTPStatus.FORBIDDEN, "open the address that ssl_kd explore printed, with its token"
+                HTTPStatus.FORBIDDEN,
+                "no token: open the address that ssl_kd explore printed, with its token",
             )
         name = path.removeprefix("/")
         if name in ("", PAGE):
@@ -227,9 +251,8 @@ class _Handler(BaseHTTPRequestHandler):
         if name.startswith("api/image/"):
             return self._image(self._row(name))
         if name.startswith("api/neighbors/"):
-            rows = server.search.like_sample(self._row(name), NEIGHBORS)
-            return self._send(as_json(rows), _TYPES["json"])
-        raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing with that name")
+            return self._send(as_json(server.neighbors(self._row(name))), _TYPES["json"])
+        raise _Refused(HTTPStatus.NOT_FOUND, "there is no page or data at this path")
 
     def _cookies(self) -> list[str]:
         pairs = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
@@ -239,16 +262,11 @@ class _Handler(BaseHTTPRequestHandler):
         origin = self.headers.get("Origin")
         is_ours = origin is None or origin in [f"http://{host}" for host in self._hosts()]
         if not is_ours or not self.server.has_token(self.headers.get("X-Token", "")):
-            raise _Refused(HTTPStatus.FORBIDDEN, "only the page of this server may send that")
-        if path not in ("/api/search", "/api/curation"):
-            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing with that name")
-        body = self._body()
-        if path == "/api/search":
-            name = printable(unquote(self.headers.get("X-File-Name", "")))[:200] or "the image"
-            rows = self.server.search.like_image(body, SIMILAR, name)
-            return self._send(as_json({"rows": rows}), _TYPES["json"])
+            raise _Refused(HTTPStatus.FORBIDDEN, "only the page of this server may send decisions")
+        if path != "/api/curation":
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing to post to at this path")
         try:
-            decision = strict_json(body)
+            decision = strict_json(self._body())
         except ValueError as error:
             message = f"the decision is not valid JSON: {error}"
             raise _Refused(HTTPStatus.BAD_REQUEST, message) from error
@@ -258,27 +276,34 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         lengths = self.headers.get_all("Content-Length", [])
         if not lengths or self.headers.get_all("Transfer-Encoding"):
-            raise _Refused(HTTPStatus.LENGTH_REQUIRED, "expected a Content-Length, and no chunks")
+            raise _Refused(
+                HTTPStatus.LENGTH_REQUIRED, "expected a body with Content-Length, not in chunks"
+            )
         if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdecimal()):
-            raise _Refused(HTTPStatus.BAD_REQUEST, "expected one Content-Length, a number")
+            raise _Refused(HTTPStatus.BAD_REQUEST, "expected one Content-Length header, a number")
         if len(lengths[0]) > 12 or (length := int(lengths[0])) > LARGEST:
             raise _Refused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected at most {LARGEST >> 20} MiB"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"expected a body of at most {LARGEST >> 20} MiB",
             )
         if len(body := self.rfile.read(length)) < length:
-            raise ConnectionResetError("the body is cut off")
+            raise ConnectionResetError("the connection ended within the body of a request")
         return body
 
     def _row(self, name: str) -> int:
         text, n = name.rpartition("/")[2], len(self.server.samples)
         if not (text.isascii() and text.isdecimal() and len(text) < 12 and int(text) < n):
-            raise _Refused(HTTPStatus.NOT_FOUND, f"there is no sample {text[:20]!r} of {n}")
+            raise _Refused(
+                HTTPStatus.NOT_FOUND, f"there is no sample {text[:20]!r}; expected 0 to {n - 1}"
+            )
         return int(text)
 
     def _image(self, row: int) -> None:
         image = self.server.samples.image(row)
         if image is None:
-            raise _Refused(HTTPStatus.NOT_FOUND, "the run learned from features, not from images")
+            raise _Refused(
+                HTTPStatus.NOT_FOUND, "the run was trained on features and has no images"
+            )
         target = io.BytesIO()
         fitted(image, IMAGE_SIDE).save(target, "JPEG", quality=85)
         self._send(target.getvalue(), "image/jpeg", keep=True)
@@ -315,7 +340,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[start : start + (1 << 20)])
 
     def _fail(self, status: HTTPStatus, reason: str) -> None:
-        """Send an error, and discard what the client still sends, so that it reads the error."""
+        """Send an error, and read the rest of the request, so that the client gets the error."""
         self.close_connection = True
         with suppress(OSError):
             self._send(as_json({"error": reason}), _TYPES["json"], status)

@@ -8,12 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCard, DatasetCardData, ModelCard
+from huggingface_hub import DatasetCard, DatasetCardData, HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ssl_kd import __version__
+from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import atomic_write_json
-from ssl_kd.vision.hub import MODEL, card_of_model, push_folder, usage
-from ssl_kd.vision.model import DIGEST, ClusterModel
+from ssl_kd.vision.model import DIGEST, MODEL_FILES, ClusterModel
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.export.parquet_table import write_parquet
@@ -21,7 +23,12 @@ from ssl_kd.workbench.output_files import new_folder
 
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
 _NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # other text settings may hold paths
+TAGS = ["clustering", "self-distillation", "image-feature-extraction"]
 ANSWER = "consensus"  # name of the final clusters in the run's table of scores
+
+
+class HubRefused(UserError, RuntimeError):
+    """The Hugging Face Hub refused an upload: no token, no write access, or no connection."""
 
 
 def write_model(content: Content, out: Path) -> Path:
@@ -35,14 +42,14 @@ def write_model(content: Content, out: Path) -> Path:
 
 
 def _write_model(samples: Samples, out: Path, repo_id: str) -> Path:
-    for name in MODEL:
+    for name in MODEL_FILES:
         if not (samples.path / name).is_file():
             raise FileNotFoundError(
                 f"{samples.path} has no {name}, so it has no model to export: finish the run first"
             )
     with new_folder(out) as folder:
-        shutil.copyfile(samples.path / MODEL[1], folder / MODEL[1])
-        atomic_write_json(folder / MODEL[0], _config(samples))
+        shutil.copyfile(samples.path / "model.safetensors", folder / "model.safetensors")
+        atomic_write_json(folder / "config.json", _config(samples))
         (folder / "README.md").write_text(str(model_card(samples, repo_id)), encoding="utf-8")
     return out
 
@@ -66,11 +73,30 @@ def model_card(samples: Samples, repo_id: str = "USER/NAME") -> ModelCard:
         samples: the samples of the run.
         repo_id: name of the repository, which the example loads.
     """
-    n_train = len(samples.splits.get("train", ()))
-    subtitle = f"{samples.n_clusters} clusters of {n_train} training samples"
-    use = usage(repo_id, samples.config["in_dim"], samples.metrics["teacher"]["name"])
-    sections = [_scores(samples), use, _about(samples)]
-    return card_of_model(samples.path.resolve().name, subtitle, sections)
+    n_train, name = len(samples.splits.get("train", ())), samples.path.resolve().name
+    data = ModelCardData(library_name="ssl_kd", tags=TAGS, model_name=name)
+    body = f"""# {name}
+
+Heads that cluster the embeddings of a frozen teacher, by ssl_kd {__version__}:
+{samples.n_clusters} clusters of {n_train} training samples.
+
+{_scores(samples)}
+
+## Use
+
+```python
+from ssl_kd import MultiHeadClusterer
+
+clusterer = MultiHeadClusterer.from_pretrained("{repo_id}")
+clusters = clusterer.predict(X)  # embeddings [n, {samples.config["in_dim"]}] of {_teacher(samples)}
+```
+
+The model takes embeddings, not images. The clusters are groups in the data, and may differ from the
+classes that a person would choose.
+
+{_about(samples)}
+"""
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
 
 
 def push_run(
@@ -92,7 +118,29 @@ def push_run(
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = _write_model(samples, Path(temporary) / "model", repo_id)
-        return push_folder(folder, repo_id, private=private, token=token)
+        return _push_folder(folder, repo_id, private, token)
+
+
+def _push_folder(folder: Path, repo_id: str, private: bool | None, token: str | None) -> str:
+    """Upload the files of a folder as a model, in one commit, and return the URL."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise InputError(
+            f"{repo_id!r} is not a valid name on the Hugging Face Hub; expected user/name"
+        ) from error
+    api = HfApi(token=token)
+    try:
+        url = api.create_repo(repo_id, exist_ok=True, private=private)
+        message = "Written by ssl_kd"
+        api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message=message)
+    except (HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise HubRefused(
+            f"the Hugging Face Hub refused the upload of {repo_id}: {reason}. Log in with `hf auth "
+            "login`, or pass a token with write access"
+        ) from error
+    return str(url)
 
 
 def dataset_card(content: Content) -> DatasetCard:
@@ -128,12 +176,16 @@ def _config(samples: Samples) -> dict[str, Any]:
     return {**config, "settings": settings}
 
 
+def _teacher(samples: Samples) -> str:
+    return samples.metrics["teacher"]["name"]
+
+
 def _about(samples: Samples) -> str:
     settings = samples.settings
     return (
         f"## About\n\nData: {Path(samples.metrics['dataset']['name']).name}. Teacher: "
-        f"{samples.metrics['teacher']['name']}. Method: {settings['METHOD'] or 'graph'}. Seed: "
-        f"{settings['SEED']}. No label was used to find the clusters."
+        f"{_teacher(samples)}. Method: {settings['METHOD'] or 'graph'}. Seed: {settings['SEED']}. "
+        "No label was used to find the clusters."
     )
 
 

@@ -96,7 +96,7 @@ def test_the_place_of_a_missing_picture_stays_empty(run, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(samples, "image", without)
     write_site(samples, tmp_path / "out")
-    assert "1 pictures are missing; the last: 3 is missing" in caplog.text
+    assert "1 pictures cannot be read and stay white; the last: 3 is missing" in caplog.text
 
 
 @fault(156)

@@ -8,24 +8,19 @@ export async function get(path) {
   return answer;
 }
 
-export async function post(path, body, type, name = "") {
-  const headers = { "X-Token": TOKEN, "Content-Type": type, "X-File-Name": encodeURIComponent(name) };
-  const answer = await fetch(path, { method: "POST", headers, body });
+export async function post(path, value) {
+  const headers = { "X-Token": TOKEN, "Content-Type": "application/json" };
+  const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(value) });
   const content = await answer.json();
   if (!answer.ok) throw new Error(content.error);
   return content;
 }
 
-/** Read a file of `size` bytes; `progress` is called with the number of bytes read. */
-export async function readBytes(path, size, progress = () => {}) {
-  const reader = (await get(path)).body.getReader(), content = new Uint8Array(size);
-  let at = 0;
-  for (let part; !(part = await reader.read()).done; progress(at)) {
-    if (at + part.value.length <= size) content.set(part.value, at);
-    at += part.value.length;
-  }
-  if (at !== size) throw new Error(`${path} has ${at} bytes; expected ${size}: it belongs to another page`);
-  return content.buffer;
+/** Read a file of `size` bytes. */
+export async function readBytes(path, size) {
+  const content = await (await get(path)).arrayBuffer(), found = content.byteLength;
+  if (found !== size) throw new Error(`${path} has ${found} bytes; expected ${size}: reload the page`);
+  return content;
 }
 
 /** File names in one block of memory, because a million strings would need far more. */

@@ -17,8 +17,8 @@ let decisions; // { clusters: [n], sizes: number -> samples, names: level -> num
 // --- Decisions ----------------------------------------------------------------------------------
 
 /** Read the clusters after all decisions; `content` is decisions.json. */
-async function readDecisions(content, progress) {
-  const clusters = new Int32Array(await readBytes("data/clusters.i32", 4 * meta.samples, progress));
+async function readDecisions(content) {
+  const clusters = new Int32Array(await readBytes("data/clusters.i32", 4 * meta.samples));
   const counts = []; // an array by number is fast for a million samples
   for (const k of clusters) if (k >= 0) counts[k] = (counts[k] ?? 0) + 1;
   const sizes = new Map();
@@ -28,7 +28,7 @@ async function readDecisions(content, progress) {
 
 async function decide(decision) {
   try {
-    await readDecisions(await post("api/curation", JSON.stringify(decision), "application/json"));
+    await readDecisions(await post("api/curation", decision));
     ticked = new Set([...ticked].filter((k) => decisions.sizes.has(k)));
     showMessage("Written to curation.jsonl");
   } catch (error) {
@@ -38,8 +38,8 @@ async function decide(decision) {
   await paint();
 }
 
-const lastHeld = () => decisions.lines.findLast((line) => !line.undone && line.do !== "undo");
-const undo = (id = lastHeld()?.id) =>
+const lastActive = () => decisions.lines.findLast((line) => !line.undone && line.do !== "undo");
+const undo = (id = lastActive()?.id) =>
   (id ? decide({ do: "undo", of: id }) : showMessage("There is nothing to undo"));
 
 const nameOf = (k) => (k < 0 ? "no cluster" : decisions.names.cluster?.[k] ?? `Cluster ${k}`);
@@ -277,7 +277,7 @@ function showButtons() {
 }
 
 function showHistory() {
-  $("undo").disabled = !lastHeld();
+  $("undo").disabled = !lastActive();
   const lines = decisions.lines.filter((line) => line.do !== "undo").slice(-100).reverse();
   $("history").replaceChildren(...lines.map((line) => {
     const item = document.createElement("li"), text = document.createElement("span");
@@ -332,18 +332,6 @@ async function search() {
   showMessage(rows.length ? `${number(rows.length)} found` : `No file name contains “${text}”`);
 }
 
-async function searchByImage(file) {
-  showMessage("Searching …");
-  try {
-    const { rows } = await post("api/search", file, "application/octet-stream", file.name);
-    select(rows, true);
-    $("selected-title").textContent = `The ${rows.length} samples most similar to ${file.name}`;
-    $("pictures").replaceChildren(...rows.map(pictureButton));
-  } catch (error) {
-    showMessage(error.message, true);
-  }
-}
-
 function setLasso(on) {
   plot.lasso = on;
   $("lasso").ariaPressed = on;
@@ -388,15 +376,13 @@ function onKey(event) {
 function addListeners() {
   const actions = { new: makeCluster, exclude, clear: () => select([]), rename, merge, split,
     lasso: () => setLasso(!plot.lasso), undo: () => undo(), help: showHelp, home: () => plot.home(),
-    examples: () => { $("examples").ariaPressed = $("examples").ariaPressed !== "true"; placeExamples(); },
-    "by-image": () => $("image-file").click() };
+    examples: () => { $("examples").ariaPressed = $("examples").ariaPressed !== "true"; placeExamples(); } };
   for (const [id, act] of Object.entries(actions)) $(id).onclick = act;
   $("move").onchange = () => {
     const into = Number($("move").value);
     if ($("move").value) decide({ do: "move", rows: sortedRows(), into });
   };
   $("find").onsubmit = (event) => { event.preventDefault(); search(); };
-  $("image-file").onchange = () => { if ($("image-file").files[0]) searchByImage($("image-file").files[0]); };
   $("color").onchange = () => { color = $("color").value; return paint(); };
   document.addEventListener("keydown", onKey);
   window.addEventListener("unhandledrejection",
@@ -405,20 +391,6 @@ function addListeners() {
   $("keys").replaceChildren(...KEYS.flatMap(([keys, text]) => [
     Object.assign(document.createElement("dt"), { textContent: keys }),
     Object.assign(document.createElement("dd"), { textContent: text })]));
-}
-
-/** Return a callback that shows how much of a file is read. */
-function reading(what, size) {
-  const progress = (at) => showLoading(size < 1e6 ? `Reading ${what}`
-    : `Reading ${what}: ${(at / 1e6).toFixed(1)} of ${(size / 1e6).toFixed(1)} MB`, at / size);
-  progress(0);
-  return progress;
-}
-
-function showLoading(text, part) {
-  $("loading-text").textContent = text;
-  if (part === undefined) $("loading-bar").removeAttribute("value");
-  else $("loading-bar").value = part;
 }
 
 /** Set the background of the map for the light or dark theme. */
@@ -439,11 +411,9 @@ async function start() {
   pictures = new Pictures(meta, Boolean(TOKEN));
   $("color").replaceChildren(...["cluster", ...Object.keys(meta.columns)]
     .map((name) => new Option(name.replace("_", " "), name)));
-  $("by-image").hidden = !TOKEN || !meta.images;
-  const flat = new Float32Array(await readBytes("data/places.f32", 8 * n, reading("the map", 8 * n)));
-  const content = await (await get("data/decisions.json")).json();
-  await readDecisions(content, reading("clusters", 4 * n));
-  showLoading(`Drawing ${number(n)} samples`);
+  const flat = new Float32Array(await readBytes("data/places.f32", 8 * n));
+  await readDecisions(await (await get("data/decisions.json")).json());
+  $("loading-text").textContent = `Drawing ${number(n)} samples`;
   await new Promise(requestAnimationFrame);
   plot = new Plot($("canvas"), flat.subarray(0, n), flat.subarray(n), {
     view: placeExamples, hover, select: onSelected, lassoed: () => setLasso(false) });
