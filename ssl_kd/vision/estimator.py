@@ -115,7 +115,7 @@ class MultiHeadClusterer(
     >>> from sklearn.datasets import load_digits
     >>> from ssl_kd import MultiHeadClusterer
     >>> X, y = load_digits(n_class=3, return_X_y=True)
-    >>> clusterer = MultiHeadClusterer(n_clusters=3, n_heads=8, max_steps=200).fit(X[:400])
+    >>> clusterer = MultiHeadClusterer(n_clusters=3, n_heads=4, max_steps=100).fit(X[:400])
     >>> clusters = clusterer.predict(X[400:])  # held out
     >>> from sklearn.metrics import normalized_mutual_info_score
     >>> bool(normalized_mutual_info_score(y[400:], clusters) > 0.8)

@@ -220,13 +220,13 @@ def _cache_folder(
     teacher: Teacher,
     precision: Precision,
 ) -> Path:
-    """Check that samples and teacher fit the run; return the folder for the embeddings."""
+    """Return the folder for the new embeddings, after a check that they fit the run."""
     width, weights = model.options["in_dim"], parent.metrics["teacher"]["weights"]
     if teacher.dim != width:
         raise SettingsError(
             f"the embeddings of {embedding.dataset} by the teacher {teacher.name} have "
-            f"{teacher.dim} dimensions; {parent.path} expects {width}: use samples of the same kind "
-            "(for the teacher pixels: images of the same size)"
+            f"{teacher.dim} dimensions; {parent.path} expects {width}: use samples of the same "
+            "kind (for the teacher pixels: images of the same size)"
         )
     if weights != teacher.weights_id:
         raise RunFolderError(

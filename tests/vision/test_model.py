@@ -134,8 +134,7 @@ def trained(x, **changes):
     return trainer, lambda: fit.form_answer(settings, trainer, neighbours, gather, projection)
 
 
-@pytest.mark.parametrize("unit", [1e-4, 1.0, 1e4])
-@pytest.mark.parametrize("pca_dim", [None, 4])
+@pytest.mark.parametrize(("unit", "pca_dim"), [(1e-4, None), (1.0, 4), (1e4, None)])
 def test_the_answer_finds_clusters_in_any_unit(unit, pca_dim):
     blob, x = blobs()
     _, form_answer = trained(x * unit, pca_dim=pca_dim)

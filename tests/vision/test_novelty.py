@@ -143,5 +143,5 @@ def test_two_samples_are_enough_and_one_is_not():
     novelty = Novelty.fit(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
     assert novelty.k == 1 < NEIGHBORS
     assert novelty.score(torch.tensor([[-9e9, -9e9]])).tolist() == [1.0]
-    with pytest.raises(ValueError, match="x has 1 rows, expected at least 2"):
+    with pytest.raises(ValueError, match="x has 1 rows; expected at least 2"):
         Novelty.fit(torch.ones(1, 3))

@@ -64,7 +64,7 @@ def test_what_is_no_finished_run_is_refused(copied, tmp_path):
     del metrics["dataset"]["pictured"]
     file.write_text(json.dumps(metrics))
     with pytest.raises(
-        RunFolderError, match="have no pictured: another version wrote them, commit"
+        RunFolderError, match="have no pictured: another version wrote them .commit"
     ):
         Samples(copied)
     file.unlink()

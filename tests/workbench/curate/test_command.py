@@ -21,35 +21,27 @@ def error_of(capsys) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_a_run(photo_run, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(["curate", str(photo_run), "--out", str(out), "--rule", "largest"]) == 0
-    samples = Samples(photo_run)
-    n = len(samples.splits["train"])
-    shown = capsys.readouterr().out
+def test_a_run_and_its_copies_are_excluded_on_request(photo_run, tmp_path, capsys):
+    run, out = shutil.copytree(photo_run, tmp_path / "copy"), tmp_path / "out"
+    words = ["curate", str(run), "--out", str(out), "--exclude", "--force"]
+    words += ["--rule", "largest", "--duplicates", "0.97"]
+    assert main(words) == 0
+    samples, shown = Samples(run), capsys.readouterr().out
     names = {"duplicates", "outliers", "images", "leaks", "labels", "kept"}
     assert all(name in shown for name in names)
     assert {path.stem for path in out.iterdir()} == names
     outlier = csv.read_csv(out / "outliers.csv").to_pydict()
     assert outlier["score"][0] == 1 and outlier["row"] == outliers(samples.store()).rows.tolist()
     assert outlier["file"][0] == samples.column("file")[outlier["row"][0]]
+    n = len(samples.splits["train"])
     assert csv.read_csv(out / "labels.csv").num_rows == n
-    kept = (out / "kept.txt").read_text().splitlines()
-    gone = csv.read_csv(out / "duplicates.csv")["kept"].to_pylist()
-    assert len(kept) == n - gone.count(False)
-
-
-def test_copies_are_excluded_on_request(photo_run, tmp_path, capsys):
-    copy = shutil.copytree(photo_run, tmp_path / "copy")
-    words = ["curate", str(copy), "--exclude", "--duplicates", "0.97", "--force"]
-    assert main(words) == 0
-    excluded = Curation.open(copy).excluded
-    gone = [not kept for kept in csv.read_csv(copy / "curated/duplicates.csv")["kept"].to_pylist()]
-    assert excluded.sum() == sum(gone) > 0
-    assert main(words) == 0  # once is enough
-    assert len(Curation.open(copy).lines) == 1
-    assert main(["export", str(copy), "--to", "parquet", "--out", str(tmp_path / "x.parquet")]) == 0
-    assert parquet.read_table(tmp_path / "x.parquet").num_rows == len(excluded) - excluded.sum()
+    n_copies = csv.read_csv(out / "duplicates.csv")["kept"].to_pylist().count(False)
+    assert len((out / "kept.txt").read_text().splitlines()) == n - n_copies < n
+    assert Curation.open(run).excluded.sum() == n_copies
+    assert main(words) == 0  # excludes no sample twice
+    assert len(Curation.open(run).lines) == 1
+    assert main(["export", str(run), "--to", "parquet", "--out", str(tmp_path / "x.parquet")]) == 0
+    assert parquet.read_table(tmp_path / "x.parquet").num_rows == len(samples) - n_copies
 
 
 def test_a_cache(tmp_path, capsys):

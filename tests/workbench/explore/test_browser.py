@@ -3,6 +3,7 @@
 One browser and one served run are shared; the decisions of a test are removed after it.
 """
 
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -28,15 +29,13 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
-def opened(browser):
-    """Open pages; fail if anything went wrong in one."""
+@contextmanager
+def opening(browser):
+    """Yield a function that opens pages; fail at the end if anything went wrong in one."""
     faults, contexts = [], []
 
-    def open_page(url, **context):
-        contexts.append(
-            browser.new_context(**({"viewport": {"width": 1200, "height": 800}} | context))
-        )
+    def open_page(url):
+        contexts.append(browser.new_context(viewport={"width": 1200, "height": 800}))
         page = contexts[-1].new_page()
         page.set_default_timeout(LIMIT)
         page.on("pageerror", lambda error: faults.append(str(error)))
@@ -49,6 +48,19 @@ def opened(browser):
     for context in contexts:
         context.close()
     assert faults == []
+
+
+@pytest.fixture
+def opened(browser):
+    with opening(browser) as open_page:
+        yield open_page
+
+
+@pytest.fixture(scope="module")
+def page(browser, serving):
+    """A page that several tests look at; none of them decides anything."""
+    with opening(browser) as open_page:
+        yield open_page(serving.url)
 
 
 @pytest.fixture
@@ -196,8 +208,7 @@ def test_the_cookie_opens_the_page_again_and_no_other_browser(server, opened):
     other.context.close()
 
 
-def test_frames_and_dots_follow_color_and_selection(server, opened):
-    page = opened(server.url)
+def test_frames_and_dots_follow_color_and_selection(page):
     frames = """() => [...document.querySelectorAll("#overlay .thumb")].map((t) =>
       t.style.borderColor)"""
     before = page.evaluate(frames)
@@ -214,14 +225,15 @@ def test_frames_and_dots_follow_color_and_selection(server, opened):
     until(page, f"() => !({dim})()")
 
 
-def test_a_refusal_is_shown_and_nothing_changes(server, opened):
-    page = opened(server.url)
+def test_a_refusal_is_shown_and_nothing_changes(server, page):
     tick(page, *sorted(server.curation.sizes)[:2])
-    page.evaluate("() => { window.fetch = () => Promise.reject(new Error('no network')); }")
+    page.evaluate("""() => { window.usual = window.fetch;
+      window.fetch = () => Promise.reject(new Error("no network")); }""")
     page.click("#merge")
     page.wait_for_selector("#status.bad")
     assert page.locator("#status").inner_text() == "no network"
     assert page.evaluate("explore.decisions.sizes.size") == len(server.curation.sizes)
+    page.evaluate("() => { window.fetch = window.usual; }")
 
 
 def test_the_static_page_shows_and_changes_nothing(run, static, opened):
@@ -239,8 +251,7 @@ def test_the_static_page_shows_and_changes_nothing(run, static, opened):
     assert len(page.evaluate("explore.decisions.lines")) == 1
 
 
-def test_many_samples_are_thinned_out_while_the_map_moves(server, opened):
-    page = opened(server.url)
+def test_many_samples_are_thinned_out_while_the_map_moves(page):
     n, moving = page.evaluate("""async () => {
       const { plot } = explore, { map } = plot, n = plot.x.length;
       plot.some = [...Array(n).keys()].filter((row) => row % 4 === 0);
@@ -252,8 +263,7 @@ def test_many_samples_are_thinned_out_while_the_map_moves(server, opened):
     until(page, "() => !explore.plot.map.get('isPointsFiltered')")
 
 
-def test_file_names_and_requests(server, opened):
-    page = opened(server.url)
+def test_file_names_and_requests(page):
     script = """async (texts) => {
       const { FileNames } = await import("./data.js");
       const lines = ["Ärger.PNG", "b.png", "", "日本 b.PNG", "last"].join("\\n");
@@ -267,8 +277,10 @@ def test_file_names_and_requests(server, opened):
       data.readBytes("data/label.i32", 8).catch((error) => error.message))""")
     assert message == "data/label.i32 has 4 bytes; expected 8: reload the page"
     refusal = page.evaluate("""async () => {
+      const usual = window.fetch, { post } = await import("./data.js");
       window.fetch = async () =>
         new Response(JSON.stringify({ error: "refused" }), { status: 400 });
-      const { post } = await import("./data.js");
-      return post("api/curation", {}).catch((error) => error.message); }""")
+      const message = await post("api/curation", {}).catch((error) => error.message);
+      window.fetch = usual;
+      return message; }""")
     assert refusal == "refused"
