@@ -1,4 +1,4 @@
-"""The report of a run: one page that opens offline."""
+"""Write the report of a run, one page that opens offline."""
 
 from ssl_kd.report.gallery import run_images
 from ssl_kd.report.write import reported, write_report

@@ -1,4 +1,4 @@
-"""Curves of the report: losses and perplexity over the steps."""
+"""Draw the curves of the report: losses and perplexity over the training steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,6 @@ from ssl_kd.report.wording import amount, finite
 
 MAX_POINTS = 400  # more points than pixels only add bytes
 SIZE = (5.6, 3.5)
-TERMS = {
-    "ce": "cross-entropy (ce)",
-    "kd": "distillation (kd)",
-    "hidden": "hidden states (hidden)",
-}
 
 
 def head_curves(steps: Sequence[dict[str, Any]], chosen: Sequence[int]) -> Markup | None:
@@ -30,7 +25,7 @@ def head_curves(steps: Sequence[dict[str, Any]], chosen: Sequence[int]) -> Marku
         chosen: Numbers of the heads that form the answer.
 
     Returns:
-        SVG, or None where no loss was logged.
+        SVG, or None if no loss was logged.
     """
     lines = [s for s in steps if isinstance(s.get("loss"), list) and s["loss"] and "step" in s]
     if not lines:
@@ -56,13 +51,13 @@ def head_curves(steps: Sequence[dict[str, Any]], chosen: Sequence[int]) -> Marku
 
 
 def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:
-    """Draw the terms of the training loss over the steps.
+    """Draw each term of the training loss over the steps.
 
     Args:
         steps: Lines of `metrics.jsonl`. Terms are `ce`, `kd`, and each with a `_success_rate`.
 
     Returns:
-        SVG, or None where no term was ever finite.
+        SVG, or None if no term was ever finite.
     """
     ending = "_success_rate"
     rates = {key.removesuffix(ending) for line in steps for key in line if key.endswith(ending)}
@@ -75,30 +70,28 @@ def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:
     )
     if not np.isfinite(losses).any():
         return None
-    has_finite = np.atleast_1d(np.isfinite(losses).any(0))
 
     def draw(figure: Figure) -> None:
         axes = _axes_over_steps(figure, losses)
-        for i in np.flatnonzero(has_finite):
+        for i in np.flatnonzero(np.isfinite(losses).any(0)):
             color = (ACCENT, *PALETTE[1:])[i % len(PALETTE)]
             # The dots show a value between two that are not finite.
-            axes.plot(x, losses[:, i], color=color, lw=1.3, marker=".", ms=2.5,
-                      label=TERMS.get(terms[i], terms[i]))  # fmt: skip
+            axes.plot(x, losses[:, i], color=color, lw=1.3, marker=".", ms=2.5, label=terms[i])
         axes.legend(loc="upper right", labelcolor=MUTED)
-        axes.set_ylabel("loss" if np.any(has_finite[2:]) else "loss, nats per token")
+        axes.set_ylabel("loss")
 
-    return svg(draw, SIZE, "cross-entropy and distillation loss over the steps")
+    return svg(draw, SIZE, "terms of the loss over the training steps")
 
 
 def perplexity_curve(
-    points: Sequence[tuple[float, float]], best: float | None, references: dict[str, float]
+    points: Sequence[tuple[float, float]], best: float | None, teacher: float | None
 ) -> Markup | None:
-    """Draw held-out perplexity over the steps, with the best step marked.
+    """Draw the held-out perplexity over the steps, with the best step marked.
 
     Args:
         points: Step and finite perplexity of each evaluation.
         best: The step whose weights were kept.
-        references: Up to two perplexities to compare with, by name; drawn as dashed lines.
+        teacher: The teacher's perplexity, drawn as a dashed line; None: no line.
 
     Returns:
         SVG, or None without a point.
@@ -106,7 +99,7 @@ def perplexity_curve(
     if not points:
         return None
     x, y = zip(*sorted(points), strict=True)
-    values = [*y, *references.values()]
+    values = [*y, teacher] if teacher is not None else y
 
     def draw(figure: Figure) -> None:
         axes = _axes_over_steps(figure)
@@ -115,10 +108,9 @@ def perplexity_curve(
             axes.yaxis.set_minor_formatter(NullFormatter())
             axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: amount(v)))
         axes.plot(x, y, color=ACCENT, lw=1.5, marker="o", ms=3.5)
-        for (name, value), dashes in zip(references.items(), ((4, 3), (1, 2)), strict=False):
-            label = f"{name} {amount(value)}"
-            axes.axhline(value, color=MUTED, lw=1.2, ls=(0, dashes), label=label)
-        if references:
+        if teacher is not None:
+            label = f"teacher {amount(teacher)}"
+            axes.axhline(teacher, color=MUTED, lw=1.2, ls=(0, (4, 3)), label=label)
             axes.legend(loc="upper right", labelcolor=MUTED)
         for step, value in points:
             if step == best:
@@ -136,7 +128,7 @@ def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _axes_over_steps(figure: Figure, values: NDArray | None = None) -> Axes:
-    """Return axes over the steps, with limits for `values` that one spike does not expand."""
+    """Return axes over the steps; a single spike in `values` does not stretch the y axis."""
     axes = figure.subplots()
     axes.set_xlabel("step", loc="right")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

@@ -1,4 +1,4 @@
-"""Figures of the report, as SVG that takes its colors from the page (light or dark)."""
+"""Draw figures as SVG that takes its colors from the page, in its light or dark theme."""
 
 import io
 import math
@@ -13,7 +13,6 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from ssl_kd.evaluate import match
@@ -64,37 +63,10 @@ STYLE: Any = {
 }
 
 
-def reliability_diagram(bins: Sequence[dict[str, Any]]) -> Markup | None:
-    """Draw the share of correct samples at each confidence, and the number of samples below.
-
-    Args:
-        bins: As `ssl_kd.evaluate.calibration` returns them.
-
-    Returns:
-        SVG, or None without bins.
-    """
-    if not bins:
-        return None
-    keys = ("low", "high", "confidence", "right", "n")
-    low, high, confidence, correct, n = (np.array([b[key] for b in bins]) for key in keys)
-
-    def draw(figure: Figure) -> None:
-        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        top.bar(low, correct, high - low, align="edge", color=ACCENT, lw=0)
-        top.plot((0, 1), (0, 1), color=MUTED, lw=1, ls=(0, (4, 3)))
-        top.plot(confidence, correct, "o", color=INK, ms=4, mew=0)
-        top.set(xlim=(0, 1), ylim=(0, 1), ylabel="correct")
-        bottom.bar(low, n, high - low, align="edge", color=PALETTE[3], lw=0)
-        bottom.yaxis.set_major_locator(MaxNLocator(2, integer=True))
-        bottom.set(xlabel="confidence", ylabel="samples")
-        for axes in (top, bottom):
-            axes.grid(axis="x", visible=False)
-
-    return svg(draw, (5.2, 4.4), "share of correct samples at each confidence, and their number")
-
-
 def tint(cluster: int) -> str:
-    """Return the color of a cluster, as in the explorer: from the palette, then distinct hues.
+    """Return the color of a cluster, the same as in the explorer.
+
+    The first colors come from the palette; later clusters get hues of their own.
 
     >>> len({tint(k) for k in range(200)})
     200
@@ -108,17 +80,17 @@ def tint(cluster: int) -> str:
 def embedding_scatter(
     points: ArrayLike, groups: ArrayLike, colors: Sequence[str], names: Sequence[str], title: str
 ) -> Markup | None:
-    """Draw the 2-D map colored by group, with each group's name at its center.
+    """Draw a 2-D map of points colored by group, with each group's name at its center.
 
     Args:
-        points: `[m, 2]` coordinates.
-        groups: `[m]` group of each point, -1 where unknown (drawn faint).
+        points: Coordinates `[m, 2]`.
+        groups: Group of each point `[m]`; -1: unknown, drawn faint.
         colors: A color for each group.
-        names: What to write at the center of each group.
-        title: Description for those who cannot see the figure.
+        names: The name to write at the center of each group.
+        title: A description for screen readers.
 
     Returns:
-        SVG, or None where there is no point.
+        SVG, or None without a point.
     """
     points, groups = np.asarray(points, float), np.asarray(groups)
     if not len(points):
@@ -159,13 +131,13 @@ def embedding_scatter(
 def class_colors(
     n_classes: int, colors: Sequence[str], labels: ArrayLike, clusters: ArrayLike
 ) -> list[str]:
-    """Return for each class the color of the cluster it is matched with, gray where there is none.
+    """Return a color for each class: that of the cluster it matches, or gray without a match.
 
     Args:
         n_classes: Number of classes.
         colors: A color for each cluster.
-        labels: `[m]` labels of the map's points, -1 where unknown.
-        clusters: `[m]` clusters of the same points.
+        labels: Labels of the map's points `[m]`; -1: unknown.
+        clusters: Clusters of the same points `[m]`.
     """
     matched = ["#808080"] * n_classes
     for cluster, label in match(labels, clusters).items():
@@ -174,12 +146,12 @@ def class_colors(
 
 
 def svg(draw: Callable[[Figure], None], size: tuple[float, float], title: str) -> Markup:
-    """Return what `draw` draws as inline SVG, whose ids are unique on the page.
+    """Return a figure as inline SVG with ids that are unique on the page.
 
     Args:
-        draw: Fills the figure.
+        draw: Draws into the figure.
         size: Width and height in inches.
-        title: Description for those who cannot see the figure; unique on the page.
+        title: A description for screen readers; unique on the page.
     """
     target = io.StringIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
@@ -204,7 +176,7 @@ def svg(draw: Callable[[Figure], None], size: tuple[float, float], title: str) -
     return Markup(head + text[text.index(">") + 1 :])
 
 
-def shorten(text: str, length: int = 18) -> str:
-    """Return text for a figure: printable, and cut where it is too long."""
+def shorten(text: str, length: int) -> str:
+    """Return a text without unprintable characters, cut to a length."""
     text = "".join(c if c.isprintable() else "?" for c in str(text))
     return text if len(text) <= length else text[: length - 1] + "…"

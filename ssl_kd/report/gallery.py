@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from ssl_kd.datasets.decode import decoded
-from ssl_kd.report.assignments import Assignments
 from ssl_kd.report.results import RunResults
 from ssl_kd.vision.model import has_pictures
 from ssl_kd.vision.samples import Samples
@@ -20,18 +18,20 @@ from ssl_kd.vision.samples import Samples
 logger = logging.getLogger(__name__)
 
 Images = Callable[[list[int]], list[Image.Image | None]]
-MAX_CLUSTERS, MAX_PICTURES, N_DOUBTFUL = 100, 600, 14
+"""A function from rows of the shown split to their pictures, None for one that cannot be read."""
+
+MAX_CLUSTERS, MAX_PICTURES = 100, 600
 
 
 def run_images(run_dir: Path) -> Images | None:
-    """Return the pictures of a finished run's training rows, for a report written later.
+    """Return a function that loads pictures of a finished run, for a report written later.
 
     Args:
-        run_dir: The run folder; its settings say where the data set lies.
+        run_dir: The run folder; its settings say where the data set is.
 
     Returns:
-        A function that opens the data set when it is called, and raises what that raises; None
-        where the run learned from features without images, or from text.
+        A function that opens the data set when it is called, and raises if that fails; None if the
+        run trained on features without images, or on text.
     """
     run = RunResults.read(Path(run_dir))
     if run.is_language or not has_pictures(run.metrics):
@@ -52,65 +52,53 @@ def gallery(
     colors: Sequence[str],
     label_names: dict[str, str],
 ) -> dict[str, Any]:
-    """Return what the page shows of each cluster.
+    """Return what the page shows of each cluster: caption, size, color and typical pictures.
 
     Args:
-        run: The run folder; `typical` of its arrays are row numbers of the training split.
-        images: Returns the pictures of training rows, None for one that cannot be read; or None.
+        run: The run; `typical` in its arrays holds row numbers of the shown split.
+        images: Loads the pictures of rows; None if the data has no pictures.
         sizes: Size of each cluster.
         colors: Color of each cluster.
-        label_names: Name of each label as written in `assignments.csv`.
+        label_names: Name of each label as written in the file of assignments.
 
     Returns:
-        `clusters`, `hidden` (number of clusters left out), `doubtful` (the samples of the lowest
-        confidence), and `missing`: the sentence to show where there are no pictures.
+        `clusters`, `hidden` (number of clusters left out), and `missing`: the sentence to show if
+        there are no pictures.
     """
-    nothing: dict[str, Any] = {"clusters": [], "hidden": 0, "doubtful": []}
     typical = run.arrays.get("typical")
     if images is None:
-        return nothing | {"missing": "There are no pictures: this data has features, not images."}
+        return _no_pictures("this data has features, not images")
     if typical is None or not typical.size:
-        return nothing | {"missing": "There are no pictures: arrays.npz does not name any."}
+        return _no_pictures("arrays.npz does not name typical samples")
     typical = typical[:, : max(1, min(12, MAX_PICTURES // min(len(typical), MAX_CLUSTERS)))]
     counts = [int(sizes[k]) if k < len(sizes) else -1 for k in range(len(typical))]
     shown = sorted(sorted(range(len(typical)), key=lambda k: -counts[k])[:MAX_CLUSTERS])
     rows_of = {k: [int(r) for r in typical[k] if r >= 0] if counts[k] else [] for k in shown}
-    doubtful = _least_confident(run.assignments)
-    rows = [row for k in shown for row in rows_of[k]] + doubtful
+    rows = [row for k in shown for row in rows_of[k]]
     try:
-        read = zip(rows, images(rows), strict=True)
-        pictures = {row: thumbnail(image) for row, image in read if image is not None}
+        loaded = zip(rows, images(rows), strict=True)
+        pictures = {row: thumbnail(image) for row, image in loaded if image is not None}
     except Exception as error:  # the images may no longer exist; the rest of the page remains
         logger.warning("the report has no pictures: %s", error)
-        return nothing | {"missing": f"There are no pictures: {type(error).__name__}: {error}"}
+        return _no_pictures(f"{type(error).__name__}: {error}")
     if lost := len({*rows} - {*pictures}):
-        logger.warning("%d of %d pictures cannot be read", lost, len({*rows}))
+        logger.warning("the report lacks %d of %d pictures: unreadable", lost, len({*rows}))
     if not pictures:
-        return nothing | {"missing": "There are no pictures: none of them can be read."}
-    samples = dict(zip(rows, run.assignments.rows(rows), strict=True))
-
-    def named(wanted: list[int], *columns: str) -> list[dict[str, str]]:
-        names = {
-            row: [
-                samples[row].get("file", f"row {row}"),
-                *(f"{c} {samples[row][c]}" for c in columns),
-            ]
-            for row in wanted
-            if row in pictures
-        }
-        return [pictures[row] | {"name": ", ".join(parts)} for row, parts in names.items()]
-
+        return _no_pictures("none of them can be read")
+    for row, name in zip(rows, run.assignments.names(rows), strict=True):
+        if row in pictures:
+            pictures[row]["name"] = name
     members: dict[str, Counter[str]] = {}
-    for (cluster, label), count in run.assignments.members.items():
+    for (cluster, label), count in run.assignments.members().items():
         if name := label_names.get(label):
             members.setdefault(cluster, Counter())[name] += count
     new = {c["cluster"] for c in run.metrics.get("extended", {}).get("new_clusters", [])}
     clusters = [
-        _caption(k, counts[k], members.get(str(k)), k in new)
-        | {
+        {
+            **_caption(k, counts[k], members.get(str(k)), k in new),
             "size": counts[k],
             "color": colors[k] if k < len(colors) else "#808080",
-            "pictures": named(rows_of[k]),
+            "pictures": [pictures[row] for row in rows_of[k] if row in pictures],
         }
         for k in shown
     ]
@@ -118,12 +106,15 @@ def gallery(
         "clusters": clusters,
         "hidden": len(typical) - len(shown),
         "columns": typical.shape[1] if typical.shape[1] <= 8 else -(-typical.shape[1] // 2),
-        "doubtful": named(doubtful, "cluster", "confidence"),
     }
 
 
+def _no_pictures(reason: str) -> dict[str, Any]:
+    return {"clusters": [], "missing": f"There are no pictures: {reason}."}
+
+
 def _caption(cluster: int, size: int, labels: Counter[str] | None, new: bool) -> dict[str, Any]:
-    """Return the title of a cluster, and a line on its size and classes."""
+    """Return the title of a cluster, and a line with its size and most frequent labels."""
     title = f"Cluster {cluster}" + (" (new)" if new else "")
     about = f"{size:,} image{'s' if size != 1 else ''}" if size >= 0 else ""
     if labels:
@@ -135,16 +126,8 @@ def _caption(cluster: int, size: int, labels: Counter[str] | None, new: bool) ->
     return {"title": title, "about": about}
 
 
-def _least_confident(assignments: Assignments) -> list[int]:
-    """Return the rows of the lowest confidence; none where all are equal."""
-    values = assignments.confidence
-    if values is None or not len(values) or not np.nanmin(values) < np.nanmax(values):
-        return []
-    return [int(row) for row in np.argsort(values, kind="stable")[:N_DOUBTFUL]]
-
-
 def thumbnail(image: Image.Image) -> dict[str, str]:
-    """Return the picture as a data URI of a few kilobytes."""
+    """Return a picture as a data URI of a few kilobytes, with its kind: `tiny` or `photo`."""
     tiny = max(image.size) <= 32
     small = image.convert("L" if image.mode in ("L", "1") else "RGB")
     target = io.BytesIO()

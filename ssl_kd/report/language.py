@@ -1,36 +1,16 @@
-"""The content of a language run's page."""
+"""Collect what the page of a language run shows."""
 
-from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any
 
 from ssl_kd.report.curves import loss_curves, perplexity_curve
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.wording import (
-    DASH,
-    amount,
-    base_name,
-    duration,
-    facts,
-    finite,
-    number,
-    percent,
-)
+from ssl_kd.report.tables import SCORES
+from ssl_kd.report.wording import DASH, amount, base_name, duration, facts, finite, percent
 
-TEACHER, BEFORE, STUDENT, ALONE = "teacher", "student before", "student", "CE alone"
-COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "perplexity": ("perplexity", amount),
-    "bits_per_character": ("bits per character", number),
-    "agreement": ("agreement, %", percent),
-    "kl": ("KL to teacher, nats", number),
-    "acceptance": ("accepted as a draft, %", percent),
-    "ece": ("ECE, %", percent),
-    "repetition": ("repeated 4-grams, %", percent),
-    "answer_accuracy": ("right answers, %", percent),
-    "answer_rate": ("answered, %", percent),
-}
+TEACHER, BEFORE, STUDENT = "teacher", "student before", "student"
 MAX_PROMPTS, MAX_CHARACTERS = 12, 4000
-TEXTS = {  # of a generation -> title of its column
+TEXTS = {  # field of a generation -> title of its column
     "teacher": "teacher",
     "before": "student before",
     "after": "student after",
@@ -39,17 +19,16 @@ TEXTS = {  # of a generation -> title of its column
 
 
 def content(run: RunResults) -> dict[str, Any]:
-    """Return the values of the language template beyond those of the frame."""
+    """Return the values that the language template needs in addition to the frame's."""
     metrics, data = run.metrics, run.config.get("data") or {}
     rows = [row for row in metrics.get("table") or [] if isinstance(row, dict)]
     scores = {row.get("name"): row for row in rows}
-    points, sick = _evaluations(run)
+    points, not_finite = _evaluations(run)
     best = metrics.get("best_step")
     if best is None and points:
         best = min(points, key=lambda point: point[1])[0]
     # Perplexities of two tokenizers cannot be compared.
-    compared = (ALONE,) if metrics.get("alignment") else (TEACHER, ALONE)
-    references = {name: p for name in compared if (p := _perplexity(scores, name)) is not None}
+    teacher = None if metrics.get("alignment") else _perplexity(scores, TEACHER)
     generations = [one for one in metrics.get("generations") or [] if isinstance(one, dict)]
     return {
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
@@ -58,9 +37,9 @@ def content(run: RunResults) -> dict[str, Any]:
         "validated_apart": data.get("validated_apart"),
         "training": facts(_training(run)),
         "curves": loss_curves(run.steps),
-        "perplexity": perplexity_curve(points, best, references),
+        "perplexity": perplexity_curve(points, best, teacher),
         "best": next((f"{amount(v)} at step {step:.0f}" for step, v in points if step == best), ""),
-        "sick_evaluations": sick,
+        "not_finite": not_finite,
         "generations": [
             {"prompt": _cut(one.get("prompt")), "texts": [_cut(one.get(key)) for key in TEXTS]}
             for one in generations[:MAX_PROMPTS]
@@ -76,7 +55,7 @@ def content(run: RunResults) -> dict[str, Any]:
 def _header(
     run: RunResults, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """Return the headline and the sentences below it."""
+    """Return the headline, the line above it and the sentences below."""
     headline, lead = _headline(run, scores, points)
     if run.metrics.get("best_step") == 0:
         lead.append("No evaluation was better than the student before training, which was kept.")
@@ -97,20 +76,20 @@ def _header(
 def _headline(
     run: RunResults, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> tuple[str, list[str]]:
-    """Compare the student's perplexity with the others, and add the sentences below."""
+    """Return a headline that compares the student's perplexity, and the sentences below it."""
     after, metrics = _perplexity(scores, STUDENT), run.metrics
     if after is None:
-        why = "There is no metrics.json: the run has not ended, or ended before it was evaluated."
+        why = "There is no metrics.json: the run has not ended, or ended before its evaluation."
         if metrics:
             lacks = "finite perplexity of the student" if scores else "table of scores"
-            why = f"metrics.json holds no {lacks}."
+            why = f"metrics.json has no {lacks}."
         if points:
             step, value = points[-1]
             why += f" At its last evaluation, step {step:.0f}, perplexity was {amount(value)}."
-        return "It is not known what the student learned", [why]
-    others = {"before training": BEFORE, "by cross-entropy alone": ALONE}
+        return "The student has no final score", [why]
+    others = {"before training": BEFORE}
     if not metrics.get("alignment"):
-        others["of the teacher"] = TEACHER
+        others["for the teacher"] = TEACHER
     parts = [f"Held-out perplexity {amount(after)}"]
     parts += [
         f"{amount(value)} {name}"
@@ -121,12 +100,10 @@ def _headline(
     for term, n in (metrics.get("learned_from") or {}).items():
         if finite(steps) and n < steps:
             headline += f"; {term} learned from {n:,} of {steps:,} steps"
-    if _perplexity(scores, ALONE) is not None:
-        lead = "Cross-entropy alone is the same student on an equal budget."
-    elif run.config.get("teacher", ...) is None:
-        lead = "Without a teacher: the student learned by cross-entropy alone."
+    if run.config.get("teacher", ...) is None:
+        lead = "Without a teacher: the student was trained by cross-entropy alone."
     else:
-        lead = "To see what the teacher adds, compare a run of --alpha_kd 0 --alpha_ce 1."
+        lead = "To see what the teacher adds, compare a run with --alpha_kd 0 --alpha_ce 1."
     return headline, [lead]
 
 
@@ -136,25 +113,25 @@ def _perplexity(scores: dict[Any, dict[str, Any]], name: str) -> float | None:
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row for each model, a column for each score that at least one of them has."""
-    keys = [key for key in COLUMNS if any(finite(row.get(key)) for row in rows)]
+    """Return a row for each model, and a column for each score that some model has."""
+    keys = [key for key in SCORES if any(finite(row.get(key)) for row in rows)]
     candidates = [r for r in rows if r.get("name") != TEACHER and finite(r.get("perplexity"))]
     best = min(candidates, key=lambda row: row["perplexity"], default=None)
     shown = [
         {
             "name": row.get("name", DASH),
             "note": _note(row),
-            "cells": [COLUMNS[k][1](row[k]) if finite(row.get(k)) else DASH for k in keys],
+            "cells": [SCORES[k][1](row[k]) if finite(row.get(k)) else DASH for k in keys],
             "kind": "ours" if row is best else "bound" if row.get("name") == TEACHER else "",
             "best": row is best,
         }
         for row in rows
     ]
-    return {"columns": [COLUMNS[key][0] for key in keys], "rows": shown}
+    return {"columns": [SCORES[key][0] for key in keys], "rows": shown}
 
 
 def _note(row: dict[str, Any]) -> str:
-    """Return the notes that a row's numbers need."""
+    """Return the notes below a model's name: number of questions, batches left out."""
     notes = []
     if finite(n := row.get("n")) and n:
         notes.append(f"{n:,.0f} questions")
@@ -168,20 +145,20 @@ def _note(row: dict[str, Any]) -> str:
 
 
 def _evaluations(run: RunResults) -> tuple[list[tuple[float, float]], list[str]]:
-    """Return step and perplexity of each evaluation, and the steps without a finite one."""
-    points, sick = {}, []
+    """Return step and perplexity of each evaluation, and the steps whose value is not finite."""
+    points, not_finite = {}, []
     for line in run.steps:
         if isinstance(scores := line.get("eval"), dict) and finite(step := line.get("step")):
             value = scores.get("perplexity")
             if finite(value):
                 points[step] = value
             else:
-                sick.append(f"{step:.0f}")
-    return sorted(points.items()), sick
+                not_finite.append(f"{step:.0f}")
+    return sorted(points.items()), not_finite
 
 
 def _training(run: RunResults) -> dict[str, Any]:
-    """Return what the training took, from the end of the run or from its log."""
+    """Return steps, tokens, speed and memory of the training, from `metrics.json` or the log."""
 
     def logged(name: str) -> list[float]:
         return [value for line in run.steps if finite(value := line.get(name))]
@@ -200,7 +177,7 @@ def _training(run: RunResults) -> dict[str, Any]:
 
 
 def _inputs(run: RunResults) -> dict[str, Any]:
-    """Return facts about the models, the text, the teacher's cache and the token alignment."""
+    """Return facts about models, text, the teacher's cache and the alignment of tokens."""
     data, values = run.config.get("data") or {}, {}
     for model in (TEACHER, STUDENT):
         about = run.config.get(model) or {}

@@ -1,6 +1,7 @@
-"""The tables and lines that a command prints at its end."""
+"""Format the scores of a finished run as the commands and the report show them."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,53 +9,61 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-SCORES = {
-    "perplexity": ("perplexity", "{:.3f}"),
-    "bits_per_character": ("bits per character", "{:.3f}"),
-    "agreement": ("agreement with the teacher", "{:.1%}"),
-    "kl": ("KL(teacher || student), nats", "{:.3f}"),
-    "acceptance": ("accepted as a draft, 1 - TVD", "{:.1%}"),
-    "ece": ("calibration error (ECE)", "{:.3f}"),
-    "repetition": ("repeated 4-grams (seq-rep-4)", "{:.1%}"),
-    "answer_accuracy": ("right answers", "{:.1%}"),
-    "answer_rate": ("questions answered", "{:.1%}"),
+from ssl_kd.report.wording import amount, number, percent
+
+SCORES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "perplexity": ("perplexity", amount),
+    "bits_per_character": ("bits per character", number),
+    "agreement": ("agreement, %", percent),
+    "kl": ("KL to teacher, nats", number),
+    "acceptance": ("accepted as a draft, %", percent),
+    "ece": ("ECE, %", percent),
+    "repetition": ("repeated 4-grams, %", percent),
+    "answer_accuracy": ("right answers, %", percent),
+    "answer_rate": ("answered, %", percent),
 }
+"""Title and format of each score of a language model, by its name in `metrics.json`."""
 
 
 def language_table(metrics: dict[str, Any]) -> Table:
-    """Return the scores of language models, a column for each model; a dash for no value.
+    """Return a table of the scores of language models, with a column for each model.
 
     Args:
-        metrics: `table`, a row for each model; `alignment`, true where two tokenizers split the
-            text, whose perplexities do not compare.
+        metrics: The content of `metrics.json`. Its `table` has a row for each model. If its
+            `alignment` is true, teacher and student have different tokenizers: perplexities do not
+            compare then, and are left out.
     """
     rows, apart = metrics["table"], bool(metrics.get("alignment"))
     table = _table("Held-out text, two tokenizers" if apart else "Held-out text", "score")
     for row in rows:
         style = "bold" if row["name"] == "student" else None
         table.add_column(Text(row["name"]), justify="right", style=style)
-    for key, (name, form) in SCORES.items():
+    for key, (name, formatted) in SCORES.items():
         values = [row.get(key) for row in rows]
         if any(value is not None for value in values) and not (apart and key == "perplexity"):
-            table.add_row(name, *("-" if v is None else form.format(v) for v in values))
+            table.add_row(name, *("-" if v is None else formatted(v) for v in values))
     return table
 
 
 def extension_text(metrics: dict[str, Any]) -> str:
-    """Return how the samples that extend a run were assigned, from its `metrics.json`."""
+    """Return a sentence on how the samples that extended a run were assigned to clusters.
+
+    Args:
+        metrics: The content of `metrics.json` of the extended run.
+    """
     about = metrics["extended"]
     new = [f"{c['cluster']} ({c['size']:,} samples)" for c in about["new_clusters"]]
-    text = f"{about['joined']:,} of {about['n']:,} new samples joined the clusters that there were"
+    text = f"{about['joined']:,} of {about['n']:,} new samples joined existing clusters"
     noun = "new cluster" if len(new) == 1 else "new clusters"
-    offered = sum(c["size"] for c in about["new_clusters"])
-    noise = about["n"] - about["joined"] - offered
-    left = f"{offered:,} are offered as {len(new)} {noun}: {', '.join(new)}"
-    text += f"; {left if new else 'no new cluster is offered'}"
+    in_new = sum(c["size"] for c in about["new_clusters"])
+    noise = about["n"] - about["joined"] - in_new
+    proposal = f"{in_new:,} are proposed as {len(new)} {noun}: {', '.join(new)}"
+    text += f"; {proposal if new else 'no new cluster is proposed'}"
     return f"{text}; {noise:,} count as noise" if noise else text
 
 
 def number_text(metrics: dict[str, Any]) -> str | None:
-    """Return the number of clusters found, with its alternatives; None where K was given."""
+    """Return a sentence with the estimated number of clusters; None if the number was set."""
     number = (metrics.get("graph") or {}).get("number")
     if not number:
         return None
@@ -65,23 +74,27 @@ def number_text(metrics: dict[str, Any]) -> str | None:
 
 
 def likely_range(metrics: dict[str, Any]) -> str | None:
-    """Return the interval of the number of clusters found; None where K was given."""
+    """Return the likely range of the number of clusters; None if the number was set."""
     number = (metrics.get("graph") or {}).get("number")
     return f"likely {number['interval'][0]} to {number['interval'][1]}" if number else None
 
 
 def next_commands(path: Path) -> list[str]:
-    """Return the commands that go on from a finished clustering run."""
+    """Return the commands to continue with after a clustering run."""
     run = shlex.quote(str(path))
     return [f"ssl_kd explore {run}", f"ssl_kd curate {run}", f"ssl_kd export {run} --to parquet"]
 
 
 def results_table(metrics: dict[str, Any]) -> Table:
-    """Return the final table of a run, from its `metrics.json`: percent, a dash for no value."""
+    """Return a table of the accuracy, NMI and ARI of a clustering run, in percent.
+
+    Args:
+        metrics: The content of `metrics.json`.
+    """
     title = "Clusters against the labels, in percent" if metrics["table"] else None
     data = metrics["dataset"]
     if title and data["n_labelled"] != data["n_train"]:
-        title += f" ({data['n_labelled']:,} of {data['n_train']:,} training samples have one)"
+        title += f" ({data['n_labelled']:,} of {data['n_train']:,} training samples are labelled)"
     # 80 columns are enough for every name; only a long note takes a second line.
     table = _table(title, "answer")
     table.add_column("split")

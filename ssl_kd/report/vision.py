@@ -1,4 +1,4 @@
-"""The content of a vision run's page."""
+"""Collect what the page of a clustering run shows."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ BOUND = "best head with labels (upper bound)"
 
 
 def content(run: RunResults, images: Images | None) -> dict[str, Any]:
-    """Return the values of the vision template beyond those of the frame."""
+    """Return the values that the clustering template needs in addition to the frame's."""
     data, metrics = run.metrics.get("dataset", {}), run.metrics
     labelled = bool(data.get("labelled")) or any(
         finite(row.get("acc")) for row in metrics.get("table", [])
@@ -42,7 +42,7 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         **_maps(run, colors, names),
         "gallery": gallery(run, images, sizes, colors, label_names),
         **_sizes(sizes, metrics),
-        **_reliability(run),
+        "calibration": _calibration(run),
         "curves": head_curves(run.steps, [int(h["head"]) for h in heads if h.get("chosen")]),
         "training": facts(_training(run, heads)),
         "heads": [_head(head) for head in heads],
@@ -52,7 +52,7 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
 
 
 def _maps(run: RunResults, colors: list[str], names: list[str]) -> dict[str, Any]:
-    """Return the map of the embeddings, by cluster and by true class where it is known."""
+    """Return two maps of the embeddings: colored by cluster, and by true class if known."""
     points, clusters = run.arrays.get("map"), run.arrays.get("map_cluster")
     labels = run.arrays.get("map_label")
     maps: dict[str, Any] = {"map_clusters": None, "map_labels": None, "map_points": ""}
@@ -72,24 +72,20 @@ def _maps(run: RunResults, colors: list[str], names: list[str]) -> dict[str, Any
     return maps
 
 
-def _reliability(run: RunResults) -> dict[str, Any]:
-    """Return the reliability diagram, and its numbers in a sentence."""
+def _calibration(run: RunResults) -> str:
+    """Return a sentence on how well the confidence of training samples is calibrated."""
     calibration = (run.metrics.get("calibration") or {}).get("train") or {}
-    text, ece, sure = "", calibration.get("ece"), calibration.get("sure")
-    if finite(ece):
-        text = f"Calibration error (ECE): {100 * ece:.1f} points."
-    if sure:
-        least, correct = sure["low"], percent(sure["right"])
-        text += f" Of {sure['n']:,} samples with confidence {least:g} or more, {correct} % are"
-        text += " correct."
-    return {
-        "reliability": figures.reliability_diagram(calibration.get("bins", [])),
-        "reliability_text": text,
-    }
+    if not finite(ece := calibration.get("ece")):
+        return ""
+    text = f"Calibration error of the confidence (ECE): {100 * ece:.1f} points."
+    if sure := calibration.get("sure"):
+        text += f" Of {sure['n']:,} samples with confidence {sure['low']:g} or more,"
+        text += f" {percent(sure['right'])} % are correct."
+    return text
 
 
 def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
-    """Return the headline and the sentences below it."""
+    """Return the headline, the line above it and the sentences below."""
     metrics = run.metrics
     data, seconds = metrics.get("dataset", {}), metrics.get("seconds", {}).get("total")
     n, n_labelled = data.get("n_train"), data.get("n_labelled")
@@ -108,12 +104,12 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
         headline = f"{percent(answer['acc'])} % of {scored} in the right cluster, without a label"
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
-        lead.append("No label is known here, so there is no accuracy to report.")
+        lead.append("The data has no labels, so there is no accuracy to report.")
     if (interval := likely_range(metrics)) and "extended" not in metrics:
         headline += f" (found {k} clusters; {interval})"
     if unreadable := data.get("unreadable"):
         plural = "s" if unreadable > 1 else ""
-        lead.append(f"Not readable and left out: {unreadable:,} {noun}{plural}.")
+        lead.append(f"Left out as unreadable: {unreadable:,} {noun}{plural}.")
     if finite(seconds):
         lead.append(f"The whole run took {duration(seconds)}.")
 
@@ -131,7 +127,7 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row for each method, with three columns for each split."""
+    """Return a row for each method, with ACC, NMI and ARI of each split."""
     splits = list(dict.fromkeys(row["split"] for row in rows))
     by_name: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -157,7 +153,7 @@ def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _sizes(sizes: list[int], metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return a sentence on the sizes of the clusters, and warnings about collapse."""
+    """Return a sentence on the cluster sizes, and warnings about collapse and empty clusters."""
     if not sizes or not sum(sizes):
         return {"size_text": "", "size_warnings": []}
     n, effective, warnings = len(sizes), float(effective_clusters(sizes)), []
@@ -171,18 +167,18 @@ def _sizes(sizes: list[int], metrics: dict[str, Any]) -> dict[str, Any]:
         numbers = ", ".join(empty[:12]) + (" …" if len(empty) > 12 else "")
         verb = "is empty" if len(empty) == 1 else "are empty"
         warnings.append(f"{len(empty)} of {n} clusters {verb}: {numbers}.")
-    found = number_text(metrics)
+    number_found = number_text(metrics)
     text = (
         f"From {min(sizes):,} to {max(sizes):,} samples; effective number of clusters: "
-        f"{effective:.1f} of {n}." + (f" {found}." if found else "")
+        f"{effective:.1f} of {n}." + (f" {number_found}." if number_found else "")
     )
     # New samples of an extended run may well belong to a few clusters only.
     return {"size_text": text, "size_warnings": [] if "extended" in metrics else warnings}
 
 
 def _training(run: RunResults, heads: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the training took and which heads came of it."""
-    looks, rate = run.metrics.get("convergence") or {}, run.metrics.get("success_rate")
+    """Return facts about the training: scores, steps, heads and times."""
+    settled, rate = run.metrics.get("convergence") or {}, run.metrics.get("success_rate")
     steps = run.metrics.get("steps") or (run.steps[-1].get("step") if run.steps else None)
     times = run.metrics.get("seconds") or {}
     shares = {
@@ -198,7 +194,7 @@ def _training(run: RunResults, heads: list[dict[str, Any]]) -> dict[str, Any]:
         "heads": len(heads) or None,
         "heads chosen for the answer": sum(bool(head.get("chosen")) for head in heads) or None,
         "heads that collapsed": sum(bool(h.get("collapsed")) for h in heads) if heads else None,
-        "heads settled by step": next(reversed(looks), None),
+        "heads settled by step": next(reversed(settled), None),
         "healthy head updates, %": 100 * rate if finite(rate) else None,
         **{f"time of {name}": duration(s) for name, s in times.items() if finite(s)},
     }
@@ -217,7 +213,7 @@ def _head(head: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_names(run: RunResults) -> list[str]:
-    """Return the name of each class, its number where it has none."""
+    """Return the name of each class, or its number if it has no name."""
     names = run.metrics.get("dataset", {}).get("class_names") or []
     labels = run.arrays.get("map_label", np.array([-1]))
     n_classes = max(len(names), int(labels.max(initial=-1)) + 1)

@@ -1,4 +1,4 @@
-"""How the report writes numbers."""
+"""Format numbers as the report writes them."""
 
 import math
 from typing import Any, TypeGuard
@@ -7,38 +7,38 @@ DASH = "–"
 
 
 def finite(value: Any) -> TypeGuard[float]:
-    """Whether it is a number, neither infinite nor NaN."""
+    """Return whether a value is a number, neither infinite nor NaN."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def percent(share: float) -> str:
-    """A share in per cent."""
+    """Return a fraction in percent, with one decimal."""
     return f"{100 * share:.1f}"
 
 
 def number(value: Any) -> str:
-    """A number to four digits; a dash for None; anything else as it is."""
+    """Return a number with four digits, a dash for None, and anything else as text."""
     return f"{value:.4g}" if finite(value) else DASH if value is None else str(value)
 
 
 def amount(value: float) -> str:
-    """Four digits, or a whole number with its thousands set apart: 12.35, 50,257."""
+    """Return a number with four digits, or with thousands separators if large: 12.35, 50,257."""
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def facts(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values as text, without those that are None; a dash for a NaN."""
-    found = []
+    """Return names and values as text; leave out None, and write NaN as a dash."""
+    pairs = []
     for key, value in values.items():
         if isinstance(value, dict):
             value = ", ".join(f"{name}: {number(one)}" for name, one in value.items())
         text = amount(value) if finite(value) else DASH if isinstance(value, float) else str(value)
-        found += [(key.replace("_", " "), text)] if value is not None else []
-    return found
+        pairs += [(key.replace("_", " "), text)] if value is not None else []
+    return pairs
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that fits."""
+    """Return a time in the unit that suits it: `3.0 s`, `80 s`, `12 min`, `2 h 5 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     if seconds < 90:
@@ -48,5 +48,5 @@ def duration(seconds: float) -> str:
 
 
 def base_name(name: Any) -> str:
-    """A data set's name for the headline: the last part where it is a path."""
+    """Return the name of a data set for the headline: its last part if it is a path."""
     return str(name).rstrip("/\\").replace("\\", "/").rpartition("/")[2] or str(name)

@@ -1,7 +1,6 @@
-"""Write `report.html`: what was done, how well and how fast, on one self-contained page."""
+"""Write `report.html`, a self-contained page with the settings, scores and course of a run."""
 
 import re
-import shlex
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -21,14 +20,14 @@ from ssl_kd.training.stop import Interrupted
 
 
 def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
-    """Write `report.html` from the files of a run folder, of either mode.
+    """Write `report.html` from the files of a run folder, of a clustering or a language run.
 
-    What the files do not contain is left out, with a sentence that says so.
+    A section whose data is missing is replaced by a sentence that says so.
 
     Args:
         run_dir: The run folder.
-        images: Returns the pictures of rows of the training split; None where the data has no
-            pictures, as in the language mode. If it raises, the page says why it has no pictures.
+        images: Loads the pictures of rows of the training split; None if the data has no pictures.
+            If it raises, the page says why it has no pictures.
 
     Returns:
         Path of the page.
@@ -57,25 +56,25 @@ def reported(
     images_of: Callable[[Path], Images | None],
     progress: Progress,
 ) -> Path:
-    """Run, and write the report; resumed after its end, a run gets the report that it lacks.
+    """Train, then write the report; if a finished run without a report is resumed, write it.
 
     Args:
-        start: Runs to the end; returns the run's folder, and the pictures for its report.
-        images_of: Returns the pictures of a run that was finished before.
+        start: Trains to the end; returns the run folder, and a loader of pictures for the report.
+        images_of: Returns a loader of pictures for a run that was finished before.
         progress: Called as `progress(stage, done, total, info)`.
 
     Returns:
-        The run's folder.
+        The run folder.
 
     Raises:
-        RunFinished: If the run that is to be resumed has ended, report and all.
+        RunFinished: If the run to resume is finished and has a report.
     """
     try:
         path, images = start(progress)
-    except RunFinished as ended:  # all but the report, perhaps
-        if (ended.path / "report.html").exists():
+    except RunFinished as error:  # it may lack a report
+        if (error.path / "report.html").exists():
             raise
-        path, images = ended.path, images_of(ended.path)
+        path, images = error.path, images_of(error.path)
     progress("report", 0, 1, {})
     try:
         write_report(path, images=images)
@@ -94,26 +93,16 @@ def _frame(run: RunResults) -> dict[str, Any]:
         "events": [_event(e) for e in run.events[:200]],
         "n_events": len(run.events),
         "events_text": _events_text(run),
-        "command": _again(str(run.config.get("command") or "")),
+        "command": _command_of_new_run(str(run.config.get("command") or "")),
         "precision": run.config.get("precision", ""),
         "settings": sorted(_plain(run.config.get("settings", {}))) + _plain(versions),
         "folder": run.path.name,
     }
 
 
-def _again(command: str) -> str:
-    """Return the command without `--run_name` and `--resume`, to run it again."""
-    try:
-        arguments = shlex.split(command)
-    except ValueError:  # a quote that is not closed
-        return command
-    kept, skipped = [], False
-    for argument in arguments:
-        name = argument.replace("-", "_")
-        if not skipped and not re.match("__(resume|run_name)(=|$)", name):
-            kept.append(argument)
-        skipped = name == "__run_name"
-    return shlex.join(kept)
+def _command_of_new_run(command: str) -> str:
+    """Return the command of a run without `--run_name` and `--resume`, to start another run."""
+    return re.sub(r" --(resume|run[_-]name([ =]('[^']*'|\S+))?)(?= |$)", "", command)
 
 
 def _events_text(run: RunResults) -> str:

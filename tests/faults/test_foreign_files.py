@@ -288,7 +288,7 @@ def test_a_folder_that_may_not_be_listed_is_named(settings, tmp_path, digits, cl
     (left_out,) = opened(odd).manifest["unreadable"]
     assert (left_out["id"], left_out["reason"]) == ("two", "a folder that cannot be listed")
     assert "1 of 41 samples of train are left out: two (a folder that cannot be" in caplog.text
-    assert "Not readable and left out: 1 sample." in write_report(path).read_text()
+    assert "Left out as unreadable: 1 sample." in write_report(path).read_text()
     closed(tmp_path / "images")
     with pytest.raises(PermissionError, match="the folder cannot be listed"):
         run(odd)

@@ -6,23 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.reading import Reader, change, put, write_and_read
+from tests.report.reading import change, put, write_and_read
 
 PROMPTS = ("Once upon a time", "The little dog")
-CE_ALONE = {"name": "CE alone", "perplexity": 14.2, "bits_per_character": 1.05, "agreement": 0.61,
-            "kl": 0.52, "ece": 0.034, "answer_accuracy": 0.25, "answer_rate": 0.8,
-            "n": 40, "interval": [0.142, 0.402], "left_out": 0}  # fmt: skip
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A finished run of 200 steps with a baseline, a cache and questions."""
+    """A finished run of 200 steps with a cache and questions."""
     folder = tmp_path / "run-1"
     folder.mkdir()
     put(folder, "config.json", {
         "mode": "language", "settings": {"TEMPERATURE": 2.0, "SEED": 0},
         "versions": {"torch": "2.15.0"}, "commit": "0123abc",
-        "command": "python scripts/distill.py --preset stable --baseline",
+        "command": "python scripts/distill.py --preset stable",
         "precision": "cpu: everything in fp32",
         "teacher": {"name": "stories-3m", "parameters": 3_412_992, "vocabulary": 2048, "layers": 8},
         "student": {"name": "layers:2", "parameters": 901_120, "trained": 8192,
@@ -42,7 +39,6 @@ def run(tmp_path) -> Path:
             {"name": "student", "perplexity": 12.35, "bits_per_character": 0.99, "agreement": 0.684,
              "kl": 0.311, "ece": 0.022, "answer_accuracy": 0.35, "answer_rate": 0.9,
              "n": 40, "interval": [0.221, 0.505], "left_out": 0},
-            CE_ALONE,
         ],
         "cache": {"method": "top-k", "k": 64, "bytes_per_token": 260.0, "tail_mass": 0.0132,
                   "fidelity_kl": 0.0071},
@@ -83,27 +79,19 @@ def change_row(folder: Path, name: str, /, **new) -> None:
     change(folder, "metrics.json", table=[row for row in rows if not row.get("gone")])
 
 
-def read(folder: Path) -> tuple[str, Reader]:
-    return write_and_read(folder)
-
-
 def headline(folder: Path) -> str:
-    found = re.search("<h1>(.*?)</h1>", read(folder)[0])
-    assert found
-    return found[1]
+    match = re.search("<h1>(.*?)</h1>", write_and_read(folder)[0])
+    assert match
+    return match[1]
 
 
-def test_headline_compares_the_student_with_all_that_is_known(run):
-    _, page = read(run)
+def test_headline_compares_the_student_with_its_start_and_its_teacher(run):
+    _, page = write_and_read(run)
     assert headline(run) == (
-        "Held-out perplexity 12.35, 2,051 before training, 14.2 by cross-entropy alone, "
-        "9.871 of the teacher"
+        "Held-out perplexity 12.35, 2,051 before training, 9.871 for the teacher"
     )
-    assert "same student on an equal budget." in page.text
     assert "The whole run took 2 min." in page.text
-    change_row(run, "CE alone", gone=True)
-    assert headline(run).endswith("12.35, 2,051 before training, 9.871 of the teacher")
-    assert "compare a run of --alpha_kd 0 --alpha_ce 1" in read(run)[1].text
+    assert "compare a run with --alpha_kd 0 --alpha_ce 1" in page.text
     change_row(run, "student before", gone=True)
     change_row(run, "teacher", perplexity=float("nan"))
     assert headline(run) == "Held-out perplexity 12.35"
@@ -113,16 +101,15 @@ def test_a_run_without_a_teacher_says_so(run):
     change(run, "config.json", teacher=None)
     change(run, "metrics.json", cache=None)
     change_row(run, "teacher", gone=True)
-    change_row(run, "CE alone", gone=True)
-    _, page = read(run)
-    assert "Without a teacher: the student learned by cross-entropy alone." in page.text
+    _, page = write_and_read(run)
+    assert "Without a teacher: the student was trained by cross-entropy alone." in page.text
     assert "cache: " not in page.text and "--alpha_kd 0" not in page.text
 
 
 def test_all_numbers_of_the_run_are_there(run):
-    source, page = read(run)
+    source, page = write_and_read(run)
     for expected in (
-        *("bits per character", "0.99", "68.4", "0.311", "2.2", "35.0", "90.0", "1.05"),
+        *("bits per character", "0.99", "68.4", "0.311", "2.2", "35.0", "90.0"),
         *("40 questions, 22.1 to 50.5 % of them right (95 % interval)",),
         *("evaluation batches left out, not finite: 2", "steps200", "tokens409,600"),
         *("tokens per second5,095", "12.35 at step 150", "healthy steps, %99"),
@@ -146,7 +133,7 @@ def test_all_numbers_of_the_run_are_there(run):
             "2.15.0",
             "0123abc",
         ),
-        *("python scripts/distill.py --preset stable --baseline", "cpu: everything in fp32"),
+        *("python scripts/distill.py --preset stable", "cpu: everything in fp32"),
         *("Once upon a time, she ran.", "The little dog xq xq", "The little dog, he ran."),
     ):
         assert expected in page.text, expected
@@ -155,36 +142,35 @@ def test_all_numbers_of_the_run_are_there(run):
 
 
 def test_across_tokenizers_perplexity_is_not_compared_with_the_teacher(run):
-    assert ">teacher 9.871<" in read(run)[0]
+    assert ">teacher 9.871<" in write_and_read(run)[0]
     change(run, "metrics.json", alignment={"coverage": 1.0})
-    source, page = read(run)
+    source, page = write_and_read(run)
     assert "coverage" in page.text
-    assert "of the teacher" not in headline(run) and ">teacher 9.871<" not in source
-
-
-def marked(source: str) -> list[str]:
-    return re.findall(r'<tr class="ours"><th scope="row">(.*?) <span', source)
+    assert "for the teacher" not in headline(run) and ">teacher 9.871<" not in source
 
 
 def test_table_keeps_its_order_and_marks_the_best_student(run):
-    source, _ = read(run)
-    names = re.findall(r'<tr class="\w*"><th scope="row">([\w ]+?)(?= ?<)', source)
-    assert names == ["teacher", "student before", "student", "CE alone"]
-    assert marked(source) == ["student"]
-    change_row(run, "student", perplexity=14.3)
-    assert marked(read(run)[0]) == ["CE alone"]
-    change_row(run, "CE alone", perplexity=None)
-    assert marked(read(run)[0]) == ["student"]
+    def marked() -> list[str]:
+        source, _ = write_and_read(run)
+        return re.findall(r'<tr class="ours"><th scope="row">(.*?) <span', source)
+
+    names = re.findall(r'<tr class="\w*"><th scope="row">([\w ]+?)(?= ?<)', write_and_read(run)[0])
+    assert names == ["teacher", "student before", "student"]
+    assert marked() == ["student"]
+    change_row(run, "student", perplexity=2052)
+    assert marked() == ["student before"]
+    change_row(run, "student before", perplexity=None)
+    assert marked() == ["student"]
 
 
 def test_page_is_one_file_that_loads_nothing(run):
-    source, page = read(run)
+    source, page = write_and_read(run)
     assert all(link.startswith("#") for link in page.links)
     assert not {"script", "link", "iframe", "img"} & set(page.tags)
     assert "default-src 'none'" in source and "prefers-color-scheme: dark" in source
     assert not re.search(r"url\((?!#)|@import", source)
     assert len(page.ids) == len(set(page.ids))
-    assert source == read(run)[0]
+    assert source == write_and_read(run)[0]
 
 
 def test_user_text_is_inert(run):
@@ -195,34 +181,33 @@ def test_user_text_is_inert(run):
     change(run, "config.json", command=evil[2], settings={evil[0]: evil[2]}, precision=evil[0],
            teacher={"name": evil[2]},
            data={"name": evil[0], "left_out": [evil[2], evil[0]]})  # fmt: skip
-    change_row(run, "CE alone", name=evil[0])
+    change_row(run, "student before", name=evil[0])
     write_lines(run / "events.jsonl", [{"step": 3, "part": evil[0], "action": evil[2]}])
-    source, page = read(run)
+    source, page = write_and_read(run)
     assert "script" not in page.tags and "img" not in page.tags
     assert "<script" not in source and "<img src=x" not in source
     assert all(text in page.text for text in evil[:3]) and "</pre><script>x" in page.text
 
 
 def test_guard_events_are_counted_and_listed(run):
-    page = read(run)[1]
+    page = write_and_read(run)[1]
     assert "4 events on 2 parts: 2 cut out, 1 used again" in page.text
     assert "lower the temperature" in page.text and "1e+30" in page.text
     (run / "events.jsonl").write_text("")
-    assert "No events: every loss" in read(run)[1].text
+    assert "No events: every loss" in write_and_read(run)[1].text
 
 
 def test_best_step_is_marked_on_the_curve(run):
-    source, _ = read(run)
+    source, _ = write_and_read(run)
     curve = source[source.index('aria-label="held-out perplexity') :]
     assert ">12.35</text>" in curve[: curve.index("</svg>")]
-    assert ">CE alone 14.2</text>" in curve[: curve.index("</svg>")]
 
 
 def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
     put(tmp_path, "config.json", {"mode": "language"})
-    source, page = read(tmp_path)
+    source, page = write_and_read(tmp_path)
     for what in (
-        *("It is not known what the student learned", "no metrics.json: the run has not ended"),
+        *("The student has no final score", "no metrics.json: the run has not ended"),
         *("no table of scores", "no loss curves", "no evaluation with a finite perplexity"),
         *("no generations", "No step was logged"),
         *("does not describe the models and the data"),
@@ -232,7 +217,7 @@ def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
     assert page.tags.count("svg") == 0
     assert "No events" not in page.text
     put(tmp_path, "metrics.json", {"steps": 1})
-    assert "metrics.json holds no table of scores." in read(tmp_path)[1].text
+    assert "metrics.json has no table of scores." in write_and_read(tmp_path)[1].text
 
 
 def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
@@ -243,9 +228,9 @@ def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 210, "ce": null, "kd": NaN, "success_rate": null}\n')
         file.write('{"step": 210, "eval": {"perplexity": null}}\n')
-    source, page = read(run)
-    assert "It is not known what the student learned" in page.text
-    assert "holds no finite perplexity of the student" in page.text
+    source, page = write_and_read(run)
+    assert "The student has no final score" in page.text
+    assert "has no finite perplexity of the student" in page.text
     assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
     assert "No finite perplexity at step 210." in page.text
     assert "healthy steps, %97.5" in page.text  # the mean of the log
@@ -259,8 +244,8 @@ def test_killed_run_with_half_a_line(run):
     (run / "metrics.json").unlink()
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 210, "train_lo')
-    source, page = read(run)
-    assert "has not ended, or ended before it was evaluated" in page.text
+    source, page = write_and_read(run)
+    assert "has not ended, or ended before its evaluation" in page.text
     assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
     assert "12.35 at step 150" in page.text and "steps200" in page.text
     assert page.tags.count("svg") == 2
@@ -271,16 +256,15 @@ def test_long_runs_stay_readable_and_small(run):
     write_lines(run / "metrics.jsonl", [{"step": s, "ce": 3.0, "kd": 2.0} for s in range(50_000)])
     change(run, "metrics.json",
            generations=[{"prompt": "p" * 9000, "teacher": "t" * 9000}] * 50)  # fmt: skip
-    source, page = read(run)
+    source, page = write_and_read(run)
     assert "12 of 50" in page.text and "ppp …" in page.text and len(source) < 500_000
 
 
 def test_terms_that_took_no_part_in_some_steps_and_a_training_that_did_not_help_are_said(run):
     metrics = json.loads((run / "metrics.json").read_text())
     metrics |= {"best_step": 0, "steps": 30, "learned_from": {"ce": 30, "kd": 12}}
-    metrics["table"] = [row for row in metrics["table"] if row["name"] != "CE alone"]
     (run / "metrics.json").write_text(json.dumps(metrics))
-    _, page = read(run)
-    assert "9.871 of the teacher; kd learned from 12 of 30 steps" in page.text
+    _, page = write_and_read(run)
+    assert "9.871 for the teacher; kd learned from 12 of 30 steps" in page.text
     assert "No evaluation was better than the student before training" in page.text
     assert "ce learned from" not in page.text

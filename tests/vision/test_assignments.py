@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 import ssl_kd.vision.assignments as written
 from ssl_kd.report import write_report
-from ssl_kd.report.assignments import read_assignments
+from ssl_kd.report.results import read_assignments
 from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.run import run
@@ -78,16 +78,17 @@ def test_from_a_million_rows_on_it_is_parquet_with_the_same_content(both):
 @pytest.mark.parametrize("split", ["train", "test", "nobody"])
 def test_a_report_reads_the_same_from_both(both, split):
     small, large = (read_assignments(folder, split) for folder in both)
-    assert small.n == large.n == {"train": 200, "test": 60, "nobody": 0}[split]
-    assert small.members == large.members and sum(small.members.values()) == small.n
+    n = {"train": 200, "test": 60, "nobody": 0}[split]
+    assert small.table.num_rows == large.table.num_rows == n
+    assert small.members() == large.members() and sum(small.members().values()) == n
     assert small.labels == large.labels and set(small.labels) == {"", "0", "1", "2", "3"}
     assert small.confidence is not None and large.confidence is not None
     np.testing.assert_allclose(small.confidence, large.confidence, atol=5.1e-5)
-    wanted = [59, 3, 3, 0, 51, 200]
-    rows = small.rows(wanted)
-    assert rows == large.rows(wanted) and rows[-1] == {}
-    whole = [row for row in assignments(both[0]) if row["split"] == split]
-    assert rows[:-1] == [whole[at] if whole else {} for at in wanted[:-1]]
+    rows = [59, 3, 3, 0, 51, 200]
+    names = small.names(rows)
+    assert names == large.names(rows) and names[-1] == "row 200"
+    written = [row["file"] for row in assignments(both[0]) if row["split"] == split]
+    assert names[:-1] == [written[row] if written else f"row {row}" for row in rows[:-1]]
 
 
 def test_an_extension_keeps_the_format_and_every_row(both, blobs, tmp_path):
@@ -110,7 +111,7 @@ def test_an_extension_keeps_the_format_and_every_row(both, blobs, tmp_path):
             assert read(after)[:260] == read(before)
             assert read(after) == lines  # those of the CSV, which came first
         assert len(lines) == 330 and lines[-1]["split"] == "extend1" and lines[-1]["label"] == ""
-        assert read_assignments(done, "extend1").n == 70
+        assert read_assignments(done, "extend1").table.num_rows == 70
         write_report(done)
 
 

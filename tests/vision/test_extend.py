@@ -303,7 +303,7 @@ def test_the_command(parent, tmp_path, capsys):
     words += ["--runs_dir", str(tmp_path / "runs"), "--embeddings_dir", str(tmp_path / "e")]
     assert train(words, config=tmp_path / "none.py") == 0
     said = capsys.readouterr().out
-    assert "offered as 1 new cluster: 3 (" in said and "report.html" in said
+    assert "proposed as 1 new cluster: 3 (" in said and "report.html" in said
     assert (tmp_path / "runs" / "more" / "report.html").exists()
     assert [p.name for p in (tmp_path / "e").iterdir()][0].startswith("extend-")
     assert train(words, config=tmp_path / "none.py") == 2

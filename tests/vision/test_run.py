@@ -20,7 +20,7 @@ from ssl_kd.files import sha256_file
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.precision import Precision
 from ssl_kd.report import run_images, write_report
-from ssl_kd.report.assignments import read_assignments
+from ssl_kd.report.results import read_assignments
 from ssl_kd.report.tables import results_table
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
@@ -310,7 +310,7 @@ def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
     assert all(line["acc"] is None for line in told["table"]) and told.get("knn_accuracy") is None
     assert not told["dataset"]["labelled"] and told["dataset"]["class_names"] is None
     page = write_report(path).read_text()
-    assert "no label is known" in page and "in the right cluster" not in page
+    assert "the data has no labels" in page and "in the right cluster" not in page
     samples = Samples(path)
     assert samples.store().labels is None
     assert "No labels are known" in str(model_card(samples))
@@ -456,7 +456,7 @@ def test_partly_labelled_images_are_judged_by_the_labels_there_are(settings, tmp
     assert found["dataset"]["n_classes"] == 10 and found["table"][0]["acc"] > 0
     assert (found["dataset"]["n_labelled"], found["dataset"]["n_train"]) == (64, 96)
     assert "the 64 labelled samples (of 96)" in write_report(done.path).read_text()
-    assert "(64 of 96 training samples have one)" in str(results_table(found).title)
+    assert "(64 of 96 training samples are labelled)" in str(results_table(found).title)
     assert np.load(done.path / "arrays.npz")["confusion"].sum() == 64
 
 
@@ -469,8 +469,7 @@ def test_names_that_would_forge_rows_or_formulas_come_back_as_they_were(settings
     data = save_features(tmp_path / "x.npz", digits[0][:64].reshape(64, -1), ids=names)
     path = run(settings(dataset=data, n_clusters=4)).path
     assert Samples(path).column("file").tolist() == names
-    rows = read_assignments(path, "train").rows(range(64))
-    assert [line["file"] for line in rows] == names
+    assert read_assignments(path, "train").names(range(64)) == names
     cells = [line["file"] for line in assignments(path)]
     assert len(cells) == 64 and not any(cell[0] in "=+@\t\r\n" for cell in cells)
     assert cells[4:7] == ["'-x.png", 'q"u,o.png', "-3"]
