@@ -212,7 +212,7 @@ def test_another_model_is_a_fault(served, server, tiny):
 
 def test_a_server_that_is_not_there_is_a_fault(served):
     gone = served.replace(teacher_url="http://127.0.0.1:9/v1")
-    assert "does not answer" in found(gone).result and found(gone).status == "FAULT"
+    assert "does not respond" in found(gone).result and found(gone).status == "FAULT"
 
 
 def test_the_command_compares_a_served_teacher(served, server, capsys):

@@ -16,7 +16,7 @@ from ssl_kd.language.objective import Objective  # noqa: E402
 from ssl_kd.language.sources import Plain  # noqa: E402
 from ssl_kd.losses.teacher_output import LinearTeacher  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
-from ssl_kd.teachers.layers import freeze_tower  # noqa: E402
+from ssl_kd.teachers.student import freeze_tower  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.seeing import draw, model_of, processor_of, records, write_records  # noqa: E402
 

@@ -22,8 +22,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, precision_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, positions, without_adapters
-from ssl_kd.teachers.layers import stack_of
-from ssl_kd.teachers.student import add_lora
+from ssl_kd.teachers.student import add_lora, stack_of
 from ssl_kd.training.schedule import learning_rate_at
 
 STEPS = 10

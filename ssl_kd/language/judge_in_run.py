@@ -21,8 +21,7 @@ from ssl_kd.language.prepare import Prepared
 from ssl_kd.language.teachers import load_teacher, place_teacher
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
-from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.remembered import REMEMBERED, RememberedTeacher
+from ssl_kd.teachers.frozen import REMEMBERED, FrozenTeacher, RememberedTeacher
 
 logger = logging.getLogger(__name__)
 

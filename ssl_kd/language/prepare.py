@@ -55,13 +55,10 @@ from ssl_kd.teachers.causal import (
     load_tokenizer,
     without_adapters,
 )
-from ssl_kd.teachers.dtypes import halve_products
-from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.layers import freeze_tower
+from ssl_kd.teachers.dtypes import Quantization, halve_products
+from ssl_kd.teachers.frozen import FrozenTeacher, RememberedTeacher
 from ssl_kd.teachers.mixture import is_mixture
-from ssl_kd.teachers.quantization import Quantization
-from ssl_kd.teachers.remembered import RememberedTeacher
-from ssl_kd.teachers.student import add_lora, build_student, check_rank
+from ssl_kd.teachers.student import add_lora, build_student, check_rank, freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.folder import RunFolder
@@ -297,7 +294,6 @@ def _student(
         tokenizer = train_tokenizer(texts, VOCABULARY)
     # A frozen base is rounded at each product anyway. (FSDP requires one dtype in a layer.)
     half = settings.lora_rank > 0 and precision.student != torch.float32 and not settings.shard
-    bits = settings.quantization if settings.lora_rank else None
     student = in_memory or build_student(
         settings.student_model,
         local,
@@ -305,7 +301,11 @@ def _student(
         seed=settings.seed,
         dtype=None if half else torch.float32,
         remote_code=settings.trust_remote_code,
-        quantization=Quantization.of(bits, precision.device, precision.student),
+        quantization=(
+            Quantization(precision.device, precision.student)
+            if settings.quantization and settings.lora_rank
+            else None
+        ),
     )
     for lm in (student, local):
         if lm is not None:

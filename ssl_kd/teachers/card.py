@@ -1,4 +1,4 @@
-"""The model card of a student, with the front matter that the Hub reads."""
+"""Write the model card of a student, with the front matter that the Hub reads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def model_card(
 
     Args:
         title: name of the student.
-        card: Markdown, or the rows of a table.
-        base: folder or Hub name of the model it was initialized from; empty for new weights.
+        card: text of the card in Markdown, or the rows of its table.
+        base: folder or Hub name of the model that the student was initialized from; empty for a
+            student with new weights.
         adapters: whether only adapters are saved.
-        images: whether it takes images.
-        made: what it was made from, such as the teacher, the data and the settings.
+        images: whether the student accepts images.
+        made: origin of the student, such as its teacher, data and settings.
     """
     hub = llm_module("huggingface_hub")
     folder, hub_name = Path(base).expanduser(), base or None

@@ -1,4 +1,4 @@
-"""Causal language models: load them, with or without adapters, and identify them."""
+"""Load causal language models, with or without adapters, and compute their identities."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from torch import nn
 from ssl_kd.errors import InputError, MissingPackage, UserError
 from ssl_kd.files import sha256_file, why_refused
 from ssl_kd.guard.memory import is_out_of_memory
-from ssl_kd.teachers.dtypes import cast_weights
-from ssl_kd.teachers.quantization import Quantization, keep_gradients, stacked_bytes
+from ssl_kd.teachers.dtypes import Quantization, cast_weights, keep_gradients
 from ssl_kd.teachers.weights import model_files, weights_id
 
 logger = logging.getLogger(__name__)
@@ -33,13 +32,13 @@ _BASE = "set base_model_name_or_path in adapter_config.json to the model they we
 
 
 class CausalLMUnavailable(UserError, RuntimeError):
-    """A language model's files cannot be found or downloaded; the message names the ways out."""
+    """Raised if a model's files cannot be found or downloaded; the message lists alternatives."""
 
     def __init__(self, name: str, reason: object) -> None:
         super().__init__(
-            f"language model {name!r} is not available ({_reason(reason, 260)}); give a folder "
-            "written by save_pretrained, check the spelling of the name on the Hub, or, without a "
-            f"network, run hf download {name} on a machine with one and copy the Hugging Face cache"
+            f"language model {name!r} is not available ({_reason(reason, 260)}); name a folder "
+            "written by save_pretrained, check the name on the Hub, or, without a network, run "
+            f"hf download {name} on another machine and copy its Hugging Face cache"
         )
 
 
@@ -48,11 +47,11 @@ class CausalLM:
     """A causal language model and its tokenizer.
 
     Attributes:
-        model: a transformers model whose output has `logits`.
-        tokenizer: a transformers tokenizer.
-        name: path or name it was loaded from, or the specification it was built from.
-        weights_id: identity of configuration and weights, in hexadecimal.
-        processor: prepares images and text for a model that takes both; else None.
+        model: model of transformers whose output has `logits`.
+        tokenizer: its tokenizer, of transformers.
+        name: path or name that the model was loaded from, or specification it was built from.
+        weights_id: hexadecimal digest of configuration and weights.
+        processor: processor of a model of images and text; None for a model of text alone.
     """
 
     model: Any
@@ -63,7 +62,7 @@ class CausalLM:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, name: str, processor: Any = None) -> CausalLM:
-        """Wrap a model built in memory; its identity is computed from its current tensors."""
+        """Wrap a model that was built in memory; its identity depends on its current weights."""
         content = f"{model.config.to_json_string()}\n{weights_id(model)}"
         return cls(model, tokenizer, name, _short_id(content), processor)
 
@@ -77,21 +76,23 @@ def load_causal_lm(
 ) -> CausalLM:
     """Load a causal language model and its tokenizer, in evaluation mode on the CPU.
 
-    A model of images and text is loaded with its processor. LoRA adapters are loaded with their
-    base in float32, merged into it, and then cast.
+    A model of images and text is loaded with its processor. A folder of LoRA adapters is loaded
+    with its base model in float32, merged into the base, and then cast to `dtype`.
 
     Args:
         name_or_path: folder written by `save_pretrained`, or a name on the Hugging Face Hub.
-        dtype: of the weights (buffers such as rotary frequencies keep theirs); None for the dtype
-            in the file. Each weight is read directly in this dtype.
-        remote_code: allow Python files that come with the model to run.
-        quantization: of the linear layers, which also says the device; None: no quantization.
+        dtype: dtype in which the weights are read; None for the dtype of the file. Buffers, such
+            as rotary frequencies, keep their dtype.
+        remote_code: whether Python files that come with the model may run.
+        quantization: how the linear layers are quantized, and on which device; None for no
+            quantization.
 
     Raises:
         ImportError: transformers is not installed.
         FileNotFoundError: the folder does not exist or holds no model.
         CausalLMUnavailable: the Hub cannot be reached or has no such model.
-        ValueError: not a causal language model, no tokenizer, or weights damaged or missing.
+        ValueError: the model is not a causal language model, has no tokenizer, or its weights are
+            damaged or incomplete.
     """
     name = os.fspath(name_or_path)
     transformers = llm_module("transformers")
@@ -99,33 +100,35 @@ def load_causal_lm(
     if folder is not None and (folder / "adapter_config.json").is_file():
         if quantization is not None:
             raise InputError(
-                f"{folder} holds adapters, which cannot be merged into a base in 4 bits: save the "
-                "merged model of load_causal_lm(folder) with save_pretrained, and name that folder"
+                f"QUANTIZATION is set, but {folder} holds adapters, which cannot be merged into a "
+                "base model in 4 bits: save the merged model of load_causal_lm(folder) with "
+                "save_pretrained, and name that folder"
             )
         return _load_adapted(folder, dtype, remote_code)
     source = name if folder is None else str(folder)
     with quiet(transformers):
         model = _load_model(transformers, source, dtype, remote_code, quantization)
         keep_gradients(model)
-        if quantization is not None and (unpacked := stacked_bytes(model)):
-            message = "%s: its experts are not linear layers: %.0f MiB of them are not quantized"
+        stacked = [p for p in model.parameters() if p.ndim > 2 and p.is_floating_point()]
+        if quantization is not None and (unpacked := sum(p.nbytes for p in stacked)):
+            message = "the experts of %s are not linear layers: %.0f MiB are not quantized"
             logger.warning(message, name, unpacked / 2**20)
         tokenizer = load_tokenizer(source, remote_code=remote_code)
         processor = _load_processor(transformers, source, remote_code) if sees(model) else None
     model.eval()
     if (code := type(model).__module__).startswith("transformers_modules."):
-        logger.warning("%s runs its own Python code, as TRUST_REMOTE_CODE allows: %s", name, code)
+        logger.warning("TRUST_REMOTE_CODE is set, so %s runs its own Python code: %s", name, code)
     _check_causal(model, name)
     return CausalLM(model, tokenizer, name, files_id(source), processor)
 
 
 def sees(model: Any) -> bool:
-    """Whether a model takes images as well as text."""
+    """Return whether a model accepts images as well as text."""
     return getattr(without_adapters(model).config, "vision_config", None) is not None
 
 
 def auto_model(config: Any) -> Any:
-    """Return the transformers auto class that builds a model from this configuration."""
+    """Return the auto class of transformers that builds a model from a configuration."""
     transformers = llm_module("transformers")
     both = all(getattr(config, f"{part}_config", None) for part in ("vision", "text"))
     if both and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -134,7 +137,7 @@ def auto_model(config: Any) -> Any:
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model without the model; arguments as for `load_causal_lm`.
+    """Load a model's tokenizer from a folder or from the Hub, without loading the model.
 
     Raises:
         ValueError: there is no readable tokenizer.
@@ -145,22 +148,28 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = 
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, trust_remote_code=remote_code
         )
-        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # what it makes up without a file
-            raise ValueError("it would have special tokens only")
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+            raise ValueError("the vocabulary holds only special tokens")
         return tokenizer
     except Exception as error:  # each kind of tokenizer raises its own exceptions
         _check_remote_code(source, error)
         raise InputError(
-            f"{source!r} has no readable tokenizer ({_reason(error)}); put tokenizer.json and "
-            "tokenizer_config.json next to its config.json: tokenizer.save_pretrained(folder)"
+            f"{source!r} has no readable tokenizer ({_reason(error)}): save one next to its "
+            "config.json with tokenizer.save_pretrained(folder)"
         ) from error
 
 
 def files_id(name_or_path: str | os.PathLike[str]) -> str:
-    """Return a shortened SHA-256 over a model's configuration and weight files.
+    """Return a shortened SHA-256 of the configuration and weight files of a model.
 
-    No model is loaded, so a cache's fingerprint can be checked without the teacher in memory.
-    Arguments and errors are those of `load_causal_lm`.
+    The model itself is not loaded, so this is cheap in memory.
+
+    Args:
+        name_or_path: folder of a model or of adapters, or a name on the Hugging Face Hub.
+
+    Raises:
+        FileNotFoundError: the folder does not exist or holds no model.
+        CausalLMUnavailable: the Hub cannot be reached or has no such model.
     """
     name = os.fspath(name_or_path)
     folder = _local_folder(name)
@@ -178,9 +187,9 @@ def files_id(name_or_path: str | os.PathLike[str]) -> str:
 
 
 def tokenizer_id(tokenizer: Any) -> str:
-    """Return an identity of a tokenizer: equal identities give equal ids for every text.
+    """Return a digest of a tokenizer; tokenizers of one digest give equal ids for any text.
 
-    Padding and truncation settings of a fast tokenizer do not count.
+    The settings of a fast tokenizer for padding and truncation are ignored.
     """
     if getattr(tokenizer, "is_fast", False):
         state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -193,23 +202,23 @@ def tokenizer_id(tokenizer: Any) -> str:
 
 
 def n_ids(tokenizer: Any) -> int:
-    """Return the largest id plus one, which exceeds `len(tokenizer)` where ids have gaps."""
+    """Return the largest token id plus one; this exceeds `len(tokenizer)` if ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def positions(model: Any) -> int | None:
-    """Return the longest sequence a model has positions for; None if its config does not say."""
+    """Return the longest sequence that a model supports; None if its configuration names none."""
     config = without_adapters(model).config.get_text_config()
     return getattr(config, "max_position_embeddings", None) or None
 
 
 def without_adapters(model: Any) -> Any:
-    """Return the transformers model inside a PEFT model (its adapters stay), or the model."""
+    """Return the transformers model inside a PEFT model, with active adapters; else the model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def llm_module(name: str) -> ModuleType:
-    """Import a module of the extra `llm`; raise an ImportError that says how to install it."""
+    """Import a module that the language mode needs; if it is missing, name the pip command."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -234,7 +243,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quiet(transformers: Any) -> Iterator[None]:
-    """Turn off transformers' progress bars and load reports; we raise what matters in them."""
+    """Turn off the progress bars and log messages of transformers."""
     logging = transformers.utils.logging
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -251,27 +260,27 @@ def quiet(transformers: Any) -> Iterator[None]:
 
 
 def _local_folder(name: str) -> Path | None:
-    """Return the folder that a name means, or None for a name on the Hub."""
+    """Return a model's folder, or None if the name is a name on the Hub."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise FileNotFoundError(
-                f"{folder} has no config.json: expected a folder written by save_pretrained, with "
-                "config.json, model.safetensors and the tokenizer's files"
+                f"{folder} has no config.json; expected a folder written by save_pretrained, with "
+                "config.json, model.safetensors and the files of the tokenizer"
             )
         return folder
     if folder.exists() or folder.is_absolute() or name[:1] in ".~" or name.count("/") > 1:
         raise FileNotFoundError(
-            f"no folder {folder}: expected one written by save_pretrained, or a name on the "
-            "Hugging Face Hub such as gpt2 or Qwen/Qwen2.5-0.5B"
+            f"the folder {folder} does not exist; expected one written by save_pretrained, or a "
+            "name on the Hugging Face Hub, such as gpt2 or Qwen/Qwen2.5-0.5B"
         )
     hub = llm_module("huggingface_hub.utils")
     try:
         hub.validate_repo_id(name)
     except hub.HFValidationError as error:
         raise InputError(
-            f"{name!r} is neither a folder nor a possible name on the Hugging Face Hub: expected "
-            "one such as gpt2-medium or Qwen/Qwen2.5-0.5B, of letters, digits, '-', '_' and '.'"
+            f"{name!r} is neither a folder nor a valid name on the Hugging Face Hub; expected a "
+            "name of letters, digits, '-', '_' and '.', such as Qwen/Qwen2.5-0.5B"
         ) from error
     return None
 
@@ -297,8 +306,8 @@ def _load_model(
         raise CausalLMUnavailable(source, error) from error
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"the weights of {source!r} cannot be read: {why_refused(error)}. Expected "
-            "model.safetensors, as model.save_pretrained writes it"
+            f"the weights of {source!r} cannot be read: {why_refused(error)}. Save them as "
+            "model.safetensors with model.save_pretrained"
         ) from error
     except Exception as error:  # transformers and safetensors raise their own exceptions
         if is_out_of_memory(error) or isinstance(error, ImportError):
@@ -306,50 +315,52 @@ def _load_model(
         if "Unrecognized configuration class" in str(error):
             kind = transformers.AutoConfig.from_pretrained(source).model_type
             raise InputError(
-                f"{source!r} is a model of type {kind!r}, not a causal language model: expected "
-                "one that AutoModelForCausalLM loads, such as gpt2 or a Llama"
+                f"{source!r} is a model of type {kind!r}, not a causal language model; expected "
+                "a model that AutoModelForCausalLM loads, such as GPT-2 or Llama"
             ) from error
         _check_remote_code(source, error)
         raise InputError(f"{source!r} cannot be loaded: {_reason(error)}") from error
     for name, saved, expected in sorted(info["mismatched_keys"]):
         raise InputError(
-            f"{source!r} does not fit its config.json: the tensor {name} has the shape "
-            f"{tuple(saved)} in the weights, and {tuple(expected)} by the configuration; use the "
+            f"the weights of {source!r} do not match its config.json: the shape of {name} is "
+            f"{tuple(saved)}, but the configuration requires {tuple(expected)}; use the "
             "config.json that was saved with the weights"
         )
     if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers
         names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise InputError(
-            f"{source!r} lacks {len(missing)} of its model's tensors: {names}; expected the files "
-            "of a complete causal language model"
+            f"{len(missing)} tensors are missing from the weights of {source!r}: {names}; use the "
+            "files of a complete causal language model"
         )
     return model
 
 
 def _load_processor(transformers: Any, source: str, remote_code: bool) -> Any:
-    """Load the processor of a model of images and text; warn and return None without one."""
+    """Load the processor of a model of images and text; warn and return None if that fails."""
     try:
-        found = transformers.AutoProcessor.from_pretrained(source, trust_remote_code=remote_code)
+        processor = transformers.AutoProcessor.from_pretrained(
+            source, trust_remote_code=remote_code
+        )
     except Exception as error:  # each kind of processor raises its own exceptions
         _check_remote_code(source, error)
-        logger.warning("%s takes text only: its processor cannot be read (%s)", source, error)
+        logger.warning("%s is used without images: no readable processor (%s)", source, error)
         return None
-    return found if hasattr(found, "image_processor") else None  # else it is a tokenizer
+    return processor if hasattr(processor, "image_processor") else None  # else a tokenizer
 
 
 def _check_remote_code(source: str, error: Exception) -> None:
-    """Raise an InputError if the error is about Python files that come with the model."""
+    """Raise InputError if an error is about Python files that come with the model."""
     if "trust_remote_code" in str(error):
         raise InputError(
-            f"{source!r} needs Python code that comes with it, which is not run unasked because it "
-            "may do anything. Read it, then set TRUST_REMOTE_CODE (--trust_remote_code)"
+            f"{source!r} needs Python code from its own folder or repository, which could do "
+            "anything: read the code, then allow it with TRUST_REMOTE_CODE (--trust_remote_code)"
         ) from error
 
 
 def _load_adapted(folder: Path, dtype: torch.dtype | None, remote_code: bool) -> CausalLM:
     base = _base_of_adapters(folder)
     if not base:
-        raise InputError(f"{folder} holds adapters that name no base model: {_BASE}")
+        raise InputError(f"the adapters in {folder} name no base model: {_BASE}")
     lm = load_causal_lm(base, remote_code=remote_code)
     peft = llm_module("peft")
     try:
@@ -372,7 +383,7 @@ def _load_adapted(folder: Path, dtype: torch.dtype | None, remote_code: bool) ->
 
 
 def _base_of_adapters(folder: Path, above: tuple[Path, ...] = ()) -> str | None:
-    """Return the base model of a folder of adapters, empty if unnamed; None without adapters."""
+    """Return the name of the base model of adapters: empty if missing, None without adapters."""
     config = folder / "adapter_config.json"
     if not config.is_file():
         return None
@@ -390,7 +401,7 @@ def _base_of_adapters(folder: Path, above: tuple[Path, ...] = ()) -> str | None:
 
 
 def _check_causal(model: Any, name: str) -> None:
-    """Refuse a model whose output at a token depends on a later one, such as BERT."""
+    """Raise InputError if the output at a token depends on later tokens, as in BERT."""
     ids = torch.arange(4, device=model.device).repeat(2, 1)
     ids[1, -1] += 1  # differs at the last position only
     ids %= model.get_input_embeddings().weight.shape[0]
@@ -398,10 +409,10 @@ def _check_causal(model: Any, name: str) -> None:
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     first, second = logits[:, :-1].float()
     rounding = 32 * torch.finfo(model.dtype).eps * first.abs().max()
-    if (first - second).abs().max() > rounding:  # false for NaN, which is not judged here
+    if (first - second).abs().max() > rounding:  # false for NaN, which other checks find
         raise InputError(
-            f"{name!r} ({type(model).__name__}) is not a causal language model: its output at "
-            "a token changes with the tokens that follow"
+            f"{name!r} ({type(model).__name__}) is not a causal language model: its output at a "
+            "token depends on the tokens that follow. Use a decoder such as GPT-2 or Llama"
         )
 
 

@@ -1,17 +1,71 @@
-"""The dtype of a language model's weights in memory."""
+"""Set the dtype of a language model's weights in memory, or quantize frozen weights to 4 bits.
+
+References:
+    Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, NeurIPS 2023, section 3 (NF4,
+    double quantization).
+"""
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.errors import MissingPackage
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """NF4 quantization by bitsandbytes of the linear layers of a frozen model.
+
+    A weight takes about 4.1 bits. Embeddings, norms and the output head keep their dtype. 8 bits
+    are not offered, because bitsandbytes rounds the input of such a layer to float16, where it may
+    overflow, and the result of a row depends on the other rows of the batch.
+
+    Args:
+        device: device of the model, since weights are packed for their device.
+        compute: dtype of the matrix products.
+
+    Raises:
+        MissingPackage: bitsandbytes is not installed.
+    """
+
+    device: torch.device
+    compute: torch.dtype
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise MissingPackage(
+                "QUANTIZATION nf4 needs bitsandbytes: pip install 'ssl_kd[quantized]'"
+            )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `from_pretrained`."""
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=self.compute,
+        )
+        return {"quantization_config": config, "device_map": {"": self.device}}
+
+
+def keep_gradients(model: Any) -> None:
+    """Turn off a CPU kernel of 4-bit layers that silently passes no gradient back."""
+    for module in model.modules():  # would switch to it at the first pass in evaluation mode
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a model's weights in place, one at a time.
+    """Cast the weights of a model in place, one at a time.
 
-    `model.to(dtype)` would also round rotary frequencies, which are buffers.
+    Unlike `model.to(dtype)`, this does not round buffers such as rotary frequencies.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype != dtype:
@@ -21,13 +75,12 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 def halve_products(model: Any, dtype: torch.dtype) -> None:
     """Cast the frozen weights of a model's linear layers to half precision, in place.
 
-    `autocast(dtype=dtype)` rounds them to it at each product anyway, so every result is
-    bit-identical to that of float32 weights, in half the memory. Embeddings, norms and the output
-    head become float32, since the residual stream overflows in float16. Without autocast the
-    products are the same, too.
+    Autocast to `dtype` would round these weights at each matrix product anyway, so every result is
+    bit-identical to the result with float32 weights, at half the memory. Embeddings, norms and the
+    output head become float32, because the residual stream overflows in float16.
 
     Args:
-        model: a causal language model of transformers; trained weights (adapters) keep their dtype.
+        model: causal language model of transformers. Trainable weights (adapters) become float32.
         dtype: float16 or bfloat16.
     """
     head = model.get_output_embeddings()

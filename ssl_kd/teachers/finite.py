@@ -1,4 +1,4 @@
-"""Whether a language model's outputs are finite, and which weight or operation spoils them."""
+"""Find the weight or the operation that makes a language model's outputs NaN."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def not_finite(model: nn.Module) -> str | None:
 
 
 def suspect_weights(model: nn.Module, owner: str) -> dict[str, Tensor]:
-    """Return the weights that are not finite or larger than any healthy one.
+    """Return the weights that are not finite or larger than any plausible weight.
 
-    Only these are examined in float64, since all weights of a large model would be too much. The
-    keys are `owner weight name`, where `owner` is `teacher` or `student`.
+    The microscope examines these in float64, for which all weights of a model would be too many.
+    The keys are `owner weight name`, where `owner` is `teacher` or `student`.
     """
     return {
         f"{owner} weight {name}": p.detach()
@@ -44,19 +44,21 @@ def first_fault(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     known: Mapping[str, Any] | None = None,
 ) -> tuple[Fault, Diagnosis] | None:
-    """Run a model on batches until its logits are NaN, and find the operation that made them so.
+    """Run a model on batches until its logits contain a NaN, and find the operation that made it.
 
-    A single infinity is not a fault: losses and scores treat it as a saturated overflow.
+    An infinity among the logits is not a fault, because losses and scores treat it as a saturated
+    overflow.
 
     Args:
-        model: a causal language model of transformers.
-        batches: small batches of its tokens, since all logits of one are held at once.
-        owner: `teacher` or `student`, for the names of its weights.
-        autocast: makes the context in which the model runs.
-        known: setting in lower case -> value, for advice; see `diagnose`.
+        model: causal language model of transformers.
+        batches: small batches of tokens, since all logits of a batch are in memory at once.
+        owner: `teacher` or `student`, for the names of the weights.
+        autocast: function that returns the context in which the model runs.
+        known: values of settings by name in lower case, from which the diagnosis gives advice.
 
     Returns:
-        The first operation whose NaN reached the logits, and the diagnosis; None if all are finite.
+        The first operation whose NaN reached the logits, and its diagnosis; None if no logits
+        contain a NaN.
     """
     with evaluating(model):
         for batch in batches:
@@ -71,15 +73,15 @@ def first_fault(
 
 
 def of_a_file(diagnosis: Diagnosis) -> Diagnosis:
-    """Change the remedy for a bad weight that was read from a file and that no step can repair."""
+    """Adapt the remedy in a diagnosis of a bad weight to a weight that was read from a file."""
     if diagnosis.cause != Cause.POISONED_WEIGHT:
         return diagnosis
-    remedy = "its file is damaged, or the training that made it diverged: get another copy of it"
+    remedy = "the model's file is damaged, or its training diverged: use another copy of the file"
     return dataclasses.replace(diagnosis, remedy=remedy)
 
 
 def in_words(fault: Fault, diagnosis: Diagnosis) -> str:
-    """Describe a fault in one line: operation, place, cause and remedy."""
+    """Describe a fault in one line, with its operation, place, cause and remedy."""
     where = f"{fault.op}, {'backward' if fault.backward else 'forward'} pass"
     where += f", {fault.place}" if fault.place else ""
     change = "".join(f"; change {advice}" for advice in diagnosis.advice)

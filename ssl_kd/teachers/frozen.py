@@ -1,7 +1,8 @@
-"""Frozen causal language models, which return hidden states instead of logits.
+"""Run frozen causal language models as teachers that return hidden states instead of logits.
 
-The logits of a real vocabulary are the largest tensor of a step. So a teacher returns the input of
-its output head together with the head, if its logits are `hidden @ weight.T + bias`.
+The logits over a real vocabulary are the largest tensor of a training step. If a teacher's logits
+are `hidden @ weight.T + bias`, the teacher therefore returns the input of its output head together
+with the head.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.teachers.causal import evaluating, without_adapters
 from ssl_kd.teachers.dtypes import cast_weights
+
+REMEMBERED = 64  # rows: with 512 tokens and 4,096 dimensions in bfloat16, 256 MiB plus the head
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class LinearHead:
     """An output head with `logits = hidden @ weight.T + bias`.
 
     Attributes:
-        weight: `[vocab, hidden]`, the model's own parameter.
-        bias: `[vocab]`, or None.
+        weight: parameter of the model, `[vocab, hidden]`.
+        bias: parameter of the model, `[vocab]`, or None.
     """
 
     weight: Tensor
@@ -33,14 +37,14 @@ class LinearHead:
 
 
 def hidden_states(model: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """Run the backbone and return the input of the output head, without logits or KV cache.
+    """Run the backbone of a model and return the input of the output head.
 
     Args:
-        model: a causal language model of transformers, with or without adapters.
-        inputs: its keyword arguments: `input_ids` `[batch, token]`, `attention_mask`, ...
+        model: causal language model of transformers, with or without adapters.
+        inputs: keyword arguments of the model, such as `input_ids` `[batch, token]`.
 
     Returns:
-        `[batch, token, hidden]` in the model's dtype (under autocast, in that of its last layer).
+        Hidden states `[batch, token, hidden]`, in the dtype of the model's last layer.
 
     Raises:
         ValueError: the model has no separate backbone.
@@ -48,23 +52,24 @@ def hidden_states(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     causal = without_adapters(model)
     if causal.base_model is causal:
         raise InputError(
-            f"{type(causal).__name__} has no backbone apart from its head: use its logits"
+            f"{type(causal).__name__} has no backbone apart from its output head: use another "
+            "architecture"
         )
     return causal.base_model(**inputs, use_cache=False).last_hidden_state
 
 
 def linear_head(model: Any) -> LinearHead | None:
-    """Return the output head if the logits are exactly `hidden_states @ weight.T + bias`.
+    """Return the output head of a model if its logits are exactly `hidden @ weight.T + bias`.
 
-    The model runs on four tokens, with the head's output replaced by large known numbers. They must
-    come out unchanged: a soft cap (Gemma 2), a scale (Cohere, Granite) or a cut would change them,
-    however small the model's own logits are. And the head's input must be `hidden_states`.
+    The model runs on four tokens, and the output of the head is replaced by large known numbers.
+    The model must return these unchanged, which excludes a soft cap (Gemma 2) or a scale (Cohere,
+    Granite) however small the logits are. The input of the head must be `hidden_states(model)`.
 
     Args:
-        model: a causal language model of transformers, with or without adapters.
+        model: causal language model of transformers, with or without adapters.
 
     Returns:
-        The head with the model's own parameters, or None if only its logits can be used.
+        The head with the model's own parameters, or None if the logits are not linear.
     """
     causal = without_adapters(model)
     head = causal.get_output_embeddings()
@@ -97,19 +102,18 @@ def linear_head(model: Any) -> LinearHead | None:
 
 
 class FrozenTeacher:
-    """A causal language model without dropout, KV cache or gradients.
+    """Run a causal language model without dropout, KV cache or gradients.
 
-    The model is frozen and moved in place. Each call puts it back into evaluation mode, in case
-    `.train()` was called on it.
+    The model is frozen and moved to the device in place. Each call sets it to evaluation mode, in
+    case `.train()` was called on it.
 
     Args:
-        model: a causal language model of transformers.
-        device: where it runs.
-        dtype: of its weights; None keeps theirs. `Precision.for_device(...).teacher` suits the
-            device.
+        model: causal language model of transformers.
+        device: device on which the model runs.
+        dtype: dtype to cast the weights to; None keeps their dtype.
 
     Attributes:
-        linear: whether outputs are hidden states with a head (`linear_head`) or logits.
+        linear: whether outputs are hidden states with a head instead of logits.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class FrozenTeacher:
         self.linear = linear_head(model) is not None
 
     def __call__(self, batch: Any, rows: Tensor) -> LinearTeacher | LogitsTeacher:
-        """Call `answer` with a `Batch` of token blocks on the teacher's device."""
+        """Return the output for a `Batch` of token blocks at the positions `rows`; see `answer`."""
         return self.answer(batch.model_inputs(), rows)
 
     # Not inference_mode, whose tensors cannot be saved for a student's backward pass.
@@ -136,12 +140,12 @@ class FrozenTeacher:
         """Return the teacher's output at some positions of a batch.
 
         Args:
-            inputs: the model's keyword arguments, `input_ids` `[batch, token]` and others.
-            rows: int64 `[n]` into the flattened `[batch * token]` positions.
+            inputs: keyword arguments of the model, such as `input_ids` `[batch, token]`.
+            rows: int64 indices `[n]` into the flattened `[batch * token]` positions.
 
         Returns:
-            Hidden states `[n, hidden]` with the head, or logits `[n, vocab]`; in the teacher's
-            dtype, also under autocast.
+            Hidden states `[n, hidden]` with the head, or logits `[n, vocab]`, in the teacher's
+            dtype even under autocast.
         """
         self.model.eval()
         with torch.autocast(self.device.type, enabled=False):
@@ -152,3 +156,75 @@ class FrozenTeacher:
             head = without_adapters(self.model).get_output_embeddings()
             bias = None if head.bias is None else head.bias.detach()
             return LinearTeacher(hidden, head.weight.detach(), bias)
+
+
+class RememberedTeacher:
+    """Keep a teacher's outputs for a few rows in CPU memory, after the teacher itself is freed.
+
+    The outputs are stored in the teacher's dtype, so they are bit-identical to the teacher's: as
+    hidden states and one output head, or as logits if the logits are not linear.
+
+    Args:
+        teacher: teacher that is called once for each row.
+        blocks: rows of tokens.
+        rows: largest number of rows to store, counted from the first.
+        batch_size: number of rows in a call of the teacher.
+
+    Attributes:
+        bytes: size of the stored outputs.
+    """
+
+    def __init__(
+        self, teacher: FrozenTeacher, blocks: Blocks, rows: int = REMEMBERED, batch_size: int = 8
+    ) -> None:
+        self._outputs: dict[bytes, Tensor] = {}  # tokens of a row -> hidden states, or logits
+        self._head: tuple[Tensor, Tensor | None] | None = None
+        first = range(min(rows, len(blocks)))
+        for start in range(0, len(first), batch_size):
+            batch = blocks.batch(first[start : start + batch_size], teacher.device)
+            answer: Any = teacher(batch, torch.arange(batch.input_ids.numel()))
+            if isinstance(answer, LinearTeacher):
+                output = answer.hidden
+                bias = None if answer.bias is None else answer.bias.cpu()
+                self._head = answer.weight.cpu(), bias
+            else:
+                output = answer.logits
+            output = output.unflatten(0, batch.input_ids.shape)
+            for key, n, row in zip(_keys(batch), _lengths(batch), output, strict=True):
+                self._outputs[key] = row[:n].to("cpu", copy=True)
+        tensors = [*self._outputs.values(), *(x for x in self._head or () if x is not None)]
+        self.bytes = sum(x.numel() * x.element_size() for x in tensors)
+
+    def __call__(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher | None:
+        """Return the teacher's output at some positions of a batch.
+
+        Args:
+            batch: rows of tokens.
+            rows: int64 indices `[n]` of real tokens in the flattened `[batch * token]` positions.
+
+        Returns:
+            The output of `FrozenTeacher`, or None if a row of the batch is not stored.
+        """
+        outputs = [self._outputs.get(key) for key in _keys(batch)]
+        known = [output for output in outputs if output is not None]
+        if len(known) < len(outputs):
+            return None
+        width, device = batch.input_ids.shape[1], batch.input_ids.device
+        padded = [torch.nn.functional.pad(x, (0, 0, 0, width - len(x))) for x in known]
+        output = torch.cat(padded)[rows.cpu()].to(device)
+        if self._head is None:
+            return LogitsTeacher(output)
+        weight, bias = self._head
+        return LinearTeacher(output, weight.to(device), None if bias is None else bias.to(device))
+
+
+def _keys(batch: Batch) -> list[bytes]:
+    """Return a key for each row, made of its tokens without padding and its images."""
+    ids, lengths = batch.input_ids.cpu(), _lengths(batch)
+    images = [""] * len(ids) if batch.pictures is None else batch.pictures.of
+    rows = zip(ids, lengths, images, strict=True)
+    return [row[:n].numpy().tobytes() + names.encode() for row, n, names in rows]
+
+
+def _lengths(batch: Batch) -> list[int]:
+    return (batch.documents > 0).sum(1).tolist()

@@ -1,4 +1,4 @@
-"""One HTTP request to a teacher's server, to its own host only and limited in time and size."""
+"""Send an HTTP request to a teacher's server, to no other host and with limits of time and size."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from ssl_kd.errors import InputError, UserError
 
-KEY = "TEACHER_API_KEY"  # from the environment: settings are written to the run's files
-MESSAGE_BYTES = 2**16  # read at most of an error response
-LONGEST = 1e9  # seconds: asyncio takes no infinite timeout
+KEY = "TEACHER_API_KEY"  # an environment variable, because settings are written to files
+MESSAGE_BYTES = 2**16  # largest part of an error response that is read
+LONGEST = 1e9  # seconds, because asyncio accepts no infinite timeout
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # of a host name
 _ADDRESS = re.compile(
     rf"https?://(?P<host>{_LABEL}(\.{_LABEL})*\.?|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])"
@@ -28,7 +28,7 @@ _ADDRESS = re.compile(
 
 
 class Answer(NamedTuple):
-    """A response; for a status other than 2xx only the first bytes of its content."""
+    """A response; after a status other than 2xx, `content` has only the first bytes."""
 
     status: int
     reason: str
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
 
 class NoAnswer(UserError):
-    """No complete response arrived; `again` says whether another attempt may succeed."""
+    """Raised if no complete response arrives; `again`: whether another attempt may succeed."""
 
     def __init__(self, message: str, again: bool = True) -> None:
         super().__init__(message)
@@ -45,20 +45,20 @@ class NoAnswer(UserError):
 
 
 def exchange(url: str, body: bytes | None, *, timeout: float, largest: int) -> Answer:
-    """Send one request and return the complete response; redirects are returned, not followed.
+    """Send one request and return the complete response.
 
-    The key from the environment is sent to the host of the URL and to no other. The connection is
-    direct: proxies and .netrc are ignored.
+    Redirects are not followed, and proxies and .netrc are ignored, so that the key from the
+    environment is sent to the host of the URL and to no other.
 
     Args:
-        url: an address that passed `check_url`.
-        body: JSON to POST; None for a GET.
-        timeout: seconds for everything, from the DNS lookup to the last byte.
-        largest: largest response in bytes.
+        url: address that passed `check_url`.
+        body: JSON to POST; None for a GET request.
+        timeout: seconds for the whole exchange, from the DNS lookup to the last byte.
+        largest: largest size of the response in bytes.
 
     Raises:
-        NoAnswer: no response arrived, or it is larger than `largest`.
-        InputError: the key cannot be sent.
+        NoAnswer: no response arrived, or the response is larger than `largest`.
+        InputError: the key has characters that a header cannot hold.
     """
     answer: Future[Answer] = Future()
 
@@ -70,13 +70,13 @@ def exchange(url: str, body: bytes | None, *, timeout: float, largest: int) -> A
         except BaseException as error:
             answer.set_exception(error)
 
-    # In a separate thread, because in a notebook this one already runs an event loop.
+    # In a separate thread, because in a notebook the current one already runs an event loop.
     threading.Thread(target=work, name="teacher's answer", daemon=True).start()
     return answer.result()
 
 
 async def _exchange(url: str, body: bytes | None, timeout: float, largest: int) -> Answer:
-    import aiohttp  # which only a served teacher needs
+    import aiohttp  # needed only for a served teacher
 
     # Uncompressed, because a megabyte of gzip can become a gigabyte of JSON.
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -103,31 +103,32 @@ async def _exchange(url: str, body: bytes | None, timeout: float, largest: int) 
 
 
 async def _whole(stream: Any, largest: int) -> bytes:
-    """Read the stream to its end; refuse one of more than `largest` bytes."""
+    """Read a stream to its end, or raise NoAnswer if it has more than `largest` bytes."""
     try:
         await stream.readexactly(largest + 1)
     except asyncio.IncompleteReadError as error:
         return error.partial
-    raise NoAnswer(f"answers with more than {largest:,} bytes", again=False)
+    raise NoAnswer(f"sends more than {largest:,} bytes", again=False)
 
 
 def api_key() -> str | None:
-    """Return the key from the environment, or None.
+    """Return the key from the environment, or None if it is not set.
 
     Raises:
-        InputError: it has characters that a header cannot hold; the message does not show it.
+        InputError: the key has characters that a header cannot hold.
     """
     key = os.environ.get(KEY, "")
     if not re.fullmatch("[!-~]*", key):
         raise InputError(
-            f"the key in the environment variable {KEY} cannot be sent: it contains a space, a "
-            "line break or a character outside ASCII. Set it to the key alone, or unset it"
+            f"the key in the environment variable {KEY} cannot be sent, because it contains a "
+            "space, a line break or a character outside ASCII: set the variable to the key alone, "
+            "or unset it"
         )
     return key or None
 
 
 def hide_key(text: str) -> str:
-    """Replace the key, which a server may repeat, by asterisks."""
+    """Replace the key, which a server may repeat in its answer, by asterisks."""
     return text.replace(os.environ.get(KEY) or "\0", "***")
 
 
@@ -138,19 +139,19 @@ class _Repr(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = 120
 
     def repr_str(self, x: str, level: int) -> str:
-        """Hide the key before the string is cut, since a part of it would not be found."""
+        """Hide the key before the string is shortened, which could leave a part of the key."""
         return super().repr_str(hide_key(x), level)
 
 
 def short(value: Any, width: int = 120) -> str:
-    """Return a value from a server as one short line without the key, for a message."""
+    """Format a value from a server as one short line without the key, for a message."""
     text = hide_key(value) if isinstance(value, str) else _Repr().repr(value)
     text = " ".join(text[: 10 * width].split())
     return text if len(text) <= width else f"{text[: width - 2]} …"
 
 
 def _reason(error: Exception) -> str:
-    """Return why a connection failed, in the words of the operating system if it has any."""
+    """Return why a connection failed, with the operating system's description if there is one."""
     cause: Any = getattr(error, "os_error", error)
     if not isinstance(cause, ssl.SSLError) and (getattr(cause, "errno", 0) or 0) > 0:
         return os.strerror(cause.errno)
@@ -158,12 +159,12 @@ def _reason(error: Exception) -> str:
 
 
 def check_url(url: str) -> None:
-    """Raise InputError unless this is the address of an API without a secret in it."""
+    """Raise InputError unless a URL is the valid address of an API and contains no secret."""
     if "@" in url or "?" in url or "#" in url:
         raise InputError(
             "TEACHER_URL contains a user name, a query or a fragment ('@', '?', '#'), which would "
-            "be written to the run's files: give the address alone, such as http://host:8000/v1, "
-            f"and the key in the environment variable {KEY}"
+            "be written to the run's files: set it to the address alone, such as "
+            f"http://host:8000/v1, and put a key into the environment variable {KEY}"
         )
     try:
         parts = _ADDRESS.fullmatch(url)
@@ -172,6 +173,6 @@ def check_url(url: str) -> None:
         ipaddress.IPv6Address(parts["ipv6"] or "::1")
     except ValueError:
         raise InputError(
-            f"TEACHER_URL is {short([url])[1:-1]}, expected an address such as "
+            f"TEACHER_URL is {short([url])[1:-1]}; expected an address such as "
             "http://host:8000/v1 in ASCII, with a port up to 65535"
         ) from None

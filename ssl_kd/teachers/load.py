@@ -1,4 +1,4 @@
-"""`load_teacher`: from the names in the settings to a frozen teacher."""
+"""Load a frozen image teacher by its name in the settings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.settings.import_paths import IMPORT_PATH, import_class
 from ssl_kd.teachers.base import Features, Pixels, Teacher, TeacherUnavailable
 from ssl_kd.teachers.network import Network, Transform
-from ssl_kd.teachers.weights import (
-    State,
-    efficientnet_lite0_file,
-    load_strict,
-    read_weights,
-    rename_lite0,
-)
+from ssl_kd.teachers.weights import State, efficientnet_lite0_file, read_weights, rename_lite0
 
 _SIZES = {"s": "small", "b": "base", "l": "large", "g": "giant"}
 DINOV2_MODELS = {
@@ -40,7 +34,7 @@ DINOV2_MODELS = {
     for letter, size in _SIZES.items()
     for reg in ("", "_reg")
 }
-"""Name of each DINOv2 model on torch.hub -> its name in timm."""
+"""Maps the name of each DINOv2 model on torch.hub to its name in timm."""
 _DINOV2_WIDTHS = {384: "s", 768: "b", 1024: "l", 1536: "g"}
 _PIXELS_OF_FOLDERS = 32
 
@@ -56,33 +50,40 @@ def load_teacher(
 ) -> Teacher:
     """Load a frozen teacher.
 
+    DINOv2 is loaded from torch.hub, which runs the code of Meta's repository. It is loaded from
+    timm instead if torch.hub fails or if `weights` is given. The two libraries resize the position
+    embedding differently, so their embeddings differ slightly.
+
     Args:
         name: `pixels`, `features`, `dinov2` (dinov2_vits14) or one of `DINOV2_MODELS`,
             `efficientnet_lite0`, `timm:<model>`, `torchvision:<model>`, or the import path of a
-            subclass of `Teacher`. DINOv2 comes from torch.hub, which runs its repository's code, or
-            if that fails or with a weights file from timm. The two resize the position embedding
-            differently, so embeddings differ slightly.
-        weights: a local file instead of a download; it must fit exactly, except the classifier.
-        image_size: side of the input in pixels. None: the model's own; 224 for DINOv2; for
-            `pixels` that of the data set, or 32 if its images differ.
-        token: `class` (what the network itself pools: the class token of DINOv2), `patch` (the
-            mean patch token) or `both` concatenated. The last two need a ViT.
-        device: where it runs.
-        dataset: the data to embed; `pixels` takes the shape from it, `features` the width.
+            subclass of `Teacher`.
+        weights: local file to use instead of a download. It must fit the model exactly, except for
+            the classifier.
+        image_size: side of the input in pixels. By default the model's own size; 224 for DINOv2;
+            for `pixels` the size of the images in `dataset`, or 32 if they are files.
+        token: `class` (the network's own pooling; for DINOv2 the class token), `patch` (the mean
+            patch token) or `both` (concatenated). `patch` and `both` need a ViT.
+        device: device on which the teacher runs.
+        dataset: data to embed, which sets the input shape of `pixels` and the width of `features`.
 
     Raises:
-        TeacherUnavailable: the weights cannot be downloaded; one line with the ways out.
+        TeacherUnavailable: the weights cannot be downloaded; the message lists alternatives.
         FileNotFoundError: the weights file does not exist.
-        ValueError: an unknown name, weights that do not fit, an unsupported size or token.
+        ValueError: the name is unknown, the weights do not fit, or the image size or the token is
+            not supported.
     """
     if token not in ("class", "patch", "both"):
-        raise InputError(f"token must be 'class', 'patch' or 'both', got {token!r}")
+        raise InputError(f"TOKEN is {token!r}; expected 'class', 'patch' or 'both'")
     if image_size is not None and image_size < 1:
-        raise InputError(f"image_size must be at least 1, got {image_size}")
+        raise InputError(f"IMAGE_SIZE is {image_size}; expected at least 1")
     kind, _, model = name.partition(":")
     if name in ("pixels", "features"):
         if weights is not None:
-            raise InputError(f"teacher {name!r} has no weights, got {os.fspath(weights)}")
+            raise InputError(
+                f"TEACHER_WEIGHTS is {os.fspath(weights)}, but the teacher {name!r} has no "
+                "weights: leave TEACHER_WEIGHTS at None"
+            )
         return _pixels(image_size, dataset) if name == "pixels" else _features(dataset)
     if re.fullmatch(IMPORT_PATH[1], name):
         return _imported(name, weights, image_size, token).to(device)
@@ -98,7 +99,7 @@ def load_teacher(
         teacher = _torchvision(model, state, image_size, token)
     else:
         raise InputError(
-            f"unknown teacher {name!r}: expected pixels, dinov2, efficientnet_lite0, timm:<model>, "
+            f"TEACHER is {name!r}; expected pixels, dinov2, efficientnet_lite0, timm:<model>, "
             "torchvision:<model>, features, or package.module.Class for your own class"
         )
     return teacher.to(device)
@@ -116,22 +117,25 @@ def _pixels(image_size: int | None, dataset: Any) -> Pixels:
 def _features(dataset: Any) -> Features:
     features: np.ndarray | None = getattr(dataset, "features", None)
     if features is None:
-        raise InputError("teacher 'features' needs a feature file as data set, not images")
+        raise InputError(
+            "TEACHER is 'features', but the data set holds images: choose a teacher that embeds "
+            "images, such as pixels, or a data set of features"
+        )
     return Features(features.shape[1])
 
 
 def _imported(
     path: str, weights: str | os.PathLike[str] | None, image_size: int | None, token: str
 ) -> Teacher:
-    """Build a teacher from its import path, with those options that its `__init__` names."""
+    """Build a teacher from its import path, passing the options that its `__init__` accepts."""
     teacher_class = import_class(path, Teacher, "teacher")
     accepted = inspect.signature(teacher_class).parameters
     options = {"weights": weights, "image_size": image_size, "token": token}
     for option, value in options.items():
         if option not in accepted and value not in (None, "class"):
             raise InputError(
-                f"teacher {path!r} does not accept {option} {value!r}: leave it at its default, or "
-                f"give the class's __init__ a parameter {option}"
+                f"teacher {path!r} does not accept {option} {value!r}: leave this setting at its "
+                f"default, or add a parameter {option} to the __init__ of the class"
             )
     # None is left out, because the class may have another default.
     teacher = teacher_class(**{k: v for k, v in options.items() if k in accepted and v is not None})
@@ -139,15 +143,15 @@ def _imported(
         value = getattr(teacher, attribute, None)
         if not isinstance(value, kind):
             raise InputError(
-                f"teacher {path!r} has {value!r} as {attribute}, expected {kind.__name__}: set "
-                f"self.{attribute} in its __init__, as ssl_kd.teachers.Teacher describes it"
+                f"the attribute {attribute} of the teacher {path!r} is {value!r}; expected "
+                f"{kind.__name__}: set self.{attribute} in __init__ (see ssl_kd.teachers.Teacher)"
             )
     has_network = any(isinstance(value, nn.Module) for value in vars(teacher).values())
     if teacher.weights_id == "none" and has_network:
         raise InputError(
-            f"teacher {path!r} holds a network, but its weights_id is 'none', so a cache could not "
-            "tell its weights from others: set self.weights_id = ssl_kd.teachers.weights_id"
-            "(network), or derive the class from ssl_kd.teachers.Network"
+            f"teacher {path!r} holds a network, but its weights_id is 'none', so a cache cannot "
+            "identify the weights: set self.weights_id = ssl_kd.teachers.weights_id(network), or "
+            "derive the class from ssl_kd.teachers.Network"
         )
     own_name = getattr(teacher, "name", None)
     teacher.name = f"{path} ({own_name})" if own_name else path
@@ -161,8 +165,8 @@ def _dinov2(name: str, state: State | None, image_size: int, token: str) -> Teac
     if image_size % 14:
         near = max(14, 14 * round(image_size / 14))
         raise InputError(
-            f"DINOv2 has patches of 14 px: image_size must be a multiple of 14, such as {near}, "
-            f"got {image_size}"
+            f"IMAGE_SIZE is {image_size}; expected a multiple of 14 (the patch size of DINOv2), "
+            f"such as {near}"
         )
     from_timm = partial(_timm, DINOV2_MODELS[name], f"{name} (timm)", state, image_size, token)
     if state is not None:
@@ -178,17 +182,19 @@ def _dinov2(name: str, state: State | None, image_size: int, token: str) -> Teac
 
 
 def _check_dinov2(name: str, state: State) -> None:
-    """Refuse weights of another DINOv2 model, and name the model that they belong to."""
+    """Raise InputError if the weights belong to another DINOv2 model, which the message names."""
     token = state.get("cls_token")
     if token is None or token.shape[-1] not in _DINOV2_WIDTHS:
         raise InputError(
-            f"these weights are not of a DINOv2 model: they have {', '.join(list(state)[:3])}, ..."
+            "TEACHER_WEIGHTS holds no DINOv2 model: expected a tensor cls_token, but the tensors "
+            f"are {', '.join(list(state)[:3])}, ..."
         )
     registers = "_reg" if "register_tokens" in state or "reg_token" in state else ""
     actual = f"dinov2_vit{_DINOV2_WIDTHS[token.shape[-1]]}14{registers}"
     if actual != name:
         raise InputError(
-            f"these weights are {actual}, not {name}: set --teacher {actual}, or use another file"
+            f"TEACHER_WEIGHTS holds {actual}, not {name}: set --teacher {actual}, or use another "
+            "file"
         )
 
 
@@ -222,18 +228,15 @@ def _pooled(token: str, pooled: Tensor, patch: Tensor) -> Tensor:
 
 
 def _timm_config(model_name: str) -> Any:
-    """Return timm's configuration of a named model; None for `hf-hub:` and `local-dir:`.
-
-    Raises:
-        InputError: there is no such model.
-    """
+    """Return timm's configuration of a model, or None for `hf-hub:` and `local-dir:` names."""
     import timm
 
     if ":" in model_name:
         if model_name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
             return None  # the configuration comes with the weights
         raise InputError(
-            f"timm:{model_name}: expected a model's name, hf-hub:OWNER/NAME or local-dir:FOLDER"
+            f"timm:{model_name}: expected the name of a model, hf-hub:OWNER/NAME or "
+            "local-dir:FOLDER after timm:"
         )
     if not timm.is_model(model_name):
         raise InputError(_unknown("timm", model_name, timm.list_models()))
@@ -280,7 +283,7 @@ def _timm(
     )
     prefix: int | None = getattr(model, "num_prefix_tokens", None)
     if token != "class" and prefix is None:
-        raise InputError(f"{name} has no patch tokens: token must be 'class', got {token!r}")
+        raise InputError(f"TOKEN is {token!r}, but {name} has no patch tokens: set it to 'class'")
 
     def features(x: Tensor) -> Tensor:
         tokens = model.forward_features(x)
@@ -290,38 +293,45 @@ def _timm(
 
 
 def _timm_from_file(model_name: str, state: State, config: Any, kwargs: dict[str, Any]) -> Any:
-    """Build a timm model with a file's weights: strict, after timm's conversion of their names."""
+    """Build a timm model with weights from a file, which must fit once timm has renamed them."""
     import timm
 
     classifier = getattr(config, "classifier", None) or "head"
     first = classifier if isinstance(classifier, str) else classifier[0]
     weight = state.get(f"{first}.weight")
-    # With another number of classes than the file's, timm would not load strictly.
+    # timm loads strictly only if the number of classes is that of the file.
     classes = 0 if weight is None else len(weight)
     overlay = {"state_dict": state, "num_classes": classes, "custom_load": False, "label_offset": 0}
     kwargs |= {"num_classes": classes, "pretrained_cfg_overlay": overlay}
     try:
         model: Any = timm.create_model(model_name, pretrained=True, **kwargs)
     except (RuntimeError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"these weights do not fit {model_name}: {reason[:500]}") from error
+        raise _misfit(model_name, error) from error
     model.reset_classifier(0)
     return model
 
 
 def _check_timm_path(model_name: str, error: Exception) -> None:
-    """Raise an InputError if the `hf-hub:` name or the `local-dir:` folder itself is at fault."""
+    """Raise InputError if the `hf-hub:` name or the `local-dir:` folder is invalid."""
     source, _, path = model_name.partition(":")
     if source == "hf-hub" and path and Path(path).is_dir():
         raise InputError(f"timm:{model_name} names a folder: use timm:local-dir:{path}") from error
     reason = " ".join(str(error).split())[:300]
     files = sorted([*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")])
     if source == "local-dir" and files:
-        if "weights_only" in reason:  # timm's advice is to load it anyway
-            reason = "it contains more than tensors, which was refused; nothing was executed"
+        if "weights_only" in reason:  # timm advises to load the file without this protection
+            reason = "it contains more than tensors, so it was not loaded; nothing was executed"
         raise InputError(f"{files[0]} is not a readable weights file: {reason}") from error
-    if isinstance(error, ValueError):  # not a possible name
+    if isinstance(error, ValueError):  # an impossible name
         raise InputError(f"timm:{model_name}: {reason}") from error
+
+
+def _misfit(model: str, error: Exception) -> InputError:
+    reason = " ".join(str(error).split())[:500]
+    return InputError(
+        f"the weights in TEACHER_WEIGHTS do not fit {model}: {reason}. Use the weights of this "
+        "architecture, or set TEACHER to theirs"
+    )
 
 
 def _unknown(library: str, name: str, known: list[str]) -> str:
@@ -332,9 +342,9 @@ def _unknown(library: str, name: str, known: list[str]) -> str:
 
 @contextmanager
 def _offline_without_network() -> Iterator[None]:
-    """Use only the Hugging Face cache if the Hub's name does not resolve.
+    """Use only the local Hugging Face cache if the Hub's host name cannot be resolved.
 
-    Without a network its client would retry for 47 seconds.
+    Without a network the Hub's client would retry for 47 seconds.
     """
     from huggingface_hub import constants
 
@@ -373,11 +383,11 @@ def _torchvision(name: str, state: State | None, image_size: int | None, token: 
         raise InputError(_unknown("torchvision", name, known))
     if token != "class":
         raise InputError(
-            f"torchvision:{name} has only pooled features: token must be 'class', got {token!r} "
-            "(timm's ViTs have patch tokens)"
+            f"TOKEN is {token!r}, but torchvision:{name} has no patch tokens: set it to 'class', "
+            "or use a ViT of timm"
         )
     weights: Any = models.get_model_weights(name)["DEFAULT"]
-    # These two transform their input only if they are built with published weights.
+    # These two models transform their input only if they are built with published weights.
     inception = state is not None and name in ("googlenet", "inception_v3")
     kwargs = {"transform_input": True, "init_weights": False} if inception else {}
     try:
@@ -386,12 +396,20 @@ def _torchvision(name: str, state: State | None, image_size: int | None, token: 
         raise TeacherUnavailable(f"torchvision:{name}", error) from error
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not linears:
-        raise InputError(f"torchvision:{name} has no linear classifier that could be removed")
+        raise InputError(
+            f"TEACHER is torchvision:{name}, which has no linear classifier to remove: choose a "
+            "model for classification"
+        )
     classifier = linears[-1]
     model.set_submodule(classifier, nn.Identity())
     if state is not None:
-        body = {k: v for k, v in state.items() if not k.startswith(f"{classifier}.")}
-        load_strict(model, body, f"torchvision:{name}")
+        body = model.state_dict()  # with the modules' versions, which MNASNet requires
+        body.clear()
+        body |= {k: v for k, v in state.items() if not k.startswith(f"{classifier}.")}
+        try:
+            model.load_state_dict(body)
+        except RuntimeError as error:
+            raise _misfit(f"torchvision:{name}", error) from error
     native: Any = weights.transforms()
     size = image_size or native.crop_size[0]
     transform = Transform(

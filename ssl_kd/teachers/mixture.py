@@ -1,8 +1,10 @@
-"""Mixture-of-experts teachers: how many experts are active, and routers that can be trained.
+"""Choose the active experts of a mixture-of-experts teacher, and load and save its routers.
 
-A Hugging Face model stays as it is; hooks on its routers replace what they decide. Knowledge
-augmentation (`ka`) and the student-aware router (`sar`) are those of Every Expert Matters, arXiv
-2502.12947, 2025.
+Hooks on the routers of a Hugging Face model replace their decisions; the model's code is unchanged.
+
+References:
+    Every Expert Matters, arXiv 2502.12947, 2025: knowledge augmentation (`ka`) and the
+    student-aware router (`sar`).
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ ROUTERS: dict[str, bool | str] = {
     "Qwen2MoeTopKRouter": "norm_topk_prob",
     "Qwen3MoeTopKRouter": "norm_topk_prob",
 }
-"""Supported router classes, and whether they divide the chosen weights by their sum: yes, no, or
-the name of the attribute that says so.
+"""Maps each supported router class to whether it divides the weights of the chosen experts by
+their sum. A string is the name of the router's attribute that holds this boolean.
 
-To add one, set `ROUTERS["TheirTopKRouter"] = True`. It must be a module that is called with hidden
-states `[..., dim]`, holds `weight` `[expert, dim]` (and perhaps `bias`) and `top_k`, gates by a
-softmax over all experts, and returns `(logits, weights, index)`, the last two `[token, chosen]`.
+To support another class, set `ROUTERS["TheirTopKRouter"] = True`. The class must be a module that
+is called with hidden states `[..., dim]`, has `weight` `[expert, dim]`, `top_k` and optionally
+`bias`, gates by a softmax over all experts, and returns `(logits, weights, index)`, where `weights`
+and `index` are `[token, chosen]`.
 """
 
 _ROUNDING = 2**-7  # of a row, since both sides may be bfloat16 after float16
@@ -46,15 +49,15 @@ _LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|MoEGate|TopKGating)$")
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts are active for a token, and with what weight.
+    """Choice of the experts that are active for a token.
 
     Attributes:
-        mode: `native`, the original model, bit for bit; `all`, every expert, the baseline; `ka`,
-            all experts except one: per layer and token, with probability `lam`, sampled without
-            replacement from the gate, otherwise the largest; `sar`, every expert, for a router in
-            training.
-        lam: for `ka`, from 0 to 1.
-        generator: for `ka`, required, on any device. Its state is all that a resumed run needs.
+        mode: `native` for the original model, bit for bit; `all` for every expert; `sar` for every
+            expert, with a router in training; `ka` for all experts except one. In `ka` the active
+            experts of a token in a layer are, with probability `lam`, sampled without replacement
+            from the gate, and otherwise the experts with the largest gates.
+        lam: probability of sampling in `ka`, from 0 to 1.
+        generator: random numbers for `ka`, on any device; a resumed run must restore its state.
     """
 
     mode: Literal["native", "all", "ka", "sar"] = "native"
@@ -64,14 +67,14 @@ class Routing:
 
 @dataclass
 class Gates:
-    """What the gates decided in one forward pass, over real tokens only; see `Mixture.watch`.
+    """Gates of one forward pass, recorded by `Mixture.watch`, and statistics of real tokens.
 
     Attributes:
-        mask: boolean `[token]` over the flattened batch; None if all are real.
-        n_experts: N.
-        logits: layer -> `[token, expert]`, with gradient.
-        chosen: layer -> `[token, chosen]`, the active experts.
-        original: layer -> `[token, expert]`, logits of the original router.
+        mask: boolean `[token]`, the real tokens of the flattened batch; None if all are real.
+        n_experts: number of experts in a layer.
+        logits: gate logits of each layer, `[token, expert]`, with gradient.
+        chosen: indices of the active experts of each layer, `[token, chosen]`.
+        original: gate logits of the original router of each layer, `[token, expert]`.
     """
 
     mask: Tensor | None
@@ -92,61 +95,63 @@ class Gates:
         return torch.stack([v.sum() / max(len(v), 1) for v in values])
 
     def where_not_finite(self) -> str:
-        """Name the first layer whose gate is not finite; empty if all are finite."""
+        """Return a phrase that names the first layer whose gate is not finite; empty if all are."""
         for layer in sorted(self.logits):
             if not self.logits[layer].isfinite().all():
                 return f"; its gate is not finite from layer {layer} on"
         return ""
 
     def mass(self) -> Tensor:
-        """P: gate probabilities summed over real tokens, `[layer, expert]`, with gradient."""
+        """Return gate probabilities summed over real tokens, `[layer, expert]`, with gradient."""
         logits = self._real(self.logits)
         return torch.stack([x.to(compute_dtype(x)).softmax(-1).sum(0) for x in logits])
 
     def counts(self) -> Tensor:
-        """m: number of real tokens of each expert, `[layer, expert]` float32."""
+        """Return the number of real tokens of each expert, float32 `[layer, expert]`."""
         chosen = self._real(self.chosen)
         count = partial(torch.bincount, minlength=self.n_experts)
         return torch.stack([count(index.flatten()) for index in chosen]).float()
 
     def entropy(self) -> Tensor:
-        """Mean entropy of the gates, `[layer]` in nats, with gradient."""
+        """Return the mean entropy of the gates in nats, `[layer]`, with gradient."""
         return self._mean([gate_entropy(x) for x in self._real(self.logits)])
 
     def drift(self) -> Tensor:
-        """Mean KL(original gate || gate) on the same hidden states, `[layer]` in nats."""
+        """Return the mean KL(original gate || gate) on the same inputs in nats, `[layer]`."""
         if not self.original:
-            raise ValueError("the original gates were not recorded: watch(mask, original=True)")
+            raise ValueError(
+                "the original gates were not recorded: record them with watch(mask, original=True)"
+            )
         pairs = zip(self._real(self.original), self._real(self.logits), strict=True)
         return self._mean([gate_kl(before, now) for before, now in pairs])
 
 
 class Mixture:
-    """Controls the routers of a mixture-of-experts language model.
+    """Control the routers of a mixture-of-experts language model.
 
-    The gate's softmax runs in float32 over the chosen experts. Their weights sum to what they sum
-    to in the original model: to one if it renormalizes the k largest, else to their probability
-    (`norm_topk_prob=False`). Such models were trained with that smaller sum, and more experts at
-    weight one scale up the output of every layer: a small OLMoE of 8 experts, 2 active, trained on
-    stories lost 0.094 and 0.047 nats per byte in mode `all` with weights that sum to one (two
-    seeds), 0.058 and 0.030 as here.
+    The softmax over the chosen experts is computed in float32. The weights of a token's experts sum
+    to the same value as in the original model: to one if the original router renormalizes its k
+    largest gates, and otherwise to the probability of these k (`norm_topk_prob=False`). With a sum
+    of one, models of the second kind would scale up the output of every layer: a small OLMoE of 8
+    experts, 2 of them active, trained on stories, lost 0.094 and 0.047 nats per byte in mode `all`
+    with that sum (two seeds), and 0.058 and 0.030 with the sum used here.
 
-    Shared experts are unchanged. Sigmoid gates (DeepSeek-V3, GLM-4-MoE) are refused.
+    Shared experts are unchanged. Sigmoid gates (DeepSeek-V3, GLM-4-MoE) are not supported.
 
     Args:
-        model: a Hugging Face causal language model with routers of `ROUTERS`. Hooks are added to
-            it, and later copies of it have them, too.
+        model: Hugging Face causal language model with routers in `ROUTERS`. Hooks are added to the
+            model, and copies of the model keep them.
 
     Attributes:
         model: the model.
-        routing: which experts are active; assign to it to change that.
-        routers: name -> router, in the order of the layers.
+        routing: which experts are active; assign another `Routing` to change the choice.
+        routers: routers by name, in the order of the layers.
         layers: number of routers.
-        n_experts: N, without shared experts.
+        n_experts: number of experts in a layer, without shared experts.
         k: number of active experts in the original model.
 
     Raises:
-        ValueError: a dense model, unsupported routers, or layers of different sizes.
+        ValueError: the model is dense, its routers are not supported, or their sizes differ.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -155,13 +160,15 @@ class Mixture:
         shapes = {(*r.weight.shape, r.top_k) for r in self.routers.values()}
         if len(shapes) > 1:
             raise InputError(
-                f"expected routers of one size, got (experts, dim, k) of {sorted(shapes)}"
+                f"the routers of {type(model).__name__} have the sizes (experts, dim, k) "
+                f"{sorted(shapes)}; expected one size in all layers: use ROUTER_MODE 'native'"
             )
         self.layers = len(self.routers)
         self.n_experts, self.dim, self.k = shapes.pop()
         if self.n_experts < 2:
             raise InputError(
-                f"{type(model).__name__} has {self.n_experts} expert; expected at least 2"
+                f"{type(model).__name__} has {self.n_experts} expert in a layer; expected at least "
+                "2: use ROUTER_MODE 'native'"
             )
         self._renormalizes = _renormalizes(next(iter(self.routers.values())))
         self._original = {
@@ -176,7 +183,7 @@ class Mixture:
 
     @contextmanager
     def using(self, routing: Routing) -> Iterator[None]:
-        """Use another routing; with gradient checkpointing, until after the backward pass."""
+        """Use another routing in the block, which must include a checkpointed backward pass."""
         before, self.routing = self.routing, routing
         try:
             yield
@@ -185,7 +192,7 @@ class Mixture:
 
     @contextmanager
     def original_router(self) -> Iterator[None]:
-        """Use the original routers, for an evaluation that does not change with training."""
+        """Use the original routers in the block, for an evaluation unaffected by training."""
         parameters = self.router_parameters()
         current = {name: parameter.data for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
@@ -198,14 +205,14 @@ class Mixture:
 
     @contextmanager
     def watch(self, mask: Tensor | None = None, *, original: bool = False) -> Iterator[Gates]:
-        """Record the gates of the first forward pass.
+        """Record the gates of the first forward pass in the block.
 
         Args:
-            mask: boolean `[batch, token]`, real tokens; None for all.
-            original: also record the original routers' logits on the same hidden states.
+            mask: boolean `[batch, token]`, the real tokens; None if all are real.
+            original: whether to record also the original routers' logits on the same inputs.
 
         Raises:
-            ValueError: in the forward pass, if the mask has another number of tokens.
+            ValueError: the forward pass has another number of tokens than the mask.
         """
         flat = None if mask is None else mask.reshape(-1).bool()
         self._gates, self._watch_original = Gates(flat, self.n_experts), original
@@ -243,7 +250,7 @@ class Mixture:
         return logits, weights.to(dtype), index, *output[3:]
 
     def _choose(self, logits: Tensor) -> Tensor:
-        """Choose the active experts of each token, `[token, chosen]`."""
+        """Return the active experts of each token, `[token, chosen]`."""
         tokens, experts = logits.shape
         if self.routing.mode != "ka":
             return torch.arange(experts, device=logits.device).expand(tokens, experts)
@@ -266,7 +273,7 @@ class Mixture:
             return
         if gates.mask is not None and len(gates.mask) != len(logits):
             raise ValueError(
-                f"the mask has {len(gates.mask)} tokens, the forward pass {len(logits)}"
+                f"mask has {len(gates.mask)} tokens; expected {len(logits)}, as in the forward pass"
             )
         gates.logits[layer], gates.chosen[layer] = logits, index
         if self._watch_original:
@@ -277,7 +284,7 @@ class Mixture:
                 gates.original[layer] = F.linear(hidden, weight, bias)
 
     def save_router(self, path: str | os.PathLike[str]) -> None:
-        """Write the router tensors to a small safetensors file."""
+        """Write the routers to a small safetensors file."""
         from safetensors.torch import save
 
         tensors = {
@@ -289,27 +296,29 @@ class Mixture:
         atomic_write_bytes(Path(path), save(tensors, metadata=metadata))
 
     def load_router(self, path: str | os.PathLike[str]) -> None:
-        """Load routers from `save_router`, in the dtype of the file.
+        """Load routers that `save_router` wrote, in the dtype of the file.
 
         Raises:
             FileNotFoundError: the file does not exist.
-            ValueError: not a router file, or one of another teacher; names what differs.
+            ValueError: the file holds no routers, or the routers of another teacher.
         """
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
-            raise FileNotFoundError(f"no router file {path}")
+            raise FileNotFoundError(f"ROUTER_WEIGHTS: there is no router file {path}")
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise InputError(f"{path} is not a safetensors file: {error}") from error
+            raise InputError(
+                f"{path} is not a safetensors file ({error}): name the router.safetensors of a run"
+            ) from error
         for key, value in self._identity().items():
             if metadata.get(key) != value:
                 raise InputError(
                     f"{path} is not a router of this teacher: {key} is {metadata.get(key)!r} in "
-                    f"the file and {value!r} here; load it with the teacher it was saved from"
+                    f"the file; expected {value!r}: use the teacher that the router was trained for"
                 )
         rows, norms = self._original_rows()
         try:
@@ -318,16 +327,16 @@ class Mixture:
             saved = torch.empty(0)
         if saved.shape != rows.shape or not ((saved - rows).abs() <= _ROUNDING * norms).all():
             raise InputError(
-                f"{path} is not a router of this teacher: original_rows differs, so it was trained "
-                "from other router weights; load it with the teacher it was saved from"
+                f"{path} is not a router of this teacher: original_rows differs, so the router was "
+                "trained from other weights: use the teacher that the router was trained for"
             )
         parameters = self.router_parameters()
         for name, parameter in parameters.items():
             value = tensors.get(name)
             if value is None or value.shape != parameter.shape or not value.isfinite().all():
                 raise InputError(
-                    f"{path}: {name} is missing, not of the shape {list(parameter.shape)}, or not "
-                    "finite; save the router again"
+                    f"{path}: the tensor {name} is missing, not finite, or does not have the shape "
+                    f"{list(parameter.shape)}: save the router again"
                 )
         for name, parameter in parameters.items():
             parameter.data = tensors[name].to(parameter.device)
@@ -341,9 +350,9 @@ class Mixture:
         }
 
     def _original_rows(self) -> tuple[Tensor, Tensor]:
-        """Return one number for each row of the original routers, `[row]`, and the rows' norms.
+        """Return a checksum of each row of the original routers, `[row]`, and the rows' norms.
 
-        It depends on every weight, and on the dtype only through rounding.
+        A checksum depends on every weight of its row, and on the dtype only through rounding.
         """
         values = [torch.atleast_2d(value.double()) for value in self._original.values()]
         rows = [row for value in values for row in value]
@@ -352,7 +361,7 @@ class Mixture:
 
 
 def is_mixture(model: nn.Module) -> bool:
-    """Whether a model has routers that `Mixture` supports."""
+    """Return whether a model has routers that `Mixture` supports."""
     return any(type(module).__name__ in ROUTERS for module in model.modules())
 
 
@@ -364,18 +373,18 @@ def _find_routers(model: nn.Module) -> dict[str, nn.Module]:
             routers[name] = module
         elif _LOOKS_LIKE_A_ROUTER.search(kind):
             reason = (
-                f"which is not one of {', '.join(ROUTERS)}; if it gates by a softmax over all "
-                "experts, add it to ssl_kd.teachers.mixture.ROUTERS"
+                f"which is not one of {', '.join(ROUTERS)}; if this router gates by a softmax over "
+                "all experts, add its class to ssl_kd.teachers.mixture.ROUTERS"
             )
             if hasattr(module, "e_score_correction_bias"):
                 reason = "which gates by a sigmoid with a correction bias, not by a softmax"
             raise InputError(
-                f"{architecture} has routers of type {kind}, {reason}. Use router_mode 'native'"
+                f"{architecture} has routers of type {kind}, {reason}. Or set ROUTER_MODE 'native'"
             )
     if not routers:
         raise InputError(
-            f"{architecture} has no router, it is a dense model: use router_mode 'native', or a "
-            f"mixture of experts as the teacher ({', '.join(ROUTERS)})"
+            f"{architecture} has no router, because it is a dense model: set ROUTER_MODE 'native', "
+            f"or use a mixture of experts as the teacher ({', '.join(ROUTERS)})"
         )
     return routers
 
@@ -386,10 +395,10 @@ def _renormalizes(router: nn.Module) -> bool:
 
 
 def _gate(router: Any, hidden: Tensor) -> Tensor:
-    """Compute gate logits `[token, expert]`; some releases' routers do not return them."""
+    """Compute gate logits `[token, expert]`, which some routers do not return."""
     return F.linear(hidden, router.weight, getattr(router, "bias", None))
 
 
 def _cast_to_router(router: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cast the input, since a router in training is float32 in a half-precision model."""
+    """Cast the input to the router's dtype, which is float32 in training."""
     return args[0].to(router.weight.dtype), *args[1:]

@@ -1,4 +1,4 @@
-"""A frozen network as a teacher, with the preprocessing it was trained with."""
+"""Wrap a frozen network as a teacher, together with the preprocessing it was trained with."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _MAX_ASPECT = 4
 
 @dataclass(frozen=True)
 class Transform:
-    """Resize, crop the center, normalize.
+    """Resize an image, crop its center, and normalize it.
 
     Attributes:
-        size: side of the square that the network takes.
-        resize: length of the shorter side before the crop.
-        interpolation: `bilinear`, `bicubic` or another of PIL's filters, in lower case.
-        mean: of each channel, for values from 0 to 1.
-        std: of each channel.
-        squash: resize both sides to `resize`, ignoring the aspect ratio.
+        size: side of the square input of the network, in pixels.
+        resize: length of the shorter side before the crop, in pixels.
+        interpolation: `bilinear`, `bicubic` or another PIL filter, in lower case.
+        mean: mean of each channel, for pixel values from 0 to 1.
+        std: standard deviation of each channel.
+        squash: whether to resize both sides to `resize`, ignoring the aspect ratio.
     """
 
     size: int
@@ -41,7 +41,7 @@ class Transform:
     squash: bool = False
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Return a decoded image as uint8 `[3, size, size]`; `normalize` follows on the device."""
+        """Resize and crop a decoded image; return it as uint8 `[3, size, size]`."""
         from torchvision.transforms import functional as F
 
         image = image.convert("RGB")
@@ -55,9 +55,14 @@ class Transform:
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
     def normalize(self, batch: Tensor, out: Tensor | None = None) -> Tensor:
-        """Normalize uint8 `[image, 3, size, size]` to float32, channels last.
+        """Normalize a batch of uint8 images `[image, 3, size, size]`.
 
-        The result is written to `out`, a float32 tensor with as many elements, if it is given.
+        Args:
+            batch: output of `__call__`, stacked, on any device.
+            out: float32 buffer for the result, with as many elements as `batch`.
+
+        Returns:
+            float32 of the same shape, channels last in memory.
         """
         # (x / 255 - mean) / std as one multiplication and one addition per row of pixels:
         # three channels are too short an inner loop (8 times slower).
@@ -69,7 +74,7 @@ class Transform:
         return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
 
     def __str__(self) -> str:
-        """One line, part of a cache's fingerprint."""
+        """Describe the preprocessing in one line, which a cache of embeddings stores."""
         mode = "squash" if self.squash else "centre"
         mean, std = ([round(v, 4) for v in values] for values in (self.mean, self.std))
         return (
@@ -89,17 +94,18 @@ def _affine(
 
 
 class Network(Teacher):
-    """A frozen network.
+    """Use a PyTorch network as a teacher.
 
     Args:
-        name: part of the fingerprint.
-        model: the network; it is frozen and set to evaluation mode.
-        features: maps normalized images `[b, 3, size, size]` to embeddings `[b, dim]` by `model`.
-        transform: the network's preprocessing.
-        token: which token `features` returns, for the fingerprint.
+        name: name of the teacher, stored in a cache of its embeddings.
+        model: network, which is frozen and set to evaluation mode.
+        features: function that computes embeddings `[image, dim]` from normalized images
+            `[image, 3, size, size]` with `model`.
+        transform: preprocessing of the network.
+        token: name of the token that `features` returns, stored in a cache of embeddings.
 
     Raises:
-        ValueError: the network does not take images of this size.
+        ValueError: the network does not accept images of this size.
     """
 
     def __init__(
@@ -124,23 +130,23 @@ class Network(Teacher):
         except (AssertionError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(
-                f"{name} does not take images of {transform.size} px (IMAGE_SIZE): {reason}"
+                f"IMAGE_SIZE is {transform.size}, which {name} does not accept: {reason}"
             ) from error
 
     def to(self, device: str | torch.device) -> Network:
-        """Move to a device, in place."""
+        """Move the teacher to a device, in place."""
         super().to(device)
         self.model.to(self.device)
         self._input = None
         return self
 
     def preprocess(self, image: Image.Image) -> Tensor:
-        """Apply the network's resize and crop; uint8."""
+        """Resize and crop an image for the network; return it as uint8 `[3, size, size]`."""
         return self.transform(image)
 
     @torch.inference_mode()
     def embed(self, batch: Tensor) -> Tensor:
-        """Normalize the batch and run the network; float32 `[image, dim]`."""
+        """Normalize a batch of images and return the embeddings, float32 `[image, dim]`."""
         batch = batch.to(self.device, non_blocking=True)
         # One buffer for all batches, because new memory costs a page fault per page.
         if self._input is None or self._input.numel() != batch.numel():

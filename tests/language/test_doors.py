@@ -87,7 +87,7 @@ def test_a_rank_above_the_width_is_refused_before_a_teacher_is_made(
 ):
     monkeypatch.setattr(task, "_teacher", None)  # is not called
     name = models("student") if student == "folder" else student
-    with pytest.raises(InputError, match="LORA_RANK is 1,000,000, but a model of width"):
+    with pytest.raises(InputError, match="LORA_RANK is 1,000,000; expected at most"):
         run(settings(student_model=name, lora_rank=10**6))
 
 

@@ -30,8 +30,7 @@ from ssl_kd.losses.teacher_output import LinearTeacher  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
-from ssl_kd.teachers.layers import freeze_tower  # noqa: E402
-from ssl_kd.teachers.student import add_lora  # noqa: E402
+from ssl_kd.teachers.student import add_lora, freeze_tower  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402

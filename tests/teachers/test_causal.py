@@ -252,7 +252,7 @@ def test_what_cannot_be_loaded_is_named_in_one_line(folder, tmp_path, monkeypatc
     check_refused(folder, CausalLMUnavailable, "model.safetensors")
     file.write_bytes(whole)
     (folder / "tokenizer.json").unlink()
-    check_refused(folder, ValueError, "no readable tokenizer", "tokenizer.json")
+    check_refused(folder, ValueError, "no readable tokenizer", "tokenizer.save_pretrained")
     make_model("gpt2").save_pretrained(tmp_path / "no tokenizer")
     check_refused(tmp_path / "no tokenizer", ValueError, "no readable tokenizer", "special tokens")
 
@@ -264,7 +264,7 @@ def test_a_name_that_the_hub_cannot_give(monkeypatch):
     check_refused("nobody/no-such-model", CausalLMUnavailable, "hf download nobody/no-such-model")
     with pytest.raises(CausalLMUnavailable):
         files_id("nobody/no-such-model")
-    with pytest.raises(InputError, match="'gpt2 medium' is neither a folder nor a possible name"):
+    with pytest.raises(InputError, match="'gpt2 medium' is neither a folder nor a valid name"):
         load_causal_lm("gpt2 medium")
 
 
@@ -274,7 +274,7 @@ def test_weights_that_the_file_lacks_are_not_made_up(folder):
     state = load_file(folder / "model.safetensors")
     del state["model.norm.weight"]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    check_refused(folder, ValueError, "lacks 1", "model.norm.weight")
+    check_refused(folder, ValueError, "1 tensors are missing", "model.norm.weight")
 
 
 def test_other_kinds_of_models_are_refused(tmp_path):
@@ -295,6 +295,7 @@ def test_without_the_extra_the_way_to_it_is_named(folder, monkeypatch):
         load_causal_lm(folder)
 
 
+@pytest.mark.slow  # a process of its own
 def test_the_room_of_teachers_loads_without_transformers():
     code = (
         "import sys, ssl_kd.teachers, ssl_kd.teachers.causal\n"
@@ -332,5 +333,5 @@ def test_a_tensor_that_does_not_fit_the_configuration_is_named(tiny, tmp_path):
     tiny.folder(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
-    with pytest.raises(InputError, match=r"lm_head.weight has .*\(320, 32\).*\(400, 32\)"):
+    with pytest.raises(InputError, match=r"shape of lm_head.weight is \(320, 32\), .*\(400, 32\)"):
         load_causal_lm(tmp_path)

@@ -92,9 +92,9 @@ def test_the_key_goes_to_no_other_host(local, status):
         target = f"{other.url.replace('127.0.0.1', 'u:p@localhost')}/v1/models?key=abc#d"
         for location in ({"Location": target}, {}, {"Location": "http://[::1"}):
             local.act = lambda h, to=location: h.answer(b"", status, **to)
-            message = refused(local, rf"answers {status} .*not followed.*set TEACHER_URL to")
+            message = refused(local, rf"responds with {status} .*not followed.*set TEACHER_URL to")
             assert "u:p" not in message and "abc" not in message
-        with pytest.raises(ServerFailed, match=f"answers {status} "):
+        with pytest.raises(ServerFailed, match=f"responds with {status} "):
             client(local).check(8)
     assert other.requests == []
     assert {headers["Authorization"] for headers in local.requests} == {f"Bearer {KEY}"}
@@ -106,10 +106,10 @@ def test_no_message_contains_the_key_even_if_the_server_repeats_it(local, caplog
     for content in (text, f"bad: Bearer {KEY}".encode(), text.replace(b"/", b"\\u002f")):
         for status in (400, 401, 500, 302):
             local.act = lambda h, c=content, s=status: h.answer(c, s, Location=f"/{KEY}?{KEY}")
-            message = refused(local, f"answers {status}", patience=0.02)
+            message = refused(local, f"responds with {status}", patience=0.02)
             assert KEY[:12] not in message + caplog.text
     local.act = lambda h: h.answer(json.dumps({"model": KEY, "choices": [{}]}).encode())
-    refused(local, r"answers as the model '\*\*\*'")
+    refused(local, r"responds as the model '\*\*\*'")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_neither_netrc_nor_a_proxy_is_used(local, monkeypatch, tmp_path):
         for name in ("http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy.url)
         refused(local, "other than a completion")
-        with pytest.raises(ServerFailed, match="does not answer"):
+        with pytest.raises(ServerFailed, match="does not respond"):
             CompletionServer("https://teacher.invalid/v1", "t", timeout=5, patience=0).check(8)
     assert local.requests[0]["Authorization"] == f"Bearer {KEY}" and proxy.requests == []
 
@@ -180,10 +180,10 @@ def test_a_server_that_drips_is_given_up_after_the_timeout(local, act):
 def test_only_the_beginning_of_a_refusal_is_read(local):
     local.act = drip(b"HTTP/1.1 401 No\r\nContent-Length: 900\r\n\r\n", b"x")
     start = time.monotonic()
-    refused(local, "answers 401 No.*set its key", timeout=0.5)
+    refused(local, "responds with 401 No.*put the server's key", timeout=0.5)
     assert time.monotonic() - start < 3
     local.act = flood(b"HTTP/1.1 400 No\r\n\r\n", b"y" * 2**16)
-    refused(local, "answers 400 No: (…|y+)")
+    refused(local, "responds with 400 No: (…|y+)")
 
 
 def flood(head, part=b" " * 2**16):
@@ -219,7 +219,7 @@ def test_no_more_is_read_than_the_request_can_need(local, monkeypatch, act):
 def test_nothing_compressed_is_requested_or_inflated(local, encoding):
     bomb = gzip.compress(b" " * 2**24)
     local.act = lambda handler: handler.answer(bomb, Content_Encoding=encoding)
-    refused(local, "not JSON|does not answer")
+    refused(local, "not JSON|does not respond")
     assert local.requests[0]["Accept-Encoding"] == "identity"
 
 
@@ -253,7 +253,7 @@ def test_what_is_not_http_is_one_line(local, head):
 @fault(113)
 def test_timeouts_of_any_size_work(local):
     for timeout in (1e300, float("inf"), 1e-9):
-        refused(local, "other than a completion|does not answer", timeout=timeout)
+        refused(local, "other than a completion|does not respond", timeout=timeout)
 
 
 def test_it_works_within_a_running_loop(local):
@@ -267,14 +267,14 @@ def test_it_works_within_a_running_loop(local):
 
 @fault(112)
 def test_a_failed_connection_is_one_line(local, monkeypatch):
-    with pytest.raises(ServerFailed, match=r"does not answer \(\[SSL"):
+    with pytest.raises(ServerFailed, match=r"does not respond \(\[SSL"):
         CompletionServer(f"https{local.url[4:]}/v1", "teacher", timeout=5, patience=0).check(8)
 
     def unknown(*_, **__):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(ServerFailed, match="does not answer .*not known"):
+    with pytest.raises(ServerFailed, match="does not respond .*not known"):
         CompletionServer("http://teacher.invalid/v1", "teacher", timeout=5, patience=0).check(8)
 
 

@@ -82,24 +82,23 @@ def test_features_need_a_feature_file():
     data = FeatureDataset("f", "train", np.zeros((4, 7)))
     teacher = load_teacher("features", dataset=data)
     assert isinstance(teacher, Features) and teacher.dim == 7
-    with pytest.raises(ValueError, match="needs a feature file"):
+    with pytest.raises(ValueError, match="TEACHER is 'features', but the data set holds images"):
         load_teacher("features", dataset=array_data((2, 8, 8)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "dinov3"}, "unknown teacher 'dinov3': expected pixels"),
-        ({"name": "timm:"}, "unknown teacher"),
+        ({"name": "dinov3"}, "TEACHER is 'dinov3'; expected pixels"),
+        ({"name": "timm:"}, "TEACHER is 'timm:'; expected"),
         ({"name": "timm:resnet18foo"}, "did you mean resnet18"),
         ({"name": "timm:resnet18.nothing"}, "Invalid pretrained tag"),
         ({"name": "torchvision:resnet1"}, "did you mean resnet18"),
-        ({"name": "torchvision:resnet18", "token": "patch"}, "token must be 'class'"),
-        ({"name": "pixels", "token": "cls"}, "token must be"),
-        ({"name": "pixels", "image_size": 0}, "image_size must be at least 1"),
+        ({"name": "torchvision:resnet18", "token": "patch"}, "set it to 'class'"),
+        ({"name": "pixels", "token": "cls"}, "TOKEN is 'cls'; expected 'class'"),
+        ({"name": "pixels", "image_size": 0}, "IMAGE_SIZE is 0; expected at least 1"),
         ({"name": "pixels", "weights": "w.pth"}, "has no weights"),
-        ({"name": "dinov2_vits16"}, "unknown teacher"),
-        ({"name": "dinov2", "image_size": 225}, "a multiple of 14, such as 224"),
+        ({"name": "dinov2", "image_size": 225}, "expected a multiple of 14 .*, such as 224"),
     ],
 )
 def test_invalid_arguments_are_named(arguments, message):
@@ -167,7 +166,7 @@ def test_dinov2_from_a_file(tmp_path, shallow, name, published):
     model = small_dinov2(name).eval()
     torch.save(as_published(model) if published else model.state_dict(), tmp_path / "w.pth")
     batch = torch.randint(0, 256, (2, 3, 28, 28), dtype=torch.uint8)
-    found = {}
+    embeddings = {}
     for token in ("class", "patch", "both"):
         teacher = load_teacher(
             name,
@@ -176,7 +175,7 @@ def test_dinov2_from_a_file(tmp_path, shallow, name, published):
             token=token,
         )
         assert isinstance(teacher, Network)
-        found[token] = teacher.embed(batch)
+        embeddings[token] = teacher.embed(batch)
         assert teacher.name == f"{name} (timm)" and token in teacher.transform_id
         assert "bicubic" in teacher.transform_id and "0.485" in teacher.transform_id
     x = (batch / 255 - torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)) / torch.tensor(
@@ -186,10 +185,10 @@ def test_dinov2_from_a_file(tmp_path, shallow, name, published):
         tokens = model.forward_features(x)
     registers = 4 if name.endswith("reg") else 0
     assert tokens.shape[1] == 1 + registers + 4
-    torch.testing.assert_close(found["class"], tokens[:, 0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(embeddings["class"], tokens[:, 0], rtol=1e-4, atol=1e-4)
     patch = tokens[:, 1 + registers :].mean(1)
-    torch.testing.assert_close(found["patch"], patch, rtol=1e-4, atol=1e-4)
-    assert torch.equal(found["both"], torch.cat([found["class"], found["patch"]], 1))
+    torch.testing.assert_close(embeddings["patch"], patch, rtol=1e-4, atol=1e-4)
+    assert torch.equal(embeddings["both"], torch.cat([embeddings["class"], embeddings["patch"]], 1))
 
 
 def test_dinov2_is_224_px_and_resamples_its_positions(tmp_path, shallow):
@@ -203,15 +202,15 @@ def test_dinov2_is_224_px_and_resamples_its_positions(tmp_path, shallow):
 
 
 @pytest.mark.parametrize(
-    ("held", "asked"),
+    ("saved", "name"),
     [("dinov2_vits14_reg", "dinov2_vits14"), ("dinov2_vits14", "dinov2_vits14_reg")],
 )
 @pytest.mark.parametrize("published", [True, False])
-def test_another_dinov2_in_the_file_is_named(tmp_path, held, asked, published):
-    model = small_dinov2(held)
+def test_another_dinov2_in_the_file_is_named(tmp_path, saved, name, published):
+    model = small_dinov2(saved)
     torch.save(as_published(model) if published else model.state_dict(), tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=f"are {held}, not {asked}: set --teacher {held}"):
-        load_teacher(asked, weights=tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=f"holds {saved}, not {name}: set --teacher {saved}"):
+        load_teacher(name, weights=tmp_path / "w.pth")
 
 
 class FakeHub(nn.Module):
@@ -236,17 +235,17 @@ def test_dinov2_from_the_hub(monkeypatch):
 
     monkeypatch.setattr(torch.hub, "load", load)
     batch = torch.randint(0, 256, (2, 3, 28, 28), dtype=torch.uint8)
-    found = {}
+    embeddings = {}
     for token in ("class", "patch", "both"):
         teacher = load_teacher("dinov2", image_size=28, token=token)
         assert teacher.name == "dinov2_vits14 (hub)" and isinstance(teacher, Network)
-        found[token] = teacher.embed(batch)
+        embeddings[token] = teacher.embed(batch)
     with torch.no_grad():
         out = model.forward_features(teacher.transform.normalize(batch))
     patch = out["x_norm_patchtokens"].mean(1)
-    torch.testing.assert_close(found["class"], out["x_norm_clstoken"], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found["patch"], patch, rtol=1e-4, atol=1e-4)
-    assert torch.equal(found["both"], torch.cat([found["class"], found["patch"]], 1))
+    torch.testing.assert_close(embeddings["class"], out["x_norm_clstoken"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(embeddings["patch"], patch, rtol=1e-4, atol=1e-4)
+    assert torch.equal(embeddings["both"], torch.cat([embeddings["class"], embeddings["patch"]], 1))
 
 
 @pytest.mark.parametrize("classes", [1000, 7, 0])
@@ -270,7 +269,7 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path):
         with pytest.raises(ValueError, match="do not fit.*(nexpected).*layer1.2") as error:
             load_teacher(name, weights=tmp_path / "w.pth")
         assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="are not of a DINOv2 model"):
+    with pytest.raises(ValueError, match="holds no DINOv2 model"):
         load_teacher("dinov2", weights=tmp_path / "w.pth")
 
 
@@ -426,13 +425,17 @@ def test_a_cache_refuses_other_imported_classes_and_weights(own, tmp_path):
         (
             "MeanColour",
             {"weights": "w.pt"},
-            "does not accept weights 'w.pt': leave it at its default",
+            "does not accept weights 'w.pt': leave this setting at its default",
         ),
-        ("MeanColour", {"image_size": 8}, "give the class's __init__ a parameter image_size"),
+        (
+            "MeanColour",
+            {"image_size": 8},
+            "add a parameter image_size to the __init__ of the class",
+        ),
         ("MeanColour", {"token": "patch"}, "does not accept token 'patch'"),
         ("Silent", {}, "holds a network, but its weights_id is 'none'"),
-        ("Shapeless", {}, "has None as dim, expected int: set self.dim"),
-        ("Wordless", {}, "has 3 as transform_id, expected str"),
+        ("Shapeless", {}, "is None; expected int: set self.dim"),
+        ("Wordless", {}, "is 3; expected str: set self.transform_id"),
     ],
 )
 def test_an_invalid_imported_teacher_is_named_with_the_way_out(own, name, options, message):

@@ -6,8 +6,7 @@ import torch
 from ssl_kd.evaluate.language import judge_tokens
 from ssl_kd.losses.teacher_output import logits_of
 from ssl_kd.losses.token_distillation import next_token_targets
-from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.remembered import RememberedTeacher
+from ssl_kd.teachers.frozen import FrozenTeacher, RememberedTeacher
 
 
 @pytest.mark.parametrize("packing", [True, False])

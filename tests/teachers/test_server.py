@@ -126,22 +126,24 @@ FAULTS = [
     (at(2, logprob=math.nan), r"log-probability nan .*\(row 3 of the text, token 12\)"),
     (at(2, logprob=math.inf), r"log-probability inf .*\(row 3 of the text, token 12\)"),
     (at(5, logprob=0.5), r"log-probability 0.5 .*\(row 3 of the text, token 15\)"),
-    (lambda e, a: e[:-1], r"of 6 tokens for a prompt of 7 \(row 3 of the text\)"),
-    (lambda e, a: [*e, e[-1]], "of 8 tokens for a prompt of 7"),
-    (lambda e, a: json.loads("[" * 900 + "]" * 900), "of 1 tokens for a prompt of 7"),
+    (lambda e, a: e[:-1], r"of 6 tokens; expected 7 \(row 3 of the text\)"),
+    (lambda e, a: [*e, e[-1]], "of 8 tokens; expected 7"),
+    (lambda e, a: json.loads("[" * 900 + "]" * 900), "of 1 tokens; expected 7"),
     (lambda e, a: [*e[:3], None, *e[4:]], r"no log-probabilities: None \(.*token 13\)"),
     (lambda e, a: [*e[:2], [[]], *e[3:]], r"no log-probabilities: \[\[\]\] \(.*token 12\)"),
-    (lambda e, a: None, "returns no prompt_logprobs: expected vLLM"),
-    (lambda e, a: [None] + [dict([*x.items()][:2]) for x in e[1:]], "most likely tokens, expected"),
-    (renamed, r"the token 320, and the tokenizer has 320.*token 12\)"),
+    (lambda e, a: None, "returns no prompt_logprobs: use vLLM"),
+    (lambda e, a: [None] + [dict([*x.items()][:2]) for x in e[1:]], "most likely tokens; expected"),
+    (renamed, r"the token 320, but the tokenizer has 320.*token 12\)"),
     (louder, r"probabilities that sum to [1-9]\..* \(row 3 of the text, token 13\)"),
     (without_rest, r"they cannot sum to 1 \(row 3 of the text, token 13\)"),
-    (unsorted, r"not in the order of their ranks \(row 3 of the text, token 12\)"),
-    # The log-probability of token t where that of t + 1 is expected, and the reverse.
-    (lambda e, a: [None, *map(dict, e[2:]), e[-1]], "own token 17, only that of the next one"),
-    (lambda e, a: [None, e[1], *e[1:-1]], "own token 5, only that of the previous one: .* off by"),
+    (unsorted, r"contradict their ranks \(row 3 of the text, token 12\)"),
+    # The log-probability of token t where that of t + 1 is expected.
+    (
+        lambda e, a: [None, *map(dict, e[2:]), e[-1]],
+        r"own token 17, .*off by one position \(.*token 11\)",
+    ),
     *(
-        (spelled(name), r"returns the id '.*', expected one as '10' \(.*token 12\)")
+        (spelled(name), r"returns the id '.*'; expected one such as '10' \(.*token 12\)")
         for name in ("0{}", " {}", "-{}", "{}.0", "1_0", "\u0661\u0660", "", "{}\n", str(2**64 + 5))
     ),
     *(
@@ -167,18 +169,18 @@ def test_an_invalid_answer_is_refused_at_once(server, change, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"<html><body>Welcome</body></html>", r"what is not JSON \(.*\): <html>"),
-        (b"\x00\xff\x1b[2J", "what is not JSON"),
+        (b"<html><body>Welcome</body></html>", r"response that is not JSON \(.*\): <html>"),
+        (b"\x00\xff\x1b[2J", "response that is not JSON"),
         (b'{"object": "error"}', "other than a completion"),
         (b"[" * 10**6, r"not JSON \(it is nested too deeply\): \[\["),
         (b"[" * 600 + b"]" * 600, r"other than a completion: \[\["),
         (b'{"model": ' + b"9" * 5000 + b"}", r"not JSON .*\{\"model\": 9+"),
         (b'{"model": 1, "model": 2}', "not JSON .a key occurs twice"),
         (b'{"model": "teacher", "choices": [{}, {}]}', "other than a completion"),
-        (b'{"model": "teacher", "choices": [{"prompt_logprobs": "x"}]}', "of 'x' for a|tokens"),
-        (b'{"model": "' + b"x" * 10**6 + b'", "choices": [{}]}', "answers as the model 'x+"),
-        (b'{"model": "\\ud800", "choices": [{}]}', r"answers as the model '\\ud800'"),
-        (b"", "what is not JSON"),
+        (b'{"model": "teacher", "choices": [{"prompt_logprobs": "x"}]}', "of x tokens"),
+        (b'{"model": "' + b"x" * 10**6 + b'", "choices": [{}]}', "responds as the model 'x+"),
+        (b'{"model": "\\ud800", "choices": [{}]}', r"responds as the model '\\ud800'"),
+        (b"", "response that is not JSON"),
     ],
 )
 @fault(114)
@@ -193,9 +195,12 @@ def test_garbage_is_refused_in_one_line(server, content, message):
     ("models", "message"),
     [
         (b"[" * 10**6, "nested too deeply"),
-        (b'{"data": [1]}', "lists no models: "),
-        (b'{"data": [{"id": "' + b"a" * 10**6 + b'"}]}', "model 'teacher', only .'a+"),
-        (b'{"data": [{"id": "teacher", "max_model_len": 10}]}', "takes prompts of 9 tokens"),
+        (b'{"data": [1]}', "lists no models, but "),
+        (b'{"data": [{"id": "' + b"a" * 10**6 + b'"}]}', "model 'teacher'; it has .'a+"),
+        (
+            b'{"data": [{"id": "teacher", "max_model_len": 10}]}',
+            "accepts prompts of at most 9 tokens",
+        ),
         (b'{"data": [{"id": "teacher", "max_model_len": 1e999}]}', None),
     ],
 )
@@ -213,7 +218,7 @@ def test_an_invalid_list_of_models_is_one_line(server, monkeypatch, models, mess
 def test_a_served_model_with_a_nan_is_named(server):
     """vLLM refuses to write a NaN, which JSON does not have."""
     server.change = lambda logits: logits.index_fill(0, torch.tensor(4), math.nan)
-    message = r"log-probabilities that are not finite: .* weights it serves .*\(row 3 of the text\)"
+    message = r"log-probabilities that are not finite, .* served weights .*\(row 3 of the text\)"
     with pytest.raises(ServerFailed, match=message):
         ask(server)
     assert len(server.asked) == 1
@@ -226,7 +231,7 @@ def test_an_answer_of_another_model_is_refused(server):
         return True
 
     server.fault = other
-    with pytest.raises(ServerFailed, match="as the model 'other', requested was 'teacher'"):
+    with pytest.raises(ServerFailed, match="as the model 'other'; expected 'teacher'"):
         ask(server)
 
 
@@ -243,7 +248,7 @@ def test_what_may_pass_is_retried(server, status, caplog):
     server.fault = busy
     assert all(torch.equal(a, b) for a, b in zip(ask(server), expected, strict=True))
     (warning,) = caplog.records
-    assert f"answers {status}" in warning.message and "busy" in warning.message
+    assert f"responds with {status}" in warning.message and "busy" in warning.message
 
 
 @fault(113)
@@ -293,7 +298,9 @@ def test_a_server_that_is_gone_is_given_up_in_one_line(server):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    with pytest.raises(ServerFailed, match=f"{url} does not answer .*refused.* --resume") as caught:
+    with pytest.raises(
+        ServerFailed, match=f"{url} does not respond .*refused.* --resume"
+    ) as caught:
         CompletionServer(url, "teacher", patience=0.1).top_k(PROMPT, K, 320)
     assert "\n" not in str(caught.value)
 
@@ -314,7 +321,7 @@ def test_a_refusal_says_what_to_change(server, monkeypatch):
 
 def test_the_model_and_its_room_are_checked_first(server):
     client(server).check(24)
-    with pytest.raises(ServerFailed, match="does not have the model 'b', only .'teacher'.: set"):
+    with pytest.raises(ServerFailed, match="does not have the model 'b'; it has .'teacher'.: set"):
         CompletionServer(server.url, "b").check(24)
-    with pytest.raises(ServerFailed, match="prompts of 4095 tokens, and rows have 4096: set BLOCK"):
+    with pytest.raises(ServerFailed, match="at most 4095 tokens, but rows have 4096: set BLOCK"):
         client(server).check(4096)
