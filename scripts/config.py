@@ -15,9 +15,9 @@ TEACHER_MODEL = "train"
 # Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
 # takes no memory in training.
 TEACHER_CACHE = None
-# A server that answers for the teacher, such as http://host:8000/v1 of vLLM; None: it runs here.
-# TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable
-# TEACHER_API_KEY.
+# Server that runs the teacher, such as http://host:8000/v1 of vLLM; None: the teacher runs in this
+# process. TEACHER_MODEL then names the folder of its tokenizer. An API key is read from the
+# environment variable TEACHER_API_KEY.
 TEACHER_URL = None
 # Model name on the server of TEACHER_URL; None: TEACHER_MODEL.
 TEACHER_SERVED_AS = None
@@ -41,7 +41,8 @@ REBUILD_DAMAGED = False
 # --- Student --------------------------------------------------------------------------------------
 
 # Folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new
-# weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
+# weights of the teacher's architecture) | llama:LAYERSxDIM (new weights of a Llama, for any
+# teacher).
 STUDENT_MODEL = "fresh:2x128"
 # Rank of the LoRA adapters that are trained, at least 0; 0: train all weights.
 LORA_RANK = 0
@@ -49,19 +50,19 @@ LORA_RANK = 0
 LORA_ALPHA = 16.0
 # Recompute activations in the backward pass: less memory, more time.
 GRADIENT_CHECKPOINTING = False
-# Peak learning rate of AdamW, at least 0, at most 100; None: 3e-3 for new weights, 5e-4 for what is
+# Peak learning rate of AdamW, at least 0, at most 100; None: 3e-3 for new weights, 5e-4 for layers
 # cut from a teacher, 2e-4 for adapters, 2e-5 for a pretrained model.
 LEARNING_RATE = None
 
 # --- Text -----------------------------------------------------------------------------------------
 
 # Text to learn from: .jsonl .json .csv .parquet (messages | conversations | prompt, completion |
-# question, answer | instruction, output | text) | .txt | a folder of them, or by save_to_disk |
-# hf:NAME | stdlib (the source of Python's standard library).
+# question, answer | instruction, output | text) | .txt | a folder of such files or of save_to_disk
+# | hf:NAME | stdlib (the source of Python's standard library).
 DATA_PATH = "stdlib"
 # Held-out text; None: the test split of the data, or a tenth of it, excluded from training.
 EVAL_PATH = None
-# Field of the records that holds the text; None: the first format of DATA_PATH that fits.
+# Field of the records that holds the text; None: the first known field, see DATA_PATH.
 TEXT_FIELD = None
 # Tokens in a row, at least 8, at most 1048576. Longer: more context, more memory.
 BLOCK_SIZE = 256
@@ -87,7 +88,8 @@ ALPHA_CE = 0.5
 # lowest and highest loss); None: no clamp. float32 arithmetic needs no clamp.
 LEGACY_CLAMP = None
 # How to align a teacher with another tokenizer: auto (the tokenizers are the same) | hidden (hidden
-# states at common boundaries) | uld (sorted probabilities) | chunks (of text).
+# states at common boundaries) | uld (sorted probabilities) | chunks (distributions and likelihoods
+# of common pieces of text).
 ALIGN = "auto"
 
 # --- Generated text -------------------------------------------------------------------------------
@@ -156,9 +158,6 @@ STOP_AFTER = 10
 # Trainable weights and losses are always float32. A dtype that is slow on the device is replaced,
 # and the log says why.
 MODEL_DTYPE = "auto"
-# With torchrun: shard the weights of student and teacher over the GPUs (FSDP2), for models that are
-# too large for one GPU; off: a full copy on each (DDP).
-SHARD = False
 
 # --- Evaluation -----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The language mode from Python: `Distillation(teacher, student, texts).run()`."""
+"""Distil language models from Python: `Distillation(teacher, student, texts).run()`."""
 
 from __future__ import annotations
 
@@ -47,27 +47,26 @@ class Distillation:
     """Distil a teacher into a student language model, as `scripts/distill.py` does.
 
     Args:
-        teacher: folder or Hub name of a causal language model; a model of transformers with its
-            tokenizer, `(model, tokenizer)`, or its processor if it reads images; `train`, to train
-            a small one on the text first; or `none`, for cross-entropy alone. A model in memory is
-            moved to the run's device and dtype.
-        student: the same, or a value of STUDENT_MODEL: `layers:N`, `fresh:LAYERSxDIM`,
-            `llama:LAYERSxDIM`. A model in memory is trained in place.
-        texts: a value of DATA_PATH; or texts in memory: strings, or records such as
-            `{"prompt": ..., "completion": ...}` and `{"messages": [...]}`, as a list, a
-            `datasets.Dataset` or a data frame. They are saved in `data/texts`, with PIL images
-            next to them, under a name made of their content.
-        eval_texts: held-out text, in the same forms; None: a part of `texts`.
-        preset: one of `ssl_kd.language.presets.PRESETS`.
-        **settings: the settings of `scripts/config.py` in lower case: `temperature=2.0`,
-            `max_steps=500`.
+        teacher: folder or Hub name of a causal language model; a transformers model in memory as
+            `(model, tokenizer)`, or `(model, processor)` if it reads images; `train`, to train a
+            small teacher on the text first; or `none`, for cross-entropy alone. A model in memory
+            is moved to the device and dtype of the run.
+        student: folder, Hub name or model in memory; or `layers:N`, `fresh:LAYERSxDIM` or
+            `llama:LAYERSxDIM`, see STUDENT_MODEL. A model in memory is trained in place.
+        texts: a path or name as for DATA_PATH; or a list, `datasets.Dataset` or data frame of
+            strings or of records such as `{"prompt": ..., "completion": ...}` and
+            `{"messages": [...]}`. Texts in memory are saved in `data/texts`, with their PIL images,
+            under a name that is a hash of their content.
+        eval_texts: held-out text in the same forms; None holds out a part of `texts`.
+        preset: a name in `ssl_kd.language.presets.PRESETS`.
+        **settings: settings of `scripts/config.py` in lower case, such as `temperature=2.0`.
 
     Raises:
         SettingsError: a setting is unknown or out of range.
-        InputError: texts are empty or of another type.
+        InputError: texts are empty or of an unsupported type.
 
     Attributes:
-        settings: all of them.
+        settings: the resulting `LanguageSettings`.
 
     >>> texts = [f"{n} and {n} are {2 * n}" for n in range(500)]
     >>> distillation = Distillation("train", "fresh:1x32", texts, max_steps=100)  # doctest: +SKIP
@@ -88,10 +87,11 @@ class Distillation:
         values = LanguageSettings.canonical(settings)
         for name, argument in _ARGUMENTS.items():
             if name in values:
-                raise SettingsError(f"give {name} as the argument {argument}")
+                raise SettingsError(f"{name} is not accepted here: use the argument {argument}")
         if preset is not None and preset not in PRESETS:
             known = ", ".join(PRESETS)
-            raise SettingsError(f"preset is {preset!r}, not {known}.{nearest(preset, PRESETS)}")
+            hint = nearest(preset, PRESETS)
+            raise SettingsError(f"preset is {preset!r}; expected one of {known}.{hint}")
         teacher_model, teacher_in_memory = _model("teacher", teacher)
         student_model, student_in_memory = _model("student", student)
         self._models, self._naming = InMemoryModels(teacher_in_memory, student_in_memory), _NAMING
@@ -107,25 +107,25 @@ class Distillation:
 
     @classmethod
     def of(cls, settings: LanguageSettings) -> Distillation:
-        """Return the distillation of a settings object, as the command line has one."""
+        """Return a distillation with the settings that the command line has parsed."""
         distillation = cls.__new__(cls)
         distillation.settings, distillation._models = settings, InMemoryModels()
         distillation._naming = contextlib.nullcontext
         return distillation
 
     def run(self, *, progress: Progress = no_progress) -> DistilledRun:
-        """Train the student, evaluate it and its teacher, and write a run folder with a report.
+        """Train the student, score student and teacher, and write a run folder with a report.
 
-        With torchrun, each process calls this, and all train one student.
+        With torchrun, each process must call this; together they train one student.
 
         Args:
             progress: called as `progress(stage, done, total, info)`.
 
         Raises:
             SettingsError: teacher, student and text do not fit together.
-            InputError: the teacher or the student has weights that are not finite.
-            Interrupted: Ctrl-C or SIGTERM; `resume()` continues the run.
-            TooFewHealthyParts: the guard gave the student up; the message says why.
+            InputError: the teacher or the student outputs NaN or infinity before training.
+            Interrupted: Ctrl-C or SIGTERM stopped the run; `resume()` continues it.
+            TooFewHealthyParts: the student did not recover from its faults; the message names them.
         """
         with self._naming():
             if follows():  # the first process reports
@@ -138,20 +138,20 @@ class Distillation:
             return DistilledRun(reported(start, lambda path: None, progress))
 
     def resume(self, *, progress: Progress = no_progress) -> DistilledRun:
-        """Continue the last interrupted run; otherwise like `run`."""
+        """Continue the last interrupted run; arguments and result are those of `run`."""
         resumed = copy.copy(self)
         resumed.settings = self.settings.replace(resume=True)
         return resumed.run(progress=progress)
 
 
 class DistilledRun:
-    """A finished run of the language mode: `DistilledRun("runs/latest")`.
+    """Read a finished run of the language mode: `DistilledRun("runs/latest")`.
 
     Raises:
-        FileNotFoundError: the path is no run folder.
+        FileNotFoundError: `path` is not a run folder.
 
     Attributes:
-        path: its folder.
+        path: the run folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -166,16 +166,15 @@ class DistilledRun:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`: one mapping for each logged step or evaluation."""
+        """The lines of `metrics.jsonl`, a mapping for each logged step or evaluation."""
         return RunResults.read(self.path).steps
 
     @property
     def scores(self) -> dict[str, dict[str, float]]:
-        """Scores on held-out text, `{score: {model: value}}`; `pandas.DataFrame` accepts it.
+        """The scores on held-out text as `{score: {model: value}}`, for `pandas.DataFrame`.
 
-        Models are `teacher`, `student before` and `student`; scores are `nll` (nats per token),
-        `perplexity`, `bits_per_character`, `agreement` and `kl` with the teacher, and others that
-        apply.
+        The models are `teacher`, `student before` and `student`. The scores include `nll` (nats per
+        token), `perplexity`, `bits_per_character`, and `agreement` and `kl` with the teacher.
         """
         rows = self.metrics["table"]
         names = list(dict.fromkeys(name for row in rows for name in row if name != "name"))
@@ -192,7 +191,7 @@ class DistilledRun:
 
     @property
     def student(self) -> Any:
-        """The transformers model with the best held-out likelihood; adapters are merged."""
+        """The saved student as a transformers model, with merged adapters."""
         return self._saved.model
 
     @property
@@ -202,7 +201,7 @@ class DistilledRun:
 
     @property
     def processor(self) -> Any:
-        """The processor of a student of images and text; None for a student of text."""
+        """The processor of a student that reads images; None if it reads only text."""
         return self._saved.processor
 
     @cached_property
@@ -217,7 +216,7 @@ class DistilledRun:
 
 
 def _model(who: str, model: Model) -> tuple[str, CausalLM | None]:
-    """Return the value of the setting, and the model if it is in memory."""
+    """Return the value of the setting TEACHER_MODEL or STUDENT_MODEL, and a model in memory."""
     if isinstance(model, str | os.PathLike):
         return os.fspath(model), None
     lm, tokenizer = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
@@ -225,27 +224,27 @@ def _model(who: str, model: Model) -> tuple[str, CausalLM | None]:
     tokenizer = tokenizer if processor is None else processor.tokenizer
     if not hasattr(lm, "get_output_embeddings") or not hasattr(tokenizer, "get_vocab"):
         raise InputError(
-            f"{who} is {type(model).__name__}, expected a folder, a name on the Hub, or a "
+            f"{who} is of type {type(model).__name__}; expected a folder, a name on the Hub, or a "
             "transformers model with its tokenizer: (model, tokenizer)"
         )
     return IN_MEMORY, CausalLM.of(lm, tokenizer, f"{type(lm).__name__} in memory", processor)
 
 
 def _place(argument: str, texts: Texts) -> str:
-    """Return the path or name of the texts; write those in memory, named by their content."""
+    """Return the path or name of the texts; save texts in memory first."""
     if isinstance(texts, str | os.PathLike):
         return os.fspath(texts)
     if hasattr(texts, "to_dict") and hasattr(texts, "columns"):  # a data frame
         texts = texts.to_dict("records")  # type: ignore[attr-defined]
     if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
         raise InputError(
-            f"{argument} is {type(texts).__name__}, expected a path or name, or a list, a "
-            "datasets.Dataset or a data frame of strings or records; pass the splits of a mapping "
-            "as texts and eval_texts"
+            f"{argument} is of type {type(texts).__name__}; expected a path or name, or a list, a "
+            "datasets.Dataset or a data frame of strings or records (of a mapping of splits, pass "
+            "one as texts and one as eval_texts)"
         )
     content = b"".join(_line(argument, i, text) for i, text in enumerate(texts))
     if not content:
-        raise InputError(f"{argument} is empty: expected one text or more")
+        raise InputError(f"{argument} is empty; expected one text or more")
     return str(_write_once(TEXTS / f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl", content))
 
 
@@ -260,8 +259,8 @@ def _line(argument: str, number: int, text: str | Mapping[str, Any]) -> bytes:
     record = {"text": text} if isinstance(text, str) else text
     if not isinstance(record, Mapping):
         raise InputError(
-            f"{argument}[{number}] is {type(text).__name__}, expected a string or a record such as "
-            '{"prompt": ..., "completion": ...}'
+            f"{argument}[{number}] is of type {type(text).__name__}; expected a string or a record"
+            ' such as {"prompt": ..., "completion": ...}'
         )
     try:
         return json.dumps(dict(record), ensure_ascii=False, default=_image).encode() + b"\n"
@@ -270,7 +269,7 @@ def _line(argument: str, number: int, text: str | Mapping[str, Any]) -> bytes:
 
 
 def _image(value: Any) -> str:
-    """Write a PIL image, or the bytes of an image file, and return its path next to the texts."""
+    """Save a PIL image, or the bytes of an image file; return its path relative to the texts."""
     from PIL import Image
 
     content, kind = value, "image"

@@ -118,7 +118,7 @@ def test_a_fault_with_a_model_in_memory_says_why_it_cannot_be_replayed(here, tea
     pairs = (lm.model, lm.tokenizer), (own.model, own.tokenizer)
     done = ssl_kd.Distillation(*pairs, TEXTS, **FAST).run()
     (bundle, *_) = sorted((done.path / "faults").glob("*.pt"))
-    with pytest.raises(SettingsError, match="was passed in memory"):
+    with pytest.raises(SettingsError, match="was a model in memory"):
         replay(bundle)
 
 
@@ -144,10 +144,10 @@ def test_texts_in_memory_are_kept_by_their_content(here):
     "texts, words",
     [
         ([], "texts is empty"),
-        ([" a", 3], r"texts\[1\] is int, expected a string or a record"),
+        ([" a", 3], r"texts\[1\] is of type int; expected a string or a record"),
         ([{"text": {1}}], r"texts\[0\] cannot be written as JSON: .* set"),
-        ({"train": ["a"]}, "texts is dict, .* pass the splits of a mapping"),
-        (3, "texts is int"),
+        ({"train": ["a"]}, "texts is of type dict; .* of a mapping of splits"),
+        (3, "texts is of type int"),
     ],
 )
 def test_other_texts_are_refused_and_nothing_is_written(here, texts, words):
@@ -161,10 +161,10 @@ def test_other_texts_are_refused_and_nothing_is_written(here, texts, words):
     [
         ({"temprature": 2.0}, "(?i)temprature.* Did you mean temperature"),
         ({"temperature": -1}, "^temperature is -1"),
-        ({"teacher_model": "gpt2"}, "give teacher_model as the argument teacher"),
-        ({"preset": "stabel"}, "preset is 'stabel', not .* Did you mean stable"),
-        ({"teacher": 3}, "teacher is int, expected a folder"),
-        ({"student": ("a", "b")}, "student is tuple"),
+        ({"teacher_model": "gpt2"}, "teacher_model is not accepted here: use the argument teacher"),
+        ({"preset": "stabel"}, "preset is 'stabel'; expected one of .* Did you mean stable"),
+        ({"teacher": 3}, "teacher is of type int; expected a folder"),
+        ({"student": ("a", "b")}, "student is of type tuple"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_written(here, given, words):

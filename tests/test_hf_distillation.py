@@ -348,7 +348,7 @@ def test_a_folder_is_a_teacher_and_its_tokenizer_is_compared(tmp_path):
     trainer = DistillationTrainer(student, folder, processing_class=TINY.tokenizer, **given)
     trainer.train()
     assert trainer.state.log_history[0]["kd"] > 0
-    with pytest.raises(InputError, match="another tokenizer than processing_class"):
+    with pytest.raises(InputError, match="differs from processing_class"):
         DistillationTrainer(student, folder, processing_class=TINY.other_tokenizer, **given)
 
 
@@ -397,7 +397,7 @@ def test_a_nan_in_kd_of_one_process_is_cut_out_on_both(tmp_path):
     ("options", "message"),
     [
         ({"alpha_kd": 0.5, "teacher": None}, "teacher is None: name a teacher"),
-        ({"teacher": 7}, "teacher is a int"),
+        ({"teacher": 7}, "teacher is of type int"),
         ({"divergence": "kl"}, "divergence is 'kl'"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: set it to 0"),

@@ -193,8 +193,8 @@ def test_without_transformers_the_extra_is_named():
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ("deepspeed", "under DeepSpeed or FSDP"),
-        ("fsdp", "under DeepSpeed or FSDP"),
+        ("deepspeed", "support DeepSpeed or FSDP"),
+        ("fsdp", "support DeepSpeed or FSDP"),
         (None, r"is float16, expected float32.*model.float\(\)"),
     ],
 )

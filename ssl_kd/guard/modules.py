@@ -185,11 +185,6 @@ class ModuleParts:
             part.buffers.keep()
 
 
-def without_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a guard's state without its last good states, which are sharded over the ranks."""
-    return {**state, "parts": {name: {"good": None, "due": 0} for name in state["parts"]}}
-
-
 def _divide(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

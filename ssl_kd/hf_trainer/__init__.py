@@ -1,8 +1,8 @@
-"""The guard for a Hugging Face Trainer, and a Trainer that distils.
+"""Distil language models with the Trainer of Hugging Face, or guard a Trainer with its own loss.
 
-`Trainer(..., callbacks=[GuardCallback()])` guards your own loss;
-`DistillationTrainer(student, teacher, ...)` replaces `Trainer(student, ...)`. Bit-exact resume,
-replay, caches, routers and other tokenizers need `ssl_kd distill`.
+`DistillationTrainer(student, teacher, ...)` replaces `Trainer(student, ...)`;
+`Trainer(..., callbacks=[GuardCallback()])` skips bad steps of any loss. For bit-exact resume,
+replay, caches, routers and teachers with other tokenizers, use `ssl_kd distill`.
 """
 
 try:

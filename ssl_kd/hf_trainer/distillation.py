@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer that distils: its training loop, our loss, and the guard between both."""
+"""Distil a teacher into a student with the Trainer of Hugging Face."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ from ssl_kd.teachers.frozen import FrozenTeacher, linear_head
 NO_LOSS = -100  # the label of a token without loss, as in all of transformers
 
 Answer: TypeAlias = Callable[[Mapping[str, Any], Tensor], TeacherOutput]
-"""From a model's inputs and `[n]` rows of the flattened `[batch * token]` to its output there."""
+"""Takes a model's inputs and `n` of the `batch * token` positions; returns its outputs there."""
 
 Teacher: TypeAlias = str | os.PathLike[str] | PreTrainedModel | Answer
 
 
 class DistillationTrainer(Trainer):
-    """A `transformers.Trainer` whose student learns from its text and from a teacher.
+    """Train a student on text and on the output of one or several teachers.
 
-    The loss is `alpha_ce * ce + alpha_kd * T^2 * divergence`, both means over all tokens of the
-    step, over any number of batches and processes. It is computed from hidden states, a chunk of
-    tokens at a time: the logits of a whole batch, of student or teacher, never exist.
+    The loss is `alpha_ce * ce + alpha_kd * T^2 * divergence`. Both terms are means over all tokens
+    of a step, over all batches and processes. They are computed from hidden states for a chunk of
+    tokens at a time, so the logits of a whole batch are never stored.
 
-    The two terms fail separately: a step with a NaN in one has exactly the bits of a step of the
-    other term alone, and a step with a NaN in both is skipped; see `GuardCallback`, which is added
-    by default. Log lines have `ce` and `kd`, in nats a token; evaluations `eval_ce` and `eval_kd`.
-    Everything else is the Trainer's: data sets, schedules, optimizers, PEFT, mixed precision,
-    accumulation, compilation, DDP, checkpoints.
+    The terms fail separately: a step with a NaN in one of them has the same bits as a step of the
+    other term alone, and a step with a NaN in both is skipped (see `GuardCallback`, which is added
+    by default). Log lines contain `ce` and `kd` in nats per token, evaluations `eval_ce` and
+    `eval_kd`. All other features of the Trainer work as usual: data sets, schedules, optimizers,
+    PEFT, mixed precision, accumulation, compilation, DDP and checkpoints.
 
     Args:
-        model: the student, a causal language model of transformers, with or without PEFT's
-            adapters; trainable weights become float32.
+        model: the student, a causal language model of transformers, with or without PEFT adapters.
+            Trainable weights are cast to float32.
         teacher: a folder or a name on the Hub (loaded in the dtype that suits the device), a model
-            (frozen in place, in its own dtype), or a callable with the student's inputs and rows as
-            arguments, see `Answer`; or a list of these, whose divergences are averaged. All have
-            the student's tokenizer. None: cross-entropy alone.
-        args: the Trainer's.
+            (frozen in place, in its own dtype), or a callable of type `Answer`; or a list of these,
+            whose divergences are averaged. Teachers must have the student's tokenizer. None means
+            cross-entropy alone.
+        args: arguments of the Trainer.
         divergence: a name in `ssl_kd.divergences.DIVERGENCES`.
-        temperature: of both softmaxes in the divergence, in [0.05, 100].
+        temperature: divides the logits of student and teacher in the divergence, in [0.05, 100].
         alpha_kd: weight of the divergence, at least 0.
         alpha_ce: weight of the cross-entropy, at least 0.
         processing_class: the tokenizer; compared with that of a teacher loaded by name.
-        data_collator: must return `labels`. The default pads samples of `input_ids`, and optionally
-            `labels` (not shifted, -100 where there is no loss), at the end.
+        data_collator: makes batches with `labels`. The default one, `collate`, pads samples of
+            `input_ids` and optional `labels` (not shifted, -100 for tokens without loss).
         callbacks: a `GuardCallback` among them replaces the default one.
         **options: other arguments of the Trainer.
 
     Raises:
-        InputError: student, teacher and arguments do not fit.
+        InputError: student, teacher and arguments do not fit together.
         SettingsError: a number is out of range.
 
     Attributes:
-        guarding: the `GuardCallback`.
+        guarding: the `GuardCallback` of this trainer.
 
     References:
         Hinton et al., Distilling the Knowledge in a Neural Network, 2015.
@@ -94,11 +94,12 @@ class DistillationTrainer(Trainer):
         )
         if teacher is None and alpha_kd:
             raise InputError(
-                f"alpha_kd is {alpha_kd} and teacher is None: name a teacher, or set alpha_kd to 0"
+                f"alpha_kd is {alpha_kd} but teacher is None: name a teacher, or set alpha_kd to 0"
             )
         if options.get("compute_loss_func") is not None:
             raise InputError(
-                "DistillationTrainer computes its own loss: leave compute_loss_func out"
+                "compute_loss_func is set, but DistillationTrainer computes its own loss: leave"
+                " compute_loss_func out"
             )
         guards = [callback for callback in callbacks if isinstance(callback, GuardCallback)]
         self.guarding = guards[0] if guards else GuardCallback()
@@ -113,7 +114,7 @@ class DistillationTrainer(Trainer):
         for name, is_set, fix in (
             ("label_smoothing_factor", self.args.label_smoothing_factor, "set it to 0"),
             ("several GPUs in one process", self.args.n_gpu > 1, "torchrun --nproc_per_node N"),
-            ("FSDP", self.is_fsdp_enabled, "use `ssl_kd distill --shard`"),
+            ("FSDP", self.is_fsdp_enabled, "start plain processes with torchrun"),
             ("DeepSpeed", self.is_deepspeed_enabled, "start plain processes with torchrun"),
         ):
             if is_set:
@@ -132,16 +133,16 @@ class DistillationTrainer(Trainer):
             tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
             if tokenizer is not None and tokenizer_id(lm.tokenizer) != tokenizer_id(tokenizer):
                 raise InputError(
-                    f"the teacher {lm.name} has another tokenizer than processing_class "
-                    f"({len(lm.tokenizer)} and {len(tokenizer)} tokens): use a teacher of the same "
-                    "family, or `ssl_kd distill --align chunks`"
+                    f"the tokenizer of the teacher {lm.name} ({len(lm.tokenizer)} tokens) differs"
+                    f" from processing_class ({len(tokenizer)} tokens): use a teacher with the"
+                    " student's tokenizer, or `ssl_kd distill --align chunks`"
                 )
             teacher = lm.model
         if isinstance(teacher, nn.Module) and hasattr(teacher, "get_output_embeddings"):
             return FrozenTeacher(teacher, device=self.args.device).answer
         if not callable(teacher):
             raise InputError(
-                f"teacher is a {type(teacher).__name__}: expected a folder or a name on the Hub, a "
+                f"teacher is of type {type(teacher).__name__}; expected a folder or Hub name, a "
                 "causal language model, or a callable with the arguments (inputs, rows)"
             )
         return teacher
@@ -157,12 +158,14 @@ class DistillationTrainer(Trainer):
     def terms(
         self, model: nn.Module, inputs: Mapping[str, Any], *, all_logits: bool = False
     ) -> tuple[dict[str, Tensor], Any]:
-        """Return `ce` and, with teachers, `kd`, sums over the targets of a batch; and the outputs.
+        """Return the sums of `ce` and `kd` over the targets of a batch, and the model's output.
+
+        There is no `kd` without a teacher.
 
         Args:
-            model: the student, as the Trainer wraps it.
-            inputs: the model's, and `labels`.
-            all_logits: whether the outputs need the logits of all positions.
+            model: the student, as wrapped by the Trainer.
+            inputs: the inputs of the model, with `labels`.
+            all_logits: whether the model's output must contain the logits of all positions.
         """
         rows, targets = next_token_targets(inputs["labels"], _counts(inputs))
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
@@ -187,14 +190,14 @@ class DistillationTrainer(Trainer):
                 weights=(self._weights["ce"], self._weights["kd"]),
             )
         sums = {"ce": ce, "kd": kd} if answers else {"ce": ce}
-        for name, term in sums.items():  # for log lines: each sum and its tokens, where finite
+        for name, term in sums.items():  # for log lines: sum and number of tokens, if finite
             pair = torch.stack([term.detach(), term.new_tensor(len(rows))]).double()
             pair = pair.where(pair.isfinite().all(), 0.0)
             self._sums[name] = self._sums[name] + pair if name in self._sums else pair
         return sums, outputs
 
     def _prepare_student(self) -> None:
-        """Find out, once for each model, whether its logits are hidden states times its head."""
+        """Detect once per model whether its logits are linear; if so, record its hidden states."""
         if self._student is self.model:
             return
         self._student = self.model
@@ -218,7 +221,7 @@ class DistillationTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the weighted sum of the terms, and the outputs with `return_outputs`."""
+        """Return the weighted sum of the terms; with `return_outputs` also the model's output."""
         sums, outputs = self.terms(model, inputs, all_logits=return_outputs)
         loss = torch.stack([*self._weighted(sums, inputs, num_items_in_batch).values()]).sum()
         return (loss, outputs) if return_outputs else loss
@@ -226,8 +229,8 @@ class DistillationTrainer(Trainer):
     def _weighted(
         self, sums: Mapping[str, Tensor], inputs: Mapping[str, Any], tokens: Any
     ) -> dict[str, Tensor]:
-        """Return a batch's part of each weighted term; without `tokens` of a step, its mean."""
-        if tokens is None:
+        """Weight the terms of a batch and divide them by `tokens`, the target count of the step."""
+        if tokens is None:  # divide by the target count of the batch
             share = 1 / _counts(inputs)[:, 1:].sum().clamp(min=1)
         else:  # gradients are averaged over the processes
             share = self.accelerator.num_processes / tokens.clamp(min=1)
@@ -237,7 +240,7 @@ class DistillationTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the batches of a step, and the number of its targets in all processes."""
+        """Return the batches of a step, and the number of target tokens in all processes."""
         samples = [*islice(epoch_iterator, num_batches)]
         tokens = sum(int(_counts(batch)[:, 1:].sum()) for batch in samples)
         counts: Any = self.accelerator.gather(torch.tensor([tokens], device=device))
@@ -246,7 +249,7 @@ class DistillationTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run forward and backward pass of one batch; return its finite terms' sum, or NaN."""
+        """Run forward and backward pass of a batch; return the sum of the finite terms, or NaN."""
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()  # a schedule-free optimizer
@@ -264,19 +267,19 @@ class DistillationTrainer(Trainer):
     # -- log lines and evaluation -----------------------------------------------------------------
 
     def _means(self, prefix: str = "") -> dict[str, float]:
-        """Return the mean of each term since the last call, over the tokens of all processes."""
+        """Return the mean of each term per token, over all processes and since the last call."""
         sums, self._sums = self._sums, {}
         totals: dict[str, Any] = {n: self.accelerator.reduce(x, "sum") for n, x in sums.items()}
         return {f"{prefix}{name}": float(total / n) for name, (total, n) in totals.items()}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log a line, with `ce`, `kd` and the guard's counters."""
+        """Log a line with `ce`, `kd` and the guard's counters added."""
         if "loss" in logs:
             logs |= self._means()
         super().log({**logs, **self.guarding.counters()}, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run the Trainer's evaluation, and add the mean of each term over the tokens."""
+        """Run the Trainer's evaluation and add the mean of each term per token."""
         before, self._sums = self._sums, {}
         output: Any = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         output.metrics.update(self._means(f"{metric_key_prefix}_"))
@@ -290,7 +293,7 @@ class DistillationTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return loss, logits and labels of a batch; the last two only for `compute_metrics`."""
+        """Return loss, logits and labels of a batch; logits and labels may be None."""
         if not prediction_loss_only:
             return super().prediction_step(model, inputs, False, ignore_keys)
         with torch.no_grad():
@@ -298,7 +301,7 @@ class DistillationTrainer(Trainer):
 
 
 def _counts(inputs: Mapping[str, Any]) -> Tensor:
-    """Return which tokens are targets, `[batch, token]`; not the first one after left padding."""
+    """Return a mask `[batch, token]` of the target tokens, without the first after left padding."""
     counts = inputs["labels"] != NO_LOSS
     if (mask := inputs.get("attention_mask")) is not None:
         counts[:, 1:] &= mask[:, :-1] > 0
@@ -306,14 +309,15 @@ def _counts(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Pad samples of different lengths at the end to one batch.
+    """Pad samples of different lengths at the end and stack them to a batch.
 
     Args:
-        samples: of `input_ids`, and optionally `labels`, `attention_mask` and others: numbers, or
-            lists or tensors of them `[token]`.
+        samples: mappings with `input_ids` and optional columns such as `labels` and
+            `attention_mask`. Values are numbers, or lists or tensors `[token]` of numbers.
 
     Returns:
-        Each column, `[batch, token]` or `[batch]`, and `attention_mask` and `labels`.
+        Each column as a tensor `[batch, token]` or `[batch]`; `attention_mask` and `labels` are
+        added if the samples do not have them.
     """
     columns: dict[str, Tensor] = {}
     for name in samples[0]:

@@ -1,4 +1,4 @@
-"""The guard in a Hugging Face Trainer: `Trainer(..., callbacks=[GuardCallback()])`."""
+"""Guard the training steps of a Hugging Face Trainer by a callback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class _NoClipping(float):
-    """An infinite `max_grad_norm`, with which a Trainer does not clip; keeps the replaced value."""
+    """An infinite `max_grad_norm`, so that a Trainer does not clip; stores the replaced value."""
 
     replaced: float
 
@@ -29,28 +29,29 @@ class _NoClipping(float):
 
 
 class GuardCallback(TrainerCallback):
-    """Skip sick steps of a Trainer, restore the last good state if they persist, then stop.
+    """Skip bad steps of a Trainer; if they continue, restore the last good state, then stop.
 
-    The model is one part: a step whose gradient is not finite, or far above its running median,
-    changes no weight and no moment. After `thresholds.restore_after` such steps in a row the model
-    is restored to its last good state; after as many more the Trainer saves that state and `train`
-    raises `TooFewHealthyParts`. A healthy run has the same bits as without the callback.
+    A step is bad if its gradient is not finite, or far above the running median of its norms. It
+    changes no weight and no optimizer state. After `thresholds.restore_after` bad steps in a row
+    the model is restored to its last good state. After as many more, the Trainer saves this state
+    and `train` raises `TooFewHealthyParts`. A run without bad steps has the same bits as without
+    the callback.
 
-    The guard clips gradients in place of the Trainer, which clips before it calls back and so hides
-    a spike: during each step `args.max_grad_norm` is infinite. It is restored before the optimizer
-    step, or, after an interruption, by the next training with a `GuardCallback`.
+    The guard clips gradients instead of the Trainer, because a Trainer clips before it calls the
+    callback, which hides a spike. For this, `args.max_grad_norm` is infinite during the backward
+    pass. If a training is interrupted there, the next training with a `GuardCallback` restores it.
 
     Events are logged and added to `trainer.state.log_history` under `guard`; every log line has
-    `guard_updates` and `guard_skipped`. A loss passed to `guard.backward` by name
-    (`DistillationTrainer` does) that is cut out of `thresholds.stop_after` steps in a row stops the
-    run, too. A resumed training starts with a new guard, without running median or snapshot.
+    `guard_updates` and `guard_skipped`. The training also stops if a loss that was passed to
+    `guard.backward` by name, as in `DistillationTrainer`, is left out of `thresholds.stop_after`
+    steps in a row. A resumed training starts with a new guard, without running median or snapshot.
 
     Args:
-        thresholds: when the guard acts.
-        snapshot_every: steps between snapshots, which need the memory of weights and optimizer
-            state once more, on the CPU; 0 takes none.
-        events: a file to append the events to, one line of JSON each.
-        locate: name the operation that made a loss or gradient not finite, as `Guard` does.
+        thresholds: limits at which the guard acts.
+        snapshot_every: steps between snapshots of weights and optimizer state, which are kept in
+            CPU memory; 0 for no snapshots.
+        events: file to which events are appended, one JSON object per line.
+        locate: whether to find the operation that made a loss or gradient non-finite.
 
     Attributes:
         guard: the `Guard` of the latest training.
@@ -74,11 +75,11 @@ class GuardCallback(TrainerCallback):
         }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the guard; raise ValueError under DeepSpeed or FSDP, or for float16 weights."""
+        """Create the guard; raise ValueError for DeepSpeed, FSDP or float16 weights."""
         if args.deepspeed or args.fsdp:
             raise ValueError(
-                "GuardCallback cannot read gradients under DeepSpeed or FSDP: start plain "
-                "processes with torchrun, or train with `ssl_kd distill --shard`"
+                "GuardCallback does not support DeepSpeed or FSDP, which hide gradients from"
+                " callbacks: remove both from the arguments, and start processes with torchrun"
             )
         _restore_clipping(args)
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
@@ -91,17 +92,17 @@ class GuardCallback(TrainerCallback):
         self._stopped: TooFewHealthyParts | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Switch off the Trainer's clipping until the gradient is computed."""
+        """Disable the Trainer's clipping until the gradient is computed."""
         if self.guard.clip_grad:  # it stays above 0: some versions unscale fp16 only to clip
             args.max_grad_norm = _NoClipping(self.guard.clip_grad)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check the gradient; remove a sick one, so that the optimizer does nothing."""
+        """Check the gradient; remove a bad one, so that the optimizer changes nothing."""
         _restore_clipping(args)
         self.guard.before_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the step; restore or stop if too many were sick."""
+        """Record the step; restore the model or stop after too many bad steps."""
         try:
             self.guard.after_step()
             self.guard.stop_without(self.guard.terms)
@@ -118,13 +119,13 @@ class GuardCallback(TrainerCallback):
         self._logged = len(self.guard.events)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the counters to the Trainer's log line."""
+        """Add the guard's counters to the Trainer's log line."""
         for line in (kwargs.get("logs"), state.log_history[-1] if state.log_history else None):
             if line is not None:
                 line.update(self.counters())
 
     def counters(self) -> dict[str, int]:
-        """Return the numbers of steps done and skipped so far; empty before a training."""
+        """Return the numbers of updates and skipped steps so far; empty before a training."""
         if not hasattr(self, "guard"):
             return {}
         done, skipped = int(self.guard.updates[0]), int(self.guard.health.skipped[0])

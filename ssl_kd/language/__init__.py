@@ -1,1 +1,1 @@
-"""The language mode: a teacher language model teaches a student, token by token."""
+"""The language mode: train a student language model on text and on a teacher's distributions."""

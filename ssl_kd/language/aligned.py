@@ -1,4 +1,4 @@
-"""The distance to a teacher with another tokenizer: hidden states, ULD or chunks of text."""
+"""Compute the distance of a student to a teacher with another tokenizer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ssl_kd.settings import SettingsError
 
 
 def unfit_for_hidden(who: str, model: Any) -> SettingsError:
-    """Return the error for a model whose logits are not linear in its hidden states."""
+    """Return the error for ALIGN `hidden` with a model whose logits are capped or scaled."""
     return SettingsError(
-        f"ALIGN is 'hidden', but the {who}, {type(model).__name__}, caps or scales its logits and "
-        "can be matched only by these: set ALIGN to 'chunks' or 'uld'"
+        f"ALIGN is 'hidden', but the {who}, {type(model).__name__}, caps or scales its logits, so"
+        " its hidden states do not determine them: set ALIGN to 'chunks' or 'uld'"
     )
 
 
 class HiddenProjection(torch.nn.Linear):
-    """A linear map without bias, in float32 also under autocast.
+    """A linear map from the student's hidden size to the teacher's, in float32 under autocast.
 
-    It is trained with the student and then discarded. Some hidden states hold values in the
-    thousands, whose products overflow in float16.
+    Hidden states may have values in the thousands, and products of these overflow in float16. The
+    map is trained with the student and then discarded.
     """
 
     def __init__(self, student_dim: int, teacher_dim: int) -> None:
@@ -42,16 +42,15 @@ class HiddenProjection(torch.nn.Linear):
 
 
 class Aligned(torch.nn.Module):
-    """A teacher with another tokenizer, aligned by ALIGN.
+    """The distance between a student and a teacher with another tokenizer.
 
     Args:
         answer: the teacher; `RoutedTeacher.answer` for a mixture of experts.
         loss: ALIGN (`hidden`, `uld` or `chunks`) and TEMPERATURE.
-        widths: hidden sizes of student and teacher, for the projection of `hidden`, which is
-            trained with the student.
-        divergence: of `chunks`.
-        draws: of experts for each batch.
-        seed: of the projection.
+        widths: hidden sizes of student and teacher, for the projection of ALIGN `hidden`.
+        divergence: used by ALIGN `chunks` where one token matches one token.
+        draws: number of passes of the teacher over each batch, with other experts in each.
+        seed: initializes the projection of ALIGN `hidden`.
     """
 
     def __init__(
@@ -76,22 +75,22 @@ class Aligned(torch.nn.Module):
 
     @property
     def model(self) -> Any:
-        """Return the teacher's model."""
+        """The teacher's model."""
         return getattr(self.answer, "__self__", self.answer).model
 
     def count(self, batch: AlignedBatch) -> int:
-        """Return the number of token groups, over which the distance is averaged."""
+        """Return the number of token groups, the divisor of the mean distance."""
         return len(batch.groups())
 
     def forward(
         self, batch: AlignedBatch, hidden: Tensor | None, logits: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return the distance to the teacher: a sum over token groups, a mean over draws.
+        """Return the distance to the teacher: summed over token groups, averaged over passes.
 
         Args:
-            batch: the same text in both tokenizers.
-            hidden: `[batch * token, dim]`, the student's hidden states, for `hidden`.
-            logits: maps rows of them to the student's logits there.
+            batch: the same text, tokenized for both models.
+            hidden: `[batch * token, dim]`, the student's hidden states, for ALIGN `hidden`.
+            logits: computes the student's logits at some of the `batch * token` positions.
         """
         groups = batch.groups()
         first = groups.teacher.rows[groups.teacher.first]

@@ -15,10 +15,11 @@ from ssl_kd.language.setting_groups import RouterSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
-from ssl_kd.language.teachers import load_teacher, place_teacher, router_id, trained_teacher
+from ssl_kd.language.teachers import load_teacher, router_id, trained_teacher
 from ssl_kd.language.text_rows import lay_out, texts_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, n_ids
+from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.training.process_group import ProcessGroup
 from ssl_kd.training.ranks import joined
@@ -74,7 +75,7 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
             size, tokenizer, device = settings.block_size, teacher.tokenizer, precision.device
             answers = ServedTeacher.of(settings, size, tokenizer, device, rounded=False)
         else:
-            answers = place_teacher(teacher, precision, ranks, shard=settings.shard)
+            answers = FrozenTeacher(teacher.model, device=precision.device, dtype=precision.teacher)
             if settings.is_routed:
                 answers = RoutedTeacher(answers, settings).answer
             dtype = str(precision.teacher).removeprefix("torch.")
@@ -97,7 +98,6 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
             force=settings.force_recompute,
             rebuild=settings.rebuild_damaged,
             ranks=ProcessGroup(precision.device),
-            in_step=settings.shard,
             progress=lambda done, total: progress("cache", done, total, {}),
         )
 

@@ -1,4 +1,4 @@
-"""Faults of a student's step: explain them when they happen, and record them for a replay."""
+"""Find the cause of a fault in a training step, and record the step for a replay."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from ssl_kd.training.process_group import ProcessGroup
 def examine(
     objective: Objective, batch: Batch | AlignedBatch, part: str = "model"
 ) -> tuple[Fault, Diagnosis] | None:
-    """Run a batch again under the microscope; return what first went wrong, and why.
+    """Run a batch again with every operation checked; return the first fault and its diagnosis.
 
-    `part` is a loss term, or `model` for all of them. Nothing is trained.
+    `part` is the name of a loss term, or `model` for all of them. No weight changes.
     """
     weights = {f"student weight {name}": p for name, p in objective.student.named_parameters()}
     for who, module in objective.extra.items():
@@ -62,7 +62,7 @@ def examine(
 
 
 def trained(objective: Objective) -> dict[str, Tensor]:
-    """Return all trained tensors by name: of the student, a projection, the teacher's router."""
+    """Return all trained tensors by name: weights of the student, the projection and the router."""
     tensors: dict[str, Tensor] = {}
     tensors |= {
         f"student {n}": p for n, p in objective.student.named_parameters() if p.requires_grad
@@ -77,21 +77,21 @@ def trained(objective: Objective) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _SecondRun:
-    """What a second run of a step showed."""
+    """The result of running a step again."""
 
-    rows: Tensor  # of the batch that failed; of all batches if none did
-    rng: Mapping[str, Tensor]  # before that batch
-    message: str  # the cause, or why there is none
+    rows: Tensor  # indices of the rows of the failed batch; of all batches if none failed
+    rng: Mapping[str, Tensor]  # random state before the failed batch
+    message: str  # the cause, or why none was found
     diagnosis: Diagnosis | None = None
 
 
 class FaultExplainer:
-    """Names the rows and the operation of a fault, once for each part, and records the step.
+    """Finds the rows and the operation that caused a fault, once per part, and records the step.
 
     Attributes:
-        explained: parts whose cause was found, also before a resume.
-        diagnoses: the causes, in this process.
-        facts: what a replay must find unchanged, for the bundle.
+        explained: parts for which a cause was found, in this process or before a resume.
+        diagnoses: the causes that were found in this process.
+        facts: identities of text and models that a replay compares; saved in the bundle.
     """
 
     def __init__(
@@ -100,22 +100,24 @@ class FaultExplainer:
         guard: Guard,
         ranks: ProcessGroup,
         recorder: FlightRecorder | None = None,
-        *,
-        sharded: bool = False,
     ) -> None:
         self._objective, self._guard, self._ranks = objective, guard, ranks
-        self._recorder, self._sharded = recorder, sharded
+        self._recorder = recorder
         self.explained: set[str] = set()
         self.diagnoses: list[Diagnosis] = []
         self.facts: dict[str, Any] = {}
         self._read = 0
 
     def bundles(self) -> list[Path]:
-        """Return the recorded bundles, oldest first."""
+        """Return the files of the recorded faults, oldest first."""
         return [] if self._recorder is None else self._recorder.bundles()
 
     def explain(self, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]) -> None:
-        """Explain the guard's new events, by the weights and the random state before the step."""
+        """Explain the guard's new events by running the step again.
+
+        The weights must still be those before the update; `rng` is the random state before the
+        step.
+        """
         log = self._guard.events
         new, self._read = log.events[self._read :], len(log)
         for event in new:
@@ -128,7 +130,8 @@ class FaultExplainer:
         self, event: Event, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]
     ) -> Event:
         runs = self._ranks.of_all(
-            f"step {event.step}, why {event.part} failed", self._run_again(event.part, batches, rng)
+            f"step {event.step}, the cause of {event.part}",
+            self._run_again(event.part, batches, rng),
         )
         run = next((run for run in runs if run.diagnosis is not None), None)
         if run is None:
@@ -149,19 +152,17 @@ class FaultExplainer:
     ) -> _SecondRun:
         device = self._objective.precision.device
         rows = torch.cat([batch.rows for batch in batches])
-        if self._sharded:  # the microscope takes gradients of full weights
-            return _SecondRun(rows, rng, "a step of a sharded student is not run again")
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 set_rng_state(rng, device)
                 for batch in batches:
                     before = rng_state(device)
-                    if (found := examine(self._objective, batch, part)) is not None:
-                        return _SecondRun(batch.rows, before, in_words(*found), found[1])
+                    if (fault := examine(self._objective, batch, part)) is not None:
+                        return _SecondRun(batch.rows, before, in_words(*fault), fault[1])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            return _SecondRun(rows, rng, "not enough memory to run it again")
+            return _SecondRun(rows, rng, "not enough memory to run the step again")
         return _SecondRun(rows, rng, "a second run of the same step is finite")
 
     def _bundle(self, event: Event, run: _SecondRun, reason: str) -> Bundle:

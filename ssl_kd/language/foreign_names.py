@@ -1,4 +1,4 @@
-"""Names of settings: older names, those of other trainers, and those that may change."""
+"""Map setting names of older scripts and other trainers to the settings of the language mode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALIASES: Mapping[str, str] = {
     "train_steps": "max_steps",
 }
 PER_PROCESS = frozenset({"per_device_train_batch_size", "per_device_batch_size"})
-"""BATCH_SIZE counts the rows of all processes, these aliases those of one."""
+"""Aliases of BATCH_SIZE that count the rows of one process; BATCH_SIZE counts those of all."""
 
 _TRL: Mapping[str, str] = {
     "Use --model_dtype for the products; weights are trained and saved in float32.": """
@@ -45,27 +45,29 @@ _TRL: Mapping[str, str] = {
     "Use --data_path, and --eval_path for held-out text.": """
         data dataloader_* dataset dataset_* datasets length_column_name mixtures
         remove_unused_columns""",
-    "Only answers are learned where --data_path has messages, or prompt and completion; plain text"
-    " (see --text_field) is learned in full.": """
+    "The loss covers only the answers if --data_path has messages, or prompt and completion, and"
+    " all tokens of plain text (see --text_field).": """
         assistant_only_loss completion_only_loss train_on_inputs train_on_prompt""",
-    "The tokenizer decides: save the student's tokenizer with another chat_template and"
-    " eos_token, and name its folder as --student_model.": "chat_* eos_token pad_token",
-    "A row has --block_size tokens, of which the answer may use what the prompt leaves; the first"
-    " 16 tokens of plain text are the prompt.": """
+    "Save the student's tokenizer with another chat_template and eos_token, and pass its folder as"
+    " --student_model.": "chat_* eos_token pad_token",
+    "Prompt and answer together have at most --block_size tokens; the first 16 tokens of plain text"
+    " are the prompt.": """
         max_prompt_length truncation_mode vllm_max_model_length""",
     "Use --packing; rows are --block_size long.": """
         eval_packing pad_to_multiple_of packing_strategy padding_free""",
-    "Start it by torchrun, with --shard.": "ds3_gather_for_generation fsdp fsdp_config",
-    "Start it by torchrun: its processes train one student.": "ddp_* deepspeed local_rank",
+    "Start it by torchrun: its processes train one student, with a copy on each GPU. For models"
+    " that do not fit on one, use --teacher_url or --teacher_cache, and --lora_rank with"
+    " --quantization nf4.": """
+        ddp_* deepspeed ds3_gather_for_generation fsdp fsdp_config local_rank shard""",
     "Use --student_model, and --teacher_model for the teacher.": """
         model model_init_kwargs model_name model_name_or_path model_revision
         teacher_model_init_kwargs teacher_model_revision teacher_tokenizer_name_or_path""",
     "Use --teacher_url http://HOST:PORT/v1.": "teacher_model_server_url teacher_server_urls",
-    "Use --divergence js:BETA; forward_kl and reverse_kl for BETA 0 and 1.": "beta",
+    "Use --divergence js:BETA, or forward_kl and reverse_kl for BETA 0 and 1.": "beta",
     "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.": "alpha kd_ratio",
     "Use --temperature, for teacher and student, or --rollout_temperature, for sampling.": """
         generation_kwargs teacher_temperature uld_student_temperature uld_teacher_temperature""",
-    "The text's loss is cross-entropy, a mean over tokens: use --alpha_ce.": "loss_type",
+    "The loss on text is the mean cross-entropy per token; --alpha_ce weights it.": "loss_type",
     "A live teacher's full distribution is compared; --cache_method topk:K limits a server or a"
     " cache to K tokens and the mass of the rest.": """
         add_tail_bucket loss_add_tail loss_top_k reverse_kl_top_1_mode""",
@@ -79,22 +81,23 @@ _TRL: Mapping[str, str] = {
     "The student generates one continuation per row and step: see --on_policy, --max_new_tokens."
     " --generations is the number of answers in the report.": """
         generation_batch_size max_tool_calling_iterations num_generations steps_per_generation""",
-    "Sampling uses all tokens, at --rollout_temperature.": "min_p repetition_penalty top_k top_p",
-    "There is none: the student generates with transformers.": """
+    "Not supported: tokens are drawn from the full distribution at --rollout_temperature.": """
+        min_p repetition_penalty top_k top_p""",
+    "Not supported: the student generates with transformers.": """
         cache_implementation rollout_engine rollout_memory use_vllm vllm_*""",
-    "The report shows as many answers of the student as --generations.": """
+    "Use --generations for the number of answers in the report.": """
         log_completions log_completions_steps log_unique_prompts num_completions_to_print""",
     "Against fragmented memory set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.": """
         clear_cache_every_step torch_empty_cache_steps""",
     "The logits of a batch are never stored; for less memory use --gradient_checkpointing.": """
         liger_kernel_config use_cache use_liger_kernel""",
-    "There is none here; ssl_kd.hf_trainer.DistillationTrainer supports it.": """
+    "Not supported here; use ssl_kd.hf_trainer.DistillationTrainer.": """
         torch_compile torch_compile_backend torch_compile_mode""",
-    "The student trains as its own config.json says: set dropout and buffers there, and name its"
-    " folder as --student_model.": "disable_dropout ignore_bias_buffers",
-    "There is none: a model computes attention as its config.json says.": "attn_implementation",
-    "There is none: a teacher's router is balanced, a student's is not.": "router_aux_loss_coef",
-    "--lr_schedule names the schedule, --warmup_fraction shapes it.": "lr_scheduler_kwargs",
+    "Set dropout and buffers in the student's config.json; name its folder by --student_model.": """
+        disable_dropout ignore_bias_buffers""",
+    "Not supported: config.json chooses how attention is computed.": "attn_implementation",
+    "Not supported: a student's router has no balancing loss.": "router_aux_loss_coef",
+    "Use --lr_schedule and --warmup_fraction.": "lr_scheduler_kwargs",
 }
 # Settings of older scripts and versions.
 _REMOVED: Mapping[str, str] = {
@@ -127,11 +130,10 @@ FREE_ON_RESUME = RunSettings.free_on_resume | {
     "force_recompute",
     "log_every",
     "rebuild_damaged",
-    "shard",
     "teacher_url",
     "report_to",
 }
-"""Settings that may differ when a run is resumed."""
+"""Settings that may have another value when a run is resumed."""
 
 FIRST = tuple(
     "teacher_model student_model data_path max_steps batch_size block_size learning_rate"

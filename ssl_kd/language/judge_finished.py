@@ -1,4 +1,4 @@
-"""Score a finished student, and its teacher, on held-out text and on generated answers."""
+"""Score a saved student, and its teacher, on held-out text and generated answers."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ def judge(
     *,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Score a finished student, and its teacher if there is one.
+    """Score a saved student, and its teacher unless TEACHER_MODEL is `none`.
 
-    Both run in the dtype that MODEL_DTYPE gives a teacher on this device.
+    Both models run in the dtype that MODEL_DTYPE means for a teacher on this device.
 
     Args:
-        settings: STUDENT_MODEL, TEACHER_MODEL (`none` for none), the text, and how to score.
+        settings: STUDENT_MODEL, TEACHER_MODEL, and the settings of text and evaluation.
         progress: called as `progress(stage, done, total, info)`.
 
     Returns:
-        Plain numbers and texts, ready for JSON: `table`, a row for each model; `generations`, each
-        prompt with what each model generates; and the names of models and data.
+        A mapping that can be written as JSON: `table` has a row of scores for each model,
+        `generations` the continuations of each prompt by each model; the rest names models, data
+        and precision.
 
     Raises:
         InputError, FileNotFoundError: a model or the text cannot be read.
@@ -95,11 +96,11 @@ def _readings(
     teacher: CausalLM | None,
     alike: bool,
 ) -> list[Reading]:
-    """Return the test rows of a run with these settings, in the tokens of student and teacher."""
+    """Return the test rows that a run with these settings has, tokenized for each model."""
     lms = [student] if teacher is None else [student, teacher]
     size = min([text.block_size, *(room for lm in lms if (room := positions(lm.model)))])
     if size < text.block_size:
-        message = "BLOCK_SIZE is %d, but the models have %d positions: rows have %d tokens"
+        message = "BLOCK_SIZE is %d, but the models have %d positions: using rows of %d tokens"
         logger.warning(message, text.block_size, size, size)
     if teacher is None or alike:
         blocks = lay_out(size, text.packing, texts, student, lms[1:])

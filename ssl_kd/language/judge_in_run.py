@@ -1,4 +1,4 @@
-"""Score a run's models before training; refuse those whose output is not finite."""
+"""Score teachers and student before training; raise if their output is not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.foreign_names import IN_MEMORY
 from ssl_kd.language.prepare import Prepared
-from ssl_kd.language.teachers import load_teacher, place_teacher
+from ssl_kd.language.teachers import load_teacher
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
 from ssl_kd.teachers.frozen import REMEMBERED, FrozenTeacher, RememberedTeacher
@@ -34,7 +34,7 @@ def make_judge(
     prepared: Prepared,
     original_router: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> LanguageJudge:
-    """Return the judge that scores all models of the run in the same way."""
+    """Return the judge that scores all models of a run on the same text with the same settings."""
     settings, teacher = prepared.settings, prepared.teacher
     same_tokens = not isinstance(prepared.blocks, AlignedBlocks)
     return LanguageJudge(
@@ -53,17 +53,17 @@ def make_judge(
 
 
 def judge_teachers(prepared: Prepared) -> tuple[Prepared, list[Row], dict[str, list[str]]]:
-    """Score the teachers.
+    """Score the teachers on held-out text.
 
-    A first teacher that overflows in float16 runs in bfloat16 if the device supports it, or in
-    float32, from here on.
+    If the first teacher overflows in float16, it is loaded again in bfloat16 if the device supports
+    that, otherwise in float32.
 
     Returns:
-        What was prepared, with the teacher that runs; the rows of the table; and what the first
-        teacher generates, as `teacher`.
+        `prepared`, updated with the first teacher; a row of scores for each teacher; and the texts
+        that the first teacher generates, under the key `teacher`.
 
     Raises:
-        InputError: the student learns from a teacher whose output on held-out text is not finite.
+        InputError: ALPHA_KD is above 0, and a teacher's output on held-out text is not finite.
     """
     lm, settings, teacher = prepared.teacher, prepared.settings, prepared.frozen
     if (served := prepared.served) is not None:
@@ -78,7 +78,7 @@ def judge_teachers(prepared: Prepared) -> tuple[Prepared, list[Row], dict[str, l
         teacher = FrozenTeacher(lm.model, device=device, dtype=dtype)
         remembered = RememberedTeacher(teacher, prepared.eval_blocks)
         prepared = dataclasses.replace(prepared, remembered=remembered)
-        message = "agreement and KL use the first %d held-out rows: %.3g MiB of teacher outputs"
+        message = "agreement and KL use the first %d held-out rows (%.3g MiB of teacher outputs)"
         n_rows = min(REMEMBERED, len(prepared.eval_blocks))
         logger.info(message, n_rows, remembered.bytes / 2**20)
     judge = make_judge(prepared)
@@ -93,7 +93,7 @@ def judge_teachers(prepared: Prepared) -> tuple[Prepared, list[Row], dict[str, l
     for other, frozen in prepared.others:
         row, _ = judge.row(f"teacher {other.name}", frozen)
         if row["left_out"] and settings.alpha_kd:
-            fix = "; or remove it from TEACHER_MODEL"
+            fix = "; or remove this teacher from TEACHER_MODEL"
             if prepared.precision.teacher == torch.float16:
                 fix += "; or compute in float32 (--model_dtype float32)"
             raise _not_finite(other, _cause(prepared, frozen) + fix)
@@ -102,10 +102,10 @@ def judge_teachers(prepared: Prepared) -> tuple[Prepared, list[Row], dict[str, l
 
 
 def judge_student(prepared: Prepared, judge: LanguageJudge) -> tuple[Row, list[str]]:
-    """Return the student's row of the table before step 0, and what it generates.
+    """Return the student's scores before step 0, and the texts that it generates.
 
     Raises:
-        InputError: it is not finite.
+        InputError: the student's weights or its output are not finite.
     """
     student = prepared.student.model
     (row, texts), weight = judge.row("student before", student), not_finite(student)
@@ -116,20 +116,20 @@ def judge_student(prepared: Prepared, judge: LanguageJudge) -> tuple[Row, list[s
     fault = first_fault(student, batches, "student", autocast=autocast, known=known)
     cause = in_words(*fault) if fault else f"its weight {weight} holds NaN or infinity"
     raise InputError(
-        f"the student {prepared.student.name} is not finite before step 0, so no step can train it:"
-        f" {cause}"
+        f"the student {prepared.student.name} is not finite before step 0: {cause}. Set"
+        " STUDENT_MODEL to a model with finite weights"
     )
 
 
 def _not_finite(lm: CausalLM, cause: str) -> InputError:
     return InputError(
-        f"the output of the teacher {lm.name} on held-out text is not finite, so nothing "
-        f"can be learned from it{cause}"
+        f"the output of the teacher {lm.name} on held-out text is not finite, so no student can be"
+        f" trained on it{cause}"
     )
 
 
 def _cause(prepared: Prepared, teacher: FrozenTeacher) -> str:
-    """Return what first goes wrong in a teacher on held-out text, after a colon."""
+    """Return a colon and the first fault of a teacher on held-out text, or an empty text."""
     batches = _single_rows(prepared.teacher_eval_blocks, prepared.precision.device)
     known = prepared.settings.known()
     fault = first_fault(teacher.model, batches, "teacher", known=known)
@@ -146,8 +146,8 @@ def _warn_of_uniform_guess(teacher: CausalLM, row: Row) -> None:
     if row["nll"] is not None and row["nll"] > uniform - MARGIN:
         logger.warning(
             "the teacher %s does not predict the held-out text: its loss is %.4g nats per token, "
-            "and a uniform guess among its %d tokens has %.4g. A student cannot learn from it: "
-            "check that these are trained weights",
+            "and a uniform guess among its %d tokens has %.4g. Check that TEACHER_MODEL names a "
+            "trained model of this language",
             teacher.name,
             row["nll"],
             vocabulary,
@@ -156,21 +156,21 @@ def _warn_of_uniform_guess(teacher: CausalLM, row: Row) -> None:
 
 
 def _in_wider_dtype(prepared: Prepared, teacher: FrozenTeacher, cause: str) -> Prepared:
-    """Load the teacher again in bfloat16 or float32."""
+    """Load the first teacher again in bfloat16 or float32; return the updated `prepared`."""
     assert prepared.teacher is not None
     settings, precision = prepared.settings, prepared.precision
     halves = DeviceInfo.of(precision.device).halves()[0]
     dtype = torch.bfloat16 if torch.bfloat16 in halves else torch.float32
-    message = f"in float16 the teacher is not finite, so it runs in {str(dtype)[6:]}"
+    message = f"the teacher is not finite in float16, so it runs in {str(dtype)[6:]}"
     logger.warning("%s%s", message, cause)
     if settings.teacher_model == IN_MEMORY:
         raise InputError(
-            f"{message}, but a model in memory was already cast to float16: name its folder, or set"
-            " MODEL_DTYPE to 'float32'"
+            f"{message}, but the model in memory was already cast to float16: set TEACHER_MODEL to"
+            " the folder of a saved model, or MODEL_DTYPE to 'float32'"
         )
     teacher.model.to("cpu")  # the device may not hold both
     why = f"{precision.why}; {message}"
     precision = dataclasses.replace(precision, teacher=dtype, why=why)
     lm = load_teacher(settings, prepared.teacher.name, precision)
-    frozen = place_teacher(lm, precision, prepared.ranks, shard=settings.shard)
+    frozen = FrozenTeacher(lm.model, device=precision.device, dtype=dtype)
     return dataclasses.replace(prepared, precision=precision, teacher=lm, frozen=frozen)

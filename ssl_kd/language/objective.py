@@ -1,4 +1,4 @@
-"""A student's loss terms: cross-entropy with its text, and the divergence to its teacher."""
+"""Compute a student's loss terms: cross-entropy with its text, and divergence to its teacher."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ logger = logging.getLogger(__name__)
 
 
 class Objective:
-    """A student's loss terms: `ce` with its text, and `kd` with its teacher.
+    """The loss terms of a student: `ce`, cross-entropy with the text, and `kd`, with the teacher.
 
-    The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`. Text that the student generated has
-    no `ce`.
+    The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`. Text that the student generated
+    itself has no `ce`.
 
     Args:
-        student: a causal LM; its trainable weights become float32.
-        settings: weights of the terms, temperature, divergence.
-        precision: of the forward pass.
-        source: gives the teacher's answer to a batch; None for cross-entropy alone.
-        aligned: a teacher with another tokenizer, instead of `source`; batches are `AlignedBatch`.
+        student: a causal language model; its trainable weights are cast to float32.
+        settings: weights of the terms, temperature and divergence, among others.
+        precision: dtypes and device of the forward pass.
+        source: computes the teacher's output for a batch; None for cross-entropy alone.
+        aligned: replaces `source` for a teacher with another tokenizer; the batches must then be
+            of type `AlignedBatch`.
     """
 
     def __init__(
@@ -56,8 +57,7 @@ class Objective:
         self.extra: dict[str, nn.Module] = {}  # trained with the student
         if aligned is not None:
             self.extra["aligned"] = aligned.to(precision.device)
-        # A student to be sharded may be too large for one device.
-        self.student = (student if settings.shard else student.to(precision.device)).train()
+        self.student = student.to(precision.device).train()
         if (line := promote_to_fp32(student)) is not None:
             logger.info("%s", line)
         if settings.gradient_checkpointing:
@@ -72,24 +72,23 @@ class Objective:
 
     @property
     def head(self) -> LinearHead | None:
-        """Return the student's output head; None if its logits are not linear in its states."""
+        """The student's output head; None if the logits are not linear in the hidden states."""
         if not self._linear:
             return None
-        # Sharded weights are gathered only in a forward pass, and are then other tensors.
         head = without_adapters(self.student).get_output_embeddings()
         return LinearHead(head.weight, head.bias)
 
     @property
     def has_teacher(self) -> bool:
-        """Whether there is a teacher to learn from."""
+        """Whether there is a teacher, of either tokenizer."""
         return self.source is not None or self.aligned is not None
 
     def weighted(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the terms times their weights, without those of weight 0."""
+        """Multiply each term by its weight; leave out the terms of weight 0."""
         return {name: self.weights[name] * terms[name] for name in self.weights if name in terms}
 
     def counts(self, batches: Sequence[Batch | AlignedBatch]) -> dict[str, int]:
-        """Return the divisor of each term's mean: real tokens, for `kd` of Aligned its groups."""
+        """Return the number of target tokens per term; for aligned teachers, `kd` counts groups."""
         tokens = sum(int(student_side(batch).counts.sum()) for batch in batches)
         counts = {"ce": tokens}
         if self.aligned is not None:
@@ -105,10 +104,13 @@ class Objective:
         late: list[Tensor] | None = None,
         first: FirstPass[Any] | None = None,
     ) -> dict[str, Tensor]:
-        """Return sums over the batch of `ce`, and with a teacher `kd`; float32, not weighted.
+        """Return the unweighted sum of each term over the batch, in float32.
 
-        `late` gets a number to add to `kd` after the backward pass, see `distillation_terms`;
-        `first` gets the teacher's answers, for `without_sick_rows`.
+        Args:
+            batch: the rows of a forward pass.
+            late: receives a number to add to `kd` after the backward pass, see
+                `distillation_terms`.
+            first: stores the teacher's outputs, so that `without_sick_rows` can use them again.
         """
         with self.precision.autocast():
             text = student_side(batch)
@@ -124,11 +126,11 @@ class Objective:
     def without_sick_rows(
         self, first: FirstPass[Any], late: list[Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return `terms` of a batch again, each without the rows in which it is not finite.
+        """Compute the terms of a batch again, each without the rows in which it is not finite.
 
-        A row whose hidden states or cross-entropy are not finite is left out of every term, and of
-        the student's forward pass. `first.sick` gets the rows. Sums over the other rows are to the
-        bit those of a batch in which the sick rows have no targets.
+        A row with non-finite hidden states or cross-entropy is left out of every term and of the
+        student's forward pass. The rows are stored in `first.sick`. The result has the same bits as
+        that of a batch in which these rows have no targets.
         """
         batch, device = first.batch, self.precision.device
         text, answers = student_side(batch), first.answers or ()
@@ -154,7 +156,7 @@ class Objective:
     def _choose(
         text: Batch, subset: Batch, answers: Sequence[TeacherOutput]
     ) -> tuple[tuple[Tensor, Tensor], list[TeacherOutput]]:
-        """Return positions and targets of `subset`, and the answers there, of those to `text`."""
+        """Return the positions and targets of `subset`, and the teachers' outputs there."""
         at = subset.counts[:, 1:][text.counts[:, 1:]].nonzero().flatten()
         at = to_device_async(at, text.input_ids.device)
         places = next_token_targets(subset.input_ids, subset.counts)
@@ -205,10 +207,10 @@ class Objective:
         return {"ce": ce, "kd": kd} if self.has_teacher else {"ce": ce}
 
     def _parts(self, text: Batch, n: int, sick: SickRows) -> list[tuple[Any, bool, str | None]]:
-        """Divide `n` positions into (positions, whether `ce` applies, divergence or None).
+        """Divide `n` positions into parts: (positions, whether `ce` applies, divergence or None).
 
-        None as positions means all of them. Text comes first, then what the student generated.
-        Rows that are not finite in `kd` have no divergence.
+        None instead of positions means all of them. Positions of text precede those that the
+        student generated. Rows in which `kd` is not finite have no divergence.
         """
         kind, on_policy = self.settings.kind_of_divergence, self.settings.kind_on_policy
         n_text = text.text_tokens
@@ -229,7 +231,7 @@ class Objective:
         ]
 
     def lost(self, batch: Any, sick: SickRows) -> dict[str, int]:
-        """Return how much of each term's divisor is in its sick rows."""
+        """Return how much of each term's divisor belongs to the rows that were left out of it."""
         lost = {}
         for name, rows in sick.items():
             healthy = without(batch, rows)
@@ -249,13 +251,13 @@ class Objective:
 
     @torch.no_grad()
     def answer(self, batch: Batch, rows: Tensor) -> TeacherOutput:
-        """Return the student's answer, as a teacher of its teacher's router."""
+        """Return the student's output at `rows`, in the form of a teacher's output."""
         return self._forward(batch).at(rows).as_teacher()
 
 
 @dataclass(frozen=True)
 class _Outputs:
-    """A student's outputs `[position]`: hidden states before its linear head, or logits."""
+    """The student's output at some positions: hidden states before a linear head, or logits."""
 
     hidden: Tensor | None
     logits: Tensor | None  # of a model that caps or scales them
@@ -269,7 +271,6 @@ class _Outputs:
 
     @property
     def weight_and_bias(self) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the linear head; None if `x` are logits."""
         return (None, None) if self.head is None else (self.head.weight, self.head.bias)
 
     def at(self, rows: Tensor | slice) -> _Outputs:
@@ -277,18 +278,16 @@ class _Outputs:
         return _Outputs(hidden, logits, self.head)
 
     def finite(self, n_rows: int) -> Tensor:
-        """Whether all of a row is finite: boolean `[n_rows]`. Logits may be infinite."""
+        """Return for each row whether it has no NaN; hidden states may not be infinite either."""
         if self.hidden is not None:
             return self.hidden.isfinite().view(n_rows, -1).all(1)
         return ~self.x.isnan().view(n_rows, -1).any(1)
 
     def all_logits(self, rows: Tensor) -> Tensor:
-        """The logits at some positions."""
         x = self.at(rows).x
         return x if self.head is None else F.linear(x, self.head.weight, self.head.bias)
 
     def as_teacher(self) -> TeacherOutput:
-        """The same without gradient."""
         if self.head is None:
             return LogitsTeacher(self.x.detach())
         bias = None if self.head.bias is None else self.head.bias.detach()
@@ -296,7 +295,7 @@ class _Outputs:
 
 
 def student_side(batch: Batch | AlignedBatch) -> Batch:
-    """Return the batch in the student's tokens."""
+    """Return the student's side of an aligned batch; return any other batch unchanged."""
     return batch.student if isinstance(batch, AlignedBatch) else batch
 
 

@@ -1,10 +1,10 @@
-"""Prepare a run: open text and models, lay the text out in rows, and make the distiller."""
+"""Open the text and the models of a language run, and build the object that trains."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from ssl_kd.language.teachers import (
     ONE_RANK,
     VOCABULARY,
     load_teacher,
-    place_teacher,
     router_id,
     trained_teacher,
 )
@@ -51,18 +50,16 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import (
     CausalLM,
     CausalLMUnavailable,
-    llm_module,
     load_tokenizer,
     without_adapters,
 )
 from ssl_kd.teachers.dtypes import Quantization, halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher, RememberedTeacher
 from ssl_kd.teachers.mixture import is_mixture
-from ssl_kd.teachers.student import add_lora, build_student, check_rank, freeze_tower
+from ssl_kd.teachers.student import add_lora, build_student, freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.folder import RunFolder
-from ssl_kd.training.process_group import ReadOnlyRunFolder
 from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -70,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InMemoryModels:
-    """Models that are passed in memory, instead of names in the settings."""
+    """Models that the caller passes in memory instead of naming them in the settings."""
 
     teacher: CausalLM | None = None
     student: CausalLM | None = None
@@ -81,7 +78,7 @@ NO_MODELS = InMemoryModels()
 
 @dataclass(frozen=True)
 class Prepared:
-    """The models and the text of a run."""
+    """The models and the text of a language run, ready for training."""
 
     settings: LanguageSettings  # with ROUTER_MODE resolved
     precision: Precision
@@ -89,17 +86,17 @@ class Prepared:
     train_set: TextDataset
     eval_set: TextDataset  # held out
     student: CausalLM
-    teacher: CausalLM | None  # the first one; without a model if it is served
-    frozen: FrozenTeacher | None  # on its device; None if a cache or a server replaces it
+    teacher: CausalLM | None  # the first; its model is None if served
+    frozen: FrozenTeacher | None  # None if a cache or server replaces it
     others: tuple[tuple[CausalLM, FrozenTeacher], ...]  # the other teachers
     served: ServedTeacher | None
     cache: TeacherCache | None
     router_id: str  # identity of ROUTER_WEIGHTS
     blocks: Blocks | AlignedBlocks  # rows to learn from
     eval_blocks: Blocks  # the test rows, for the table
-    teacher_eval_blocks: Blocks  # the same text in the teacher's tokens
+    teacher_eval_blocks: Blocks  # the same text, tokenized for the teacher
     validation_blocks: Blocks  # the rows by which the best student is chosen
-    remembered: RememberedTeacher | None = None  # some answers of a teacher that a cache replaces
+    remembered: RememberedTeacher | None = None  # a few outputs of a cached teacher
 
     @property
     def teachers(self) -> list[CausalLM]:
@@ -108,17 +105,17 @@ class Prepared:
 
     @property
     def student_blocks(self) -> Blocks:
-        """Return the rows to learn from in the student's tokens."""
+        """Return the training rows, tokenized for the student."""
         return self.blocks.student if isinstance(self.blocks, AlignedBlocks) else self.blocks
 
     @property
     def validated_apart(self) -> bool:
-        """Whether the test rows differ from the validation rows."""
+        """Return whether the test rows differ from the validation rows."""
         return not torch.equal(self.validation_blocks.ids, self.eval_blocks.ids)
 
     @property
     def digest(self) -> str:
-        """Return the identity of text, tokenizer, teachers with their caches, and student."""
+        """Return a hash of the text, the tokenizer, the teachers, their cache and the student."""
         ids = [lm.weights_id for lm in (*self.teachers, self.student)]
         digests = [
             self.blocks.digest,
@@ -128,7 +125,7 @@ class Prepared:
         return "-".join([*(digest[:16] for digest in digests), *ids, self.router_id])
 
     def without_cached_teacher(self) -> Prepared:
-        """Free the memory of a teacher that a cache replaces."""
+        """Return a copy that no longer holds the model of a teacher that a cache replaces."""
         if self.teacher is None or self.cache is None:
             return self
         return dataclasses.replace(self, teacher=dataclasses.replace(self.teacher, model=None))
@@ -141,33 +138,20 @@ def prepare(
     ranks: Ranks = ONE_RANK,
     models: InMemoryModels = NO_MODELS,
 ) -> Prepared:
-    """Open the text, load or train the teacher, make the student, and lay the text out in rows.
+    """Open the text, load or build teacher and student, and lay the text out in rows of tokens.
 
     Raises:
-        SettingsError: teacher, student, cache and text do not fit.
+        SettingsError: teacher, student, cache and text do not fit together.
     """
     settings = settings.with_cache_router()
     progress("prepare", 0, 3, {})
     train_set, eval_set = texts_of(settings)
     settings.check_images(train_set.pictured, eval_set.pictured)
     progress("prepare", 1, 3, {"documents": len(train_set)})
-
-    check_width(settings.lora_rank, settings.student_model)
-    for role, lm in vars(models).items():
-        if lm is None and getattr(settings, f"{role}_model") == IN_MEMORY:
-            raise SettingsError(
-                f"{role.upper()}_MODEL is {IN_MEMORY!r}: the {role} was passed in memory to"
-                " ssl_kd.Distillation, and only that can pass it again"
-            )
-    teacher = models.teacher or _teacher(settings, train_set, precision, progress, ranks)
-    student = _student(settings, train_set, precision, teacher, models.student)
-    if teacher is not None and teacher.tokenizer is None:  # compared with that of the cache
-        teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
-    if teacher is not None and settings.align == "auto":
-        check_family(student, teacher)
-    aligned = teacher is not None and settings.align != "auto"
+    teacher, student = _models(settings, train_set, precision, progress, ranks, models)
     others = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
     teachers = [lm for lm in (teacher, *others) if lm is not None]
+    aligned = teacher is not None and settings.align != "auto"
     size, packing = settings.block_size, settings.packing
     packed = packing and not (settings.on_policy or settings.teacher_text)
     blocks = lay_out(size, packed, train_set, student, teachers, aligned=aligned)
@@ -178,31 +162,23 @@ def prepare(
     else:
         assert isinstance(blocks, Blocks)  # both are aligned, or neither
         sides = eval_blocks, eval_blocks
-        for lm in others:
-            check_family(student, lm)
-            check_room(lm, size)
-        for lm in teachers:
-            check_ids_are_known(student, lm, blocks, eval_blocks)
-        if settings.teacher_cache is not None and teacher is not None:
-            check_rows(student, teacher)
+        _check_same_tokens(settings, student, teachers, blocks, eval_blocks)
     progress("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
     _log_rows(train_set, blocks)
 
     frozen = served = cache = None
-    if teacher is not None and settings.teacher_cache is not None:
-        assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-        expected = cache_identity(settings, settings.temperature, teacher, train_set, blocks)
-        folder, divergence = Path(settings.teacher_cache), settings.kind_of_divergence
-        cache = _open_cache(folder, expected, len(blocks), divergence)
-        if teacher.model is not None:
-            teacher.model.requires_grad_(False)
-    elif teacher is not None and teacher.model is not None:
-        frozen = place_teacher(teacher, precision, ranks, shard=settings.shard)
-        if settings.teacher_text:
-            assert isinstance(blocks, Blocks)
-            blocks = with_teacher_text(settings, blocks, teacher, frozen, ranks, progress)
-    elif teacher is not None:
+    placement: Any = {"device": precision.device, "dtype": precision.teacher}
+    if teacher is None:
+        pass
+    elif settings.teacher_cache is not None:
+        cache = _open_cache(settings, Path(settings.teacher_cache), teacher, train_set, blocks)
+    elif teacher.model is None:
         served = ServedTeacher.of(settings, size, teacher.tokenizer, precision.device)
+    else:
+        frozen = FrozenTeacher(teacher.model, **placement)
+        if settings.teacher_text:
+            assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
+            blocks = with_teacher_text(settings, blocks, teacher, frozen, ranks, progress)
     if settings.router_mode == "auto":
         live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
         settings = settings.replace(router_mode="sar" if live else "native")
@@ -217,7 +193,7 @@ def prepare(
         student=student,
         teacher=teacher,
         frozen=frozen,
-        others=tuple((lm, place_teacher(lm, precision, ranks, shard=False)) for lm in others),
+        others=tuple((lm, FrozenTeacher(lm.model, **placement)) for lm in others),
         served=served,
         cache=cache,
         router_id=router_id(settings.router_weights),
@@ -228,6 +204,46 @@ def prepare(
     )
 
 
+def _models(
+    settings: LanguageSettings,
+    texts: TextDataset,
+    precision: Precision,
+    progress: Progress,
+    ranks: Ranks,
+    models: InMemoryModels,
+) -> tuple[CausalLM | None, CausalLM]:
+    """Load or build the first teacher and the student."""
+    for role, lm in vars(models).items():
+        if lm is None and getattr(settings, f"{role}_model") == IN_MEMORY:
+            raise SettingsError(
+                f"{role.upper()}_MODEL is {IN_MEMORY!r}: the {role} was a model in memory. Run"
+                " ssl_kd.Distillation with that model again, or set the name of a saved one"
+            )
+    teacher = models.teacher or _teacher(settings, texts, precision, progress, ranks)
+    student = _student(settings, texts, precision, teacher, models.student)
+    if teacher is not None and teacher.tokenizer is None:  # compared with that of the cache
+        teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
+    if teacher is not None and settings.align == "auto":
+        check_family(student, teacher)
+    return teacher, student
+
+
+def _check_same_tokens(
+    settings: LanguageSettings,
+    student: CausalLM,
+    teachers: Sequence[CausalLM],
+    blocks: Blocks,
+    eval_blocks: Blocks,
+) -> None:
+    for lm in teachers[1:]:
+        check_family(student, lm)
+        check_room(lm, settings.block_size)
+    for lm in teachers:
+        check_ids_are_known(student, lm, blocks, eval_blocks)
+    if settings.teacher_cache is not None and teachers:
+        check_rows(student, teachers[0])
+
+
 def _teacher(
     settings: LanguageSettings,
     texts: TextDataset,
@@ -235,7 +251,7 @@ def _teacher(
     progress: Progress,
     ranks: Ranks,
 ) -> CausalLM | None:
-    """Load or train the first teacher; without a model if a server answers for it."""
+    """Load or train the first teacher; its model is None if it runs on a server."""
     name = settings.teacher_names[0]
     if settings.teacher_url is not None:
         return served_lm(settings.teacher_model, settings.teacher_served_as)
@@ -256,10 +272,7 @@ def _teacher(
 def _absent_teacher(
     settings: LanguageSettings, name: str, cache: Path, error: Exception
 ) -> CausalLM:
-    """Return a teacher without a model, identified by its cache; raise `error` without a cache.
-
-    Its tokenizer is None if it cannot be loaded either.
-    """
+    """Return a teacher without a model, identified by its cache; raise `error` without a cache."""
     if not cache.is_dir():
         raise error
     weights = TeacherCache.open(cache, verify=False).fingerprint.weights
@@ -267,9 +280,9 @@ def _absent_teacher(
         raise error
     if settings.student_model.startswith(("layers:", "fresh:")):
         raise SettingsError(
-            f"STUDENT_MODEL {settings.student_model!r} is built from the teacher {name}, which"
-            f" cannot be loaded: set it to llama:LAYERSxDIM, or to a saved model with the teacher's"
-            f" tokenizer. ({error})"
+            f"STUDENT_MODEL is {settings.student_model!r}, which is built from the teacher {name},"
+            " but that cannot be loaded: set STUDENT_MODEL to llama:LAYERSxDIM, or to a saved model"
+            f" with the teacher's tokenizer. ({error})"
         ) from error
     message = "the teacher %s cannot be loaded: the student learns from TEACHER_CACHE alone, and"
     logger.warning(f"{message} the table has no row of the teacher (%s)", name, error)
@@ -287,13 +300,13 @@ def _student(
     teacher: CausalLM | None,
     in_memory: CausalLM | None,
 ) -> CausalLM:
-    """Load or make the student, with adapters if LORA_RANK is above 0."""
+    """Load or build the student; add adapters if LORA_RANK is above 0."""
     local = teacher if teacher is not None and teacher.model is not None else None
     tokenizer = teacher and teacher.tokenizer
     if teacher is None and settings.student_model.startswith(("fresh:", "llama:")):
         tokenizer = train_tokenizer(texts, VOCABULARY)
-    # A frozen base is rounded at each product anyway. (FSDP requires one dtype in a layer.)
-    half = settings.lora_rank > 0 and precision.student != torch.float32 and not settings.shard
+    # A frozen base is rounded at each product anyway.
+    half = settings.lora_rank > 0 and precision.student != torch.float32
     student = in_memory or build_student(
         settings.student_model,
         local,
@@ -320,54 +333,54 @@ def _student(
     return dataclasses.replace(student, model=adapted)
 
 
-def check_width(rank: int, student: str) -> None:
-    """Raise InputError if LORA_RANK exceeds the width of a student, before any model is loaded."""
-    kind, _, size = student.partition(":")
-    width = size.rpartition("x")[2]
-    if kind in ("fresh", "llama") and width.isdecimal():
-        check_rank(rank, int(width))
-    elif rank and (folder := Path(student).expanduser()).is_dir():
-        try:
-            config = llm_module("transformers").AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError):  # reported when the student is loaded
-            return
-        check_rank(rank, config)
-
-
 def _open_cache(
-    folder: Path, expected: Mapping[str, Any], n_rows: int, divergence: str
+    settings: LanguageSettings,
+    folder: Path,
+    teacher: CausalLM,
+    texts: TextDataset,
+    blocks: Blocks | AlignedBlocks,
 ) -> TeacherCache:
+    """Open the cache that replaces the teacher; check that it belongs to these rows."""
+    assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
     if not folder.is_dir():
         raise SettingsError(
-            f"TEACHER_CACHE: there is no {folder}: run cache_teacher.py with the settings of this"
-            " run, or name another folder"
+            f"TEACHER_CACHE is {str(folder)!r}, which is not a folder: run cache_teacher.py with"
+            " the settings of this run, or name the folder of a cache"
         )
+    expected = cache_identity(settings, settings.temperature, teacher, texts, blocks)
     cache = TeacherCache.open(folder, expect=expected)
-    if cache.n != n_rows:
+    if cache.n != len(blocks):
         raise SettingsError(
-            f"TEACHER_CACHE: {folder} holds {cache.n} rows, but the text has {n_rows}: write"
-            " it again with cache_teacher.py --force_recompute"
+            f"TEACHER_CACHE: {folder} holds {cache.n} rows, but the text has {len(blocks)}: write"
+            " the cache again with cache_teacher.py --force_recompute"
         )
-    check_divergence(divergence, cache.fingerprint.method)
+    check_divergence(settings.kind_of_divergence, cache.fingerprint.method)
+    if teacher.model is not None:
+        teacher.model.requires_grad_(False)
     return cache
 
 
 def _log_rows(texts: TextDataset, blocks: Blocks | AlignedBlocks) -> None:
-    """Log what was split or left out, and how much of the text two tokenizers share."""
-    own = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
-    if turns := describe_turns(own.turns):
+    student_blocks = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
+    if turns := describe_turns(student_blocks.turns):
         logger.info("%s: %s", texts.name, turns)
-    for line in [*texts.left_out[:1], *own.left_out[:1]]:
-        logger.info("some of the text was split or left out: %s; the report has more", line)
+    for line in [*texts.left_out[:1], *student_blocks.left_out[:1]]:
+        logger.info("some text was split or left out (the report lists all of it): %s", line)
     if isinstance(blocks, AlignedBlocks):
-        message = "%.1f %% of the text is in groups of tokens that both share, mean %.1f characters"
         statistics = blocks.statistics()
-        coverage = 100 * statistics["coverage"]
-        logger.info(message, coverage, statistics["characters_per_group"])
+        logger.info(
+            "student and teacher tokens have common boundaries in %.1f %% of the text, every %.1f"
+            " characters on average",
+            100 * statistics["coverage"],
+            statistics["characters_per_group"],
+        )
 
 
 def make_distiller(prepared: Prepared, folder: RunFolder | None = None) -> Distiller:
-    """Return the student with its loss and guard; `folder` saves its events and faults."""
+    """Return the student with its loss, optimizer and guard.
+
+    Events and recorded faults are saved in `folder`, if there is one.
+    """
     settings, precision = prepared.settings, prepared.precision
     student = prepared.student.model
     if settings.legacy_clamp is not None:
@@ -375,20 +388,19 @@ def make_distiller(prepared: Prepared, folder: RunFolder | None = None) -> Disti
         clamp = LegacyClamp.parse(settings.legacy_clamp)
         clamp.check(vocabulary)
         lowest = clamp.lowest_perplexity(vocabulary)
-        message = "LEGACY_CLAMP %s: perplexity can never be below %.4g"
+        message = "LEGACY_CLAMP is %s, with which perplexity can never fall below %.4g"
         logger.warning(message, settings.legacy_clamp, lowest)
     source, aligned = _source(prepared)
     if folder is None:
         return Distiller(student, settings, precision, source, aligned=aligned)
-    writes = not isinstance(folder, ReadOnlyRunFolder) and not settings.shard
-    recorder = FlightRecorder(folder.path / "faults") if writes else None
+    recorder = FlightRecorder(folder.path / "faults") if folder.writes else None
     distiller = Distiller(student, settings, precision, source, folder.events, aligned, recorder)
     distiller.explainer.facts = {"learns_from": prepared.digest}
     return distiller
 
 
 def _source(prepared: Prepared) -> tuple[Source | None, Aligned | None]:
-    """Return the teacher as a source of answers, or aligned if its tokenizer differs."""
+    """Return the teacher's answers as a `Source`, or as `Aligned` if its tokenizer differs."""
     settings, frozen = prepared.settings, prepared.frozen
     if not settings.alpha_kd:
         return None, None
@@ -412,11 +424,11 @@ def _source(prepared: Prepared) -> tuple[Source | None, Aligned | None]:
     if not isinstance(prepared.blocks, AlignedBlocks):
         return source, None
     configs = [without_adapters(m).config for m in (prepared.student.model, frozen.model)]
-    own, theirs = (config.get_text_config().hidden_size for config in configs)
+    width, teacher_width = (config.get_text_config().hidden_size for config in configs)
     aligned = Aligned(
         source.answer if isinstance(source, RoutedTeacher) else frozen,
         settings,
-        (own, theirs),
+        (width, teacher_width),
         divergence=settings.kind_of_divergence,
         draws=settings.draws,
         seed=settings.seed,

@@ -1,4 +1,4 @@
-"""`ssl_kd replay BUNDLE` for a step of a student: run it again with every operation checked."""
+"""Run a recorded step of a student again with every operation checked (`ssl_kd replay BUNDLE`)."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ _CPU = torch.device("cpu")
 
 
 def replay(path: str | Path) -> Replay:
-    """Run the step of a bundle again, on the CPU, under the microscope.
+    """Run the step of a bundle again on the CPU, and find the first operation that fails.
 
-    Text, teacher and tokenizers are opened by the run's settings, from the folder in which the run
-    was started; the student's trained weights are those of the bundle. If these exceeded its size
-    limit, the answer is what was found when the fault happened.
+    Text, teacher and tokenizers are opened by the run's settings, so call this in the folder in
+    which the run was started. The student's trained weights come from the bundle. If they exceeded
+    the size limit of a bundle, the explanation that the run recorded is returned instead.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CorruptFileError: it is damaged, no bundle, or has settings of another version.
-        ValueError: it is not of this mode, or text or teacher are not those of the run.
+        FileNotFoundError: there is no file at `path`.
+        CorruptFileError: the file is damaged, is not a bundle, or has settings of another version.
+        InputError: the bundle is not of the language mode, or text or teacher have changed.
     """
     bundle = load_bundle(path)
     settings, recorded = _settings(path, bundle)
     if bundle.left_out:
-        lost = ("note", f"{len(bundle.left_out)} tensors were over the limit: not run again")
+        reason = f"{len(bundle.left_out)} tensors exceeded the size limit: not run again"
+        lost = ("note", reason)
         return Replay(bundle, False, None, None, seen=(lost, ("then", recorded["explained"])))
     precision = Precision(
         device=_CPU,
@@ -55,25 +56,25 @@ def replay(path: str | Path) -> Replay:
     prepared = prepare(settings, precision, no_progress)
     if prepared.digest != recorded["learns_from"]:
         raise InputError(
-            f"{path} cannot be run again: the data or the teacher are not those of the run. Put "
-            "them back, or replay in the folder that the run was started in"
+            f"{path} cannot be run again, because the text or the teacher has changed since the"
+            " run: restore them, or start the replay in the folder in which the run was started"
         )
     rows, n_rows = bundle.indices, len(prepared.blocks)
     if not len(rows) or not 0 <= int(rows.min()) <= int(rows.max()) < n_rows:
-        raise damaged(path, f"indices are not rows of the text, which has {n_rows}")
+        raise damaged(path, f"indices are not all from 0 to {n_rows - 1}, the rows of the text")
     distiller = make_distiller(prepared)
     _load(path, bundle, distiller)
     batch = _batch(distiller, prepared, bundle)
     with torch.random.fork_rng(devices=[]):
         set_rng_state({"cpu": bundle.tensors["rng cpu"]}, _CPU)
-        found = examine(distiller, batch, bundle.event.part)
-    if found is None:
+        fault = examine(distiller, batch, bundle.event.part)
+    if fault is None:
         return Replay(bundle, False, None, None)
-    return Replay(bundle, True, *found, sample=f"{named_rows(rows)} of the text")
+    return Replay(bundle, True, *fault, sample=f"{named_rows(rows)} of the text")
 
 
 def _batch(distiller: Distiller, prepared: Prepared, bundle: Bundle) -> Batch | AlignedBatch:
-    """Return the rows of the step; the student continues again those that it continued."""
+    """Return the batch of the step, with the student's continuations generated again."""
     rows = bundle.indices
     rollouts = rollout_batches(distiller, prepared.blocks, prepared.student.tokenizer)
     if rollouts is None:
@@ -82,11 +83,11 @@ def _batch(distiller: Distiller, prepared: Prepared, bundle: Bundle) -> Batch | 
 
 
 def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[str, Any]]:
-    """Return the run's settings, and how the step was computed."""
+    """Return the run's settings, and the recorded dtypes, device and explanation of the step."""
     values = dict(bundle.settings)
     recorded = values.pop("replay", None)
     if not isinstance(recorded, dict) or recorded.get("mode") != "language":
-        raise InputError(f"{path} is not a step of the language mode")
+        raise InputError(f"{path} is not a step of the language mode: expected a bundle of one")
     known = has_fields(recorded, _REPLAY)
     if not known or not {recorded["student"], recorded["teacher"]} <= {*DTYPES}:
         raise damaged(path, "its replay settings are not those of a step")
@@ -100,15 +101,16 @@ def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[
 
 @torch.no_grad()
 def _load(path: str | Path, bundle: Bundle, distiller: Distiller) -> None:
-    """Load the weights of the step into the student and the modules trained with it."""
+    """Load the bundle's weights into the student and the modules trained with it."""
     for name, tensor in trained(distiller).items():
         saved = bundle.tensors.get(name)
         if saved is None or _layout(saved) != _layout(tensor):
-            raise damaged(path, f"{name} is not {tensor.dtype} {list(tensor.shape)}")
+            expected = f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise damaged(path, f"the tensor {name!r} is missing or is not {expected}")
         tensor.copy_(saved)
     saved = bundle.tensors.get("rng cpu")
     if saved is None or _layout(saved) != _layout(torch.get_rng_state()):
-        raise damaged(path, "the random state is missing, or of another torch")
+        raise damaged(path, "the random state is missing, or was saved by another torch version")
 
 
 def _layout(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.layout]:

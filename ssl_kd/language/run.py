@@ -1,17 +1,14 @@
-"""A run of the language mode: prepare, score, train, save, and leave a run folder."""
+"""Run the language mode from its settings to a finished run folder."""
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
 
 from ssl_kd.evaluate.language import LanguageJudge
 from ssl_kd.evaluate.tokens import TokenScores
@@ -40,12 +37,10 @@ from ssl_kd.training.board import Board, check_boards
 from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.process_group import load_checkpoint, run_folder
-from ssl_kd.training.ranks import Ranks, joined
+from ssl_kd.training.ranks import joined
 from ssl_kd.training.stop import Signals
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @default_torch_state()
@@ -57,26 +52,26 @@ def run(
 ) -> Path:
     """Train, score and save a student; return the run folder.
 
-    Processes started by torchrun each call this with the same settings, and train one student:
-    BATCH_SIZE is divided among them, and the first writes the folder.
+    With torchrun, every process calls this with the same settings. All of them train one student:
+    they divide the BATCH_SIZE rows among them, and the first one writes the folder.
 
     Args:
-        settings: of the run.
+        settings: all settings of the run.
         progress: called as `progress(stage, done, total, info)`.
-        models: models in memory, if the settings name none.
+        models: teacher and student, if they are passed in memory and not named in the settings.
 
     Raises:
-        SettingsError: teacher, student and text do not fit; or ranks and BATCH_SIZE or SHARD.
-        InputError: teacher or student are not finite before step 0.
-        Interrupted: stopped by Ctrl-C or SIGTERM.
-        TooFewHealthyParts: the student does not recover.
-        RankLost: another rank does not answer.
+        SettingsError: teacher, student, text and settings do not fit together.
+        InputError: the teacher or the student outputs NaN or infinity before step 0.
+        Interrupted: Ctrl-C or SIGTERM stopped the run.
+        TooFewHealthyParts: the student does not recover from its faults.
+        RankLost: another rank does not respond.
     """
     with joined(settings.device) as ranks:
         progress = progress if ranks.rank == 0 else no_progress
         clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
         logger.info("%s", precision)
-        check_ranks(ranks, settings.batch_size, shard=settings.shard)
+        check_ranks(ranks, settings.batch_size)
         check_boards(settings.boards)
         settings.check_packages()
         with run_folder(settings, ranks) as folder, Signals(folder) as signals:
@@ -91,15 +86,13 @@ def run(
                 progress("judge", 0, 2, {})
                 prepared, table, generations = judge_teachers(prepared)
                 folder.update_json("config.json", precision=str(prepared.precision))
-            student = prepared.student.model
-            # A sharded student is saved from this copy on the first rank.
-            full = copy.deepcopy(student) if settings.shard and ranks.rank == 0 else student
             distiller = make_distiller(prepared, folder)
             mixture = getattr(distiller.source, "mixture", None)
             judge = make_judge(prepared, mixture.original_router if mixture else nullcontext)
-            on_student = partial(_on_student, ranks, distiller)
             with clock("judge"):
-                row, generations["before"] = on_student(judge_student, prepared, judge)
+                row, generations["before"] = ranks.from_first(
+                    partial(judge_student, prepared, judge)
+                )
                 table.append(row)
                 progress("judge", 1, 2, {})
             prepared = prepared.without_cached_teacher()
@@ -108,11 +101,13 @@ def run(
             log_training_outcome(distiller, best.step)
             with clock("judge"):
                 best.put_back()
-                row, generations["after"] = on_student(judge.row, "student", student)
+                row, generations["after"] = ranks.from_first(
+                    partial(judge.row, "student", distiller.student)
+                )
                 table.append(row)
                 progress("judge", 2, 2, {})
             with clock("save"):
-                _save(folder, prepared, distiller, full, table)
+                _save(folder, prepared, distiller, table)
             folder.update_json(  # the last file: it marks the run as finished
                 "metrics.json",
                 table=table,
@@ -135,11 +130,11 @@ def _train(
     judge: LanguageJudge,
     progress: Progress,
 ) -> BestStudent:
-    """Train the student, from the last checkpoint if there is one; return its best weights."""
+    """Train the student, from the last checkpoint if there is one; return the best weights."""
     ranks, settings, best = distiller.ranks, prepared.settings, BestStudent(distiller)
 
     def offer(done: int) -> TokenScores:
-        scores = _on_student(prepared.ranks, distiller, judge.validation, distiller.student)
+        scores = prepared.ranks.from_first(partial(judge.validation, distiller.student))
         best.offer(done, scores)
         return scores
 
@@ -191,31 +186,14 @@ def _train(
     return best
 
 
-def _on_student(ranks: Ranks, distiller: Distiller, work: Callable[..., T], *arguments: Any) -> T:
-    """Return on all ranks what `work(*arguments)`, which runs the student, returns on the first.
-
-    All ranks must run a sharded student together.
-    """
-    if not distiller.distributed.sharded:
-        return ranks.from_first(partial(work, *arguments))
-    result = distiller.distributed.evaluate(work, *arguments)
-    return ranks.from_first(lambda: result)
-
-
-def _save(
-    folder: RunFolder, prepared: Prepared, distiller: Distiller, full: nn.Module, table: list[Row]
-) -> None:
-    """Save the student as a model's folder, and the teacher's router if it has learned."""
+def _save(folder: RunFolder, prepared: Prepared, distiller: Distiller, table: list[Row]) -> None:
+    """Save the student as a model folder, and the teacher's router if it was trained."""
     student, source, teacher = prepared.student, distiller.source, prepared.teacher
     is_cut = prepared.settings.student_model.startswith("layers:")
-    if distiller.distributed.sharded:
-        weights = distiller.distributed.gathered(dict(distiller.student.named_parameters()))
-        if prepared.ranks.rank == 0:
-            full.load_state_dict(weights, strict=False)  # it has its buffers
 
     def save() -> None:
         save_student(
-            full,
+            distiller.student,
             student.tokenizer,
             folder.path / "student",
             table,
@@ -232,44 +210,42 @@ def _save(
 class BestStudent:
     """The trained weights with the best held-out likelihood so far, on the first rank's CPU.
 
-    The latest weights if the student learns only from its own continuations: the likelihood of
-    other text does not measure what it learns.
+    If the student trains only on its own continuations, the latest weights are stored instead,
+    because the likelihood of other text does not measure their progress.
     """
 
     def __init__(self, distiller: Distiller) -> None:
-        self._student, self._distributed = distiller.student, distiller.distributed
-        self._is_first = distiller.ranks.rank == 0
+        self._student, self._is_first = distiller.student, distiller.ranks.rank == 0
         self._latest = not distiller.settings.learns_text
-        self.step, self.nll, self._weights = 0, float("inf"), {}
+        self.step, self.nll, self._weights, self._is_empty = 0, float("inf"), {}, True
 
     def offer(self, step: int, scores: TokenScores) -> None:
-        """Store the current weights if they are finite and better than the stored ones."""
+        """Store the current weights if they are finite and score better than the stored ones."""
         nll = scores.nll
-        better = not self._weights or (nll is not None and (self._latest or nll < self.nll))
-        if better := better and self._distributed.is_finite():
+        better = self._is_empty or (nll is not None and (self._latest or nll < self.nll))
+        if better := better and all(bool(p.isfinite().all()) for p in self._student.parameters()):
             self.step, self.nll = step, float("inf") if nll is None else nll
+            self._is_empty = False
             trained = [(n, p) for n, p in self._student.named_parameters() if p.requires_grad]
-            weights = self._distributed.gathered({name: p.detach() for name, p in trained})
             if self._is_first:
-                self._weights = {name: p.to("cpu", copy=True) for name, p in weights.items()}
-            else:
-                self._weights = dict.fromkeys(weights, torch.empty(0))
+                self._weights = {name: p.detach().to("cpu", copy=True) for name, p in trained}
         perplexity = "unknown" if scores.perplexity is None else f"{scores.perplexity:.4g}"
-        note = "; kept" if self._latest else "; the best so far"
+        note = "; saved" if self._latest else "; the best so far"
         note = note if better and step else ""
         logger.info("student: held-out perplexity %s at step %d%s", perplexity, step, note)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Load the best weights into the student; a replicated one on the first rank only."""
+        """Load the best weights into the student."""
         for name, p in self._student.named_parameters():
-            if name in self._weights and (self._is_first or self._distributed.sharded):
-                p.copy_(self._distributed.spread(self._weights[name], p))
+            if name in self._weights:
+                p.copy_(self._weights[name])
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         return {"step": self.step, "nll": self.nll, "weights": self._weights}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned."""
+        """Restore the state that `state` returned."""
         self.step, self.nll, self._weights = state["step"], state["nll"], state["weights"]
+        self._is_empty = False

@@ -1,4 +1,4 @@
-"""What a run logs and writes about itself: models, data, first steps, outcome, and errors."""
+"""Collect the facts that a language run writes to its files, and log how it goes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST_STEPS = 5  # whose loss terms are logged
 
 def config_facts(prepared: Prepared) -> dict[str, Any]:
     """Return the facts about models, data and resolved settings for `config.json`."""
-    settings, train_set, own = prepared.settings, prepared.train_set, prepared.student_blocks
+    settings, train_set, blocks = prepared.settings, prepared.train_set, prepared.student_blocks
     others = [_model_facts(lm) for lm, _ in prepared.others]
     return {
         "teacher": _model_facts(prepared.teacher),
@@ -34,12 +34,12 @@ def config_facts(prepared: Prepared) -> dict[str, Any]:
         "data": {
             "name": train_set.name,
             "documents": len(train_set),
-            "train_tokens": int(own.counts.sum()),
+            "train_tokens": int(blocks.counts.sum()),
             "eval_tokens": int(prepared.eval_blocks.counts.sum()),
             "validation_tokens": int(prepared.validation_blocks.counts.sum()),
             "validated_apart": prepared.validated_apart,
-            "turns": describe_turns(own.turns),
-            "left_out": [*train_set.left_out, *own.left_out],
+            "turns": describe_turns(blocks.turns),
+            "left_out": [*train_set.left_out, *blocks.left_out],
         },
         "resolved": {
             "LEARNING_RATE": settings.peak_lr,
@@ -63,7 +63,7 @@ def _model_facts(lm: CausalLM | None) -> dict[str, Any] | None:
 
 
 def card_facts(prepared: Prepared) -> dict[str, str]:
-    """Return how the student was made, for its model card."""
+    """Return teacher, data, settings and versions for the student's model card."""
     defaults = LanguageSettings().to_dict()
     changed = {n: v for n, v in prepared.settings.to_dict().items() if v != defaults[n]}
     data = prepared.train_set
@@ -88,7 +88,7 @@ def metrics_facts(prepared: Prepared, distiller: Distiller, steps: int) -> dict[
 
 
 def log_loss_inputs(prepared: Prepared) -> None:
-    """Log the shape of the logits, the temperature and the weights of the loss."""
+    """Log the shape of the logits, the temperature and the loss weights before training."""
     settings = prepared.settings
     models = {"student": prepared.student.model}
     if prepared.frozen is not None:
@@ -96,8 +96,8 @@ def log_loss_inputs(prepared: Prepared) -> None:
     rows = f"{settings.batch_size}, {settings.block_size}"
     heads = {name: without_adapters(lm).get_output_embeddings() for name, lm in models.items()}
     logger.info(
-        "logits: %s; temperature %g, by whose square %g the divergence is multiplied; weights:"
-        " ce %g, kd %g",
+        "logits: %s; temperature %g (the divergence is multiplied by its square, %g); loss"
+        " weights: ce %g, kd %g",
         ", ".join(f"{name} [{rows}, {len(head.weight)}]" for name, head in heads.items()),
         settings.temperature,
         settings.temperature**2,
@@ -107,7 +107,7 @@ def log_loss_inputs(prepared: Prepared) -> None:
 
 
 def log_step(step: int, result: StudentStep) -> None:
-    """Log one of the first steps."""
+    """Log the loss terms of a step if it is one of the first FIRST_STEPS."""
     if step < FIRST_STEPS:
         terms = ", ".join(f"{name} {value:.4f}" for name, value in result.terms.items())
         terms += f", combined loss {result.loss:.4f}"
@@ -115,19 +115,20 @@ def log_step(step: int, result: StudentStep) -> None:
 
 
 def log_training_outcome(distiller: Distiller, best_step: int) -> None:
-    """Warn if training did not help, or if a loss term was missing in some steps."""
+    """Warn if training did not improve the student, or if a term was left out of some steps."""
     if best_step == 0:
         logger.warning(
-            "training did not improve the held-out score: the student is saved as it was before "
-            "step 0"
+            "training did not improve the score on held-out text: the saved student has its initial"
+            " weights. Try another --learning_rate, more --max_steps or more text"
         )
     for name, learned in distiller.learned.items():
         if learned < distiller.guard.steps:
-            logger.warning("%s learned from %d of %d steps", name, learned, distiller.guard.steps)
+            message = "the loss term %s was used in %d of %d steps; events.jsonl says why"
+            logger.warning(message, name, learned, distiller.guard.steps)
 
 
 def stop_message(error: TooFewHealthyParts, distiller: Distiller) -> str:
-    """Return why the run stopped: the error, each cause, the recorded fault, and what to try."""
+    """Return the message of a stopped run: the error, its causes, and settings to try."""
     events = distiller.guard.events
     causes = [event for event in events.events if event.action == "explained"]
     once = {e.reason: f"{e.part}, step {e.step}: {e.reason}" for e in reversed(causes)}
@@ -135,14 +136,16 @@ def stop_message(error: TooFewHealthyParts, distiller: Distiller) -> str:
     if flags := advice(distiller):
         lines.append(flags)
     if bundles := distiller.explainer.bundles():
-        lines.append(f"ssl_kd replay {shlex.quote(str(bundles[0]))} runs the first fault again")
+        command = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
+        lines.append(f"{command} runs the step of the first fault again")
     return "\n".join(lines)
 
 
 def advice(distiller: Distiller) -> str:
-    """Return flags to try after a run that stopped; empty if none would help.
+    """Return a line with flags to try after a stopped run, or an empty text.
 
-    Those that the diagnoses name; without a diagnosis those that stabilize any training.
+    The flags come from the diagnoses; without a diagnosis, they are ones that stabilize any
+    training.
     """
     settings = distiller.settings
     diagnoses = [d for d in distiller.explainer.diagnoses if d.cause != Cause.UNKNOWN]

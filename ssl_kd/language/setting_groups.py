@@ -1,6 +1,6 @@
-"""Setting groups of the language mode, each with its own checks.
+"""Declare the settings of the language mode in groups, each with its own checks.
 
-A function takes the group it depends on; `LanguageSettings` combines all of them.
+Functions take the group that they need; `LanguageSettings` inherits from all groups.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class TeacherSettings(Settings):
     )
     teacher_url: str | None = setting(
         None,
-        "a server that answers for the teacher, such as http://host:8000/v1 of vLLM; None: it runs"
-        " here",
-        "TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable"
-        " TEACHER_API_KEY.",
+        "server that runs the teacher, such as http://host:8000/v1 of vLLM; None: the teacher runs"
+        " in this process",
+        "TEACHER_MODEL then names the folder of its tokenizer. An API key is read from the"
+        " environment variable TEACHER_API_KEY.",
     )
     teacher_served_as: str | None = setting(
         None, "model name on the server of TEACHER_URL; None: TEACHER_MODEL"
@@ -74,7 +74,7 @@ class TeacherSettings(Settings):
 
     @property
     def cache_spec(self) -> tuple[str, int]:
-        """Return what a cache stores (`sample`, `topk`, `hidden`) and its tokens per position."""
+        """The method of a cache (`sample`, `topk` or `hidden`), and its tokens per position."""
         method, _, k = self.cache_method.partition(":")
         if self.teacher_url is not None:  # a server returns only its most likely tokens
             return "topk", int(k) if k and method == "topk" else SERVED_TOKENS
@@ -82,7 +82,7 @@ class TeacherSettings(Settings):
 
     @property
     def to_train(self) -> tuple[str, int] | None:
-        """Return LAYERSxDIM and steps of a teacher to train first; None for an existing teacher."""
+        """The size (LAYERSxDIM) and steps of a teacher to train first; None for any other."""
         if self.teacher_model == "train":
             return TRAINED
         match = re.fullmatch(r"train:(\d+x\d+):([1-9]\d*)", self.teacher_model)
@@ -90,25 +90,24 @@ class TeacherSettings(Settings):
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
-        """Return the name of each teacher in TEACHER_MODEL."""
+        """The name of each teacher in TEACHER_MODEL."""
         return tuple(name for _, name in self._parts())
 
     @property
     def teacher_shares(self) -> tuple[float, ...] | None:
-        """Return the weight of each teacher in TEACHER_MODEL; None if they are equal."""
+        """The weight of each teacher in TEACHER_MODEL; None if no weights are given."""
         weights = [weight for weight, _ in self._parts()]
         return None if set(weights) == {""} else tuple(map(float, weights))
 
     def _parts(self) -> list[tuple[str, str]]:
-        """Return (weight or "", name) of each teacher; a folder's name may contain commas."""
         name = self.teacher_model
         if self.teacher_url is not None or "," not in name or Path(name).expanduser().is_dir():
-            return [("", name)]
+            return [("", name)]  # a folder's name may contain commas
         parts = [part.rpartition("*") for part in name.split(",")]
         return [(weight.strip(), name.strip()) for weight, _, name in parts]
 
     def check_together(self) -> None:
-        """Raise SettingsError if a teacher's weight or the cache's token count is invalid."""
+        """Raise SettingsError if TEACHER_MODEL or CACHE_METHOD has an invalid form."""
         super().check_together()
         if self.teacher_model.startswith("train:") and self.to_train is None:
             raise SettingsError(
@@ -121,8 +120,8 @@ class TeacherSettings(Settings):
             valid = False
         if not valid:
             raise SettingsError(
-                f"TEACHER_MODEL is {self.teacher_model!r}: expected a weight above 0 for each"
-                " teacher, as in '0.7*A, 0.3*B', or for none."
+                f"TEACHER_MODEL is {self.teacher_model!r}: expected a weight above 0 before each"
+                " name, as in '0.7*A, 0.3*B', or names without weights, as in 'A, B'."
             )
         if self.cache_spec[1] > MAX_CACHED_TOKENS:
             raise SettingsError(
@@ -133,13 +132,13 @@ class TeacherSettings(Settings):
 
 @dataclass(frozen=True)
 class StudentSettings(Settings):
-    """Choose the student and which of its weights are trained."""
+    """Choose the student, which of its weights are trained, and the learning rate."""
 
     student_model: str = setting(
         "fresh:2x128",
         "folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM"
-        " (new weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the"
-        " teacher is)",
+        " (new weights of the teacher's architecture) | llama:LAYERSxDIM (new weights of a Llama,"
+        " for any teacher)",
         section="Student",
     )
     lora_rank: int = setting(
@@ -153,7 +152,7 @@ class StudentSettings(Settings):
     )
     learning_rate: float | None = setting(
         None,
-        "peak learning rate of AdamW; None: 3e-3 for new weights, 5e-4 for what is cut from a"
+        "peak learning rate of AdamW; None: 3e-3 for new weights, 5e-4 for layers cut from a"
         " teacher, 2e-4 for adapters, 2e-5 for a pretrained model",
         low=0,
         high=100,
@@ -161,12 +160,12 @@ class StudentSettings(Settings):
 
     @property
     def peak_lr(self) -> float:
-        """Return LEARNING_RATE, or its default for this kind of student."""
+        """LEARNING_RATE, or if it is None the default for this kind of student."""
         return self.usual_lr if self.learning_rate is None else self.learning_rate
 
     @property
     def usual_lr(self) -> float:
-        """Return the default learning rate for this kind of student."""
+        """The default learning rate for this kind of student."""
         kind = "lora" if self.lora_rank else self.student_model.partition(":")[0]
         rates = {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "lora": 2e-4}
         return rates.get(kind, 2e-5)
@@ -179,8 +178,8 @@ class TextSettings(Settings):
     data_path: str = setting(
         "stdlib",
         "text to learn from: .jsonl .json .csv .parquet (messages | conversations | prompt,"
-        " completion | question, answer | instruction, output | text) | .txt | a folder of them, or"
-        " by save_to_disk | hf:NAME | stdlib (the source of Python's standard library)",
+        " completion | question, answer | instruction, output | text) | .txt | a folder of such"
+        " files or of save_to_disk | hf:NAME | stdlib (the source of Python's standard library)",
         section="Text",
     )
     eval_path: str | None = setting(
@@ -189,7 +188,7 @@ class TextSettings(Settings):
     )
     text_field: str | None = setting(
         None,
-        "field of the records that holds the text; None: the first format of DATA_PATH that fits",
+        "field of the records that holds the text; None: the first known field, see DATA_PATH",
     )
     block_size: int = setting(
         256, "tokens in a row", "Longer: more context, more memory.", low=8, high=1_048_576
@@ -235,8 +234,8 @@ class LossSettings(Settings):
     align: str = setting(
         "auto",
         "how to align a teacher with another tokenizer: auto (the tokenizers are the same) |"
-        " hidden (hidden states at common boundaries) | uld (sorted probabilities) | chunks (of"
-        " text)",
+        " hidden (hidden states at common boundaries) | uld (sorted probabilities) | chunks"
+        " (distributions and likelihoods of common pieces of text)",
         choices=("auto", "hidden", "uld", "chunks"),
     )
 
@@ -244,10 +243,10 @@ class LossSettings(Settings):
         """Raise SettingsError if the loss settings contradict each other."""
         super().check_together()
         if self.alpha_kd == self.alpha_ce == 0:
-            raise SettingsError("ALPHA_KD and ALPHA_CE are both 0, so there is nothing to learn.")
+            raise SettingsError("ALPHA_KD and ALPHA_CE are both 0: set at least one above 0.")
         if self.align == "hidden" and self.alpha_ce == 0:
             raise SettingsError(
-                "ALIGN 'hidden' matches only hidden states, which leaves the output head"
+                "ALIGN is 'hidden' and ALPHA_CE is 0, which leaves the student's output head"
                 " untrained: set ALPHA_CE above 0."
             )
         if self.legacy_clamp is not None:
@@ -262,7 +261,8 @@ class LossSettings(Settings):
             raise SettingsError(f"LEGACY_CLAMP: {error}.") from error
         if self.align != "auto":
             raise SettingsError(
-                "LEGACY_CLAMP clamps logits token by token, so ALIGN must be 'auto'."
+                f"LEGACY_CLAMP is set, but ALIGN is {self.align!r}: set ALIGN to 'auto', because"
+                " clamped logits are compared token by token."
             )
 
 
@@ -318,12 +318,12 @@ class RouterSettings(Settings):
 
     @property
     def is_routed(self) -> bool:
-        """Whether the teacher's experts or router differ from the original model."""
+        """Whether the teacher uses its experts or its router in another way than its own."""
         return self.router_mode != "native" or self.router_weights is not None
 
     @property
     def draws(self) -> int:
-        """How many draws of experts answer each batch."""
+        """The number of passes of the teacher over each batch, with other experts in each."""
         return KA_DRAWS if self.router_mode == "ka" else 1
 
 
@@ -389,11 +389,6 @@ class TrainingSettings(RunSettings):
         choices=("auto", "float32", "bfloat16", "float16"),
         section="Devices",
     )
-    shard: bool = setting(
-        False,
-        "with torchrun: shard the weights of student and teacher over the GPUs (FSDP2), for models"
-        " that are too large for one GPU; off: a full copy on each (DDP)",
-    )
     eval_every: int = setting(
         100,
         "steps between evaluations on held-out text; the best student so far, step 0 included, is"
@@ -428,11 +423,11 @@ class TrainingSettings(RunSettings):
 
     @property
     def boards(self) -> set[str]:
-        """Return the trackers that REPORT_TO names."""
+        """The tracker that REPORT_TO names, as a set; empty for `none`."""
         return {self.report_to} - {"none"}
 
     def n_steps(self, rows: int) -> int:
-        """Return the optimizer steps: EPOCHS over the rows if it is set, else MAX_STEPS."""
+        """Return the number of steps: EPOCHS passes over `rows` rows, or MAX_STEPS."""
         if self.epochs is None:
             return self.max_steps
         per_step = self.batch_size * self.gradient_accumulation_steps

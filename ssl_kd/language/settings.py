@@ -1,4 +1,4 @@
-"""All settings of the language mode, and the checks between them."""
+"""The settings of the language mode in one class, and the checks between their groups."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class LanguageSettings(
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     per_process: ClassVar[frozenset[str]] = PER_PROCESS
     instead: ClassVar[Mapping[str, str]] = INSTEAD
+    obsolete: ClassVar[frozenset[str]] = frozenset({"SHARD"})
     first: ClassVar[tuple[str, ...]] = FIRST
     file_heading: ClassVar[str] = HEADING
 
@@ -69,18 +70,18 @@ class LanguageSettings(
         return self.on_policy < 1 or self.divergence == "distillm2"
 
     def known(self) -> dict[str, Any]:
-        """Return lower-case name -> value, with LEARNING_RATE resolved, for a diagnosis."""
+        """Return all values by lower-case name, with the default LEARNING_RATE filled in."""
         values = {name.lower(): value for name, value in self.to_dict().items()}
         return values | {"learning_rate": self.peak_lr}
 
     def with_cache_router(self) -> Self:
-        """Return the settings with ROUTER_MODE auto resolved to native if a cache is used."""
+        """Return the settings with ROUTER_MODE native in place of auto if there is a cache."""
         if self.teacher_cache is None or self.router_mode != "auto":
             return self
         return self.replace(router_mode="native")
 
     def check_packages(self) -> None:
-        """Raise MissingPackage if a package that these settings need is not installed."""
+        """Raise MissingPackage if these settings need a package that is not installed."""
         texts = (self.data_path, self.eval_path or "")
         needed = {
             "transformers": True,
@@ -99,25 +100,29 @@ class LanguageSettings(
         _refuse(
             (
                 no_teacher and self.alpha_ce == 0,
-                "TEACHER_MODEL is 'none', so ALPHA_CE must be above 0.",
+                "TEACHER_MODEL is 'none' and ALPHA_CE is 0, so there is no loss: set ALPHA_CE above"
+                " 0, or name a teacher.",
             ),
-            (no_teacher and cached, "TEACHER_CACHE needs the TEACHER_MODEL that it was made by."),
+            (
+                no_teacher and cached,
+                f"TEACHER_CACHE is {self.teacher_cache!r}, but TEACHER_MODEL is 'none': set"
+                " TEACHER_MODEL to the teacher whose answers the cache holds.",
+            ),
             (
                 cached and (self.router_mode in ("sar", "ka") or self.align != "auto"),
-                "TEACHER_CACHE holds one answer per token: ROUTER_MODE 'sar' or 'ka' and ALIGN need"
-                " the teacher itself. Set TEACHER_CACHE to None, or ROUTER_MODE to 'all' and ALIGN"
-                " to 'auto'.",
+                f"TEACHER_CACHE is set, but ROUTER_MODE {self.router_mode!r} with ALIGN"
+                f" {self.align!r} needs a live teacher: set TEACHER_CACHE to None, or ROUTER_MODE"
+                " to 'all' or 'native' and ALIGN to 'auto'.",
             ),
             (
                 self.router_mode == "sar" and self.align != "auto",
-                "ROUTER_MODE 'sar' compares teacher and student token by token, so ALIGN must be"
-                " 'auto' and the tokenizers the same; 'all' and 'ka' work with any ALIGN.",
+                f"ALIGN is {self.align!r}, but ROUTER_MODE 'sar' needs teacher and student to have"
+                " the same tokenizer: set ROUTER_MODE to 'all' or 'ka', or ALIGN to 'auto'.",
             ),
-            (clamped and cached, "LEGACY_CLAMP needs live logits: TEACHER_CACHE must be None."),
             (
-                self.shard and (self.router_mode != "native" or changed_router),
-                "SHARD needs the teacher's original experts and router: set ROUTER_MODE to"
-                " 'native' and ROUTER_WEIGHTS to None.",
+                clamped and cached,
+                "LEGACY_CLAMP is set, but it needs the logits of a live teacher: set TEACHER_CACHE"
+                " or LEGACY_CLAMP to None.",
             ),
         )
         if self.teacher_url is not None:
@@ -132,7 +137,7 @@ class LanguageSettings(
         """Raise SettingsError if the text holds images and these settings cannot use them.
 
         Args:
-            *first_images: where the first image of each text is; None without images.
+            *first_images: for each text, the place of its first image; None without images.
         """
         first = next((image for image in first_images if image is not None), None)
         if first is None:
@@ -140,14 +145,13 @@ class LanguageSettings(
         fresh = self.student_model.startswith(("fresh:", "llama:"))
         text_only = f"STUDENT_MODEL is {self.student_model!r}, which reads only text"
         for conflict, reason, fix in (
-            (self.to_train, "TEACHER_MODEL is 'train'", "name a model of images"),
+            (self.to_train, "TEACHER_MODEL is 'train'", "name a model that reads images"),
             (len(self.teacher_names) > 1, "TEACHER_MODEL names several", "name one"),
-            (fresh, text_only, "use layers:N, or a folder"),
+            (fresh, text_only, "set it to layers:N, or to the folder of a model"),
             (self.align != "auto", f"ALIGN is {self.align!r}", "set it to 'auto'"),
             (self.teacher_url, "TEACHER_URL supports only text", "name the teacher's folder"),
             (self.on_policy, "ON_POLICY supports only text", "set it to 0"),
             (self.teacher_text, "TEACHER_TEXT supports only text", "set it to 0"),
-            (self.shard, "SHARD is True", "set it to False"),
         ):
             _refuse((conflict, f"the text holds images, first in {first}, but {reason}: {fix}."))
 
@@ -161,23 +165,24 @@ class LanguageSettings(
         _refuse(
             (
                 self.to_train or self.teacher_model == "none",
-                "TEACHER_URL needs the tokenizer of the served teacher, and TEACHER_MODEL is"
-                f" {self.teacher_model!r}: name its folder, or its name on the Hub.",
+                f"TEACHER_MODEL is {self.teacher_model!r}, but TEACHER_URL needs the tokenizer of"
+                " the served teacher: set TEACHER_MODEL to the teacher's folder or Hub name.",
             ),
             (
                 self.temperature != 1,
-                f"TEMPERATURE is {self.temperature:g}, but a server returns its most likely tokens"
-                " at temperature 1 only: set TEMPERATURE to 1.",
+                f"TEMPERATURE is {self.temperature:g}, but the server at TEACHER_URL returns"
+                " probabilities at temperature 1 only: set TEMPERATURE to 1.",
             ),
             (
                 self.student_model.startswith("layers:"),
-                f"STUDENT_MODEL {self.student_model!r} is cut from the teacher, whose weights are"
-                " on a server (TEACHER_URL): name a folder, or new weights as llama:LAYERSxDIM.",
+                f"STUDENT_MODEL is {self.student_model!r}, which is cut from the teacher, but"
+                " TEACHER_URL runs the teacher on a server: set STUDENT_MODEL to a folder, or to"
+                " llama:LAYERSxDIM.",
             ),
             (
                 self.align != "auto" or not original,
-                "TEACHER_URL returns only the teacher's most likely tokens: ALIGN must be 'auto',"
-                " ROUTER_MODE 'native', and ROUTER_WEIGHTS and LEGACY_CLAMP None.",
+                "TEACHER_URL provides only the teacher's most likely tokens: set ALIGN to 'auto',"
+                " ROUTER_MODE to 'native', and ROUTER_WEIGHTS and LEGACY_CLAMP to None.",
             ),
         )
 
@@ -191,10 +196,10 @@ class LanguageSettings(
                 " separated by commas ('train' and 'none' cannot be combined).",
             ),
             (
-                self.align != "auto" or self.is_routed or cached or self.shard,
-                "Several teachers must share the student's tokenizer and run unchanged: ALIGN must"
-                " be 'auto', ROUTER_MODE 'native', ROUTER_WEIGHTS and TEACHER_CACHE None, SHARD"
-                " False.",
+                self.align != "auto" or self.is_routed or cached,
+                "TEACHER_MODEL names several teachers, which must run live, unchanged and with the"
+                " student's tokenizer: set ALIGN to 'auto', ROUTER_MODE to 'native', and"
+                " ROUTER_WEIGHTS and TEACHER_CACHE to None.",
             ),
         )
 
@@ -203,11 +208,14 @@ class LanguageSettings(
         base = self.lora_rank and kind not in ("fresh", "llama", "layers", IN_MEMORY)
         loaded = self.teacher_url is None and self.teacher_model not in ("none", IN_MEMORY)
         for conflict, fix in (
-            (not (loaded or base), "name a TEACHER_MODEL, or with LORA_RANK a STUDENT_MODEL"),
-            (kind == "layers", f"STUDENT_MODEL {kind!r} needs unquantized weights"),
-            (self.shard, "set SHARD to False"),
+            (
+                not (loaded or base),
+                "but no frozen model is loaded: name a TEACHER_MODEL, or a STUDENT_MODEL with"
+                " LORA_RANK above 0",
+            ),
+            (kind == "layers", "but STUDENT_MODEL 'layers:N' needs unquantized weights: change it"),
         ):
-            _refuse((conflict, f"QUANTIZATION is {self.quantization!r}: {fix}, or set it to None."))
+            _refuse((conflict, f"QUANTIZATION is {self.quantization!r}, {fix}, or set it to None."))
 
     def _check_generation(self, no_teacher: bool, cached: bool) -> None:
         names = " and ".join(n.upper() for n in ("on_policy", "teacher_text") if getattr(self, n))
@@ -219,18 +227,18 @@ class LanguageSettings(
             ),
             (
                 names and (no_teacher or (self.on_policy and self.alpha_kd == 0)),
-                f"{names} needs a teacher (TEACHER_MODEL), and ON_POLICY an ALPHA_KD above 0: only"
-                " the teacher scores what the student generates.",
+                f"{names} is above 0, which needs a teacher; only it scores generated text: name a"
+                " TEACHER_MODEL, and for ON_POLICY set ALPHA_KD above 0.",
             ),
             (
-                names and (cached or self.align != "auto" or self.shard),
-                f"{names} needs a live teacher with the student's tokenizer, unsharded: set"
-                " TEACHER_CACHE to None, ALIGN to 'auto' and SHARD to False.",
+                names and (cached or self.align != "auto"),
+                f"{names} is above 0, which needs a live teacher with the student's tokenizer: set"
+                " TEACHER_CACHE to None and ALIGN to 'auto'.",
             ),
             (
                 self.teacher_text and self.teacher_url is not None,
-                "TEACHER_TEXT needs a local teacher, and TEACHER_URL names a server: set one of"
-                " them to its default.",
+                "TEACHER_TEXT is above 0, which needs a local teacher, but TEACHER_URL is set: set"
+                " TEACHER_TEXT to 0 or TEACHER_URL to None.",
             ),
         )
 

@@ -1,4 +1,4 @@
-"""Rows of a batch in which a loss term is not finite: leave them out of that term alone."""
+"""Leave the rows of a batch in which a loss term is not finite out of this term alone."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SickRows = Mapping[str, Tensor]
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of the random numbers of the CPU, and of the GPU if it is used."""
+    """Return the random state of the CPU, and of the GPU if `device` is one."""
     gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     return {"cpu": torch.get_rng_state()} | gpu
 
 
 def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore what `rng_state` returned."""
+    """Restore a random state that `rng_state` returned."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -38,12 +38,12 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 @dataclass
 class FirstPass(Generic[AnyBatch]):
-    """What a second pass over a batch needs of the first."""
+    """The first pass over a batch, for a second one that leaves rows out."""
 
     batch: AnyBatch
-    rng: Mapping[str, Tensor]  # before the pass, so that dropout repeats
-    answers: Sequence[TeacherOutput] | None = None  # the teacher's
-    sick: dict[str, Tensor] = field(default_factory=dict)  # rows that the second pass left out
+    rng: Mapping[str, Tensor]  # random state before the pass, so that dropout repeats
+    answers: Sequence[TeacherOutput] | None = None  # outputs of the teachers
+    sick: dict[str, Tensor] = field(default_factory=dict)  # term -> rows that were left out
 
     @contextlib.contextmanager
     def same_random_state(self, device: torch.device) -> Iterator[None]:
@@ -63,23 +63,27 @@ class FirstPass(Generic[AnyBatch]):
         terms: Mapping[str, Tensor],
         lost: Callable[[AnyBatch, SickRows], dict[str, int]],
     ) -> tuple[dict[str, Tensor], list[Event], dict[str, int]]:
-        """Decide, after the second pass, which terms go on without some rows; on every rank.
+        """Decide on all ranks together which terms to use without some of their rows.
 
-        A term without a healthy row on any rank stays what it was, and is cut out as a whole; so is
-        one whose fault does not reappear in any row.
+        A term is not used if it is not finite in any row of any rank, or if its fault does not
+        reappear in the second pass: the guard then cuts out the whole term.
 
-        `before` and `terms` are those of the first and the second pass; `lost` counts how much of
-        each term's divisor is in its sick rows.
+        Args:
+            ranks: the processes that train together.
+            step: number of the step, for the events.
+            before: the terms of the first pass.
+            terms: the terms of the second pass.
+            lost: computes how much of each term's divisor belongs to rows that were left out.
 
         Returns:
-            The terms that go on, an event for each that lost rows, and what each of those lost on
-            this rank.
+            The terms of the second pass to use; an event for each term that lost rows; and how much
+            of its divisor each of these terms lost on this rank.
         """
         named = {name: self._named(rows) for name, rows in self.sick.items() if bool(rows.any())}
         without_rows = [name for name, rows in self.sick.items() if bool(rows.all())]
         sick = [name for name, term in before.items() if not bool(term.isfinite())]
-        own = named, without_rows, [name for name in sick if name not in named]
-        gathered = ranks.of_all(f"step {step}, rows left out", own)
+        local = named, without_rows, [name for name in sick if name not in named]
+        gathered = ranks.of_all(f"step {step}, rows left out", local)
         gone = {name for name in terms if all(name in empty for _, empty, _ in gathered)}
         gone |= {name for _, _, vanished in gathered for name in vanished}
         events = []
@@ -102,7 +106,7 @@ class FirstPass(Generic[AnyBatch]):
 
 
 def without(batch: AnyBatch, rows: Tensor) -> AnyBatch:
-    """Return the batch with no target in some of its rows."""
+    """Return a copy of the batch without targets in `rows`, a boolean `[batch]`."""
     if isinstance(batch, AlignedBatch):
         counts = batch.counts & ~rows.numpy()[:, None]
         return replace(batch, student=without(batch.student, rows), counts=counts)
@@ -110,10 +114,10 @@ def without(batch: AnyBatch, rows: Tensor) -> AnyBatch:
 
 
 def overwritten(batch: AnyBatch, rows: Tensor) -> AnyBatch:
-    """Return the batch with no target in some rows, whose tokens are those of a healthy row.
+    """Return a copy of the batch in which `rows` have no targets and the tokens of another row.
 
-    The student's outputs there are then finite, and their gradient is 0. Rows with images keep
-    their content.
+    The student's output in these rows is then finite, and its gradient is 0. In a batch with
+    images, the rows keep their tokens.
     """
     if isinstance(batch, AlignedBatch):
         student = overwritten(batch.student, rows)

@@ -1,4 +1,4 @@
-"""One guarded step of a student: its own text, the teacher's answer, and the update."""
+"""Train a student for one step: loss terms, guarded backward pass, and update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
-from ssl_kd.guard.modules import without_pieces
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.fault_explainer import FaultExplainer, examine
@@ -37,7 +36,7 @@ RESTORE_AFTER = 20  # bad steps in a row before the student is restored, see STO
 
 
 def precision_of(run: TrainingSettings) -> Precision:
-    """Return the dtypes of a run: those suited to the device, or MODEL_DTYPE if it supports it."""
+    """Return the dtypes of a run: MODEL_DTYPE if the device supports it, else suitable ones."""
     asked = {"auto": True, "float32": False}.get(
         run.model_dtype, getattr(torch, run.model_dtype, True)
     )
@@ -51,18 +50,18 @@ def precision_of(run: TrainingSettings) -> Precision:
 
 @dataclass(frozen=True)
 class StudentStep:
-    """The result of a step.
+    """The result of a training step.
 
     Attributes:
-        terms: the loss terms, NaN if not finite: `ce`, nats per token of text, if there was text;
-            with a teacher `kd`, the divergence times temperature squared, nats per token, or with
-            another tokenizer the distance of ALIGN per group of tokens.
+        terms: mean of each loss term, NaN if it was not finite. `ce`, in nats per token, is absent
+            if the step had no text; `kd`, absent without a teacher, is the divergence times
+            temperature squared in nats per token, or the distance of ALIGN per group of tokens.
         loss: the weighted sum of the finite terms.
-        grad_norm: before clipping.
+        grad_norm: norm of the gradient before clipping.
         updated: whether the student's weights changed.
-        tokens: real tokens.
-        router: values of the teacher's router step, if its router learns.
-        rollouts: values of the student's continuations, if it generated any.
+        tokens: number of target tokens in the batches of all ranks.
+        router: loss, drift and entropy of the teacher's router, if the router is trained.
+        rollouts: share, length and completion of the student's continuations, if there are any.
     """
 
     terms: dict[str, float]
@@ -75,33 +74,38 @@ class StudentStep:
 
     @property
     def ce(self) -> float | None:
-        """Return the cross-entropy with the text; None if the step had no text."""
+        """The cross-entropy with the text; None if the step had no text."""
         return self.terms.get("ce")
 
     @property
     def kd(self) -> float | None:
-        """Return the distance to the teacher; None without one."""
+        """The distance to the teacher; None without a teacher."""
         return self.terms.get("kd")
 
     def learned(self, term: str) -> bool:
-        """Whether the student's weights changed by a loss term."""
+        """Return whether a loss term took part in the update of the student."""
         return self.updated and math.isfinite(self.terms.get(term, math.nan))
 
 
 class Distiller(Objective):
-    """A student's objective with its optimizer and guard.
+    """A student with its loss terms, optimizer and guard.
 
-    Its terms are means over the real tokens of the whole step (`kd` of a teacher with another
-    tokenizer over its groups), over all batches and ranks. Each term fails alone, row by row: rows
-    in which it is not finite are left out of it, and an event names them; what the mean divides by
-    stays, so that the other rows weigh what they did. A term without a healthy row is left out of
-    the step. A step without any weighted term, or without a token, is skipped. A term that loses
-    rows or is left out in STOP_AFTER consecutive steps ends the run, as does a student that is sick
-    for so long.
+    Each loss term is a mean over the target tokens of a step, over all batches and ranks; `kd` of a
+    teacher with another tokenizer is a mean over groups of tokens. The terms fail separately:
 
-    Every rank of `torch.distributed` makes a distiller and calls it equally often. `events` is a
-    file for the guard's decisions, or an `EventLog`; `recorder` saves the first fault of each part;
-    the other arguments are those of `Objective`.
+    - A row in which a term is not finite is left out of this term, and an event names the row. The
+      divisor of the mean stays the same, so that the weight of the other rows does not change.
+    - A term without a finite row is left out of the step.
+    - A step without a finite term, or without a token, is skipped.
+    - The run ends after STOP_AFTER consecutive steps in which a term lost rows or was left out, or
+      in which the student was not updated.
+
+    With `torch.distributed`, every rank creates a distiller and calls `step` equally often.
+
+    Args:
+        student, settings, precision, source, aligned: see `Objective`.
+        events: file for the guard's events, or an `EventLog`.
+        recorder: saves the first fault of each part for a replay.
     """
 
     def __init__(
@@ -117,9 +121,7 @@ class Distiller(Objective):
         super().__init__(student, settings, precision, source, aligned)
         extra, device = [*self.extra.values()], precision.device
         self.ranks = ProcessGroup(device)
-        self.distributed = DistributedStudent(
-            student, extra, device, self.ranks, shard=settings.shard
-        )
+        self.distributed = DistributedStudent(student, extra, self.ranks)
         modules = (student, *extra)
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
         groups = [
@@ -149,15 +151,14 @@ class Distiller(Objective):
         self.tokens = 0
         self.learned = dict.fromkeys(self.weights, 0)  # steps in which each term was used
         self.recent: list[StudentStep] = []  # since the last log line
-        self.explainer = FaultExplainer(
-            self, self.guard, self.ranks, recorder, sharded=settings.shard
-        )
+        self.explainer = FaultExplainer(self, self.guard, self.ranks, recorder)
 
     def step(self, batches: Sequence[Batch | AlignedBatch], learning_rate: float) -> StudentStep:
-        """Learn from some batches as from one large one.
+        """Train on some batches as if they were one large batch.
 
         Raises:
-            TooFewHealthyParts: training cannot continue; the student is at its last good state.
+            TooFewHealthyParts: training cannot continue. The student is restored to its last good
+                state.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -166,7 +167,7 @@ class Distiller(Objective):
         sums = dict.fromkeys(divisors, torch.zeros((), device=self.precision.device))
         rng = rng_state(self.precision.device)
         if not tokens:  # no loss, so the guard sees nothing to update by, and counts the step
-            event = Event(self.guard.steps, "batch", "input", "no token to learn from", "skipped")
+            event = Event(self.guard.steps, "batch", "input", "no target token", "skipped")
             self.guard.events.extend([event])
             batches = []
         with self._router_moves_once(batches):
@@ -208,7 +209,7 @@ class Distiller(Objective):
         return result
 
     def _learn_from(self, batch: Any, divisors: Mapping[str, float]) -> dict[str, Tensor]:
-        """Compute the gradients of a batch; return its part of each mean."""
+        """Compute the gradients of a batch; return its share of each term's mean."""
         late: list[Tensor] = []
         first = FirstPass(batch, rng_state(self.precision.device))
 
@@ -237,7 +238,7 @@ class Distiller(Objective):
     def _rescale_lost(
         self, means: dict[str, float], text: int, divisors: Mapping[str, float]
     ) -> None:
-        """Turn means of terms that lost rows into means over the healthy rows; on every rank."""
+        """Divide the terms that lost rows by the number of tokens that remain, on every rank."""
         for name in sorted(self._lost):
             (lost,) = self.ranks.sums(f"step {self.guard.steps - 1}, {name} lost", self._lost[name])
             total = text if name == "ce" else divisors[name] * self.ranks.world
@@ -246,14 +247,14 @@ class Distiller(Objective):
     def _divisors(
         self, batches: Sequence[Batch | AlignedBatch]
     ) -> tuple[int, int, dict[str, float]]:
-        """Return the real tokens of all ranks, those of text, and each term's divisor.
+        """Return the target tokens and the text tokens of all ranks, and each term's divisor.
 
-        Gradients are averaged over ranks, so a divisor is the mean count of a rank.
+        The divisor of a term is the mean count per rank, because gradients are averaged over ranks.
         """
-        own, what = self.counts(batches), f"step {self.guard.steps}, the tokens"
-        own_text = sum(student_side(batch).text_tokens for batch in batches)
-        text, *counts = map(int, self.ranks.sums(what, own_text, *own.values()))
-        totals = dict(zip(own, counts, strict=True))
+        local, what = self.counts(batches), f"step {self.guard.steps}, the tokens"
+        local_text = sum(student_side(batch).text_tokens for batch in batches)
+        text, *counts = map(int, self.ranks.sums(what, local_text, *local.values()))
+        totals = dict(zip(local, counts, strict=True))
         divisors = {name: max(n, 1) / self.ranks.world for name, n in totals.items()}
         return totals["ce"], text, divisors
 
@@ -264,7 +265,7 @@ class Distiller(Objective):
         return self.source.router_moves_once(batches, self.answer, self.precision.autocast)
 
     def _router_events(self) -> dict[str, float | None]:
-        """Move the events of the teacher's router to the guard; return its values."""
+        """Add the events of the teacher's router to the guard's; return the values to log."""
         if not isinstance(self.source, RoutedTeacher) or self.source.record is None:
             return {}
         events, self.source.events = self.source.events, []
@@ -278,49 +279,38 @@ class Distiller(Objective):
         }
 
     def explain(self, batch: Batch | AlignedBatch, part: str = "model") -> str | None:
-        """Run a batch again under the microscope; return what went wrong and what to change."""
-        found = examine(self, batch, part)
-        return None if found is None else f"{named_rows(batch.rows)}: {in_words(*found)}"
+        """Run a batch again, check every operation, and describe the first fault and its fix."""
+        fault = examine(self, batch, part)
+        return None if fault is None else f"{named_rows(batch.rows)}: {in_words(*fault)}"
 
     def state(self) -> dict[str, Any]:
-        """Return all state of a checkpoint; sharded tensors are gathered on the first rank."""
-        gathered = self.distributed.gathered
+        """Return all state of a checkpoint."""
         trained = {n: p.detach() for n, p in self.student.named_parameters() if p.requires_grad}
         return {
-            "student": gathered(trained),
-            "optimizer": gathered(self.optimizer.state_dict()),
-            "guard": self._unsharded(self.guard.state_dict()),
+            "student": trained,
+            "optimizer": self.optimizer.state_dict(),
+            "guard": self.guard.state_dict(),
             "tokens": self.tokens,
             "learned": self.learned,
             "recent": [dataclasses.asdict(result) for result in self.recent],
             "explained": sorted(self.explainer.explained),
-            "beside": {name: gathered(module.state_dict()) for name, module in self.extra.items()},
+            "beside": {name: module.state_dict() for name, module in self.extra.items()},
             "router": self.source.state() if isinstance(self.source, RoutedTeacher) else {},
         }
 
-    def _unsharded(self, guard: dict[str, Any]) -> dict[str, Any]:
-        return without_pieces(guard) if self.distributed.sharded else guard
-
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned, on any number of ranks."""
-        spread = self.distributed.spread
+        """Restore the state that `state` returned, on any number of ranks."""
         for name, p in self.student.named_parameters():
             if p.requires_grad:
-                p.copy_(spread(state["student"][name], p))
-        rows, groups = state["optimizer"]["state"], self.optimizer.param_groups
-        moments = {
-            i: {key: spread(value, p) if value.ndim else value for key, value in rows[i].items()}
-            for i, p in enumerate(p for group in groups for p in group["params"])
-            if i in rows
-        }
-        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
-        self.guard.load_state_dict(self._unsharded(state["guard"]))
+                p.copy_(state["student"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.guard.load_state_dict(state["guard"])
         self.tokens, self.explainer.explained = state["tokens"], set(state["explained"])
         self.learned |= state["learned"]
         self.recent = [StudentStep(**row) for row in state["recent"]]
         for name, module in self.extra.items():
             for key, p in module.state_dict().items():
-                p.copy_(spread(state["beside"][name][key], p))
+                p.copy_(state["beside"][name][key])
         if isinstance(self.source, RoutedTeacher):
             self.source.load(state["router"])

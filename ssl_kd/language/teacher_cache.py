@@ -241,7 +241,6 @@ def write(
     rebuild: bool = False,
     progress: Callable[[int, int], None] | None = None,
     ranks: ProcessGroup | None = None,
-    in_step: bool = False,
 ) -> TeacherCache:
     """Store the teacher's answer at every real position.
 
@@ -261,7 +260,6 @@ def write(
         rebuild: recompute only damaged files.
         progress: called with (rows done, rows) after each batch.
         ranks: processes that write together, each every n-th file; the bytes are those of one.
-        in_step: whether all ranks must run the teacher together, because it is sharded.
 
     Raises:
         ValueError: the teacher's answers are NaN, or cannot be stored by this method.
@@ -290,15 +288,11 @@ def write(
     ) as writer:
         files = method.save(writer.folder, answer)
         del answer  # its head may be a copy on the device
-        batches = writer.batches(batch_size)
-        n_batches = [len(batches)] if ranks is None else ranks.of_all("batches", len(batches))
-        for rows in batches:
+        for rows in writer.batches(batch_size):
             batch = blocks.batch(rows, device)
             writer.put(_content(teacher, batch, fingerprint, method), batch.rows)
             if progress is not None:
                 progress(rows.stop, n)
-        for _ in range(max(n_batches) - len(batches) if in_step else 0):
-            _answer(teacher, blocks.batch([0], device))
         if ranks is not None:
             ranks.of_all("files of the cache", None)  # wait until all are written
         cache = writer.close()

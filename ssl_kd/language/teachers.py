@@ -12,7 +12,7 @@ from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.precision import Precision
-from ssl_kd.language.parallel import check_ranks, shard_teacher
+from ssl_kd.language.parallel import check_ranks
 from ssl_kd.language.setting_groups import TeacherSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
@@ -20,7 +20,6 @@ from ssl_kd.language.train import train
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.teachers.dtypes import Quantization
-from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.student import build_student, save_student
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.ranks import Ranks
@@ -43,17 +42,6 @@ def load_teacher(
         remote_code=teacher.trust_remote_code,
         quantization=Quantization(precision.device, dtype) if teacher.quantization else None,
     )
-
-
-def place_teacher(
-    lm: CausalLM, precision: Precision, ranks: Ranks, *, shard: bool
-) -> FrozenTeacher:
-    """Return the teacher frozen on its device, or sharded over those of all ranks."""
-    if not shard:
-        return FrozenTeacher(lm.model, device=precision.device, dtype=precision.teacher)
-    frozen = FrozenTeacher(lm.model, dtype=precision.teacher)
-    shard_teacher(frozen, precision.device, ranks.world)
-    return frozen
 
 
 def router_id(weights: str | None) -> str:
@@ -98,7 +86,6 @@ def trained_teacher(
         clip_grad=1.0,
         quantization=None,
         lora_rank=0,
-        shard=False,
         teacher_text=0.0,
     )
     key = [texts.digest, precision.student, own.block_size, own.packing, own.batch_size]
@@ -108,7 +95,7 @@ def trained_teacher(
     if ranks.from_first(folder.exists):
         logger.info("using the teacher trained earlier on this text: %s", folder)
         return folder
-    check_ranks(ranks, own.batch_size, shard=own.shard)
+    check_ranks(ranks, own.batch_size)
     tokenizer = train_tokenizer(texts, VOCABULARY)
     model = build_student(own.student_model, None, tokenizer, seed=settings.seed).model
     packing = settings.packing and isolates_documents(model)

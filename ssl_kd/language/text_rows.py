@@ -1,4 +1,4 @@
-"""The text of a run: read it, hold a part out, lay it out in rows, and check that models fit it."""
+"""Read the text of a run, lay it out in rows of tokens, and check that the models fit it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CHECKED_ROWS = 4096  # of text, at once
 
 
 def texts_of(text: TextSettings) -> tuple[TextDataset, TextDataset]:
-    """Return the training text and the held-out text; no document is in both."""
+    """Return the training text and the held-out text, without a common document."""
     read = partial(open_text, field=text.text_field)
     if text.eval_path is None:
         train_set = read(text.data_path, "train")
@@ -44,7 +44,7 @@ def texts_of(text: TextSettings) -> tuple[TextDataset, TextDataset]:
         eval_set = read(text.eval_path, "all")
     kept = train_set.without(eval_set)
     if len(kept) < len(train_set):
-        message = "%d of %d training documents are also held out, and excluded from training"
+        message = "%d of %d training documents are also in the held-out text: not trained on"
         logger.warning(message, len(train_set) - len(kept), len(train_set))
     return kept, eval_set
 
@@ -58,15 +58,15 @@ def lay_out(
     *,
     aligned: bool = False,
 ) -> Blocks | AlignedBlocks:
-    """Lay text out in rows of tokens, with its images.
+    """Tokenize text, with its images if there are any, and lay it out in rows.
 
     Args:
-        block_size: tokens of a row.
+        block_size: number of tokens in a row.
         packing: put several documents in a row if all models can mask attention between them.
         texts: the documents.
-        student: whose tokenizer, or processor, makes the rows.
-        teachers: of the student.
-        aligned: tokenize the text for student and teacher, whose tokenizers differ.
+        student: provides the tokenizer or processor.
+        teachers: all teachers, to check whether they can read the rows.
+        aligned: whether to tokenize the text for student and first teacher separately.
 
     Raises:
         SettingsError: the text holds images that a model cannot read, or prepares differently.
@@ -82,7 +82,7 @@ def lay_out(
 
 
 def rows_of_step(step: int, rows: int, n: int, seed: int) -> Tensor:
-    """Return which `rows` of `n` a step reads: each row once per epoch, shuffled anew for each."""
+    """Return the indices of the `rows` rows that a step reads, of `n` rows shuffled per epoch."""
     wanted, parts = torch.arange(step * rows, (step + 1) * rows), []
     for epoch in (wanted // n).unique().tolist():
         generator = torch.Generator().manual_seed(seed_of(seed, epoch))
@@ -92,9 +92,9 @@ def rows_of_step(step: int, rows: int, n: int, seed: int) -> Tensor:
 
 
 def split_held_out(n: int, limit: int) -> tuple[slice, slice]:
-    """Split `n` held-out rows into test rows, for the table, and validation rows.
+    """Split `n` held-out rows into test rows and validation rows, at most `limit` of each.
 
-    Both parts have the same size, at most `limit`. Of fewer than MIN_HELD_OUT rows both are all.
+    With fewer than MIN_HELD_OUT rows, both parts are the first `limit` rows.
     """
     if n < MIN_HELD_OUT:
         return slice(limit), slice(limit)
@@ -111,18 +111,18 @@ def check_family(student: CausalLM, teacher: CausalLM) -> None:
     alike = all(others.get(token, number) == number for token, number in ids.items())
     if alike and _splits(own) is not None and _splits(own) == _splits(other):
         only = len(others.keys() - ids.keys()), len(ids.keys() - others.keys())
-        logger.info("all tokens are shared but %d of the teacher and %d of the student", *only)
+        logger.info("only %d tokens of the teacher and %d of the student are not shared", *only)
         return
     raise SettingsError(
         f"the teacher {teacher.name} and the student {student.name} have different tokenizers "
-        f"({len(other)} and {len(own)} tokens), so their distributions are over different tokens. "
-        "Choose how to align them: --align chunks, uld or hidden; or use a student with the "
-        "teacher's tokenizer, or one cut from the teacher (--student_model layers:N)"
+        f"({len(other)} and {len(own)} tokens), and ALIGN is 'auto': choose how to align them by"
+        " --align chunks, uld or hidden; or use a student with the teacher's tokenizer, or one cut"
+        " from the teacher (--student_model layers:N)"
     )
 
 
 def _splits(tokenizer: Any) -> Any:
-    """Return how a fast tokenizer splits text between added tokens; None for others."""
+    """Return the part of a fast tokenizer's state that splits text; None for a slow one."""
     if not getattr(tokenizer, "is_fast", False):
         return None
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -131,26 +131,28 @@ def _splits(tokenizer: Any) -> Any:
 
 def check_ids_are_known(student: CausalLM, teacher: CausalLM, *texts: Blocks) -> None:
     """Raise SettingsError if the text holds a token that the teacher does not have."""
-    own, others = (
+    tokens, teacher_tokens = (
         {number: token for token, number in lm.tokenizer.get_vocab().items()}
         for lm in (student, teacher)
     )
-    unknown = torch.tensor([n for n in own if others.get(n) != own[n]], dtype=torch.int64)
+    missing = [number for number in tokens if teacher_tokens.get(number) != tokens[number]]
+    unknown = torch.tensor(missing, dtype=torch.int64)
     for blocks in texts if len(unknown) else ():
         # Padding too: the teacher has no embedding for it.
         for ids in blocks.ids.split(_CHECKED_ROWS):
-            if len(found := ids[torch.isin(ids, unknown)]):
+            if len(unknown_ids := ids[torch.isin(ids, unknown)]):
+                token = tokens[int(unknown_ids[0])]
                 raise SettingsError(
-                    f"the text holds the student's token {own[int(found[0])]!r}, which the teacher "
+                    f"the text holds the student's token {token!r}, which the teacher "
                     f"{teacher.name} does not have: use text (or a chat template) without it, a "
                     "student with the teacher's tokenizer, or --align chunks"
                 )
 
 
 def check_rows(student: CausalLM, teacher: CausalLM) -> None:
-    """Raise SettingsError if a cache of the teacher may hold a token that the student lacks.
+    """Raise SettingsError if a cache of the teacher may hold tokens that the student lacks.
 
-    A live teacher's token is left out of the distribution, which is impossible for stored samples.
+    Such tokens can be left out of a live teacher's distribution, but not of stored samples.
     """
     rows = len(without_adapters(student.model).get_output_embeddings().weight)
     if (tokens := n_ids(teacher.tokenizer)) > rows:
@@ -162,22 +164,19 @@ def check_rows(student: CausalLM, teacher: CausalLM) -> None:
 
 
 def check_room(lm: CausalLM, block_size: int) -> None:
-    """Raise SettingsError if a row is longer than a model has positions."""
+    """Raise SettingsError if BLOCK_SIZE exceeds the number of positions of a model."""
     room = positions(lm.model)
     if room and block_size > room:
         raise SettingsError(
-            f"BLOCK_SIZE is {block_size}, but {lm.name} has {room} positions: set it "
-            f"to {room} or less"
+            f"BLOCK_SIZE is {block_size}, but the model {lm.name} has {room} positions: set"
+            f" BLOCK_SIZE to {room} or less"
         )
 
 
 def _check_images_are_seen(
     texts: TextDataset, student: CausalLM, teachers: Sequence[CausalLM]
 ) -> None:
-    """Raise SettingsError if a model cannot read the images of a text, or prepares them otherwise.
-
-    One picture is made for student and teacher.
-    """
+    """Raise SettingsError if a model cannot read images, or if models prepare them differently."""
     if (first := texts.pictured) is None:
         return
     for who, lm in (("student", student), *(("teacher", lm) for lm in teachers)):
@@ -198,20 +197,21 @@ def _check_images_are_seen(
             values = ", ".join(f"{k} {other.get(k)!r} and {own.get(k)!r}" for k in differ[:3])
             raise SettingsError(
                 f"teacher {lm.name} and student {student.name} prepare images differently "
-                f"({values}), but read the same image: save the teacher's processor beside the "
-                "student"
+                f"({values}), but must get the same pixels: save the teacher's processor in the"
+                " student's folder"
             )
 
 
 def check_ranks_see(blocks: object, world: int) -> None:
-    """Raise SettingsError if several processes train on rows of which only some hold images.
+    """Raise SettingsError if several processes train and only some rows have images.
 
-    They average the gradients of the same weights at each step.
+    The processes average the gradients of the image weights, which all must have in each step.
     """
     if world == 1 or not isinstance(blocks, PictureBlocks) or not any(blocks.pictures):
         return
     if not all(blocks.pictures):
         raise SettingsError(
-            f"{world} processes average the gradients of the same weights at each step, but some"
-            " rows hold no image: start one process, or give each record an image."
+            f"{world} processes train together, but some records have no image, so that a process"
+            " may have no gradient of the image weights: start one process, or give each record an"
+            " image."
         )

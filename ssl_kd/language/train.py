@@ -1,8 +1,8 @@
-"""The training loop of the language mode: rows, steps, log lines and checkpoints of a student.
+"""Train a student language model on rows of text.
 
-transformers' Trainer owns data, step and checkpoint, so it cannot resume to the bit with the
-guard's state, replay a fault, or generate rollouts; `ssl_kd.hf_trainer.DistillationTrainer` adds
-only the loss and the guard to it.
+This loop exists beside `ssl_kd.hf_trainer.DistillationTrainer` because a transformers Trainer
+controls data, step and checkpoint itself. A bit-exact resume with the guard's state, the replay of
+a fault, and text that the student generates during training are not possible in it.
 """
 
 from __future__ import annotations
@@ -42,25 +42,27 @@ def train(
     on_checkpoint: Callable[[int], object] = lambda step: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train a student, as `ssl_kd.training.loop.run_loop` does.
+    """Train a student until step `steps`, and call the given functions on the way.
 
     Args:
-        distiller: holds the state; changed in place.
-        blocks: the text, aligned if the teacher has another tokenizer.
-        steps: last step, exclusive.
-        start: first step, the number of steps already done.
-        rollouts: makes the batches if ON_POLICY is above 0, see `rollout_batches`.
-        on_step: gets each step's number, from 0, and result.
-        on_log: gets a row every LOG_EVERY steps, and at the end.
-        on_eval: called with the steps done every EVAL_EVERY, and at the end.
-        on_checkpoint: saves, with the steps done, every CHECKPOINT_EVERY and at the end.
-        should_stop: called before every step; true saves and returns.
+        distiller: the student with its loss, optimizer and guard; changed in place.
+        blocks: the rows of text, for two tokenizers if the teacher has another one.
+        steps: number of steps in total.
+        start: number of steps that were done before.
+        rollouts: builds the batches if ON_POLICY is above 0, see `rollout_batches`.
+        on_step: called with the number of each step, from 0, and its result.
+        on_log: called with a row of mean values every LOG_EVERY steps, and at the end.
+        on_eval: called with the number of steps done, every EVAL_EVERY steps and at the end.
+        on_checkpoint: called with the number of steps done, every CHECKPOINT_EVERY steps and at the
+            end, to save the state.
+        should_stop: called before every step; if it returns True, a checkpoint is saved and
+            training ends.
 
     Returns:
-        The number of steps done; less than `steps` if it was stopped.
+        The number of steps done; fewer than `steps` if `should_stop` ended the training.
 
     Raises:
-        TooFewHealthyParts: training cannot continue, or no step changed the student; the last good
+        TooFewHealthyParts: training cannot continue, or no step changed the student. The last good
             state was saved before.
     """
     settings = distiller.settings
@@ -76,13 +78,13 @@ def train(
         should_stop=should_stop,
     )
     if done == steps and not any(distiller.learned.values()):
-        message = f"none of the {steps} steps could be learned from"
+        message = f"none of the {steps} steps changed the student: all were skipped"
         raise TooFewHealthyParts(f"{message}.\n{distiller.guard.diagnosis()}".rstrip())
     return done
 
 
 class _StudentLearner:
-    """A student as the learner of `run_loop`."""
+    """The steps, log rows and checkpoints of a student, for `run_loop`."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class _StudentLearner:
         self._learning_rate = 0.0
 
     def learn(self, step: int) -> None:
-        """Do one guarded step on some rows of the text."""
+        """Run one guarded step on the rows of text that belong to it."""
         distiller, settings = self.distiller, self.distiller.settings
         schedule = settings.peak_lr, settings.warmup_fraction, settings.lr_schedule
         self._learning_rate = rate = learning_rate_at(step, self.steps, *schedule)
@@ -119,10 +121,10 @@ class _StudentLearner:
         self.pace.add(result.tokens)
         self.on_step(step, result)
 
-    def _rollout_means(self, step: int, own: dict[str, float]) -> dict[str, float | None]:
-        """Return means over all ranks for the log."""
-        totals = self.distiller.ranks.sums(f"step {step}, what was written", *own.values())
-        sums = dict(zip(own, totals, strict=True))
+    def _rollout_means(self, step: int, local: dict[str, float]) -> dict[str, float | None]:
+        """Return the means of the rollout values over all ranks, for the log."""
+        totals = self.distiller.ranks.sums(f"step {step}, generated text", *local.values())
+        sums = dict(zip(local, totals, strict=True))
         texts = sums["written"]
         return {
             "rollout_share": texts / sums["rows"],
@@ -141,15 +143,15 @@ class _StudentLearner:
         return [self.blocks.batch(rows, self._device) for rows in self._shares(step)]
 
     def look(self, done: int, *, at_once: bool = False) -> None:
-        """Do nothing: the guard has looked in the step itself."""
+        """Do nothing, because the guard checks every step of a student at once."""
 
     def before_checkpoint(self, done: int) -> None:
-        """Restore weights that became non-finite outside a step."""
+        """Restore weights that became NaN or infinite outside a step."""
         guard = self.distiller.guard
         guard.events.extend(guard.recovery.restore_what_is_not_finite(done - 1))
 
     def record(self, done: int) -> Row:
-        """Return means over the steps since the last record, which may be before a resume."""
+        """Return a row for the log: means over the steps since the previous row."""
         results = self.distiller.recent
         names = dict.fromkeys(["kd", "ce", *(name for r in results for name in r.terms)])
         row = {

@@ -123,6 +123,7 @@ class Settings:
     # Foreign names without a setting, or `hub_*` for a family of them: that name -> a sentence with
     # the flags to use.
     instead: typing.ClassVar[Mapping[str, str]] = {}
+    obsolete: typing.ClassVar[frozenset[str]] = frozenset()  # in files of older versions: ignored
 
     file_heading: typing.ClassVar[str] = ""  # what the settings file says at its top
 
@@ -279,8 +280,8 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Invert :meth:`to_dict`; names may be in either case, or aliases."""
-        return cls(**cls.canonical(values))
+        """Invert :meth:`to_dict`; names may be in either case, or aliases; ignore obsolete ones."""
+        return cls(**cls.canonical({n: v for n, v in values.items() if n not in cls.obsolete}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings under their UPPER_CASE names, ready for JSON."""

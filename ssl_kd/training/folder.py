@@ -450,7 +450,8 @@ def _check_same(path: Path, run: RunSettings) -> None:
 
 def check_version(path: Path, config: Mapping[str, Any], kind: type[RunSettings]) -> None:
     """Raise RunFolderError if a run's `config.json` has other settings than the class `kind`."""
-    if odd := sorted(config["settings"].keys() ^ {name.upper() for name in kind.rules()}):
+    names = {name.upper() for name in kind.rules()}
+    if odd := sorted((config["settings"].keys() ^ names) - kind.obsolete):
         by = f"ssl_kd {config.get('versions', {}).get('ssl_kd')}, commit {config.get('commit')}"
         raise RunFolderError(
             f"{path / 'config.json'} was written by {by}, which had other settings "

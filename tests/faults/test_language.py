@@ -563,7 +563,7 @@ def test_a_clamp_that_can_learn_says_what_it_costs(world, caplog):
     caplog.set_level("WARNING", "ssl_kd")
     path = run(world.settings(legacy_clamp="2.5"))
     lowest = LegacyClamp(2.5).lowest_perplexity(len(world.tokenizer))
-    assert f"perplexity can never be below {lowest:.4g}" in caplog.text
+    assert f"perplexity can never fall below {lowest:.4g}" in caplog.text
     assert metrics(path)["success_rate"] == 1
 
 
@@ -699,21 +699,21 @@ FOREIGN = {
 
 
 @row(60)
-@pytest.mark.parametrize("field", FOREIGN)
-def test_a_cache_of_something_else_is_refused_with_the_field(world, distill, cached, field):
+def test_a_cache_of_something_else_is_refused_with_the_field(world, distill, cached):
     asked = world.settings(teacher_cache=str(cached))
-    assert metrics(run(asked.replace(run_name="own")))["cache"]["k"] == 8
+    assert metrics(run(asked.replace(run_name="own", max_steps=2)))["cache"]["k"] == 8
     before = content(cached)
-    changes = {
-        name: str(getattr(world, value)) if isinstance(value, str) else value
-        for name, value in FOREIGN[field].items()
-    }
-    code, error = distill(asked.replace(run_name="other", **changes))
-    line = one_line(error)
-    assert code in (1, 2) and f"{field}: cache has" in line
-    if field == "temperature":  # and nothing else is blamed
-        assert line.count(": cache has") == 1
-    assert content(cached) == before and not (world.runs / "other").exists()
+    for field, changed in FOREIGN.items():
+        changes = {
+            name: str(getattr(world, value)) if isinstance(value, str) else value
+            for name, value in changed.items()
+        }
+        code, error = distill(asked.replace(run_name="other", **changes))
+        line = one_line(error)
+        assert code in (1, 2) and f"{field}: cache has" in line
+        if field == "temperature":  # and nothing else is blamed
+            assert line.count(": cache has") == 1
+        assert content(cached) == before and not (world.runs / "other").exists()
 
 
 @row(125)
@@ -816,9 +816,7 @@ def test_killed_at_random_positions_the_cache_is_that_of_an_unharmed_writer(tmp_
 # --- interrupted runs -----------------------------------------------------------------------------
 
 RUNS = {
-    "all weights": {},
-    "adapters": {"lora_rank": 4},
-    "two batches a step": {"gradient_accumulation_steps": 2},
+    "adapters, two batches a step": {"lora_rank": 4, "gradient_accumulation_steps": 2},
     "float16": HALF,
     "from a cache": {"teacher_cache": "cache"},
     "another tokenizer, hidden": {"align": "hidden", "student_model": "stranger"},
@@ -864,7 +862,7 @@ def test_an_interrupted_run_ends_to_the_bit_as_one_that_was_not(world, kind, req
         request.getfixturevalue("cached")
     if kind == "float16":
         request.getfixturevalue("float16_here")
-    asked = _asked(world, RUNS[kind], max_steps=8, checkpoint_every=3)
+    asked = _asked(world, RUNS[kind], max_steps=6, checkpoint_every=3)
     whole = run(asked.replace(run_name="whole"))
     with pytest.raises(Interrupted):
         run(asked.replace(run_name="stopped"), progress=stop_at(4))
@@ -988,29 +986,29 @@ ROUTER_FILES = {
 
 
 @row(70)
-@pytest.mark.parametrize("harm", ROUTER_FILES)
-def test_a_router_file_that_does_not_fit_is_refused_with_what_differs(world, distill, harm):
-    asked = _asked(world, RUNS["a router that learns"])
+def test_a_router_file_that_does_not_fit_is_refused_with_what_differs(world, distill):
+    asked = _asked(world, RUNS["a router that learns"], max_steps=2)
     file = run(asked.replace(run_name="learned")) / "router.safetensors"
-    assert metrics(run(asked.replace(run_name="fits", router_weights=str(file))))["steps"] == 8
+    assert metrics(run(asked.replace(run_name="fits", router_weights=str(file))))["steps"] == 2
+    other_teacher = str(world.spoilt("mixture", _foreign))
     place = world.own / "router.safetensors"
-    if harm == "another teacher's":
-        folder = world.spoilt("mixture", _foreign)
-        asked = asked.replace(teacher_model=str(folder))
-    if harm != "no file":
-        shutil.copy(file, place)
-    if harm == "a NaN in it":
-        with safe_open(place, "pt") as opened:
-            said = opened.metadata()
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        tensors["model.layers.1.mlp.gate.weight"][0, 0] = NAN
-        save_file(tensors, place, metadata=said)
-    if harm == "truncated":
-        _cut(place)
-    code, error = distill(asked.replace(run_name="other", router_weights=str(place)))
-    line = one_line(error)
-    assert code in (1, 2) and str(place) in line and ROUTER_FILES[harm] in line
-    assert not (world.runs / "other").exists()
+    for harm, message in ROUTER_FILES.items():
+        place.unlink(missing_ok=True)
+        if harm != "no file":
+            shutil.copy(file, place)
+        if harm == "a NaN in it":
+            with safe_open(place, "pt") as opened:
+                metadata = opened.metadata()
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            tensors["model.layers.1.mlp.gate.weight"][0, 0] = NAN
+            save_file(tensors, place, metadata=metadata)
+        if harm == "truncated":
+            _cut(place)
+        changes = {"teacher_model": other_teacher} if harm == "another teacher's" else {}
+        code, error = distill(asked.replace(run_name="other", router_weights=str(place), **changes))
+        line = one_line(error)
+        assert code in (1, 2) and str(place) in line and message in line
+        assert not (world.runs / "other").exists()
 
 
 @row(71)
@@ -1026,8 +1024,8 @@ def test_a_dense_teacher_is_refused_where_experts_are_asked_for(world, distill, 
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"TEACHER_CACHE": "somewhere"}, ["TEACHER_CACHE", "'ka'"]),
-        ({"ALIGN": "chunks"}, ["ALIGN", "'all' and 'ka'"]),
+        ({"TEACHER_CACHE": "somewhere"}, ["TEACHER_CACHE", "'sar'"]),
+        ({"ALIGN": "chunks"}, ["ALIGN", "'all' or 'ka'"]),
     ],
 )
 def test_a_router_cannot_learn_from_a_teacher_that_is_not_there(world, distill, changes, names):

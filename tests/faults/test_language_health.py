@@ -113,7 +113,7 @@ def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, capl
     folder = world.spoilt("teacher", overflow)
     path = run(world.settings(teacher_model=str(folder), **HALF))
     used = "bfloat16" if bf16 else "float32"
-    words = f"in float16 the teacher is not finite, so it runs in {used}"
+    words = f"the teacher is not finite in float16, so it runs in {used}"
     assert words in caplog.text and "overflow in fp16" in caplog.text
     said = json.loads((path / "config.json").read_text())["precision"]
     assert words in said and f"teacher {'bf16' if bf16 else 'fp32'}, students fp16" in said

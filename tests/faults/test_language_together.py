@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,17 +9,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from ssl_kd import cli  # noqa: E402
 from ssl_kd.language import step as steps  # noqa: E402
-from ssl_kd.language.parallel import check_ranks  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
-from ssl_kd.settings import SettingsError  # noqa: E402
-from ssl_kd.training.ranks import Ranks  # noqa: E402
 from tests.faults.matrix import row  # noqa: E402
 from tests.language import conftest as given  # noqa: E402
 from tests.language import test_ranks as language  # noqa: E402
 from tests.language.test_ranks import (  # noqa: E402
     LIMIT,
-    ROOT,
     assert_near,
     bytes_in,
     cached,
@@ -31,10 +26,11 @@ from tests.language.test_ranks import (  # noqa: E402
     torchrun,
     work,
 )
-from tests.ranks import NAN, in_pieces, run_joined  # noqa: E402
+from tests.ranks import NAN, run_joined  # noqa: E402
+from tests.scripts import conftest as commands  # noqa: E402
 
 models, settings = given.models, given.settings
-of_kind = language.of_kind
+of_kind, script = language.of_kind, commands.script
 
 
 def sick(rank, settings, bad_rank, term):
@@ -94,22 +90,9 @@ def test_a_term_that_is_nan_on_one_rank_is_left_out_by_all(settings):
     assert len([*(folders[1] / "faults").glob("*.pt")]) == 1
 
 
-@in_pieces
-@row(107)
-def test_a_term_that_is_nan_in_pieces_is_left_out_by_all(settings):
-    one, two = settings(run_name="one"), settings(run_name="two", shard=True)
-    run_joined(sick, 1, one, 0, "kd")
-    told = run_joined(sick, 2, two, 1, "kd")
-    folder = Path(one.runs_dir) / "two"
-    assert told == [str(folder)] * 2
-    assert_near(folder.parent / "one", folder)
-    assert any("is not run again" in event["reason"] for event in lines(folder, "events.jsonl"))
-
-
 @row(104)
-@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=in_pieces)])
-def test_all_ranks_stop_where_one_does_not_become_healthy(settings, shard):
-    own = settings(stop_after=2, shard=shard)
+def test_all_ranks_stop_where_one_does_not_become_healthy(settings):
+    own = settings(stop_after=2)
     first, second = run_joined(never_healthy, 2, own)
     assert first.startswith("TooFewHealthyParts: step 2") and "on rank 1 of 2" in first, first
     assert second.startswith("RankStopped: rank 1 of 2 stopped with rank 0: step 2"), second
@@ -145,38 +128,30 @@ def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(settings):
 
 
 @row(105)
-def test_a_batch_without_a_row_for_each_rank_is_refused(settings, monkeypatch):
+def test_a_batch_without_a_row_for_each_rank_is_refused(settings):
     first, second = run_joined(work, 2, settings(batch_size=1))
     assert first.startswith("SettingsError: BATCH_SIZE is 1, the rows of all 2 ranks together")
     assert "BATCH_SIZE is 1" in second
-    with pytest.raises(SettingsError, match="SHARD is True, but there is one process"):
-        run(settings(shard=True))
-    monkeypatch.delattr("torch.cpu.Stream.record_event", raising=False)  # as before torch 2.7
-    with pytest.raises(SettingsError, match="SHARD is True, but FSDP2"):
-        check_ranks(Ranks(0, 2, "cpu"), 8, shard=True)
 
 
 @row(105)
 @pytest.mark.parametrize(
     "words",
     [
-        ["scripts/sft_lora.py", "test", "--model", "m", "--data-path", "d"],
-        ["scripts/test_ultra_stable.py"],
-        ["-m", "ssl_kd", "verify"],
+        ["sft_lora", "test", "--model", "m", "--data-path", "d"],
+        ["test_ultra_stable"],
+        ["verify"],
     ],
 )
-def test_what_ranks_cannot_share_is_refused_with_one_line(words):
-    own = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "RANK": "1", "OMP_NUM_THREADS": "1"}
-    told = subprocess.run(
-        [sys.executable, *words],
-        env=os.environ | own,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        cwd=ROOT,
-    )
-    said = [line for line in (told.stdout + told.stderr).splitlines() if "rank 1 of 2" in line]
-    assert told.returncode in (1, 2) and len(said) == 1 and "python alone" in said[0], told
+def test_what_ranks_cannot_share_is_refused_with_one_line(words, script, monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    if words == ["verify"]:
+        code, (out, err) = cli.main(words), capfd.readouterr()
+    else:
+        code, out, err = script(*words)
+    said = [line for line in (out + err).splitlines() if "rank 1 of 2" in line]
+    assert code in (1, 2) and len(said) == 1 and "python alone" in said[0], (out, err)
 
 
 @row(109)

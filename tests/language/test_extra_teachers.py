@@ -121,18 +121,17 @@ def test_a_folder_with_a_comma_in_its_name_is_one_teacher(settings, models, tmp_
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"teacher_model": "0.7*a,b"}, "a weight above 0 for each teacher, as in"),
-        ({"teacher_model": "0.7*a,-0.3*b"}, "a weight above 0 for each"),
-        ({"teacher_model": "0.7*a,nan*b"}, "a weight above 0 for each"),
-        ({"teacher_model": "x*a,0.3*b"}, "a weight above 0 for each"),
+        ({"teacher_model": "0.7*a,b"}, "a weight above 0 before each name"),
+        ({"teacher_model": "0.7*a,-0.3*b"}, "a weight above 0 before each name"),
+        ({"teacher_model": "0.7*a,nan*b"}, "a weight above 0 before each name"),
+        ({"teacher_model": "x*a,0.3*b"}, "a weight above 0 before each name"),
         ({"teacher_model": "0.7*a,0.3*"}, "separated by commas"),
         ({"teacher_model": "a,"}, "separated by commas"),
         ({"teacher_model": "train,b"}, "'train' and 'none' cannot be combined"),
         ({"teacher_model": "a,train:1x16:2"}, "'train' and 'none' cannot be combined"),
-        ({"teacher_cache": "c"}, "TEACHER_CACHE None"),
-        ({"align": "chunks"}, "ALIGN must be 'auto'"),
-        ({"router_mode": "auto"}, "ROUTER_MODE 'native'"),
-        ({"shard": True}, "SHARD False"),
+        ({"teacher_cache": "c"}, "ROUTER_WEIGHTS and TEACHER_CACHE to None"),
+        ({"align": "chunks"}, "set ALIGN to 'auto'"),
+        ({"router_mode": "auto"}, "ROUTER_MODE to 'native'"),
     ],
 )
 def test_settings_that_do_not_go_with_several(changes, said):

@@ -98,7 +98,7 @@ def test_without_memory_to_look_the_event_says_so(tiny, explained_distiller, mon
     distiller.student.lm_head.weight.data[0, 0] = math.nan
     distiller.step([tiny.blocks().batch([1, 2])], 1e-2)
     assert {e.action for e in explained(distiller)} == {"not found again"}
-    assert explained(distiller)[0].reason == "rows 1, 2: not enough memory to run it again"
+    assert explained(distiller)[0].reason == "rows 1, 2: not enough memory to run the step again"
 
 
 def test_injected_faults_of_every_kind_are_found():

@@ -35,7 +35,7 @@ def test_a_teacher_with_added_tokens_teaches(settings, folders, caplog):
     padded, plain = folders
     caplog.set_level(logging.INFO)
     folder = run(settings(teacher_model=padded, student_model=plain))
-    assert "all tokens are shared but 2 of the teacher and 0 of the student" in caplog.text
+    assert "only 2 tokens of the teacher and 0 of the student are not shared" in caplog.text
     rows = table(folder)
     assert rows["student"]["kl"] < rows["student before"]["kl"]
     assert json.loads((folder / "metrics.json").read_text())["learned_from"]["kd"] == 6
@@ -71,7 +71,7 @@ def test_a_token_that_the_teacher_lacks_is_refused_where_it_is_read(
     caplog.set_level(logging.INFO)
     swapped = {"teacher_model": plain, "student_model": padded}
     run(settings(**swapped, max_steps=1))  # the text has none of them
-    assert "all tokens are shared but 0 of the teacher and 2 of the student" in caplog.text
+    assert "only 0 tokens of the teacher and 2 of the student are not shared" in caplog.text
     text = tmp_path / "thinks.jsonl"
     lines = [{"text": f"a <think> {i}" if i % 7 else "the old fox"} for i in range(40)]
     text.write_text("\n".join(map(json.dumps, lines)))

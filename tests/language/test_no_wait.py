@@ -38,42 +38,41 @@ def _step(tiny, batches, with_teacher=True, cache=None, **changes):
         return device
 
 
-@pytest.mark.parametrize("batches", [1, 3])
+@pytest.fixture(scope="module")
+def one_batch(tiny):
+    return _step(tiny, 1)
+
+
 @pytest.mark.parametrize("with_teacher", [True, False])
-def test_a_batch_waits_once_and_so_does_a_step(tiny, batches, with_teacher):
-    device = _step(tiny, batches, with_teacher)
-    assert len(device.waits) == batches + 1, device.waits
+def test_a_batch_waits_once_and_so_does_a_step(tiny, with_teacher):
+    device = _step(tiny, 2, with_teacher)
+    assert len(device.waits) == 2 + 1, device.waits
     assert device.pageable == []
 
 
 @pytest.mark.parametrize("method", ["topk", "sample", "hidden"])
-def test_so_does_a_batch_of_a_cached_teacher(tiny, method, tmp_path):
+def test_a_cached_teacher_adds_no_wait(tiny, method, tmp_path):
     k, t = (None, None) if method == "hidden" else (4, tiny.settings().temperature)
     blocks = tiny.blocks()
-    whose = identity("a", "b", tiny.tokenizer, tiny.texts(), blocks)
-    of = TeacherFingerprint(**whose, dtype="float32", method=method, k=k, temperature=t)
-    cache = write(FrozenTeacher(tiny.model()), blocks, tmp_path, of)
+    fields = identity("a", "b", tiny.tokenizer, tiny.texts(), blocks)
+    fingerprint = TeacherFingerprint(**fields, dtype="float32", method=method, k=k, temperature=t)
+    cache = write(FrozenTeacher(tiny.model()), blocks, tmp_path, fingerprint)
     cache(blocks.batch(range(len(blocks))), torch.arange(1))  # files that are opened later are fake
-    device = _step(tiny, 3, cache=cache)
-    assert len(device.waits) == 3 + 1, device.waits
+    device = _step(tiny, 1, cache=cache)
+    assert len(device.waits) == 1 + 1, device.waits
     assert device.pageable == []
 
 
-def test_it_waits_no_oftener_for_a_loss_of_many_chunks(tiny, monkeypatch):
-    before = _step(tiny, 1)
+def test_a_loss_of_many_chunks_adds_no_wait(tiny, one_batch, monkeypatch):
     module = sys.modules[linear_distillation.__module__]  # its name is the function's, too
-    monkeypatch.setattr(module, "chunk_rows", lambda vocabulary, device: 5)
-    after = _step(tiny, 1)
-    assert len(after.waits) == len(before.waits)
-    assert after.launches["aten.mm.default"] > before.launches["aten.mm.default"]
+    monkeypatch.setattr(module, "chunk_rows", lambda vocabulary, device: 20)
+    device = _step(tiny, 1)
+    assert len(device.waits) == len(one_batch.waits) == 2
+    assert device.launches["aten.mm.default"] > one_batch.launches["aten.mm.default"]
 
 
-def test_weights_are_updated_by_one_operation(tiny):
-    launches = _step(tiny, 1).launches
-    assert launches["aten._fused_adamw_.default"] == 2  # with weight decay, and without
-
-
-def test_a_step_keeps_to_its_launches_and_bytes(tiny):
-    device = _step(tiny, 1)  # two layers of width 32 on each side, 4 rows of 24 tokens, V 320
-    assert 600 < device.launches.total() <= 710
-    assert 15 < device.bytes.total() / 1e6 <= 17
+def test_a_step_keeps_to_its_launches_and_bytes(one_batch):
+    # two layers of width 32 on each side, 4 rows of 24 tokens, V 320
+    assert 600 < one_batch.launches.total() <= 710
+    assert 15 < one_batch.bytes.total() / 1e6 <= 17
+    assert one_batch.launches["aten._fused_adamw_.default"] == 2  # with weight decay, and without

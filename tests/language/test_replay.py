@@ -138,7 +138,7 @@ def test_a_poisoned_student_is_found_again_in_every_term(recorded, strike):
         assert "student weight model.layers.0.mlp.up_proj.weight came in not" in str(report)
 
 
-@pytest.mark.parametrize("how", ["chunks", "uld", "hidden"])
+@pytest.mark.parametrize("how", ["chunks", "hidden"])
 def test_a_teacher_with_another_tokenizer(recorded, models, sick, how):
     foreign = {"teacher_model": sick("foreign"), "student_model": models("student")}
     words, bundles = recorded(align=how, max_steps=2, **foreign)
@@ -189,7 +189,7 @@ def test_another_text_or_teacher_than_the_runs_is_refused(
     else:
         shutil.rmtree(teacher)
         tiny.folder(Path(teacher), seed=9)
-    with pytest.raises(ValueError, match="the data or the teacher are not those of the run") as e:
+    with pytest.raises(ValueError, match="the text or the teacher has changed since the run") as e:
         replay(bundles["kd"])
     assert str(bundles["kd"]) in str(e.value) and "Put them back" in str(e.value)
 
@@ -199,7 +199,7 @@ def test_over_the_size_limit_it_says_what_was_found_when_it_happened(recorded, s
     words, bundles = recorded(teacher_model=sick(), max_steps=1)
     report = replay(bundles["kd"])
     assert not report.reproduced
-    assert "over the limit: not run again" in str(report)
+    assert "exceeded the size limit: not run again" in str(report)
     assert f"then     {words['kd']}" in str(report)
 
 
@@ -214,10 +214,18 @@ HEAD = "student lm_head.weight"
 
 
 DAMAGES = [
-    ("tensors", _without(HEAD), "lm_head.weight is not"),
-    ("tensors", lambda t: t.update({HEAD: t[HEAD][0]}), "lm_head.weight is not"),
-    ("tensors", lambda t: t.update({HEAD: t[HEAD].double()}), "lm_head.weight is not"),
-    ("tensors", lambda t: t.update({HEAD: t[HEAD].to_sparse()}), "lm_head.weight is not"),
+    ("tensors", _without(HEAD), "lm_head.weight' is missing or is not"),
+    ("tensors", lambda t: t.update({HEAD: t[HEAD][0]}), "lm_head.weight' is missing or is not"),
+    (
+        "tensors",
+        lambda t: t.update({HEAD: t[HEAD].double()}),
+        "lm_head.weight' is missing or is not",
+    ),
+    (
+        "tensors",
+        lambda t: t.update({HEAD: t[HEAD].to_sparse()}),
+        "lm_head.weight' is missing or is not",
+    ),
     ("tensors", _without("rng cpu"), "random state"),
     ("tensors", lambda t: t.update({"rng cpu": torch.zeros(3)}), "random state"),
     ("settings", lambda s: s["replay"].update(student="nn"), "replay settings"),
@@ -260,7 +268,7 @@ def test_the_command_line_knows_the_mode_and_says_whether_the_fault_returned(
     content["left_out"] = ["student lm_head.weight"]
     torch.save(content, tmp_path / "large.pt")
     assert cli.main(["replay", str(tmp_path / "large.pt")]) == 1
-    assert "over the limit" in capfd.readouterr().out
+    assert "exceeded the size limit" in capfd.readouterr().out
     (tmp_path / "sick teacher" / "model.safetensors").unlink()
     assert cli.main(["replay", str(bundle)]) == 1
     out, err = capfd.readouterr()

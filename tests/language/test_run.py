@@ -180,7 +180,7 @@ def test_a_student_that_training_made_worse_is_saved_as_it_was(settings, models,
     assert metrics(path)["best_step"] == 0 and min(looks) > 2 * before["nll"]
     first = transformers.AutoModelForCausalLM.from_pretrained(models("student"))
     assert same(dict(first.named_parameters()), dict(student_of(path).named_parameters()))
-    assert "training did not improve the held-out score" in caplog.text
+    assert "training did not improve the score on held-out text" in caplog.text
     assert (
         "better than the student before training, which was kept" in write_report(path).read_text()
     )
@@ -220,7 +220,7 @@ def test_what_is_held_out_is_not_learned_from(settings, text_file, tmp_path, cap
     path = run(chosen)
     assert config(path)["data"]["documents"] == 38
     assert "10 documents that are also held out" in config(path)["data"]["left_out"]
-    assert "10 of 48 training documents are also held out" in caplog.text
+    assert "10 of 48 training documents are also in the held-out text" in caplog.text
     train_set, held_out = texts_of(chosen)
     assert not {e.content() for e in train_set.examples} & {e.content() for e in held_out.examples}
     with pytest.raises(ValueError, match="every document of .* is also held out"):
@@ -298,7 +298,7 @@ def test_a_teacher_is_trained_once_where_there_is_none(settings, tmp_path, monke
         assert stages.count("teacher") == 12, changes
 
 
-@pytest.mark.parametrize("mode", ["native", "all", "auto"])
+@pytest.mark.parametrize("mode", ["all", "auto"])
 def test_a_cache_stands_in_for_the_teacher(settings, tmp_path, models, mode):
     """All of the vocabulary in it, the same training; the teacher itself is judged, no more."""
     cached = {"cache_method": "topk:320", "router_mode": mode}
@@ -390,7 +390,7 @@ def test_all_rows_are_beside_the_teacher_as_it_came(settings, models, monkeypatc
     assert table(path)["student"]["agreement"] == found.table_row("")["agreement"]
 
 
-@pytest.mark.parametrize("how", ["hidden", "uld", "chunks"])
+@pytest.mark.parametrize("how", ["hidden", "uld"])
 def test_a_teacher_with_another_tokenizer(settings, models, how, caplog):
     caplog.set_level(logging.INFO)
     foreign = {"teacher_model": models("foreign"), "student_model": models("student")}
@@ -404,8 +404,7 @@ def test_a_teacher_with_another_tokenizer(settings, models, how, caplog):
     found = metrics(path)["alignment"]
     assert 0 < found["coverage"] <= 1
     share, size = f"{100 * found['coverage']:.1f} %", f"{found['characters_per_group']:.1f}"
-    words = f"{share} of the text is in groups of tokens that both share, mean {size} characters"
-    assert words in caplog.text
+    assert f"common boundaries in {share} of the text, every {size} characters" in caplog.text
     assert table(path)["teacher"]["bits_per_character"] > 0
     assert table(path)["student"]["kl"] is None
     beside = last_checkpoint(path)["distiller"]["beside"]
@@ -591,7 +590,7 @@ def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
 ):
     """With exit code 3, as a sick student; in ultra_stable with the patience of that preset."""
     monkeypatch.setattr("ssl_kd.language.step.RESTORE_AFTER", 2)
-    asked = settings(**patience, max_steps=20)
+    asked = settings(**patience, max_steps=8)
     spoilt(monkeypatch, {1}, spoil_teacher)
     with pytest.raises(TooFewHealthyParts, match=f"step {last}: kd was cut out of each of") as end:
         run(asked)
@@ -604,15 +603,15 @@ def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
     monkeypatch.undo()
     path = run(asked.replace(resume=True))  # with the teacher as it is on the disk
     learned = metrics(path)["learned_from"]
-    assert learned == {"ce": 20, "kd": 20 - last} and metrics(path)["success_rate"] == 1
-    assert f"kd learned from {20 - last} of 20 steps" in write_report(path).read_text()
+    assert learned == {"ce": 8, "kd": 8 - last} and metrics(path)["success_rate"] == 1
+    assert f"kd learned from {8 - last} of 8 steps" in write_report(path).read_text()
 
 
 @pytest.mark.parametrize("cause", [{"grad_norm_threshold": 1e-9}, {"alpha_kd": 1e30}])
 def test_a_run_in_which_no_step_went_through_is_no_success(settings, tmp_path, cause):
     asked = settings(max_steps=2, checkpoint_every=5, generations=0, **cause)
     for again in (asked, asked.replace(resume=True)):  # there is no step left to do
-        with pytest.raises(TooFewHealthyParts, match="none of the 2 steps could be learned") as end:
+        with pytest.raises(TooFewHealthyParts, match="none of the 2 steps changed") as end:
             run(again)
         said = str(end.value)
         assert end.value.exit_code == 3 and "--learning_rate" in said

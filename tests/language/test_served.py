@@ -283,13 +283,16 @@ def test_a_key_is_sent_and_kept_nowhere(served, server, monkeypatch):
     ("changes", "said"),
     [
         ({"teacher_url": "localhost:8000"}, "expected an address such as http://host:8000/v1"),
-        ({"teacher_model": "none", "temperature": 1.0}, "TEACHER_MODEL is 'none': name its folder"),
+        (
+            {"teacher_model": "none", "temperature": 1.0},
+            "TEACHER_MODEL is 'none', but TEACHER_URL needs",
+        ),
         ({"teacher_model": "train"}, "TEACHER_MODEL is 'train'"),
-        ({"temperature": 2.0}, "TEMPERATURE is 2, but a server"),
-        ({"student_model": "layers:1"}, "'layers:1' is cut from the teacher, whose weights are on"),
-        ({"align": "uld"}, "ALIGN must be 'auto'"),
-        ({"router_mode": "ka"}, "ROUTER_MODE 'native'"),
-        ({"legacy_clamp": "2.5"}, "LEGACY_CLAMP None"),
+        ({"temperature": 2.0}, "TEMPERATURE is 2, but the server"),
+        ({"student_model": "layers:1"}, "'layers:1', which is cut from the teacher"),
+        ({"align": "uld"}, "set ALIGN to 'auto'"),
+        ({"router_mode": "ka"}, "ROUTER_MODE to 'native'"),
+        ({"legacy_clamp": "2.5"}, "LEGACY_CLAMP to None"),
     ],
 )
 def test_settings_that_do_not_go_with_a_server(served, changes, said):

@@ -156,7 +156,7 @@ def test_a_batch_without_any_target_is_a_step_that_is_skipped_and_said(tiny, tea
     result = distiller.step([blocks.batch([0, 1])], 1e-2)
     assert (result.ce, result.kd, result.grad_norm, result.tokens) == (None, None, 0, 0)
     assert not result.updated and same(before, distiller.student.state_dict())
-    assert events(distiller, "reason", "action") == [("no token to learn from", "skipped")]
+    assert events(distiller, "reason", "action") == [("no target token", "skipped")]
 
 
 def test_gradient_checkpointing_changes_no_bit(tiny, teacher):

@@ -106,7 +106,7 @@ def test_quantumbench_dry_run_says_what_it_does(script, house, tmp_path, caplog)
     assert resolved["MODEL_DTYPE"] == "float32" and "students fp32" in resolved["PRECISION"]
     log = caplog.text
     assert "student [2, 32," in log and "temperature 3" in log and "kd 0.25" in log
-    assert "by whose square 9 the divergence is multiplied" in log
+    assert "the divergence is multiplied by its square, 9" in log
     steps = re.findall(r"step \d: ce ([\d.]+), kd ([\d.]+), combined loss ([\d.]+),", log)
     assert len(steps) == 5
     for ce, kd, loss in steps:
