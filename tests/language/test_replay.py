@@ -191,7 +191,7 @@ def test_another_text_or_teacher_than_the_runs_is_refused(
         tiny.folder(Path(teacher), seed=9)
     with pytest.raises(ValueError, match="the text or the teacher has changed since the run") as e:
         replay(bundles["kd"])
-    assert str(bundles["kd"]) in str(e.value) and "Put them back" in str(e.value)
+    assert str(bundles["kd"]) in str(e.value) and "restore them" in str(e.value)
 
 
 def test_over_the_size_limit_it_says_what_was_found_when_it_happened(recorded, sick, monkeypatch):
@@ -233,9 +233,9 @@ DAMAGES = [
     ("settings", lambda s: s.update(TEMPERATURE="much"), "TEMPERATURE is 'much'"),
     ("settings", lambda s: s.update(COLOUR=1), "COLOUR"),
     ("settings", lambda s: s.update(replay=[1]), "not a step of the language mode"),
-    ("indices", lambda i: i.fill_(10**6), "indices are not rows of the text"),
-    ("indices", lambda i: i.fill_(-1), "indices are not rows of the text"),
-    ("indices", lambda i: i.resize_(0), "indices are not rows of the text"),
+    ("indices", lambda i: i.fill_(10**6), "indices are not all from 0 to"),
+    ("indices", lambda i: i.fill_(-1), "indices are not all from 0 to"),
+    ("indices", lambda i: i.resize_(0), "indices are not all from 0 to"),
     ("indices", lambda i: i.unsqueeze_(0), "indices are not int64"),
     ("event", _without("part"), "a field of the bundle is missing"),
 ]
