@@ -17,11 +17,10 @@ _FLAGS = {
     "out": "new file or folder to write; default: export/ in the run's folder",
     "split": "splits to export, separated by commas: train,test; default: all",
     "clusters": "clusters to export, separated by commas: 3,7; default: all",
-    "names": "name the clusters and keep the names in the run, from `files` (the samples' file "
-    "names) or a table of captions (CSV, TSV, JSONL, Parquet)",
+    "names": "name the clusters by a table of captions (CSV, Parquet), and store the names",
     "columns": "add the columns of a table (CSV, Parquet) with one row per sample of the run, in "
     "its order",
-    "link": "of folders: symlink, hardlink or copy; default: symlink",
+    "link": "of folders: symlink or copy; default: symlink",
     "url": "of label-studio: where the folder of pictures is served",
     "push": "upload the model to the Hugging Face Hub under this name, user/name",
 }
@@ -56,7 +55,7 @@ def export(argv: Sequence[str]) -> int:
 
     samples = Samples(flags.run)
     if flags.names is not None:
-        names = name_samples(samples, None if flags.names == "files" else flags.names)
+        names = name_samples(samples, flags.names)
         n_named = sum(map(len, names.levels.values()))
         print(f"Names: {names.save(samples.path)} ({n_named} clusters of all levels have one)")
     if flags.to is not None:
@@ -94,7 +93,7 @@ def _check_paths(flags: argparse.Namespace, options: dict[str, Any]) -> None:
     if flags.to is not None:
         checked_path(home_resolved(flags.run), flags.to, flags.out, options, force=flags.force)
     run_folder(flags.run)
-    for file in (flags.columns, None if flags.names == "files" else flags.names):
+    for file in (flags.columns, flags.names):
         if file is not None and not home_resolved(file).is_file():
             raise FileNotFoundError(f"there is no file {file}")
 

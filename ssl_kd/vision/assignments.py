@@ -185,54 +185,54 @@ def read_finished(path: Path, *needed: str) -> tuple[dict[str, Any], dict[str, A
     return config, metrics
 
 
-def write_assignments(folder: Path, splits: Mapping[str, SplitAssignments]) -> None:
+def write_assignments(
+    folder: Path, splits: Mapping[str, SplitAssignments], before: Path | None = None
+) -> None:
     """Write `assignments.csv`, or `assignments.parquet` if there are more than `CSV_ROWS` rows.
 
     The columns are file, cluster, confidence, split, label (if any is known), outlier score, the
     second and third most probable clusters with their probabilities, and the cluster at each tree
     level.
+
+    Args:
+        folder: folder of the run.
+        splits: name of each split -> its assignments.
+        before: assignments of another run, which are copied first; the new file has the same format
+            and columns.
     """
     labelled = any(split.all_labels is not None for split in splits.values())
     columns = next(iter(splits.values())).columns(labelled)
+    is_csv = sum(split.store.n for split in splits.values()) <= CSV_ROWS
+    if before is not None:
+        is_csv = before.suffix == ".csv"
 
-    def write(file: BinaryIO) -> None:
-        file.write((",".join(columns) + "\n").encode())
+    def write_csv(file: BinaryIO) -> None:
+        names = columns
+        if before is None:
+            file.write((",".join(names) + "\n").encode())
+        else:
+            with open(before, newline="", encoding="utf-8") as old:
+                names = next(csv.reader(old))
+            with open(before, "rb") as old:
+                shutil.copyfileobj(old, file)
         for name, split in splits.items():
-            file.writelines(lines.encode() for lines in split.lines(name, columns))
+            file.writelines(lines.encode() for lines in split.lines(name, names))
 
     def write_parquet(file: BinaryIO) -> None:
-        schema = _schema(columns)
+        schema = _schema(columns) if before is None else parquet.read_schema(before)
         with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+            if before is not None:
+                with parquet.ParquetFile(before) as old:
+                    for batch in old.iter_batches(ROWS_PER_GROUP):
+                        writer.write_batch(batch)
             for name, split in splits.items():
                 for batch in split.batches(name, schema):
                     writer.write_batch(batch)
 
-    if sum(split.store.n for split in splits.values()) <= CSV_ROWS:
-        atomic_write(folder / "assignments.csv", write)
-    else:
-        atomic_write(folder / "assignments.parquet", write_parquet)
-
-
-def append_assignments(folder: Path, before: Path, added: SplitAssignments, split: str) -> None:
-    """Write a copy of the assignments `before` to a folder, with the added samples at the end."""
-
-    def write(file: BinaryIO) -> None:
-        with open(before, newline="", encoding="utf-8") as old:
-            columns = next(csv.reader(old))
-        with open(before, "rb") as old:
-            shutil.copyfileobj(old, file)
-        file.writelines(lines.encode() for lines in added.lines(split, columns))
-
-    def write_parquet(file: BinaryIO) -> None:
-        with parquet.ParquetFile(before) as old:
-            schema = old.schema_arrow
-            with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-                for batch in old.iter_batches(ROWS_PER_GROUP):
-                    writer.write_batch(batch)
-                for batch in added.batches(split, schema):
-                    writer.write_batch(batch)
-
-    atomic_write(folder / before.name, write if before.suffix == ".csv" else write_parquet)
+    name, write = (
+        ("assignments.csv", write_csv) if is_csv else ("assignments.parquet", write_parquet)
+    )
+    atomic_write(folder / name, write)
 
 
 def _schema(columns: Sequence[str]) -> arrow.Schema:

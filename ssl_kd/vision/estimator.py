@@ -457,7 +457,7 @@ def _setting(parameter: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a NumPy number or a `torch.device` to a plain value, as settings have."""
+    """Convert a NumPy number or a `torch.device` to a plain Python value."""
     if isinstance(value, np.generic):
         return value.item()
     return str(value) if isinstance(value, torch.device) else value

@@ -30,9 +30,9 @@ from ssl_kd.training.folder import RunFolder, RunFolderError, check_version, nam
 from ssl_kd.training.ranks import refuse_ranks
 from ssl_kd.vision.assignments import (
     SplitAssignments,
-    append_assignments,
     assignments_of,
     read_finished,
+    write_assignments,
 )
 from ssl_kd.vision.extract import Dataset, Extraction, fingerprint
 from ssl_kd.vision.model import ClusterModel, has_pictures
@@ -184,7 +184,7 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Run
                 extensions=[*parent.extensions, added],
             )
             save_model(extended, folder)
-            append_assignments(folder.path, assignments_of(parent.path), assignments, split)
+            write_assignments(folder.path, {split: assignments}, assignments_of(parent.path))
             typical = write_arrays(folder, assignments, extended.n_clusters, settings.seed)
             metrics = _metrics(assignments, model.n_clusters, extended.n_clusters, split, typical)
             metrics["extended"] |= {"run": str(parent.path), "dataset": settings.dataset}

@@ -1,1 +1,1 @@
-"""What is done with finished clusters: look at them, curate, name, decide, take them elsewhere."""
+"""Work with finished clusters: explore, curate, name and export them."""

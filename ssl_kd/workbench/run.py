@@ -216,7 +216,7 @@ class Run:
         """Names of the clusters of every level, after the decisions of people."""
         return Names.load(self.path).edited({"cluster": self.curation.names})
 
-    def name(self, captions: str | Path | Sequence[str] | None = None) -> Names:
+    def name(self, captions: str | Path | Sequence[str]) -> Names:
         """Name the clusters by words and write `names.json` (`workbench.naming.name_samples`)."""
         name_samples(self.samples, captions).save(self.path)
         return self.names

@@ -89,7 +89,7 @@ class Duplicates:
         return self.similarity >= threshold
 
     def labels(self, threshold: float | None = None) -> Rows:
-        """Return the first row of the group of each row, `[n]`; a row without a copy is its own."""
+        """Return the first row of each row's group, `[n]`; its own number if it has no copy."""
         chosen = self.pairs(threshold)
         return _first_linked(self.first[chosen], self.second[chosen], self.store.n)
 

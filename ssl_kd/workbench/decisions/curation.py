@@ -35,7 +35,7 @@ _MUTEX = threading.RLock()  # a thread of this process sees a change completely 
 
 
 class Curation:
-    """Rename, merge, split, move and exclude the clusters and samples of a run, and undo it.
+    """Rename, merge and split the clusters of a run, move and exclude samples, and undo this.
 
     Each decision is a line of `curation.jsonl` and a dict in Python, with the fields `id`, `time`
     (UTC), `samples` and `digest` (they identify the run), `do` (`rename`, `merge`, `split`, `move`,

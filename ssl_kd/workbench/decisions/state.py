@@ -36,7 +36,7 @@ class ClusterState:
         self._count()
 
     def copy(self) -> Self:
-        """Return a copy that can change without changing this object."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other.clusters, other.excluded = self.clusters.copy(), self.excluded.copy()
         other.names = dict(self.names)
@@ -60,7 +60,7 @@ class ClusterState:
         )
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Carry out one decision, which `line_format.check_line` accepted and is not an undo.
+        """Apply a decision that `line_format.check_line` accepted, except for an undo.
 
         Raises:
             InputError: the decision does not fit the clusters. The state may then be half changed
@@ -211,7 +211,7 @@ class History:
         self.state = ClusterState(samples)
 
     def copy(self) -> Self:
-        """Return a copy that can grow without changing this object."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other.lines, other._ids = self.lines.copy(), self._ids.copy()
         return other
@@ -292,7 +292,7 @@ class LineError(InputError):
 
 
 def active_ids(lines: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the ids of the lines that no active undo refers to."""
+    """Return the ids of the lines that are not undone."""
     active: set[str] = set()
     undone: set[str] = set()
     for line in reversed(lines):

@@ -44,8 +44,8 @@ def map_of(
     stores = [(rows.start, samples.store(split)) for split, rows in samples.splits.items()]
     if len({store.dim for _, store in stores}) > 1:
         raise InputError(
-            f"the splits of {samples.path} have embeddings of different widths; expected the same "
-            "width for a common map"
+            f"the splits of {samples.path} have embeddings of different widths, so there is no "
+            "common map: train again, with all splits embedded by the same teacher"
         )
     identity = " ".join([*(store.digest for _, store in stores), str(seed), str(LANDMARKS), "1"])
     key, path = hashlib.sha256(identity.encode()).hexdigest(), samples.path / FILE

@@ -49,7 +49,7 @@ GRID = 256  # the density of samples is counted in GRID x GRID cells of the map
 
 
 def page_file(name: str) -> bytes:
-    """Return the content of one of `PAGE_FILES`."""
+    """Read a file of the explorer page, one of `PAGE_FILES`."""
     return files("ssl_kd.workbench.explore").joinpath("page", *name.split("/")).read_bytes()
 
 
@@ -194,7 +194,7 @@ def _write_column(samples: Samples, name: str, put: Put) -> dict[str, Any]:
 
 
 def _lines(names: NDArray[Any]) -> str:
-    """Join names to text with one name per line; escape control characters within names."""
+    """Join names into text, one name per line; escape control characters within names."""
     text = "\n".join(map(str, names))
     clean = text.count("\n") == len(names) - 1 and text.replace("\n", "").isprintable()
     return text if clean else "\n".join(printable(str(name)) for name in names)

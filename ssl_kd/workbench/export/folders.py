@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from ssl_kd.settings import nearest
 from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.output_files import UniqueNames, new_folder, safe_name
 
-LINKS = ("symlink", "hardlink", "copy")
+LINKS = ("symlink", "copy")
 
 
 def write_folders(
@@ -23,12 +21,11 @@ def write_folders(
     Args:
         content: the samples to export.
         out: path of a new folder.
-        link: `symlink`, `hardlink` (needs the same disk) or `copy`.
+        link: `symlink` or `copy`.
         skip_missing: leave out missing pictures instead of raising.
 
     Raises:
-        InputError: `link` is unknown, `out` exists, pictures are missing, or a hard link would
-            cross disks.
+        InputError: `link` is unknown, `out` exists, or pictures are missing.
     """
     if link not in LINKS:
         raise InputError(f"--link is {link!r}; expected {', '.join(LINKS)}.{nearest(link, LINKS)}")
@@ -52,15 +49,5 @@ def write_folders(
 def _put(path: Path, file: Path, link: str) -> None:
     if link == "symlink":
         path.symlink_to(file)
-    elif link == "copy":
-        shutil.copy2(file, path)
     else:
-        try:
-            os.link(file.resolve(), path)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            raise InputError(
-                f"{file} is on another disk than {path}, so it cannot be hard-linked: use --link "
-                "symlink or --link copy"
-            ) from error
+        shutil.copy2(file, path)

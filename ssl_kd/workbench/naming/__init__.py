@@ -1,4 +1,4 @@
-"""Name clusters by the words of captions or file names, and store the names."""
+"""Name clusters by the words of captions, and store the names."""
 
 from ssl_kd.workbench.naming.contrastive_words import names_from_texts
 from ssl_kd.workbench.naming.name_run import name_samples

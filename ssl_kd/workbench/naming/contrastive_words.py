@@ -194,7 +194,7 @@ def _beyond_chance(
     n: float,
     n_sibling_texts: float,
 ) -> NDArray[np.bool_]:
-    """Test each word: is it in more texts of the cluster than chance explains, `[word]`?
+    """Return True for each word that is in more texts of the cluster than chance explains.
 
     `cluster_texts` and `sibling_texts` `[word]` count the texts with the word, among `n` texts of
     the cluster and `n_sibling_texts` texts of its siblings.

@@ -1,15 +1,14 @@
-"""Name the clusters of a finished run by words of captions or file names."""
+"""Name the clusters of a finished run by the words of captions."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as arrow
-from pyarrow import csv, json, parquet
+from pyarrow import csv, parquet
 
 from ssl_kd.errors import InputError
 from ssl_kd.files.cells import from_cell
@@ -19,10 +18,9 @@ from ssl_kd.workbench.naming.names import Names
 
 FILE_COLUMNS = ("file", "file_name", "filename", "path", "image")
 TEXT_COLUMNS = ("caption", "text", "description", "title")
-_BOUNDARY = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
 
 
-def name_samples(samples: Samples, captions: str | Path | Sequence[str] | None = None) -> Names:
+def name_samples(samples: Samples, captions: str | Path | Sequence[str]) -> Names:
     """Name the clusters of every level by words that distinguish them; labels are not used.
 
     Names in the run's `names.json` that a person chose are kept.
@@ -30,42 +28,21 @@ def name_samples(samples: Samples, captions: str | Path | Sequence[str] | None =
     Args:
         samples: the samples of the run.
         captions: path of a table of captions (see `read_captions`), or one text per sample `[n]`.
-            None uses the words of file and folder names, without folders that are labels.
 
     Raises:
         InputError, FileNotFoundError: the table of captions cannot be used.
     """
-    files = samples.column("file").tolist()
-    if captions is None:
-        labels = samples.column("label") if "label" in samples.table.column_names else ()
-        texts = file_words(files, leave_out={label for label in labels if label})
-    elif isinstance(captions, str | Path):
-        texts = read_captions(captions, files, samples.column("split").tolist())
-    else:
-        texts = list(captions)
+    if isinstance(captions, str | Path):
+        files, splits = samples.column("file").tolist(), samples.column("split").tolist()
+        captions = read_captions(captions, files, splits)
     levels = {name: samples.column(name).astype(np.int64) for name in samples.levels}
-    return names_from_texts(texts, levels).edited(Names.load(samples.path).edits)
-
-
-def file_words(files: Sequence[str], leave_out: Collection[str] = ()) -> list[str]:
-    """Split the name and the folders of each file into words; skip the folders in `leave_out`.
-
-    >>> file_words(["holiday/beach/IMG_0042_redBoat.jpg"], leave_out={"beach"})
-    ['holiday IMG red Boat']
-    """
-    texts = []
-    for file in files:
-        *folders, last = file.replace("\\", "/").split("/")
-        stem = last.rpartition(".")[0] or last
-        parts = [folder for folder in folders if folder not in leave_out] + [stem]
-        texts.append(" ".join(word for p in parts for word in _BOUNDARY.split(p) if word))
-    return texts
+    return names_from_texts(captions, levels).edited(Names.load(samples.path).edits)
 
 
 def read_captions(path: str | Path, files: Sequence[str], splits: Sequence[str]) -> list[str]:
     """Read the caption of each sample from a table.
 
-    The table is CSV, TSV, Parquet or JSON Lines. One column, `file`, `file_name`, `filename`,
+    The table is a CSV or Parquet file. One column, `file`, `file_name`, `filename`,
     `path` or `image`, names the file; another, `caption`, `text`, `description` or `title`, has the
     text. Several texts for one file, in several rows or in a list, are joined. An optional column
     `split` distinguishes files with the same name.
@@ -112,22 +89,17 @@ def read_captions(path: str | Path, files: Sequence[str], splits: Sequence[str])
 
 
 def _read_table(path: Path) -> arrow.Table:
-    if path.suffix not in (".csv", ".tsv", ".parquet", ".jsonl"):
-        raise InputError(
-            f"{path} is not a table of captions: expected a .csv, .tsv, .parquet or .jsonl file"
-        )
+    if path.suffix not in (".csv", ".parquet"):
+        raise InputError(f"{path} is not a table of captions: expected a .csv or .parquet file")
     if not path.is_file():
         raise FileNotFoundError(f"the table of captions {path} does not exist")
     try:
         if path.suffix == ".parquet":
             return parquet.read_table(path)
-        if path.suffix == ".jsonl":
-            return json.read_json(path)
-        delimiter = "\t" if path.suffix == ".tsv" else ","
-        format = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-        with csv.open_csv(path, parse_options=format) as file:
+        multiline = csv.ParseOptions(newlines_in_values=True)
+        with csv.open_csv(path, parse_options=multiline) as file:
             as_text = dict.fromkeys(file.schema.names, arrow.string())  # 0042 is a name
-        return csv.read_csv(path, None, format, csv.ConvertOptions(column_types=as_text))
+        return csv.read_csv(path, None, multiline, csv.ConvertOptions(column_types=as_text))
     except ValueError as error:  # the base class of Arrow's errors
         message = " ".join(str(error).split())
         raise InputError(f"the table of captions {path} cannot be read: {message}") from error

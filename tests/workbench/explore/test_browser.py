@@ -263,15 +263,7 @@ def test_many_samples_are_thinned_out_while_the_map_moves(page):
     until(page, "() => !explore.plot.map.get('isPointsFiltered')")
 
 
-def test_file_names_and_requests(page):
-    script = """async (texts) => {
-      const { FileNames } = await import("./data.js");
-      const lines = ["Ärger.PNG", "b.png", "", "日本 b.PNG", "last"].join("\\n");
-      const names = new FileNames(new TextEncoder().encode(lines));
-      return [[0, 1, 2, 3, 4].map((k) => names.of(k)), texts.map((t) => names.search(t))]; }"""
-    names, rows = page.evaluate(script, ["png", "ä", "B", "last", "nothing"])
-    assert names == ["Ärger.PNG", "b.png", "", "日本 b.PNG", "last"]
-    assert rows == [[0, 1, 3], [0], [1, 3], [4], []]
+def test_failed_requests(page):
     page.route("**/data/label.i32", lambda route: route.fulfill(body=b"1234"))
     message = page.evaluate("""() => import("./data.js").then((data) =>
       data.readBytes("data/label.i32", 8).catch((error) => error.message))""")

@@ -23,37 +23,6 @@ export async function readBytes(path, size) {
   return content;
 }
 
-/** File names in one block of memory, because a million strings would need far more. */
-export class FileNames {
-  constructor(lines) {
-    Object.assign(this, { lines, ends: [], decoder: new TextDecoder() });
-    let n = 1;
-    for (let at = lines.indexOf(10); at >= 0; at = lines.indexOf(10, at + 1)) n++;
-    this.ends = new Uint32Array(n).fill(lines.length);
-    for (let at = lines.indexOf(10), i = 0; at >= 0; at = lines.indexOf(10, at + 1)) this.ends[i++] = at;
-  }
-
-  text(first, last) {
-    return this.decoder.decode(this.lines.subarray(first ? this.ends[first - 1] + 1 : 0, this.ends[last]));
-  }
-
-  of(row) {
-    return this.text(row, row);
-  }
-
-  /** The samples whose name contains a text, ignoring case. */
-  search(text) {
-    const rows = [], wanted = text.toLowerCase(), block = 8192;
-    for (let first = 0; first < this.ends.length; first += block) {
-      const last = Math.min(first + block, this.ends.length) - 1;
-      const names = this.text(first, last).toLowerCase();
-      if (!names.includes(wanted)) continue;
-      names.split("\n").forEach((name, i) => { if (name.includes(wanted)) rows.push(first + i); });
-    }
-    return rows;
-  }
-}
-
 /** The columns of the samples, each read when it is first needed. */
 export class Table {
   constructor(meta) {
@@ -69,9 +38,10 @@ export class Table {
     return this.columns.get(name);
   }
 
+  /** The file name of every sample. */
   names() {
-    this.reading ??= get("data/files.txt").then((answer) => answer.arrayBuffer())
-      .then((content) => { this.files = new FileNames(new Uint8Array(content)); return this.files; })
+    this.reading ??= get("data/files.txt").then((answer) => answer.text())
+      .then((text) => { this.files = text.split("\n"); return this.files; })
       .catch((error) => { this.reading = null; throw error; }); // the next call tries again
     return this.reading;
   }

@@ -145,7 +145,7 @@ async function hover(row) {
   hovered = row;
   if (row === null) return placeTip();
   const name = document.createElement("div"), cluster = document.createElement("small");
-  name.textContent = (await table.names()).of(row);
+  name.textContent = (await table.names())[row];
   cluster.textContent = nameOf(decisions.clusters[row]);
   if (hovered !== row) return;
   $("tip").replaceChildren(...pictures.list(row, 160), name, cluster);
@@ -173,7 +173,7 @@ function pictureButton(row) {
   const button = document.createElement("button"), images = pictures.list(row, 64);
   button.type = "button";
   button.dataset.row = row;
-  button.title = table.files?.of(row) ?? `sample ${row}`;
+  button.title = table.files?.[row] ?? `sample ${row}`;
   button.setAttribute("aria-label", button.title);
   button.append(...images);
   if (!images.length) {
@@ -185,7 +185,7 @@ function pictureButton(row) {
 }
 
 async function showSample(row) {
-  const about = document.createElement("div"), lines = [["", (await table.names()).of(row)]];
+  const about = document.createElement("div"), lines = [["", (await table.names())[row]]];
   lines.push(["cluster", nameOf(decisions.clusters[row])]);
   for (const [name, { kind, values }] of Object.entries(meta.columns)) {
     const value = (await table.column(name))[row];
@@ -324,10 +324,9 @@ const exclude = () => (chosen.length ? decide({ do: "exclude", rows: sortedRows(
   : showMessage("Select samples first"));
 
 async function search() {
-  const text = $("query").value.trim();
+  const text = $("query").value.trim().toLowerCase(), rows = [];
   if (!text) return select([]);
-  showMessage("Searching …");
-  const rows = (await table.names()).search(text);
+  (await table.names()).forEach((name, row) => { if (name.toLowerCase().includes(text)) rows.push(row); });
   select(rows, true);
   showMessage(rows.length ? `${number(rows.length)} found` : `No file name contains “${text}”`);
 }
