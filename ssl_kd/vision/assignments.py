@@ -89,14 +89,8 @@ class SplitAssignments:
 
     def columns(self, labelled: bool) -> list[str]:
         """Return the column names of the file; `labelled` includes the column of labels."""
-        more = PLACES[: self.likely.shape[1] - 1]
-        return [
-            *("file", "cluster", "confidence", "split"),
-            *(["label"] if labelled else []),
-            "outlier",
-            *(name for place in more for name in (place, f"{place}_confidence")),
-            *(f"level_{size}" for size in self.sizes),
-        ]
+        names = next(self.blocks("", rows_per_block=1))
+        return [name for name in names if labelled or name != "label"]
 
     def blocks(self, split: str, rows_per_block: int) -> Iterator[dict[str, Any]]:
         """Yield blocks of rows as dicts: column name -> list of texts or array of numbers."""

@@ -81,24 +81,12 @@ class ClusterModel(nn.Module):
         levels: list[int] | None = None,
         n_splits: int = 0,
     ) -> None:
+        arguments = dict(locals())
         super().__init__()
-        self.n_clusters, self.temperature = n_clusters + n_new, temperature
         self.options = {
-            "in_dim": in_dim,
-            "head_dim": head_dim,
-            "n_clusters": n_clusters,
-            "n_heads": n_heads,
-            "head": head,
-            "hidden_dim": hidden_dim,
-            "bottleneck_dim": bottleneck_dim,
-            "temperature": temperature,
-            "answer_temperature": answer_temperature,
-            "n_reference": n_reference,
-            "n_new": n_new,
-            "n_new_rows": n_new_rows,
-            "levels": levels,
-            "n_splits": n_splits,
+            name: arguments[name] for name in inspect.signature(ClusterModel).parameters
         }
+        self.n_clusters, self.temperature = n_clusters + n_new, temperature
         make = head_maker(
             head, head_dim, n_clusters, hidden_dim=hidden_dim, bottleneck_dim=bottleneck_dim
         )
