@@ -205,9 +205,9 @@ def test_bad_rows_are_counted_and_the_first_is_named(cache, config, capsys, valu
         (
             lambda x: x * (torch.arange(40) != 5)[:, None],
             "note",
-            "1 of 40 rows are zero throughout",
+            "1 of 40 rows contain only zeros",
         ),
-        (lambda x: x + 1e6, "note", "all rows point almost the same way"),
+        (lambda x: x + 1e6, "note", "all rows have almost the same direction"),
         (lambda x: x * 0 + 1, "FAULT", "all rows are the same"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Data sets by name: images and ready-made features, one call for all; text, another."""
+"""Open data sets by name or path: images and features (`open_dataset`), or text (`open_text`)."""
 
 from ssl_kd.datasets.catalog import (
     DatasetUnavailable,

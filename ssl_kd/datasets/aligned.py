@@ -1,4 +1,4 @@
-"""Rows of the same text in the tokens of two tokenizers, for a teacher with its own vocabulary."""
+"""Tokenize the same text for a student and a teacher with different vocabularies."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ssl_kd.losses.cross_tokenizer import Positions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SLICE = 256  # rows that the statistics look at together
+SLICE = 256  # rows processed at once by `statistics`
 
 
 @dataclass(frozen=True)
 class AlignedBatch:
-    """Rows of the same text for both models.
+    """A batch of rows that contain the same text for the student and the teacher.
 
     Attributes:
-        student: the student's inputs, and the targets of the cross-entropy.
-        teacher: the teacher's inputs.
-        ids: `[B, T]` of the student and `[B, T']` of the teacher, on the CPU like the fields below.
-        ends: of the same shapes; ends within the row.
-        counts: `[B, T]`, as in `student`.
-        vocabulary: the common part of the two vocabularies.
+        student: inputs of the student, and targets of the cross-entropy.
+        teacher: inputs of the teacher.
+        ids: token ids of the student `[B, T]` and of the teacher `[B, T']`, on the CPU.
+        ends: for each token of `ids`, the end of its piece of text; see `AlignedBlocks`.
+        counts: `[B, T]`, whether each student token is a target.
+        vocabulary: token texts that both vocabularies contain.
     """
 
     student: Batch
@@ -47,21 +47,21 @@ class AlignedBatch:
 
     @property
     def rows(self) -> Tensor:
-        """The row numbers in the blocks, int64 `[B]`."""
+        """Row numbers in the data set, int64 `[B]`."""
         return self.student.rows
 
     def _joined(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ends of all rows as if they were one text, flattened."""
+        """Return the ends of all rows, flattened, as if the rows were one text."""
         length = self.ends[0].max(1, initial=0)
         before = (np.cumsum(length) - length)[:, None]
         student, teacher = (np.where(e > 0, e + before, 0).ravel() for e in self.ends)
         return student, teacher
 
     def groups(self) -> Groups:
-        """Return the groups that count.
+        """Return the groups of tokens that are used for distillation.
 
-        Every student token of such a group counts, and on both sides a token precedes its first
-        token, to predict it.
+        All student tokens of such a group are targets, and both rows have a token before the group
+        to predict its first token.
         """
         aligned = align(*self._joined())
         size, device = len(aligned.ends), self.student.input_ids.device
@@ -101,14 +101,14 @@ class AlignedBatch:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a batch that count.
+    """Groups of student and teacher tokens that cover the same characters.
 
     Attributes:
-        student: positions where the student predicts them.
-        teacher: positions where the teacher predicts them.
-        matched: `[G]` bool, one token on each side, of the same text.
-        one_to_one: `[G]` bool, one token on each side.
-        characters: `[G]` int64, characters in each group.
+        student: positions where the student predicts the tokens of the groups.
+        teacher: positions where the teacher predicts the tokens of the groups.
+        matched: bool `[G]`, whether the group is one student and one teacher token of equal text.
+        one_to_one: bool `[G]`, whether the group is one student and one teacher token.
+        characters: int64 `[G]`, number of characters in each group.
     """
 
     student: Positions
@@ -123,15 +123,16 @@ class Groups:
 
 @dataclass(frozen=True)
 class AlignedBlocks:
-    """The same pieces of text for two tokenizers, one piece per row.
+    """Token rows of a student and a teacher; row i contains the same text for both.
 
     Attributes:
-        student: its tokens, laid out as by `make_blocks` without packing.
-        teacher: the teacher's tokens of the same characters.
-        ends: int32 `[n, T]` and `[n, T']`: `partition` within the row; 0 for special tokens,
-            context and padding.
-        vocabulary: the common part of the two vocabularies.
-        characters: characters to learn, including those that no block can hold.
+        student: rows of the student, as `make_blocks` creates them without packing.
+        teacher: rows of the teacher.
+        ends: int32 `[n, T]` of the student and `[n, T']` of the teacher: for each token, the end of
+            the smallest piece of the row's text whose boundaries no token crosses; 0 for special
+            tokens, context and padding.
+        vocabulary: token texts that both vocabularies contain.
+        characters: number of characters to train on, including those that fit in no row.
     """
 
     student: Blocks
@@ -145,13 +146,13 @@ class AlignedBlocks:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of both sides."""
+        """SHA-256 of the rows of student and teacher."""
         return hashlib.sha256((self.student.digest + self.teacher.digest).encode()).hexdigest()
 
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None
     ) -> AlignedBatch:
-        """Gather rows; see `Blocks.batch`."""
+        """Gather rows on a device."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         batches = self.student.batch(rows, device), self.teacher.batch(rows, device)
         ids, ends = (
@@ -165,12 +166,13 @@ class AlignedBlocks:
         return AlignedBatch(*batches, ids, ends, counts, self.vocabulary)  # pyright: ignore[reportArgumentType]
 
     def statistics(self) -> dict[str, float]:
-        """Measure how well the two tokenizers fit, over all rows.
+        """Measure over all rows how well the two tokenizations match.
 
         Returns:
-            `coverage`, `one_to_one`, `matched`: the share of the characters to learn that are in a
-            group, in a group of one token on each side, in one of two tokens of the same text;
-            `student_tokens_per_group`, `teacher_tokens_per_group`, `characters_per_group`: means.
+            - `coverage`: fraction of the characters to train on that are in a group.
+            - `one_to_one`: fraction in a group of one student and one teacher token.
+            - `matched`: fraction in a group of one student and one teacher token of equal text.
+            - `student_tokens_per_group`, `teacher_tokens_per_group`, `characters_per_group`: means.
         """
         n = students = teachers = covered = one_to_one = matched = 0
         for rows in torch.arange(len(self)).split(SLICE):
@@ -204,26 +206,25 @@ def aligned_blocks(
     teacher_tokenizer: PreTrainedTokenizerFast,
     block_size: int,
 ) -> AlignedBlocks:
-    """Turn documents into rows of the same characters for two tokenizers.
+    """Tokenize documents into rows of the same text for a student and a teacher.
 
-    Both sides follow `make_blocks` with `packing=False`: start token, text, end token; the prompt
-    does not count. A document that is too long for either side loses the beginning of its prompt,
-    and is cut where both sides have a token boundary; each further part begins with the token
-    before it, as context that does not count.
+    Both tokenizations follow `make_blocks` with `packing=False`. A document that is too long for
+    either one loses the beginning of its prompt, and is split where both have a token boundary.
+    Each further part begins with the token before it, as context that is not a target.
 
     Args:
-        dataset: texts, or prompts with completions. Chat messages are left out: two chat templates
-            do not give the same characters.
-        student_tokenizer: a fast one with an EOS.
-        teacher_tokenizer: the same.
-        block_size: tokens in a row of either side, at least 3.
+        dataset: texts, or prompts with completions. Chat messages are left out, since the two chat
+            templates produce different text.
+        student_tokenizer: a fast tokenizer with EOS.
+        teacher_tokenizer: a fast tokenizer with EOS.
+        block_size: tokens in a row of the student and of the teacher, at least 3.
 
     Raises:
-        ValueError: a tokenizer that is not fast or has no EOS, no common token text, a block size
-            below 3, or a data set with images, or of which nothing is left.
+        ValueError: a tokenizer is not fast or has no EOS, the vocabularies have no token text in
+            common, the block size is below 3, or the data set has images or no usable document.
     """
     if block_size < 3:
-        raise ValueError(f"block_size must be at least 3 (context, token, end), got {block_size}")
+        raise ValueError(f"block_size is {block_size}; expected at least 3 (context, token, EOS)")
     dataset.check_text_alone()
     tokenizers = (student_tokenizer, teacher_tokenizer)
     readers = [TextReader(tokenizer) for tokenizer in tokenizers]
@@ -242,16 +243,17 @@ def aligned_blocks(
             total += document.characters()
             yield from ((document.row(0, *part), document.row(1, *part)) for part in parts)
             if (lost := length - sum(learned)) or len(parts) > 1:
-                counted = " and ".join(str(len(ids)) for ids, _ in document.read)
+                lengths = " and ".join(str(len(ids)) for ids, _ in document.read)
                 left_out.append(
-                    f"{where}: {counted} tokens for blocks of {block_size}: split into "
-                    f"{len(parts)} parts"
-                    + (f", without {lost} characters that no block can hold" if lost else "")
+                    f"{where}: the document has {lengths} tokens (block_size {block_size}) and is "
+                    f"split into {len(parts)} parts"
+                    + (f", without {lost} characters that fit in no row" if lost else "")
                 )
 
     rows = SpilledSequence(cut_up())
     if not rows:
-        raise InputError(f"{dataset.name}: no row is left: {'; '.join(first_few(left_out, 3))}")
+        reasons = "; ".join(first_few(left_out, 3))
+        raise InputError(f"{dataset.name} contains no usable document: {reasons}")
     student, teacher = (
         _lay_out(rows, k, block_size, frames[k].end, characters, left_out) for k in (0, 1)
     )
@@ -264,19 +266,19 @@ def _documents(
     frames: Sequence[Frame],
     left_out: list[str],
 ) -> Iterator[tuple[str, int, _Document]]:
-    """Yield each document's place, number of characters to learn, and tokens."""
+    """Yield the position, the number of characters to train on, and the tokens of each document."""
     for example in dataset.examples:
         if example.messages is not None:
             left_out.append(
-                f"{example.where}: chat messages cannot be aligned, as the two chat templates "
-                "differ: write prompt and completion"
+                f"{example.where}: chat messages are left out, since the chat templates of student "
+                "and teacher differ: use prompt and completion"
             )
             continue
         prompt, completion = example.prompt or "", example.completion or ""
         text = example.text if example.text is not None else prompt + completion
         read = [reader.read(text) for reader in readers]
         if not all(len(ids) for ids, _ in read):
-            left_out.append(f"{example.where}: one of the tokenizers gives no token for it")
+            left_out.append(f"{example.where}: one of the tokenizers returns no tokens")
             continue
         around = [frame.around(example) for frame in frames]
         yield example.where, len(text) - len(prompt), _Document.of(len(prompt), read, around)
@@ -284,11 +286,11 @@ def _documents(
 
 @dataclass(frozen=True)
 class _Document:
-    """A text in tokens of both sides; characters from `begin` on are learned."""
+    """A text in tokens of both tokenizers; characters from `begin` on are trained on."""
 
     begin: int
-    ends: np.ndarray  # the end of each group
-    bounds: list[np.ndarray]  # of each side: the first token of each group, and the end
+    ends: np.ndarray  # end of each group
+    bounds: list[np.ndarray]  # per tokenizer: first token of each group, and the number of tokens
     read: list[tuple[np.ndarray, np.ndarray]]
     around: list[tuple[list[int], list[int]]]
 
@@ -304,7 +306,7 @@ class _Document:
         return cls(begin, ends, bounds, read, around)
 
     def cut(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of groups with at most `most` tokens on either side."""
+        """Yield ranges of groups that have at most `most` tokens for each tokenizer."""
         whole_from = max(int(np.searchsorted(b, b[-1] - most)) for b in self.bounds)
         start = min(whole_from, self._first_learned())
         while start < len(self.ends):
@@ -312,14 +314,12 @@ class _Document:
             stop = int(min(ends)) - 1
             if stop > start:
                 yield start, stop
-            start = max(stop, start + 1)  # a group too long for a block is left out
+            start = max(stop, start + 1)  # a group longer than a row is left out
 
     def learned(self, start: int, stop: int) -> int:
-        """Return the number of characters to learn in a range of groups."""
         return int(self.ends[stop - 1]) - max(self.begin, self._edge(start))
 
     def characters(self) -> int:
-        """Return the number of characters in groups with something to learn."""
         return int(self.ends[-1]) - self._edge(self._first_learned())
 
     def _first_learned(self) -> int:

@@ -1,4 +1,4 @@
-"""Blocks of tokens from documents: targets, positions, packing."""
+"""Tokenize documents into rows of one length, with targets, positions and packing."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 256  # documents handed to the tokenizer at once
+_BATCH = 256  # documents tokenized at once
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of a `Blocks`, cut to the longest of them.
+    """A batch of token rows, truncated to the longest row.
 
     Attributes:
-        input_ids: int64 `[B, T]`; padding is any valid token.
-        position_ids: int64 `[B, T]`, from 0 in each document.
-        counts: bool `[B, T]` on the CPU, targets that count; never a document's first token.
-        documents: int32 `[B, T]`, the number of the document in its row, from 1; 0 is padding.
-        rows: int64 `[B]` on the CPU, row numbers.
-        characters: number of characters that the counted targets represent.
+        input_ids: int64 `[B, T]`; padding is an arbitrary valid token.
+        position_ids: int64 `[B, T]`, starting at 0 in each document.
+        counts: bool `[B, T]` on the CPU, True for targets; the first token of a document is none.
+        documents: int32 `[B, T]`, number of the document within the row, from 1; 0 for padding.
+        rows: int64 `[B]` on the CPU, row numbers in the data set.
+        characters: number of characters that the targets represent.
         packed: whether a row contains more than one document.
-        written: number of rows, at the end, that the student generated: used for distillation, not
-            for cross-entropy.
-        pictures: the images of the rows, or None.
+        written: number of rows at the end that the student generated; they are used for
+            distillation but not for cross-entropy.
+        pictures: images of the rows, or None.
     """
 
     input_ids: Tensor
@@ -59,15 +59,15 @@ class Batch:
 
     @property
     def text_tokens(self) -> int:
-        """Number of targets in rows of the data, which precede generated rows."""
+        """Number of targets, except in rows that the student generated."""
         return int(self.counts[: len(self.counts) - self.written].sum())
 
     def model_inputs(self) -> dict[str, Tensor]:
-        """Return the inputs of a causal model of transformers, for `use_cache=False`.
+        """Return the inputs of a causal language model of transformers, for `use_cache=False`.
 
-        There is no attention mask: padding is at the end, invisible to anything that counts.
-        transformers separates documents by positions that restart from 0 if it gets neither a mask
-        nor a cache; `isolates_documents` checks that a model does so.
+        There is no attention mask: padding is at the end, so it does not affect any target. Without
+        mask and cache, transformers separates documents where positions restart at 0;
+        `isolates_documents` checks this for a model.
         """
         inputs = {"input_ids": self.input_ids}
         if self.pictures is not None:
@@ -77,16 +77,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens in rows of one length.
+    """Token rows of one length.
 
     Attributes:
-        ids: int64 `[n, T]`.
-        counts: bool `[n, T]`, whether the token is a target that counts. Labels are not shifted.
-        documents: int32 `[n, T]`, the number of the document in its row, from 1; 0 is padding.
-        row_characters: int64 `[n]`, characters that the row's targets represent.
-        left_out: documents that were left out, shortened or split, the first few.
+        ids: token ids, int64 `[n, T]`.
+        counts: bool `[n, T]`, whether the token at the same position is a target (not shifted).
+        documents: int32 `[n, T]`, number of the document within the row, from 1; 0 for padding.
+        row_characters: int64 `[n]`, number of characters that the targets of a row represent.
+        left_out: messages about the first documents that were left out, shortened or split.
         digest: SHA-256 of ids, counts and documents.
-        turns: of the assistant, see `Rendered`.
+        turns: counts of assistant turns, as in `Rendered`.
     """
 
     ids: Tensor
@@ -102,7 +102,7 @@ class Blocks:
 
     @property
     def characters(self) -> int:
-        """Number of characters that all targets represent; see `make_blocks`."""
+        """Number of characters that all targets represent."""
         return int(self.row_characters.sum())
 
     @property
@@ -111,14 +111,14 @@ class Blocks:
         return any(bool((part > 1).any()) for part in self.documents.split(_BATCH))
 
     def part(self, rows: slice) -> Blocks:
-        """Return some rows; the digest stays that of all."""
+        """Return a slice of the rows, with the digest of all rows."""
         columns = ("ids", "counts", "documents", "row_characters")
         return replace(self, **{name: getattr(self, name)[rows] for name in columns})
 
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None
     ) -> Batch:
-        """Gather rows on a device, without columns that are padding in all of them."""
+        """Gather rows on a device, without columns that contain only padding."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         documents = self.documents[rows]
         width = int((documents > 0).any(0).sum())
@@ -139,12 +139,12 @@ class Blocks:
 
 
 class Frame(NamedTuple):
-    """The special tokens around a document; see `make_blocks`.
+    """The special tokens around a document.
 
     Attributes:
         before_text: tokens before a text.
-        before_prompt: tokens before a prompt; none if the tokenizer itself adds none.
-        end: the token after both.
+        before_prompt: tokens before a prompt; empty if the tokenizer itself adds none.
+        end: token after a text or a completion.
     """
 
     before_text: list[int]
@@ -153,12 +153,12 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any) -> Frame:
-        """Return the frame of a tokenizer; raise InputError if it has no EOS."""
+        """Create the frame of a tokenizer; raise InputError if the tokenizer has no EOS token."""
         bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
         if end is None:
             raise InputError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no end-of-document token: "
-                "set tokenizer.eos_token"
+                f"the tokenizer {tokenizer.name_or_path!r} has no EOS token to end documents: set "
+                "tokenizer.eos_token"
             )
         if bos is None:
             return cls([end], [], end)
@@ -166,8 +166,8 @@ class Frame(NamedTuple):
         return cls([bos], [bos] if adds else [], end)
 
     def around(self, example: Example) -> tuple[list[int], list[int]]:
-        """Return the tokens before an example and after it."""
-        if example.messages is not None:  # the template adds its own
+        """Return the special tokens before and after an example."""
+        if example.messages is not None:  # the chat template adds them
             return [], []
         as_text = example.text is not None or not (example.prompt or self.before_prompt)
         return self.before_text if as_text else self.before_prompt, [self.end]
@@ -179,18 +179,18 @@ def framed(
     counts: np.ndarray,
     characters: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Add the tokens around a document to ids, counts and characters; the end counts."""
+    """Add special tokens, `(before, after)`, to ids, counts and characters of a document."""
     before, after = around
     lengths = (len(before), len(after))
     counts = np.pad(counts, lengths)
     counts[len(counts) - len(after) :] = True
-    counts[0] = False  # nothing predicts it
+    counts[0] = False  # no token predicts it
     return np.array([*before, *ids, *after], dtype=np.int64), counts, np.pad(characters, lengths)
 
 
 @dataclass(frozen=True)
 class Document:
-    """The tokens of a document."""
+    """Token ids of a document, whether each token is a target, and the characters it represents."""
 
     ids: np.ndarray
     counts: np.ndarray
@@ -198,7 +198,7 @@ class Document:
 
 
 class _Part(NamedTuple):
-    """A document, or a part of one that is longer than a block; 5 bytes per token."""
+    """A document, or a part of a document that is longer than a row."""
 
     ids: np.ndarray
     counts: np.ndarray
@@ -212,41 +212,38 @@ def make_blocks(
     *,
     packing: bool = True,
 ) -> Blocks:
-    """Turn documents into blocks of tokens.
+    """Tokenize documents into rows of one length.
 
-    Tokens of a document, and which of them count as targets:
+    - A text is preceded by BOS (or EOS, if the tokenizer has no BOS) and followed by EOS. All
+      tokens except the first one are targets.
+    - A prompt and its completion are joined and tokenized as one string, followed by EOS, and
+      preceded by BOS if the tokenizer itself adds one. Targets are EOS and all tokens that extend
+      beyond the prompt.
+    - Messages are formatted by the chat template of the tokenizer. Targets are the assistant turns,
+      from the end of the generation prompt to the end of the turn.
 
-    - text: a start token, the text, the end token; all but the start count. The start is the
-      tokenizer's BOS, or the end token if it has none, so that the first word is predicted too.
-    - prompt and completion: joined and tokenized as one string, followed by the end token (and
-      preceded by BOS if the tokenizer itself adds it). Tokens that reach beyond the prompt count,
-      and the end token.
-    - messages: formatted by the tokenizer's chat template. The assistant's turns count, from the
-      generation prompt to the template's end of the turn (`ssl_kd.datasets.render`).
+    A document longer than a row loses the beginning of its prompt; if it is still too long, it is
+    split. Each further part begins with the last token of the previous part, as context that is not
+    a target, so every target occurs exactly once. Parts without a target are dropped.
 
-    A document longer than a block loses the beginning of its prompt; if it is still too long, it is
-    split. Each further part begins with the last token of the previous part, as context that does
-    not count: every target counts exactly once. Parts without a target are dropped.
-
-    `characters` are those of texts, completions and assistant messages, without prompts, end tokens
-    and the template. The number does not depend on the tokenizer, so (nats summed over the targets)
-    / characters / ln 2 is comparable. (The share of each row is found by token offsets.)
+    The number of `characters` covers texts, completions and assistant messages, without prompts,
+    special tokens and the template. It does not depend on the tokenizer, so bits per character are
+    comparable: (nats summed over the targets) / characters / ln 2.
 
     Args:
         dataset: the documents.
-        tokenizer: a fast one; not modified. Padding is the end token, which every model knows.
+        tokenizer: a fast tokenizer, which is not modified. Rows are padded with EOS.
         block_size: tokens in a row, at least 2.
-        packing: put several complete documents in a row, the longest first into the fullest row
-            that has room (best fit decreasing); otherwise one per row.
+        packing: whether to put several complete documents in a row, by best fit decreasing.
 
     Raises:
-        ValueError: a tokenizer that is not fast, has no EOS, or has no chat template for messages;
-            a block size below 2; a data set with images, or without any target, or with more than
-            1 % of its turns not located.
+        ValueError: the tokenizer is not fast or lacks EOS or a chat template, the block size is too
+            small, there are images or no targets, or more than 1 % of the assistant turns cannot be
+            located.
     """
     if block_size < 2:
         raise ValueError(
-            f"block_size must be at least 2 (a token and its target), got {block_size}"
+            f"block_size is {block_size}; expected at least 2 (a token and its target)"
         )
     check_fast(tokenizer)
     dataset.check_text_alone()
@@ -267,7 +264,8 @@ def make_blocks(
     pieces = SpilledSequence(cut_up())
     check_located(dataset.name, turns, left_out)
     if not pieces:
-        raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
+        reasons = "; ".join(first_few(left_out, 3))
+        raise InputError(f"{dataset.name} contains no token to train on: {reasons}")
     rows = best_fit(lengths, block_size) if packing else [[i] for i in range(len(pieces))]
     notes = (*first_few(left_out), *first_few(cut, 5))
     return replace(in_rows(pieces, rows, block_size, frame.end, notes), turns=turns)
@@ -294,13 +292,13 @@ def _tokenize(
         add_special_tokens=False,
         return_offsets_mapping=True,
         return_attention_mask=False,
-        verbose=False,  # no warning that a document is longer than the model's context
+        verbose=False,  # no warning about documents longer than the context
     )
     for (example, rendered), ids, offsets in zip(
         renderings, encoded["input_ids"], encoded["offset_mapping"], strict=True
     ):
         if not ids:
-            left_out.append(f"{example.where}: the tokenizer gives no token for it")
+            left_out.append(f"{example.where}: the tokenizer returns no tokens")
             continue
         yield (
             example,
@@ -311,8 +309,13 @@ def _tokenize(
 def count_targets(
     offsets: Sequence[tuple[int, int]], rendered: Rendered
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens count, and how many characters each represents; span sums are exact."""
-    # A token represents all up to its end, as some tokenizers leave spaces between offsets.
+    """Return which tokens are targets, and how many characters each token represents.
+
+    Args:
+        offsets: begin and end of each token in the text.
+        rendered: the text, with spans that are trained on.
+    """
+    # A token represents all characters up to its end, since some tokenizers skip spaces.
     ends = np.array(offsets, dtype=np.int64)[:, 1]
     counts = np.zeros(len(ends), dtype=bool)
     characters = np.zeros(len(ends), dtype=np.int64)
@@ -330,17 +333,16 @@ def count_targets(
 def cut_to_fit(
     document: Document, block_size: int, where: str, left_out: list[str], cut: list[str]
 ) -> list[_Part]:
-    """Return the pieces of a document; if it is cut or has none, add a line to the lists."""
+    """Split a document into parts that fit a row, and note in the lists if it is cut or empty."""
     parts = _fit(document, block_size)
     if not parts:
-        left_out.append(f"{where}: none of its tokens carries a loss")
+        left_out.append(f"{where}: the document has no token to train on")
     elif len(document.ids) > block_size:
         cut.append(_describe_cut(document, parts, block_size, where))
     return parts
 
 
 def _fit(document: Document, block_size: int) -> list[_Part]:
-    """Cut a document into pieces of at most `block_size` with every target once."""
     length = len(document.ids)
     targets = np.flatnonzero(document.counts)
     if not len(targets):
@@ -360,17 +362,23 @@ def _fit(document: Document, block_size: int) -> list[_Part]:
 
 def _describe_cut(document: Document, parts: Sequence[_Part], block_size: int, where: str) -> str:
     first = int(np.flatnonzero(document.counts)[0]) - int(np.flatnonzero(parts[0].counts)[0])
-    lost = f"the first {first} tokens of the prompt cut off" if first else ""
-    split = f"split into {len(parts)} parts" if len(parts) > 1 else ""
+    lost = f"loses the first {first} tokens of its prompt" if first else ""
+    split = f"is split into {len(parts)} parts" if len(parts) > 1 else ""
     what = " and ".join(filter(None, (lost, split)))
-    return f"{where}: {len(document.ids)} tokens for blocks of {block_size}, {what}"
+    return (
+        f"{where}: the document has {len(document.ids)} tokens (block_size {block_size}) and {what}"
+    )
 
 
 def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
-    """Assign pieces to rows, the longest first, each to the fullest row with room for it.
+    """Pack pieces into rows: the longest first, each into the fullest row with enough space.
+
+    Args:
+        lengths: tokens of each piece.
+        block_size: tokens in a row.
 
     Returns:
-        The numbers of the pieces in each row.
+        For each row, the indices of its pieces.
     """
     open_rows: dict[int, list[list[int]]] = {}
     rooms: list[int] = []  # the keys of open_rows, sorted
@@ -391,15 +399,15 @@ def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
             open_rows[room] = []
             insort(rooms, room)
         open_rows[room].append(row)
-    # In the order of the documents, so that the first rows are not those of the longest ones.
+    # In the order of the documents, since otherwise the first rows contain the longest ones.
     return sorted(sorted(row) for row in rows)
 
 
 def digest_of(*columns: np.ndarray) -> str:
-    """Return the SHA-256 of columns of one shape."""
+    """Return the SHA-256 of arrays that have the same shape."""
     digest = hashlib.sha256(repr(columns[0].shape).encode())
     for column in columns:
-        digest.update(np.ascontiguousarray(column).data)  # no copy of it
+        digest.update(np.ascontiguousarray(column).data)  # without a copy
     return digest.hexdigest()
 
 
@@ -410,7 +418,15 @@ def in_rows(
     padding: int,
     left_out: tuple[str, ...],
 ) -> Blocks:
-    """Lay out the pieces of each row, given by number, with padding after them."""
+    """Create blocks from pieces.
+
+    Args:
+        pieces: documents, or parts of documents.
+        rows: for each row, the indices of its pieces.
+        block_size: tokens in a row.
+        padding: token id after the last piece of a row.
+        left_out: messages for `Blocks.left_out`.
+    """
     shape = len(rows), block_size
     ids = filled_array(*shape, np.int64, padding)
     counts, documents = filled_array(*shape, np.bool_), filled_array(*shape, np.int32)
@@ -435,26 +451,26 @@ def in_rows(
 
 
 def isolates_documents(model: Any) -> bool:
-    """Return whether a model hides documents in one row from each other.
+    """Check whether a model keeps documents that share a row from attending to each other.
 
-    In two rows of two documents the first is changed: the logits of the second must stay the same
-    up to rounding. They do not in models whose attention ignores positions, or that detect packed
-    documents only in batches of one (FlashAttention): those need `packing=False`, and a warning
-    says why.
+    The first document of two rows is changed; the logits of the second document must not change,
+    except for rounding. Models fail if their attention ignores positions, or if they detect packed
+    documents only in batches of one (FlashAttention). They need `packing=False`, and a warning with
+    the reason is logged.
 
     Args:
-        model: a causal model of transformers, on any device. The model and all random states are
-            left unchanged.
+        model: a causal language model of transformers, on any device. The model and all random
+            states are left unchanged.
     """
     if reason := _reason_not_to_pack(model):
-        logger.warning("one document per row: %s", reason)
+        logger.warning("each row contains only one document, since %s", reason)
     return not reason
 
 
 @torch.no_grad()
 def _reason_not_to_pack(model: Any) -> str:
     """Return why each document needs its own row; empty if packing is safe."""
-    leaks = f"{type(model).__name__} would let packed documents attend to each other"
+    leaks = f"{type(model).__name__} lets documents in one row attend to each other"
     modes: list[tuple[nn.Module, bool]] = [(m, m.training) for m in model.modules()]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -466,13 +482,13 @@ def _reason_not_to_pack(model: Any) -> str:
             model(input_ids=i.to(device), position_ids=positions, use_cache=False).logits
             for i in (ids, changed)
         )
-    except TypeError:  # takes no positions
+    except TypeError:  # the model has no argument position_ids
         return leaks
     finally:
         for module, training in modes:
             module.training = training
     moved = (before - after).abs().amax((0, 2))
-    # Not bitwise: a mixture of experts sorts tokens in another order, which rounds differently.
+    # Not bitwise: a mixture of experts sorts tokens differently, which changes the rounding.
     rounding = max(1e-5, 4 * torch.finfo(before.dtype).eps) * before.abs().max()
     if moved[6:].max() <= rounding and moved[:6].min() > 0:
         return ""

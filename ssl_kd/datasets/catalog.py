@@ -1,4 +1,4 @@
-"""`open_dataset`: open images or features by name or path."""
+"""Open data sets of images or features by name or path."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "
 
 
 class DatasetUnreachable(UserError, RuntimeError):
-    """The data could not be downloaded; the message says why and what to do."""
+    """Raised if a data set cannot be downloaded or loaded."""
 
 
 class NoSuchSplit(DatasetUnavailable):
-    """The source exists, but has no such split."""
+    """Raised if a data set exists, but does not have the requested split."""
 
 
 def open_dataset(
@@ -40,37 +40,34 @@ def open_dataset(
     labels: Labels = "auto",
     column: str | None = None,
 ) -> ImageDataset | FeatureDataset:
-    """Open one split of a data set.
-
-    A folder contains images at any depth, or has them below `path/train` and `path/test` (or
-    `val`). The test split of a feature file `..._train.npz` is `..._test.npz` beside it.
+    """Open one split of a data set of images or features.
 
     Args:
         name: `digits`, `cifar10`, `cifar100`, `stl10`, `fashion_mnist`, `imagenet`, or the path of
-            a folder of images or of a feature file (.npy, .npz, .pt, .safetensors, .parquet).
+            an image folder or a feature file (.npy, .npz, .pt, .safetensors, .parquet). A folder
+            may have the subfolders `train` and `test` (or `val`). The test split of a feature file
+            `..._train.npz` is `..._test.npz` in the same folder.
         split: `train` or `test`.
-        root: folder of torchvision's data sets.
-        download: download a missing torchvision data set.
-        class_names: the order of classes, for a test set from another source; folders and feature
-            files only. Both splits of one source agree without it.
-        whole: use the source for this split alone: a feature file, or a folder without folders of
-            splits in it, is the split.
-        labels: `folders`: the first folder below the root is an image's class; `auto`: a folder has
-            no labels, other sources have their own.
-        column: the array or list column of a feature file with the features.
+        root: folder of the data sets that torchvision or image-net.org provide.
+        download: whether to download a missing data set of torchvision.
+        class_names: order of the classes, if the training split is in another folder or file.
+        whole: whether a feature file, or a folder without split subfolders, is this split.
+        labels: `folders` uses the subfolders of an image folder as classes; `auto` gives image
+            folders no labels. Other data sets always have their own labels.
+        column: array or list column of a feature file with the features.
 
     Raises:
-        NoSuchSplit: the source has no such split.
-        DatasetUnavailable: there is nothing at that place.
-        ValueError: no such name, split or column.
+        NoSuchSplit: the data set does not have this split.
+        DatasetUnavailable: the data set does not exist.
+        ValueError: the split or the column is unknown.
     """
     if split not in _FOLDER_OF_SPLIT:
-        raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+        raise ValueError(f"split is {split!r}; expected 'train' or 'test'")
     dataset: ImageDataset | FeatureDataset | None
     path = None if name in NAMES else dataset_path(name)
     if column is not None and (path is None or path.is_dir()):
         raise InputError(
-            f"COLUMN is {column!r}, but {name} has images, not columns: leave --column out"
+            f"COLUMN is {column!r}, but {name} contains images instead of columns: remove --column"
         )
     if path is None:
         return NAMES[name](name, split, Path(root), download)
@@ -80,7 +77,7 @@ def open_dataset(
         read = open_features if split == "train" or whole else _open_test_features
         dataset = read(path, split, class_names, column)
     if dataset is None:
-        raise NoSuchSplit(f"{name} has no {split} split")
+        raise NoSuchSplit(f"the data set {name} has no {split} split")
     return dataset
 
 
@@ -110,7 +107,7 @@ def _open_folder(
 
 
 def _class_folders(train: Path | None) -> tuple[str, ...] | None:
-    # The test split may lack a class: classes are numbered as in the training split.
+    # Classes are numbered as in the training split, since the test split may lack some.
     if train is None:
         return None
     folders = [f for f in train.iterdir() if f.is_dir() and not f.is_symlink()]
@@ -134,7 +131,7 @@ def _digits(name: str, split: Split, root: Path, download: bool) -> ImageDataset
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
-    # 15 scales 0..16 to eight bits proportionally.
+    # Values are 0 to 16; 15 scales them to eight bits.
     images = (data.images * 15).astype(np.uint8)
     order = np.random.default_rng(0).permutation(len(images))
     rows = np.sort(order[:1437] if split == "train" else order[1437:])
@@ -162,8 +159,8 @@ def _torchvision(name: str, split: Split, root: Path, download: bool) -> ImageDa
             reason = " ".join(str(error).split())
             raise DatasetUnreachable(f"{name} could not be downloaded: {reason}") from error
         raise DatasetUnavailable(
-            f"{name} is not in {root / folder}, or damaged: put it there as torchvision expects "
-            "it, or use --download"
+            f"{name} is missing or damaged in {root / folder}: use --download, or copy the files "
+            "of torchvision there"
         ) from error
     arrays = np.asarray(data.data)
     if name == "stl10":
@@ -173,7 +170,7 @@ def _torchvision(name: str, split: Split, root: Path, download: bool) -> ImageDa
 
 
 def _unpack(folder: Path) -> None:
-    # torchvision does not unpack files that it did not download itself.
+    # torchvision unpacks only files that it has downloaded itself.
     for packed in folder.glob("*.gz"):
         if not packed.with_suffix("").exists():
             with gzip.open(packed) as source:
@@ -185,8 +182,8 @@ def _imagenet(name: str, split: Split, root: Path, download: bool) -> ImageDatas
     dataset = _open_folder(folder, name, split, None, False, True) if folder.is_dir() else None
     if dataset is None or not (folder / "train").is_dir():
         raise DatasetUnavailable(
-            f"imagenet is not in {folder}: download ILSVRC2012 with an account of image-net.org, "
-            "and unpack it there to train/<class>/ and val/<class>/"
+            f"imagenet is missing in {folder}: download ILSVRC2012 with an account of "
+            "image-net.org, and unpack it there to train/<class>/ and val/<class>/"
         )
     return dataset
 
@@ -196,4 +193,4 @@ NAMES: dict[str, Callable[[str, Split, Path, bool], ImageDataset]] = {
     "digits": _digits,
     "imagenet": _imagenet,
 }
-"""Name -> function that opens the data set."""
+"""Function that opens a data set, by name."""

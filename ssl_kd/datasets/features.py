@@ -1,4 +1,4 @@
-"""Features from a file: the user's, or an embedding cache of this library."""
+"""Read features from a file: embeddings of a user, or a shard of an embedding cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 
 from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.datasets.images import EXTENSIONS, digest_array
-from ssl_kd.datasets.lazy_strings import LazyStrings
+from ssl_kd.datasets.spill import LazyStrings
 from ssl_kd.errors import InputError, printable
 from ssl_kd.files import CorruptFileError, load_tensors
 
@@ -27,21 +27,21 @@ logger = logging.getLogger(__name__)
 _FEATURES = ("features", "embeddings", "x", "X", "data")
 _LABELS = ("labels", "label", "targets", "target", "y", "Y")
 _IDS = ("ids", "id", "file", "path")
-_PREVIEW_ROWS = 20  # to recognize a column of image paths
+_PREVIEW_ROWS = 20  # rows in which a column of image paths is detected
 
 
 class FeatureDataset:
-    """Rows of numbers with names and, if known, classes.
+    """A data set of feature vectors with names and, if known, classes.
 
     Attributes:
-        name: the data set, as given by the user.
+        name: name or path of the data set.
         split: `train` or `test`.
-        features: `[n, d]`, floats or integers; may be memory-mapped.
-        ids: one name per row, created on access.
-        labels: int64 `[n]`, -1 where unknown; None if nothing is labeled.
+        features: numbers `[n, d]`, possibly memory-mapped.
+        ids: name of each row, computed on access.
+        labels: int64 `[n]`, -1 where unknown; None if no row is labeled.
         class_names: name of each class, or None.
-        root: the folder that `paths` are relative to.
-        paths: the image file of each row, if the file of features has such a column, or None.
+        root: folder of relative `paths`.
+        paths: image file of each row, or None if the feature file has no column of image paths.
     """
 
     def __init__(
@@ -57,13 +57,15 @@ class FeatureDataset:
     ) -> None:
         if features.ndim != 2 or not features.size or features.dtype.kind not in "fiub":
             raise InputError(
-                f"{name}: features must be numbers [samples, dimensions] with at least one row, "
-                f"got {features.dtype} {list(features.shape)}"
+                f"{name}: features are {features.dtype} {list(features.shape)}; expected numbers "
+                "[samples, dimensions] with at least one row"
             )
         self.root, self.paths = root, paths
         for what, values in (("labels", labels), ("ids", ids)):
             if values is not None and len(values) != len(features):
-                raise InputError(f"{name}: {len(features)} rows of features, {len(values)} {what}")
+                raise InputError(
+                    f"{name} has {len(values)} {what}; expected {len(features)}, one per row"
+                )
         self.name = name
         self.split = split
         self.features = features
@@ -82,13 +84,13 @@ class FeatureDataset:
         unknown = int((numbers < 0).sum())
         if 0 < unknown < len(numbers):
             logger.info(
-                "%s: %d of %d samples have no label (negative, NaN, empty): not scored",
+                "%s: %d of %d samples have no label (negative, NaN or empty) and are not scored",
                 self.name,
                 unknown,
                 len(numbers),
             )
         if names[:2] == ("-1", "1"):
-            logger.info("%s: the labels -1 and 1 are taken as two classes", self.name)
+            logger.info("%s: the labels -1 and 1 are used as two classes", self.name)
         if names:
             self.labels, self.class_names = numbers, names
 
@@ -97,7 +99,7 @@ class FeatureDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the content, see `digest_array`."""
+        """SHA-256 of features and labels."""
         return digest_array(self.features, self.labels)
 
     @property
@@ -109,11 +111,11 @@ class FeatureDataset:
         """Decode the image of row `i` to mode `L` or `RGB`; raise UnreadableImage."""
         path = self._path(i)
         if path is None or path.suffix.lower() not in EXTENSIONS or not os.path.isfile(path):
-            raise UnreadableImage(self.ids[i], f"no image file {printable(str(path))}")
+            raise UnreadableImage(self.ids[i], f"{printable(str(path))} is not an image file")
         return decode(path, self.ids[i])
 
     def image_file(self, i: int) -> Path | None:
-        """Return the image file of row `i`, after checking that it decodes as an image."""
+        """Return the image file of row `i`, or None; raise UnreadableImage if it is no image."""
         if self.paths is not None:
             self.image(i)
         return self._path(i)
@@ -126,27 +128,27 @@ class FeatureDataset:
 def class_numbers(
     labels: np.ndarray | Sequence[Any], class_names: tuple[str, ...] | None = None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Number classes 0 to C-1 in sorted order.
+    """Convert labels to class numbers 0 to C-1, in sorted order of the classes.
 
-    Negative numbers, NaN, None and empty strings are unknown and become -1. But -1 is a class if
-    the only numbers are -1 and 1, or if it is in `class_names`.
+    Negative numbers, NaN, None and empty strings are unknown and become -1. However, -1 is a class
+    if all numbers are -1 or 1, or if `class_names` contains it.
 
     Args:
-        labels: numbers, strings or bytes (UTF-8) `[n]`.
-        class_names: the order to use, if another split has set it.
+        labels: integers, strings or bytes (UTF-8) `[n]`.
+        class_names: order of the classes, if another split has determined it.
 
     Returns:
-        int64 `[n]`, and the class names.
+        The class numbers int64 `[n]`, and the class names.
 
     Raises:
-        ValueError: labels of the wrong shape, or a class that `class_names` lacks.
+        ValueError: the labels have a wrong shape or type, or are not in `class_names`.
 
     >>> class_numbers(["dog", "", "cat"])
     (array([ 1, -1,  0]), ('cat', 'dog'))
     """
     values: Any = np.asarray(labels)
     if values.ndim != 1 or values.dtype.kind not in "biufUSO":
-        raise InputError(f"labels must be [samples], got {values.dtype} {list(values.shape)}")
+        raise InputError(f"labels are {values.dtype} {list(values.shape)}; expected [samples]")
     if values.dtype.kind in "SOU":
         values = np.array([_text(v) for v in values.tolist()], dtype=object)
         known = np.array([v is not None and v == v and str(v) != "" for v in values], dtype=bool)
@@ -157,16 +159,19 @@ def class_numbers(
         low = -1 if signs or "-1" in (class_names or ()) else 0
         known = finite & (values >= low)
         if not np.equal(np.trunc(values[known]), values[known]).all():
-            raise InputError("labels must be integers or strings, got fractions")
+            raise InputError("labels contain fractions; expected integers or strings")
         if known.any() and float(values[known].max()) >= 2.0**63:
-            raise InputError(f"labels must be below 2**63, got {values[known].max()}")
+            raise InputError(f"a label is {values[known].max()}; expected numbers below 2**63")
         values = np.where(known, values, -1).astype(np.int64)
     classes, inverse = np.unique(values[known], return_inverse=True)
     names = tuple(str(v) for v in classes)
     if class_names is not None:
         unknown = sorted(set(names) - set(class_names))
         if unknown:
-            raise InputError(f"classes {unknown[:5]} are not among {list(class_names)[:10]}")
+            raise InputError(
+                f"labels contain the classes {unknown[:5]}; expected classes of the other split, "
+                f"{list(class_names)[:10]}"
+            )
         inverse = np.array([class_names.index(n) for n in names], dtype=np.int64)[inverse]
         names = class_names
     numbers = np.full(len(values), -1, dtype=np.int64)
@@ -175,7 +180,6 @@ def class_numbers(
 
 
 def _text(value: Any) -> Any:
-    """Decode bytes, and make strings valid UTF-8; return anything else unchanged."""
     if isinstance(value, str):
         value = value.encode("utf-8", "backslashreplace")
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
@@ -189,24 +193,26 @@ def open_features(
 ) -> FeatureDataset:
     """Read features from a file.
 
+    - `.npy`: one array. Labels may be in `NAME_labels.npy` in the same folder.
+    - `.npz`, `.pt`, `.safetensors`: an array named `features`, `embeddings` or `x`, and optionally
+      `labels` or `y`, and `ids`.
+    - `.parquet`: a list column (with one of these names, if there are several), or one column of
+      numbers or booleans per feature. Other columns are ignored with a warning. A column of image
+      paths, relative to the folder of the file, provides the images of the rows.
+
     Args:
-        path: `.npy` (an array, with optional labels in `NAME_labels.npy` beside it), `.npz`, `.pt`
-            or `.safetensors` (arrays named `features`, `embeddings` or `x`, and optionally `labels`
-            or `y`, `ids`), or `.parquet` (one list column, of such a name if there are several, or
-            columns of numbers or booleans; other columns are left out with a warning, a pandas
-            index silently). A column of paths of image files, relative to the file's folder, gives
-            the images of the rows.
+        path: the file.
         split: name of the split.
-        class_names: the order of classes, if another split has set it.
-        column: the array or list column of the features; None: by its name, as above.
+        class_names: order of the classes, if another split has determined it.
+        column: name of the array or list column with the features; None: one of the names above.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file cannot be read or has no features; the message lists its content.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file cannot be read or contains no features.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+        raise FileNotFoundError(f"the feature file {path} does not exist")
     try:
         columns = _READERS[path.suffix.lower()](path, column)
         features, labels, ids = (as_array(value) for value in columns[:3])
@@ -217,16 +223,16 @@ def open_features(
         raise InputError(str(error)) from error
     except Exception as error:  # each format has its own exceptions for a broken file
         reason = " ".join(str(error).split())[:200]
-        if "allow_pickle" in reason:  # NumPy recommends to set it
-            reason = "it holds Python objects, not numbers or text; they were not loaded"
-        raise InputError(f"{path} is not a readable {path.suffix} file: {reason}") from error
+        if "allow_pickle" in reason:  # NumPy's message recommends setting it
+            reason = "it contains Python objects, which are not loaded; expected numbers or text"
+        raise InputError(f"{path} cannot be read as a {path.suffix} file: {reason}") from error
     return FeatureDataset(
         str(path), split, features, labels, ids, class_names, path.parent, columns.paths
     )
 
 
 class _Columns(NamedTuple):
-    """Content of a file; None for what is missing."""
+    """Columns of a feature file."""
 
     features: Any
     labels: Any = None
@@ -235,39 +241,39 @@ class _Columns(NamedTuple):
 
 
 def as_array(X: Any) -> Any:
-    """Convert a dense tensor to an array (float32 for types that NumPy lacks, such as bfloat16).
+    """Convert a dense tensor to a NumPy array; return any other value unchanged.
 
-    Anything else is returned unchanged.
+    Dtypes that NumPy lacks, such as bfloat16, become float32.
 
     Raises:
-        TypeError: a sparse, quantized or meta tensor.
+        TypeError: the tensor is sparse, quantized or on the meta device.
     """
     if not isinstance(X, torch.Tensor):
         return X
     if X.layout != torch.strided or X.is_quantized or X.is_meta:
-        raise TypeError("Sparse, quantized and meta tensors are not supported: pass a dense tensor")
+        raise TypeError(
+            "the tensor is sparse, quantized or on meta: pass a dense tensor with values"
+        )
     X = X.detach().cpu().resolve_neg()
     known = X.dtype in (torch.float16, torch.float32, torch.float64)
     return (X.float() if X.is_floating_point() and not known else X).numpy()
 
 
 def _first(known: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the first known name that a file has."""
     return next((name for name in known if name in names), None)
 
 
 def _columns(
     path: Path, names: Sequence[str], get: Callable[[str], Any], column: str | None
 ) -> _Columns:
-    """Read features, labels and ids by their names, and nothing else."""
     if column is not None:
         _check_column(path, column, names)
     rest = [name for name in names if name != column]
     wanted = [column or _first(_FEATURES, rest), _first(_LABELS, rest), _first(_IDS, rest)]
     if wanted[0] is None:
         raise InputError(
-            f"{path} holds {list(names)[:10]}; expected features called one of {_FEATURES}, or "
-            "--column NAME"
+            f"{path} contains {list(names)[:10]}; expected features with one of the names "
+            f"{_FEATURES}: choose another name with --column"
         )
     return _Columns(*(None if name is None else get(name) for name in wanted))
 
@@ -287,7 +293,7 @@ def _check_column(path: Path, column: str, names: Sequence[str]) -> None:
 def _refuse_column(path: Path, column: str | None) -> None:
     if column is not None:
         raise InputError(
-            f"COLUMN is {column!r}, but {path} holds one array without a name: leave --column out"
+            f"COLUMN is {column!r}, but {path} contains one array without a name: remove --column"
         )
 
 
@@ -328,7 +334,8 @@ def _read_parquet(path: Path, column: str | None) -> _Columns:
         _check_column(path, column, list(kinds))
         if column not in lists:
             raise InputError(
-                f"{path}: its column {column!r} is {kinds[column]}, expected lists of numbers"
+                f"COLUMN is {column!r}, whose type in {path} is {kinds[column]}; expected lists of "
+                "numbers"
             )
     rest = [name for name in kinds if name != column]
     names = [_first(known, rest) for known in (_LABELS, _IDS)]
@@ -338,7 +345,7 @@ def _read_parquet(path: Path, column: str | None) -> _Columns:
     )
     for what, name in zip(("labels", "ids"), names, strict=True):
         if name is not None:
-            logger.info("%s: its column %s is used for the %s, not as a feature", path, name, what)
+            logger.info("%s: the column %s is used as %s, not as a feature", path, name, what)
     path_column = _path_column(path, file)
     paths = None if path_column is None else file.read([path_column]).column(0).to_pylist()
     lists = [name for name in lists if name not in names]
@@ -362,7 +369,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _path_column(path: Path, file: Any) -> str | None:
-    """Return the first column whose first strings are all paths of images, if one exists."""
+    """Return the name of the first column that contains paths of images, or None."""
     from pyarrow import types
 
     texts = [field.name for field in file.schema_arrow if types.is_string(field.type)]
@@ -372,10 +379,10 @@ def _path_column(path: Path, file: Any) -> str | None:
         if not values or any(Path(v).suffix.lower() not in EXTENSIONS for v in values):
             continue
         if any(os.path.isfile(path.parent / value) for value in values):
-            logger.info("%s: its column %s has the images", path, name)
+            logger.info("%s: the column %s contains the image paths", path, name)
             return name
         logger.info(
-            "%s: no images are shown: its column %s names no files below %s, the first is %s",
+            "%s: no images are shown, since the column %s names no files in %s; the first is %s",
             path,
             name,
             path.parent,
@@ -385,11 +392,11 @@ def _path_column(path: Path, file: Any) -> str | None:
 
 
 def _side_by_side(path: Path, file: Any, used: set[str | None]) -> np.ndarray:
-    """Return the columns of numbers as features `[n, d]`, without those that are `used`."""
+    """Return the numeric columns, except those in `used`, as features `[n, d]`."""
     from pyarrow import types
 
     schema = file.schema_arrow
-    # pandas describes a range index, which is not a column, by an object.
+    # pandas describes a range index, which is no column, by a dictionary.
     index = [n for n in (schema.pandas_metadata or {}).get("index_columns", []) if type(n) is str]
     excluded = {*_LABELS, *_IDS, *index, *used}
     kinds = {field.name: field.type for field in schema if field.name not in excluded}
@@ -397,8 +404,8 @@ def _side_by_side(path: Path, file: Any, used: set[str | None]) -> np.ndarray:
     numbers = [n for n, kind in kinds.items() if any(is_it(kind) for is_it in is_number)]
     if left_out := [f"{n} ({kind})" for n, kind in kinds.items() if n not in numbers]:
         logger.warning(
-            "%s: %d columns are not numbers and are left out of the features: %s. Labels are read "
-            "from a column called one of %s",
+            "%s: %d columns are not numeric and are left out of the features: %s. Labels are read "
+            "from a column with one of the names %s",
             path,
             len(left_out),
             ", ".join(left_out[:10]) + (", ..." if len(left_out) > 10 else ""),
@@ -406,20 +413,20 @@ def _side_by_side(path: Path, file: Any, used: set[str | None]) -> np.ndarray:
         )
     if not numbers:
         raise InputError(
-            f"{path} holds {schema.names[:10]}; expected columns of numbers, or a list column "
-            f"called one of {_FEATURES}"
+            f"{path} has the columns {schema.names[:10]}; expected numeric columns, or a list "
+            f"column with one of the names {_FEATURES}"
         )
     table = file.read(numbers)
     if gaps := [n for n in numbers if table.column(n).null_count]:
         raise InputError(
             f"{path}: {len(gaps)} columns have nulls, the first is {gaps[0]} with "
-            f"{table.column(gaps[0]).null_count}: fill them, or remove those rows"
+            f"{table.column(gaps[0]).null_count} nulls: fill them, or remove these rows"
         )
     return np.stack([table.column(n).to_numpy() for n in numbers], axis=1)
 
 
 def _stacked(path: Path, name: str, column: Any) -> np.ndarray:
-    """Return the rows of a list column `[n, d]`, in its dtype."""
+    """Convert a list column to an array `[n, d]`."""
     from pyarrow import compute
 
     column = column.cast(getattr(column.type, "storage_type", column.type))
@@ -427,8 +434,8 @@ def _stacked(path: Path, name: str, column: Any) -> np.ndarray:
     rows = [chunk.flatten() for chunk in column.chunks]
     if column.null_count or len(lengths) > 1 or any(row.null_count for row in rows):
         raise InputError(
-            f"{path}: the rows of its column {name} are of several lengths or null; expected "
-            "lists of numbers of one length: remove the others"
+            f"{path}: the lists in the column {name} contain nulls or differ in length; expected "
+            "numbers in lists of one length: remove the other rows"
         )
     flat = [row.to_numpy(zero_copy_only=False) for row in rows]
     return np.concatenate(flat or [np.empty(0)]).reshape(len(column), -1 if len(column) else 0)

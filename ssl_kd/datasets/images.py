@@ -1,4 +1,4 @@
-"""Data sets of images: folders of files, and decoded arrays."""
+"""Define data sets of images, from folders of files or from arrays."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ EXTENSIONS = frozenset(
     ".jpg .jpeg .jfif .png .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .pnm".split()
 )
 LARGE = 256 << 20
-"""Bytes beyond which reading a data set for its fingerprint is logged."""
+"""Size in bytes above which a message is logged before reading all data for the fingerprint."""
 BLOCK = 1 << 20
-"""Bytes read at a time."""
+"""Number of bytes to read at once."""
 
 
 class ImageDataset:
-    """Images with names and, if known, classes.
+    """A data set of images with names and, if known, classes.
 
     Attributes:
-        name: the data set, as given by the user.
+        name: name or path of the data set.
         split: `train` or `test`.
-        ids: one unique name per image; in folders the path below the root.
-        labels: int64 `[n]`, -1 where unknown; None if nothing is labeled.
+        ids: unique name of each image; for folders the path relative to the root.
+        labels: int64 `[n]`, -1 where unknown; None if no image is labeled.
         class_names: name of each class, or None.
-        arrays: uint8 `[n, h, w]` or `[n, h, w, 3]` of decoded images, else None.
-        fingerprint: identity of the content, see `digest_array` and `digest_files`.
+        arrays: decoded images, uint8 `[n, h, w]` or `[n, h, w, 3]`; None for image files.
+        fingerprint: SHA-256 of the content.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class ImageDataset:
         self.fingerprint = fingerprint
         self.arrays = arrays
 
-    pictured = True  # as a FeatureDataset may be
+    pictured = True  # whether there are images, as in FeatureDataset
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def image_file(self, i: int) -> Path | None:
-        """Return the file of image `i`; None if it is not a separate file."""
+        """Return the file of image `i`, or None if the images are not separate files."""
         return None
 
     def image(self, i: int) -> Image.Image:
@@ -73,15 +73,15 @@ class ImageDataset:
 
 
 class ArrayDataset(ImageDataset):
-    """Decoded images: digits, CIFAR, STL-10, Fashion-MNIST.
+    """A data set of decoded images in one array.
 
     Args:
-        name: the data set, as given by the user.
+        name: name of the data set.
         split: `train` or `test`.
-        arrays: uint8 `[n, h, w]` or `[n, h, w, 3]`.
+        arrays: images, uint8 `[n, h, w]` or `[n, h, w, 3]`.
         labels: integers `[n]`, or None.
         class_names: name of each class.
-        ids: names of the images; None: `name/split/number`.
+        ids: name of each image; None: `name/split/number`.
     """
 
     def __init__(
@@ -112,26 +112,26 @@ class ArrayDataset(ImageDataset):
 
 
 class FolderDataset(ImageDataset):
-    """All image files below a folder; if `labelled`, the first folder level is the class.
+    """A data set of all image files in a folder and its subfolders.
 
-    Files directly in the folder have no class (label -1). Symbolic links out of the folder are not
-    followed: they stay in the list and read as `UnreadableImage`. Hidden files are skipped. The
-    fingerprint does not depend on `labelled`.
+    Hidden files are skipped. Symbolic links that leave the folder are listed but not followed:
+    reading such an image raises UnreadableImage.
 
     Args:
         root: the folder.
-        name: the data set, as given by the user.
+        name: name or path of the data set.
         split: `train` or `test`.
-        labelled: whether folders are classes.
-        class_names: the order of classes, if another split has set it.
+        labelled: whether the subfolders of `root` are classes. Images directly in `root` then have
+            the label -1. The fingerprint does not depend on it.
+        class_names: order of the classes, if another split has determined it.
 
     Attributes:
-        folders: the folders of the first level that contain an image, sorted.
+        folders: sorted names of the subfolders that contain images.
 
     Raises:
-        FileNotFoundError: no folder, or no image in it.
-        PermissionError: it cannot be listed.
-        ValueError: a class that is not among `class_names`.
+        FileNotFoundError: the folder does not exist or contains no images.
+        PermissionError: the folder cannot be listed.
+        ValueError: a class is not in `class_names`.
     """
 
     def __init__(
@@ -145,13 +145,13 @@ class FolderDataset(ImageDataset):
     ) -> None:
         self.root = Path(root)
         if not self.root.is_dir():
-            raise FileNotFoundError(f"no folder {self.root}")
+            raise FileNotFoundError(f"the image folder {self.root} does not exist")
         self.paths = sorted(find_images(self.root))
         if self.paths == [os.curdir]:
             raise PermissionError(errno.EACCES, "the folder cannot be listed", str(self.root))
         if not self.paths:
             raise FileNotFoundError(
-                f"no image in {self.root}: looked for {' '.join(sorted(EXTENSIONS))} at any depth"
+                f"no image in {self.root}; expected {' '.join(sorted(EXTENSIONS))} at any depth"
             )
         first = [
             _printable(path.split(os.sep)[0]) if os.sep in path else None for path in self.paths
@@ -162,8 +162,8 @@ class FolderDataset(ImageDataset):
             names = self.folders if class_names is None else tuple(map(_printable, class_names))
             if unknown := sorted(set(self.folders) - set(names)):
                 raise InputError(
-                    f"{self.root} has class folders {unknown[:5]} that the training split lacks; "
-                    f"it has {list(names)[:10]}"
+                    f"{self.root} has the class folders {unknown[:5]}; expected those of the "
+                    f"training split, {list(names)[:10]}"
                 )
             number = {name: i for i, name in enumerate(names)}
             labels = np.array([-1 if c is None else number[c] for c in first], dtype=np.int64)
@@ -186,7 +186,7 @@ class FolderDataset(ImageDataset):
         reason = ""
         try:
             if not is_inside(path, self.root):
-                reason = "a symbolic link out of the data folder"
+                reason = "a symbolic link that leaves the data folder"
             elif path.is_dir() and not path.is_symlink():
                 reason = "a folder that cannot be listed"
             elif not path.is_file():  # opening a pipe would block
@@ -199,32 +199,32 @@ class FolderDataset(ImageDataset):
 
 
 def _printable(path: str) -> str:
-    # A file name that is not UTF-8 must be printable and fit into a CSV.
+    # File names that are not UTF-8 are escaped, for messages and CSV files.
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def is_inside(path: Path, root: Path) -> bool:
-    """Return whether a path of `find_images`, with links resolved, is below `root`."""
+    """Return whether a file is inside the folder `root` after resolving a symbolic link."""
     if not path.is_symlink():
         return True
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 def find_images(root: Path) -> Iterator[str]:
-    """Yield the image files below `root`, relative to it, without entering linked folders.
+    """Yield the paths of all image files in `root` and its subfolders, relative to `root`.
 
-    A folder that cannot be listed is one entry (`.` if it is `root` itself).
+    Symbolic links to folders are not entered. They, and folders that cannot be listed, are yielded
+    as entries, so that reading them reports why they are left out; `.` stands for `root` itself.
     """
-    closed: list[OSError] = []
-    for folder, folders, files in os.walk(root, onerror=closed.append):
+    unlisted: list[OSError] = []
+    for folder, folders, files in os.walk(root, onerror=unlisted.append):
         folders[:] = [f for f in folders if not f.startswith(".")]
-        # A linked folder is one entry, so that it is reported as left out.
         links = [f for f in folders if os.path.islink(os.path.join(folder, f))]
         for file in files + links:
             is_image = os.path.splitext(file)[1].lower() in EXTENSIONS and not file.startswith(".")
             if is_image or file in links:
                 yield os.path.relpath(os.path.join(folder, file), root)
-    for error in closed:
+    for error in unlisted:
         yield os.path.relpath(error.filename, root)
 
 
@@ -236,7 +236,7 @@ def _is_file(path: Path, root: Path) -> bool:
 
 
 def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:
-    """Return the SHA-256 of shape, dtype, labels and every value."""
+    """Compute the SHA-256 of an array (shape, dtype and values) and of its labels."""
     digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
     _log_if_large(array.nbytes)
     rows = max(1, BLOCK * len(array) // max(array.nbytes, 1))
@@ -249,7 +249,7 @@ def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:
 
 
 def digest_files(root: Path, paths: Sequence[str]) -> str:
-    """Return the SHA-256 of names, sizes and all bytes, not of times: a copy is the same data."""
+    """Compute the SHA-256 of the names, sizes and contents of files, ignoring their times."""
     digest = hashlib.sha256()
     total = 0
     for path in paths:
@@ -265,11 +265,11 @@ def digest_files(root: Path, paths: Sequence[str]) -> str:
                 with open(file, "rb", buffering=0) as content:
                     while block := content.read(BLOCK):
                         digest.update(block)
-        except OSError as error:  # decoding reports it
+        except OSError as error:  # reported when the image is decoded
             digest.update(type(error).__name__.encode())
     return digest.hexdigest()
 
 
 def _log_if_large(size: int) -> None:
     if size > LARGE:
-        logger.info("reading all %.1f GiB of the data for its fingerprint", size / 2**30)
+        logger.info("reading all %.1f GiB of the data to compute its fingerprint", size / 2**30)

@@ -1,4 +1,4 @@
-"""Train a tokenizer on the text of a run."""
+"""Train a tokenizer on a text data set."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ if TYPE_CHECKING:
 
 
 def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE; the same data give the same tokenizer.
+    """Train a byte-level BPE tokenizer deterministically.
 
     Args:
-        dataset: documents, or prompts, completions and messages.
-        vocab_size: at least 259, for the bytes and `<s>`, `</s>`, `<pad>`. A small data set may
-            give fewer: see `len(tokenizer)`.
+        dataset: text, prompts with completions, or messages.
+        vocab_size: largest number of tokens, at least 259 (256 bytes, `<s>`, `</s>` and `<pad>`).
 
     Returns:
-        A tokenizer that adds `<s>` before a text, and saves and loads with `AutoTokenizer`.
+        A tokenizer that adds `<s>` before a text, and can be loaded by `AutoTokenizer`.
 
     Raises:
         ImportError: transformers is not installed.
@@ -33,14 +32,16 @@ def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenize
     specials = ["<s>", "</s>", "<pad>"]
     if vocab_size < 256 + len(specials):
         raise InputError(
-            f"vocab_size must be at least {256 + len(specials)} (256 bytes and "
-            f"{', '.join(specials)}), got {vocab_size}"
+            f"vocab_size is {vocab_size}; expected at least {256 + len(specials)} (256 bytes and "
+            f"{', '.join(specials)})"
         )
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
-        raise MissingPackage("a tokenizer needs transformers: pip install 'ssl_kd[llm]'") from error
+        raise MissingPackage(
+            "training a tokenizer needs transformers: pip install 'ssl_kd[llm]'"
+        ) from error
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     bpe.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Blocks of tokens with images."""
+"""Tokenize documents with images into rows of one length."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import to_device_async
 
-_OF_QWEN = ("<|vision_start|>", "<|vision_end|>")  # around an image in its templates
+_AROUND_IMAGE = ("<|vision_start|>", "<|vision_end|>")  # in templates of Qwen-VL
 
 
 @dataclass(frozen=True)
 class PictureBlocks(Blocks):
-    """Rows of tokens, one document each, with their images.
+    """Token rows with one document each, and their images.
 
-    Images are decoded and prepared whenever a batch with them is created.
+    Images are decoded and preprocessed when a batch is created.
 
     Attributes:
-        processor: of transformers, which prepares images for the model.
-        pictures: the images of each row.
+        processor: processor of transformers, which preprocesses images for the model.
+        pictures: images of each row.
     """
 
     processor: Any = None
     pictures: tuple[tuple[Picture, ...], ...] = ()
 
     def part(self, rows: slice) -> PictureBlocks:
-        """Return some rows; the digest stays that of all."""
+        """Return a slice of the rows, with the digest of all rows."""
         part = super().part(rows)
         assert isinstance(part, PictureBlocks)
         return replace(part, pictures=self.pictures[rows])
@@ -58,7 +58,7 @@ class PictureBlocks(Blocks):
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None
     ) -> Batch:
-        """Gather rows and their images; raise UnreadableImage if a file has changed."""
+        """Gather rows and their images; raise UnreadableImage if an image cannot be read."""
         batch = super().batch(rows, device)
         pictures = {row: self.pictures[row] for row in batch.rows.tolist()}
         if not any(pictures.values()):
@@ -78,7 +78,7 @@ class PictureBlocks(Blocks):
 
 
 def image_tokens(of: Any) -> list[int]:
-    """Return the token ids of images and videos.
+    """Return the ids of the tokens that stand for images and videos.
 
     Args:
         of: a processor of transformers, or the configuration of a model.
@@ -89,29 +89,29 @@ def image_tokens(of: Any) -> list[int]:
 
 
 def processor_state(processor: Any) -> dict[str, Any]:
-    """Return the settings that determine how a processor of transformers prepares images."""
+    """Return the settings of a processor of transformers that affect how it preprocesses images."""
     state = processor.image_processor.to_dict()
     settings = {k: v for k, v in state.items() if "processor" not in k and k != "_processor_class"}
     return {**settings, "image_tokens": image_tokens(processor)}
 
 
 def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -> PictureBlocks:
-    """Turn documents with and without images into rows of tokens, as `make_blocks` does.
+    """Tokenize documents with and without images into rows, with the same targets as `make_blocks`.
 
-    The processor expands each image to a number of tokens. These are never targets:
-    neither cross-entropy nor divergence counts a position whose next token is one. A document with
+    The processor expands each image to several tokens, which are never targets. A document with
     images that is longer than a row is left out, so that no image is cut.
 
     Args:
         dataset: the documents.
-        processor: of transformers, with an image processor, a fast tokenizer and a chat template.
-        block_size: tokens in a row, including those of images, at least 2.
+        processor: processor of transformers, with an image processor, a fast tokenizer and a chat
+            template.
+        block_size: tokens in a row, including image tokens, at least 2.
 
     Raises:
-        InputError: the processor is not supported, or no target is left.
+        InputError: the processor is not supported, or there are no targets.
     """
     if block_size < 2:
-        raise ValueError(f"block_size must be at least 2, got {block_size}")
+        raise ValueError(f"block_size is {block_size}; expected at least 2")
     check_fast(processor.tokenizer)
     reader = _Reader(processor)
     left_out: list[str] = []
@@ -125,8 +125,8 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
         if example.images and len(document.ids) > block_size:
             n = int(np.isin(document.ids, reader.images).sum())
             left_out.append(
-                f"{example.where}: {len(document.ids)} tokens, {n} of them of "
-                f"{len(example.images)} images, for rows of {block_size}: raise --block_size"
+                f"{example.where}: the document has {len(document.ids)} tokens, {n} of them for "
+                f"{len(example.images)} images; expected at most {block_size}: raise --block_size"
             )
             continue
         parts = cut_to_fit(document, block_size, example.where, left_out, cut)
@@ -135,7 +135,8 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
     left_out = [*reader.lost, *left_out]
     check_located(dataset.name, reader.turns, left_out)
     if not pieces:
-        raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
+        reasons = "; ".join(first_few(left_out, 3))
+        raise InputError(f"{dataset.name} contains no token to train on: {reasons}")
     rows = [[i] for i in range(len(pieces))]
     notes = (*first_few(left_out), *first_few(cut, 5))
     blocks = in_rows(pieces, rows, block_size, reader.frame.end, notes)
@@ -158,19 +159,19 @@ class _Reader:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.images = image_tokens(processor)
         self.turns: Counter[str] = Counter()
-        self.lost: list[str] = []  # turns and chats lost in the template
+        self.lost: list[str] = []  # messages about turns that the template does not show
         self.frame = Frame.of(self.tokenizer)
         self.template = getattr(processor, "chat_template", None) or self.tokenizer.chat_template
         self._in_parts: bool | None = None
         self._tried = False
         known = self.tokenizer.get_vocab()
         token = str(getattr(processor, "image_token", IMAGE))
-        around = _OF_QWEN if all(mark in known for mark in _OF_QWEN) else ("", "")
+        around = _AROUND_IMAGE if all(mark in known for mark in _AROUND_IMAGE) else ("", "")
         self._place = token.join(around)
 
     def read(self, example: Example) -> Document | str | None:
-        """Return the tokens of a document, or why it is left out; None if `lost` says why."""
-        rendered = render(self._written_for(example), self.tokenizer, self.template)
+        """Return the tokens of a document, or why it is left out (None if `lost` contains it)."""
+        rendered = render(self._adapted(example), self.tokenizer, self.template)
         self.turns.update(rendered.turns)
         self.lost += rendered.left_out
         if not rendered.spans:
@@ -180,11 +181,11 @@ class _Reader:
         )
         ids = np.array(encoded["input_ids"], dtype=np.int64)
         if not len(ids):
-            return f"{example.where}: the tokenizer gives no token for it"
+            return f"{example.where}: the tokenizer returns no tokens"
         counts, characters = count_targets(encoded["offset_mapping"], rendered)
         places = int(np.isin(ids, self.images).sum())
         if places != len(example.images):
-            return f"{example.where}: {len(example.images)} images, and {places} places in its text"
+            return f"{example.where}: {len(example.images)} images, but {places} image tokens"
         if example.images:
             try:
                 images = [
@@ -196,14 +197,14 @@ class _Reader:
             expanded = self._expanded(example, rendered.text, images)
             text, of_text = ~np.isin(expanded, self.images), ~np.isin(ids, self.images)
             if not np.array_equal(expanded[text], ids[of_text]):
-                raise self._unfit("puts other tokens around an image than its image token")
+                raise self._unfit("inserts tokens around an image that are not image tokens")
             arrays = np.zeros(len(expanded), dtype=bool), np.zeros(len(expanded), dtype=np.int64)
             arrays[0][text], arrays[1][text] = counts[of_text], characters[of_text]
             ids, (counts, characters) = expanded, arrays
         return Document(*framed(self.frame.around(example), ids, counts, characters))
 
-    def _written_for(self, example: Example) -> Example:
-        """Return the example in the form of tokenizer and template."""
+    def _adapted(self, example: Example) -> Example:
+        """Convert an example to the form that the tokenizer and the template expect."""
         if example.messages is not None:
             if not self._takes_parts():
                 return example
@@ -221,7 +222,7 @@ class _Reader:
         return replace(example, **placed)
 
     def _takes_parts(self) -> bool:
-        """Return whether the chat template needs the content of messages in parts."""
+        """Return whether the chat template needs message contents as lists of parts."""
         if self._in_parts is None and self.template is not None:
             messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
             try:
@@ -239,7 +240,7 @@ class _Reader:
             )
         except ValueError as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{example.where}: the processor rejects it: {reason}") from error
+            raise InputError(f"{example.where}: the processor fails: {reason}") from error
         ids = inputs["input_ids"][0]
         if not self._tried:
             self._try(inputs, images)
@@ -247,7 +248,7 @@ class _Reader:
         return ids.numpy()
 
     def _try(self, inputs: Any, images: list[Any]) -> None:
-        """Raise InputError if the processor cannot prepare images apart from their text."""
+        """Raise InputError unless the processor preprocesses images independently of the text."""
         of_text = ("input_ids", "attention_mask", "mm_token_type_ids")
         with_text = {name: value for name, value in inputs.items() if name not in of_text}
         without_text = _prepared(self.processor, images)
@@ -256,21 +257,20 @@ class _Reader:
             for name, value in without_text.items()
         )
         if not same:
-            raise self._unfit("prepares images differently with their text than without")
+            raise self._unfit("preprocesses images differently with and without text")
         kinds, ids = inputs.get("mm_token_type_ids"), inputs["input_ids"]
         if kinds is not None and not torch.equal(
             torch.as_tensor(kinds) > 0, torch.isin(ids, torch.tensor(self.images))
         ):
-            raise self._unfit("counts other tokens among its images than its image token")
+            raise self._unfit("marks tokens as images that are not image tokens")
 
     def _unfit(self, why: str) -> InputError:
         name = type(self.processor).__name__
         return InputError(
-            f"{name} {why}, which is not supported: take a model whose images are runs of one "
-            "token, such as Llava, Qwen2-VL, Qwen2.5-VL or Qwen3-VL"
+            f"{name} {why}, which is not supported: use a model that represents an image by one "
+            "repeated token, such as Llava, Qwen2-VL, Qwen2.5-VL or Qwen3-VL"
         )
 
 
 def _prepared(processor: Any, images: list[Any]) -> dict[str, Tensor]:
-    """Return the model inputs of images, of all rows together."""
     return dict(processor.image_processor(images=images, return_tensors="pt"))

@@ -1,4 +1,4 @@
-"""Interpret records of data sets: texts, questions and chats in their common forms."""
+"""Convert records of text data sets, in their common forms, to training examples."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch import Tensor
 from ssl_kd.datasets.decode import decode
 
 IMAGE = "<image>"
-"""The place of an image in a string, as in LLaVA's data sets."""
+"""Marks the position of an image in a string, as in LLaVA's data sets."""
 
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately "
     "completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
 )
-"""The prompt of Alpaca's records.
+"""Prompt template of Stanford Alpaca.
 
 References:
     Taori et al. (2023), Stanford Alpaca, https://github.com/tatsu-lab/stanford_alpaca.
 """
-_ROLES = {  # of ShareGPT's records
+_ROLES = {  # names of ShareGPT -> roles of chat templates
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
@@ -38,23 +38,22 @@ _ROLES = {  # of ShareGPT's records
 }
 _IMAGE_KEYS = ("bytes", "image", "path", "url", "image_url")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Fields with the thoughts before an assistant's answer."""
-_OF_A_TURN = ("name", "tool_call_id", *THOUGHTS)
-"""Fields of a message that chat templates use besides role, content and tool calls."""
+"""Message fields that contain the reasoning before an assistant's answer."""
+_MESSAGE_FIELDS = ("name", "tool_call_id", *THOUGHTS)
+"""Optional message fields that chat templates use."""
 _EXPECTED = (
-    "strings in messages or conversations (of a chat), prompt and completion (or lists of "
-    "messages in both), question and answer, instruction and output, or text; --text_field selects "
-    "another field of text"
+    "one of the fields messages, conversations, prompt and completion, question and answer, "
+    "instruction and output, or text; choose another text field with --text_field"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image of a record.
+    """An image of a record, not decoded yet.
 
     Attributes:
-        source: its file, or the bytes of a file.
-        digest: SHA-256 of these bytes.
+        source: path of the image file, or its content.
+        digest: SHA-256 of the content.
     """
 
     source: Path | bytes
@@ -62,12 +61,12 @@ class Picture:
 
     @classmethod
     def of(cls, source: Path | bytes) -> Picture:
-        """Create an image, whose file is read once for its digest; raise OSError."""
+        """Create an image, reading a file once for the digest; raise OSError if that fails."""
         content = source if isinstance(source, bytes) else source.read_bytes()
         return cls(source, hashlib.sha256(content).hexdigest())
 
     def image(self, where: str) -> Image.Image:
-        """Decode to RGB; raise UnreadableImage, which begins with `where` and names the file."""
+        """Decode to RGB; raise UnreadableImage with `where` and the file in the message."""
         if isinstance(self.source, bytes):
             return decode(io.BytesIO(self.source), where).convert("RGB")
         return decode(self.source, f"{where}, {self.source}").convert("RGB")
@@ -78,8 +77,8 @@ class Pictures:
     """The images of a batch.
 
     Attributes:
-        inputs: inputs of a model in addition to the tokens, by argument name.
-        of: the digests of each row's images, joined by spaces.
+        inputs: image inputs of the model, by argument name.
+        of: for each row, the digests of its images, joined by spaces.
     """
 
     inputs: Mapping[str, Tensor]
@@ -88,19 +87,20 @@ class Pictures:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A `text`, a `prompt` with its `completion`, or chat `messages`.
+    """A training example: a `text`, a `prompt` with a `completion`, or chat `messages`.
 
     Attributes:
-        where: its place in the data: `file.jsonl:17`, the line or the record.
-        text: a document, all of which is learned.
-        prompt: the input, which is not learned; with `completion`.
-        completion: the text learned after the prompt.
-        messages: each with `role` and `content`, a string; messages of the role `assistant` are
-            learned, with their `tool_calls` (`{"type", "function": {"name", "arguments"}}`).
-        given: number of messages that are a prompt, in which nothing is learned.
-        tools: JSON schemas of the tools for the chat template.
-        images: the images in order: in strings at each IMAGE, in messages at each part
-            `{"type": "image"}` (the content of such a message is a list of parts).
+        where: position in the data, such as `file.jsonl:17`.
+        text: document, all of which is trained on.
+        prompt: text before `completion`, which is not trained on.
+        completion: text after `prompt`, which is trained on.
+        messages: chat messages with `role` and `content` (a string, or a list of parts if there are
+            images). Assistant messages are trained on, including `tool_calls`
+            (`{"type", "function": {"name", "arguments"}}`).
+        given: number of messages at the beginning that are not trained on.
+        tools: JSON schemas of the tools, for the chat template.
+        images: images in order of their positions: IMAGE in strings, parts `{"type": "image"}` in
+            messages.
     """
 
     where: str
@@ -113,10 +113,10 @@ class Example:
     images: tuple[Picture, ...] = ()
 
     def content(self) -> bytes:
-        """Return the content as bytes, without its source, so that duplicates are equal.
+        """Return everything except `where` as bytes, which are equal for duplicates.
 
         Raises:
-            UnicodeEncodeError: half of a surrogate pair, which is not valid text.
+            UnicodeEncodeError: the text contains half a surrogate pair.
         """
         parts = self.text or (self.prompt, self.completion, self.messages)
         if self.given or self.tools:
@@ -127,33 +127,39 @@ class Example:
 
 
 class _Unusable(Exception):
-    """Why a record cannot be learned from."""
+    """Raised with the reason why a record cannot be used for training."""
 
 
 def as_example(
     record: Any, where: str, field: str | None = None, folder: Path | None = None
 ) -> Example | str:
-    """Interpret a record; return an example, or a complaint if it has nothing to learn.
+    """Convert a record to an example.
 
-    The first of these that it contains: `messages`; `conversations` (ShareGPT, with `from` and
-    `value`, and an optional field `system`); `prompt` and `completion`, strings or lists of
-    messages (TRL); `question` and `answer` (the question and a line break are the prompt; GSM8K);
-    `instruction`, `input` and `output` (in Alpaca's prompt); `text`. Chats may have `tools`. Text
-    parts of a message are joined; other parts must be images.
+    The first form that fits is used:
+
+    1. `messages`, optionally with `tools`.
+    2. `conversations` with `from` and `value`, optionally with `system` (ShareGPT).
+    3. `prompt` and `completion`, either strings or lists of messages (TRL).
+    4. `question` and `answer` (GSM8K). The prompt is the question and a line break.
+    5. `instruction`, `output` and optionally `input` (Alpaca, with its prompt template).
+    6. `text`.
 
     Images are parts of messages (`{"type": "image", "image": ...}`, or `path`, `url`, or OpenAI's
-    `image_url`), or in the fields `image` or `images` of the record (see `picture_of`). The latter
-    belong to the parts without a source, or to each IMAGE in the strings; if there is no such
-    place, they precede the first user message.
+    `image_url`), or are in the fields `image` or `images` of the record. The latter fill the image
+    parts without a source, or each IMAGE in the strings; without such positions, they are inserted
+    before the first user message.
 
     Args:
-        record: a mapping; anything else results in a complaint.
-        where: the place of the record, for complaints.
-        field: the field that contains a text; None for the forms above.
-        folder: the folder of relative image paths; None: the working directory.
+        record: the record, a mapping.
+        where: position of the record in the data.
+        field: name of the field with the text; None: choose one of the forms above.
+        folder: folder of relative image paths; None: the working directory.
+
+    Returns:
+        The example, or a message that says why the record cannot be used.
     """
     if not isinstance(record, Mapping):
-        return f"{where}: not an object but {type(record).__name__}"
+        return f"{where}: the record is {type(record).__name__}; expected an object"
     try:
         if field is not None:
             return _text(record, where, field)
@@ -171,8 +177,8 @@ def as_example(
 def _text(record: Mapping[str, Any], where: str, field: str, expected: str = "") -> Example:
     text = record.get(field)
     if not isinstance(text, str):
-        expected = expected or f"a string in {field}, the field that --text_field names"
-        raise _Unusable(f"holds {sorted(map(str, record))[:8]}; expected {expected}")
+        expected = expected or f"a string in the field {field} (--text_field)"
+        raise _Unusable(f"the fields are {sorted(map(str, record))[:8]}; expected {expected}")
     return Example(where, text=_not_empty(text, field))
 
 
@@ -189,11 +195,11 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Example | None:
     instruction, output = record.get("instruction"), record.get("output")
     if not isinstance(instruction, str) or not isinstance(output, str):
         return None
-    given = record.get("input") or ""
-    if not isinstance(given, str):
-        raise _Unusable(f"input is not a string but {type(given).__name__}")
-    context = ", paired with an input that provides further context" if given else ""
-    prompt = ALPACA.format(context, instruction, f"### Input:\n{given}\n\n" if given else "")
+    text = record.get("input") or ""
+    if not isinstance(text, str):
+        raise _Unusable(f"input is {type(text).__name__}; expected a string")
+    context = ", paired with an input that provides further context" if text else ""
+    prompt = ALPACA.format(context, instruction, f"### Input:\n{text}\n\n" if text else "")
     return Example(where, prompt=prompt, completion=_not_empty(output, "output"))
 
 
@@ -217,31 +223,31 @@ def _chat(record: Mapping[str, Any], where: str, images: _Images) -> Example | N
     turns = tuple(_turn(message, images) for message in (*given, *messages))
     learned = (t for t in turns[len(given) :] if t["role"] == "assistant")
     if not any(turn["content"].strip() or "tool_calls" in turn for turn in learned):
-        raise _Unusable("no message of the assistant to learn from")
+        raise _Unusable("there is no assistant message to train on")
     tools = _plain(_listed(record, "tools"))
     return Example(where, messages=turns, given=len(given), tools=tuple(tools) if tools else None)
 
 
 def _listed(record: Mapping[str, Any], field: str) -> list[Any] | None:
-    """Return a field that is a list, or a list in JSON (in a table every cell is a string)."""
+    """Return a field that is a list, or a JSON string of a list; otherwise None."""
     value = record.get(field)
     if isinstance(value, str) and value.strip():
         value = _parsed(value, field)
         if not isinstance(value, list):
-            raise _Unusable(f"{field} is not a list but {type(value).__name__}")
+            raise _Unusable(f"{field} is {type(value).__name__}; expected a list")
     return value if isinstance(value, list) else None
 
 
 def _turn(message: Any, images: _Images) -> dict[str, Any]:
     """Convert a message to the form of chat templates."""
     if not isinstance(message, Mapping):
-        raise _Unusable("a message must hold the strings role and content (or from and value)")
+        raise _Unusable(f"a message is {type(message).__name__}; expected an object")
     role, content, calls = (message.get(name) for name in ("role", "content", "tool_calls"))
     if role is None and "from" in message:
         speaker, content = str(message["from"]), message.get("value")
         role = _ROLES.get(speaker)
         if role is None:
-            raise _Unusable(f"a message is from {speaker!r}; expected one of {', '.join(_ROLES)}")
+            raise _Unusable(f"from is {speaker!r}; expected one of {', '.join(_ROLES)}")
         if speaker == "function_call":
             calls, content = _parsed(str(content), "a function_call"), None
             calls = calls if isinstance(calls, list) else [calls]
@@ -252,20 +258,20 @@ def _turn(message: Any, images: _Images) -> dict[str, Any]:
     if isinstance(content, str) and images.listed and IMAGE in content:
         content = images.cut(content)
     if isinstance(content, list) and role == "assistant":
-        raise _Unusable("an image in a message of the assistant, which no model here can generate")
+        raise _Unusable("an assistant message contains an image, which the models cannot generate")
     if content is None and calls:
         content = ""
     if not isinstance(role, str) or not isinstance(content, str | list):
-        raise _Unusable("a message must hold the strings role and content (or from and value)")
+        raise _Unusable("a message lacks the strings role and content (or from and value)")
     turn: dict[str, Any] = {"role": role, "content": content}
-    turn |= {name: message[name] for name in _OF_A_TURN if isinstance(message.get(name), str)}
+    turn |= {name: message[name] for name in _MESSAGE_FIELDS if isinstance(message.get(name), str)}
     if calls:
         turn["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [0])]
     return turn
 
 
 def _part(part: Any, images: _Images) -> dict[str, str]:
-    """Convert a part of a message's content, without the source of its image."""
+    """Convert a part of a message's content, moving the source of an image to `images`."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -274,16 +280,16 @@ def _part(part: Any, images: _Images) -> dict[str, str]:
         return {"type": "image"}
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
-        raise _Unusable(f"a message has a part of the type {kind!r}; expected text or image")
+        raise _Unusable(f"a message part has the type {kind!r}; expected text or image")
     return {"type": "text", "text": text}
 
 
 class _Images:
-    """The images of a record.
+    """Collects the images of a record.
 
     Attributes:
         listed: images in the fields `image` and `images`.
-        parts: images of parts of messages, in order; None for the next listed one.
+        parts: images of the message parts, in order; None stands for the next listed image.
     """
 
     def __init__(self, record: Mapping[str, Any], folder: Path) -> None:
@@ -297,7 +303,7 @@ class _Images:
         ]
 
     def read(self, value: Any) -> Picture | None:
-        """Read an image; return None for a part without a source."""
+        """Read an image; return None if the part has no source."""
         if isinstance(value, Mapping) and not any(value.values()):
             return None
         try:
@@ -316,25 +322,25 @@ class _Images:
         return parts
 
     def placed(self, example: Example) -> Example:
-        """Return the example with its images, each at its place."""
+        """Return the example with its images in the order of their positions."""
         if example.messages is None:
             strings = [example.text or "", example.prompt or "", example.completion or ""]
             self.parts = [None] * (sum(map(str.count, strings, [IMAGE] * 3)) if self.listed else 0)
         if self.listed and not self.parts:
-            example = _led(example, len(self.listed))
+            example = _with_leading_images(example, len(self.listed))
             self.parts = [None] * len(self.listed)
         places = self.parts.count(None)
         if places != len(self.listed):
-            raise _Unusable(f"{len(self.listed)} images, and {places} places for them")
+            raise _Unusable(f"there are {len(self.listed)} images, but {places} positions for them")
         if example.completion and self.listed and IMAGE in example.completion:
-            raise _Unusable("an image in the completion, which no model here can generate")
+            raise _Unusable("the completion contains an image, which the models cannot generate")
         listed = iter(self.listed)
         images = tuple(next(listed) if image is None else image for image in self.parts)
         return replace(example, images=images) if images else example
 
 
-def _led(example: Example, images: int) -> Example:
-    """Insert places for images before the first user message."""
+def _with_leading_images(example: Example, images: int) -> Example:
+    """Insert positions for images before the first user message."""
     lead = IMAGE * images
     if example.messages is None:
         name = "prompt" if example.text is None else "text"
@@ -342,7 +348,7 @@ def _led(example: Example, images: int) -> Example:
     turns = list(example.messages)
     at = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
     if at is None:
-        raise _Unusable("images, but no user message to put them in")
+        raise _Unusable("there are images, but no user message to contain them")
     content = turns[at]["content"]
     old_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts = [*({"type": "image"} for _ in range(images)), *old_parts]
@@ -351,15 +357,16 @@ def _led(example: Example, images: int) -> Example:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Convert a tool call, whose arguments may be JSON as in OpenAI's API."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _Unusable("a tool call must hold function, with name and arguments")
+        raise _Unusable("a tool call lacks function with name and arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"arguments of {function['name']}")
     if not isinstance(arguments, Mapping):
-        raise _Unusable(f"arguments of {function['name']} are not an object")
+        raise _Unusable(
+            f"arguments of {function['name']} is {type(arguments).__name__}; expected an object"
+        )
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     function = {"name": function["name"], "arguments": _plain(arguments)}
     return {**call_id, "type": "function", "function": function}
@@ -369,28 +376,30 @@ def _parsed(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _Unusable(f"{what}: not JSON ({error})") from error
+        raise _Unusable(f"{what} is not valid JSON ({error})") from error
 
 
 def _plain(value: Any) -> Any:
-    """Convert to JSON's types (a table may contain dates)."""
+    """Convert to JSON's types, such as a date of a table to a string."""
     return json.loads(json.dumps(value, default=str))
 
 
 def picture_of(value: Any, folder: Path) -> Picture:
     """Read an image from a field of a record.
 
-    Accepts a path (relative to the folder of the record's file), a `data:` URL, bytes, an image of
-    PIL, or a mapping that contains one of these, as in `datasets` and OpenAI's API.
+    Args:
+        value: a path, a `data:` URL, bytes, a PIL image, or a mapping that contains one of these as
+            in `datasets` and OpenAI's API.
+        folder: folder of relative paths.
 
     Raises:
-        ValueError: it is none of these, on the network, or a file that cannot be read.
+        ValueError: the value is something else, the URL of a server, or a file that cannot be read.
     """
     if isinstance(value, Mapping):
         inner = next((value[key] for key in _IMAGE_KEYS if value.get(key)), None)
         if inner is None:
             raise ValueError(
-                f"an image has {sorted(map(str, value))}; expected one of {_IMAGE_KEYS}"
+                f"an image has the fields {sorted(map(str, value))}; expected one of {_IMAGE_KEYS}"
             )
         return picture_of(inner, folder)
     if isinstance(value, Image.Image):
@@ -401,16 +410,18 @@ def picture_of(value: Any, folder: Path) -> Picture:
         return Picture.of(value)
     if not isinstance(value, str | os.PathLike):
         raise ValueError(
-            f"an image is {type(value).__name__}: expected a path, URL, bytes or PIL's"
+            f"an image is {type(value).__name__}; expected a path, data: URL, bytes or PIL image"
         )
     name = os.fspath(value)
     if name.startswith(("http://", "https://")):
-        raise ValueError(f"the image {name[:80]} is on the network: download it, and give its file")
+        raise ValueError(f"the image is {name[:80]}; expected a local file: download the image")
     try:
         if name.startswith("data:"):
             _, mark, content = name.partition(";base64,")
             if not mark:
-                raise ValueError("an image is a data: URL that is not base64")
+                raise ValueError(
+                    "an image is a data: URL without base64; expected data:...;base64,..."
+                )
             return Picture.of(base64.b64decode(content, validate=True))
         return Picture.of(folder / Path(name).expanduser())
     except OSError as error:

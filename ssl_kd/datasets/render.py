@@ -1,16 +1,18 @@
-"""Format an example as a tokenizer's input, and locate the parts to be learned.
+"""Format examples with a chat template, and locate the assistant turns to train on.
 
-A turn of the assistant is learned from the end of the generation prompt to the template's end of
-the turn: thoughts, content, tool calls and end-of-turn token, as in the whole conversation.
-Templates rewrite earlier turns (Qwen3 and gpt-oss drop thoughts, Mistral moves the tools), so the
-rendered first messages are not a prefix of the whole; contents repeat, so they cannot be searched
-for. Instead the conversation is rendered again with marks: rare characters at the edges of each
-content and thought, inside the whitespace that templates strip and beside the `</think>` that they
-split at, and after the name of each tool call. Without its marks the second text must equal the
-first, so the marks give the place of each part of each message. The text before a turn's first mark
-is then compared with the template's generation prompt, and the text after its last mark with the
-end of a conversation. If the template has `{% generation %}`, its blocks are used, without that
-prompt.
+An assistant turn is trained on from the end of the generation prompt to the end of the turn,
+including reasoning, content, tool calls and the end-of-turn token. Two simple methods to locate it
+fail: the first messages alone are not rendered as a prefix of the conversation, since templates
+rewrite earlier turns (Qwen3 and gpt-oss drop reasoning, Mistral moves the tools), and contents
+cannot be searched for, since they may repeat.
+
+Therefore the conversation is rendered a second time with marks, which are rare characters. They are
+inserted at both ends of each content and reasoning (inside the whitespace that templates strip, and
+next to the `</think>` at which they split) and after the name of each tool call. Without the marks
+the second text must equal the first, so the marks locate each part of each message. The turn begins
+where the text before its first mark ends with the generation prompt, and ends where the text after
+its last mark stops matching the end of a conversation. If the template has `{% generation %}`
+blocks, these are used instead, without the generation prompt.
 """
 
 from __future__ import annotations
@@ -36,23 +38,23 @@ _CONTROL = re.compile(r"(?:<[^<>\s]+>|\[/?[A-Z_]+\])")  # <|im_end|>, </s>, [/IN
 _ENDED = re.compile(_CONTROL.pattern + r"\s*")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = re.compile("\U00013000(\\d+)([ct]|f\\d+)\U00013001")  # two Egyptian hieroglyphs
-_PARTS = {"f": "tool calls", "t": "thoughts", "c": "content"}
-_NOT_LOCATED = "cannot be located in what the chat template shows"
-_EDGES: dict[tuple[object, ...], int] = {}  # see `_Chat._edge`
+_PARTS = {"f": "tool calls", "t": "reasoning", "c": "content"}
+_NOT_LOCATED = "cannot be located in the output of the chat template"
+_EDGES: dict[tuple[object, ...], int] = {}  # cache of `_Chat._edge`
 
 _Mark = tuple[int, int, str]  # position, number of the message, part: c(ontent), t(hought), f0...
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A string with the spans that count: (begin, end, characters of the content itself).
+    """A formatted example.
 
     Attributes:
-        text: the string.
-        spans: empty if nothing can be learned.
-        left_out: what is not learned, and why.
-        turns: number of assistant turns `there`, `learned`, and `lost` because they could not be
-            located; and of earlier ones whose thoughts are `hidden` by the template.
+        text: the example as a string.
+        spans: parts of `text` to train on, as (begin, end, number of characters of the content).
+        left_out: messages about turns that are not trained on.
+        turns: number of assistant turns: all (`there`), trained on (`learned`), not located
+            (`lost`), and earlier ones whose reasoning the template omits (`hidden`).
     """
 
     text: str
@@ -64,16 +66,25 @@ class Rendered:
 def render(
     example: Example, tokenizer: PreTrainedTokenizerFast, template: str | None = None
 ) -> Rendered:
-    """Format an example, with `template` instead of the tokenizer's chat template if given."""
+    """Format an example as a string.
+
+    Args:
+        example: text, prompt and completion, or messages.
+        tokenizer: tokenizer of transformers.
+        template: chat template to use instead of the tokenizer's.
+
+    Raises:
+        InputError: messages without a chat template.
+    """
     if example.messages is None:
         prompt, learned = example.prompt or "", example.text or example.completion or ""
         text = prompt + learned
         return Rendered(text, ((len(prompt), len(text), len(learned)),))
     if not (template or tokenizer.chat_template):
         raise InputError(
-            f"{example.where}: messages need a chat template, and the tokenizer "
+            f"{example.where}: messages need a chat template, but the tokenizer "
             f"{tokenizer.name_or_path!r} has none: use the tokenizer of a chat model, set "
-            "tokenizer.chat_template, or write the data as prompt and completion"
+            "tokenizer.chat_template, or use prompt and completion"
         )
     roles = [message["role"] for message in example.messages]
     turns = [i for i in range(example.given, len(roles)) if roles[i] == "assistant"]
@@ -85,25 +96,31 @@ def render(
 
 
 def check_located(name: str, turns: Counter[str], left_out: Sequence[str]) -> None:
-    """Raise InputError if more than 1 % of a data set's turns were not located."""
+    """Raise InputError if more than 1 % of the assistant turns of a data set were not located.
+
+    Args:
+        name: name of the data set.
+        turns: counts of turns, as in `Rendered`.
+        left_out: messages about turns that are not trained on.
+    """
     if 100 * turns["lost"] > turns["there"]:
         first = next(line for line in left_out if _NOT_LOCATED in line)
         raise InputError(
-            f"{name}: {turns['lost']:,} of {turns['there']:,} turns of the assistant are not "
-            f"learned ({first}): give the tokenizer a template with {{% generation %}} around what "
-            "is to be learned, or write the data as prompt and completion"
+            f"{name}: {turns['lost']:,} of {turns['there']:,} assistant turns cannot be trained on "
+            f"({first}); expected at most 1 %: use a chat template with {{% generation %}} blocks "
+            "around the text to train on, or use prompt and completion"
         )
 
 
 def describe_turns(turns: Counter[str]) -> str:
-    """Describe how many turns are learned; empty if there are none.
+    """Describe how many assistant turns are trained on; return an empty string for no turns.
 
     >>> describe_turns(Counter(there=3, learned=2, hidden=1))
-    '2 of 3 turns of the assistant are learned; the template hides the thoughts of 1 earlier turn'
+    '2 of 3 assistant turns are trained on; the template omits the reasoning of 1 earlier turn'
     """
     earlier = f"{turns['hidden']:,} earlier turn{'s' * (turns['hidden'] != 1)}"
-    hidden = f"; the template hides the thoughts of {earlier}" if turns["hidden"] else ""
-    learned = f"{turns['learned']:,} of {turns['there']:,} turns of the assistant are learned"
+    hidden = f"; the template omits the reasoning of {earlier}" if turns["hidden"] else ""
+    learned = f"{turns['learned']:,} of {turns['there']:,} assistant turns are trained on"
     return learned + hidden if turns["there"] else ""
 
 
@@ -115,17 +132,20 @@ def show_chat(
     *,
     prompt: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Apply a chat template; return the text, and the places of its `{% generation %}` blocks.
+    """Apply a chat template.
 
     Args:
-        messages: of the chat.
-        tools: JSON schemas.
-        tokenizer: of transformers, with a chat template.
-        template: used instead of the tokenizer's.
+        messages: messages of the chat.
+        tools: JSON schemas of the tools.
+        tokenizer: tokenizer of transformers with a chat template.
+        template: chat template to use instead of the tokenizer's.
         prompt: whether to add the generation prompt.
 
+    Returns:
+        The text, and the positions of its `{% generation %}` blocks.
+
     Raises:
-        TemplateError: the template fails for any reason.
+        TemplateError: the template fails.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -146,32 +166,31 @@ def show_chat(
     try:
         try:
             texts, blocks = show(messages)
-        except TypeError:  # DeepSeek's templates add the arguments to strings
+        except TypeError:  # DeepSeek's templates expect the arguments as strings
             texts, blocks = show([_with_calls(message, in_json) for message in messages])
     except Exception as error:  # templates fail in many ways
         reason = " ".join(str(error).split())[:200]
-        raise TemplateError(f"refuses the messages: {reason}") from error
+        raise TemplateError(f"fails on the messages: {reason}") from error
     return texts[0], blocks[0] if blocks else []
 
 
 def _with_calls(
     message: Mapping[str, Any], change: Callable[[int, Mapping[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a message with changed functions in its tool calls."""
     calls = enumerate(message.get("tool_calls", ()))
     changed = [{**call, "function": change(n, call["function"])} for n, call in calls]
     return {**message, "tool_calls": changed} if changed else dict(message)
 
 
 class _Chat:
-    """A conversation formatted by a template."""
+    """Formats a conversation and locates its assistant turns."""
 
     def __init__(self, example: Example, tokenizer: Any, template: str | None) -> None:
         messages, self._where, self._tools = example.messages or (), example.where, example.tools
         self._messages, self._chosen = messages, (tokenizer, template)
         self._template = tokenizer.get_chat_template(template, example.tools)
         self._text, self._blocks = show_chat(messages, example.tools, tokenizer, template)
-        self._sizes: list[dict[str, int]] = [{} for _ in messages]  # part -> its characters
+        self._sizes: list[dict[str, int]] = [{} for _ in messages]  # part -> number of characters
         self._marked = [self._mark(i, message) for i, message in enumerate(messages)]
         self._shown = cache(self._show)
 
@@ -184,40 +203,40 @@ class _Chat:
             core = text.strip()
             return text.replace(core, core.join([mark(part, size)] * 2), 1) if core else text
 
-        def spoken(text: str) -> str:
+        def marked(text: str) -> str:
             if message["role"] != "assistant":  # templates look for a user's <tool_response>
                 return text if text.lstrip().startswith("<") else edged(text, "c", 0)
             before, close, answer = text.rpartition("</think>")
             begin, tag, thought = before.rpartition("<think>")
             if not text.strip() and not message.keys() & {"tool_calls", *THOUGHTS}:
-                return text + mark("c", len(text))  # an empty turn: its end is learned
+                return text + mark("c", len(text))  # an empty turn: train on its end
             thought = edged(thought, "t", len(before + close))
             return begin + tag + thought + close + edged(answer, "c", len(answer))
 
-        def called(n: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        def marked_call(n: int, call: Mapping[str, Any]) -> dict[str, Any]:
             return {**call, "name": call["name"] + mark(f"f{n}", len(json.dumps(call)))}
 
         content = message["content"]
         if isinstance(content, str):
-            content = spoken(content)
+            content = marked(content)
         else:
-            content = [{**p, "text": spoken(p["text"])} if "text" in p else p for p in content]
+            content = [{**p, "text": marked(p["text"])} if "text" in p else p for p in content]
         thoughts = {n: edged(message[n], "t", len(message[n])) for n in THOUGHTS if n in message}
-        return {**_with_calls(message, called), **thoughts, "content": content}
+        return {**_with_calls(message, marked_call), **thoughts, "content": content}
 
     def _show(self, upto: int, prompt: bool = False) -> tuple[str, list[_Mark]]:
-        """Render the first messages; return the text, and the places of their marks."""
+        """Render the first messages with marks; return the text without marks, and the marks."""
         text, _ = show_chat(self._marked[:upto], self._tools, *self._chosen, prompt=prompt)
         marks, cut = {}, 0
         for n, match in enumerate(_MARK.finditer(text)):
             i, part = int(match[1]), match[2]
-            # gpt-oss repeats a call's name where the tool answers: the first one counts.
+            # gpt-oss repeats the name of a call before the tool's result: use the first one.
             marks.setdefault((i, part, part in "ct" and n), (match.start() - cut, i, part))
             cut += len(match[0])
         return _MARK.sub("", text), [*marks.values()]
 
     def rendered(self, turns: Sequence[int]) -> Rendered:
-        """Return the text with the spans of these turns."""
+        """Return the text with the spans of the assistant turns, given by message number."""
         spans, lost, hidden = [], [], 0
         try:
             whole, marks = self._shown(len(self._messages))
@@ -229,28 +248,28 @@ class _Chat:
                 parts = {part for _, message, part in marks if message == i}
                 hidden += self._hides(i, parts)
                 located = self._by_marks(i, marks)
-            else:  # the marks changed what the template does
+            else:  # the marks changed the output of the template
                 parts, located = sizes.keys(), self._by_prefixes(i)
             characters = [0] * (len(located) - 1) + [sum(sizes[part] for part in parts)]
             spans += [(*span, n) for span, n in zip(located, characters, strict=False)]
             if not located:
-                lost.append(f"{self._where}: turn {number} of the assistant {_NOT_LOCATED}")
+                lost.append(f"{self._where}: assistant turn {number} {_NOT_LOCATED}")
         counts = Counter(there=len(turns), learned=len(turns) - len(lost), lost=len(lost))
         return Rendered(self._text, tuple(spans), tuple(lost), counts + Counter(hidden=hidden))
 
     def _hides(self, i: int, shown: set[str]) -> bool:
-        """Return whether an earlier thought is hidden; raise if a part is never shown."""
+        """Return whether only an earlier reasoning is omitted; raise if a part is never shown."""
         absent = self._sizes[i].keys() - shown
-        if not absent or not shown and absent == {"c"}:  # the whole turn, which is not located
+        if not absent or not shown and absent == {"c"}:  # the whole turn is absent: not located
             return False
         there = {part for _, message, part in self._shown(i + 1)[1] if message == i}
         if never := {_PARTS[part[0]] for part in absent - there}:
             what = " and ".join(sorted(never, reverse=True))
-            raise TemplateError(f"does not show the {what}: take one that does, or leave them out")
+            raise TemplateError(f"omits the {what}: use another template, or remove them")
         return True
 
     def _by_prefixes(self, i: int) -> list[tuple[int, int]]:
-        """Locate a turn if the rendered first messages are a prefix of the whole."""
+        """Locate a turn if the rendered first messages are a prefix of the conversation."""
         message, earlier = self._messages[i], self._messages[:i]
         before = show_chat(earlier, self._tools, *self._chosen, prompt=True)[0] if i else ""
         after, _ = show_chat([*earlier, message], self._tools, *self._chosen)
@@ -261,7 +280,7 @@ class _Chat:
         return [(len(before), len(after))] if whole else []
 
     def _by_marks(self, i: int, marks: list[_Mark]) -> list[tuple[int, int]]:
-        """Locate a turn by its marks; empty if its place is unknown."""
+        """Locate a turn by its marks; return an empty list if that fails."""
         at = [n for n, (_, message, _) in enumerate(marks) if message == i]
         if not at or at != [*range(at[0], at[-1] + 1)]:
             return []
@@ -275,19 +294,19 @@ class _Chat:
         return [] if begin is None or end is None else [(begin, end)]
 
     def _begin(self, i: int, marks: list[_Mark], at: int) -> int | None:
-        """Return the end of the generation prompt before a turn whose first mark is number `at`."""
+        """Return where the turn whose first mark is number `at` begins: after its prompt."""
         if i:
             return self._edge(i, marks[at - 1] if at else (0, -1, ""), marks[at][0], prompt=True)
-        # No message precedes it: the prompt added after all messages also precedes it.
+        # The turn is the first message: search for the prompt that follows the last message.
         more, _ = self._shown(len(self._messages), prompt=True)
         prompt = more[_common(self._text, more) :]
         place = self._text.rfind(prompt, 0, marks[at][0])
         return place + len(prompt) if prompt and place >= 0 else 0
 
     def _edge(self, upto: int, mark: _Mark, stop: int, *, prompt: bool = False) -> int | None:
-        """Return the end of the first messages (and a generation prompt) after their last mark.
+        """Return where the first messages (and a generation prompt) end after their last mark.
 
-        The same text between two marks has the same edge, which is cached for other conversations.
+        The result depends only on the text between two marks, so it is cached across conversations.
         """
         gap, role = self._text[mark[0] : stop], self._messages[upto - 1]["role"]
         key = (self._template, bool(self._tools), role, mark[2], prompt, gap)
@@ -301,7 +320,7 @@ class _Chat:
         return None if length is None else mark[0] + length
 
     def _reach(self, gap: str, mark: _Mark, upto: int, prompt: bool) -> int | None:
-        """Return how far the text after the last mark of the first messages extends into a gap."""
+        """Return how much of `gap` belongs to the messages before it."""
         text, marks = self._shown(upto, prompt=prompt)
         last = marks[-1] if marks else (0, -1, "")
         tail = text[last[0] :]
@@ -309,7 +328,7 @@ class _Chat:
             return None
         if gap.startswith(tail):
             return len(tail)
-        # The prompt may contain `<think>`, unlike the turn; the last turn may end with EOS.
+        # The prompt may contain `<think>`, unlike the turn. The last turn may end with EOS.
         common = _common(gap, tail)
         if _CONTROL.search(gap, 0, common):
             return common

@@ -1,8 +1,8 @@
-"""Align two tokenizations of one text.
+"""Align two tokenizations of the same text.
 
-Each side is reduced to one number per token, its `ends`: the end of the smallest stretch of text
-that contains the token and whose borders no token crosses. The common segmentation is then the
-intersection of two sorted sets, computed for a batch of rows at once.
+Each token gets a number: the end of the smallest piece of text that contains the token and whose
+boundaries no token crosses. The numbers that occur in both tokenizations are the boundaries of the
+common segmentation.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ _SPACES = np.array([c for c in range(0x3001) if chr(c).isspace()])
 
 
 def partition(text: str, offsets: np.ndarray) -> np.ndarray:
-    """Turn a tokenizer's offsets into a partition of the text.
+    """Split a text into the smallest pieces that no token crosses, given the token offsets.
 
-    A cut is between two tokens if no token before reaches beyond it and no token after begins
-    before it; overlapping tokens, such as the bytes of one character, stay together. Characters
-    without a token (spaces that some offsets leave out, marks composed by normalization) belong to
-    the token before, up to the first space; from there on to the token after.
+    Overlapping tokens, such as the bytes of one character, are in the same piece. Characters
+    without a token (skipped spaces, marks composed by normalization) belong to the token before
+    them up to the first space, and from the space on to the token after them.
 
     Args:
-        text: the tokenized text, in characters (code points).
-        offsets: `[token, 2]`, begin and end of each token.
+        text: the tokenized text.
+        offsets: `[token, 2]`, begin and end of each token in code points.
 
     Returns:
-        `[token]` int64, the end of the stretch that contains each token. It never decreases, and
-        the last is `len(text)`: the stretches cover every character once.
+        int64 `[token]`, the end of the piece that contains each token, in ascending order. The last
+        one is `len(text)`.
 
-    >>> partition("a cat", np.array([[0, 1], [2, 4], [3, 5]]))  # the space is left out; "a" twice
+    >>> partition("a cat", np.array([[0, 1], [2, 4], [3, 5]]))  # no token contains the space
     array([1, 5, 5])
     """
     if not text or not len(offsets):
@@ -47,19 +46,19 @@ def partition(text: str, offsets: np.ndarray) -> np.ndarray:
     spaces = np.append(np.flatnonzero(np.isin(characters, _SPACES)), len(text))
     cuts = np.minimum(spaces[np.searchsorted(spaces, reach)], ahead)
     clean = np.flatnonzero((reach <= ahead) & (cuts > 0) & (cuts < len(text)))
-    # A token of width 0 at a cut belongs to the stretch after it: a prefix before a word.
+    # A token of width 0, such as a prefix of a word, belongs to the piece after it.
     cuts, first = np.unique(cuts[clean], return_index=True)
     stretch = np.searchsorted(clean[first], np.arange(len(offsets)))
     return np.append(cuts, len(text))[stretch]
 
 
 class Alignment(NamedTuple):
-    """The finest segmentation common to two partitions.
+    """The finest segmentation that two tokenizations have in common.
 
     Attributes:
-        ends: `[group]`, the end of each group, ascending.
-        student: `[token]`, the group of each student token, ascending; -1 for a special one.
-        teacher: `[token']`, the same of the teacher.
+        ends: `[group]`, end of each group, ascending.
+        student: `[student token]`, group of each token, ascending; -1 for special tokens.
+        teacher: `[teacher token]`, group of each token, ascending; -1 for special tokens.
     """
 
     ends: np.ndarray
@@ -68,11 +67,11 @@ class Alignment(NamedTuple):
 
 
 def align(student_ends: np.ndarray, teacher_ends: np.ndarray) -> Alignment:
-    """Group the tokens of two sides that cover the same characters.
+    """Group the tokens of two tokenizations so that each group covers the same characters.
 
     Args:
-        student_ends: from `partition`; `[token]`, 0 for special tokens.
-        teacher_ends: `[token']`, of the same text.
+        student_ends: `[student token]`, result of `partition`; 0 for special tokens.
+        teacher_ends: `[teacher token]`, result of `partition` for the same text.
 
     >>> # BOS, "ab", "c", "de" and "a", "bc", "de"
     >>> align(np.array([0, 2, 3, 5]), np.array([1, 3, 5]))
@@ -88,20 +87,20 @@ def align(student_ends: np.ndarray, teacher_ends: np.ndarray) -> Alignment:
 
 
 def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raise InputError for a tokenizer that gives no offsets."""
+    """Raise InputError unless a tokenizer is fast, and so returns token offsets."""
     if not tokenizer.is_fast:
         raise InputError(
-            f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer, which "
-            "AutoTokenizer.from_pretrained loads if there is a tokenizer.json"
+            f"{type(tokenizer).__name__} returns no token offsets: use a fast tokenizer, which "
+            "AutoTokenizer.from_pretrained loads if the folder has a tokenizer.json"
         )
 
 
 class TextReader:
-    """A fast tokenizer with correct positions of its tokens in the text.
+    """Tokenizes texts, and corrects the positions of the tokens.
 
-    Some tokenizers silently drop unknown characters, and give too small offsets after them. Such
-    characters are found by tokenizing each one once, and removed before tokenizing: the ids do not
-    change (except for a space that a tokenizer prefixes to a text that begins with one).
+    Some tokenizers silently drop unknown characters, and return too small offsets after them. Such
+    characters are detected by tokenizing each character once, and removed before a text is
+    tokenized. The token ids do not change, except for a space that some tokenizers prefix.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -110,9 +109,13 @@ class TextReader:
         self._dropped: dict[str, bool] = {}
 
     def read(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and ends (see `partition`) of a text, `[token]` int64 each.
+        """Tokenize a text without special tokens.
 
-        Special tokens are not added; the text must not contain half surrogate pairs.
+        Args:
+            text: valid Unicode, without half surrogate pairs.
+
+        Returns:
+            Token ids and the result of `partition`, int64 `[token]` each.
         """
         dropped = self._drops(text)
         places = [i for i, c in enumerate(text) if c not in dropped]
@@ -129,7 +132,6 @@ class TextReader:
         return np.array(encoded["input_ids"], dtype=np.int64), partition(text, offsets)
 
     def _drops(self, text: str) -> set[str]:
-        """Return the characters of the text that leave no token between two others."""
         present = set(text)
         new = sorted(present - self._dropped.keys())
         if new:

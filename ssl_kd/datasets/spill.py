@@ -1,4 +1,4 @@
-"""Collections that move to temporary files when they outgrow memory."""
+"""Sequences and arrays that need little memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pickle
 import tempfile
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,16 +17,42 @@ import numpy as np
 from ssl_kd.errors import InputError
 
 IN_MEMORY = 1 << 30
-"""Largest size in bytes of a collection or a column in memory."""
+"""Largest size in bytes of a sequence or an array in memory; larger ones use temporary files."""
 
 T = TypeVar("T")
 
 
-class SpilledSequence(Sequence[T]):
-    """Pickled items in memory, or in a temporary file (in TMPDIR) beyond `IN_MEMORY` bytes.
+class LazyStrings(Sequence[str]):
+    """A sequence of strings that are computed on access.
 
     Args:
-        items: picklable items; iterated once.
+        n: length of the sequence.
+        read: function that returns the string at an index from 0 to n - 1.
+
+    >>> names = LazyStrings(1000, str)
+    >>> names[-1], names[2:4], len(names)
+    ('999', ['2', '3'], 1000)
+    """
+
+    def __init__(self, n: int, read: Callable[[int], str]) -> None:
+        self._rows, self._read = range(n), read
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int | slice) -> Any:
+        rows = self._rows[row]
+        return self._read(rows) if isinstance(rows, int) else [self._read(at) for at in rows]
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
+class SpilledSequence(Sequence[T]):
+    """An immutable sequence of items, pickled in memory or, if large, in a temporary file.
+
+    Args:
+        items: picklable items, which are iterated once.
 
     Raises:
         InputError: the disk is full.
@@ -59,14 +85,14 @@ class SpilledSequence(Sequence[T]):
 
 
 def filled_array(rows: int, width: int, dtype: Any, fill: int = 0) -> np.ndarray:
-    """Return an array `[rows, width]` of one value, beyond `IN_MEMORY` bytes mapped from a file."""
+    """Create an array `[rows, width]` filled with one value; map it from a file if it is large."""
     dtype = np.dtype(dtype)
     if (size := rows * width * dtype.itemsize) <= IN_MEMORY:
         return np.full((rows, width), fill, dtype)
     height = max(1, min(rows, (1 << 24) // (width * dtype.itemsize)))
     block = np.full((height, width), fill, dtype)
     with _explain_full_disk(size), tempfile.TemporaryFile() as file:
-        for _ in range(math.ceil(rows / height)):  # not sparse, so that a full disk fails here
+        for _ in range(math.ceil(rows / height)):  # a sparse file would not detect a full disk here
             file.write(block.data)
         file.flush()
         return np.memmap(file, dtype, "r+", shape=(rows, width))
@@ -74,13 +100,13 @@ def filled_array(rows: int, width: int, dtype: Any, fill: int = 0) -> np.ndarray
 
 @contextlib.contextmanager
 def _explain_full_disk(size: int) -> Iterator[None]:
-    """Replace the error of a full disk by an InputError with the way out."""
+    """Turn the OSError of a full disk into an InputError that says what to do."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise InputError(
-            f"the text needs {size:,} bytes of temporary files, and {tempfile.gettempdir()} is "
-            "full: set TMPDIR to a folder of a larger disk, or read less"
+            f"the data needs {size:,} bytes in temporary files, but {tempfile.gettempdir()} is "
+            "full: set TMPDIR to a folder of a larger disk, or read less data"
         ) from error

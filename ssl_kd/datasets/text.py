@@ -1,4 +1,4 @@
-"""`open_text`: open the documents that a language model learns, by name or path."""
+"""Open the text that a language model is trained on, by name or path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ssl_kd.errors import InputError, MissingPackage
 
 TextSplit = Literal["train", "test", "all"]
 _SPLIT_NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val", "eval")}
-_OF_MANY = r"(-\d+-of-\d+)?"  # one of several files, as on the Hub
+_SHARD = r"(-\d+-of-\d+)?"  # in names of files on the Hub
 _NOT_STDLIB = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 
 
@@ -38,11 +38,11 @@ class TextDataset:
     """Documents in a fixed order.
 
     Attributes:
-        name: the source, as given by the user.
+        name: name or path of the source.
         split: `train`, `test` or `all`.
         examples: the documents.
-        digest: SHA-256 of the content of the examples, in order.
-        left_out: unusable records and why, such as `file.jsonl:17: not JSON`; the first few.
+        digest: SHA-256 of the content of all examples, in order.
+        left_out: messages about the first unusable records, such as `file.jsonl:17: text is empty`.
     """
 
     name: str
@@ -56,22 +56,22 @@ class TextDataset:
 
     @cached_property
     def pictured(self) -> str | None:
-        """The place of the first document with images; None if there is none."""
+        """Position of the first document with images; None if there is none."""
         return next((e.where for e in self.examples if e.images), None)
 
     def check_text_alone(self) -> None:
-        """Raise InputError if a document has images, which a tokenizer would ignore."""
+        """Raise InputError if a document has images, which a tokenizer cannot read."""
         if self.pictured is not None:
             raise InputError(
-                f"{self.pictured} holds images, which a tokenizer cannot read: use "
-                "ssl_kd.datasets.picture_blocks.make_picture_blocks with a model's processor"
+                f"{self.pictured} contains images; expected text, since a tokenizer cannot read "
+                "images: use ssl_kd.datasets.picture_blocks.make_picture_blocks with a processor"
             )
 
     def without(self, held_out: TextDataset) -> TextDataset:
-        """Return this data set without the documents of another one.
+        """Return this data set without documents that are also in another one.
 
         Raises:
-            ValueError: nothing is left.
+            InputError: no document is left.
         """
         others = {_identity(example) for example in held_out.examples}
         remaining = (e for e in self.examples if _identity(e) not in others)
@@ -80,15 +80,15 @@ class TextDataset:
             return self
         if not examples:
             raise InputError(
-                f"every document of {self.name} is also held out, in {held_out.name}: choose other "
-                "text for training or for evaluation (--data_path, --eval_path)"
+                f"every document of {self.name} is also in {held_out.name}: choose different data "
+                "for training (--data_path) and evaluation (--eval_path)"
             )
-        lines = (f"{n_dropped} documents that are also held out", *self.left_out)
+        lines = (f"{n_dropped} documents are also in the evaluation data", *self.left_out)
         return replace(self, examples=examples, digest=_digest(examples), left_out=lines)
 
 
 def first_few(lines: Sequence[str], limit: int = 20) -> tuple[str, ...]:
-    """Return the first `limit` lines, and a line that counts the others.
+    """Return the first `limit` lines, followed by the number of remaining lines.
 
     >>> first_few(["a", "b", "c"], limit=2)
     ('a', 'b', 'and 1 more')
@@ -105,42 +105,40 @@ def open_text(
     held_out: float = 0.1,
     max_bytes: int | None = None,
 ) -> TextDataset:
-    """Read one split of a text source.
+    """Open one split of a text data set.
 
-    Files contain records: lines of `.jsonl`, one record or a list of them in `.json`, rows of
-    `.csv` and `.parquet`; for the forms of a record see `as_example`. Text is UTF-8. A `.txt` or
-    `.md` file is cut into documents: at the first blank line after 4,096 characters, or the first
-    line break after 16,384.
+    A file contains one record per line (`.jsonl`), one record or a list of records (`.json`), or
+    one record per row (`.parquet`); `as_example` lists the forms of a record. A `.txt` or `.md`
+    file is split into documents, at the first blank line after 4,096 characters or the first line
+    break after 16,384. Text is UTF-8.
 
-    The test split is what the source itself calls so: `NAME_test.jsonl` (or `validation`, `valid`,
-    `val`, `eval`) beside `NAME_train.jsonl`; such files or folders in a folder (also
-    `test-00000-of-00002.parquet`); such a split of a Hugging Face data set. Otherwise it is the
-    fraction `held_out` of the documents, chosen by a hash of their content: it stays the same, and
-    duplicates fall on one side.
+    If the source has splits, they are used: files `NAME_train.jsonl` and `NAME_test.jsonl` (or
+    `validation`, `valid`, `val`, `eval`), files or folders with such names in a folder (also
+    `test-00000-of-00002.parquet`), or the splits of a Hugging Face data set. Otherwise the test
+    split is the fraction `held_out` of the documents, selected by a hash of the content, so that
+    duplicates are in the same split.
 
-    Up to a GiB of documents are kept in memory, more in a temporary file (in TMPDIR). The source is
-    read one record at a time (`.json` files at once, tables by 256 rows).
+    Documents of more than 1 GiB are stored in a temporary file in TMPDIR.
 
     Args:
-        source: `stdlib` (the Python standard library of this machine, a document per module,
-            without its tests), `hf:NAME` or `hf:NAME:CONFIG`, a file, a folder of such files, or a
-            folder written by `save_to_disk` of the package `datasets`.
-        split: `train`, `test`, or `all` of the source.
-        field: name of the field that contains a text; None for all forms of `as_example`.
-        held_out: fraction of the documents to hold out, from 0 to below 1, if the source has no
-            splits.
-        max_bytes: stop reading before the source exceeds this; None reads all.
+        source: a file, a folder of files, a folder written by `save_to_disk` of `datasets`,
+            `hf:NAME` or `hf:NAME:CONFIG`, or `stdlib` (the installed Python standard library
+            without its tests, one document per module).
+        split: `train`, `test` or `all`.
+        field: name of the field with the text; None: choose one of the forms of `as_example`.
+        held_out: fraction of the documents in the test split, if the source has no splits.
+        max_bytes: stop reading before the documents exceed this size; None: read all.
 
     Raises:
-        DatasetUnavailable: no such source.
-        DatasetUnreachable: no network.
-        ImportError: a Hugging Face data set without the package `datasets`.
-        ValueError: a bad argument, a file of records without a usable one, or an empty split.
+        DatasetUnavailable: the source does not exist.
+        DatasetUnreachable: the data set cannot be downloaded or loaded.
+        ImportError: the package `datasets` is needed but not installed.
+        ValueError: an argument is out of range, or there is no usable document.
     """
     if split not in ("train", "test", "all"):
-        raise ValueError(f"split must be 'train', 'test' or 'all', got {split!r}")
+        raise ValueError(f"split is {split!r}; expected 'train', 'test' or 'all'")
     if not 0 <= held_out < 1:
-        raise ValueError(f"held_out must be a fraction from 0 to below 1, got {held_out}")
+        raise ValueError(f"held_out is {held_out}; expected a fraction from 0 to below 1")
     name = os.fspath(source)
     divided, items = _read(name, split, field)
 
@@ -151,15 +149,14 @@ def open_text(
     examples = SpilledSequence(taken.of(items))
     if not examples and taken.documents:
         raise InputError(
-            f"{name}: nothing is left for the {split} split when {held_out:.0%} of "
-            f"{taken.documents} documents are held out: give more documents, or a separate file "
-            "for evaluation (--eval_path)"
+            f"{name}: the {split} split is empty, since {held_out:.0%} of {taken.documents} "
+            "documents are held out: add documents, or set a separate file with --eval_path"
         )
     if not examples:
-        none = f"no file in it is one of {' '.join(TEXT_FILES)}"
-        empty = none if os.path.isdir(name) else "it is empty"
+        no_files = f"the folder has no {' '.join(TEXT_FILES)} files"
+        empty = no_files if os.path.isdir(name) else "the source is empty"
         reasons = "; ".join(first_few(taken.left_out, 3)) or empty
-        raise InputError(f"{name} holds nothing to learn from: {reasons}")
+        raise InputError(f"{name} contains no usable document: {reasons}")
     if name == "stdlib":  # the text depends on the version
         name = f"stdlib of Python {platform.python_version()}"
     digest = taken.digest.hexdigest()
@@ -167,7 +164,6 @@ def open_text(
 
 
 def _identity(example: Example) -> bytes:
-    """Return a digest of an example's content, which may be long."""
     return hashlib.sha256(example.content()).digest()
 
 
@@ -179,16 +175,16 @@ def _digest(examples: Iterable[Example]) -> str:
 
 
 class _Taken:
-    """Selects the examples of a split; counts, digests and reports what was read."""
+    """Selects the examples of a split, and computes their number and digest."""
 
     def __init__(self, belongs: Callable[[bytes], bool], max_bytes: int | None) -> None:
         self._belongs, self._max_bytes = belongs, max_bytes
         self.left_out: list[str] = []
-        self.documents = 0  # of all splits
+        self.documents = 0  # in all splits
         self.digest = hashlib.sha256()
 
     def of(self, items: Iterable[Example | str]) -> Iterator[Example]:
-        """Yield the examples of the split."""
+        """Yield the examples of the split, and note which items are left out."""
         total = 0
         for item in items:
             if isinstance(item, str):
@@ -197,16 +193,16 @@ class _Taken:
             try:
                 content = item.content()
             except UnicodeEncodeError:
-                reason = "half of a surrogate pair, which is not valid text"
-                self.left_out.append(f"{item.where}: {reason}")
+                self.left_out.append(f"{item.where}: invalid text (half of a surrogate pair)")
                 continue
             if len(content) > LONGEST:
-                self.left_out.append(f"{item.where}: {len(content):,} bytes, more than {LONGEST:,}")
+                size = f"{len(content):,} bytes; expected at most {LONGEST:,}"
+                self.left_out.append(f"{item.where}: the document has {size}")
                 continue
             total += len(content)
             if self._max_bytes is not None and total > self._max_bytes:
-                reason = f"and all after it: max_bytes is {self._max_bytes:,}"
-                self.left_out.insert(0, f"{item.where} {reason}")
+                rest = f"{item.where} and the rest are left out: max_bytes is {self._max_bytes:,}"
+                self.left_out.insert(0, rest)
                 return
             self.documents += 1
             if self._belongs(content):
@@ -220,7 +216,7 @@ def _is_held_out(content: bytes, fraction: float) -> bool:
 
 
 def _read(name: str, split: TextSplit, field: str | None) -> tuple[bool, Iterator[Example | str]]:
-    """Return whether the source has splits of its own, and its examples or complaints."""
+    """Return whether the source has splits, and its examples and messages about unusable ones."""
     if name == "stdlib":
         return False, _read_stdlib()
     path = Path(name).expanduser()
@@ -229,15 +225,15 @@ def _read(name: str, split: TextSplit, field: str | None) -> tuple[bool, Iterato
         return _read_hugging_face(name, split, field)
     if not path.is_dir() and not (path.is_file() and path.suffix.lower() in TEXT_FILES):
         raise DatasetUnavailable(
-            f"{name!r} is neither a folder nor a text file ({' '.join(TEXT_FILES)}): give one, or "
-            "'stdlib' for the source of Python's standard library, or 'hf:NAME'"
+            f"the text source is {name!r}; expected an existing folder or text file "
+            f"({' '.join(TEXT_FILES)}), 'hf:NAME', or 'stdlib' (the Python standard library)"
         )
     divided, paths = _divide(path, split)
     return divided, (item for path in paths for item in _read_path(path, field))
 
 
 def _divide(path: Path, split: TextSplit) -> tuple[bool, list[Path]]:
-    """Return whether the source has files for each split, and those of this split."""
+    """Return whether the source has files for each split, and the files to read."""
     if split == "all":
         return True, [path]
     if path.is_dir():
@@ -255,10 +251,10 @@ def _divide(path: Path, split: TextSplit) -> tuple[bool, list[Path]]:
 
 
 def _named(paths: Iterable[Path], names: Sequence[str]) -> list[Path]:
-    """Return the folder, or the files of one kind, with the first existing of these names."""
+    """Return the folder or files that have the first of these names that exists."""
     for name in names:
         for kind in ("", *TEXT_FILES):
-            pattern = re.compile(re.escape(name) + (_OF_MANY if kind else "") + re.escape(kind))
+            pattern = re.compile(re.escape(name) + (_SHARD if kind else "") + re.escape(kind))
             if matching := sorted(p for p in paths if pattern.fullmatch(p.name)):
                 return matching
     return []
@@ -266,33 +262,32 @@ def _named(paths: Iterable[Path], names: Sequence[str]) -> list[Path]:
 
 def _read_path(path: Path, field: str | None) -> Iterator[Example | str]:
     for file in _files_in(path) if path.is_dir() else (path,):
-        # A .json in a folder may be something else, and any text file may be blank.
+        # A .json file in a folder may be unrelated, and a plain text file may be blank.
         kind = file.suffix.lower()
         yield from _examples(file, field, kind not in PLAIN and (file == path or kind != ".json"))
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """Yield the text files below a folder, sorted by path."""
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():  # a link may lead back
+        if path.is_dir() and not path.is_symlink():  # a link may be circular
             yield from _files_in(path)
         elif path.is_file() and path.suffix.lower() in TEXT_FILES:
             yield path
 
 
 def _examples(path: Path, field: str | None, must: bool) -> Iterator[Example | str]:
-    """Yield the examples of a file; with `must`, raise if it has no usable record."""
-    usable, complaint = False, ""
+    """Yield the examples of a file; raise InputError if `must` and no record is usable."""
+    usable, first_message = False, ""
     for item in read_file(path):
         if isinstance(item, Record):
             item = as_example(item.content, item.where, field, path.parent)
         if isinstance(item, str):
-            complaint = complaint or item
+            first_message = first_message or item
         else:
             usable = True
         yield item
     if must and not usable:
-        raise InputError(f"{path} has no usable record: {complaint or 'it is empty'}")
+        raise InputError(f"{path} has no usable record: {first_message or 'the file is empty'}")
 
 
 def _read_stdlib() -> Iterator[Example | str]:
@@ -302,7 +297,7 @@ def _read_stdlib() -> Iterator[Example | str]:
         folders[:] = [f for f in folders if f not in _NOT_STDLIB]
         paths = [Path(folder, n) for n in names if n.endswith(".py")]
         files |= {p.relative_to(root).as_posix(): p for p in paths if p.is_file()}
-    # Sorted by hash of the name, so that the first megabytes are a mixture of modules.
+    # Sorted by a hash of the name, so that the first megabytes are a mixture of modules.
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
         try:
             text = files[name].read_text("utf-8")
@@ -316,12 +311,12 @@ def _read_stdlib() -> Iterator[Example | str]:
 def _read_hugging_face(
     name: str, split: TextSplit, field: str | None
 ) -> tuple[bool, Iterator[Example | str]]:
-    """Read a data set of the Hub, or a folder written by `save_to_disk`."""
+    """Read a data set from the Hub, or from a folder written by `save_to_disk`."""
     try:
         import datasets
     except ImportError as error:
         raise MissingPackage(
-            f"{name} needs the package datasets: pip install 'ssl_kd[llm]'"
+            f"reading {name} needs the package datasets: pip install 'ssl_kd[llm]'"
         ) from error
     load: Any
     try:
@@ -337,13 +332,13 @@ def _read_hugging_face(
         divided = None not in by_split.values()
         parts: list[Any] = names if split == "all" else [by_split[split if divided else "train"]]
         if None in parts:
-            raise ValueError(f"its splits are {names}, and none is called train")
+            raise ValueError(f"the splits are {names}; expected one called train")
         tables = {part: load(split=part) for part in parts}
     except Exception as error:  # the hub, the network and each builder have their own exceptions
         reason = " ".join(str(error).split())[:300]
         raise DatasetUnreachable(
-            f"{name} cannot be opened: {reason}. Without network, use a .jsonl file, a folder, or "
-            "'stdlib'"
+            f"{name} cannot be opened: {reason}. Without network access, use a local file or "
+            "folder, or 'stdlib'"
         ) from error
     return divided, (
         as_example(without_nulls(row), f"{name}[{part}]:{i}", field)
@@ -353,5 +348,5 @@ def _read_hugging_face(
 
 
 def _rows(table: Any) -> Iterator[dict[str, Any]]:
-    for batch in table.with_format("arrow").iter(256):  # does not decode and re-encode images
+    for batch in table.with_format("arrow").iter(256):  # images are not decoded
         yield from batch.to_pylist()

@@ -1,13 +1,11 @@
 """Read text files one record at a time, and report damaged records instead of failing.
 
 The package `datasets` (5.2) is not used for these files: one damaged line makes it reject the whole
-file without the line's number, and it converts text that looks like something else
-(`"2020-01-01T00:00:00"` becomes a date, and `0042` in a CSV the number 42).
+file without the number of the line, and it turns text that looks like a date into a date.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,41 +14,40 @@ from typing import Any, NamedTuple
 from ssl_kd.datasets.records import Example
 
 LONGEST = 1_000_000
-"""Bytes of one example, above which it is left out as an accident."""
+"""Size in bytes above which an example is left out, since it is probably a mistake."""
 _DOCUMENT, _LONG_DOCUMENT = 4_096, 16_384
-_ROWS = 256  # of a table, in memory at once
+_ROWS = 256  # rows of a table in memory at once
 
 
 class Record(NamedTuple):
-    """One record of a file, to be interpreted by `as_example`."""
+    """A record of a file, and its position for messages."""
 
     where: str
     content: Any
 
 
 Item = Record | Example | str
-"""A record, a document, or a complaint about an unusable one."""
+"""A record, a document, or a message that says why a record cannot be used."""
 
 
 def read_file(path: Path) -> Iterator[Item]:
-    """Yield the records of a file in order; only a `.json` file is read at once."""
+    """Yield the records of a file in order, without loading all of it (except `.json`)."""
     import pyarrow
 
     try:
         yield from TEXT_FILES[path.suffix.lower()](path)
-    except (csv.Error, pyarrow.ArrowException) as error:
+    except pyarrow.ArrowException as error:
         reason = " ".join(str(error).split())[:200]
-        yield f"{path.name}: damaged ({reason}); what comes after is left out"
+        yield f"{path.name}: the file is damaged ({reason}), so the remaining rows are left out"
 
 
 class _Line(NamedTuple):
     where: str
     text: str
-    fault: str  # why the line is unusable, or empty
+    fault: str  # why the line cannot be used, or empty
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    """Yield the lines of a UTF-8 file; those that cannot be decoded have a fault."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             where, text, fault = f"{path.name}:{number}", "", ""
@@ -59,7 +56,7 @@ def _lines(path: Path) -> Iterator[_Line]:
             except UnicodeDecodeError as error:
                 fault = f"not UTF-8 ({error.reason})"
             if b"\0" in raw:
-                fault = "holds NUL bytes: binary, or UTF-16; save it as UTF-8"
+                fault = "contains NUL bytes; expected UTF-8 text: convert the file"
             yield _Line(where, text, fault)
 
 
@@ -73,7 +70,7 @@ def _parsed(text: str, where: str) -> Record | str:
     try:
         return Record(where, json.loads(text))
     except (ValueError, RecursionError) as error:
-        return f"{where}: not JSON ({error})"
+        return f"{where}: not valid JSON ({error})"
 
 
 def _read_json(path: Path) -> Iterator[Item]:
@@ -89,28 +86,6 @@ def _read_json(path: Path) -> Iterator[Item]:
         yield record
 
 
-def _read_csv(path: Path) -> Iterator[Item]:
-    """Read rows below a line of field names; a quoted field may contain line breaks."""
-    csv.field_size_limit(max(csv.field_size_limit(), 4 * LONGEST))
-    faults: list[str] = []
-
-    def usable() -> Iterator[str]:
-        for where, text, fault in _lines(path):
-            if fault:
-                faults.append(f"{where}: {fault}")
-            else:
-                yield text
-
-    rows = csv.DictReader(usable())
-    for row in rows:
-        where = f"{path.name}:{rows.line_num}"
-        if None in row:
-            yield f"{where}: more fields than the first line names"
-        else:
-            yield Record(where, {k: v for k, v in row.items() if v is not None})
-    yield from faults
-
-
 def _read_parquet(path: Path) -> Iterator[Item]:
     from pyarrow import parquet
 
@@ -121,14 +96,14 @@ def _read_parquet(path: Path) -> Iterator[Item]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop null fields: a table has nulls for fields that only other records have."""
+    """Remove null fields, which a table has where only other records have a value."""
     if isinstance(value, Mapping):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _read_plain(path: Path) -> Iterator[Item]:
-    """Cut text into documents: at a blank line after `_DOCUMENT` characters, or a line break."""
+    """Split text into documents, preferably at blank lines."""
     lines: list[str] = []
     first, length = 1, 0
     for number, (where, line, fault) in enumerate(_lines(path), 1):
@@ -145,7 +120,7 @@ def _read_plain(path: Path) -> Iterator[Item]:
 
 
 def as_document(lines: Iterable[str], where: str) -> Example | str:
-    """Join lines to one document, without leading and trailing empty lines."""
+    """Join lines to a document without leading and trailing empty lines."""
     text = "".join(lines).strip("\n")
     return Example(where, text=text) if text.strip() else f"{where}: empty"
 
@@ -153,11 +128,10 @@ def as_document(lines: Iterable[str], where: str) -> Example | str:
 TEXT_FILES: Mapping[str, Callable[[Path], Iterator[Item]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
-    ".csv": _read_csv,
     ".txt": _read_plain,
     ".md": _read_plain,
     ".parquet": _read_parquet,
 }
-"""The reader of each kind of file, by suffix."""
+"""Function that reads a file, by suffix."""
 PLAIN = (".txt", ".md")
-"""Kinds of files that hold documents without fields."""
+"""Suffixes of files that contain plain text instead of records."""

@@ -1,4 +1,4 @@
-"""The common part of two vocabularies: the texts of their tokens, as bytes."""
+"""Map the tokens of two vocabularies to the token texts that both contain."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def token_texts(tokenizer: PreTrainedTokenizerFast) -> list[bytes | None]:
     """Return the text of each token as bytes; None for special tokens.
 
-    Byte-level BPE, SentencePiece with byte tokens, and WordPiece (in which a word includes the
-    space before it) give the same form.
+    The texts of byte-level BPE, SentencePiece with byte tokens, and WordPiece are comparable. In
+    WordPiece, a word includes the space before it.
     """
     model = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = {
@@ -60,17 +60,18 @@ _BYTE_OF = _byte_alphabet()
 
 
 class SharedVocabulary(NamedTuple):
-    """Maps of two vocabularies to the token texts that both have.
+    """Classes of the tokens of two vocabularies, one class per token text that both contain.
 
-    A token that only one side has is mapped to the longest common text that it begins with: if the
-    teacher has " Lily" and the student only " L", the teacher's probability goes to " L". Dropping
-    it would teach the student that names never come.
+    A token that only one vocabulary contains belongs to the class of its longest prefix that is a
+    common text. For example, if the teacher has " Lily" and the student only " L", the teacher's
+    probability of " Lily" is added to that of " L". Dropping it would train the student never to
+    predict names.
 
     Attributes:
         student: class of each student token.
         teacher: class of each teacher token.
-        student_exact: `[tokens]` bool, whether its text is that of its class.
-        teacher_exact: the same of the teacher.
+        student_exact: bool `[student tokens]`, whether the text equals that of the class.
+        teacher_exact: bool `[teacher tokens]`, whether the text equals that of the class.
     """
 
     student: VocabularyMap
@@ -79,12 +80,12 @@ class SharedVocabulary(NamedTuple):
     teacher_exact: Tensor
 
     def same_text(self, student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
-        """Return whether the tokens of each pair have the same text, `[n]` bool."""
+        """Return for each pair of tokens whether the texts are equal, bool `[n]`."""
         alike = self.student.classes[student_ids] == self.teacher.classes[teacher_ids]
         return alike & self.student_exact[student_ids] & self.teacher_exact[teacher_ids]
 
     def to(self, device: torch.device | str) -> SharedVocabulary:
-        """Move the tensors to a device."""
+        """Copy the tensors to a device."""
         student, teacher = (VocabularyMap(m.classes.to(device), m.size) for m in self[:2])
         return SharedVocabulary(
             student, teacher, self.student_exact.to(device), self.teacher_exact.to(device)
@@ -94,11 +95,11 @@ class SharedVocabulary(NamedTuple):
 def shared_vocabulary(
     student_tokenizer: PreTrainedTokenizerFast, teacher_tokenizer: PreTrainedTokenizerFast
 ) -> SharedVocabulary:
-    """Map two vocabularies to their common token texts; raise InputError if there are none."""
+    """Map the tokens of two vocabularies to their common texts; raise InputError if none exist."""
     sides = [token_texts(student_tokenizer), token_texts(teacher_tokenizer)]
     common = sorted((set(sides[0]) & set(sides[1])) - {None, b""})  # pyright: ignore[reportArgumentType]
     if not common:
-        raise InputError("the two vocabularies have no token text in common: use align 'uld'")
+        raise InputError("the two vocabularies have no token text in common: set ALIGN to 'uld'")
     number = {text: i for i, text in enumerate(common)}
     maps, exact = [], []
     for texts in sides:

@@ -1,7 +1,7 @@
-"""Write files that are complete or absent, and read them with their damage named.
+"""Write files atomically, and report damaged files when reading them.
 
-A plain `torch.save` that is killed leaves an unreadable file where a readable one was. Everything
-here writes beside the target, flushes to the disk, and only then takes the target's name.
+A plain `torch.save` that is killed replaces a readable file by an unreadable one. The functions of
+this module write a temporary file in the same folder, flush it to the disk, and then rename it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 class CorruptFileError(UserError, RuntimeError):
-    """A file that exists does not hold what was once written there."""
+    """Raised if a file is damaged or has an unexpected type."""
 
 
 def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file so that a crash at any moment leaves the old one or the new one.
+    """Write a file so that a crash at any moment leaves either the old or the new content.
 
     Args:
-        path: the file; its folder is made if it is missing.
-        write: is called with the open temporary file, in the same folder (a rename does not
-            cross file systems). Whatever goes wrong in it, the temporary file is removed.
+        path: the file. A missing folder is created.
+        write: function that writes the content to an open temporary file. If it raises, the
+            temporary file is removed.
 
     Raises:
-        OSError: the disk is full or failed; the message names `path`, which is unchanged.
+        OSError: the disk is full or failed; `path` is unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,31 +61,31 @@ def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # torch.save on a full disk raises an enforce error of its own; the cause is in its context.
+        # torch.save on a full disk raises another error, whose context is the OSError.
         cause: BaseException | None = error
         while cause is not None and getattr(cause, "errno", None) not in _DISK_FAULTS:
             cause = cause.__context__
         if not isinstance(cause, OSError):
             raise
-        reason = f"{cause.strerror} (nothing was left behind; a file already there is unchanged)"
+        reason = f"{cause.strerror} (temporary files are removed; an existing file is unchanged)"
         raise OSError(cause.errno, reason, str(path)) from error
     sync_folder(path.parent)
 
 
 def _open_temporary(path: Path) -> BinaryIO:
-    """Open a new file beside the target; a lock on it shows that its writer is alive."""
+    """Open a temporary file in the folder of `path`, locked while this process is alive."""
     while True:
         file = open(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"), "xb")
         if fcntl is not None:
-            with suppress(OSError):  # a file system without locks: `remove_orphans` gets none, too
+            with suppress(OSError):  # without locks, `remove_orphans` keeps the file, too
                 fcntl.flock(file, fcntl.LOCK_EX)
-        if Path(file.name).exists():  # else removed as an orphan before it was locked
+        if Path(file.name).exists():  # otherwise removed by `remove_orphans` before it was locked
             return file
         file.close()
 
 
 def remove_orphans(path: str | Path) -> None:
-    """Remove the temporary files of `atomic_write` to this path that no living writer holds."""
+    """Remove temporary files for `path` that killed calls of `atomic_write` have left."""
     path = Path(path)
     for orphan in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
         if orphan.is_symlink() or not orphan.is_file():
@@ -100,7 +100,7 @@ def remove_orphans(path: str | Path) -> None:
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Flush a folder's entries to the disk, so that a rename in it outlives a power cut."""
+    """Flush the entries of a folder to the disk, so that a rename survives a power failure."""
     if os.name != "nt":  # Windows cannot open a folder
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -110,38 +110,38 @@ def sync_folder(folder: str | Path) -> None:
 
 
 def atomic_write_bytes(path: str | Path, data: bytes) -> None:
-    """`atomic_write` of bytes."""
+    """Write bytes to a file atomically."""
     atomic_write(path, lambda file: file.write(data))
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:
-    """`atomic_write` of a string, as UTF-8."""
+    """Write a string to a file atomically, as UTF-8."""
     atomic_write_bytes(path, text.encode("utf-8"))
 
 
 def atomic_write_json(path: str | Path, value: Any) -> None:
-    """`atomic_write` of a value as JSON.
+    """Write a value to a file atomically, as JSON.
 
     Raises:
-        ValueError: a NaN or an infinity, which JSON does not have (write `None` instead).
+        ValueError: the value contains NaN or an infinity, which JSON lacks (use `None` instead).
     """
     atomic_write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def strict_json(data: bytes, *, nan: bool = False) -> Any:
-    """Parse strict JSON: UTF-8, no duplicate keys, no NaN unless `nan`.
+    """Parse strict JSON: UTF-8, without duplicate keys, and without NaN unless `nan`.
 
     Raises:
-        ValueError: it is not, is nested too deeply, or has a number of thousands of digits.
+        ValueError: the data is not strict JSON, is nested too deeply, or contains a huge number.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(value := dict(pairs)) < len(pairs):
-            raise ValueError("a key occurs twice")
+            raise ValueError("a key occurs twice in an object")
         return value
 
     def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not a number in JSON")
+        raise ValueError(f"{name} is not valid JSON")
 
     try:
         constant = None if nan else refuse
@@ -151,23 +151,24 @@ def strict_json(data: bytes, *, nan: bool = False) -> Any:
 
 
 def size_of(path: str | Path) -> int:
-    """Return the size in bytes of a regular file, or of one that a link points to.
+    """Return the size in bytes of a regular file, following symbolic links.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CorruptFileError: a device, a pipe or a folder.
+        FileNotFoundError: the file does not exist.
+        CorruptFileError: the path is a device, a pipe or a folder.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise CorruptFileError(f"{path} is a device, a pipe or a folder; expected a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def sha256_file(path: str | Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal, reading it block by block.
+    """Compute the SHA-256 of a file, in hexadecimal.
 
     Raises:
-        FileNotFoundError, CorruptFileError: as `size_of`.
+        FileNotFoundError: the file does not exist.
+        CorruptFileError: the path is a device, a pipe or a folder.
     """
     size_of(path)
     digest = hashlib.sha256()
@@ -178,39 +179,39 @@ def sha256_file(path: str | Path) -> str:
 
 
 def release_pages(array: Any) -> None:
-    """Release the memory pages of a read-only mapped array; other arrays are left alone.
+    """Release the memory of a read-only `numpy.memmap`; do nothing for other arrays.
 
-    Pages that are needed again are read again. Without this, a file that is read from end to end
-    stays in memory.
+    Without it, all pages that have been read stay in memory. Released pages are read again when
+    they are needed.
     """
-    mapped = getattr(array, "_mmap", None)  # of a numpy.memmap; changes in mode "c" would be lost
+    mapped = getattr(array, "_mmap", None)  # with mode "c", changes would be lost
     if mapped is not None and array.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def why_refused(error: pickle.UnpicklingError) -> str:
-    """Return why `torch.load` refused a file; its own message advises to load it anyway."""
-    wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-    what = f"it asks for {wanted[1]}, which might run code" if wanted else "it is something else"
-    return f"{what}; it was refused, and nothing was executed"
+    """Say why `torch.load` refused a file, without the advice of its message to load it anyway."""
+    name = re.search(r"GLOBAL ([\w.]+)", str(error))
+    what = f"it contains {name[1]}, which might run code" if name else "it is not a file of tensors"
+    return f"{what}, so it was refused and nothing was executed"
 
 
 def save_tensors(path: str | Path, tensors: Any) -> None:
-    """`torch.save` through `atomic_write`."""
+    """Write tensors to a file atomically, with `torch.save`."""
     atomic_write(path, lambda file: torch.save(tensors, file))
 
 
 def load_tensors(path: str | Path, mmap: bool = False) -> Any:
-    """`torch.load` of tensors and plain containers, to the CPU; nothing in the file is executed.
+    """Load tensors and plain containers to the CPU, without executing code from the file.
 
     Args:
-        path: a file by `save_tensors` or `torch.save`.
-        mmap: map the tensors instead of reading them.
+        path: a file written by `save_tensors` or `torch.save`.
+        mmap: whether to memory-map the tensors instead of reading them.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CorruptFileError: empty, cut off, not a regular file of tensors, larger in memory than on
-            the disk, or a pickle that wants to run code.
+        FileNotFoundError: the file does not exist.
+        CorruptFileError: the file is damaged, contains anything but tensors and plain containers,
+            or would be larger in memory than on the disk.
     """
     size = size_of(path)
     try:
@@ -220,10 +221,10 @@ def load_tensors(path: str | Path, mmap: bool = False) -> Any:
                 parts = archive.infolist()
             stored = all(part.compress_type == zipfile.ZIP_STORED for part in parts)
             if not stored or sum(part.file_size for part in parts) > size:
-                raise ValueError("its parts are compressed or overlap, which torch.save never does")
+                raise ValueError("its parts are compressed or overlap, unlike those of torch.save")
         mmap = mmap and is_zip  # torch's older format cannot be mapped
         return torch.load(str(path), weights_only=True, map_location="cpu", mmap=mmap)
-    except Exception as error:  # each kind of damage has an exception of its own
+    except Exception as error:  # the exception depends on the kind of damage
         cut = isinstance(error, OSError) and error.errno == errno.EINVAL  # a seek before its start
         if isinstance(error, OSError | MemoryError) and not cut:
             raise
@@ -231,7 +232,6 @@ def load_tensors(path: str | Path, mmap: bool = False) -> Any:
         if isinstance(error, pickle.UnpicklingError):
             reason = why_refused(error)
         raise CorruptFileError(
-            f"{path} cannot be read as a file of tensors: {reason}. "
-            "Expected tensors in plain containers, as torch.save writes them; delete the file or "
-            "write it again."
+            f"{path} cannot be read as a file of tensors: {reason}. Expected tensors in plain "
+            "containers, written by torch.save: delete the file, or write it again."
         ) from error

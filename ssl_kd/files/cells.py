@@ -1,8 +1,9 @@
-r"""Text of a data set in tables and lists: no name breaks a row, or is a formula in a spreadsheet.
+r"""Escape text for CSV files and lists, so that no name breaks a row or becomes a formula.
 
-A spreadsheet takes a cell that begins with `= + - @`, a tab or a line break for a formula, even
-where the CSV quotes it. Such a cell gets an apostrophe in front, in every CSV that we write; what
-reads one takes it off again. So does an apostrophe before such a text, and both ways are exact.
+Spreadsheets interpret a cell that begins with `= + - @`, a tab or a line break as a formula, even
+if the CSV file quotes it. Such a cell gets a leading apostrophe when it is written, and loses the
+apostrophe when it is read. Text that begins with apostrophes before such a character also gets one,
+so that every text is restored exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _NO_LINE = re.compile(r'[\x00-\x1f\x7f-\x9f\u2028\u2029]|\A"')
 
 
 def to_cell(text: str) -> str:
-    """Return the text as the value of a cell; a number stays one.
+    """Escape a text for a CSV cell; numbers are not changed.
 
     >>> to_cell("=1+1.jpg"), to_cell("a=b.jpg"), to_cell("-1"), to_cell("'=x")
     ("'=1+1.jpg", 'a=b.jpg', '-1', "''=x")
@@ -27,7 +28,7 @@ def to_cell(text: str) -> str:
 
 
 def from_cell(text: str) -> str:
-    """Return the text that `to_cell` made a cell of; any other as it is.
+    """Restore the text that `to_cell` has escaped; other texts are not changed.
 
     >>> from_cell("'=1+1.jpg"), from_cell("'tis.jpg")
     ('=1+1.jpg', "'tis.jpg")
@@ -36,13 +37,13 @@ def from_cell(text: str) -> str:
 
 
 def csv_field(text: str) -> str:
-    """Return a cell as it stands in a line of CSV: in quotes where something in it needs them."""
+    """Escape a text for a field of a CSV line, with quotes if necessary."""
     cell = to_cell(text)
     return '"{}"'.format(cell.replace('"', '""')) if _QUOTED.search(cell) else cell
 
 
 def to_cells(table: arrow.Table) -> arrow.Table:
-    """Return a table whose columns of text are cells."""
+    """Escape all string columns of a table by `to_cell`."""
     for place, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
         if arrow.types.is_string(column.type):
             cells = [None if text is None else to_cell(text) for text in column.to_pylist()]
@@ -51,13 +52,13 @@ def to_cells(table: arrow.Table) -> arrow.Table:
 
 
 def from_cells(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
-    """Return the original text of a column of cells."""
+    """Restore the texts of a column that was escaped by `to_cell`."""
     texts = [None if cell is None else from_cell(cell) for cell in column.to_pylist()]
     return arrow.chunked_array([arrow.array(texts, arrow.string())])
 
 
 def one_line(name: str) -> str:
-    r"""Return a name as a line of a list; in JSON's quotes where it could break or forge a line.
+    r"""Format a name as one line, as a JSON string if it contains control characters.
 
     >>> print(one_line("a b.jpg"), one_line("a\nb.jpg"), one_line('"c".jpg'))
     a b.jpg "a\nb.jpg" "\"c\".jpg"

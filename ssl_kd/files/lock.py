@@ -1,4 +1,4 @@
-"""One writer at a time: a lock between processes on a file."""
+"""Lock a file, so that only one process writes at a time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ssl_kd.errors import UserError
 
 
 class LockHeld(UserError, RuntimeError):
-    """Another writer is at work on the same files."""
+    """Raised if another writer holds the lock."""
 
 
 class Lock:
-    """A lock between processes (and within one) that a killed holder cannot leave behind.
+    """A context manager that holds a lock, which the system releases if the process dies.
 
-    A context manager. The file at `path` holds the process id of the holder and stays when the
-    lock is released; only the lock on it counts.
+    The lock excludes other processes and other threads. The file contains the process id of the
+    holder, and is not removed when the lock is released.
 
     Args:
-        path: the file; on a network file system it holds between machines as far as that has locks.
+        path: file to lock. Whether other machines see the lock depends on the network file system.
         wait: seconds to wait for another holder.
 
     Raises:
-        LockHeld: on entering, when another holder has it so long; the message names its process.
-        OSError: the file cannot be opened, or its file system has no locks.
+        LockHeld: on entering, another holder did not release the lock in time.
+        OSError: the file cannot be opened, or the file system does not support locks.
     """
 
     def __init__(self, path: str | Path, wait: float = 0):
@@ -48,8 +48,8 @@ class Lock:
             except OSError:  # on Windows no other process can read a locked file
                 holder = ""
             raise LockHeld(
-                f"process {holder or 'unknown'} holds {self.path}: one writer at a time. "
-                "Wait until it has finished, or stop it."
+                f"process {holder or 'unknown'} holds {self.path}, and only one writer is allowed: "
+                "wait until that process has finished, or stop it"
             ) from error
         return self
 

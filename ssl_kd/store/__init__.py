@@ -1,4 +1,4 @@
-"""Caches of teacher outputs in verified shards, and nearest neighbors."""
+"""Cache teacher outputs in verified shards, and find nearest neighbors."""
 
 from ssl_kd.store.approximate import find_neighbors, kept_neighbors
 from ssl_kd.store.embeddings import EmbeddingStore, EmbeddingWriter

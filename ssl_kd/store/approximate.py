@@ -1,9 +1,9 @@
-"""Approximate nearest neighbors of many rows: an IVF index of FAISS whose vectors stay on disk.
+"""Find approximate nearest neighbors of many rows, with an IVF index of FAISS on disk.
 
-k-means assigns every row to one of about `2 sqrt(n)` cells; a row is compared with those in the
-`nprobe` cells nearest to it, rounded to float16. Exact neighbors of a few rows are computed first:
-`nprobe` is the smallest number of cells that hold enough of those of one half, and the recall is
-measured on the other half.
+k-means assigns every row to one of about `2 sqrt(n)` cells. A row is compared, in float16, only
+with the rows in the `nprobe` cells nearest to it. To choose `nprobe`, the exact neighbors of a
+sample of rows are computed: one half of the sample determines `nprobe`, and the recall is measured
+on the other half.
 
 References:
     Jegou et al., Product quantization for nearest neighbor search, PAMI 2011, section IV (IVF).
@@ -35,9 +35,9 @@ from ssl_kd.store.embeddings import EmbeddingStore
 from ssl_kd.store.neighbors import (
     cached_neighbors,
     check_k,
-    kept_exactly,
     load_faiss,
     nearest_among,
+    saved_exact,
     search_on,
 )
 from ssl_kd.training.clock import Clock
@@ -45,16 +45,16 @@ from ssl_kd.training.clock import Clock
 logger = logging.getLogger(__name__)
 
 SEARCHES = ("auto", "exact", "ivf")
-EXACT_ROWS = 100_000  # up to which all pairs are compared: minutes
+EXACT_ROWS = 100_000  # largest set for which all pairs are compared, in minutes
 CELLS_PER_ROOT, MOST_CELLS = 2, 65_536
 POINTS_PER_CELL = 64  # of k-means
-# Enough cells are probed to hold this share of the neighbors of some rows; for other rows, on which
-# the recall is measured, it should be at least RECALL.
+# nprobe is chosen for the recall SOUGHT on one half of the sampled rows. A warning is logged if the
+# recall on the other half is below RECALL.
 SOUGHT, RECALL = 0.995, 0.99
-QUERY_ROWS = 2048  # one half to choose nprobe, the other to measure the recall
+QUERY_ROWS = 2048  # sampled rows, both halves
 SEED = 0
-BLOCK_BYTES = 64 << 20  # vectors read at once
-PART_BYTES = 256 << 20  # an index in memory before it is written to disk
+BLOCK_BYTES = 64 << 20  # size of the vectors read at once
+PART_BYTES = 256 << 20  # largest size of an index in memory
 
 Progress = Callable[[int, int], None]
 
@@ -67,39 +67,39 @@ def find_neighbors(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Find the k nearest other rows of a store by cosine, and keep them beside it.
+    """Find the k nearest other rows by cosine similarity, and save them in the store's folder.
 
-    An `ivf` search needs memory for k-means' sample, 128 sqrt(n) rows, and a few bytes per row. Its
-    neighbors are kept in `neighbours_{split}.npy`, and the record in `neighbours_{split}.json`. The
-    same embeddings and number of threads give the same neighbors.
+    An `ivf` search needs memory for the sample of k-means, 128 sqrt(n) rows, and a few bytes per
+    row. It saves the neighbors in `neighbours_{split}.npy`, and the record in
+    `neighbours_{split}.json`. The same embeddings and number of threads give the same neighbors.
 
     Args:
         store: the embeddings.
-        k: number of neighbors, 1 ... n - 1.
-        search: `exact`, `ivf`, or `auto`: exact up to `EXACT_ROWS` rows.
+        k: number of neighbors, from 1 to n - 1.
+        search: `exact`, `ivf`, or `auto` (exact up to `EXACT_ROWS` rows).
         device: device of an exact search; an `ivf` search runs on the CPU.
         progress: called with (rows done, n).
 
     Returns:
-        Integer `[n, k]`, nearest first, of an `ivf` search int32 (int64 from 2^31 rows on) and
-        mapped from the file; and a record: `index`, `recall`, and of an `ivf` search `nlist`,
-        `nprobe`, `queries` (rows that the recall is measured on), `compared` (the share of all
-        pairs) and `seconds`.
+        The neighbors, integers `[n, k]`, nearest first, and a record of the search. An `ivf` search
+        returns int32 (int64 from 2^31 rows on), memory-mapped from the file. The record contains
+        `index` and `recall`; for an `ivf` search also `nlist`, `nprobe`, `queries` (number of rows
+        on which the recall was measured), `compared` (fraction of all pairs) and `seconds`.
 
     Raises:
-        ValueError: an unknown search.
-        InputError: the disk has no room for the index.
-        LockHeld: another process is searching here.
+        ValueError: `search` is unknown.
+        InputError: k is out of range, or the disk has too little space for the index.
+        LockHeld: another process is searching in this folder.
     """
     if not by_index(store, search):
         neighbors = cached_neighbors(store, k, device=device, progress=progress)
         return neighbors, {"index": "exact", "recall": 1.0}
     check_k(k, store.n)
-    if kept := _kept(store, k):
-        return kept
+    if saved := _saved(store, k):
+        return saved
     with Lock(store.folder / f".neighbours_{store.split}.lock"):
-        if kept := _kept(store, k):  # another process has just finished
-            return kept
+        if saved := _saved(store, k):  # another process has just finished
+            return saved
         work = store.folder / f"neighbours_{store.split}.partial"
         shutil.rmtree(work, ignore_errors=True)
         _check_space(store, k)
@@ -110,7 +110,7 @@ def find_neighbors(
             shutil.rmtree(work, ignore_errors=True)
     if record["recall"] < RECALL:
         logger.warning(
-            "the recall of the neighbors is %.3f, below %.2f: a smaller PCA_DIM raises it",
+            "the recall of the neighbors is %.3f; expected at least %.2f: set a smaller PCA_DIM",
             record["recall"],
             RECALL,
         )
@@ -118,11 +118,7 @@ def find_neighbors(
 
 
 def by_index(store: EmbeddingStore, search: str = "auto") -> bool:
-    """Return whether `find_neighbors` uses an index, and maps its result from a file.
-
-    Raises:
-        ValueError: an unknown search.
-    """
+    """Return whether `find_neighbors` searches with an index instead of comparing all pairs."""
     if search not in SEARCHES:
         raise ValueError(f"search is {search!r}; expected one of {', '.join(SEARCHES)}")
     return search == "ivf" or (search == "auto" and store.n > EXACT_ROWS)
@@ -131,18 +127,18 @@ def by_index(store: EmbeddingStore, search: str = "auto") -> bool:
 def kept_neighbors(
     store: EmbeddingStore, k: int, *, search: str = "auto", verify: bool = True
 ) -> Tensor | None:
-    """Return the neighbors kept beside the store; None if `find_neighbors` would have to search.
+    """Load the neighbors that `find_neighbors` saved for a store; return None if there are none.
 
     Args:
         store: the embeddings.
         k: number of neighbors.
-        search: `exact`, `ivf` or `auto`.
-        verify: read a mapped file once to check its checksum.
+        search: `exact`, `ivf` or `auto`, as in `find_neighbors`.
+        verify: whether to read a mapped file once to check its checksum.
     """
     if not by_index(store, search):
-        return kept_exactly(store, k)
-    kept = _kept(store, k, verify)
-    return None if kept is None else kept[0]
+        return saved_exact(store, k)
+    saved = _saved(store, k, verify)
+    return None if saved is None else saved[0]
 
 
 def _paths(store: EmbeddingStore) -> tuple[Path, Path]:
@@ -150,22 +146,22 @@ def _paths(store: EmbeddingStore) -> tuple[Path, Path]:
     return stem.with_suffix(".npy"), stem.with_suffix(".json")
 
 
-def _kept(
+def _saved(
     store: EmbeddingStore, k: int, verify: bool = True
 ) -> tuple[Tensor, dict[str, Any]] | None:
-    """Return neighbors and record if they were written for these embeddings and k or more."""
+    """Load neighbors and record; return None if they belong to other embeddings or are too few."""
     path, record_path = _paths(store)
     try:
         record = json.loads(record_path.read_text(encoding="utf-8"))
         if record["digest"] != store.digest or record["k"] < k:
             return None
         if verify and sha256_file(path) != record["sha256"]:
-            raise CorruptFileError(f"{path} has another checksum than when it was written")
+            raise CorruptFileError(f"{path} has changed since it was written")
         return _mapped(path)[:, :k], record
     except FileNotFoundError:
         return None
     except (CorruptFileError, ValueError, KeyError, TypeError) as error:
-        logger.warning("neighbors are computed again: %s", error)
+        logger.warning("the saved neighbors cannot be used and are computed again: %s", error)
         return None
 
 
@@ -175,13 +171,13 @@ def _mapped(path: Path) -> Tensor:
 
 
 def _check_space(store: EmbeddingStore, k: int) -> None:
-    """Raise InputError if the index, in parts and merged, does not fit on the disk."""
+    """Raise InputError unless the disk has space for the index, both in parts and merged."""
     needed = store.n * (2.25 * (2 * store.dim + 8) + 8 * k)
     free = shutil.disk_usage(store.folder).free
     if needed > free:
         raise InputError(
-            f"the neighbors of {store.n:,} rows need {needed / 2**30:.1f} GiB in {store.folder} "
-            f"during the search, and {free / 2**30:.1f} GiB are free: free some space, or choose "
+            f"searching the neighbors of {store.n:,} rows takes {needed / 2**30:.1f} GiB in "
+            f"{store.folder}, but {free / 2**30:.1f} GiB are free: free some space, or choose "
             "another folder with --embeddings_dir"
         )
 
@@ -189,7 +185,7 @@ def _check_space(store: EmbeddingStore, k: int) -> None:
 def _searched(
     store: EmbeddingStore, k: int, work: Path, progress: Progress | None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Build the index, search it for every row, and write the result and its record."""
+    """Build the index, search the neighbors of every row, and write them with their record."""
     clock, (path, record_path) = Clock(), _paths(store)
     with clock("train"):
         index = _trained(store)
@@ -207,13 +203,13 @@ def _searched(
     stats.reset()
     with clock("search"):
         dtype, temporary = np.int32 if store.n < 2**31 else np.int64, work / path.name
-        found = np.lib.format.open_memmap(temporary, "w+", dtype, (store.n, k))
+        result = np.lib.format.open_memmap(temporary, "w+", dtype, (store.n, k))
         for start, block in _unit_blocks(store):
             stop = start + len(block)
-            found[start:stop] = _lookup(index, block, torch.arange(start, stop), k).numpy()
+            result[start:stop] = _lookup(index, block, torch.arange(start, stop), k).numpy()
             if progress is not None:
                 progress(stop, store.n)
-        found.flush()
+        result.flush()
     os.replace(temporary, path)
     neighbors = _mapped(path)
     record = {
@@ -234,7 +230,6 @@ def _searched(
 
 
 def _unit(embeddings: Tensor) -> Tensor:
-    """Scale rows to length 1; a row of zeros stays zero."""
     return safe_normalize(embeddings).contiguous()
 
 
@@ -244,7 +239,7 @@ def _unit_blocks(store: EmbeddingStore) -> Iterator[tuple[int, Tensor]]:
 
 
 def _trained(store: EmbeddingStore) -> Any:
-    """Return an empty index whose cells come from k-means on a random part of the rows."""
+    """Return an empty index, with cells from k-means on a random sample of the rows."""
     faiss, cells = load_faiss(), min(CELLS_PER_ROOT * math.isqrt(store.n), MOST_CELLS, store.n)
     index = faiss.IndexIVFScalarQuantizer(
         faiss.IndexFlatIP(store.dim),
@@ -252,7 +247,7 @@ def _trained(store: EmbeddingStore) -> Any:
         cells,
         faiss.ScalarQuantizer.QT_fp16,
         faiss.METRIC_INNER_PRODUCT,
-        False,  # stores vectors, not residuals: those would be rounded no better
+        False,  # vectors, not residuals, which would not be more precise
     )
     index.cp.seed, index.cp.spherical = SEED, True
     index.cp.min_points_per_centroid = 1  # FAISS warns below 39
@@ -268,8 +263,8 @@ def _trained(store: EmbeddingStore) -> Any:
 
 
 def _fill(index: Any, store: EmbeddingStore, work: Path) -> None:
-    """Add all rows to an empty index: in parts that fit in memory, merged into a mapped file."""
-    faiss, centroids = load_faiss(), 4 * index.nlist * store.dim  # each part holds them
+    """Add all rows to an empty index, in parts that fit in memory, and merge them on disk."""
+    faiss, centroids = load_faiss(), 4 * index.nlist * store.dim  # bytes in each part
     most = max(1, max(PART_BYTES, 8 * centroids) // (2 * store.dim + 8))
     parts, part, rows = [], faiss.clone_index(index), 0
     for start, block in _unit_blocks(store):
@@ -281,11 +276,11 @@ def _fill(index: Any, store: EmbeddingStore, work: Path) -> None:
             parts.append(faiss.read_index(str(path), faiss.IO_FLAG_MMAP))
             path.unlink()  # stays mapped
             part, rows = faiss.clone_index(index), 0
-            give_back_memory()  # its lists grew piece by piece
+            give_back_memory()  # the lists have grown in small steps
     lists = [part.invlists for part in parts]
     counts = np.array([[one.list_size(cell) for cell in range(index.nlist)] for one in lists])
     sizes = counts.sum(0).astype(np.uint64)
-    # Not merge_from_multiple, which prints on stdout.
+    # merge_from_multiple would print to stdout.
     merged = faiss.OnDiskInvertedLists(index.nlist, index.code_size, str(work / "cells.bin"))
     merged.set_all_lists_sizes(faiss.swig_ptr(sizes))
     merged.totsize = store.n * (index.code_size + 8)
@@ -303,7 +298,7 @@ def _fill(index: Any, store: EmbeddingStore, work: Path) -> None:
 
 
 def _probes(index: Any, x: Tensor, neighbors: Tensor) -> int:
-    """Return the fewest cells that hold `SOUGHT` of the neighbors `[b k, D]` of rows `[b, D]`."""
+    """Return how many cells contain the fraction `SOUGHT` of the neighbors of rows `[b, D]`."""
     cells = index.quantizer.search(neighbors.numpy(), 1)[1].reshape(len(x), -1, 1)
     ranks = [
         (index.quantizer.search(row[None], index.nlist)[1] == cell).argmax(1)
@@ -314,23 +309,22 @@ def _probes(index: Any, x: Tensor, neighbors: Tensor) -> int:
 
 
 def _lookup(index: Any, x: Tensor, itself: Tensor, k: int) -> Tensor:
-    """Return the k nearest rows in the probed cells, without the row itself: `[b, k]` int64."""
+    """Return the k nearest rows in the probed cells, except the row itself: int64 `[b, k]`."""
     rows = index.search(x.numpy(), k + 1)[1]
     nprobe = index.nprobe
-    while (short := (rows < 0).any(1)).any():  # these cells hold fewer: probe more
+    while (short := (rows < 0).any(1)).any():  # the cells have too few rows: probe more
         if nprobe == index.nlist:
             row = int(itself[torch.from_numpy(short)][0])
             raise InputError(
-                f"row {row} has fewer than {k} neighbors: it, or other rows, are not finite"
+                f"row {row} has fewer than {k} neighbors: this or other rows are not finite"
             )
         nprobe = min(2 * nprobe, index.nlist)
         more = load_faiss().SearchParametersIVF(nprobe=nprobe)
         rows[short] = index.search(x.numpy()[short], k + 1, params=more)[1]
     is_itself: NDArray = rows == itself.unsqueeze(1).numpy()
-    is_itself[~is_itself.any(1), -1] = True  # behind k duplicates
+    is_itself[~is_itself.any(1), -1] = True  # more than k duplicates
     return torch.from_numpy(rows[~is_itself].reshape(-1, k))
 
 
-def _recall(found: Tensor, truth: Tensor) -> float:
-    """Return the share of true neighbors `[b, k]` that are among those found `[b, k]`."""
-    return float((truth.unsqueeze(2) == found.unsqueeze(1)).any(2).double().mean())
+def _recall(neighbors: Tensor, truth: Tensor) -> float:
+    return float((truth.unsqueeze(2) == neighbors.unsqueeze(1)).any(2).double().mean())

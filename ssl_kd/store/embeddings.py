@@ -1,7 +1,7 @@
-"""The embeddings of one split: a cache with columns `embeddings` [m, D] and `labels` [m].
+"""Store the embeddings of one split, with the columns `embeddings` [m, D] and `labels` [m].
 
-The cache of the split `train` is called `embeddings_train`; for its files see
-`ssl_kd.store.shards`. Labels are int64, -1 where unknown.
+The cache of the split `train` is called `embeddings_train`; `ssl_kd.store.shards` describes its
+files. Labels are int64, -1 where unknown.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from ssl_kd.store.writer import ShardWriter
 
 # Larger values are implausible: the square of the norm approaches float32's limit.
 LARGEST = 1e12
-# So are values this many times the median row's largest value.
+# Values are also implausible if they exceed the largest value of the median row by this factor.
 LARGEST_RATIO = 1e6
-# Embeddings of real samples differ in size by ten or so, by fifty if their distribution has heavy
-# tails. Beyond that a few rows may dominate the sum of squares that scales the heads' input; only
-# then they are reported.
+# Sizes of real embeddings differ by a factor of about ten, or fifty in heavy-tailed distributions.
+# Larger rows are reported if they dominate the sum of squares that scales the heads' input.
 EXTREME_RATIO = 30
-# Cosines of rows whose directions spread by s differ by s squared: below a few units of float32's
-# resolution the nearest neighbors are rounding errors. Embeddings spread by 0.1 to 1.
+# If directions spread by s, cosines differ by s squared. Below a few units of float32's resolution
+# the nearest neighbors are decided by rounding errors. Real embeddings spread by 0.1 to 1.
 LEAST_SPREAD = (10 * torch.finfo(torch.float32).eps) ** 0.5
 ROWS_PER_SCAN = 8192
 STORED = ("float32", "float16", "bfloat16")
@@ -44,7 +43,7 @@ def row_peaks(embeddings: Tensor) -> Tensor:
 
 
 def is_bad(peaks: Tensor) -> Tensor:
-    """Return which rows are NaN, infinite or out of range, given their `row_peaks`."""
+    """Return which rows are NaN, infinite or implausibly large, given their `row_peaks`."""
     typical = peaks[peaks.isfinite() & (peaks > 0)]
     limit = LARGEST
     if len(typical):
@@ -53,15 +52,17 @@ def is_bad(peaks: Tensor) -> Tensor:
 
 
 def odd_rows(blocks: Iterable[Tensor], n_clusters: int) -> str:
-    """Describe problems of finite embeddings; return an empty string if there are none.
+    """Describe problems of finite embeddings that make clustering meaningless.
+
+    Reported are rows that outweigh all others together, rows of zeros, fewer distinct rows than
+    clusters, and rows that all point in nearly the same direction.
 
     Args:
         blocks: all rows in order, `[b, D]` each.
         n_clusters: number of clusters to find.
 
     Returns:
-        How many rows outweigh all others together, and how many are zero, with the first of each;
-        whether there are fewer distinct rows than clusters, or all have nearly one direction.
+        The problems in one line; empty if there are none.
     """
     peaks, distinct, n_units, units = [], set(), 0, torch.zeros((), dtype=torch.float64)
     enough = max(2, n_clusters)
@@ -81,19 +82,18 @@ def odd_rows(blocks: Iterable[Tensor], n_clusters: int) -> str:
         problems.append("all rows are the same: there is nothing to cluster")
     elif len(distinct) < n_clusters:
         problems.append(
-            f"{len(distinct)} distinct rows, {n_clusters} clusters: some clusters must stay empty, "
-            "so choose fewer"
+            f"{len(distinct)} distinct rows cannot fill {n_clusters} clusters: choose fewer"
         )
     elif n_units > 1 and spread < LEAST_SPREAD:
         problems.append(
-            f"all rows point almost the same way (directions spread by {spread:.2g}), so float32 "
-            "cannot rank neighbors by cosine: subtract each column's mean first"
+            f"all rows have almost the same direction (spread {spread:.2g}; expected at least "
+            f"{LEAST_SPREAD:.2g}), so float32 cannot rank neighbors by cosine: subtract the mean "
+            "of each column"
         )
     return "; ".join(problems)
 
 
 def _odd_sizes(peaks: Tensor) -> list[str]:
-    """Describe problems with the sizes of rows, given their `row_peaks`."""
     problems, typical = [], peaks[peaks > 0]
     if len(typical):
         ratio = (peaks / typical.median()).double()
@@ -102,13 +102,14 @@ def _odd_sizes(peaks: Tensor) -> list[str]:
             first = int(far.nonzero()[0])
             problems.append(
                 f"{int(far.sum())} of {len(peaks)} rows are at least {EXTREME_RATIO} times as "
-                f"large as the median row, first row {first} ({float(ratio[first]):.2g} times): "
-                "all other rows look alike beside them, so remove them from the data"
+                f"large as the median row, the first is row {first} "
+                f"({float(ratio[first]):.2g} times). They hide the differences between all other "
+                "rows: remove them from the data"
             )
     if len(zero := (peaks == 0).nonzero()):
         problems.append(
-            f"{len(zero)} of {len(peaks)} rows are zero throughout, first row {int(zero[0])}: they "
-            "are equally near to every sample"
+            f"{len(zero)} of {len(peaks)} rows contain only zeros, the first is row "
+            f"{int(zero[0])}. Their neighbors are arbitrary: remove them from the data"
         )
     return problems
 
@@ -116,12 +117,12 @@ def _odd_sizes(peaks: Tensor) -> list[str]:
 def _name(split: str) -> str:
     """Return the file name prefix of a split."""
     if not re.fullmatch(r"[A-Za-z0-9-]+", split):
-        raise ValueError(f"split is {split!r}; expected letters, digits and hyphens, like 'train'")
+        raise ValueError(f"split is {split!r}; expected letters, digits or hyphens, like 'train'")
     return f"embeddings_{split}"
 
 
 class EmbeddingStore(ShardStore):
-    """The verified embeddings of one split, with labels and names; made by `open`.
+    """The verified embeddings of one split, with labels and names. Use `open` to create one.
 
     Rows are numbered 0 to n - 1 in the order of the data set; samples that could not be read have
     no row.
@@ -129,13 +130,13 @@ class EmbeddingStore(ShardStore):
     Attributes:
         folder: folder of the files.
         split: name of the split.
-        manifest: the manifest, as written.
+        manifest: content of the manifest.
         n: number of rows.
         dim: length of a row.
-        labels: int64 [n], -1 where unknown; None if the data set has none.
+        labels: int64 [n], -1 where unknown; None if the data set has no labels.
         indices: int64 [n], each row's index in the data set.
-        class_names: names of the labels, or None.
-        fingerprint: what the embeddings were computed from.
+        class_names: names of the classes, or None.
+        fingerprint: identity of the teacher and the data.
     """
 
     fingerprint_type = Fingerprint
@@ -163,8 +164,8 @@ class EmbeddingStore(ShardStore):
             and not (-1 <= int(labels.min()) <= int(labels.max()) < known)
         ):
             raise CorruptFileError(
-                f"{self.folder / name}.json: class names must be strings, and labels below their "
-                f"number. {ANEW}"
+                f"{self.folder / name}.json: expected strings as class names, and labels below "
+                f"their number. {ANEW}"
             )
 
     @classmethod
@@ -180,18 +181,18 @@ class EmbeddingStore(ShardStore):
         """Open the cache of one split.
 
         Args:
-            folder: its folder.
+            folder: folder of the cache.
             split: `train` or `test`.
             expect: the required fingerprint; None accepts any.
-            verify: read all files once, and check checksums and every row for NaN, infinities and
-                values out of range. Sizes and shapes are always checked.
-            exclude_bad: exclude such rows instead of raising.
+            verify: whether to read all files once, and check their checksums and all rows for NaN,
+                infinities and implausibly large values. Sizes and shapes are always checked.
+            exclude_bad: whether to exclude bad rows instead of raising.
 
         Raises:
             FileNotFoundError: there is no complete cache.
-            FingerprintMismatch: it was computed from something else; names each difference.
-            CorruptFileError: a file is damaged; the message names it.
-            NonFiniteRow: a row is bad; the message names file, row and sample.
+            FingerprintMismatch: the cache was computed from other inputs.
+            CorruptFileError: a file is damaged.
+            NonFiniteRow: a row is bad, and `exclude_bad` is false.
         """
         name = _name(split)
         return cls(folder, name, expect=expect, verify=verify, exclude_bad=exclude_bad)
@@ -203,7 +204,7 @@ class EmbeddingStore(ShardStore):
 
     @classmethod
     def columns(cls, manifest: Manifest) -> Columns:
-        """Return the columns of a cache with this manifest."""
+        """Return the columns of the cache that a manifest describes."""
         if manifest["dtype"] not in STORED or manifest["dim"] < 1:
             raise ValueError(f"dtype {manifest['dtype'][:50]!r} of width {manifest['dim']}")
         dtype = getattr(torch, manifest["dtype"])
@@ -211,7 +212,10 @@ class EmbeddingStore(ShardStore):
 
     @classmethod
     def faults(cls, content: Content, whole: bool) -> dict[int, str]:
-        """Return rows that are NaN, infinite or out of range; the median needs a complete shard."""
+        """Return the reason for each row that is NaN, infinite or implausibly large, by position.
+
+        Rows are compared with the median row only if `whole`, that is, for a complete shard.
+        """
         peaks = row_peaks(content["embeddings"])
         bad = is_bad(peaks) if whole else ~(peaks <= LARGEST)
         return {
@@ -224,7 +228,7 @@ class EmbeddingStore(ShardStore):
 
     @classmethod
     def statistics(cls, content: Content) -> Manifest:
-        """Return extremes and norms of a shard, computed block by block."""
+        """Compute the extremes, the mean norm and the number of zero rows of a shard."""
         embeddings = content["embeddings"]
         low, high, norms, zeros = [], [], 0.0, 0
         for block in embeddings.split(ROWS_PER_SCAN):
@@ -244,7 +248,7 @@ class EmbeddingStore(ShardStore):
 
     @classmethod
     def total(cls, entries: list[Manifest]) -> Manifest:
-        """Combine the `statistics` of all shards."""
+        """Combine the statistics of all shards, given their entries in the manifest."""
         filled = [(entry["rows"], entry["statistics"]) for entry in entries if entry["rows"]]
         rows = sum(m for m, _ in filled)
         norms = sum(m * statistics["mean_norm"] for m, statistics in filled)
@@ -260,40 +264,40 @@ class EmbeddingStore(ShardStore):
         return f"EmbeddingStore({str(self.folder)!r}, {self.split!r}, n={self.n}, dim={self.dim})"
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the embeddings of some rows (integers [b], any order), float32 [b, D], a copy."""
+        """Return a copy of some rows, given by number in any order, as float32 [b, D]."""
         return self.take("embeddings", rows).float()
 
     def tensor(self) -> Tensor:
-        """Return all embeddings, float32 [n, D]."""
+        """Return all embeddings as one tensor, float32 [n, D]."""
         embeddings = torch.empty(self.n, self.dim)
         for start, block in self.blocks(ROWS_PER_SCAN):
             embeddings[start : start + len(block)] = block
         return embeddings
 
     def blocks(self, rows_per_block: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield all rows in order: `(first row, float32 [b, D])`, b <= `rows_per_block`."""
+        """Yield all rows in order, as `(number of the first row, float32 [b, D])`."""
         for start in range(0, self.n, rows_per_block):
             yield start, self.gather(torch.arange(start, min(start + rows_per_block, self.n)))
 
 
 class EmbeddingWriter(ShardWriter[EmbeddingStore]):
-    """Writes the cache of one split: a `ShardWriter` of embeddings and labels.
+    """Write the embeddings and labels of one split.
 
     Args:
         folder: folder of the cache.
         split: `train` or `test`.
-        fingerprint: what the embeddings are computed from.
-        n: number of samples in the data set, unreadable ones included.
+        fingerprint: identity of the teacher and the data.
+        n: number of samples in the data set, including unreadable ones.
         dim: length of an embedding.
-        dtype: stored dtype: float32, float16 or bfloat16 (reading gives float32); None: the dtype
-            of an existing cache of the same fingerprint, or else of the fingerprint.
-        labels: int64 [n], -1 where unknown; None if there are none.
-        ids: the n sample names.
-        class_names: names of the labels 0, 1, ...
+        dtype: stored dtype, float32, float16 or bfloat16; rows are always read as float32. None:
+            the dtype of an existing cache of the same fingerprint, otherwise `fingerprint.dtype`.
+        labels: int64 [n], -1 where unknown; None if there are no labels.
+        ids: names of the n samples.
+        class_names: names of the classes 0, 1, ...
         options: other arguments of `ShardWriter`.
 
     Raises:
-        FingerprintMismatch, CorruptFileError, NonFiniteRow, LockHeld: as a `ShardWriter`.
+        FingerprintMismatch, CorruptFileError, NonFiniteRow, LockHeld: see `ShardWriter`.
     """
 
     def __init__(
@@ -311,10 +315,12 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         **options: Any,
     ):
         if n < 1 or dim < 1:
-            raise ValueError(f"n is {n} and dim is {dim}; a cache needs at least 1 of each")
+            raise ValueError(f"n is {n} and dim is {dim}; expected at least 1 for both")
         if len(ids) != n or (labels is not None and labels.shape != (n,)):
             shape = None if labels is None else tuple(labels.shape)
-            raise ValueError(f"{len(ids)} ids and labels of shape {shape} for n = {n} samples")
+            raise ValueError(
+                f"there are {len(ids)} ids and labels of shape {shape}; expected n = {n} of both"
+            )
         stored = fingerprint.dtype if dtype is None else str(dtype).removeprefix("torch.")
         if stored not in STORED:
             raise ValueError(f"dtype is torch.{stored}; expected float32, float16 or bfloat16")
@@ -334,18 +340,18 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
             fingerprint,
             header,
             ids=ids,
-            # Labels are not part of what was computed; a run brings its own.
+            # Labels do not affect the embeddings, so each run uses its own.
             adopt=("labelled", "class_names", *(("dtype",) if dtype is None else ())),
             **options,
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        """The stored dtype."""
+        """The dtype in which embeddings are stored."""
         return self._columns["embeddings"][1]
 
     def append(self, embeddings: Tensor, rows: Tensor) -> None:
-        """Add the embeddings, floating [b, D], of increasing rows, int64 [b]; see `put`."""
+        """Add embeddings, floating-point [b, D], with increasing row numbers, int64 [b]."""
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
         self._check_rows(rows)
         self.put({"embeddings": embeddings, "labels": self._labels[rows]}, rows)

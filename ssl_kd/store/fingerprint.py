@@ -1,4 +1,4 @@
-"""Fingerprints: equal fingerprints mean equal cache content."""
+"""Identify what a cache was computed from: caches with equal fingerprints have equal content."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ssl_kd.errors import InputError
 
 
 class FingerprintMismatch(InputError):
-    """A cache was computed from something else than this run needs."""
+    """Raised if a cache was computed from another teacher or other data than this run needs."""
 
     def __init__(self, path: Path, differences: Sequence[str], way_out: str):
         self.path = path
         self.differences = list(differences)
         super().__init__(
-            f"{path} was made from something else: {'; '.join(differences)}. {way_out}"
+            f"{path} was computed from something else: {'; '.join(differences)}. {way_out}"
         )
 
 
@@ -30,14 +30,14 @@ _KINDS = {str: "str", int: "int", float: "float", bool: "bool", type(None): "Non
 
 @dataclass(frozen=True)
 class BaseFingerprint:
-    """Everything that determines a cache's content: strings and numbers, which JSON preserves."""
+    """The inputs that determine a cache's content, as strings and numbers for JSON."""
 
     way_out: ClassVar[str]
-    """A sentence that tells the user how to resolve a mismatch."""
+    """How to resolve a mismatch, as the last sentence of the error message."""
 
     @classmethod
     def odd(cls, values: Mapping[str, object]) -> list[str]:
-        """Return the names of values that are missing, unknown or of a wrong type."""
+        """Return the names of fields that are missing, unknown or of a wrong type in `values`."""
         kinds = {field.name: str(field.type).split(" | ") for field in fields(cls)}
         wrong = {
             name
@@ -48,9 +48,9 @@ class BaseFingerprint:
         return sorted(wrong | (kinds.keys() ^ values.keys()))
 
     def differences(self, expected: Self) -> list[str]:
-        """Describe each field in which this fingerprint (the cache's) and `expected` differ."""
+        """Describe each field in which this fingerprint, of a cache, differs from `expected`."""
         return [
-            f"{name}: cache has {cached!r}, this run asks for {getattr(expected, name)!r}"
+            f"{name}: cache has {cached!r}, this run needs {getattr(expected, name)!r}"
             for name, cached in vars(self).items()
             if cached != getattr(expected, name)
         ]
@@ -63,23 +63,23 @@ class BaseFingerprint:
 
 @dataclass(frozen=True)
 class Fingerprint(BaseFingerprint):
-    """Everything that determines a teacher's embeddings.
+    """The inputs that determine a teacher's embeddings.
 
     Args:
         teacher: name of the teacher.
-        weights: identity of its weights.
-        transform: identity of the preprocessing, with its image size.
-        dtype: what the teacher computed in.
-        data: identity of the data set's content, its order and its labels.
+        weights: identity of the teacher's weights.
+        transform: identity of the preprocessing, including the image size.
+        dtype: dtype in which the teacher computes.
+        data: identity of the data set: samples, order and labels.
 
     >>> a = Fingerprint("pixels", "none", "none", "float32", "digits")
     >>> a.differences(Fingerprint("dinov2_vits14", "none", "none", "float32", "digits"))
-    ["teacher: cache has 'pixels', this run asks for 'dinov2_vits14'"]
+    ["teacher: cache has 'pixels', this run needs 'dinov2_vits14'"]
     """
 
     way_out = (
-        "Keep it and name another folder with --embeddings_dir, or auto for one of this data and "
-        "teacher. --force-recompute replaces it."
+        "To keep this cache, choose another folder with --embeddings_dir (auto: a folder for this "
+        "data and teacher). To replace it, use --force-recompute."
     )
 
     teacher: str

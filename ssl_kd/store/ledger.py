@@ -1,4 +1,4 @@
-"""The manifests of a cache: that of the finished cache and that of unfinished writers."""
+"""Coordinate several writers of one cache through its manifests."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from ssl_kd.store.shards import Manifest, ShardStore, shard_file, write_manifest
 
 logger = logging.getLogger(__name__)
 
-# To change the manifest and rename files, which takes milliseconds.
-SECONDS_TO_WAIT = 120
+SECONDS_TO_WAIT = 120  # for the lock on the manifest, which is held for milliseconds
 
 
 class Ledger:
-    """The two manifests of a cache, read and changed by any number of writers on any machines.
+    """Read and update the two manifests of a cache for any number of writers on any machines.
 
-    Finished content is in `folder`, unfinished content in `partial`, whose manifest lists the
-    complete shards. It is changed under a lock that is held for milliseconds, so no entry is lost;
-    if two writers compute a shard, the first one's is kept.
+    The finished cache is in `folder`. The unfinished one is in `partial`, with a manifest that
+    lists the complete shards. Manifests are changed under a lock, so no entry is lost; if two
+    writers compute the same shard, the first one is kept.
 
-    The arguments are those of `ShardWriter`, except `shared`: whether other writers store other
-    shards.
+    `shared` says whether other writers store other shards; see `ShardWriter` for the other
+    arguments.
 
     Attributes:
-        partial: the folder of unfinished content.
-        header: as given; `look` updates adopted fields.
-        shard_rows: as given; a cache of the same fingerprint keeps its own.
+        partial: folder of the unfinished cache.
+        header: fields of the manifest; `look` updates those in `adopt`.
+        shard_rows: rows per shard; `look` takes them from an existing cache.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Ledger:
         self.kind, self.folder, self.name, self.fingerprint = kind, folder, name, fingerprint
         self.header, self.shard_rows = header, shard_rows
         self.force, self.rebuild, self._shared = force, rebuild, shared
-        self._anew: dict[str, bool] = {}  # in the manifest of `partial`: the finished is ignored
+        self._anew: dict[str, bool] = {}  # marks an unfinished cache that replaces the finished one
         self.partial = folder / f"{name}.partial"
         self._adopt = adopt
         self._refused: Collection[Manifest] = ()
@@ -66,11 +65,11 @@ class Ledger:
         return -(-self.header["n"] // self.shard_rows)
 
     def shard_of(self, entry: Manifest) -> int:
-        """Return the number of an entry's shard."""
+        """Return the shard number of a manifest entry."""
         return entry["start"] // self.shard_rows
 
     def rows(self, shard: int) -> tuple[int, int]:
-        """Return the rows of the data set in a shard, `(start, stop)`."""
+        """Return the rows of the data set that a shard covers, as `(start, stop)`."""
         return shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.header["n"])
 
     def file(self, shard: int) -> str:
@@ -78,20 +77,20 @@ class Ledger:
         return shard_file(self.name, shard, self.n_shards)
 
     def paths(self, entry: Manifest, place: Path) -> list[Path]:
-        """Return where the file of an entry in the manifest of `place` may be."""
-        # A writer killed while publishing has already moved some of its shards to the folder.
+        """Return the possible paths of a shard that the manifest in the folder `place` lists."""
+        # A writer that was killed while publishing has already moved some shards.
         places = [self.folder] if place == self.folder else [self.partial, self.folder]
         return [folder / entry["file"] for folder in places]
 
     def look(self) -> dict[Path, Manifest]:
-        """Return the manifests of this cache by folder, and adopt the form of the first.
+        """Read the manifests of this cache, by folder, and adopt the shard size of the first one.
 
         Raises:
-            FingerprintMismatch: there is only a cache of something else, and not `force`.
-            CorruptFileError: the finished manifest is damaged, and not `force`.
+            FingerprintMismatch: without `force`, the existing cache was computed from other inputs.
+            CorruptFileError: without `force`, the manifest of the finished cache is damaged.
         """
         same, foreign = self._read(begin=True)
-        if self.force:  # a share joins the others' new cache
+        if self.force:  # a writer of some shards joins the new cache of the others
             is_joined = self._shared and "anew" in same.get(self.partial, {})
             same = {self.partial: same[self.partial]} if is_joined else {}
         elif foreign and not same:
@@ -105,8 +104,8 @@ class Ledger:
         """Start a new cache, even if a complete one exists.
 
         Args:
-            shards: to be computed by this writer.
-            join: keep what other writers of the new cache have stored.
+            shards: numbers of the shards that this writer computes.
+            join: whether to keep the other shards of an unfinished new cache.
         """
         with self._changing:
             same = self.look() if join else {}
@@ -118,11 +117,11 @@ class Ledger:
             self._list({n: entry for n, entry in numbered.items() if n not in shards})
 
     def begin(self, stored: Mapping[int, Manifest], refused: Collection[Manifest]) -> None:
-        """Start writing: join unfinished writers of this cache, or start a new one.
+        """Start writing: join the unfinished cache of other writers, or start a new one.
 
         Args:
-            stored: entries of intact shards.
-            refused: entries of shards that have to be recomputed.
+            stored: manifest entries of intact shards, by shard number.
+            refused: manifest entries of shards that have to be recomputed.
         """
         self._refused = refused
         with self._changing:
@@ -131,19 +130,19 @@ class Ledger:
                 self._join(same, stored, refused)
 
     def add(self, ready: Path, entry: Manifest, stored: Mapping[int, Manifest]) -> Manifest:
-        """Enter a shard unless another writer has; a published shard is not changed.
+        """Add a shard to the manifest, unless another writer has already added it.
 
         Args:
-            ready: its file, which is moved or removed.
-            entry: its entry in the manifest.
-            stored: entries of other shards, in case the manifest is gone.
+            ready: file of the shard, which is moved to its place or removed.
+            entry: manifest entry of the shard.
+            stored: entries of other shards, in case the manifest was removed.
 
         Returns:
-            The entry that counts.
+            The entry that the manifest now contains for this shard.
 
         Raises:
-            FingerprintMismatch: writers of another cache have replaced it.
-            FileNotFoundError: another writer has published the cache, and removed `ready` with it.
+            FingerprintMismatch: other writers have replaced the cache by one of other inputs.
+            FileNotFoundError: another writer has published the cache and removed `ready`.
         """
         shard = self.shard_of(entry)
         with self._changing:
@@ -153,29 +152,29 @@ class Ledger:
             same = self._fitting(same)
             if shard in (published := self._published(same)):
                 ready.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # it contains others' files
+                with contextlib.suppress(OSError):  # other writers' files are in it
                     self.partial.rmdir()
                 return published[shard]
             entries = self._join(same, stored)
             if shard not in entries:
                 os.replace(ready, self.partial / entry["file"])
                 self._list(entries | {shard: entry})
-            for left in self.partial.glob(f"*{entry['file']}.*.tmp"):  # of killed writers, too
+            for left in self.partial.glob(f"*{entry['file']}.*.tmp"):  # also of killed writers
                 left.unlink(missing_ok=True)
         return entries.get(shard, entry)
 
     def publish(self) -> Manifest | None:
-        """Make the cache visible if all its shards are stored, by any writer.
+        """Move the cache to its final folder if all shards are stored.
 
         Returns:
-            Its manifest; None if a shard is missing.
+            The manifest, or None if a shard is missing.
         """
         with self._changing:
             same = self._fitting(self._read()[0])
-            listed = [(entry, place) for place, found in same.items() for entry in found["shards"]]
+            listed = [(entry, place) for place in same for entry in same[place]["shards"]]
             if len({self.shard_of(entry) for entry, _ in listed}) < self.n_shards:
                 return None
-            entries = {  # the unfinished writers' come last, and win
+            entries = {  # unfinished shards come last and override
                 self.shard_of(entry): entry
                 for entry, place in listed
                 if any(_has_size(path, entry["bytes"]) for path in self.paths(entry, place))
@@ -190,7 +189,7 @@ class Ledger:
     def _read(
         self, begin: bool = False
     ) -> tuple[dict[Path, Manifest], dict[Path, FingerprintMismatch]]:
-        """Return the manifests of this cache, and how those of another cache differ."""
+        """Read both manifests; return those of this cache, and errors for those of another one."""
         same: dict[Path, Manifest] = {}
         foreign: dict[Path, FingerprintMismatch] = {}
         for place in (self.folder, self.partial):
@@ -203,10 +202,10 @@ class Ledger:
                 if begin and place == self.folder and not (self.force or self.rebuild):
                     raise
                 if begin and not self.force:
-                    logger.warning("%s Starting over.", error)
+                    logger.warning("%s All shards are computed again.", error)
                 continue
             if differences := self._differences(manifest, cached):
-                if place == self.folder or manifest["shards"]:  # otherwise nothing would be lost
+                if place == self.folder or manifest["shards"]:  # an empty one may be replaced
                     way_out = self.fingerprint.way_out
                     foreign[place] = FingerprintMismatch(path, differences, way_out)
             else:
@@ -218,7 +217,7 @@ class Ledger:
 
     def _differences(self, manifest: Manifest, cached: BaseFingerprint) -> list[str]:
         return cached.differences(self.fingerprint) + [
-            f"{name}: cache has {manifest.get(name)}, this run asks for {value}"
+            f"{name}: cache has {manifest.get(name)}, this run needs {value}"
             for name, value in self.header.items()
             if name not in ("version", "fingerprint", *self._adopt) and manifest.get(name) != value
         ]
@@ -230,7 +229,7 @@ class Ledger:
         }
 
     def _published(self, same: Mapping[Path, Manifest]) -> dict[int, Manifest]:
-        """Return the shards of the finished cache, except those refused by this writer."""
+        """Return the entries of the finished cache, except those that this writer recomputes."""
         listed = same[self.folder]["shards"] if self.folder in same else []
         return {self.shard_of(entry): entry for entry in listed if entry not in self._refused}
 
@@ -240,11 +239,11 @@ class Ledger:
         stored: Mapping[int, Manifest],
         refused: Collection[Manifest] = (),
     ) -> dict[int, Manifest]:
-        """Return the entries of the unfinished manifest with `stored`; create it if necessary."""
+        """Add `stored` to the manifest of the unfinished cache, and return all its entries."""
         listed: dict[int, Manifest] | None = None
         if self.partial in same:
             listed = {self.shard_of(entry): entry for entry in same[self.partial]["shards"]}
-        elif self._path(self.partial).exists():  # of another cache
+        elif self._path(self.partial).exists():  # it belongs to another cache
             shutil.rmtree(self.partial, ignore_errors=True)
         intact = {n: entry for n, entry in (listed or {}).items() if entry not in refused}
         entries = {**stored, **intact}
@@ -268,9 +267,9 @@ class Ledger:
         }
 
     def _move(self, manifest: Manifest) -> None:
-        """Move all files to their final place, the manifest last.
+        """Move all files to the final folder, the manifest last.
 
-        If killed in between, the next writer finds each shard in one place or the other.
+        If this process is killed in between, the next writer finds each shard in either folder.
         """
         write_manifest(self._path(self.partial), manifest)
         current = [entry["file"] for entry in manifest["shards"]]
@@ -280,10 +279,10 @@ class Ledger:
         sync_folder(self.folder)
         os.replace(self._path(self.partial), self._path(self.folder))
         sync_folder(self.folder)
-        shutil.rmtree(self.partial, ignore_errors=True)  # another may be writing there
+        shutil.rmtree(self.partial, ignore_errors=True)  # another writer may use it
         for path in self.folder.glob(f"{self.name}*.pt"):
             is_shard = re.fullmatch(rf"{self.name}(_\d{{5}})?\.pt", path.name)
-            if is_shard and path.name not in current:  # of a cache that this one replaced
+            if is_shard and path.name not in current:  # of the replaced cache
                 path.unlink()
 
 

@@ -1,6 +1,7 @@
-"""Exact nearest neighbors, without the sample itself, in memory that does not grow with N².
+"""Find exact nearest neighbors without storing all N² similarities.
 
-Both sides are cut into blocks; of the candidates in each pair of blocks the best k so far are kept.
+Queries and candidates are processed in blocks. For each query block, the k best candidates so far
+are kept.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from ssl_kd.store.embeddings import EmbeddingStore
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "faiss", "torch")
+BLOCK_ROWS = 4096
+"""Rows in a block of queries or candidates; memory grows with the square."""
 
 Search = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""Queries `[b, D]`, candidates `[c, D]`, k -> the k largest dot products, and their columns."""
+"""Function of queries `[b, D]`, candidates `[c, D]` and k.
+
+It returns the k largest dot products of each query, `[b, k]`, and the rows of those candidates.
+"""
 
 
 def _with_one(x: Tensor) -> Tensor:
@@ -38,7 +43,7 @@ def _with_length(x: Tensor) -> Tensor:
 
 
 METRICS = {"cosine": (safe_normalize, safe_normalize), "euclidean": (_with_one, _with_length)}
-"""Metric -> transforms of queries and of candidates, so that the dot product ranks them."""
+"""Metric -> transforms of queries and candidates after which dot products rank the candidates."""
 
 
 def nearest_neighbors(
@@ -46,28 +51,27 @@ def nearest_neighbors(
     k: int,
     *,
     metric: str = "cosine",
-    backend: str = "auto",
     device: str | torch.device = "cpu",
-    block_rows: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Find the k nearest other rows of every row by comparing all pairs.
 
-    The row itself is excluded by its number, so a duplicate of it is a neighbor like any other. A
-    row of zeros is equally far from everything.
+    A row is never its own neighbor, but duplicates of it are neighbors like any other. A row of
+    zeros is equally far from all rows.
 
     Args:
-        embeddings: a store, or floating [n, D], finite.
-        k: number of neighbors, 1 ... n - 1.
-        metric: `cosine` or `euclidean`; center the rows first for the latter (float32).
-        backend: `faiss` (CPU only), `torch`, or `auto`: FAISS on a Linux CPU, torch elsewhere (two
-            OpenMP runtimes in one process may crash on macOS).
-        device: device of the torch backend.
-        block_rows: rows in a block on either side; memory grows with its square.
+        embeddings: a store, or finite floating-point rows [n, D].
+        k: number of neighbors, from 1 to n - 1.
+        metric: `cosine` or `euclidean`. For `euclidean`, center the rows first, since distances are
+            computed in float32.
+        device: device of the computation.
         progress: called with (rows done, n) after each block.
 
     Returns:
-        int64 [n, k] on the CPU, nearest first; ties in any order.
+        int64 [n, k] on the CPU, nearest first; the order of ties is arbitrary.
+
+    Raises:
+        InputError: k is out of range, or a row is not finite.
 
     >>> nearest_neighbors(torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 1.0]]), 1).tolist()
     [[1], [0], [1]]
@@ -75,19 +79,13 @@ def nearest_neighbors(
     n = len(embeddings)
     device = torch.device(device)
     check_k(k, n)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
-    if block_rows < 1:
-        raise ValueError(f"block_rows is {block_rows}; expected at least 1")
-    if backend == "faiss" and device.type != "cpu":
-        raise ValueError(f"backend 'faiss' computes on the CPU, device is {device}; use 'torch'")
-    search = search_on(device, backend)
+    search = search_on(device)
     if metric not in METRICS:
         raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
     as_query, as_candidate = METRICS[metric]
 
     def prepared(prepare: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Tensor]]:
-        for start, block in _blocks(embeddings, block_rows):
+        for start, block in _blocks(embeddings, BLOCK_ROWS):
             yield start, prepare(block.float()).to(device)
 
     on_gpu: list[tuple[int, Tensor]] | None = None
@@ -100,7 +98,7 @@ def nearest_neighbors(
     for first, queries in prepared(as_query):
         if not (finite := queries.isfinite().all(1)).all():
             row = first + int((~finite).nonzero()[0, 0])
-            raise InputError(f"row {row} is not finite in float32, so it has no nearest neighbors")
+            raise InputError(f"row {row} is not finite in float32: remove it, or scale the data")
         itself = torch.arange(first, first + len(queries), device=device)
         candidates = on_gpu or prepared(as_candidate)
         rows = nearest_among(queries, itself, candidates, k, search)
@@ -117,22 +115,22 @@ def nearest_among(
     k: int,
     search: Search,
 ) -> Tensor:
-    """Return the k candidates with the largest dot products, without the query itself.
+    """Find the k candidates with the largest dot products with each query, except the query itself.
 
     Args:
         queries: float32 `[b, D]`.
         itself: int64 `[b]`, the row number of each query.
-        candidates: blocks of rows `[c, D]`, each with the number of its first row.
+        candidates: blocks `(first row number, rows [c, D])`.
         k: number of neighbors.
-        search: a function returned by `search_on`.
+        search: the function returned by `search_on`.
 
     Returns:
-        int64 `[b, k]`, row numbers, nearest first; fewer columns if there are fewer rows.
+        Row numbers int64 `[b, k]`, nearest first; fewer columns if there are fewer candidates.
     """
     best = queries.new_empty(len(queries), 0)
     rows = itself.new_empty(len(queries), 0)
     for start, block in candidates:
-        # One more than k: the row itself may be among them.
+        # One more than k, since the query itself may be among the results.
         scores, columns = search(queries, block, min(k + 1, len(block)))
         columns = columns + start
         scores = scores.masked_fill(columns == itself.unsqueeze(1), -torch.inf)
@@ -149,38 +147,38 @@ def cached_neighbors(
     device: str | torch.device = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Compute `nearest_neighbors` of a store, and keep them in `neighbours_{split}.pt`.
+    """Return the `nearest_neighbors` of a store, and save them in `neighbours_{split}.pt`.
 
-    The file is reused for the same embeddings and the same or a smaller k; otherwise, or if it is
-    damaged, it is replaced.
+    A saved file is reused if it has the same embeddings and at least k neighbors, and is replaced
+    otherwise or if it is damaged.
     """
     check_k(k, store.n)
-    if (kept := kept_exactly(store, k)) is not None:
-        return kept
+    if (saved := saved_exact(store, k)) is not None:
+        return saved
     neighbors = nearest_neighbors(store, k, device=device, progress=progress)
     small = neighbors.int() if store.n < 2**31 else neighbors
     tensors = {"neighbours": small, "key": _key(store), "checksum": _checksum(small)}
     try:
         save_tensors(_path(store), tensors)
     except OSError as error:
-        logger.warning("neighbors are not kept for the next run: %s", error)
+        logger.warning("cannot save the neighbors for the next run: %s", error)
     return neighbors
 
 
-def kept_exactly(store: EmbeddingStore, k: int) -> Tensor | None:
-    """Return what `cached_neighbors` saved for these embeddings and k or more; else None."""
+def saved_exact(store: EmbeddingStore, k: int) -> Tensor | None:
+    """Load the neighbors saved by `cached_neighbors`; return None if there are none or too few."""
     path = _path(store)
     try:
         saved = load_tensors(path)
         neighbors = saved["neighbours"]
         if saved["checksum"] != _checksum(neighbors):
-            raise CorruptFileError(f"{path} has another checksum than when it was written")
+            raise CorruptFileError(f"{path} has changed since it was written")
         if saved["key"] == _key(store) and neighbors.shape[1] >= k:
             return neighbors[:, :k].long()
     except FileNotFoundError:
         pass
     except (CorruptFileError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("neighbors are computed again: %s", error)
+        logger.warning("the saved neighbors cannot be used and are computed again: %s", error)
     return None
 
 
@@ -193,12 +191,9 @@ def _key(store: EmbeddingStore) -> str:
 
 
 def check_k(k: int, n: int) -> None:
-    """Raise InputError unless 1 <= k < n."""
+    """Raise InputError unless a number of neighbors k is from 1 to n - 1."""
     if not 1 <= k < n:
-        raise InputError(
-            f"k is {k}, but each of {n} samples has {max(n - 1, 0)} other samples: expected "
-            "1 <= k < n"
-        )
+        raise InputError(f"k is {k}; expected 1 to {n - 1}, since there are {n} samples")
 
 
 def _checksum(neighbors: Tensor) -> str:
@@ -213,11 +208,11 @@ def _blocks(embeddings: EmbeddingStore | Tensor, rows: int) -> Iterator[tuple[in
             yield start, embeddings[start : start + rows].detach()
 
 
-def search_on(device: torch.device, backend: str = "auto") -> Search:
-    """Return the search function for a device."""
-    if backend == "auto":
-        backend = "faiss" if device.type == "cpu" and sys.platform == "linux" else "torch"
-    return _faiss_search if backend == "faiss" else _torch_search
+def search_on(device: torch.device) -> Search:
+    """Return the search function for a device: FAISS on a Linux CPU, otherwise torch."""
+    # On macOS the two OpenMP runtimes in one process may crash.
+    use_faiss = device.type == "cpu" and sys.platform == "linux"
+    return _faiss_search if use_faiss else _torch_search
 
 
 def _torch_search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -233,10 +228,10 @@ def _faiss_search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, 
 
 
 def load_faiss() -> Any:
-    """Import `faiss`, with as many threads as torch."""
-    with warnings.catch_warnings():  # its wrappers warn on import under Python 3.12
+    """Import `faiss`, and set its number of threads to that of torch."""
+    with warnings.catch_warnings():  # FAISS's wrappers warn on import under Python 3.12
         warnings.simplefilter("ignore", DeprecationWarning)
         import faiss
 
-    faiss.omp_set_num_threads(torch.get_num_threads())  # its OpenMP is not torch's
+    faiss.omp_set_num_threads(torch.get_num_threads())  # FAISS has its own OpenMP
     return faiss

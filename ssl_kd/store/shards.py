@@ -1,11 +1,12 @@
-"""Rows of named columns on disk, verified once, then read from memory-mapped shards.
+"""Read a cache of named columns: verify its files once, then memory-map them.
 
-Files of a cache called `NAME`:
+The files of a cache called `NAME`:
 
 - `NAME.pt`, or `NAME_00000.pt`, `NAME_00001.pt`, ... if one shard cannot hold all rows. Each is a
-  dictionary saved by `torch.save`: the columns, each [m, ...]; `indices` int64 [m] (the rows of the
-  data set); and `ids` (uint8, a JSON list of the samples' names).
-- `NAME.json`, the manifest: fingerprint, sizes, and the checksum and statistics of each shard.
+  dictionary saved by `torch.save`. It contains the columns, each [m, ...], `indices` int64 [m] (the
+  index of each row in the data set), and `ids` (uint8, the sample names as a JSON list).
+- `NAME.json`, the manifest. It contains the fingerprint, the sizes, and the checksum and statistics
+  of each shard.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets.lazy_strings import LazyStrings
+from ssl_kd.datasets.spill import LazyStrings
 from ssl_kd.errors import UserError
 from ssl_kd.files import CorruptFileError, atomic_write_json, load_tensors, sha256_file, size_of
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 
 REBUILD = "--rebuild_damaged rebuilds this shard alone"
-ANEW = "--force-recompute makes the whole cache anew"
+ANEW = "--force-recompute rebuilds the whole cache"
 
 Manifest = dict[str, Any]
 Content = dict[str, Tensor]
@@ -37,12 +38,12 @@ Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class NonFiniteRow(UserError, ValueError):
-    """A row that is NaN, infinite or far out of range.
+    """Raised for a row that is NaN, infinite or implausibly large.
 
     Attributes:
-        file: name of the shard.
-        row: the sample's row in the data set.
-        sample: its name.
+        file: name of the shard that contains the row.
+        row: index of the sample in the data set.
+        sample: name of the sample.
     """
 
     def __init__(self, file: str, position: int, row: int, sample: str, what: str):
@@ -59,31 +60,31 @@ def _checksum(manifest: Manifest) -> str:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a manifest with its own checksum."""
+    """Write a manifest, with a checksum of the manifest itself."""
     atomic_write_json(path, manifest | {"checksum": _checksum(manifest)})
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest.
+    """Read and verify a manifest.
 
     Raises:
-        FileNotFoundError: there is none.
-        CorruptFileError: it is damaged, or of another version.
+        FileNotFoundError: the file does not exist.
+        CorruptFileError: the file is damaged, or was written by another version.
     """
     size_of(path)
     try:
         manifest = json.loads(path.read_bytes())
         stated = manifest.pop("checksum")
         if stated != _checksum(manifest):
-            raise ValueError("its checksum does not match")
+            raise ValueError("the checksum does not match")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CorruptFileError(f"{path} is damaged ({reason}). {ANEW}") from error
     if manifest.get("version") != 1:
         version = json.dumps(manifest.get("version"))[:50]
         raise CorruptFileError(
-            f"{path} has version {version}, this library reads version 1. Use the library version "
-            f"that wrote it. {ANEW}"
+            f"{path} has version {version}; expected version 1. Use the version of ssl_kd that "
+            f"wrote the file. {ANEW}"
         )
     return manifest
 
@@ -96,7 +97,7 @@ _LEFT_OUT = {"row": int, "id": str, "reason": str}
 
 
 def odd_fields(values: object, kinds: Mapping[str, Any]) -> list[str]:
-    """Return the names of fields that are missing, of a wrong type, or not from 0 to 2^53."""
+    """Return the names of fields that are missing, have a wrong type, or are outside 0 to 2^53."""
     known = values if isinstance(values, dict) else {}
     return [
         name
@@ -112,73 +113,72 @@ def shard_file(name: str, shard: int, n_shards: int) -> str:
 
 
 def _check_shards(manifest: Manifest, name: str, row_bytes: int) -> None:
-    """Raise ValueError unless the shards are listed as by a writer, in order."""
+    """Raise ValueError unless the manifest lists valid shards in order."""
     size, n, last = manifest["shard_rows"], manifest["n"], -1
     for entry in manifest["shards"]:
         shard, stop = entry["start"] // max(size, 1), min(entry["start"] + size, n)
         file, rows = shard_file(name, shard, -(-n // max(size, 1))), stop - entry["start"]
         if entry["file"] != file or shard <= last or entry["start"] != shard * size:
-            raise ValueError(f"shard {entry['file'][:100]!r}: expected {file!r}, each once")
+            raise ValueError(f"shard {entry['file'][:100]!r}: expected {file!r}, listed once")
         if not 0 < rows == entry["stop"] - entry["start"] or rows != entry["rows"] + len(
             entry["unreadable"]
         ):
-            raise ValueError(f"{file}: rows that do not add up")
+            raise ValueError(f"{file}: the row counts do not add up")
         if entry["bytes"] < entry["rows"] * row_bytes:
             raise ValueError(f"{file}: {entry['bytes']} bytes cannot hold {entry['rows']} rows")
         last = shard
 
 
 class ShardStore:
-    """A verified cache; a subclass defines its columns and what a bad row is.
+    """A cache whose files are verified when it is opened.
 
-    Rows are numbered 0 to n - 1 in the order of the data set; samples that were left out have no
-    row.
+    A subclass defines the columns, and which rows count as bad. Rows are numbered 0 to n - 1 in the
+    order of the data set; samples that were left out have no row.
 
     Attributes:
         folder: folder of the files.
         name: prefix of the file names.
-        manifest: the manifest, as written.
+        manifest: content of the manifest.
         n: number of rows.
         indices: int64 [n], each row's index in the data set.
-        fingerprint: what the content was computed from.
+        fingerprint: identity of the teacher and the data that the content was computed from.
     """
 
     fingerprint_type: ClassVar[type[BaseFingerprint]]
     fields: ClassVar[Mapping[str, Any]]
-    """Fields of its manifest in addition to the common ones: name -> type."""
+    """Fields of the subclass's manifest in addition to the common ones: name -> type."""
 
     @classmethod
     def describe(cls, path: Path) -> tuple[Manifest, BaseFingerprint]:
-        """Read a manifest and its fingerprint.
+        """Read a manifest, and return it with its fingerprint.
 
         Raises:
-            FileNotFoundError: there is none.
-            CorruptFileError: it is damaged, or its fields are not those of this version.
+            FileNotFoundError: the file does not exist.
+            CorruptFileError: the file is damaged, or was written by another version.
         """
         manifest = read_manifest(path)
         try:
             if odd := cls._odd(manifest):
-                raise ValueError(f"{', '.join(odd)}: missing, of a wrong type or unknown")
+                raise ValueError(f"the fields {', '.join(odd)} are missing, mistyped or unknown")
             fingerprint = cls.fingerprint_type(**manifest["fingerprint"])
             columns = cls.columns(manifest).values()
             row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in columns)
             _check_shards(manifest, path.stem, row_bytes)
             shards = manifest["shards"]
             if manifest["statistics"].keys() != cls.total(shards).keys():
-                raise ValueError("statistics: not those of this version")
+                raise ValueError("statistics: the names are those of another version")
             if manifest["unreadable"] != [left for e in shards for left in e["unreadable"]]:
-                raise ValueError("unreadable: not those of its shards")
+                raise ValueError("unreadable: differs from the lists of the shards")
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise CorruptFileError(
-                f"{path} is not one of this version ({reason}). Use the library version that wrote "
-                f"it. {ANEW}"
+                f"{path} was written by another version of ssl_kd ({reason}). Use that "
+                f"version. {ANEW}"
             ) from error
         return manifest, fingerprint
 
     @classmethod
     def _odd(cls, manifest: Manifest) -> list[str]:
-        """Return the fields of a manifest that are missing, of a wrong type or unknown."""
         odd = odd_fields(manifest, {**_FIELDS, **cls.fields})
         shards = [] if "shards" in odd else manifest["shards"]
         odd += sorted({name for entry in shards for name in odd_fields(entry, _SHARD_FIELDS)})
@@ -191,22 +191,27 @@ class ShardStore:
 
     @classmethod
     def columns(cls, manifest: Manifest) -> Columns:
-        """Return the columns of a cache with this manifest."""
+        """Return the columns of the cache that a manifest describes."""
         raise NotImplementedError
 
     @classmethod
     def faults(cls, content: Content, whole: bool) -> dict[int, str]:
-        """Return bad rows: position -> reason; `whole`: `content` is a complete shard."""
+        """Return the reason for each bad row, by position.
+
+        Args:
+            content: columns of some rows.
+            whole: whether these are all rows of a shard.
+        """
         raise NotImplementedError
 
     @classmethod
     def statistics(cls, content: Content) -> Manifest:
-        """Return finite statistics of a shard's rows."""
+        """Compute the statistics of a shard, as finite numbers for the manifest."""
         raise NotImplementedError
 
     @classmethod
     def total(cls, entries: list[Manifest]) -> Manifest:
-        """Combine the `statistics` in the manifest's shard entries."""
+        """Combine the statistics of all shards, given their entries in the manifest."""
         raise NotImplementedError
 
     def __init__(
@@ -229,7 +234,7 @@ class ShardStore:
         if not n_shards or len(manifest["shards"]) != n_shards:
             raise CorruptFileError(
                 f"{path} lists {len(manifest['shards'])} of {n_shards} shards. --rebuild_damaged "
-                "embeds the others"
+                "computes the missing ones"
             )
         self._columns = self.columns(manifest)
         self._paths = [self.folder / entry["file"] for entry in manifest["shards"]]
@@ -263,7 +268,7 @@ class ShardStore:
 
     @classmethod
     def read_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> Content:
-        """Map a shard, and compare its shapes with the manifest."""
+        """Memory-map a shard; raise CorruptFileError if its shapes differ from the manifest."""
         m = entry["rows"]
         shapes = {
             key: ((m, *shape), dtype) for key, (shape, dtype) in cls.columns(manifest).items()
@@ -274,32 +279,32 @@ class ShardStore:
         content = shard if isinstance(shard, dict) else {}
         forms = {str(name): _form(value) for name, value in content.items()}
         if any(forms.get(name) != form for name, form in expected.items()):
-            raise CorruptFileError(f"{path} holds {forms or 'no columns'}, expected {expected}")
+            raise CorruptFileError(f"{path} contains {forms or 'no columns'}; expected {expected}")
         if not forms.get("ids", "").startswith("torch.uint8 ["):
-            raise CorruptFileError(f"{path} holds no ids, expected bytes")
+            raise CorruptFileError(f"{path} contains no column ids; expected uint8")
         return content
 
     @classmethod
     def check_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> dict[int, str]:
-        """Verify a shard's checksum, and return its bad rows: position -> reason.
+        """Verify a shard's checksum, and return the reason for each bad row, by position.
 
         Raises:
-            CorruptFileError: the file is not as it was written.
+            CorruptFileError: the file is missing or has changed since it was written.
         """
         fault = ""
         faults: dict[int, str] = {}
         try:
             if (size := size_of(path)) != entry["bytes"]:
-                fault = f"has {size} bytes where {entry['bytes']} were written"
+                fault = f"has {size} bytes; {entry['bytes']} were written"
             elif sha256_file(path) != entry["sha256"]:
-                fault = "has another checksum than when it was written"
+                fault = "has another checksum than when it was written: its content has changed"
             shard = cls.read_shard(path, entry, manifest)
             _decode_ids(shard, path.name)
             rows = shard["indices"]
             if len(rows) and not (
                 (rows.diff() > 0).all() and entry["start"] <= rows[0] and rows[-1] < entry["stop"]
             ):
-                raise ValueError("its indices are not rows of this shard in order")
+                raise ValueError("its indices are not the rows of this shard in order")
             faults = cls.faults(shard, whole=True)
             if fault and faults:  # more precise than the checksum
                 fault += f"; {bad_row(shard, path.name, *next(iter(faults.items())))}"
@@ -309,7 +314,7 @@ class ShardStore:
             fault = fault or f"cannot be used: {error}"
         if fault:
             rows = f"rows {entry['start']} to {entry['stop'] - 1} of the data set"
-            raise CorruptFileError(f"{path} {fault}. It holds {rows}; {REBUILD}.")
+            raise CorruptFileError(f"{path} {fault}. The shard contains {rows}; {REBUILD}.")
         return faults
 
     def __len__(self) -> int:
@@ -317,7 +322,7 @@ class ShardStore:
 
     @property
     def ids(self) -> LazyStrings:
-        """The sample name of each row; only one shard's names are in memory at a time."""
+        """The sample name of each row. Only one shard's names are in memory at a time."""
         return LazyStrings(self.n, self._id)
 
     def _id(self, row: int) -> str:
@@ -333,25 +338,29 @@ class ShardStore:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the fingerprint, each shard's checksum, and the excluded rows."""
+        """SHA-256 of the fingerprint, the checksum of each shard, and the excluded rows."""
         parts = [self.fingerprint.digest, *(entry["sha256"] for entry in self.manifest["shards"])]
         if self._kept is not None:
             parts.append(hashlib.sha256(self._kept.numpy().tobytes()).hexdigest())
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def take(self, column: str, rows: Tensor) -> Tensor:
-        """Read a column of some rows; the cost does not depend on the size of the store.
+        """Read some rows of a column.
 
         Args:
-            column: its name.
-            rows: integers [b] in 0 ... n - 1, in any order, repeated or not.
+            column: name of the column.
+            rows: integers [b] from 0 to n - 1, in any order, possibly repeated.
 
         Returns:
-            [b, ...] in the stored dtype, a copy.
+            A copy of the rows, [b, ...] in the stored dtype.
+
+        Raises:
+            IndexError: a row number is out of range.
         """
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
         if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < self.n):
-            raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {self.n}")
+            low, high = int(rows.min()), int(rows.max())
+            raise IndexError(f"rows is {low} to {high}; expected 0 to {self.n - 1}")
         if column in self._held:
             return self._held[column][rows]
         if self._kept is not None:
@@ -384,13 +393,13 @@ class ShardStore:
 
 
 def bad_row(shard: Content, file: str, position: int, what: str) -> NonFiniteRow:
-    """Return the error for a bad row of a shard."""
+    """Create the error for a bad row of a shard."""
     row = int(shard["indices"][position])
     return NonFiniteRow(file, position, row, _decode_ids(shard, file)[position], what)
 
 
 def _form(value: object) -> str:
-    """Describe a dense CPU tensor by dtype and shape, other tensors by layout, else the type."""
+    """Describe a value: a dense CPU tensor by dtype and shape, anything else by its kind."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
@@ -401,7 +410,6 @@ def _form(value: object) -> str:
 
 
 def _decode_ids(shard: Content, file: str) -> list[str]:
-    """Return the names of a shard's rows; raise CorruptFileError if they are damaged."""
     try:
         names = json.loads(shard["ids"].numpy().tobytes())
         good = [name for name in names if isinstance(name, str)]

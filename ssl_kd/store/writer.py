@@ -1,4 +1,4 @@
-"""Write a cache shard by shard; an interrupted writer resumes after its last complete shard."""
+"""Write a cache shard by shard, so that an interrupted run resumes at the first missing shard."""
 
 from __future__ import annotations
 
@@ -28,42 +28,39 @@ S = TypeVar("S", bound=ShardStore)
 
 
 class ShardWriter(Generic[S]):
-    """Writes a cache; complete shards of an earlier, interrupted writer are kept.
+    """Write a cache, reusing the complete shards of an earlier, interrupted writer.
 
-    Every row of the data set goes either to `put`, in the data set's order, or to `skip`. A shard
-    is written when its last row arrives; until then no row of a later shard is accepted. Until
-    `close` everything goes to the folder `{name}.partial`, so an older cache stays readable.
+    Pass every row of the data set either to `put`, in the order of the data set, or to `skip`. A
+    shard is written when its last row arrives; until then, rows of later shards are refused. Before
+    `close`, all files are in the folder `{name}.partial`, so an older cache stays readable.
 
-    A writer of all shards is exclusive: it holds a lock from construction until `close` or the end
-    of the `with` block. Any number of writers, on any machines that see the folder, may write
-    `only` some shards each, with or without such a writer. The first writer to enter a shard into
-    the manifest owns it; entering and `publish` hold a lock for milliseconds.
+    A writer of all shards holds an exclusive lock from construction until `close` or the end of the
+    `with` block. Additionally, or instead, any number of writers on any machines that share the
+    folder may each write some shards (`only`). If two writers compute the same shard, the first one
+    to add it to the manifest wins.
 
     Args:
-        kind: the store class that reads the cache and defines its columns and bad rows.
+        kind: store class that reads the cache and defines its columns and bad rows.
         folder: folder of the cache.
-        name: prefix of its files.
-        fingerprint: what the content is computed from.
-        header: further fields of the manifest, in JSON's types; determines the columns.
-        adopt: fields of the header whose value an existing cache of the same fingerprint keeps.
+        name: prefix of the file names.
+        fingerprint: identity of the teacher and the data.
+        header: further fields of the manifest, in JSON's types. They determine the columns.
+        adopt: fields of `header` that an existing cache of the same fingerprint overrides.
         ids: sample names, one for each row of the data set.
-        shard_rows: rows of the data set in a shard; None makes shards of about 256 MiB. An existing
-            cache of the same fingerprint keeps its own.
-        only: the shards of this writer, `slice(rank, None, world)`; None: all.
-        force: compute all shards, whatever exists. A writer of all starts a new cache. One of
-            `only` some joins an unfinished new cache, and drops only its own shards. `slice(0)`
-            starts a new cache for others, who join it without `force`.
-        rebuild: recompute damaged shards only (`missing` lists their rows).
-        exclude_bad: skip a bad row instead of raising.
-        back: whether a sample that an earlier writer skipped is available now, given its entry in
-            the manifest; its shard is then missing.
+        shard_rows: rows of the data set per shard; None: shards of about 256 MiB. An existing cache
+            of the same fingerprint overrides it.
+        only: shards to write, such as `slice(rank, None, world)`; None: all.
+        force: recompute all shards. With `only`, the writer joins an unfinished new cache and drops
+            only its own shards; `slice(0)` starts a new cache for writers without `force` to join.
+        rebuild: recompute damaged shards; `missing` lists their rows.
+        back: function that decides, given the manifest entry of a sample that was skipped earlier,
+            whether the sample is available now. If so, its shard is recomputed.
 
     Raises:
-        FingerprintMismatch: there is a cache, or complete shards of an unfinished one, that was
-            computed from something else, and not `force`.
-        CorruptFileError: the existing cache is damaged, and neither `force` nor `rebuild`.
-        NonFiniteRow: it contains a bad row, and neither.
-        LockHeld: another process is writing all shards here.
+        FingerprintMismatch: without `force`, the folder contains shards computed from other inputs.
+        CorruptFileError: without `force` and `rebuild`, the existing cache is damaged.
+        NonFiniteRow: without `force` and `rebuild`, the existing cache contains a bad row.
+        LockHeld: another process is writing all shards in this folder.
     """
 
     def __init__(
@@ -80,11 +77,10 @@ class ShardWriter(Generic[S]):
         only: slice | None = None,
         force: bool = False,
         rebuild: bool = False,
-        exclude_bad: bool = False,
         back: Callable[[Manifest], bool] = lambda entry: False,
     ):
         self.kind, self.folder, self.name = kind, Path(folder), name
-        self.fingerprint, self.exclude_bad, self._back = fingerprint, exclude_bad, back
+        self.fingerprint, self._back = fingerprint, back
         self.n = len(ids)
         self._ids, self._only = ids, only
         header = {"version": 1, "fingerprint": vars(fingerprint), "n": self.n, **header}
@@ -105,8 +101,8 @@ class ShardWriter(Generic[S]):
             rebuild=rebuild,
             shared=only is not None,
         )
-        self._stored: dict[int, Manifest] = {}  # shard number -> its entry in the manifest
-        self._left_out: dict[int, Manifest] = {}  # row -> what is listed, of shards not stored yet
+        self._stored: dict[int, Manifest] = {}  # shard number -> entry in the manifest
+        self._left_out: dict[int, Manifest] = {}  # skipped row of an unfinished shard -> entry
         self._store: S | None = None
         self._closed = False
         self._lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -132,7 +128,7 @@ class ShardWriter(Generic[S]):
 
     @property
     def missing(self) -> list[tuple[int, int]]:
-        """Ranges `(start, stop)` of rows of this writer that are not stored yet."""
+        """Ranges `(start, stop)` of the rows that this writer still has to compute."""
         ranges: list[tuple[int, int]] = []
         for start, stop in map(self._ledger.rows, self.absent):
             if ranges and ranges[-1][1] == start:
@@ -142,12 +138,12 @@ class ShardWriter(Generic[S]):
 
     @property
     def shard_rows(self) -> int:
-        """Rows of the data set in a shard."""
+        """Rows of the data set per shard."""
         return self._ledger.shard_rows
 
     @property
     def shards(self) -> range:
-        """The numbers of this writer's shards."""
+        """Numbers of the shards that this writer has to provide."""
         return range(self._ledger.n_shards)[slice(None) if self._only is None else self._only]
 
     @property
@@ -157,32 +153,32 @@ class ShardWriter(Generic[S]):
 
     @property
     def absent(self) -> list[int]:
-        """The `shards` that are not stored yet."""
+        """Numbers of the shards that this writer still has to compute."""
         return [shard for shard in self.shards if shard not in self._stored]
 
     @property
     def rows(self) -> int:
-        """Number of rows of the data set in `shards`."""
+        """Number of rows in all `shards` of this writer."""
         return sum(stop - start for start, stop in map(self._ledger.rows, self.shards))
 
     @property
     def done(self) -> int:
-        """The first row of this writer that is not stored yet; n if all are."""
+        """The first row that this writer still has to compute; n if there is none."""
         missing = self.missing
         return missing[0][0] if missing else self.n
 
     def lacks(self, row: int) -> bool:
-        """Return whether a row is in a shard of this writer that is not stored yet."""
+        """Return whether this writer still has to compute the shard of a row."""
         return self._awaits(row // self.shard_rows)
 
     def _awaits(self, shard: int) -> bool:
         return shard in self.shards and shard not in self._stored
 
     def batches(self, batch_size: int) -> list[range]:
-        """Return the batches, on one grid over the data set, that contain `missing` rows.
+        """Return batches of consecutive rows that cover the `missing` rows.
 
-        The rounding of a row may depend on the other rows of its batch. On one grid these do not
-        depend on where an earlier writer was interrupted.
+        Batches start at multiples of `batch_size`, so they do not depend on where an earlier writer
+        was interrupted: the rounding of a row may depend on the other rows of its batch.
         """
         starts = {
             at
@@ -192,15 +188,15 @@ class ShardWriter(Generic[S]):
         return [range(at, min(at + batch_size, self.n)) for at in sorted(starts)]
 
     def put(self, content: Content, rows: Tensor) -> None:
-        """Add some rows; rows already stored, or in none of this writer's shards, are ignored.
+        """Add some rows, ignoring those in shards that this writer does not have to compute.
 
         Args:
-            content: the columns, each [b, ...], on any device.
-            rows: int64 [b], their indices in the data set, increasing.
+            content: columns, each [b, ...], on any device.
+            rows: int64 [b], increasing indices of the rows in the data set.
 
         Raises:
             ValueError: rows are repeated or out of order, or an earlier row is missing.
-            NonFiniteRow: a row is bad and not `exclude_bad`; nothing of this call was added.
+            NonFiniteRow: a row is bad; none of the rows was added.
             OSError: the disk is full; complete shards are kept.
         """
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
@@ -208,7 +204,7 @@ class ShardWriter(Generic[S]):
         order = [*self._rows[-1:], *rows.tolist()]
         for before, row in itertools.pairwise(order):
             if row <= before:
-                raise ValueError(f"row {row} came after row {before}, not in the data set's order")
+                raise ValueError(f"row {row} came after row {before}; expected increasing rows")
         content = {
             name: content[name].detach().to("cpu", dtype)
             for name, (_, dtype) in self._columns.items()
@@ -216,10 +212,9 @@ class ShardWriter(Generic[S]):
         for name, (shape, _) in self._columns.items():
             if content[name].shape != (expected := (len(rows), *shape)):
                 raise ValueError(
-                    f"{name} of shape {tuple(content[name].shape)} for {len(rows)} rows; "
-                    f"expected {expected}"
+                    f"the column {name} has shape {tuple(content[name].shape)}; expected {expected}"
                 )
-        rows, content = self._without_bad(rows, content, whole=False)
+        self._check_content(content, rows, whole=False)
         shards = rows // self.shard_rows
         for shard in shards.unique().tolist():
             if self._awaits(shard):
@@ -228,17 +223,17 @@ class ShardWriter(Generic[S]):
         self._write_complete()
 
     def skip(self, row: int, id: str, reason: str) -> None:
-        """Leave out a row of the data set; the manifest's `unreadable` lists its name and why."""
+        """Leave out a row, and list it with its name and the reason in the manifest."""
         self._check_rows(torch.tensor([row]))
         if self.lacks(row):
             self._left_out[row] = {"row": row, "id": id, "reason": reason}
             self._write_complete()
 
     def publish(self) -> Manifest | None:
-        """Make the cache visible if all shards are stored, by any writer.
+        """Publish the cache if all shards, including those of other writers, are stored.
 
         Returns:
-            Its manifest; None if a shard of another writer is missing.
+            The manifest, or None if a shard of another writer is missing.
 
         Raises:
             ValueError: some rows of this writer were neither added nor skipped.
@@ -247,15 +242,15 @@ class ShardWriter(Generic[S]):
         return self._ledger.publish()
 
     def close(self) -> S:
-        """Make the finished cache visible and open it.
+        """Publish the finished cache and open it.
 
         Raises:
-            ValueError: some rows were neither added nor skipped. Complete shards are kept.
+            ValueError: some rows were neither added nor skipped; complete shards are kept.
         """
         if self._store is None:
             try:
                 if self.publish() is None:
-                    raise ValueError(f"shards of {self.name} by other writers are not stored yet")
+                    raise ValueError(f"{self.name}: shards of other writers are not stored yet")
                 self._store = self.kind(
                     self.folder,
                     self.name,
@@ -267,7 +262,7 @@ class ShardWriter(Generic[S]):
         return self._store
 
     def _recover(self) -> None:
-        """Collect the intact shards of this writer, of a finished cache or of unfinished ones."""
+        """Find the intact shards in the finished cache and in the unfinished one."""
         same, refused = self._ledger.look(), []
         if self._ledger.force:
             if self.shards or self._only == slice(0):
@@ -290,7 +285,7 @@ class ShardWriter(Generic[S]):
     def _recover_shard(
         self, entry: Manifest, manifest: Manifest, place: Path
     ) -> list[Exception] | None:
-        """Return why a shard has to be recomputed, or None if it is intact (and now stored)."""
+        """Accept an intact shard and return None; otherwise return why to recompute it."""
         if any(map(self._back, entry["unreadable"])):
             return []
         faults: list[Exception] = []
@@ -304,36 +299,25 @@ class ShardWriter(Generic[S]):
             # Another writer may just have moved the file to its final place.
             except (CorruptFileError, NonFiniteRow, FileNotFoundError) as error:
                 faults.append(error)
-        logger.warning("Will be recomputed: %s", faults[0])
+        logger.warning("a shard will be recomputed: %s", faults[0])
         return faults
 
     def _check_rows(self, rows: Tensor) -> None:
         if self._closed:
-            raise ValueError("this writer is closed; make another to continue")
+            raise ValueError("this writer is closed: create another one to continue")
         if len(rows) and not 0 <= (first := int(rows.min())) <= (last := int(rows.max())) < self.n:
-            raise ValueError(f"rows {first} to {last} of a data set of {self.n}")
+            raise ValueError(f"rows is {first} to {last}; expected 0 to {self.n - 1}")
 
-    def _without_bad(self, rows: Tensor, content: Content, whole: bool) -> tuple[Tensor, Content]:
-        """Leave out bad rows, or raise; `whole`: these are all rows of a shard."""
-        faults = self.kind.faults(content, whole=whole)
-        for position, what in faults.items():
+    def _check_content(self, content: Content, rows: Tensor, whole: bool) -> None:
+        """Raise NonFiniteRow for the first bad row; `whole`: these are all rows of a shard."""
+        for position, what in self.kind.faults(content, whole=whole).items():
             row = int(rows[position])
-            shard = row // self.shard_rows
-            if not self.exclude_bad:
-                place = row - shard * self.shard_rows
-                raise NonFiniteRow(self._ledger.file(shard), place, row, self._ids[row], what)
-            if self._awaits(shard):
-                self._left_out[row] = {"row": row, "id": self._ids[row], "reason": what}
-        if not faults:
-            return rows, content
-        good = torch.ones(len(rows), dtype=torch.bool)
-        good[list(faults)] = False
-        return rows[good], {name: column[good] for name, column in content.items()}
+            shard, place = divmod(row, self.shard_rows)
+            raise NonFiniteRow(self._ledger.file(shard), place, row, self._ids[row], what)
 
     def _begin_shard(self) -> None:
-        """Allocate the first missing shard."""
         start, stop = self._ledger.rows(self.absent[0]) if self.absent else (0, 0)
-        self._rows: list[int] = []  # added, in order
+        self._rows: list[int] = []  # rows added to this shard, in order
         self._content = {
             name: torch.empty(stop - start, *shape, dtype=dtype)
             for name, (shape, dtype) in self._columns.items()
@@ -350,14 +334,14 @@ class ShardWriter(Generic[S]):
             self._left_out.pop(row, None)
 
     def _absent(self, start: int, stop: int) -> list[int]:
-        came = {*self._rows, *self._left_out}
-        return [row for row in range(start, stop) if row not in came]
+        known = {*self._rows, *self._left_out}
+        return [row for row in range(start, stop) if row not in known]
 
     def _write_complete(self) -> None:
         """Write all complete shards, starting with the first missing one."""
         while self.done < self.n:
             start, stop = self._ledger.rows(self.done // self.shard_rows)
-            # The count alone decides for nearly every batch.
+            # Comparing the counts is enough for nearly every batch.
             if len(self._rows) + len(self._left_out) < stop - start or self._absent(start, stop):
                 return
             self._write(start, stop)
@@ -365,10 +349,9 @@ class ShardWriter(Generic[S]):
     def _write(self, start: int, stop: int) -> None:
         keep = [at for at, row in enumerate(self._rows) if row not in self._left_out]
         rows, content = torch.tensor(self._rows, dtype=torch.int64)[keep], self._content
-        if len(keep) < stop - start:  # this copies; a complete shard is saved as it is
+        if len(keep) < stop - start:  # a complete shard is not copied
             content = {name: column[keep] for name, column in content.items()}
-        # The same rule as for reading.
-        rows, content = self._without_bad(rows, content, whole=True)
+        self._check_content(content, rows, whole=True)  # as when the shard is read
         names = json.dumps([self._ids[row] for row in rows.tolist()]).encode()
         tensors = {
             **content,
@@ -388,7 +371,7 @@ class ShardWriter(Generic[S]):
             try:
                 self._save(entry, tensors)
                 break
-            except FileNotFoundError:  # a writer that published the cache removed the folder
+            except FileNotFoundError:  # another writer published the cache and removed the folder
                 if not attempts_left:
                     raise
         for row in left_out:
@@ -396,7 +379,7 @@ class ShardWriter(Generic[S]):
         self._begin_shard()
 
     def _save(self, entry: Manifest, tensors: Content) -> None:
-        """Write a shard's file, and enter it into the manifest unless another writer has."""
+        """Write the file of a shard, and add it to the manifest."""
         ready = self._ledger.partial / f".{entry['file']}.{secrets.token_hex(4)}.tmp"
         try:
             save_tensors(ready, tensors)
@@ -407,7 +390,7 @@ class ShardWriter(Generic[S]):
         self._stored[self._ledger.shard_of(entry)] = counts
 
     def _check_complete(self, stop: int) -> None:
-        """Raise ValueError if a shard before row `stop` is not stored."""
+        """Raise ValueError if this writer has not stored all shards before row `stop`."""
         self._write_complete()  # raises again if a bad row blocks a shard
         absent = [
             row for first, last in self.missing for row in self._absent(first, min(last, stop))
@@ -415,7 +398,7 @@ class ShardWriter(Generic[S]):
         if absent:
             raise ValueError(
                 f"{len(absent)} rows were neither added nor skipped, the first is row {absent[0]} "
-                f"({self._ids[absent[0]]!r}). Complete shards are kept: run again to continue."
+                f"({self._ids[absent[0]]!r}). Complete shards are kept: run again for the rest."
             )
 
     def _release(self) -> None:

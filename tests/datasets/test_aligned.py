@@ -341,7 +341,7 @@ def test_what_no_block_can_hold_is_left_out_and_counted(trained):
     lost = blocks.characters - blocks.student.characters
     assert 40 <= lost < 50 and blocks.characters == len(text)
     assert stats["coverage"] == 1 - lost / len(text)
-    assert "characters that no block can hold" in blocks.student.left_out[0]
+    assert "characters that fit in no row" in blocks.student.left_out[0]
 
 
 def test_the_prompt_is_shortened_before_the_completion(trained):
@@ -385,7 +385,7 @@ def test_bad_arguments_are_named(trained):
     chat = TextDataset("chat", "all", (Example("c:1", messages=({"role": "user"},)),), "", ())
     with pytest.raises(ValueError, match="c:1: chat messages"):
         aligned_blocks(chat, byte, other, 32)
-    with pytest.raises(ValueError, match="gives no token for it"):
+    with pytest.raises(ValueError, match="returns no tokens"):
         aligned_blocks(dataset("家"), byte, other, 32)
     endless = PreTrainedTokenizerFast(tokenizer_object=byte.backend_tokenizer)
     with pytest.raises(ValueError, match="eos_token"):
@@ -394,7 +394,7 @@ def test_bad_arguments_are_named(trained):
     class Slow:
         is_fast = False
 
-    with pytest.raises(ValueError, match="Slow gives no offsets"):
+    with pytest.raises(ValueError, match="Slow returns no token offsets"):
         TextReader(Slow())
 
 

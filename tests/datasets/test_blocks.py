@@ -184,13 +184,14 @@ def test_the_beginning_of_a_long_prompt_goes_first(tokenizer):
     assert blocks.characters == len(completion)
     lost = len(whole) - 24
     assert blocks.left_out == (
-        f"f:1: {len(whole)} tokens for blocks of 24, the first {lost} tokens of the prompt cut off",
+        f"f:1: the document has {len(whole)} tokens (block_size 24) and loses the first {lost} "
+        "tokens of its prompt",
     )
     # A completion that is itself too long keeps one token of the prompt, and is split.
     short = make_blocks(dataset((prompt, completion)), tokenizer, 4, packing=False)
     assert short.ids[short.counts].tolist() == tail
     assert short.ids[0, 0] == whole[-len(tail) - 1]
-    assert f"and split into {len(short)} parts" in short.left_out[0]
+    assert f"and is split into {len(short)} parts" in short.left_out[0]
 
 
 def test_only_what_the_assistant_says_counts(tokenizer, monkeypatch):
@@ -245,7 +246,7 @@ def test_what_a_chat_gives_does_not_count_and_its_tools_are_shown(tokenizer, mon
     assert blocks.characters == len('{"name": "sun", "arguments": {"a": 2}}')
     # A template that knows of no tools would have it learn to say nothing.
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
-    with pytest.raises(ValueError, match="f:1: the chat template does not show the tool calls"):
+    with pytest.raises(ValueError, match="f:1: the chat template omits the tool calls"):
         make_blocks(texts, tokenizer, 128)
 
 
@@ -263,7 +264,7 @@ def test_the_first_token_never_counts_even_where_the_assistant_begins(tokenizer,
 
 def test_messages_that_a_template_cannot_show(tokenizer, monkeypatch):
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ValueError, match="f:2: messages need a chat template, and the tokenizer"):
+    with pytest.raises(ValueError, match="f:2: messages need a chat template, but the tokenizer"):
         make_blocks(dataset("text", chat), tokenizer, 16)
     refusing = "{% if messages|length == 1 %}" + TEMPLATE + "{% endif %}"
     monkeypatch.setattr(
@@ -273,9 +274,9 @@ def test_messages_that_a_template_cannot_show(tokenizer, monkeypatch):
     )
     blocks = make_blocks(dataset(chat[::-1], chat), tokenizer, 64)
     assert len(pieces(blocks)) == 1
-    assert blocks.left_out == ("f:1: the chat template refuses the messages: no user",)
+    assert blocks.left_out == ("f:1: the chat template fails on the messages: no user",)
     monkeypatch.setattr(tokenizer, "chat_template", refusing)
-    with pytest.raises(ValueError, match="test: 1 of 1 turns .* learned .f:1: turn 1 of the assis"):
+    with pytest.raises(ValueError, match="test: 1 of 1 assistant turns .* .f:1: assistant turn 1"):
         make_blocks(dataset(chat, "text"), tokenizer, 64)
 
 
@@ -284,8 +285,10 @@ def test_a_document_of_which_nothing_is_left():
     tok.backend_tokenizer.normalizer = normalizers.Replace("%", "")
     blocks = make_blocks(dataset("%%", "a"), tok, 16)
     assert len(pieces(blocks)) == 1
-    assert blocks.left_out == ("f:1: the tokenizer gives no token for it",)
-    with pytest.raises(ValueError, match="test: no target is left: f:1: the tokenizer gives no"):
+    assert blocks.left_out == ("f:1: the tokenizer returns no tokens",)
+    with pytest.raises(
+        ValueError, match="test contains no token to train on: f:1: the tokenizer ret"
+    ):
         make_blocks(dataset("%%"), tok, 16)
 
 
@@ -339,12 +342,12 @@ def test_positions_begin_anew_in_each_document(tokenizer):
 
 def test_bad_arguments(tokenizer):
     data = dataset("a")
-    with pytest.raises(ValueError, match="block_size must be at least 2"):
+    with pytest.raises(ValueError, match="block_size is 1; expected at least 2"):
         make_blocks(data, tokenizer, 1)
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match="has no end-of-document token: set tokenizer.eos"):
+    with pytest.raises(ValueError, match="has no EOS token to end documents: set tokenizer.eos"):
         make_blocks(data, bare, 16)
-    with pytest.raises(ValueError, match="vocab_size must be at least 259 .* got 258"):
+    with pytest.raises(ValueError, match="vocab_size is 258; expected at least 259"):
         train_tokenizer(data, 258)
 
 

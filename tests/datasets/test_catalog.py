@@ -163,5 +163,5 @@ def test_feature_file_and_its_test_file(tmp_path):
 def test_unknown_names_get_a_hint():
     with pytest.raises(DatasetUnavailable, match="did you mean 'cifar10'"):
         open_dataset("cifar-10", "train")
-    with pytest.raises(ValueError, match="split must be"):
+    with pytest.raises(ValueError, match="split is 'val'; expected"):
         open_dataset("digits", "val")  # type: ignore[arg-type]

@@ -71,11 +71,11 @@ def test_links_out_of_the_folder_are_named_and_not_followed(tmp_path):
     assert verdict == {
         "cat/a.png": (4, 3),
         "cat/broken.png": "a broken link",
-        "cat/dots.png": "a symbolic link out of the data folder",
-        "cat/escape.png": "a symbolic link out of the data folder",
+        "cat/dots.png": "a symbolic link that leaves the data folder",
+        "cat/escape.png": "a symbolic link that leaves the data folder",
         "cat/kept.png": (4, 3),
         "cat/loop.png": "a broken link",
-        "dog": "a symbolic link out of the data folder",
+        "dog": "a symbolic link that leaves the data folder",
     }
 
 
@@ -150,5 +150,5 @@ def test_class_numbers_can_be_fixed_by_another_split(tmp_path):
     data = FolderDataset(tmp_path, "mine", "test", labelled=True, class_names=names)
     assert data.labels is not None
     assert data.labels.tolist() == [2] and data.class_names == ("ant", "cat", "dog")
-    with pytest.raises(ValueError, match=r"\['dog'\] that the training split lacks"):
+    with pytest.raises(ValueError, match=r"\['dog'\]; expected those of the training"):
         FolderDataset(tmp_path, "mine", "test", labelled=True, class_names=("ant",))

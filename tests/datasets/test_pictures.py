@@ -110,17 +110,29 @@ def test_several_images_keep_their_order(here):
             {"image": "none.png", "prompt": "a", "completion": "b"},
             "none.png cannot be read: No such",
         ),
-        ({"image": "https://x.org/a.png", "prompt": "a", "completion": "b"}, "on the network"),
-        ({"images": ["0.png", "1.png"], "messages": asked(PLACE, text("a"))}, "2 images, and 1 pl"),
-        ({"images": ["0.png"], "messages": asked(PLACE, PLACE)}, "1 images, and 2 places"),
-        ({"messages": asked(PLACE, text("a"))}, "0 images, and 1 places"),
-        ({"image": 5, "prompt": "a", "completion": "b"}, "an image is int"),
-        ({"image": "0.png", "prompt": "a", "completion": "b<image>"}, "in the completion"),
+        (
+            {"image": "https://x.org/a.png", "prompt": "a", "completion": "b"},
+            "expected a local file",
+        ),
+        (
+            {"images": ["0.png", "1.png"], "messages": asked(PLACE, text("a"))},
+            "2 images, but 1 pos",
+        ),
+        ({"images": ["0.png"], "messages": asked(PLACE, PLACE)}, "1 images, but 2 positions"),
+        ({"messages": asked(PLACE, text("a"))}, "0 images, but 1 positions"),
+        ({"image": 5, "prompt": "a", "completion": "b"}, "an image is int; expected"),
+        (
+            {"image": "0.png", "prompt": "a", "completion": "b<image>"},
+            "the completion contains an image",
+        ),
         (
             {"messages": [{"role": "assistant", "content": [{**PLACE, "path": "0.png"}]}]},
             "assistant",
         ),
-        ({"messages": asked({"type": "video", "path": "a.mp4"})}, "type 'video'; expected text or"),
+        (
+            {"messages": asked({"type": "video", "path": "a.mp4"})},
+            "has the type 'video'; expected text or",
+        ),
     ],
 )
 def test_what_is_wrong_with_an_image_names_the_record(here, record, words):
@@ -176,7 +188,7 @@ def test_an_image_is_never_cut(processor, here):
     texts = open_text(write_records(here / "a.jsonl", [long, *records(here, 3)]), "all")
     blocks = make_picture_blocks(texts, processor, 80)
     assert len(blocks) == 3
-    assert "of 1 images, for rows of 80: raise --block_size" in blocks.left_out[0]
+    assert "for 1 images; expected at most 80: raise --block_size" in blocks.left_out[0]
     plain = {"prompt": "what? ", "completion": "a fox " * 60}  # is split, as without a processor
     texts = open_text(write_records(here / "a.jsonl", [plain]), "all")
     assert len(make_picture_blocks(texts, processor, 80)) > 1
@@ -227,14 +239,14 @@ def test_other_tokens_around_an_image_are_refused(here, monkeypatch):
     processor = processor_of("llava")
     monkeypatch.setattr(type(processor), "replace_image_token", lambda *a, **k: "<image>.<image>")
     texts = open_text(write_records(here / "a.jsonl", records(here, 3)), "all")
-    with pytest.raises(InputError, match="LlavaProcessor puts other tokens around an image"):
+    with pytest.raises(InputError, match="LlavaProcessor inserts tokens around an image"):
         make_picture_blocks(texts, processor, 96)
 
 
 def test_a_tokenizer_alone_does_not_pass_over_images(here):
     texts = open_text(write_records(here / "a.jsonl", records(here, 3)), "all")
     tokenizer = processor_of("llava").tokenizer
-    with pytest.raises(InputError, match="a.jsonl:2 holds images, which a tokenizer cannot read"):
+    with pytest.raises(InputError, match="a.jsonl:2 contains images; expected text"):
         make_blocks(texts, tokenizer, 64)
-    with pytest.raises(InputError, match="a.jsonl:2 holds images"):
+    with pytest.raises(InputError, match="a.jsonl:2 contains images"):
         aligned_blocks(texts, tokenizer, tokenizer, 64)

@@ -1,4 +1,4 @@
-"""What a record means: each form that people write, and why one cannot be learned from."""
+"""Records in all their forms become examples, or messages that say why not."""
 
 import json
 import re
@@ -118,34 +118,37 @@ def test_forms(record, example):
 
 
 @pytest.mark.parametrize(
-    ("record", "complaint"),
+    ("record", "message"),
     [
         (
             {"chosen": "a", "rejected": "b"},
-            r"w: holds \['chosen', 'rejected'\]; expected strings in messages or conversations .*"
-            "instruction and output, or text; --text_field selects",
+            r"w: the fields are \['chosen', 'rejected'\]; expected one of the fields messages, .*"
+            "instruction and output, or text; choose another text field with --text_field",
         ),
         ({"instruction": "a", "input": "", "output": " "}, "output is empty"),
-        ({"instruction": "a", "input": 5, "output": "b"}, "input is not a string but int"),
-        ({"messages": "[{'role': 'user'}]"}, "messages: not JSON"),
-        ({"messages": '{"role": 1}'}, "messages is not a list but dict"),
-        ({"conversations": [{"from": "ghost", "value": "boo"}]}, "from 'ghost'; expected one of h"),
-        ({"prompt": [USER, BOT], "completion": [USER]}, "no message of the assistant"),
+        ({"instruction": "a", "input": 5, "output": "b"}, "input is int; expected a string"),
+        ({"messages": "[{'role': 'user'}]"}, "messages is not valid JSON"),
+        ({"messages": '{"role": 1}'}, "messages is dict; expected a list"),
+        (
+            {"conversations": [{"from": "ghost", "value": "boo"}]},
+            "from is 'ghost'; expected one of h",
+        ),
+        ({"prompt": [USER, BOT], "completion": [USER]}, "no assistant message to train on"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}, BOT]},
             "the image x.png cannot be read: No such",
         ),
-        ({"messages": [{**BOT, "tool_calls": [5]}]}, "a tool call must hold function"),
+        ({"messages": [{**BOT, "tool_calls": [5]}]}, "a tool call lacks function"),
         (
             {"messages": [{**BOT, "tool_calls": [{"name": "add", "arguments": "a=2"}]}]},
-            "arguments of add: not JSON",
+            "arguments of add is not valid JSON",
         ),
-        ({"messages": [USER, BOT], "tools": "add"}, "tools: not JSON"),
+        ({"messages": [USER, BOT], "tools": "add"}, "tools is not valid JSON"),
     ],
 )
-def test_what_cannot_be_learned_from_says_why(record, complaint):
-    found = as_example(record, "w")
-    assert isinstance(found, str) and re.search(complaint, found), found
+def test_an_unusable_record_is_explained(record, message):
+    result = as_example(record, "w")
+    assert isinstance(result, str) and re.search(message, result), result
 
 
 def test_a_named_field_is_the_only_one_that_is_looked_at():
@@ -153,6 +156,6 @@ def test_a_named_field_is_the_only_one_that_is_looked_at():
     assert as_example(record, "w", "body") == Example("w", text="once")
     said = as_example(record, "w", "boddy")
     assert isinstance(said, str) and said.startswith(
-        "w: holds ['body', 'messages', 'text']; expected a string in boddy"
+        "w: the fields are ['body', 'messages', 'text']; expected a string in the field boddy"
     )
     assert as_example({"body": " "}, "w", "body") == "w: body is empty"

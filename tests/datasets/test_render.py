@@ -165,12 +165,12 @@ def test_several_calls_in_a_turn_and_content_beside_them():
     assert first.startswith("Both:\n<tool_call>") and first.count("<tool_call>") == 2
     assert last.endswith("Sunny.<|im_end|>\n")
     # Content or a second call that is left out would teach not to say it.
-    refused = ["f:1: the chat template refuses the messages: one call at once"]
+    refused = ["f:1: the chat template fails on the messages: one call at once"]
     assert learned("llama3", user("Rain?"), calls) == refused
     (why,) = learned("llama3", user("Rain?"), said("Look:", "weather"))
-    assert why.startswith("f:1: the chat template does not show the content: take one that does")
+    assert why.startswith("f:1: the chat template omits the content: use another template")
     (why,) = learned("harmony", user("Rain?"), said("", "weather", "time"))
-    assert why.startswith("f:1: the chat template does not show the tool calls")
+    assert why.startswith("f:1: the chat template omits the tool calls")
 
 
 THOUGHT = [
@@ -189,7 +189,7 @@ def test_thoughts_that_a_template_never_shows_are_refused(name, field):
     for messages in (chat, [*chat, user("And?"), said("Done.")]):
         rendered = show(name, *messages)
         assert not rendered.spans
-        assert rendered.left_out[0].startswith("f:1: the chat template does not show the thoughts")
+        assert rendered.left_out[0].startswith("f:1: the chat template omits the reasoning")
         assert rendered.turns == Counter(there=len(messages) // 2)
 
 
@@ -207,7 +207,7 @@ def test_thoughts_of_earlier_turns_are_hidden_by_design_and_counted():
     assert learned("qwen3", *inline)[0] == "4<|im_end|>\n"
     assert learned("llama3", *inline)[0] == "<think>\ntwo\n</think>\n\n4<|eot_id|>"
     (why,) = learned("deepseek_r1", *inline)
-    assert "does not show the thoughts" in why
+    assert "omits the reasoning" in why
 
 
 HOSTILE = {
@@ -268,7 +268,7 @@ def test_turns_that_cannot_be_located_are_named_and_refused_above_one_percent():
     example = Example("f:7", messages=tuple(long))
     rendered = render(example, tokenizer)
     assert rendered.turns["lost"] and rendered.left_out[0].startswith(
-        "f:7: turn 1 of the assistant cannot be located"
+        "f:7: assistant turn 1 cannot be located"
     )
     # With a hundred that are located, one that is not is left out by name; without, all is refused.
     easy = Example("f:8", messages=(user("a"), said("b" * 9)))
@@ -280,12 +280,12 @@ def test_turns_that_cannot_be_located_are_named_and_refused_above_one_percent():
     texts = TextDataset("chats", "all", (example, *[easy] * 200), "", ())
     blocks = make_blocks(texts, tokenizer, 64)
     assert blocks.turns["there"] == 202 and blocks.turns["learned"] == 200
-    assert [line[:35] for line in blocks.left_out[:2]] == [
-        "f:7: turn 1 of the assistant cannot",
-        "f:7: turn 2 of the assistant cannot",
+    assert [line[:28] for line in blocks.left_out[:2]] == [
+        "f:7: assistant turn 1 cannot",
+        "f:7: assistant turn 2 cannot",
     ]
     with pytest.raises(
-        InputError, match=r"chats: 2 of 12 turns .* \(f:7: turn 1 of the .*generation"
+        InputError, match=r"chats: 2 of 12 assistant turns .* \(f:7: assistant turn 1 .*generation"
     ):
         make_blocks(TextDataset("chats", "all", (example, *[easy] * 10), "", ()), tokenizer, 64)
 
@@ -297,7 +297,7 @@ def test_turns_that_cannot_be_located_are_named_and_refused_above_one_percent():
 )  # fmt: skip
 def test_a_template_that_fails_leaves_a_line(template):
     (why,) = learned(template, *SEVERAL)
-    assert why.startswith("f:1: the chat template refuses the messages: ") and "\n" not in why
+    assert why.startswith("f:1: the chat template fails on the messages: ") and "\n" not in why
 
 
 def test_a_turn_that_opens_the_chat_is_learned_without_what_stands_before_it():
@@ -349,8 +349,8 @@ def test_the_report_says_how_many_turns_are_learned():
     from ssl_kd.datasets.render import describe_turns
 
     turns = describe_turns(Counter(there=1200, learned=1199, hidden=2))
-    about = "1,199 of 1,200 turns of the assistant are learned; the template hides the"
-    assert turns == f"{about} thoughts of 2 earlier turns"
+    about = "1,199 of 1,200 assistant turns are trained on; the template omits the"
+    assert turns == f"{about} reasoning of 2 earlier turns"
     assert describe_turns(Counter()) == ""
 
 

@@ -30,6 +30,7 @@ from tests.train_heads import train
 
 ROOT = Path(__file__).parents[2]
 FAST = {
+    "method": "heads",
     "n_heads": 4,
     "hidden_dim": 16,
     "batch_size": 32,

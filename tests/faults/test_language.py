@@ -651,7 +651,7 @@ def test_lines_that_are_no_example_are_named_and_the_others_train_as_without_the
     assert student_of(mixed) == student_of(clean)
     left_out = json.loads((mixed / "config.json").read_text())["data"]["left_out"]
     assert [line.partition(": ")[0] for line in left_out] == [f"mixed.jsonl:{n}" for n in bad]
-    assert left_out[0].startswith("mixed.jsonl:3: not JSON")
+    assert left_out[0].startswith("mixed.jsonl:3: not valid JSON")
 
 
 @row(64)
@@ -669,7 +669,7 @@ def test_messages_without_a_chat_template_are_refused_with_the_ways_out(world, d
 def test_a_file_without_a_usable_line_is_refused(world, distill):
     empty = write_lines(world.own / "empty.jsonl", ["no JSON", ""])
     code, error = distill(world.settings(data_path=str(empty)))
-    assert code in (1, 2) and "empty.jsonl:1: not JSON" in one_line(error)
+    assert code in (1, 2) and "empty.jsonl:1: not valid JSON" in one_line(error)
     assert no_run(world.settings())
 
 

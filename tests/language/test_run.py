@@ -219,11 +219,11 @@ def test_what_is_held_out_is_not_learned_from(settings, text_file, tmp_path, cap
     chosen = settings(eval_path=str(tmp_path / "both.jsonl"))
     path = run(chosen)
     assert config(path)["data"]["documents"] == 38
-    assert "10 documents that are also held out" in config(path)["data"]["left_out"]
+    assert "10 documents are also in the evaluation data" in config(path)["data"]["left_out"]
     assert "10 of 48 training documents are also in the held-out text" in caplog.text
     train_set, held_out = texts_of(chosen)
     assert not {e.content() for e in train_set.examples} & {e.content() for e in held_out.examples}
-    with pytest.raises(ValueError, match="every document of .* is also held out"):
+    with pytest.raises(ValueError, match="every document of .* is also in"):
         run(settings(eval_path=text_file, run_name="b"))
 
 

@@ -345,7 +345,7 @@ def test_a_cache_of_something_else_is_refused_by_field(tmp_path, field, other):
     make(tmp_path)
     before = content(tmp_path)
     mine = getattr(FINGERPRINT, field)
-    message = f"{field}: cache has {mine!r}, this run asks for {other!r}"
+    message = f"{field}: cache has {mine!r}, this run needs {other!r}"
     for attempt in (
         lambda: TeacherCache.open(tmp_path, {field: other}),
         lambda: make(tmp_path, **{field: other}),
@@ -519,7 +519,7 @@ def test_rows_that_are_of_another_block_are_named(tmp_path, indices):
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ({"statistics": {}}, "statistics: not those of this version"),
+        ({"statistics": {}}, "statistics: the names are those of another version"),
         ({"head": "../../elsewhere"}, "head is '../../elsewhere'"),
         ({"head": "\0"}, "head is "),
     ],

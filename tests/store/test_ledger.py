@@ -164,7 +164,7 @@ def test_a_share_that_is_not_whole_is_not_published(tmp_path):
         one.append(x()[:2], torch.arange(2))
         with pytest.raises(ValueError, match="14 rows were neither .* the first is row 2"):
             one.publish()
-    with pytest.raises(ValueError, match="by other writers are not stored yet"):
+    with pytest.raises(ValueError, match="shards of other writers are not stored yet"):
         with writer(tmp_path, slice(0, 1)) as one:
             fill(one)
             one.close()

@@ -408,7 +408,7 @@ def test_a_cache_refuses_other_imported_classes_and_weights(own, tmp_path):
     assert torch.equal(store.gather(torch.arange(3)), embedded)
     with pytest.raises(FingerprintMismatch, match="weights: cache has"):
         cached(load_teacher(own("Small")))  # new random weights
-    with pytest.raises(FingerprintMismatch, match=f"this run asks for '{own('MeanColour')}'"):
+    with pytest.raises(FingerprintMismatch, match=f"this run needs '{own('MeanColour')}'"):
         cached(load_teacher(own("MeanColour")))
 
 

@@ -307,7 +307,7 @@ def test_fewer_distinct_samples_than_clusters_are_fewer_clusters_and_a_warning_c
     x = np.repeat(np.random.default_rng(0).normal(size=(7, 4)), 9, axis=0)
     clusterer = small(12, max_steps=5).fit(x)
     assert len(set(clusterer.labels_)) == 7
-    assert "7 distinct rows, 12 clusters" in caplog.text
+    assert "7 distinct rows cannot fill 12 clusters" in caplog.text
     assert "5 of the 12 clusters stay empty" in caplog.text and "Ask for 7" in caplog.text
 
 

@@ -43,18 +43,6 @@ def test_graphs_are_cosine_euclidean_and_half_whitened():
             assert abs(view.graphs[size] - expected).max() < 2e-3
 
 
-def test_neighbours_by_euclid_are_those_of_all_distances():
-    x = torch.randn(300, 7)
-    distance = torch.cdist(x, x).fill_diagonal_(torch.inf)
-    for backend in ("faiss", "torch"):
-        found = nearest_neighbors(x, 6, metric="euclidean", backend=backend, block_rows=64)
-        torch.testing.assert_close(
-            distance.gather(1, found), distance.topk(6, largest=False).values
-        )
-    with pytest.raises(ValueError, match="metric is 'manhattan'; expected one of cosine, eucl"):
-        nearest_neighbors(x, 6, metric="manhattan")
-
-
 def test_it_finds_the_digits_and_reports_each_partition():
     seen = []
     others = X[:450]  # of which no other test has asked

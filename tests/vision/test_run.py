@@ -615,7 +615,7 @@ def test_a_column_by_name_reaches_both_sets_the_cache_and_an_extension(tmp_path,
         run(VisionSettings(**given))
     done = run(VisionSettings(**given, column="dino", run_name="a"))
     assert done.images is not None and [i is None for i in done.images([2, 3, 5])] == [0, 1, 1]
-    with pytest.raises(FingerprintMismatch, match="was made from something else"):
+    with pytest.raises(FingerprintMismatch, match="was computed from something else"):
         run(VisionSettings(**given, column="clip"))
 
     page = write_report(done.path, images=run_images(done.path)).read_text(encoding="utf-8")
