@@ -157,7 +157,10 @@ def _torchvision(name: str, split: Split, root: Path, download: bool) -> ImageDa
     except (RuntimeError, OSError) as error:
         if download:
             reason = " ".join(str(error).split())
-            raise DatasetUnreachable(f"{name} could not be downloaded: {reason}") from error
+            raise DatasetUnreachable(
+                f"{name} could not be downloaded: {reason}. Check the network, or copy the files "
+                f"of torchvision to {root / folder}"
+            ) from error
         raise DatasetUnavailable(
             f"{name} is missing or damaged in {root / folder}: use --download, or copy the files "
             "of torchvision there"

@@ -286,7 +286,8 @@ def _check_column(path: Path, column: str, names: Sequence[str]) -> None:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         shown = ", ".join(texts[:10]) + (", ..." if len(texts) > 10 else "")
         raise InputError(
-            f"{path} has no column {printable(column)!r}, only {printable(shown)}{printable(hint)}"
+            f"{path} has no column {printable(column)!r}; expected one of {printable(shown)}"
+            f"{printable(hint)}"
         )
 
 

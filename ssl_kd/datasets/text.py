@@ -1,36 +1,36 @@
-"""Open the text that a language model is trained on, by name or path."""
+"""Open the text that a language model is trained on, by name or path.
+
+The package `datasets` (5.2) is not used for text files: one damaged line makes it reject the whole
+file without the number of the line, and it turns text that looks like a date into a date.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ssl_kd.datasets.catalog import DatasetUnavailable, DatasetUnreachable
 from ssl_kd.datasets.records import Example, as_example
 from ssl_kd.datasets.spill import SpilledSequence
-from ssl_kd.datasets.text_files import (
-    LONGEST,
-    PLAIN,
-    TEXT_FILES,
-    Record,
-    as_document,
-    read_file,
-    without_nulls,
-)
 from ssl_kd.errors import InputError, MissingPackage
 
 TextSplit = Literal["train", "test", "all"]
 _SPLIT_NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val", "eval")}
 _SHARD = r"(-\d+-of-\d+)?"  # in names of files on the Hub
 _NOT_STDLIB = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"}
+LONGEST = 1_000_000
+"""Size in bytes above which an example is left out, since it is probably a mistake."""
+_DOCUMENT, _LONG_DOCUMENT = 4_096, 16_384
+_ROWS = 256  # rows of a table in memory at once
 
 
 @dataclass(frozen=True)
@@ -278,8 +278,8 @@ def _files_in(folder: Path) -> Iterator[Path]:
 def _examples(path: Path, field: str | None, must: bool) -> Iterator[Example | str]:
     """Yield the examples of a file; raise InputError if `must` and no record is usable."""
     usable, first_message = False, ""
-    for item in read_file(path):
-        if isinstance(item, Record):
+    for item in _read_file(path):
+        if isinstance(item, _Record):
             item = as_example(item.content, item.where, field, path.parent)
         if isinstance(item, str):
             first_message = first_message or item
@@ -305,7 +305,7 @@ def _read_stdlib() -> Iterator[Example | str]:
             yield f"{name}: {error}"
             continue
         if text:  # an empty __init__.py is common
-            yield as_document([text], name)
+            yield _as_document([text], name)
 
 
 def _read_hugging_face(
@@ -341,7 +341,7 @@ def _read_hugging_face(
             "folder, or 'stdlib'"
         ) from error
     return divided, (
-        as_example(without_nulls(row), f"{name}[{part}]:{i}", field)
+        as_example(_without_nulls(row), f"{name}[{part}]:{i}", field)
         for part, table in tables.items()
         for i, row in enumerate(_rows(table), 1)
     )
@@ -350,3 +350,119 @@ def _read_hugging_face(
 def _rows(table: Any) -> Iterator[dict[str, Any]]:
     for batch in table.with_format("arrow").iter(256):  # images are not decoded
         yield from batch.to_pylist()
+
+
+class _Record(NamedTuple):
+    where: str
+    content: Any
+
+
+_Item = _Record | Example | str
+"""A record, a document, or a message that says why a record cannot be used."""
+
+
+def _read_file(path: Path) -> Iterator[_Item]:
+    """Yield the records of a file in order, without loading all of it (except `.json`)."""
+    import pyarrow
+
+    try:
+        yield from TEXT_FILES[path.suffix.lower()](path)
+    except pyarrow.ArrowException as error:
+        reason = " ".join(str(error).split())[:200]
+        yield f"{path.name}: the file is damaged ({reason}), so the remaining rows are left out"
+
+
+class _Line(NamedTuple):
+    where: str
+    text: str
+    fault: str  # why the line cannot be used, or empty
+
+
+def _lines(path: Path) -> Iterator[_Line]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            where, text, fault = f"{path.name}:{number}", "", ""
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                fault = f"not UTF-8 ({error.reason})"
+            if b"\0" in raw:
+                fault = "contains NUL bytes; expected UTF-8 text: convert the file"
+            yield _Line(where, text, fault)
+
+
+def _read_jsonl(path: Path) -> Iterator[_Item]:
+    for where, text, fault in _lines(path):
+        fault = fault or ("" if text.strip() else "empty")
+        yield f"{where}: {fault}" if fault else _parsed(text, where)
+
+
+def _parsed(text: str, where: str) -> _Record | str:
+    try:
+        return _Record(where, json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return f"{where}: not valid JSON ({error})"
+
+
+def _read_json(path: Path) -> Iterator[_Item]:
+    """Read a list of records, or one record."""
+    lines = list(_lines(path))
+    if faulty := next((line for line in lines if line.fault), None):
+        yield f"{faulty.where}: {faulty.fault}"
+        return
+    record = _parsed("".join(line.text for line in lines), path.name)
+    if isinstance(record, _Record) and isinstance(record.content, list):
+        yield from (_Record(f"{path.name}:{i}", each) for i, each in enumerate(record.content, 1))
+    else:
+        yield record
+
+
+def _read_parquet(path: Path) -> Iterator[_Item]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path, memory_map=True) as file:
+        rows = (row for batch in file.iter_batches(batch_size=_ROWS) for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield _Record(f"{path.name}:{number}", _without_nulls(row))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove null fields, which a table has where only other records have a value."""
+    if isinstance(value, Mapping):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def _read_plain(path: Path) -> Iterator[_Item]:
+    """Split text into documents, preferably at blank lines."""
+    lines: list[str] = []
+    first, length = 1, 0
+    for number, (where, line, fault) in enumerate(_lines(path), 1):
+        if fault:
+            yield f"{where}: {fault}"
+            continue
+        lines.append(line := line.replace("\r\n", "\n"))
+        length += len(line)
+        if length > _LONG_DOCUMENT or (length > _DOCUMENT and not line.strip()):
+            yield _as_document(lines, f"{path.name}:{first}")
+            lines, first, length = [], number + 1, 0
+    if first == 1 or any(map(str.strip, lines)):
+        yield _as_document(lines, f"{path.name}:{first}")
+
+
+def _as_document(lines: Iterable[str], where: str) -> Example | str:
+    """Join lines to a document without leading and trailing empty lines."""
+    text = "".join(lines).strip("\n")
+    return Example(where, text=text) if text.strip() else f"{where}: empty"
+
+
+TEXT_FILES: Mapping[str, Callable[[Path], Iterator[_Item]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".txt": _read_plain,
+    ".md": _read_plain,
+    ".parquet": _read_parquet,
+}
+"""Function that reads a file, by suffix."""
+PLAIN = (".txt", ".md")
+"""Suffixes of files that contain plain text instead of records."""

@@ -206,7 +206,10 @@ class EmbeddingStore(ShardStore):
     def columns(cls, manifest: Manifest) -> Columns:
         """Return the columns of the cache that a manifest describes."""
         if manifest["dtype"] not in STORED or manifest["dim"] < 1:
-            raise ValueError(f"dtype {manifest['dtype'][:50]!r} of width {manifest['dim']}")
+            raise ValueError(
+                f"dtype is {manifest['dtype'][:50]!r} and dim is {manifest['dim']}; expected one "
+                f"of {', '.join(STORED)} and at least 1"
+            )
         dtype = getattr(torch, manifest["dtype"])
         return {"embeddings": ((manifest["dim"],), dtype), "labels": ((), torch.int64)}
 

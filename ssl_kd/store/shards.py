@@ -385,7 +385,10 @@ class ShardStore:
         mapped = self._maps.get(shard)
         if mapped is None:
             if self._stat(shard) != self._identity[shard]:
-                raise CorruptFileError(f"{self._paths[shard]} was replaced while it was in use")
+                raise CorruptFileError(
+                    f"{self._paths[shard]} was replaced by another process while it was in use: "
+                    "run again to use the new cache"
+                )
             entry = self.manifest["shards"][shard]
             mapped = self.read_shard(self._paths[shard], entry, self.manifest)
             self._maps[shard] = mapped
@@ -414,7 +417,7 @@ def _decode_ids(shard: Content, file: str) -> list[str]:
         names = json.loads(shard["ids"].numpy().tobytes())
         good = [name for name in names if isinstance(name, str)]
         if type(names) is not list or not len(good) == len(names) == len(shard["indices"]):
-            raise ValueError(f"{len(good)} names for {len(shard['indices'])} rows")
+            raise ValueError(f"{len(good)} names; expected {len(shard['indices'])}, one per row")
     except (RecursionError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{file}: its ids are damaged ({error}); {REBUILD}") from error
     return names

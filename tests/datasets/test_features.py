@@ -107,7 +107,7 @@ def test_a_column_that_holds_no_lists_or_cannot_be_is_refused(tmp_path):
     for column, message in (
         ("age", "COLUMN is 'age', whose type in .* is int64; expected lists"),
         ("Clip\n", "did you mean 'clip'"),
-        ("", "has no column '', only clip, age"),
+        ("", "has no column ''; expected one of clip, age"),
     ):
         with pytest.raises(InputError, match=message) as error:
             open_features(path, column=column)

@@ -4,8 +4,7 @@ import platform
 import pytest
 
 from ssl_kd.datasets import DatasetUnavailable, DatasetUnreachable, Example, open_text
-from ssl_kd.datasets.text import first_few
-from ssl_kd.datasets.text_files import LONGEST
+from ssl_kd.datasets.text import LONGEST, first_few
 
 
 def write_jsonl(path, records):
