@@ -69,15 +69,15 @@ class AlignedBatch:
         group_of = [aligned.student[tokens[0]], aligned.teacher[tokens[1]]]
         firsts = [tokens[k][np.searchsorted(group_of[k], np.arange(size))] for k in (0, 1)]
         counted = self.counts.ravel()[tokens[0]]
-        kept = np.bincount(group_of[0], ~counted, minlength=size) == 0
+        is_used = np.bincount(group_of[0], ~counted, minlength=size) == 0
         for k in (0, 1):
-            kept &= firsts[k] % self.ids[k].shape[1] > 0
-        number = np.cumsum(kept) - 1
+            is_used &= firsts[k] % self.ids[k].shape[1] > 0
+        number = np.cumsum(is_used) - 1
         sides = []
         for k in (0, 1):
-            chosen = kept[group_of[k]]
+            chosen = is_used[group_of[k]]
             rows, group = tokens[k][chosen] - 1, number[group_of[k][chosen]]
-            first = np.searchsorted(group, np.arange(kept.sum()))
+            first = np.searchsorted(group, np.arange(is_used.sum()))
             sides.append(
                 Positions(
                     torch.from_numpy(rows).to(device),
@@ -87,15 +87,15 @@ class AlignedBatch:
                 )
             )
         single = [np.bincount(group_of[k], minlength=size) == 1 for k in (0, 1)]
-        one_to_one = (single[0] & single[1])[kept]
-        token = [torch.from_numpy(self.ids[k].ravel()[firsts[k][kept]]) for k in (0, 1)]
+        one_to_one = (single[0] & single[1])[is_used]
+        token = [torch.from_numpy(self.ids[k].ravel()[firsts[k][is_used]]) for k in (0, 1)]
         matched = torch.from_numpy(one_to_one) & self.vocabulary.same_text(*token)
         return Groups(
             sides[0],
             sides[1],
             matched.to(device),
             torch.from_numpy(one_to_one).to(device),
-            torch.from_numpy(np.diff(aligned.ends, prepend=0)[kept]).to(device),
+            torch.from_numpy(np.diff(aligned.ends, prepend=0)[is_used]).to(device),
         )
 
 

@@ -145,22 +145,22 @@ def open_text(
     def belongs(content: bytes) -> bool:
         return divided or split == "all" or _is_held_out(content, held_out) == (split == "test")
 
-    taken = _Taken(belongs, max_bytes)
-    examples = SpilledSequence(taken.of(items))
-    if not examples and taken.documents:
+    selection = _Selection(belongs, max_bytes)
+    examples = SpilledSequence(selection.of(items))
+    if not examples and selection.documents:
         raise InputError(
-            f"{name}: the {split} split is empty, since {held_out:.0%} of {taken.documents} "
+            f"{name}: the {split} split is empty, since {held_out:.0%} of {selection.documents} "
             "documents are held out: add documents, or set a separate file with --eval_path"
         )
     if not examples:
         no_files = f"the folder has no {' '.join(TEXT_FILES)} files"
         empty = no_files if os.path.isdir(name) else "the source is empty"
-        reasons = "; ".join(first_few(taken.left_out, 3)) or empty
+        reasons = "; ".join(first_few(selection.left_out, 3)) or empty
         raise InputError(f"{name} contains no usable document: {reasons}")
     if name == "stdlib":  # the text depends on the version
         name = f"stdlib of Python {platform.python_version()}"
-    digest = taken.digest.hexdigest()
-    return TextDataset(name, split, examples, digest, first_few(taken.left_out))
+    digest = selection.digest.hexdigest()
+    return TextDataset(name, split, examples, digest, first_few(selection.left_out))
 
 
 def _identity(example: Example) -> bytes:
@@ -174,7 +174,7 @@ def _digest(examples: Iterable[Example]) -> str:
     return digest.hexdigest()
 
 
-class _Taken:
+class _Selection:
     """Selects the examples of a split, and computes their number and digest."""
 
     def __init__(self, belongs: Callable[[bytes], bool], max_bytes: int | None) -> None:

@@ -193,7 +193,7 @@ def why_refused(error: pickle.UnpicklingError) -> str:
     """Say why `torch.load` refused a file, without the advice of its message to load it anyway."""
     name = re.search(r"GLOBAL ([\w.]+)", str(error))
     what = f"it contains {name[1]}, which might run code" if name else "it is not a file of tensors"
-    return f"{what}, so it was refused and nothing was executed"
+    return f"{what}; it was refused, and nothing was executed"
 
 
 def save_tensors(path: str | Path, tensors: Any) -> None:

@@ -159,8 +159,8 @@ class Ledger:
             if shard not in entries:
                 os.replace(ready, self.partial / entry["file"])
                 self._list(entries | {shard: entry})
-            for left in self.partial.glob(f"*{entry['file']}.*.tmp"):  # also of killed writers
-                left.unlink(missing_ok=True)
+            for temporary in self.partial.glob(f"*{entry['file']}.*.tmp"):  # also of killed writers
+                temporary.unlink(missing_ok=True)
         return entries.get(shard, entry)
 
     def publish(self) -> Manifest | None:

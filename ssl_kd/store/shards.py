@@ -247,7 +247,7 @@ class ShardStore:
 
         # Columns with one number per row are kept in memory.
         small = ["indices", *(key for key, (shape, _) in self._columns.items() if not shape)]
-        held: list[Content] = []
+        parts: list[Content] = []
         good = []
         for shard, (shard_path, entry) in enumerate(
             zip(self._paths, manifest["shards"], strict=True)
@@ -259,12 +259,12 @@ class ShardStore:
                     raise bad_row(content, shard_path.name, position, what)
             keep = torch.ones(entry["rows"], dtype=torch.bool)
             keep[list(faults)] = False
-            held.append({key: content[key][keep] for key in small})
+            parts.append({key: content[key][keep] for key in small})
             good.append(keep.nonzero().squeeze(1) + self._starts[shard])
-        kept = torch.cat(good)
-        self._kept = None if len(kept) == int(sizes.sum()) else kept
-        self._held = {key: torch.cat([part[key] for part in held]) for key in small}
-        self.n, self.indices = len(kept), self._held["indices"]
+        rows = torch.cat(good)
+        self._kept = None if len(rows) == int(sizes.sum()) else rows
+        self._held = {key: torch.cat([part[key] for part in parts]) for key in small}
+        self.n, self.indices = len(rows), self._held["indices"]
 
     @classmethod
     def read_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> Content:
@@ -367,12 +367,12 @@ class ShardStore:
             rows = self._kept[rows]
         shape, dtype = self._columns[column]
         shards = torch.bucketize(rows, self._stops, right=True)
-        taken = torch.empty(len(rows), *shape, dtype=dtype)
+        result = torch.empty(len(rows), *shape, dtype=dtype)
         for shard in shards.unique().tolist():
             at = (shards == shard).nonzero().squeeze(1)
             mapped = self._map(shard)[column]
-            taken[at] = mapped.index_select(0, rows[at] - self._starts[shard])
-        return taken
+            result[at] = mapped.index_select(0, rows[at] - self._starts[shard])
+        return result
 
     def _stat(self, shard: int) -> tuple[int, int, int]:
         try:

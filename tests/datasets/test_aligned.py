@@ -174,7 +174,7 @@ def check(text, readers):
 
 
 relaxed = settings(
-    max_examples=80,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -156,7 +156,7 @@ def test_a_link_out_of_the_data_folder_is_not_followed(settings, tmp_path, digit
     left_out = {entry["id"]: entry["reason"] for entry in store.manifest["unreadable"]}
     assert set(left_out) == {"link.png", "up.png", "whole", "broken.png"}
     for name in ("link.png", "up.png", "whole"):
-        assert "out of the data folder" in left_out[name]
+        assert "leaves the data folder" in left_out[name]
     assert "inside.png" in store.ids and content(outside) == before
 
 

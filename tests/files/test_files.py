@@ -78,21 +78,6 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     assert names(tmp_path) == ["x.pt"]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_really_full_device(tmp_path, monkeypatch):
-    path = tmp_path / "x.pt"
-    (tmp_path / "full").symlink_to("/dev/full")
-
-    def write(file):
-        with open(tmp_path / "full", "wb", buffering=0) as full:
-            torch.save({"x": torch.ones(9999)}, full)
-
-    with pytest.raises(OSError) as caught:
-        atomic_write(path, write)
-    assert caught.value.errno == errno.ENOSPC
-    assert names(tmp_path) == ["full"]
-
-
 def test_the_data_is_on_the_disk_before_the_name_changes(tmp_path, monkeypatch):
     calls = []
     fsync, replace = os.fsync, os.replace

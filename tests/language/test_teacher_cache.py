@@ -510,7 +510,7 @@ def test_tokens_of_any_width_are_compared_with_the_vocabulary(tmp_path, vocabula
 def test_rows_that_are_of_another_block_are_named(tmp_path, indices):
     make(tmp_path)
     change(tmp_path, lambda shard: shard["indices"].copy_(torch.tensor(indices)))
-    said = "teacher_00001.pt cannot be used: its indices are not rows of this shard in order"
+    said = "teacher_00001.pt cannot be used: its indices are not the rows of this shard in order"
     with pytest.raises(CorruptFileError, match=said):
         TeacherCache.open(tmp_path)
 
@@ -536,7 +536,7 @@ def test_a_manifest_that_names_something_else_is_one_line(tmp_path, stated, said
 def test_a_number_of_rows_that_is_not_there_is_named(tmp_path):
     make(tmp_path)
     change(tmp_path, lambda shard: None, n=N + 1)
-    with pytest.raises(CorruptFileError, match="teacher_00002.pt: rows that do not add up"):
+    with pytest.raises(CorruptFileError, match="teacher_00002.pt: the row counts do not add up"):
         TeacherCache.open(tmp_path)
 
 

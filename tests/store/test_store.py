@@ -355,6 +355,7 @@ DAMAGE = {
 }
 
 
+@row(4, 5)
 @pytest.mark.parametrize(("damage", "shard_rows"), [*((d, 12) for d in DAMAGE), ("one bit", None)])
 def test_a_damaged_shard_is_named_and_rebuilt_alone(tmp_path, damage, shard_rows):
     write(tmp_path, shard_rows=shard_rows)
