@@ -163,7 +163,7 @@ def test_exit_codes(settings, capsys):
     words = ["--data_path", settings.data_path, "--block_size", "32", "--device", "cpu"]
     for more, code, message in (
         ([f"--model={settings.student_model}"], 1, ""),
-        (["--model", "./nowhere"], 2, "no folder nowhere"),
+        (["--model", "./nowhere"], 2, "folder nowhere does not exist"),
         (["--model", "fresh:1x16"], 2, "--model FOLDER"),
         (["--modle", "x"], 2, "There is no flag --modle"),
     ):

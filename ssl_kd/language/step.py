@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
@@ -22,17 +23,29 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.fault_explainer import FaultExplainer, examine
 from ssl_kd.language.objective import Objective, student_side
-from ssl_kd.language.parallel import DistributedStudent
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.setting_groups import TrainingSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass, rng_state
 from ssl_kd.language.sources import Source, named_rows
+from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.finite import in_words
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.process_group import ProcessGroup
+from ssl_kd.training.ranks import Ranks
 
+T = TypeVar("T")
 RESTORE_AFTER = 20  # bad steps in a row before the student is restored, see STOP_AFTER
+
+
+def check_ranks(ranks: Ranks, batch_size: int) -> None:
+    """Raise SettingsError if BATCH_SIZE is smaller than the number of ranks."""
+    if batch_size < ranks.world:
+        raise SettingsError(
+            f"BATCH_SIZE is {batch_size}, the rows of all {ranks.world} ranks together:"
+            f" set it to {ranks.world} or more (and lower GRADIENT_ACCUMULATION_STEPS), or start"
+            " fewer processes"
+        )
 
 
 def precision_of(run: TrainingSettings) -> Precision:
@@ -85,6 +98,42 @@ class StudentStep:
     def learned(self, term: str) -> bool:
         """Return whether a loss term took part in the update of the student."""
         return self.updated and math.isfinite(self.terms.get(term, math.nan))
+
+
+class DistributedStudent:
+    """A student, and `extra` modules trained with it, as one module of all ranks."""
+
+    def __init__(self, student: nn.Module, extra: list[nn.Module], ranks: ProcessGroup) -> None:
+        self.ranks = ranks
+        self._root: Any = _Root(student, extra)
+        if ranks.world > 1:
+            # Buffers are constants here; DDP would send them before each forward pass.
+            names = [name for name, _ in self._root.named_buffers()]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._root, names)
+            self._root = DistributedDataParallel(self._root, gradient_as_bucket_view=True)
+
+    def forward(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Return `work(*arguments)`, run as the forward pass before a backward pass."""
+        with self.ranks.waiting("a forward pass"):
+            return self._root(work, *arguments)
+
+    @contextmanager
+    def averaged(self, last: bool) -> Iterator[None]:
+        """Wrap a forward and backward pass; DDP averages gradients only in the `last` of a step."""
+        local = not last and isinstance(self._root, DistributedDataParallel)
+        with self._root.no_sync() if local else nullcontext():
+            yield
+
+
+class _Root(nn.Module):
+    """A module whose forward pass calls a function, so that DDP's hooks also cover the head."""
+
+    def __init__(self, student: nn.Module, extra: list[nn.Module]) -> None:
+        super().__init__()
+        self.student, self.extra = student, nn.ModuleList(extra)
+
+    def forward(self, work: Callable[..., T], *arguments: Any) -> T:
+        return work(*arguments)
 
 
 class Distiller(Objective):

@@ -141,7 +141,7 @@ def add_lora(model: Any, rank: int, alpha: float = 16.0, *, seed: int = 0) -> An
     """
     if rank < 1:
         raise InputError(f"LORA_RANK is {rank}; expected at least 1")
-    check_rank(rank, model.config)
+    _check_rank(rank, model.config)
     peft = llm_module("peft")
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -185,18 +185,11 @@ def _trained_linears(model: Any) -> list[str]:
     ]
 
 
-def check_rank(rank: int, config: Any) -> None:
-    """Raise InputError if adapters have a larger rank than the matrices that they adapt.
-
-    Args:
-        rank: rank of the adapters.
-        config: configuration of the model, or its width.
-    """
-    width = config
-    if not isinstance(config, int):
-        towers = [config.get_text_config(), getattr(config, "vision_config", None)]
-        widths = [getattr(tower, "hidden_size", 0) for tower in towers]
-        width = max(width for width in widths if isinstance(width, int)) or rank
+def _check_rank(rank: int, config: Any) -> None:
+    """Raise InputError if adapters have a larger rank than the matrices that they adapt."""
+    towers = [config.get_text_config(), getattr(config, "vision_config", None)]
+    widths = [getattr(tower, "hidden_size", 0) for tower in towers]
+    width = max(width for width in widths if isinstance(width, int)) or rank
     if rank > width:
         raise InputError(
             f"LORA_RANK is {rank:,}; expected at most {width:,}, the width of the model, above "

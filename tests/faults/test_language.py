@@ -744,8 +744,8 @@ def test_a_cache_that_cannot_replace_an_absent_teacher_is_refused(world, cached)
     own = world.settings(teacher_cache=str(cached), teacher_model=str(world.own / "gone"))
     for error, changes, message in (
         (SettingsError, {"student_model": "fresh:1x16"}, "built from the teacher .* llama:LAYERSx"),
-        (FileNotFoundError, {"teacher_cache": None}, "no folder"),
-        (FileNotFoundError, {"teacher_cache": str(world.own / "other")}, "no folder"),
+        (FileNotFoundError, {"teacher_cache": None}, "does not exist"),
+        (FileNotFoundError, {"teacher_cache": str(world.own / "other")}, "does not exist"),
         (FingerprintMismatch, {}, "teacher: cache has"),
         (FingerprintMismatch, {"student_model": str(world.stranger)}, "tokenizer: cache has"),
     ):

@@ -65,7 +65,7 @@ def test_a_teacher_that_gives_nan_is_refused_with_its_weight(world, distill, cha
     line = one_line(error)
     assert code == 2 and f"the output of the teacher {folder} on held-out text" in line
     assert f"teacher weight {UP} came in not finite (1 of" in line and "[3, 0]" in line
-    assert "get another copy" in line and "memory" not in line and "learning_rate" not in line
+    assert "use another copy" in line and "memory" not in line and "learning_rate" not in line
     assert "attend to each other" not in error
     assert no_run(world.settings())
 
@@ -142,7 +142,7 @@ def test_a_student_that_is_not_finite_is_refused(world, distill, changes):
     code, error = distill(world.settings(student_model=str(folder), **changes))
     line = one_line(error)
     assert code == 2 and f"the student {folder} is not finite before step 0" in line
-    assert f"student weight {UP} came in not finite" in line and "get another copy" in line
+    assert f"student weight {UP} came in not finite" in line and "use another copy" in line
     assert "attend to each other" not in error
     assert no_run(world.settings())
 
@@ -173,7 +173,7 @@ def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill)
     said = error[error.index("ssl_kd: ") :].splitlines()
     assert said[0].startswith("ssl_kd: step 9: kd was cut out of each of the last 10 steps")
     assert said[0].endswith("learned from ce alone")
-    assert said[1].startswith("  kd, step 0: rows ") and "get another copy of it" in said[1]
+    assert said[1].startswith("  kd, step 0: rows ") and "use another copy of the file" in said[1]
     assert said[2].startswith("  ssl_kd replay ") and len(said) == 3  # no setting mends a teacher
 
 

@@ -85,7 +85,7 @@ def test_two_tokenizers_are_compared_on_the_same_text(at, models, tmp_path, caps
         (["--teacher", "x"], "The student comes first, before --teacher"),
         (["x", "--learning_rate", "1"], "LEARNING_RATE plays no part in judging"),
         (["x", "--out=."], "--out is ., a folder: expected a file"),
-        (["x"], "no folder x"),
+        (["x"], "folder x does not exist"),
     ],
 )
 def test_what_cannot_be_is_one_line(words, says, tmp_path, monkeypatch, capsys):

@@ -531,7 +531,7 @@ def test_a_finished_run_is_neither_overwritten_nor_trained_on(settings):
 def test_a_run_that_fails_before_training_leaves_no_folder(settings, tmp_path, models):
     for changes, message in (
         ({"block_size": 512}, "BLOCK_SIZE is 512, but .* has 128 positions"),
-        ({"student_model": "layers:9"}, "has 2 layers"),
+        ({"student_model": "layers:9"}, "the number of layers of the teacher"),
         ({"router_mode": "ka"}, "dense model"),
         ({"legacy_clamp": "2.5:0.1:1.0"}, "nothing is learned"),
         ({"data_path": str(tmp_path / "absent.jsonl")}, "absent.jsonl"),
@@ -597,7 +597,7 @@ def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
     said = str(end.value)
     assert "learned from ce alone" in said and end.value.exit_code == 3
     assert "teacher weight model.norm.weight came in not finite" in said
-    assert "get another copy" in said and "Settings to try" not in said and "memory" not in said
+    assert "use another copy" in said and "Settings to try" not in said and "memory" not in said
     path = tmp_path / "runs" / "a"
     assert events(path)[-1]["action"] == "stopped" and not (path / "metrics.json").exists()
     monkeypatch.undo()

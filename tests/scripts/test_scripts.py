@@ -71,7 +71,7 @@ def test_what_a_user_gets_wrong_is_one_line(script, house, name):
     text = ["--data_path", str(house / "stories.jsonl"), "--device", "cpu", "--block_size", "32"]
     for words, code, said in (
         (["--techer_model", "x"], 2, "Did you mean --teacher_model?"),
-        (["--teacher_model", "./nowhere", *text], 2, "no folder nowhere"),
+        (["--teacher_model", "./nowhere", *text], 2, "folder nowhere does not exist"),
         (
             ["--teacher_model", str(house / "foreign"), "--student_model", str(house / "dense")]
             + text,
@@ -121,7 +121,7 @@ def test_quantumbench_stops_at_a_nan_and_names_its_cause(script, house):
     said = err.strip().splitlines()[-1]
     assert code == 2 and said.startswith("ssl_kd: the student ")
     assert "is not finite before step 0" in said and "up_proj" in said and "nan" in said.lower()
-    assert "get another copy of it" in said and "Settings to try" not in said
+    assert "use another copy of the file" in said and "Settings to try" not in said
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_sft_refuses_in_one_line(script, house):
     stories = ["--data-path", house / "stories.jsonl", "--device", "cpu"]
     for words, code, said in (
         (["test", "--model", house / "dense", *stories], 2, "<answer>...</answer>"),
-        (["test", "--model", "./nowhere", *stories], 2, "no folder nowhere"),
+        (["test", "--model", "./nowhere", *stories], 2, "folder nowhere does not exist"),
         (["test", "--model", house / "dense", *stories, "--limits", 3], 2, "no flag --limits of"),
         (["test", "--model", house / "dense", *stories, "--limit", -1], 2, "'-1' came, expected a"),
         (["test", "--model", house / "dense", *stories, "--batch_size", 0], 2, "number from 1"),
