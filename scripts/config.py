@@ -21,11 +21,11 @@ TEACHER_CACHE = None
 TEACHER_URL = None
 # Model name on the server of TEACHER_URL; None: TEACHER_MODEL.
 TEACHER_SERVED_AS = None
-# What cache_teacher.py stores: sample (tokens sampled from the teacher: unbiased, for forward_kl) |
-# topk (the most likely tokens and the total mass of the rest: for any divergence) | hidden (the
-# last hidden states, and the output head once: exact, for any divergence and temperature); sample:K
-# and topk:K store K tokens per position, not 128. A server supports topk only, 20 tokens by
-# default; vLLM limits K by --max-logprobs.
+# What a cache stores: sample (tokens sampled from the teacher: unbiased, for forward_kl) | topk
+# (the most likely tokens and the total mass of the rest: for any divergence) | hidden (the last
+# hidden states, and the output head once: exact, for any divergence and temperature); sample:K and
+# topk:K store K tokens per position, not 128. A server supports topk only, 20 tokens by default;
+# vLLM limits K by --max-logprobs.
 CACHE_METHOD = "sample"
 # Store the linear layers of frozen models (the teacher, and the base model under LORA_RANK, as in
 # QLoRA) in fewer bits with bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE. Saves GPU memory; on a
@@ -97,12 +97,12 @@ ALIGN = "auto"
 # Share of the rows that the student continues itself in each step, so that the teacher scores its
 # tokens, at least 0, at most 1; 0: none. With ON_POLICY or TEACHER_TEXT a row holds one document.
 ON_POLICY = 0.0
-# Share of the rows whose text the teacher's continuation replaces, generated once (sequence-level
-# distillation), at least 0, at most 1; 0: none.
+# Share of the rows in which a continuation by the teacher replaces the text, generated once
+# (sequence-level distillation), at least 0, at most 1; 0: none.
 TEACHER_TEXT = 0.0
 # Sampling temperature of continuations, at least 0, at most 100; 0: greedy.
 ROLLOUT_TEMPERATURE = 1.0
-# Prompts whose answers the report shows, at least 0, at most 100.
+# Number of prompts with generated answers in the report, at least 0, at most 100.
 GENERATIONS = 4
 # Maximum tokens of a continuation, end token included, and of an answer in the report, at least 1.
 # Prompt and continuation together fit in BLOCK_SIZE.
@@ -143,9 +143,9 @@ CLIP_GRAD = 1.0
 
 # --- Guard ----------------------------------------------------------------------------------------
 
-# Skip a step whose gradient norm is this many times its running median, above 1.
+# Skip a step with a gradient norm above this many times its running median, above 1.
 SPIKE_FACTOR = 100.0
-# Skip a step whose gradient norm is above this, above 0; None: only SPIKE_FACTOR decides. Older
+# Skip a step with a gradient norm above this, above 0; None: only SPIKE_FACTOR decides. Older
 # scripts used 2.0; newly initialized weights exceed that for many steps.
 GRAD_NORM_THRESHOLD = None
 # Consecutive bad steps that end the run, at least 1; None: after 20 the student is restored to its

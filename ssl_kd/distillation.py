@@ -138,7 +138,7 @@ class Distillation:
             return DistilledRun(reported(start, lambda path: None, progress))
 
     def resume(self, *, progress: Progress = no_progress) -> DistilledRun:
-        """Continue the last interrupted run; arguments and result are those of `run`."""
+        """Continue the last interrupted run; see `run` for arguments and errors."""
         resumed = copy.copy(self)
         resumed.settings = self.settings.replace(resume=True)
         return resumed.run(progress=progress)

@@ -27,7 +27,7 @@ ALIASES: Mapping[str, str] = {
     "train_steps": "max_steps",
 }
 PER_PROCESS = frozenset({"per_device_train_batch_size", "per_device_batch_size"})
-"""Aliases of BATCH_SIZE that count the rows of one process; BATCH_SIZE counts those of all."""
+"""Aliases of BATCH_SIZE that count the rows of one process instead of all processes."""
 
 _TRL: Mapping[str, str] = {
     "Use --model_dtype for the products; weights are trained and saved in float32.": """

@@ -129,8 +129,8 @@ class Objective:
         """Compute the terms of a batch again, each without the rows in which it is not finite.
 
         A row with non-finite hidden states or cross-entropy is left out of every term and of the
-        student's forward pass. The rows are stored in `first.sick`. The result has the same bits as
-        that of a batch in which these rows have no targets.
+        student's forward pass. The rows are stored in `first.sick`. A batch in
+        which these rows have no targets gives a result with the same bits.
         """
         batch, device = first.batch, self.precision.device
         text, answers = student_side(batch), first.answers or ()

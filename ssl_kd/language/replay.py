@@ -90,7 +90,7 @@ def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[
         raise InputError(f"{path} is not a step of the language mode: expected a bundle of one")
     known = has_fields(recorded, _REPLAY)
     if not known or not {recorded["student"], recorded["teacher"]} <= {*DTYPES}:
-        raise damaged(path, "its replay settings are not those of a step")
+        raise damaged(path, "the replay settings are incomplete or have a wrong type")
     if bundle.indices.ndim != 1 or bundle.indices.dtype != torch.int64:
         raise damaged(path, "indices are not int64 [row]")
     try:

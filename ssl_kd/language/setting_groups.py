@@ -49,7 +49,7 @@ class TeacherSettings(Settings):
     )
     cache_method: str = setting(
         "sample",
-        "what cache_teacher.py stores: sample (tokens sampled from the teacher: unbiased, for"
+        "what a cache stores: sample (tokens sampled from the teacher: unbiased, for"
         " forward_kl) | topk (the most likely tokens and the total mass of the rest: for any"
         " divergence) | hidden (the last hidden states, and the output head once: exact, for any"
         " divergence and temperature); sample:K and topk:K store K tokens per position, not 128",
@@ -281,7 +281,7 @@ class RolloutSettings(Settings):
     )
     teacher_text: float = setting(
         0.0,
-        "share of the rows whose text the teacher's continuation replaces, generated once"
+        "share of the rows in which a continuation by the teacher replaces the text, generated once"
         " (sequence-level distillation); 0: none",
         low=0,
         high=1,
@@ -289,7 +289,9 @@ class RolloutSettings(Settings):
     rollout_temperature: float = setting(
         1.0, "sampling temperature of continuations; 0: greedy", low=0, high=100
     )
-    generations: int = setting(4, "prompts whose answers the report shows", low=0, high=100)
+    generations: int = setting(
+        4, "number of prompts with generated answers in the report", low=0, high=100
+    )
     max_new_tokens: int = setting(
         128,
         "maximum tokens of a continuation, end token included, and of an answer in the report",
@@ -318,7 +320,7 @@ class RouterSettings(Settings):
 
     @property
     def is_routed(self) -> bool:
-        """Whether the teacher uses its experts or its router in another way than its own."""
+        """Whether the teacher runs with other experts or another router than the original."""
         return self.router_mode != "native" or self.router_weights is not None
 
     @property
@@ -365,13 +367,13 @@ class TrainingSettings(RunSettings):
     clip_grad: float | None = setting(1.0, "maximum gradient norm; None: no clipping", above=0)
     spike_factor: float = setting(
         100.0,
-        "skip a step whose gradient norm is this many times its running median",
+        "skip a step with a gradient norm above this many times its running median",
         above=1,
         section="Guard",
     )
     grad_norm_threshold: float | None = setting(
         None,
-        "skip a step whose gradient norm is above this; None: only SPIKE_FACTOR decides",
+        "skip a step with a gradient norm above this; None: only SPIKE_FACTOR decides",
         "Older scripts used 2.0; newly initialized weights exceed that for many steps.",
         above=0,
     )

@@ -244,7 +244,7 @@ class LanguageSettings(
 
 
 def _refuse(*conflicts: tuple[object, str]) -> None:
-    """Raise SettingsError with the message of the first pair whose condition is true."""
+    """Raise SettingsError with the first message that follows a true condition."""
     for conflict, message in conflicts:
         if conflict:
             raise SettingsError(message)
