@@ -86,13 +86,13 @@ class Prepared:
     train_set: TextDataset
     eval_set: TextDataset  # held out
     student: CausalLM
-    teacher: CausalLM | None  # the first; its model is None if served
+    teacher: CausalLM | None  # the first; without a model if it is served
     frozen: FrozenTeacher | None  # None if a cache or server replaces it
     others: tuple[tuple[CausalLM, FrozenTeacher], ...]  # the other teachers
     served: ServedTeacher | None
     cache: TeacherCache | None
     router_id: str  # identity of ROUTER_WEIGHTS
-    blocks: Blocks | AlignedBlocks  # rows to learn from
+    blocks: Blocks | AlignedBlocks  # the training rows
     eval_blocks: Blocks  # the test rows, for the table
     teacher_eval_blocks: Blocks  # the same text, tokenized for the teacher
     validation_blocks: Blocks  # the rows by which the best student is chosen

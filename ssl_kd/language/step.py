@@ -101,7 +101,7 @@ class StudentStep:
 
 
 class DistributedStudent:
-    """A student, and `extra` modules trained with it, as one module of all ranks."""
+    """A student and `extra` modules that all ranks train together; DDP averages gradients."""
 
     def __init__(self, student: nn.Module, extra: list[nn.Module], ranks: ProcessGroup) -> None:
         self.ranks = ranks
