@@ -1,8 +1,8 @@
-"""Divergences between teacher p and student q: the table that losses, settings and caches read.
+"""Define the divergences between teacher p and student q, and the table of their names.
 
-To add one, write its function, its entry in `DIVERGENCES` and its formula in
-tests/oracles/token_objectives.py; nothing else lists them. `make config` writes their names into
-scripts/config.py. torch is imported inside functions, so that `ssl_kd distill --help` needs none.
+To add a divergence, write its function, its entry in `DIVERGENCES` and its formula in
+tests/oracles/token_objectives.py, then run `make config`, which writes the names into
+scripts/config.py. Functions import torch themselves, so that `ssl_kd distill --help` starts fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 JS_BETA = r"js:0?\.\d*[1-9]\d*"
-"""Pattern of `js` with another weight than 0.5, above 0 and below 1."""
+"""Regular expression of `js:BETA` with BETA above 0 and below 1."""
 SKEW = 0.1  # alpha of DistiLLM: the share of the first distribution in the mixture
 
 ValueAndGradient: TypeAlias = "tuple[Tensor, Tensor | None]"
@@ -28,19 +28,19 @@ ValueAndGradient: TypeAlias = "tuple[Tensor, Tensor | None]"
 class Divergence:
     """A divergence D(p, q) of two categorical distributions, with its gradient in closed form.
 
-    With g = dD/dq, the gradient with respect to q's logits is `q_j (g_j - sum_i q_i g_i)`. Every
-    form below multiplies a weight by a finite logarithm, so nothing becomes 0 times infinity.
+    With g = dD/dq, the gradient with respect to q's logits is `q_j (g_j - sum_i q_i g_i)`. All
+    formulas in this file multiply probabilities by finite logarithms, so that 0 times infinity
+    cannot occur.
 
     Attributes:
-        compute: called as `compute(log_p, p, log_q, q, gradient, exact)`, each tensor `[n, vocab]`
-            and finite. `log_p` and `p`, of the teacher, may be overwritten; `log_q` and `q`, of the
-            student, may not. Returns D `[n]`, and its gradient with respect to the student's logits
-            `[n, vocab]`, or None if not `gradient`. D is at least 0 and, near 0, as exact as the
-            differences of the logarithms; without `exact`, which waits for the device, only where
-            it is not `near_0`.
-        from_samples: an unbiased estimate from tokens that were sampled from the teacher, called as
-            `from_samples(indices, weights, entropy, log_q, q, gradient)` with the fields of a
-            `SampledTeacher`; None if there is none.
+        compute: called as `compute(log_p, p, log_q, q, gradient, exact)`. The tensors are
+            `[n, vocab]` and finite; the teacher's (`log_p`, `p`) may be overwritten, the student's
+            (`log_q`, `q`) may not. Returns D `[n]`, and the gradient with respect to the student's
+            logits `[n, vocab]`, or None if `gradient` is False. With `exact`, values near 0 are
+            computed again by a formula without cancellation, which waits for the device.
+        from_samples: estimates D without bias from tokens sampled from the teacher. It is called
+            as `from_samples(indices, weights, entropy, log_q, q, gradient)` with the fields of a
+            `SampledTeacher`; None if this divergence has no such estimate.
     """
 
     compute: Callable[..., ValueAndGradient]
@@ -52,7 +52,7 @@ class Divergence:
 def _forward_kl(
     log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
 ) -> ValueAndGradient:
-    """KL(p, q)."""
+    """Compute KL(p, q); for arguments and result see `Divergence.compute`."""
     ratio = log_p.sub_(log_q)
     value = (ratio * p).sum(-1)
     if exact:
@@ -63,7 +63,7 @@ def _forward_kl(
 def _sampled_forward_kl(
     indices: Tensor, weights: Tensor, entropy: Tensor, log_q: Tensor, q: Tensor, gradient: bool
 ) -> ValueAndGradient:
-    """`sum_i w_i (-log q_i)` minus the teacher's entropy."""
+    """Estimate KL(p, q) as `sum_i w_i (-log q_i)` minus the teacher's entropy."""
     value = -(weights * log_q.gather(-1, indices)).sum(-1) - entropy
     if not gradient:
         return value, None
@@ -73,7 +73,7 @@ def _sampled_forward_kl(
 def _reverse_kl(
     log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
 ) -> ValueAndGradient:
-    """KL(q, p)."""
+    """Compute KL(q, p); for arguments and result see `Divergence.compute`."""
     ratio = _difference_(log_q, log_p)
     weighted = ratio * q
     value = weighted.sum(-1)
@@ -92,7 +92,7 @@ def _js(
     *,
     beta: float = 0.5,
 ) -> ValueAndGradient:
-    """Sum of b KL(p, m) and (1 - b) KL(q, m), with m = b p + (1 - b) q and b = beta."""
+    """Compute `b KL(p, m) + (1 - b) KL(q, m)` with `m = b p + (1 - b) q` and b = beta."""
     ratio = _difference_(log_q, log_p)
     of_teacher = _log_mixture(ratio, 1 - beta).mul_(p).sum(-1)  # -KL(p, m)
     weighted = _log_mixture(ratio.neg_(), beta).mul_(q).mul_(beta - 1)  # (1 - b) q log(q / m)
@@ -111,7 +111,7 @@ def _js(
 def _skew_kl(
     log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
 ) -> ValueAndGradient:
-    """KL(p, 0.1 p + 0.9 q)."""
+    """Compute KL(p, 0.1 p + 0.9 q); for arguments and result see `Divergence.compute`."""
     log_mixture = _log_mixture(_difference_(log_q, log_p), 1 - SKEW)  # log(m / p)
 
     def exactly(p: Tensor, q: Tensor, log_mixture: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _skew_kl(
 def _skew_reverse_kl(
     log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
 ) -> ValueAndGradient:
-    """KL(q, 0.9 p + 0.1 q)."""
+    """Compute KL(q, 0.9 p + 0.1 q); for arguments and result see `Divergence.compute`."""
     log_share = _log_mixture(_difference_(log_q, log_p).neg_(), 1 - SKEW).neg_()  # log(q / m)
     weighted = log_share * q
 
@@ -146,7 +146,7 @@ def _skew_reverse_kl(
 def _tvd(
     log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
 ) -> ValueAndGradient:
-    """Total variation distance: sum abs(p - q) / 2."""
+    """Compute the total variation distance `sum |p - q| / 2`."""
     import torch
 
     difference = _difference_(q, p)
@@ -160,24 +160,24 @@ def _tvd(
 
 
 def near_0(value: Tensor) -> Tensor:
-    """Return where rounding errors of the logarithms dominate a divergence `[n]`."""
+    """Return `[n]` bool: where a divergence `[n]` is so small that rounding errors dominate it."""
     import torch
 
     return value < 2**14 * torch.finfo(value.dtype).eps
 
 
 def _exact_(value: Tensor, exactly: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """Replace `value` `[n]` by `exactly` of the same rows of the tensors where it is `near_0`."""
+    """Where `value` `[n]` is near 0, replace it by `exactly(...)` of these rows of the tensors."""
     close = near_0(value).nonzero().flatten()
     if len(close):
         value[close] = exactly(*(x[close] for x in tensors))
 
 
 def _kl_near_0(a: Tensor, b: Tensor, log_ratio: Tensor) -> Tensor:
-    """KL(a, b) with r = `log_ratio` = log(b / a), as a sum of terms that are all at least 0.
+    """Compute KL(a, b) as a sum of nonnegative terms, given `log_ratio`, r = log(b / a).
 
-    `a (e^r - 1 - r)` adds b - a, whose sum is 0, to `-a r`. An error in the logarithms that shifts
-    all r equally enters only squared.
+    The terms are `a (e^r - 1 - r)`: the usual `-a r` plus `b - a`, which sums to 0. A rounding
+    error that shifts all r by the same amount changes the sum only in second order.
     """
     import torch
 
@@ -186,21 +186,22 @@ def _kl_near_0(a: Tensor, b: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def _difference_(a: Tensor, b: Tensor) -> Tensor:
-    """`a - b`, in the memory of b."""
+    """Compute `a - b` in the memory of b."""
     import torch
 
     return torch.sub(a, b, out=b)
 
 
 def _centered_(weighted: Tensor, q: Tensor) -> Tensor:
-    """Turn `q * g` into the gradient, in place; adding a multiple of q changes nothing."""
+    """Turn `weighted`, q times dD/dq, into the gradient with respect to the logits, in place."""
     return weighted.addcmul_(q, weighted.sum(-1, keepdim=True), value=-1)
 
 
 def _log_mixture(x: Tensor, share: float) -> Tensor:
-    """`log(1 + share * (e^x - 1))`: the log of a mixture over its first part, exact near x = 0.
+    """Compute `log(1 + share * (e^x - 1))`, exact near x = 0.
 
-    `x` is clamped to 80, beyond which e^x overflows and the first part no longer counts.
+    For x = log(b / a) this is the logarithm of the mixture `(1 - share) a + share b`, divided by a.
+    x is clamped to 80, because e^x would overflow; a is negligible there.
     """
     return x.clamp(max=80).expm1_().mul_(share).log1p_()
 
@@ -218,13 +219,14 @@ DIVERGENCES: Mapping[str, Divergence] = MappingProxyType(
 
 
 def divergence_named(name: str) -> Divergence:
-    """Return the divergence of a name; `js:BETA` is GKD's generalised Jensen-Shannon divergence.
+    """Return the divergence with a given name.
 
-    `BETA KL(p, m) + (1 - BETA) KL(q, m)` with m = BETA p + (1 - BETA) q. Divided by BETA it tends
-    to `forward_kl` for BETA near 0; divided by 1 - BETA, to `reverse_kl` for BETA near 1.
+    `js:BETA` is GKD's generalized Jensen-Shannon divergence, `BETA KL(p, m) + (1 - BETA) KL(q, m)`
+    with m = BETA p + (1 - BETA) q. Divided by BETA it tends to `forward_kl` for BETA near 0;
+    divided by 1 - BETA, to `reverse_kl` for BETA near 1.
 
     Raises:
-        ValueError: the name is unknown; the message lists those there are.
+        ValueError: the name is unknown; the message lists the known names.
 
     References:
         Agarwal et al., On-Policy Distillation of Language Models (GKD), ICLR 2024, equation 3.

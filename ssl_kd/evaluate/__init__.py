@@ -1,4 +1,4 @@
-"""Scores of clusters, embeddings, tokens and answers, and clustering baselines."""
+"""Score clusters, embeddings, predicted tokens and generated answers; run baselines."""
 
 from ssl_kd.evaluate.answers import AnswerScores, extract_answer, same_answer
 from ssl_kd.evaluate.baselines import Baseline, kmeans, spectral

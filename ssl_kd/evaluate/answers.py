@@ -34,14 +34,16 @@ _END = ".,;:!?" + _MARKS
 def extract_answer(text: str, *, last_number: bool = False) -> str | None:
     r"""Find the final answer in a text.
 
-    Tried in this order: the last `<answer>…</answer>` (tags in any case), the last `\boxed{…}`
-    (inside the tags first, then anywhere; nested braces are kept), the rest of the line after the
-    first `####` (GSM8K: a model that does not stop there goes on to invent further questions).
+    The first of these that the text contains is returned: the content of the last `\boxed{…}`
+    inside the last `<answer>…</answer>` (tags in any case); that element's whole content; without
+    the element, the content of the last `\boxed{…}` (nested braces are kept); the rest of the line
+    after the first `####`. Later `####` are ignored, because a model of GSM8K that does not stop
+    after its answer invents further questions.
 
     Args:
         text: Generated text, or a reference solution.
-        last_number: Fall back to the last number in the text. A model that names no answer then
-            gets one by chance, so this is off by default.
+        last_number: Return the last number of a text without a marked answer. This is off by
+            default, because such a number may be correct by chance.
 
     Returns:
         The answer without surrounding space, or None if there is none or it is empty.
@@ -70,25 +72,25 @@ def extract_answer(text: str, *, last_number: bool = False) -> str | None:
 
 
 def same_answer(a: str, b: str, tolerance: float = TOLERANCE) -> bool:
-    r"""Return whether two answers mean the same.
+    r"""Return whether two answers have the same meaning.
 
     Numbers are compared by value, `|a - b| <= tolerance * max(|a|, |b|)`, with or without thousands
     separators (`1,234`; a comma is never a decimal point), currency signs, exponents (`1.2e3`) and
-    fractions (`1/2`, LaTeX's `\frac`). `50%` equals both `50` and `0.5`. A unit after a number is
-    ignored if the other answer has none; two units must be equal (`5 km` is not `5 m`; nothing is
-    converted). A lower-case letter that is not a common unit is a variable: `2x` is not `2`.
+    fractions (`1/2`, LaTeX's `\frac`). `50%` equals both `50` and `0.5`. A unit is ignored if only
+    one answer has a unit; otherwise the units must be equal and are not converted (`5 km` is not
+    `5 m`). A lower-case letter that is not a common unit is a variable: `2x` is not `2`.
 
-    A letter alone is a choice: `B`, `(b)` and `B. 12 apples` are the same. Everything else is text,
-    compared without case, surrounding punctuation and differences of white space.
+    A single letter is a choice: `B`, `(b)` and `B. 12 apples` are the same answer. All other
+    answers are compared as text; case, surrounding punctuation and white space do not matter.
 
     Args:
-        a: One answer.
-        b: The other; the order does not matter.
-        tolerance: Largest relative difference of two equal numbers, at least 0. With the default of
-            1e-4, integers that differ by one are the same from 10,000 on; 0 distinguishes them.
+        a: First answer.
+        b: Second answer; exchanging `a` and `b` does not change the result.
+        tolerance: Largest relative difference of two numbers that count as equal, at least 0. With
+            the default of 1e-4, 10000 and 10001 are equal; with 0 they differ.
 
     Raises:
-        ValueError: If the tolerance is negative or NaN.
+        ValueError: `tolerance` is negative or NaN.
 
     Example:
         >>> same_answer("$1,234.50", "1234.5"), same_answer("1/2", "50%"), same_answer("(B)", "b")
@@ -97,7 +99,9 @@ def same_answer(a: str, b: str, tolerance: float = TOLERANCE) -> bool:
         (False, False)
     """
     if not tolerance >= 0:
-        raise ValueError(f"tolerance must be a number from 0, got {tolerance}")
+        raise ValueError(
+            f"tolerance is {tolerance}; expected a number of at least 0, such as {TOLERANCE:g}"
+        )
     a, b = _cleaned(a), _cleaned(b)
     if a == b:
         return True
@@ -120,14 +124,14 @@ def same_answer(a: str, b: str, tolerance: float = TOLERANCE) -> bool:
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """How many questions were answered, and how many correctly.
+    """Numbers of questions, answers and correct answers of a model.
 
     Args:
         n: Number of questions.
-        answered: Number of questions with an extractable answer.
+        answered: Number of generated texts that contain an answer (`extract_answer`).
         right: Number of correct answers.
-        faults: One sentence for each question whose generation failed. Such a question counts as
-            not answered, and stays in `n`.
+        faults: One sentence for each question whose generation failed. These questions count as
+            unanswered in `n`.
     """
 
     n: int
@@ -144,19 +148,19 @@ class AnswerScores:
         tolerance: float = TOLERANCE,
         faults: Sequence[str] = (),
     ) -> "AnswerScores":
-        """Compare answers (None if there is none) with the references one by one."""
+        """Compare each answer (None if the text had no answer) with its reference."""
         pairs = [(a, b) for a, b in zip(answers, references, strict=True) if a is not None]
         right = sum(same_answer(a, b, tolerance) for a, b in pairs)
         return cls(len(references), len(pairs), right, tuple(faults))
 
     @property
     def accuracy(self) -> float | None:
-        """Correct answers per question, unanswered ones included; None without questions."""
+        """Share of all questions that were answered correctly; None without questions."""
         return self.right / self.n if self.n else None
 
     @property
     def answer_rate(self) -> float | None:
-        """Share of the questions with an extractable answer; None without questions."""
+        """Share of all questions that were answered; None without questions."""
         return self.answered / self.n if self.n else None
 
     @property

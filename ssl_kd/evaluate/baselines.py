@@ -1,4 +1,4 @@
-"""Baselines: k-means and spectral clustering of the same embeddings."""
+"""Baselines for learned clusters: k-means and spectral clustering of the embeddings."""
 
 import time
 import warnings
@@ -20,9 +20,10 @@ class Baseline:
 
     Args:
         name: Name of the method in tables.
-        clusters: `[n]` int64 cluster of each training sample; None if it did not run.
-        test_clusters: `[m]` int64 the same for held-out samples; None without any.
-        note: One sentence on what was different, or why it did not run; None otherwise.
+        clusters: `[n]` int64, cluster of each training sample; None if the method did not run.
+        test_clusters: `[m]` int64, cluster of each held-out sample; None without held-out samples.
+        note: One sentence on deviations from the standard method, or the reason why the method did
+            not run; None if there is nothing to report.
         seconds: Running time.
     """
 
@@ -42,7 +43,7 @@ def kmeans(
     test_x: NDArray | None = None,
     max_rows: int = 200_000,
 ) -> Baseline:
-    """Run scikit-learn's k-means, and take the best of `n_init` starts by inertia.
+    """Run scikit-learn's k-means and keep the start with the lowest inertia.
 
     Args:
         x: `[n, d]` embeddings.
@@ -50,7 +51,7 @@ def kmeans(
         seed: Seed of the starts.
         n_init: Number of starts.
         test_x: `[m, d]` held-out embeddings, assigned to the nearest center.
-        max_rows: Beyond this many rows mini-batch k-means is used, and the note says so.
+        max_rows: With more rows than this, mini-batch k-means runs instead, and the note says so.
     """
     start = time.perf_counter()
     x, *test = in_range(x, test_x)
@@ -62,7 +63,7 @@ def kmeans(
         warnings.filterwarnings("ignore", "Number of distinct clusters", ConvergenceWarning)
         clusters = np.asarray(model.fit_predict(x), np.int64)
     held = np.asarray(model.predict(test[0]), np.int64) if test else None
-    note = f"mini-batches, because there are more than {max_rows} samples" if large else None
+    note = f"mini-batch k-means, used for more than {max_rows} samples" if large else None
     return Baseline("k-means", clusters, held, note, time.perf_counter() - start)
 
 
@@ -81,9 +82,11 @@ def spectral(
         x: `[n, d]` embeddings.
         n_clusters: Number of clusters, below n.
         seed: Seed of the eigensolver and of k-means on the eigenvectors.
-        n_neighbors: Neighbors per sample in the graph, itself included as in scikit-learn.
-        max_rows: Beyond this many rows a random sample of them is clustered, and the note says so;
-            the other rows, like held-out ones, take the majority cluster of their neighbors in it.
+        n_neighbors: Neighbors per sample in the graph; as in scikit-learn, each sample counts as
+            its own first neighbor.
+        max_rows: With more rows than this, a random subset of `max_rows` rows is clustered, and the
+            note says so. The other rows, and held-out rows, are assigned the majority cluster of
+            their neighbors in the subset.
         test_x: `[m, d]` held-out embeddings.
 
     References:
@@ -112,6 +115,6 @@ def spectral(
     held = np.asarray(voters.predict(test[0]), np.int64) if test else None
     notes = ["the neighbor graph is not connected"] if broken else []
     if len(rows) < len(x):
-        notes.append(f"of a random {len(rows)} samples, the others by a vote of their neighbors")
+        notes.append(f"fitted on {len(rows)} random samples; neighbors vote for all others")
     note = "; ".join(notes) or None
     return Baseline(name, clusters, held, note, time.perf_counter() - start)

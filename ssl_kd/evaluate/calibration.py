@@ -1,4 +1,4 @@
-"""Calibration: how many of the samples with confidence 0.9 are correct."""
+"""Compare the confidence of predictions with the share of them that is correct."""
 
 from typing import Any
 
@@ -12,17 +12,19 @@ SURE = 0.9
 
 
 def rightly_placed(labels: ArrayLike, clusters: ArrayLike) -> NDArray[np.bool_]:
-    """Return whether each sample is in the cluster paired with its class, as in `accuracy`.
+    """Return whether each sample's cluster is paired with its class, for the best pairing.
+
+    Clusters and classes are paired one to one so that most samples agree (`match`).
 
     Args:
         labels: `[n]` integers, -1 where unknown.
         clusters: `[n]` integers from 0, -1 for noise.
 
     Returns:
-        `[n]` bool; False where the label is unknown, for noise, and in clusters without a partner.
+        `[n]` bool; False for unknown labels, for noise, and in clusters without a class.
 
     Raises:
-        ValueError: as `match`.
+        ValueError: no label is known, a number is below -1, or the lengths differ.
 
     Example:
         >>> rightly_placed([0, 0, 1, 1], [1, 1, 0, 1]).tolist()
@@ -36,7 +38,7 @@ def rightly_placed(labels: ArrayLike, clusters: ArrayLike) -> NDArray[np.bool_]:
 
 
 class Reliability:
-    """The reliability of a confidence in fifteen bins of equal width, updated batch by batch.
+    """Accumulate confidence and correctness of samples in 15 bins of confidence.
 
     Bins are open below and closed above, ((m - 1) / 15, m / 15]; sums are float64.
 
@@ -48,7 +50,7 @@ class Reliability:
         self._sums = np.zeros((3, BINS))  # samples, sum of confidence, number correct
 
     def add(self, confidence: ArrayLike, right: ArrayLike) -> None:
-        """Add samples: confidence `[n]` in [0, 1], and `[n]` 1 where correct, else 0."""
+        """Add n samples, given `confidence` in [0, 1] and `right`: 1 where correct, else 0."""
         confidence, right = np.asarray(confidence, np.float64), np.asarray(right, np.float64)
         place = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
         for sums, weights in zip(self._sums, (None, confidence, right), strict=True):
@@ -65,7 +67,11 @@ class Reliability:
 
     @property
     def bins(self) -> list[dict[str, Any]]:
-        """The bins with samples: `low`, `high`, samples `n`, mean `confidence`, share `right`."""
+        """A dict for each bin that is not empty.
+
+        `low` and `high` are the bin's edges, `n` is the number of samples, `confidence` the mean
+        confidence and `right` the share of correct samples.
+        """
         return [
             _bin(b / BINS, (b + 1) / BINS, *sums) for b, sums in enumerate(self._sums.T) if sums[0]
         ]
@@ -77,15 +83,17 @@ def _bin(low: float, high: float, n: float, confidence: float, right: float) -> 
 
 
 def calibration(confidence: ArrayLike, right: ArrayLike) -> dict[str, Any]:
-    """Compute the reliability of a confidence, and its expected error.
+    """Compute the expected calibration error of a confidence, and the bins it comes from.
 
     Args:
         confidence: `[n]` in [0, 1], n at least 1.
-        right: `[n]` bool.
+        right: `[n]` bool, whether each sample is correct.
 
     Returns:
-        `ece` and `bins` as in `Reliability`; `sure`, a bin of all samples with a confidence of at
-        least 0.9, None if there are none.
+        `ece`, the expected calibration error in [0, 1]; `bins`, a dict for each of 15 bins of equal
+        width that is not empty (`low`, `high`, samples `n`, mean `confidence`, share `right`
+        correct); `sure`, such a dict for all samples with a confidence of at least 0.9, or None if
+        there are no such samples.
 
     Example:
         >>> calibration([0.9, 0.9, 0.9, 0.9], [True, True, True, False])["ece"]

@@ -1,8 +1,8 @@
 """Agreement of clusters with labels, and cluster sizes.
 
-A label of -1 means "unknown": such samples are left out of every score. A cluster of -1 means
-"noise": it is paired with no class, so such samples count as wrong in accuracies; NMI, ARI and AMI
-treat it as one more cluster, as scikit-learn does.
+Samples with label -1 (unknown) are left out of every score. Cluster -1 (noise) is never paired with
+a class, so its samples lower the accuracy; NMI, ARI and AMI treat noise as one more cluster, as
+scikit-learn does.
 """
 
 import math
@@ -30,15 +30,15 @@ def contingency(
     Args:
         labels: `[n]` integers, -1 where unknown.
         clusters: `[n]` integers in `[0, n_clusters)`, -1 for noise, which is not counted.
-        n_classes: Number of rows; None takes the largest label + 1.
-        n_clusters: Number of columns; None takes the largest cluster + 1.
+        n_classes: Number of rows; None for the largest label + 1.
+        n_clusters: Number of columns; None for the largest cluster + 1.
 
     Returns:
         `[n_classes, n_clusters]` int64.
 
     Raises:
-        ValueError: If the two differ in length, a cluster or a label is below -1, or no label is
-            known.
+        ValueError: `labels` and `clusters` differ in length, a number is below -1 or does not fit
+            into the table, or no label is known.
 
     Example:
         >>> contingency([0, 0, 1, -1], [1, 1, 0, 0]).tolist()
@@ -49,8 +49,8 @@ def contingency(
     columns = int(clusters.max()) + 1 if n_clusters is None else n_clusters
     if labels.max() >= rows or clusters.max() >= columns:
         raise ValueError(
-            f"labels reach {labels.max()} and clusters {clusters.max()}, but the table has "
-            f"{rows} rows and {columns} columns: raise n_classes or n_clusters"
+            f"labels go up to {labels.max()} and clusters up to {clusters.max()}; expected less "
+            f"than n_classes = {rows} and n_clusters = {columns}: raise n_classes or n_clusters"
         )
     cells = (labels * columns + clusters)[clusters >= 0]
     return np.bincount(cells, minlength=rows * columns).reshape(rows, columns)
@@ -64,7 +64,7 @@ def match(labels: ArrayLike, clusters: ArrayLike) -> dict[int, int]:
         clusters: `[n]` integers from 0, -1 for noise.
 
     Returns:
-        Cluster to class. If there are more clusters than classes, unpaired clusters are missing.
+        A dict from cluster to class. With more clusters than classes, it lacks unpaired clusters.
 
     Example:
         >>> match([0, 0, 1], [1, 1, 0])
@@ -75,10 +75,10 @@ def match(labels: ArrayLike, clusters: ArrayLike) -> dict[int, int]:
 
 
 def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
-    """Return the share of samples whose cluster is paired with their class, for the best pairing.
+    """Compute the clustering accuracy under the best one-to-one pairing of clusters and classes.
 
-    `max_m mean_i [m(cluster_i) = label_i]` over one-to-one pairings `m`; the numbers of classes and
-    clusters may differ.
+    The accuracy is the largest `mean_i [m(cluster_i) = label_i]` over all one-to-one pairings `m`.
+    The numbers of classes and clusters may differ.
 
     Args:
         labels: `[n]` integers, -1 where unknown.
@@ -103,11 +103,11 @@ def clustering_scores(labels: ArrayLike | None, clusters: ArrayLike) -> dict[str
     """Compute Hungarian accuracy, NMI, ARI and AMI.
 
     Args:
-        labels: `[n]` integers, -1 where unknown, or None.
+        labels: `[n]` integers, -1 where unknown; None if all are unknown.
         clusters: `[n]` integers from 0, -1 for noise.
 
     Returns:
-        Keys `acc`, `nmi`, `ari`, `ami`. All None if no label is known.
+        A dict with keys `acc`, `nmi`, `ari` and `ami`; all values are None if no label is known.
 
     Example:
         >>> clustering_scores([0, 0, 1, 1], [1, 1, 0, 0])
@@ -127,10 +127,10 @@ def clustering_scores(labels: ArrayLike | None, clusters: ArrayLike) -> dict[str
 def confusion(
     labels: ArrayLike, clusters: ArrayLike, n_classes: int, n_clusters: int
 ) -> tuple[Ints, Ints]:
-    """Return the contingency table with matched pairs on the diagonal, and its column order.
+    """Return the contingency table with paired clusters and classes on the diagonal.
 
-    The order `[n_clusters]` holds the cluster of each column; unpaired clusters come last, the
-    largest first. For the arguments see `contingency`.
+    Also return the cluster of each column, `[n_clusters]`. Unpaired clusters come last, the largest
+    first. The arguments are the same as for `contingency`.
 
     Example:
         >>> table, order = confusion([0, 0, 1], [1, 1, 0], 2, 2)
@@ -148,7 +148,8 @@ def cluster_sizes(clusters: ArrayLike, n_clusters: int) -> Ints:
     """Count the samples in each cluster.
 
     Args:
-        clusters: `[..., n]` integers in `[0, n_clusters)`; leading axes (heads) are kept.
+        clusters: `[..., n]` integers in `[0, n_clusters)`; samples are on the last axis, and each
+            entry of the leading axes (such as heads) is counted separately.
         n_clusters: Number of clusters.
 
     Returns:
@@ -161,8 +162,9 @@ def cluster_sizes(clusters: ArrayLike, n_clusters: int) -> Ints:
     clusters = np.asarray(clusters, np.int64)
     if clusters.size and not 0 <= clusters.min() <= clusters.max() < n_clusters:
         raise ValueError(
-            f"clusters run from {clusters.min()} to {clusters.max()}, "
-            f"expected 0 to {n_clusters - 1}"
+            f"clusters go from {clusters.min()} to {clusters.max()}; expected 0 to "
+            f"{n_clusters - 1} because n_clusters is {n_clusters}: renumber the clusters or raise "
+            "n_clusters"
         )
     flat = clusters.reshape(math.prod(clusters.shape[:-1]), clusters.shape[-1])  # n may be 0
     offsets = np.arange(len(flat))[:, None] * n_clusters
@@ -177,8 +179,8 @@ def effective_clusters(sizes: ArrayLike) -> NDArray[np.float64]:
         sizes: `[..., n_clusters]` counts.
 
     Returns:
-        `[...]` float64, from 1 (one cluster holds everything; 0 if all are empty) to `n_clusters`
-        (all equal).
+        `[...]` float64: 1 if all samples are in one cluster, `n_clusters` if all clusters have the
+        same size, 0 if there are no samples.
 
     Example:
         >>> effective_clusters([5, 5, 0, 0]).item()
@@ -192,10 +194,11 @@ def effective_clusters(sizes: ArrayLike) -> NDArray[np.float64]:
 
 
 def collapsed(sizes: ArrayLike) -> NDArray[np.bool_]:
-    """Return whether fewer than half of the clusters are in use, by `effective_clusters`.
+    """Return whether the effective number of clusters is below half of all clusters.
 
-    A natural imbalance (a largest class twenty times the smallest, evenly graded) stays well above
-    this line; a head that gives most samples to a few clusters falls below.
+    Naturally imbalanced data does not count as collapsed: with sizes in geometric progression, the
+    largest cluster may be 20 times the smallest. A head that assigns most samples to a few clusters
+    counts as collapsed.
 
     Args:
         sizes: `[..., n_clusters]` counts.
@@ -208,22 +211,25 @@ def collapsed(sizes: ArrayLike) -> NDArray[np.bool_]:
 
 
 def _known(labels: ArrayLike, clusters: ArrayLike) -> tuple[Ints, Ints]:
-    """Check both, and return them as int64 without the samples whose label is unknown."""
+    """Check labels and clusters; return the samples with a known label as int64."""
     labels, clusters = np.asarray(labels), np.asarray(clusters)
     for name, values in (("labels", labels), ("clusters", clusters)):
         if values.dtype.kind not in "iu":
-            raise TypeError(f"{name} must be integers, got {values.dtype}: number the names")
+            raise TypeError(
+                f"{name} have dtype {values.dtype}; expected integers: replace names by numbers, "
+                "for example with np.unique(..., return_inverse=True)"
+            )
     if labels.ndim != 1 or labels.shape != clusters.shape:
         raise ValueError(
-            f"labels and clusters must be vectors of one length, got shapes {labels.shape} and "
-            f"{clusters.shape}"
+            f"labels have shape {labels.shape} and clusters {clusters.shape}; expected two vectors "
+            "of one length"
         )
     if not (labels >= 0).any():
-        raise ValueError("no label is known (all are -1): a clustering score needs some")
+        raise ValueError("no label is known (all are -1); expected at least one label from 0")
     if labels.min() < -1 or clusters.min() < -1:
         raise ValueError(
-            f"labels start at -1 (unknown) and clusters at -1 (noise), "
-            f"got {labels.min()} and {clusters.min()}"
+            f"the smallest label is {labels.min()} and the smallest cluster {clusters.min()}; "
+            "expected at least -1 (an unknown label, a cluster of noise)"
         )
     known = labels >= 0
     return labels[known].astype(np.int64), clusters[known].astype(np.int64)

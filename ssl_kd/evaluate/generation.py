@@ -1,4 +1,4 @@
-"""Greedy generation after prompts; a failure is reported instead of raised."""
+"""Generate text greedily after prompts; a failed prompt is reported, and the others go on."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ def generate(
 
     Args:
         model: a causal language model of transformers, or a `FrozenTeacher`.
-        tokenizer: its tokenizer; not modified.
+        tokenizer: the model's tokenizer; it is not modified.
         prompts: texts.
-        max_new_tokens: length limit; shorter if the text or the model's positions end.
-        ids: the prompts in tokens; None for `prompt_ids`, which does not apply a chat template.
-        batch_size: prompts at once, padded on the left and masked.
-        autocast: returns the context that the model runs in; a `FrozenTeacher` has its own dtype.
+        max_new_tokens: largest number of tokens to generate. Generation ends earlier at an
+            end-of-text token and at the model's last position.
+        ids: token ids of the prompts; None tokenizes them with `prompt_ids`, without a chat
+            template.
+        batch_size: number of prompts in a forward pass, padded on the left and masked.
+        autocast: returns the autocast context for the model. It is not used for a `FrozenTeacher`,
+            which runs in its own dtype.
 
     Returns:
-        A text for each prompt; empty if generation failed, which is logged.
+        A text for each prompt. The text is empty if generation failed; the reason is logged.
     """
     ids = [prompt_ids(tokenizer, prompt) for prompt in prompts] if ids is None else ids
     texts = []
@@ -52,7 +55,7 @@ def generate(
         strict=True,
     ):
         if fault is not None:
-            logger.warning("Nothing is generated for the prompt %.60r: %s", prompt, fault)
+            logger.warning("No text was generated for the prompt %.60r: %s", prompt, fault)
         texts.append(text)
     return texts
 
@@ -67,7 +70,7 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 
 
 Continued = tuple[str, str | None]
-"""The generated text, and why there is none."""
+"""The generated text, empty if generation failed, and the reason of the failure or None."""
 
 
 def continue_prompts(
@@ -78,14 +81,14 @@ def continue_prompts(
     batch_size: int,
     autocast: Autocast,
 ) -> list[Continued]:
-    """Continue each prompt; if a batch raises, its prompts are tried one by one."""
+    """Generate a text after each prompt; the prompts of a batch that raises are retried singly."""
     if isinstance(model, FrozenTeacher):
         return continue_prompts(
             model.model, tokenizer, prompts, max_new_tokens, batch_size, nullcontext
         )
     room = positions(model) or sys.maxsize
     results: list[Continued] = [
-        ("", f"the prompt has {len(ids)} tokens and the model {room} positions: shorten the prompt")
+        ("", f"the prompt has {len(ids)} tokens; expected less than the model's {room} positions")
         for ids in prompts
     ]
     fits = [i for i, ids in enumerate(prompts) if len(ids) + max_new_tokens <= room]
@@ -111,9 +114,9 @@ def continue_prompts(
 
 
 class _Watch:
-    """Records the first new token of each text whose logits were not finite.
+    """Record the position of the first new token of each text whose logits were not finite.
 
-    Greedy search takes the largest logit, and a NaN counts as the largest, so nothing is raised.
+    Greedy search would choose a NaN as the largest logit without raising an error.
     """
 
     def __init__(self, width: int, ends: Tensor) -> None:
@@ -169,7 +172,7 @@ def _greedy(
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a text, according to the model or the tokenizer."""
+    """Return the ids of the model's and the tokenizer's end-of-text tokens."""
     ends = model.generation_config.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]
     return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
@@ -182,7 +185,7 @@ def repetition(texts: Sequence[Sequence[Hashable]], n: int = 4) -> float | None:
 
     Args:
         texts: tokens of each text; texts of fewer than n tokens are ignored.
-        n: tokens in an n-gram.
+        n: number of tokens in an n-gram.
 
     Returns:
         A number from 0 to 1; None if no text has n tokens.

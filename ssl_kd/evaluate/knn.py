@@ -1,4 +1,4 @@
-"""k-NN accuracy of frozen embeddings."""
+"""Evaluate frozen embeddings by a vote of nearest neighbors."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,21 +20,22 @@ def knn_accuracy(
     max_train: int = 100_000,
     max_test: int = 10_000,
 ) -> float | None:
-    """Return the accuracy of a weighted vote among the k nearest training embeddings.
+    """Compute the accuracy of k-NN classification with votes weighted by cosine similarity.
 
-    `argmax_c sum_{i in kNN(x)} exp(cos(x, x_i) / T) [y_i = c]`. Without held-out data every
-    training sample is classified by the others (leave one out; itself excluded by index).
+    The predicted class is `argmax_c sum_{i in kNN(x)} exp(cos(x, x_i) / T) [y_i = c]`. Without
+    held-out data, each training sample is classified by its neighbors among all other training
+    samples (leave-one-out).
 
     Args:
         train_x: `[n, d]` embeddings.
-        train_y: `[n]` integer labels, -1 where unknown (left out).
+        train_y: `[n]` integer labels; samples with label -1 (unknown) are left out.
         test_x: `[m, d]` held-out embeddings, or None for leave-one-out.
-        test_y: `[m]` labels of those.
-        k: Number of neighbors, at least 1; at most the number of samples.
+        test_y: `[m]` labels of the held-out embeddings.
+        k: Number of neighbors, at least 1; reduced to the number of training samples.
         temperature: T > 0.
-        seed: Seed of the random subsets below.
-        max_train: Largest number of training rows searched.
-        max_test: Largest number of rows classified; of all rows in leave-one-out.
+        seed: Seed of the random subsets.
+        max_train: Largest number of training rows; a larger set is replaced by a random subset.
+        max_test: The same for held-out rows, and for all rows in leave-one-out.
 
     Returns:
         A number in [0, 1]; None if fewer than two training labels, or no held-out label, are known.
@@ -49,10 +50,13 @@ def knn_accuracy(
     """
     if k < 1 or not temperature > 0:
         raise ValueError(
-            f"k must be at least 1 and temperature positive, got {k} and {temperature}"
+            f"k is {k} and temperature {temperature}; expected k of at least 1 and a positive "
+            "temperature"
         )
     if (test_x is None) != (test_y is None):
-        raise ValueError("give both test_x and test_y, or neither (leave one out)")
+        raise ValueError(
+            "one of test_x and test_y is None; expected both, or neither for leave-one-out"
+        )
     x, y = labelled_sample(train_x, train_y, max_test if test_x is None else max_train, seed)
     spare = 0 if test_x is not None else 1
     if len(y) < 2:

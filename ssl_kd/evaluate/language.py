@@ -1,4 +1,4 @@
-"""Evaluate language models: predictions on held-out blocks, answers to questions."""
+"""Evaluate language models on held-out text: token predictions, answers, generated texts."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 PROMPT_CHARACTERS = 120
 
 Predict = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher]
-"""Map a batch, and rows of its flattened `[batch * token]` positions, to a model's output there."""
+"""Map a batch and rows of its flattened `[batch * token]` positions to the model's output there."""
 
 Reference = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher | None]
-"""The same for a teacher; None for a batch that its cache does not contain."""
+"""Map a batch and rows as `Predict` does, to a teacher's output; None for batches not cached."""
 
 
 @torch.no_grad()
@@ -51,22 +51,22 @@ def judge_tokens(
     batch_size: int = 8,
     autocast: Autocast = nullcontext,
 ) -> TokenScores:
-    """Score how well a model predicts the targets of blocks, and how close it is to its teacher.
+    """Score a model's predictions of the target tokens of blocks, alone and against a teacher.
 
-    If the output layer is linear, logits are computed a chunk at a time. Dropout and the KV cache
-    are off; the model's training modes are restored afterwards.
+    With a linear output layer, logits are computed one chunk of tokens at a time. The model runs in
+    evaluation mode without KV cache; afterwards its training modes are restored.
 
     Args:
         model: a causal language model of transformers, or a `FrozenTeacher`.
-        blocks: held-out text.
-        teacher: a `FrozenTeacher` on the same device, or a `RememberedTeacher`; None computes
-            neither agreement nor divergence. Both are averaged over the rows that it knows.
-        batch_size: blocks in a forward pass.
-        autocast: returns the context that the model runs in: `Precision.autocast`. (A
-            `FrozenTeacher` runs in its own dtype.)
+        blocks: held-out text in the model's tokens.
+        teacher: a `FrozenTeacher` on the same device, or a `RememberedTeacher`, which has outputs
+            for cached batches only. Without one (None), agreement and divergence are None.
+        batch_size: number of blocks in a forward pass.
+        autocast: returns the autocast context for the model, such as `Precision.autocast`. It is
+            not used for a `FrozenTeacher`, which runs in its own dtype.
 
     Returns:
-        The scores. Batches with non-finite values are left out, and listed by their blocks.
+        The scores; `left_out` lists the batches with non-finite values, which are not in the means.
     """
     scores = TokenScores()
     with nullcontext() if isinstance(model, FrozenTeacher) else evaluating(model):
@@ -89,15 +89,15 @@ def judge_tokens(
 
 @dataclass(frozen=True)
 class Generation:
-    """A question, and the text that a model generated for it.
+    """A prompt, its reference, and the text that a model generated after the prompt.
 
     Attributes:
-        where: place of the question in the data: `file.jsonl:17`.
-        prompt: the model's input.
-        ids: the same in tokens.
-        reference: the correct answer, or the data's own continuation.
+        where: source of the prompt, such as `file.jsonl:17`.
+        prompt: text of the prompt.
+        ids: token ids of the prompt.
+        reference: the correct answer, or the continuation of the prompt in the data.
         text: the generated text; empty if generation failed.
-        fault: why there is no text; None if there is one.
+        fault: the reason why generation failed; None if it succeeded.
     """
 
     where: str
@@ -122,24 +122,26 @@ def judge_answers(
 ) -> tuple[AnswerScores, list[Generation]]:
     """Generate answers to questions greedily, and compare them with the references.
 
-    A question is an example with prompt and completion, or chat messages up to the assistant's
-    last, whose completion states an answer (`extract_answer`); other examples are skipped. A
-    generation that fails, or whose logits become non-finite, counts as not answered and is listed
-    in the scores' `faults`.
+    A question is an example with a prompt and a completion, or with chat messages, whose completion
+    or last assistant message contains an answer (`extract_answer`). Other examples are skipped. If
+    generation fails or logits become non-finite, the question counts as unanswered, and `faults`
+    of the scores lists the reason.
 
     Args:
         model: a causal language model of transformers, or a `FrozenTeacher`.
-        tokenizer: its tokenizer; not modified.
+        tokenizer: the model's tokenizer; it is not modified.
         examples: held-out examples.
-        limit: use at most this many questions, the first ones; None for all.
-        batch_size: questions in a batch.
-        max_new_tokens: length limit of an answer, further limited by the model's positions.
-        last_number: see `extract_answer`; applies to generated text, not to references.
-        tolerance: relative, see `same_answer`.
-        autocast: returns the context that the model runs in; a `FrozenTeacher` has its own dtype.
+        limit: number of questions to use, from the first on; None for all.
+        batch_size: number of questions in a forward pass.
+        max_new_tokens: largest number of tokens of an answer.
+        last_number: whether the last number of a generated text counts as its answer if the text
+            marks no other answer; references always need a marked answer.
+        tolerance: largest relative difference of two numbers that count as equal.
+        autocast: returns the autocast context for the model. It is not used for a `FrozenTeacher`,
+            which runs in its own dtype.
 
     Returns:
-        The scores, and the generation for each question.
+        The scores, and a `Generation` for each question.
     """
     questions = list(islice(_questions(examples, tokenizer), limit))
     continued = continue_prompts(
@@ -157,7 +159,7 @@ def judge_answers(
     )
     if scores.faults:
         counts = len(scores.faults), scores.n, scores.faults[0]
-        logger.warning("%d of %d questions got no answer, the first: %s", *counts)
+        logger.warning("Generation failed for %d of %d questions, first for %s", *counts)
     return scores, generations
 
 
@@ -180,7 +182,7 @@ def _values(
     targets: Tensor,
     autocast: Autocast,
 ) -> Iterator[TokenValues]:
-    """Yield the values of the target tokens, a chunk of logits at a time."""
+    """Yield the values of the target tokens, one chunk of tokens at a time."""
     linear = isinstance(output, LinearTeacher)
     vocabulary = len(output.weight) if linear else output.logits.shape[-1]
     size = max(1, CHUNK_BYTES // (4 * vocabulary))
@@ -202,8 +204,8 @@ def _questions(examples: Iterable[Example], tokenizer: Any) -> Iterator[Generati
 def _question(example: Example, tokenizer: Any) -> Generation | None:
     """Split an example into a prompt and its continuation.
 
-    Returns None if the chat template refuses the messages, if no message is the assistant's, or if
-    there are images.
+    Return None if the chat template rejects the messages, if no message has the role `assistant`,
+    or if the example has images.
     """
     if example.images:
         return None
@@ -230,11 +232,11 @@ def _question(example: Example, tokenizer: Any) -> Generation | None:
 
 @dataclass(frozen=True)
 class Reading:
-    """Held-out text, tokenized for a model.
+    """Held-out text in the tokens of one model.
 
     Attributes:
         tokenizer: the model's tokenizer.
-        blocks: the text in its tokens.
+        blocks: the tokenized text.
     """
 
     tokenizer: Any
@@ -243,22 +245,24 @@ class Reading:
 
 @dataclass
 class LanguageJudge:
-    """Evaluates several models on the same held-out rows, prompts and questions.
+    """Evaluate several models on the same held-out blocks, prompts and questions.
 
     Args:
-        examples: held-out documents, for prompts and questions.
-        student: the held-out text for every model except a `FrozenTeacher`.
-        teacher: the held-out text for a `FrozenTeacher`; None if none is evaluated.
-        reference: the teacher that the student's distributions are compared with; None computes
-            neither agreement nor divergence.
-        validation_blocks: rows for model selection, in the student's tokens; None: as `student`.
-        batch_size: blocks in a forward pass.
+        examples: held-out documents, the source of prompts and questions.
+        student: held-out text in the student's tokens; used for all models but a `FrozenTeacher`.
+        teacher: held-out text in the tokens of a `FrozenTeacher`; None if no teacher is evaluated.
+        reference: the teacher with which predictions are compared; without one (None), agreement
+            and divergence are None.
+        validation_blocks: blocks for model selection, in the student's tokens; None for the blocks
+            of `student`.
+        batch_size: number of blocks in a forward pass.
         answer_prompts: largest number of questions.
-        generations: number of prompts whose generated texts are reported.
-        max_new_tokens: length limit of a generated text.
-        autocast: returns the context that a student runs in.
-        original_router: returns a context in which a mixture of experts has its original routers,
-            so that all rows of the table are compared with one teacher, whatever its routers learn.
+        generations: number of prompts whose generated texts are in the report.
+        max_new_tokens: largest number of tokens of a generated text.
+        autocast: returns the autocast context for a student.
+        original_router: returns a context that restores the original routers of a mixture of
+            experts. A teacher's routers may be trained; with this context, each evaluation
+            compares with the same teacher.
     """
 
     examples: Sequence[Example]
@@ -285,7 +289,7 @@ class LanguageJudge:
         self._prompts = list(islice(complete, self.generations))
 
     def validation(self, student: Any) -> TokenScores:
-        """Return a student's scores on the rows for model selection."""
+        """Score a student's predictions on the blocks for model selection."""
         blocks = self.student.blocks if self.validation_blocks is None else self.validation_blocks
         return self._scores(student, blocks)
 
@@ -300,14 +304,14 @@ class LanguageJudge:
             )
 
     def row(self, name: str, model: Any) -> tuple[dict[str, Any], list[str]]:
-        """Evaluate a model on the rows that are not used for model selection.
+        """Evaluate a model on blocks that are not used for model selection, and on all questions.
 
         Args:
-            name: name of the row in the report's table.
+            name: name of the model's row in the report's table.
             model: a student, or a `FrozenTeacher`.
 
         Returns:
-            The scores by name, and a generated text for each prompt.
+            The scores by name, and the text generated after each reported prompt.
         """
         reading, side = self.student, 0
         if isinstance(model, FrozenTeacher):
@@ -343,11 +347,11 @@ class LanguageJudge:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """The prompts whose generated texts are reported, in the student's tokens."""
+        """Token ids of the reported prompts, in the student's vocabulary."""
         return [pair[0].ids for pair in self._prompts]
 
     def side_by_side(self, generations: dict[str, list[str]]) -> list[dict[str, str]]:
-        """Return each prompt with each model's generated text and the data's continuation."""
+        """Return a dict per prompt: the prompt, its reference, and the text of each model."""
         return [
             {"prompt": pair[0].prompt, "reference": pair[0].reference}
             | {name: texts[i] for name, texts in generations.items()}

@@ -1,4 +1,4 @@
-"""A 2-D map of embeddings."""
+"""Project embeddings into the plane for plots."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +13,17 @@ def embedding_map(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Project embeddings into the plane by t-SNE, which keeps neighbors close.
 
-    Distances between far groups mean little. Takes about two seconds for 1,500 points on one core.
+    Distances between separate groups are not meaningful. A map of 1,500 points takes about two
+    seconds on one core.
 
     Args:
         x: `[n, d]` embeddings.
-        seed: Seed of the sample and of the layout.
-        max_points: Beyond this many rows a random sample of them is used.
+        seed: Seed of the random subset and of t-SNE.
+        max_points: Largest number of rows on the map; a larger set is replaced by a random subset.
 
     Returns:
-        The rows used, ascending, `[m]` int64, and their coordinates `[m, 2]` float32, centered,
-        within [-1, 1].
+        The row numbers on the map, ascending, `[m]` int64, and their coordinates `[m, 2]` float32,
+        centered, in [-1, 1].
 
     References:
         van der Maaten and Hinton, "Visualizing Data using t-SNE", 2008.

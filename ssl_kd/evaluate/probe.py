@@ -1,4 +1,4 @@
-"""Linear probe: accuracy of a linear classifier on frozen embeddings."""
+"""Evaluate frozen embeddings by a linear probe (logistic regression)."""
 
 import logging
 import warnings
@@ -30,26 +30,29 @@ def linear_probe(
     *,
     max_iter: int = 200,
 ) -> dict[str, Any]:
-    """Return the accuracy of logistic regression on standardized embeddings.
+    """Compute the accuracy of logistic regression on standardized embeddings.
 
-    The inverse penalty C is chosen from 1e-4 to 10 on a fifth of the training data, from strong to
-    weak, each fit starting at the one before; then the classifier is fitted on all of it. Held-out
-    data is used only for the accuracy; without any, a quarter of the training data is held out.
+    The inverse penalty C is chosen from 1e-4 to 10 by the accuracy on a fifth of the training data;
+    then the classifier is fitted on all training data. Held-out data is used only for the accuracy.
+    Without held-out data, a quarter of the training data is held out.
 
     Args:
         train_x: `[n, d]` embeddings.
-        train_y: `[n]` integer labels, -1 where unknown (left out).
+        train_y: `[n]` integer labels; samples with label -1 (unknown) are left out.
         test_x: `[m, d]` held-out embeddings, or None.
-        test_y: `[m]` labels of those.
-        seed: Seed of the splits, and of the sample of a large set.
+        test_y: `[m]` labels of the held-out embeddings.
+        seed: Seed of the splits and of the random subset of a large set.
         max_iter: Largest number of L-BFGS steps per fit.
 
     Returns:
-        `accuracy` and `C` (None if fewer than two classes or ten samples are labeled), `rows`
-        fitted on, `converged`, and `note`: None, or one sentence on what was different.
+        A dict: `accuracy` and `C` (both None with fewer than two classes or ten labeled samples),
+        `rows`, the number of training rows, `converged`, whether the final fit converged, and
+        `note`, one sentence on deviations from this procedure, or None.
     """
     if (test_x is None) != (test_y is None):
-        raise ValueError("give both test_x and test_y, or neither")
+        raise ValueError(
+            "one of test_x and test_y is None; expected both, or neither to hold out training data"
+        )
     train_y = np.asarray(train_y)
     classes = np.unique(train_y[train_y >= 0])
     n_known = int((train_y >= 0).sum())
@@ -58,15 +61,18 @@ def linear_probe(
     notes = [f"fitted on a random {len(y)} of {n_known} samples"] if len(y) < n_known else []
     nothing = {"accuracy": None, "C": None, "rows": len(y), "converged": True}
     if len(classes) < 2 or len(y) < 10:
-        note = f"{len(classes)} classes and {len(y)} labelled samples are too few for a probe"
+        note = (
+            f"no probe: {len(classes)} classes and {len(y)} labeled samples; expected at least 2 "
+            "and 10"
+        )
         return nothing | {"note": note}
     if test_x is None or test_y is None:
         x, held_x, y, held_y = _split(x, y, 0.25, seed)
-        notes.append("tested on a quarter of the training data, held out for this")
+        notes.append("tested on a held-out quarter of the training data")
     else:
         held_x, held_y = labelled_sample(test_x, test_y, max_rows, seed)
     if not len(held_y):
-        return nothing | {"note": "no held-out sample has a label"}
+        return nothing | {"note": "no probe: no held-out sample has a label"}
 
     scaler = StandardScaler().fit(x)
     x, held_x = np.asarray(scaler.transform(x)), np.asarray(scaler.transform(held_x))
@@ -85,7 +91,7 @@ def linear_probe(
     final = LogisticRegression(C=best, tol=1e-3, max_iter=max_iter)
     converged = _fit(final, x, y)
     if not converged:
-        notes.append(f"the last fit stopped at {max_iter} steps, short of full convergence")
+        notes.append(f"the final fit stopped after {max_iter} steps without convergence")
     return {
         "accuracy": float(final.score(held_x, held_y)),
         "C": best,

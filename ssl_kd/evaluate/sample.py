@@ -1,4 +1,4 @@
-"""Random subsets of rows that are too many to use all of them."""
+"""Choose random subsets of large arrays, and rescale arrays to the range of float32."""
 
 import logging
 
@@ -9,16 +9,17 @@ logger = logging.getLogger(__name__)
 
 
 def random_rows(n: int, max_rows: int, seed: int) -> NDArray[np.int64]:
-    """Return all of `n` rows, or a random `max_rows` of them, ascending."""
+    """Return the row numbers `0` to `n - 1`, or an ascending random subset of size `max_rows`."""
     if n <= max_rows:
         return np.arange(n)
     return np.sort(np.random.default_rng(seed).choice(n, max_rows, replace=False))
 
 
 def in_range(x: NDArray, *others: NDArray | None) -> list[NDArray]:
-    """Return `x` `[n, d]` and the others (None left out) as float32, rescaled if necessary.
+    """Convert `x` `[n, d]` and `others` (except None) to float32, rescaled if necessary.
 
-    All are divided by the largest absolute value of `x` if its squares would leave float32's range.
+    If squares of `x` would leave the range of float32, all arrays are divided by its largest
+    absolute value.
     """
     arrays = [np.asarray(a, np.float32) for a in (x, *others) if a is not None]
     largest = float(np.abs(arrays[0]).max(initial=0))
@@ -28,10 +29,12 @@ def in_range(x: NDArray, *others: NDArray | None) -> list[NDArray]:
 
 
 def labelled_sample(x: NDArray, y: NDArray, max_rows: int, seed: int) -> tuple[NDArray, NDArray]:
-    """Return embeddings `[m, d]` float32 and labels `[m]` of at most `max_rows` labeled rows."""
+    """Return embeddings `[m, d]` float32 and labels `[m]` of labeled rows, at most `max_rows`."""
     y = np.asarray(y)
     if len(x) != len(y):
-        raise ValueError(f"got {len(x)} embeddings and {len(y)} labels: one label per embedding")
+        raise ValueError(
+            f"there are {len(x)} embeddings and {len(y)} labels; expected one label per embedding"
+        )
     labelled = np.flatnonzero(y >= 0)
     if len(labelled) > max_rows:
         logger.info("using a random %d of %d labeled samples", max_rows, len(labelled))

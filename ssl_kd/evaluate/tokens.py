@@ -1,4 +1,4 @@
-"""How well a language model predicts held-out tokens, and how close it is to its teacher."""
+"""Score a language model's predictions of held-out tokens, alone and against its teacher."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class TokenValues(NamedTuple):
-    """Values of each target token, kept instead of its logits; all `[n]`, of one float dtype.
+    """Numbers per target token that replace its logits; all are `[n]`, of the same float dtype.
 
     Args:
         nll: Negative log-likelihood of the target, in nats.
         confidence: Probability of the likeliest token.
-        correct: 1 where the likeliest token is the target.
-        kl: `KL(teacher || student)` in nats, or None without a teacher.
-        agrees: 1 where student and teacher have the same likeliest token, or None.
-        acceptance: Probability that the teacher accepts a token drafted by the student, or None.
+        correct: 1 where the likeliest token is the target, else 0.
+        kl: `KL(teacher || student)` in nats; None without a teacher.
+        agrees: 1 where student and teacher have the same likeliest token, else 0; None without a
+            teacher.
+        acceptance: Probability that the teacher accepts a token drafted by the student; None
+            without a teacher.
     """
 
     nll: Tensor
@@ -41,22 +43,21 @@ class TokenValues(NamedTuple):
 def token_values(
     logits: Tensor, targets: Tensor, teacher_logits: Tensor | None = None
 ) -> TokenValues:
-    """Reduce the logits of some tokens to a few numbers per token, at temperature 1.
+    """Reduce the logits of n tokens to a few numbers per token, at temperature 1.
 
     `nll = -log q_target`, `kl = sum_v p_v (log p_v - log q_v)` and, for speculative sampling,
     `acceptance = sum_v min(p_v, q_v)`, with q of the student and p of the teacher. The values do
     not depend on how the tokens are split into chunks.
 
     Args:
-        logits: `[n, V]` of the student; computed in float32, in float64 if they are float64.
+        logits: `[n, V]`, the student's; converted to float32 unless they are float64.
         targets: `[n]` int64 in `[0, V)`.
-        teacher_logits: `[n, V']`. Comparisons use the common vocabulary, both sides renormalized:
-            the first `min(V, V')` entries (the rest is padding), without those that either side
-            excludes (-inf) at all n tokens, as in `token_kd`.
+        teacher_logits: `[n, V']`, or None. The comparisons use the common vocabulary: the first
+            `min(V, V')` entries, without entries that are -inf at all n tokens of the student or of
+            the teacher. Both distributions are renormalized over it.
 
     Returns:
-        `TokenValues`. Where the student excludes an entry at a token and the teacher does not, `kl`
-        is inf.
+        `TokenValues`. `kl` is inf at a token where only the student's logit of an entry is -inf.
 
     References:
         Leviathan et al., Fast inference from transformers via speculative decoding, ICML 2023,
@@ -83,14 +84,14 @@ def token_values(
 
 
 class TokenScores:
-    """Means over all target tokens of a text, accumulated in float64 batch by batch.
+    """Accumulate means over all target tokens of a text in float64, batch by batch.
 
-    A batch with a non-finite number is listed and left out of every mean, since one NaN would
-    otherwise make the whole result NaN.
+    A batch with a non-finite number is excluded, so that a single NaN does not make the means NaN.
+    If only the comparison with the teacher is not finite, only that comparison is excluded.
 
     Attributes:
-        tokens: Number of target tokens counted.
-        left_out: One sentence for each batch that is left out.
+        tokens: Number of target tokens in the means.
+        left_out: One sentence for each batch with a non-finite number.
     """
 
     def __init__(self) -> None:
@@ -107,9 +108,9 @@ class TokenScores:
         """Add one batch.
 
         Args:
-            chunks: The values of its target tokens, in any number of chunks.
-            rows: The numbers of its blocks, to list it if it is left out.
-            characters: Length of the text that its targets represent, if known.
+            chunks: Values of the batch's target tokens, split into any number of chunks.
+            rows: Numbers of the batch's blocks, which identify it in `left_out`.
+            characters: Number of characters of the batch's target tokens, or None if not known.
         """
         columns = {
             name: torch.cat(parts).cpu().double()
@@ -123,7 +124,7 @@ class TokenScores:
             counts = ", ".join(f"{name} in {count}" for name, count in bad.items() if count)
             blocks = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else f"{rows[0]}"
             self.left_out.append(f"blocks {blocks}: not finite: {counts} of {n} tokens")
-            logger.warning("An evaluation batch is left out: %s", self.left_out[-1])
+            logger.warning("A batch is excluded from evaluation means: %s", self.left_out[-1])
             if any(bad[name] for name in ("nll", "confidence", "correct")):
                 return
             columns = {name: columns[name] for name in ("nll", "confidence", "correct")}
@@ -146,12 +147,12 @@ class TokenScores:
 
     @property
     def bits_per_character(self) -> float | None:
-        """`sum nll / characters / ln 2`, comparable between tokenizers; None if not known."""
+        """`sum nll / characters / ln 2`, comparable across tokenizers; None without characters."""
         return self._sums["nll"] / self._characters / math.log(2) if self._characters else None
 
     @property
     def agreement(self) -> float | None:
-        """Share of tokens with the same choice as the teacher; None without a teacher."""
+        """Share of tokens where student and teacher prefer the same token; None without teacher."""
         return self._mean("agrees")
 
     @property
@@ -166,11 +167,11 @@ class TokenScores:
 
     @property
     def ece(self) -> float | None:
-        """Expected calibration error of the likeliest token, from 0 to 1, see `Reliability`."""
+        """Expected calibration error of the likeliest token, in [0, 1]; None without tokens."""
         return self._reliability.ece
 
     def table_row(self, name: str) -> dict[str, str | float | int | None]:
-        """Return the scores as a row of the report's table, each a finite number or None."""
+        """Return a row of the report's table: `name`, and each score as a finite number or None."""
         columns = ("perplexity", "nll", "bits_per_character", "agreement", "kl", "acceptance")
         scores = {column: getattr(self, column) for column in (*columns, "ece")}
         return {"name": name, **scores, "left_out": len(self.left_out)}

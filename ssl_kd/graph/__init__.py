@@ -1,4 +1,4 @@
-"""Partitions of a neighbor graph, before any head is trained."""
+"""Cluster the nodes of a neighbor graph, without training."""
 
 from ssl_kd.graph.criterion import Graph, joint, partition_value, refine
 from ssl_kd.graph.ensemble import Ensemble, View, agreement, consensus, form_ensemble

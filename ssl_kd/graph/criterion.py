@@ -1,9 +1,9 @@
-"""The value of a partition of a graph, without labels, and the local search that improves it.
+"""Score a partition of a graph without labels, and improve it by local search.
 
-The mutual information between the clusters at the two ends of an edge favors clusters of equal
-size: it cuts a large class in two before it keeps a small one. Dividing it by a power of the
-clusters' entropy weakens that; divided by the entropy itself, one large cluster and a few tiny ones
-are as good.
+The score starts from the mutual information between the clusters at the two ends of an edge, which
+favors clusters of equal size: it divides a large class rather than separate a small one. Dividing
+by a power of the clusters' entropy weakens this preference. The full entropy (power 1) would weaken
+it too much, and favor one large cluster beside a few tiny ones.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SPARSE = 256  # from this K on a sparse product is faster
 
 
 class Graph:
-    """An undirected graph: each edge once in each direction, weights summing to 1.
+    """An undirected weighted graph; each edge is stored in both directions.
 
     Args:
-        matrix: CSR, symmetric `[n, n]`, at least 0.
+        matrix: `[n, n]` CSR, symmetric, nonnegative weights.
 
     Attributes:
-        matrix: the same, with weights summing to 1.
-        rows: `[edge]`, in order.
-        columns: `[edge]`.
-        weights: `[edge]` float64.
-        degree: `[n]`, sum of each node's weights.
+        matrix: `[n, n]`, the weights scaled to sum to 1.
+        rows: `[edge]`, first node of each edge, ascending.
+        columns: `[edge]`, second node of each edge.
+        weights: `[edge]` float64, weight of each edge.
+        degree: `[n]`, sum of the weights at each node.
     """
 
     def __init__(self, matrix: Any) -> None:
@@ -51,7 +51,7 @@ class Graph:
         self.degree = np.bincount(self.rows, self.weights, self.n)
 
     def ties(self, clusters: Ints, n_clusters: int) -> Any:
-        """Return the weight from each node to each cluster, `[n, n_clusters]`; sparse if large."""
+        """Return the total edge weight from each node to each cluster, `[n, n_clusters]`."""
         if n_clusters >= SPARSE or self.n * n_clusters > CELLS:
             return self.matrix @ one_hot(clusters, n_clusters)
         cells = self.rows * n_clusters + clusters[self.columns]
@@ -59,13 +59,13 @@ class Graph:
         return weights.reshape(self.n, n_clusters)
 
     def of_groups(self, groups: Ints, n_groups: int) -> Graph:
-        """Return the graph of groups of nodes; a partition of the groups keeps its value."""
+        """Return a graph with one node per group of nodes, linked by the summed weights."""
         members = one_hot(groups, n_groups)
         return Graph((members.T @ self.matrix @ members).tocsr())
 
 
 def joint(graph: Graph, clusters: Ints, n_clusters: int) -> Floats:
-    """Return the weights between clusters, symmetric `[n_clusters, n_clusters]`, summing to 1."""
+    """Return the share of edge weight between each pair of clusters, `[n_clusters, n_clusters]`."""
     return _joint(graph.ties(clusters, n_clusters), clusters)
 
 
@@ -80,15 +80,15 @@ def _joint(ties: Any, clusters: Ints) -> Floats:
 
 
 def partition_value(joint: Floats, alpha: float = ALPHA) -> float:
-    """Return `I(k; k') / H(k)^alpha` of clusters at the ends of an edge; 0 for one cluster.
+    """Return the value `I / H^alpha` of a partition; 0 for a single cluster.
 
-    `I = sum J log(J / p p')` is the mutual information (also the log-likelihood of a
-    degree-corrected block model). With `alpha` 0 it is the value, with 1 the uncertainty
-    coefficient.
+    `I = sum J log(J / p p')` is the mutual information of the clusters at the two ends of an edge
+    (also the log-likelihood of a degree-corrected block model), and H the entropy of a cluster. The
+    value is the mutual information for `alpha` 0 and the uncertainty coefficient for `alpha` 1.
 
     Args:
-        joint: `[K, K]` as `joint` gives it.
-        alpha: in [0, 1]; larger values favor even clusters less.
+        joint: J, `[K, K]`, from `joint`.
+        alpha: in [0, 1]; larger values weaken the preference for clusters of equal size.
 
     References:
         Karrer & Newman, Stochastic blockmodels and community structure in networks, 2011, eq. 25;
@@ -98,7 +98,7 @@ def partition_value(joint: Floats, alpha: float = ALPHA) -> float:
 
 
 def _parts(cells: Floats, sizes: Floats) -> tuple[float, float]:
-    """Return information and entropy from `x log x` of cells `[K, K]` and of their sums `[K]`."""
+    """Return mutual information and entropy, given `x log x` of cells `[K, K]` and sums `[K]`."""
     return cells.sum() - 2 * sizes.sum(), -sizes.sum()
 
 
@@ -109,9 +109,10 @@ def _value(information: Floats | float, entropy: Floats | float, alpha: float) -
 def refine(
     graph: Graph, clusters: Ints, n_clusters: int, alpha: float = ALPHA, sweeps: int = SWEEPS
 ) -> Ints:
-    """Move all samples to the cluster with the largest gain, repeatedly, while the value grows.
+    """Improve a partition: move each node to its best cluster, until the value stops growing.
 
-    The gain is the value's derivative, so a sweep is one pass over the edges.
+    The best cluster of a node is that with the largest derivative of the value, so that a sweep
+    over all nodes is one pass over the edges.
     """
     best, clusters, highest = clusters, np.asarray(clusters, np.int64), -np.inf
     for _ in range(sweeps):
@@ -129,9 +130,10 @@ def refine(
 
 
 def merge_losses(joint: Floats, alpha: float = ALPHA, most: int | None = None) -> Floats:
-    """Return the value's loss for merging two clusters `[k, k]`, infinite below the diagonal.
+    """Return how much the value drops if two clusters are merged, `[k, k]`.
 
-    With `most`, it is infinite for all pairs but those that lose least modularity.
+    Entries on and below the diagonal are infinite. With `most`, only the `most` pairs that lose
+    least modularity are computed, and the other entries are infinite.
     """
     a, b = np.triu_indices(len(joint), 1)
     if most is not None and most < len(a):
@@ -153,7 +155,10 @@ def merge_losses(joint: Floats, alpha: float = ALPHA, most: int | None = None) -
 
 
 def modularity_losses(joint: Floats) -> Floats:
-    """Return the loss of modularity, as `merge_losses`."""
+    """Return how much modularity drops if two clusters are merged, `[k, k]`.
+
+    Entries on and below the diagonal are infinite.
+    """
     share = joint.sum(1)
     losses = 2 * (np.outer(share, share) - joint)
     return np.where(np.tri(len(joint), dtype=bool), np.inf, losses)
@@ -164,13 +169,13 @@ def _xlogx(x: Floats) -> Floats:
 
 
 def one_hot(clusters: Ints, n_clusters: int) -> sp.csr_matrix:
-    """Return `[n, n_clusters]` with a 1 in each row."""
+    """Return a matrix `[n, n_clusters]` with a 1 at each node's cluster."""
     ones, rows = np.ones(len(clusters)), np.arange(len(clusters) + 1)
     return sp.csr_matrix((ones, clusters, rows), shape=(len(clusters), n_clusters))
 
 
 def _preferred(graph: Graph, ties: Any, joint: Floats, alpha: float) -> Ints:
-    """Return the cluster of each node with the largest derivative of the value."""
+    """Return for each node the cluster with the largest derivative of the value."""
     k = len(joint)
     share = np.maximum(joint.sum(1), 1e-12)
     logs = np.log(np.maximum(joint, 1e-6 * np.outer(share, share)))

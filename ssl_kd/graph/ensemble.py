@@ -1,8 +1,8 @@
-"""The consensus of partitions by many methods, none of which is reliable alone.
+"""Combine partitions from many clustering methods into a consensus.
 
-k-means is good on directions, spectral clustering on manifolds, communities on features of
-photographs, leaves of a density tree on pixels: on other features each of them can be twenty points
-behind the best one. Their consensus rarely is.
+No method is best on all data: k-means suits directions, spectral clustering manifolds, community
+detection features of photographs, and leaves of a density tree pixels. On other data, the accuracy
+of each method can be twenty points below that of the best one; that of the consensus rarely is.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ LINKED = 2000  # samples, at most, of which all pairs are compared
 
 @dataclass(frozen=True)
 class View:
-    """A representation of the samples.
+    """Features of the samples under one metric, and their neighbor graphs.
 
     Attributes:
-        rows: `[n, d]` float32, for k-means.
-        graphs: neighbor graphs by the number of neighbors.
+        rows: `[n, d]` float32, input of k-means.
+        graphs: neighbor graphs, by number of neighbors.
     """
 
     rows: Rows
@@ -65,19 +65,19 @@ class View:
 
     @cached_property
     def densities(self) -> list[Density]:
-        """Densities of the graph of 15 neighbors, laid out in 8 and in 4 dimensions."""
+        """Densities of two layouts of the 15-neighbor graph, in 8 and in 4 dimensions."""
         with threadpool_limits(1):
             return [Density(low_dimensional(self.graphs[15], dim, seed=dim)) for dim in DIMENSIONS]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A partition that may vote.
+    """A partition of the samples that may vote in the consensus.
 
     Attributes:
-        family: the kind of method.
+        family: name of the clustering method.
         clusters: `[n]` int64, numbered in the order of their first samples.
-        any_size: whether the method has no preference for clusters of one size.
+        any_size: whether the method finds clusters of any size; if False, it prefers equal sizes.
     """
 
     family: str
@@ -87,13 +87,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Ensemble:
-    """A consensus, and the partitions that it was formed from.
+    """A consensus partition, and the partitions it was formed from.
 
     Attributes:
         clusters: `[n]` int64, at most K clusters, numbered in the order of their first samples.
         candidates: all partitions, including those that did not vote.
-        evenness: entropy of the clusters that peaks and communities agree on, as a share of log K.
-        kind: decides which candidates voted, and how.
+        evenness: how equal the cluster sizes are: entropy of the consensus of the methods without a
+            preferred size, divided by log K.
+        kind: class of evenness, which decides which candidates vote and how votes are counted.
     """
 
     clusters: Ints
@@ -103,12 +104,12 @@ class Ensemble:
 
     @property
     def voters(self) -> list[Candidate]:
-        """The partitions that voted."""
+        """The candidates that voted in the consensus."""
         return voters(self.candidates, self.kind)
 
 
 def agreement(candidates: Iterable[Candidate], answer: Ints) -> dict[str, float]:
-    """Return by family the mean share of samples in the cluster of the answer `[n]`."""
+    """Return each family's mean share of samples whose cluster agrees with `answer` `[n]`."""
     shares: dict[str, list[float]] = {}
     for candidate in candidates:
         same = float(np.mean(aligned(candidate.clusters, answer) == answer))
@@ -117,7 +118,7 @@ def agreement(candidates: Iterable[Candidate], answer: Ints) -> dict[str, float]
 
 
 def n_partitions(n_clusters: int) -> int:
-    """Return the number of partitions of an ensemble: 34, or 26 from 60 clusters on."""
+    """Return the number of partitions in an ensemble, which is smaller from 60 clusters on."""
     return 26 if n_clusters >= MANY else 34
 
 
@@ -129,15 +130,16 @@ def form_ensemble(
     progress: Callable[[int, int], object] = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Ensemble:
-    """Form partitions of all families, and their consensus, from fixed seeds.
+    """Cluster samples by all methods with fixed seeds, and form the consensus.
 
     Args:
-        cosine: rows of length 1; graphs of 10, 15 and 20 neighbors.
-        euclidean: centred rows; the graph of 15 neighbors.
-        together: the sum of the graphs of 15 neighbors in all views.
+        cosine: rows of length 1, with graphs of 10, 15 and 20 neighbors.
+        euclidean: centered rows, with the graph of 15 neighbors.
+        together: sum of the 15-neighbor graphs of all views.
         n_clusters: K, at least 2.
-        progress: called with (partitions done, partitions).
-        should_stop: called after each partition; true forms the consensus of those so far.
+        progress: called with the number of finished partitions and the number of all partitions.
+        should_stop: called after each partition; if it returns True, the consensus is formed from
+            the partitions so far.
     """
     candidates, total = list[Candidate](), n_partitions(n_clusters)
     # Small products are faster with one thread.
@@ -158,20 +160,24 @@ def form_ensemble(
 
 
 def kind_of(evenness: float, n_clusters: int, uneven: float = UNEVEN, even: float = EVEN) -> Kind:
-    """Return which candidates vote, and how, from the evenness of peaks and communities."""
+    """Classify the evenness of cluster sizes as `uneven`, `between` or `even`."""
     if n_clusters == 2:
         uneven = even = OF_TWO
     return "uneven" if evenness < uneven else "between" if evenness < even else "even"
 
 
 def vote(candidates: Sequence[Candidate], kind: Kind, n_clusters: int) -> Ints:
-    """Return the consensus `[n]` of the candidates that vote."""
+    """Return the consensus `[n]` of the candidates that vote for this kind of evenness."""
     form = uneven_consensus if kind == "uneven" else consensus
     return form(voters(candidates, kind), n_clusters)
 
 
 def voters(candidates: Iterable[Candidate], kind: Kind) -> list[Candidate]:
-    """Return all but peaks and mass if `even`; else those of any size, mass only if `uneven`."""
+    """Return the candidates that vote for this kind of evenness.
+
+    For `even` these are all but density peaks and density mass; for `between` and `uneven` only
+    candidates of any size, with density mass only for `uneven`.
+    """
     left_out = {"even": (PEAKS, MASS), "between": (MASS,), "uneven": ()}[kind]
     return [c for c in candidates if c.family not in left_out and (kind == "even" or c.any_size)]
 
@@ -197,13 +203,15 @@ def _candidates(
 
 
 def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
-    """Return the consensus of partitions: spectral clustering of their joint assignments.
+    """Return the consensus `[n]` of partitions by spectral clustering and majority votes.
 
-    Each partition is then matched to it one to one, and the majority decides, until nothing moves.
+    The first consensus is a spectral clustering of the joint cluster assignments. Then the clusters
+    of each partition are paired with those of the consensus, and each sample moves to the cluster
+    with most votes, for at most five rounds.
 
     Args:
-        candidates: partitions from 0 without gaps, into any numbers of clusters.
-        n_clusters: K of the answer, at most n.
+        candidates: partitions; clusters are numbered without gaps, and their numbers may differ.
+        n_clusters: K, number of clusters of the consensus, at most n.
 
     References:
         Strehl & Ghosh, Cluster ensembles, 2002; Fern & Brodley, Solving cluster ensemble problems
@@ -238,15 +246,16 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
 
 
 def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
-    """Return the consensus of partitions whose clusters may be of any size.
+    """Return the consensus `[n]` of partitions by average linkage, with clusters of any size.
 
-    It is average linkage; the distance of two samples is the share of partitions that separate
-    them. Of more than 2,000 samples, one of each cluster of each partition and random others are
-    linked; the rest join the nearest clusters.
+    The distance of two samples is the share of partitions that separate them. With more than 2,000
+    samples, linkage uses 2,000 of them, including one of each cluster of each partition; the other
+    samples then join the nearest clusters.
 
     Args:
-        candidates: as in `consensus`.
-        n_clusters: K of the answer; fewer where the partitions separate fewer.
+        candidates: partitions; clusters are numbered without gaps, and their numbers may differ.
+        n_clusters: K, largest number of clusters of the consensus. There are fewer if the
+            partitions separate fewer groups of samples.
 
     References:
         Fred & Jain, Combining multiple clusterings using evidence accumulation, 2005.
@@ -272,14 +281,15 @@ def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
 
 
 def _joint(candidates: Sequence[Candidate]) -> Any:
-    """Return the one-hot clusters of all partitions side by side, `[n, clusters]`."""
+    """Return the one-hot matrices of all partitions, concatenated to `[n, clusters]`."""
     return sp.hstack([one_hot(c.clusters, int(c.clusters.max()) + 1) for c in candidates]).tocsr()
 
 
 def aligned(clusters: Ints, answer: Ints) -> Ints:
-    """Renumber clusters `[n]` by those of the answer `[n]` that they share most samples with.
+    """Renumber clusters `[n]` by the clusters of `answer` `[n]` that share most samples.
 
-    One to one by the Hungarian method; remaining clusters take that of most of their samples.
+    Clusters are paired one to one by the Hungarian method. Each unpaired cluster gets the number of
+    the answer's cluster with which it shares most samples.
     """
     k, size = int(answer.max()) + 1, int(clusters.max()) + 1
     shared = np.bincount(clusters * k + answer, minlength=size * k).reshape(size, k)

@@ -1,4 +1,4 @@
-"""A neighbor graph whose weights adapt to the local density."""
+"""Build a neighbor graph whose weights adapt to the local density."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ MIN_SCALE = 1e-3
 
 
 def fuzzy_graph(neighbors: NDArray[np.integer], distances: NDArray[np.floating]) -> sp.csr_matrix:
-    """Return UMAP's weighted neighbor graph, symmetric.
+    """Return UMAP's weighted, symmetric neighbor graph.
 
-    `w_ij = exp(-max(d_ij - rho_i, 0) / sigma_i)` with `rho_i` the distance to the nearest neighbor
-    and `sigma_i` such that a row sums to `log2 k`: each sample is about as well connected as any
-    other, in dense regions and in sparse ones. Both directions join as `a + b - a b`.
+    Weights are `w_ij = exp(-max(d_ij - rho_i, 0) / sigma_i)`, where `rho_i` is the distance to the
+    nearest neighbor and `sigma_i` makes each row sum to `log2 k`. Samples in dense and in sparse
+    regions are thereby connected equally well. The weights a and b of the two directions of an edge
+    are combined to `a + b - a b`.
 
     Args:
-        neighbors: `[n, k]` row numbers, nearest first, never the row itself.
-        distances: `[n, k]`, at least 0, in the same order.
+        neighbors: `[n, k]`, row numbers of each sample's neighbors, nearest first, without itself.
+        distances: `[n, k]`, distances to these neighbors, at least 0.
 
     Returns:
-        `[n, n]` float32.
+        The weights, sparse `[n, n]` float32.
 
     References:
         McInnes, Healy & Melville, UMAP, 2018, section 3.1.

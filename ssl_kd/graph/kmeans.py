@@ -1,4 +1,4 @@
-"""k-means with clusters numbered without gaps."""
+"""Run k-means and number the clusters without gaps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def kmeans(
     max_iter: int = 50,
     init: Literal["k-means++", "random"] = "k-means++",
 ) -> NDArray[np.int64]:
-    """Return clusters `[n]` without gaps; fewer where there are fewer distinct rows."""
+    """Return k-means clusters `[n]`, numbered without gaps.
+
+    There are fewer than `n_clusters` if `x` `[n, d]` has fewer distinct rows.
+    """
     starts: Any = n_init  # scikit-learn's stubs allow only a string
     model = KMeans(n_clusters, init=init, n_init=starts, max_iter=max_iter, random_state=seed)
     with warnings.catch_warnings():

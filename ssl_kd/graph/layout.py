@@ -1,4 +1,4 @@
-"""Low-dimensional layouts of neighbor graphs, and clusters by their density."""
+"""Lay out a neighbor graph in few dimensions, and cluster the layout by density."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ VOTERS = 5
 
 
 def low_dimensional(graph: Any, dim: int, seed: int) -> Floats:
-    """Return UMAP's layout of a graph, with all edges in each step.
+    """Return UMAP's layout of a graph, optimized on all edges in each step.
 
-    It starts from the leading eigenvectors. Each edge pulls its ends together and pushes the first
-    one away from a random node, with the forces of EVoC.
+    The layout starts from the leading eigenvectors. In each step, each edge pulls its two nodes
+    together and pushes the first node away from a random node, with the forces of EVoC.
 
     Args:
-        graph: `[n, n]` sparse, symmetric, weights at least 0.
-        dim: of the layout.
-        seed: of the initial noise and of the random nodes.
+        graph: `[n, n]` sparse, symmetric, nonnegative weights.
+        dim: number of dimensions of the layout.
+        seed: seed of the initial noise and of the random nodes.
 
     Returns:
-        `[n, dim]` float32.
+        Coordinates `[n, dim]` float32.
 
     References:
         McInnes, Healy & Melville, UMAP, 2018, section 3.2; Healy & McInnes, EVoC, 2025.
@@ -72,7 +72,7 @@ def low_dimensional(graph: Any, dim: int, seed: int) -> Floats:
 
 
 class Density:
-    """Clusters of points `[n, dim]` by their density."""
+    """Cluster points `[n, dim]` by their density, in three ways."""
 
     def __init__(self, places: Floats) -> None:
         self.places, k = places, min(NEIGHBORS, len(places) - 1)
@@ -80,14 +80,16 @@ class Density:
         self._distances, self._near = NearestNeighbors(n_neighbors=k).fit(places).kneighbors()
 
     def leaves(self, n_clusters: int) -> Ints:
-        """Return the leaves of HDBSCAN's tree at the minimum cluster size that gives K leaves.
+        """Return the leaves of HDBSCAN's tree, with the minimum cluster size that gives K leaves.
 
-        A merge of the single-linkage tree separates two clusters where both sides have at least the
-        minimum size, so the size that leaves K of them is the (K - 1)-th largest smaller side. A
-        sample outside every leaf gets the commonest cluster of its five nearest clustered ones.
+        A merge in the single-linkage tree separates two clusters if both sides have at least the
+        minimum size. Therefore the minimum size is chosen as the (K - 1)-th largest smaller side of
+        a merge. A sample outside all leaves gets the most frequent cluster of its five nearest
+        samples in leaves.
 
         Args:
-            n_clusters: K, at least 2; ties in the sizes may give more or fewer.
+            n_clusters: K, at least 2. The number of leaves may differ if several merges have the
+                same smaller side.
 
         References:
             Campello et al., Density-based clustering based on hierarchical density estimates, 2013.
@@ -106,12 +108,13 @@ class Density:
     def heaviest(self, n_clusters: int) -> Ints:
         """Return the K clusters of HDBSCAN's tree with the largest total excess of mass.
 
-        HDBSCAN chooses the clusters that persist longest as the density rises, in any number; this
-        is the best choice of K, by dynamic programming over the tree. A dense cluster of half of
-        all samples stays whole beside others of five.
+        The excess of mass measures over which range of densities a cluster persists. HDBSCAN also
+        maximizes it, but with any number of clusters; here dynamic programming over the tree finds
+        the best K clusters. Their sizes may differ widely: a dense cluster of half of all samples
+        can stay whole beside clusters of five samples.
 
         Args:
-            n_clusters: K; there are fewer where the tree has fewer leaves of five samples.
+            n_clusters: K. There are fewer clusters if the tree has fewer leaves of five samples.
 
         References:
             Campello et al., Hierarchical density estimates for data clustering, 2015, section 5.
@@ -150,14 +153,16 @@ class Density:
         return self._members(chosen)
 
     def peaks(self, n_clusters: int) -> Ints:
-        """Return the basins of the K most prominent peaks of the density, of any size.
+        """Return the basins of attraction of the K most prominent density peaks.
 
-        The density at a sample is the inverse of the distance to its 15 nearest neighbors. Each
-        sample climbs to the densest of them; a peak ends where its slope meets that of a higher
-        one, and its prominence is how far, in logarithms, it rises above that saddle.
+        The density at a sample is the inverse root mean square distance to its 15 nearest
+        neighbors. Each sample belongs to the basin of its densest neighbor, up to a peak. The
+        prominence of a peak is the difference in log density between the peak and the highest
+        saddle towards a higher peak.
 
         Args:
-            n_clusters: K; there are more where the graph has more pieces, fewer where fewer peaks.
+            n_clusters: K. There are more clusters if the neighbor graph has more components, and
+                fewer if there are fewer peaks.
 
         References:
             Chazal et al., Persistence-based clustering in Riemannian manifolds (ToMATo), 2013.
@@ -196,7 +201,7 @@ class Density:
 
     @cached_property
     def _tree(self) -> tuple[Ints, Ints, NDArray[np.float64]]:
-        """Single linkage: the two nodes of each merge, sizes of nodes, distances of merges."""
+        """The single-linkage tree: nodes of each merge, sizes of nodes, distances of merges."""
         n = len(self.places)
         heads, tails, lengths = self._spanning_tree()
         parent, size, children = list(range(2 * n - 1)), np.ones(2 * n - 1, np.int64), []
@@ -209,7 +214,10 @@ class Density:
         return np.array(children), size, lengths
 
     def _members(self, chosen: Iterable[int]) -> Ints:
-        """Return `[n]`, the number of the node that a sample is below, or that of its nearest."""
+        """Return clusters `[n]`: the position in `chosen` of the node above each sample.
+
+        A sample below none of these nodes gets the most frequent cluster of its nearest samples.
+        """
         children, n = self._tree[0], len(self.places)
         clusters = np.full(2 * n - 1, -1)
         for number, node in enumerate(chosen):
@@ -220,9 +228,10 @@ class Density:
         return _without_noise(self.places, clusters[:n])
 
     def _spanning_tree(self) -> tuple[Ints, Ints, NDArray[np.float64]]:
-        """Return ends and lengths of the minimum spanning tree of mutual reachability, sorted.
+        """Return nodes and lengths of the edges of a minimum spanning tree, shortest first.
 
-        Components of the neighbor graph are joined by the distances between their means.
+        Lengths are mutual reachability distances of the neighbor graph. Edges between components
+        of this graph are longer than all others, by the distance of the components' means.
         """
         n, distances, near = len(self.places), self._distances, self._near
         core = distances[:, min(CORE_NEIGHBORS, near.shape[1]) - 1]
@@ -245,7 +254,7 @@ class Density:
 
 
 def _best_sums(a: Any, b: Any, most: int) -> tuple[Any, Ints]:
-    """Return for each k up to `most` the largest `a[i] + b[k - i]`, and its i."""
+    """Return for each k up to `most` the largest sum `a[i] + b[k - i]`, and its index i."""
     top = min(most, len(a) + len(b) - 2)
     best, left = np.full(top + 1, -np.inf), np.zeros(top + 1, np.int64)
     for k in range(2, top + 1):

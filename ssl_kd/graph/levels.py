@@ -1,12 +1,12 @@
-"""The number of clusters of a graph, and the tree of its levels.
+"""Find the number of clusters of a graph, and a hierarchy of partitions.
 
-The score of K clusters is `Q(K) A(K)^(1/3)`: Q is the modularity of a partition into K, and A the
-agreement of two random halves of the samples (prediction strength, as adjusted Rand index).
-Modularity alone finds about ten clusters in any neighbor graph, since cutting a homogeneous cluster
-increases it; but each half is cut elsewhere.
+The score of K clusters is `Q(K) A(K)^(1/3)`. Q is the modularity of a partition into K clusters. A
+is the agreement of partitions of two random halves of the samples (prediction strength, measured by
+the adjusted Rand index). Modularity alone would find about ten clusters in any neighbor graph,
+because it also grows if a homogeneous cluster is divided; but the halves divide it differently.
 
-Where clusters are well separated, communities, density peaks and density mass find the same ones,
-and their number is taken: it keeps long clusters whole that modularity would cut.
+If clusters are well separated, communities, density peaks and density mass find the same clusters.
+Their number is then used instead of the score, because modularity would divide long clusters.
 
 References:
     Tibshirani & Walther, Cluster validation by prediction strength, 2005.
@@ -67,7 +67,7 @@ def in_order(clusters: Ints) -> Ints:
 
 
 Losses = Callable[[Floats, Ints], Floats]
-"""Maps weights between clusters `[k, k]` and clusters `[node]` to the costs of merging pairs."""
+"""Map weights between clusters `[k, k]`, and clusters `[node]`, to costs of merges `[k, k]`."""
 
 
 def descend(
@@ -80,19 +80,19 @@ def descend(
     refined: int = 0,
     alpha: float = ALPHA,
 ) -> Iterator[tuple[int, Ints]]:
-    """Merge the cheapest pairs of clusters, down to `n_clusters`.
+    """Merge the cheapest pairs of clusters repeatedly, until `n_clusters` are left.
 
     Args:
-        graph: of few nodes.
-        clusters: `[node]`, without gaps in their numbers.
-        n_clusters: where it ends, unless only merges of infinite cost are left before.
-        losses: costs of all pairs `[k, k]`, infinite below the diagonal.
-        pace: each time 1 / pace of the remaining merges are done.
-        refined: from so many clusters on, nodes are refined each time.
-        alpha: of the value that refining maximizes.
+        graph: a graph of few nodes.
+        clusters: `[node]`, numbered without gaps.
+        n_clusters: final number of clusters; merging ends earlier if all costs are infinite.
+        losses: returns the cost of merging each pair, `[k, k]`, infinite below the diagonal.
+        pace: each round performs 1 / pace of the remaining merges.
+        refined: once there are at most this many clusters, each round ends with `refine`.
+        alpha: power of the entropy in the value that `refine` maximizes.
 
     Yields:
-        The number of clusters, fewer each time, and the clusters `[node]`.
+        After each round, the number of clusters and the clusters `[node]`.
     """
     k = int(clusters.max()) + 1
     while k > n_clusters:
@@ -115,9 +115,10 @@ def descend(
 
 
 def pair_losses(exact: int, alpha: float = ALPHA) -> Losses:
-    """Return the costs of merges; of more clusters than `exact`, or 180, by modularity alone.
+    """Return a function that computes the costs of merging pairs of clusters.
 
-    Of fewer, only the pairs that lose least modularity, 20 per cluster, are considered.
+    The cost is the loss of modularity if there are more clusters than `exact`, or more than 180.
+    Otherwise it is the loss of the value, for the 20 pairs per cluster that lose least modularity.
     """
 
     def losses(table: Floats, clusters: Ints) -> Floats:
@@ -130,13 +131,14 @@ def pair_losses(exact: int, alpha: float = ALPHA) -> Losses:
 
 @dataclass(frozen=True)
 class Level:
-    """A number of clusters, and its score.
+    """Score of a number of clusters.
 
     Attributes:
-        n_clusters: K.
-        worth: `modularity * agreement ** (1/3)`.
-        modularity: of the partition into K.
-        agreement: adjusted Rand index of two halves' partitions, mean over the halvings.
+        n_clusters: K, the number of clusters.
+        worth: the score, `modularity * agreement ** (1/3)`.
+        modularity: modularity of the partition into K clusters.
+        agreement: adjusted Rand index between partitions of two random halves of the samples,
+            averaged over several halvings.
     """
 
     n_clusters: int
@@ -147,15 +149,15 @@ class Level:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence for a number of clusters.
+    """The number of clusters found in a graph, and alternatives.
 
     Attributes:
-        n_clusters: for which all methods find the same clusters, or else the level of the highest
-            score.
-        interval: 2/3 of the smallest to 3/2 of the largest that a single halving would choose; of
-            `n_clusters`, where all methods find the same clusters. It held the number of classes
-            in 55 of 63 draws of 21 sets.
-        ranked: levels with a higher score than those near them, best first.
+        n_clusters: the number at which all methods find the same clusters; if they never do, the
+            number with the highest score.
+        interval: plausible range, from 2/3 of the smallest to 3/2 of the largest number chosen by a
+            single halving, or around `n_clusters` if all methods find the same clusters. In a
+            benchmark on 21 data sets, it contained the number of classes in 55 of 63 cases.
+        ranked: numbers with a higher score than similar numbers, best first.
     """
 
     n_clusters: int
@@ -164,18 +166,21 @@ class Evidence:
 
 
 def number_of_clusters(graph: Graph, densities: Sequence[Density] = (), seed: int = 0) -> Evidence:
-    """Return the number of clusters of a neighbor graph, from 2 to 250, at least 16 samples each.
+    """Find the number of clusters of a neighbor graph, between 2 and 250.
+
+    Clusters have at least 16 samples on average.
 
     Args:
-        graph: of the samples.
-        densities: of layouts, whose clusters are compared with the graph's.
-        seed: of the halvings and of every k-means.
+        graph: neighbor graph of the samples.
+        densities: densities of layouts of the graph, whose clusters are compared with those of the
+            graph to detect well-separated clusters.
+        seed: seed of the halvings and of k-means.
 
     Raises:
-        InputError: fewer than 64 samples.
+        InputError: there are fewer than 64 samples.
     """
     check_enough(graph.n)
-    most = max(2, min(MOST, graph.n // MIN_SIZE))
+    most = min(MOST, graph.n // MIN_SIZE)
     partitions = levels(graph, most, seed)
     agreed = [_agreement(graph, most, np.random.default_rng([seed, h])) for h in range(HALVINGS)]
     known = [k for k in sorted(partitions) if all(k in halving for halving in agreed)] or [2]
@@ -202,10 +207,15 @@ def number_of_clusters(graph: Graph, densities: Sequence[Density] = (), seed: in
 
 
 def unanimous(partitions: Mapping[int, Ints], densities: Sequence[Density]) -> int | None:
-    """Return the number of at most 30 clusters on which the graph and all densities agree most.
+    """Return the number of clusters at which partitions of all methods are most similar.
 
-    None where the mean adjusted Rand index never reaches 0.97. `partitions` are those of the graph
-    by their number of clusters.
+    Args:
+        partitions: partitions `[n]` of the graph, by their number of clusters; those with more than
+            30 clusters are ignored.
+        densities: densities of layouts of the graph.
+
+    Returns:
+        The number; None if the mean adjusted Rand index is below 0.97 at all numbers.
     """
     best, number = UNANIMOUS, None
     for k, clusters in sorted(partitions.items()):
@@ -224,11 +234,11 @@ def unanimous(partitions: Mapping[int, Ints], densities: Sequence[Density]) -> i
 
 
 def check_enough(n: int) -> None:
-    """Raise InputError for fewer than 64 samples: too few to find the number of clusters."""
+    """Raise InputError if there are too few samples to find the number of clusters."""
     if n < MIN_SAMPLES:
         raise InputError(
-            f"the number of clusters is to be found, but there are {n} samples, expected at least "
-            f"{MIN_SAMPLES}: give the number (N_CLUSTERS, n_clusters)"
+            f"there are {n} samples, expected at least {MIN_SAMPLES} to find the number of "
+            "clusters: set it (setting N_CLUSTERS, argument n_clusters)"
         )
 
 
@@ -237,7 +247,7 @@ def _near(a: Level, b: Level) -> bool:
 
 
 def levels(graph: Graph, most: int, seed: int) -> dict[int, Ints]:
-    """Return partitions `[n]` by number of clusters, for some numbers from `most` down to 2."""
+    """Return partitions `[n]`, by number of clusters, for some numbers from 2 to `most`."""
     atoms = _atoms(graph, 2 * most, seed)
     m = int(atoms.max()) + 1
     small = graph.of_groups(atoms, m)
@@ -253,7 +263,7 @@ def levels(graph: Graph, most: int, seed: int) -> dict[int, Ints]:
 
 
 def _atoms(graph: Graph, least: int, seed: int) -> Ints:
-    """Return small groups `[n]` of samples few steps apart, at least `least` if possible."""
+    """Return small groups `[n]` of close nodes; there are at least `least` groups if possible."""
     wanted = max(ATOMS, least)
     if graph.n <= wanted:
         return np.arange(graph.n)
@@ -262,16 +272,16 @@ def _atoms(graph: Graph, least: int, seed: int) -> Ints:
 
 
 def communities(graph: Graph, n_clusters: int, powers: Sequence[float]) -> list[Ints]:
-    """Return communities: groups of near nodes, merged pair by pair to K, then refined.
+    """Find communities: merge groups of close nodes to K clusters, then refine them.
 
     Args:
-        graph: of the samples.
-        n_clusters: K; fewer where refining leaves some empty.
-        powers: of the entropy in the value, one for each partition: 0 gives even clusters, 0.5
-            keeps small ones apart.
+        graph: neighbor graph of the samples.
+        n_clusters: K; there are fewer clusters if refinement leaves some empty.
+        powers: powers of the entropy in the value, one for each partition to return: 0 prefers
+            clusters of equal size, 0.5 keeps small clusters separate.
 
     Returns:
-        For each power clusters `[n]` int64 from 0 without gaps.
+        For each power, clusters `[n]` int64, numbered without gaps.
     """
     atoms = _atoms(graph, ATOMS_PER_CLUSTER * n_clusters, seed=0)
     m = int(atoms.max()) + 1
@@ -294,7 +304,10 @@ def _modularity(graph: Graph, clusters: Ints, k: int) -> float:
 
 
 def _agreement(graph: Graph, most: int, random: np.random.Generator) -> dict[int, float]:
-    """Return by K how well clusters of one half, carried over the edges, match the other half's."""
+    """Split the samples into random halves; return by K how well their partitions agree.
+
+    Clusters of one half are transferred along the edges to the other half and compared there.
+    """
     order = random.permutation(graph.n)
     halves = [np.sort(order[: graph.n // 2]), np.sort(order[graph.n // 2 :])]
     seed = int(random.integers(2**31))
@@ -314,7 +327,7 @@ def _agreement(graph: Graph, most: int, random: np.random.Generator) -> dict[int
 
 
 def _diffused(graph: Graph, random: np.random.Generator) -> NDArray[np.float32]:
-    """Return smoothed random vectors `[n, 64]`, which are close for nodes few steps apart."""
+    """Return random vectors smoothed along the edges, `[n, 64]`; those of close nodes are close."""
     degree = np.maximum(graph.degree, 1e-12)
     walk = sp.diags_array(0.5 / degree) @ graph.matrix + sp.eye_array(graph.n) * 0.5
     places = random.standard_normal((graph.n, DIMENSIONS)) / np.sqrt(degree)[:, None]
@@ -324,17 +337,17 @@ def _diffused(graph: Graph, random: np.random.Generator) -> NDArray[np.float32]:
 
 
 def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
-    """Return a tree of partitions around one: from 3 K parts of `clusters` down to 5 clusters.
+    """Return a hierarchy around a partition into K clusters, from 3 K down to 5 clusters.
 
     Args:
-        graph: of the samples.
-        clusters: `[n]`, K of them, numbered without gaps.
-        seed: of the groups that the finest clusters consist of.
+        graph: neighbor graph of the samples.
+        clusters: `[n]`, the partition, numbered without gaps.
+        seed: seed of k-means, which forms the groups that the finest clusters consist of.
 
     Returns:
-        Partitions `[n]`, finest first, each formed by merging clusters of the one before. That
-        into K is included only if there is no finer one. Clusters are numbered in the order of
-        their first samples.
+        Partitions `[n]`, finest first. Each is formed by merging clusters of the previous one; the
+        given partition lies between them and is included only if no finer one exists. Clusters are
+        numbered in the order of their first samples.
     """
     k = int(clusters.max()) + 1
     finest = min(FINEST * k, graph.n)
@@ -362,10 +375,10 @@ def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
 
 
 def _ward_costs(joint: Floats) -> Floats:
-    """Return Ward's costs of merging, `[k, k]`, infinite below the diagonal.
+    """Return Ward's costs of merging two clusters, `[k, k]`, infinite on and below the diagonal.
 
-    The strength of the tie takes the place of the distance. By the value alone tiny clusters would
-    never be merged, because they hardly count in it.
+    The inverse edge weight replaces the distance. The value of the partition would not suffice as a
+    criterion: tiny clusters hardly change it and would never be merged.
     """
     share = np.maximum(joint.sum(1), LEAST_SHARE)
     both = np.outer(share, share)
@@ -374,7 +387,10 @@ def _ward_costs(joint: Floats) -> Floats:
 
 
 def level_sizes(n_clusters: int) -> list[int]:
-    """Return the sizes of a tree's levels around K, largest first: 3 K, then 2/3 of the last."""
+    """Return the numbers of clusters in a hierarchy around K, largest first.
+
+    They are 3 K, then about 2/3 of the previous number, down to 5; K itself is left out.
+    """
     least = min(COARSEST, n_clusters)
     near = {round(n_clusters * 1.5**step) for step in range(-20, 3)} | {FINEST * n_clusters, least}
     others = sorted((size for size in near - {n_clusters} if least <= size), reverse=True)

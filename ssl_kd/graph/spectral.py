@@ -1,4 +1,4 @@
-"""Spectral coordinates of a graph's nodes."""
+"""Compute spectral coordinates of the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DENSE_ROWS = 200
 def spectral_coordinates(graph: Any, n_vectors: int) -> NDArray[np.float32]:
     """Return the leading eigenvectors of `D^-1/2 A D^-1/2`, largest eigenvalue first.
 
-    The result is deterministic: the iteration starts from a fixed vector, and the largest entry of
-    each eigenvector is positive.
+    The result is deterministic: the iteration starts from a fixed vector, and signs are chosen such
+    that the entry of largest magnitude in each eigenvector is positive.
 
     Args:
-        graph: sparse, symmetric `[n, n]`, at least 0.
+        graph: A, sparse `[n, n]`, symmetric, nonnegative weights.
         n_vectors: number of eigenvectors; at most n are returned.
 
     Returns:
@@ -47,7 +47,7 @@ def spectral_coordinates(graph: Any, n_vectors: int) -> NDArray[np.float32]:
 
 
 def _of_components(walk: Any, lengths: NDArray[np.float64]) -> Any:
-    """Return the eigenvectors of eigenvalue 1, `[n, c]`, one for each component with an edge."""
+    """Return the eigenvectors of eigenvalue 1, `[n, c]`: one for each of c connected components."""
     n_parts, part = connected_components(walk, directed=False)
     unit = lengths / np.sqrt(np.bincount(part, lengths**2, n_parts))[part]
     known = sp.csr_array((unit, part, np.arange(len(part) + 1)), shape=(len(part), n_parts))
@@ -58,11 +58,11 @@ def _of_components(walk: Any, lengths: NDArray[np.float64]) -> Any:
 def _leading(
     walk: Any, n_vectors: int, known: Any
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the largest eigenvalues and their vectors `[n, n_vectors]`.
+    """Return the largest eigenvalues and their eigenvectors `[n, n_vectors]`.
 
-    The iteration finds one eigenvector of each eigenvalue; others of a repeated eigenvalue appear
-    only after thousands of steps. So the `known` ones (eigenvalue 1) are removed first, and rotated
-    at random: any few of them then separate the components.
+    The iteration would need thousands of steps to find several eigenvectors of one eigenvalue.
+    Therefore the `known` eigenvectors (eigenvalue 1) are removed from the matrix first. They are
+    returned in a random rotation, in which a few of them suffice to separate the components.
     """
     n, n_known = known.shape
     shape = n_known, min(n_known, n_vectors)
@@ -87,6 +87,6 @@ def _leading(
 
 
 def on_sphere(coordinates: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale each row to length 1, so that central and peripheral nodes of a cluster are close."""
+    """Scale each row to length 1, which brings central and peripheral nodes of a cluster close."""
     lengths = np.linalg.norm(coordinates, axis=1, keepdims=True)
     return coordinates / np.maximum(lengths, 1e-12)

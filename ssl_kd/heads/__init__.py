@@ -1,4 +1,4 @@
-"""Heads: students of frozen embeddings, and the bank that runs many of them as one."""
+"""Clustering heads on frozen embeddings, and a bank that runs many heads in one batch."""
 
 from ssl_kd.heads.bank import (
     OWN_HEADS,

@@ -1,4 +1,4 @@
-"""Run many heads as one: weights are rows of a matrix, products are batched."""
+"""Run many heads at once: each head's weights are a row of a matrix, products are batched."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from ssl_kd.settings.import_paths import explain, import_class
 logger = logging.getLogger(__name__)
 
 OWN_HEADS = ("ssl_kd.heads.TEMIHead", "ssl_kd.heads.temi.TEMIHead")
-"""Import paths of this library's heads."""
+"""Import paths of the heads that are part of this library."""
 
 
 class HeadBank:
-    """`n_heads` independent copies of one head, evaluated together.
+    """Evaluate `n_heads` independent copies of one head architecture in one batch.
 
-    Head `i` of the bank computes the same as alone. The bank holds no weights: it reads rows of
-    `[head, parameter]` as heads, so that student, EMA teacher and optimizer can each be one matrix.
-    A head class may have a method `stacked(parameters, x)`, its batched forward pass; other heads
-    are batched by `torch.vmap`.
+    The output of head `i` does not depend on the other heads. The bank has no weights: they are
+    passed as a matrix `[head, parameter]`, so that student, EMA teacher and optimizer state are one
+    matrix each. If the head class has a static method `stacked(parameters, x)`, this is the batched
+    forward pass; otherwise `torch.vmap` batches `forward`.
 
     Args:
-        make_head: builds one head; its random draws do not change the global state.
+        make_head: function that builds one head. The bank restores the random state afterwards.
         n_heads: number of heads H.
-        first: number of the first head, where another process runs those before it.
+        first: number of the bank's first head; above 0 if other processes run the heads before it.
 
     Attributes:
-        draws: whether a forward pass in training draws random numbers.
+        draws: whether a forward pass in training draws random numbers (dropout).
 
     Raises:
-        ValueError: a head with buffers (batch statistics would leak from one head into another),
-            without parameters, or with frozen ones.
+        ValueError: the head has buffers (batch statistics would leak between heads), no parameters,
+            or frozen parameters.
     """
 
     def __init__(self, make_head: Callable[[], nn.Module], n_heads: int, first: int = 0) -> None:
@@ -53,25 +53,25 @@ class HeadBank:
         self.n_heads, self.first = n_heads, first
         with drawing():
             self._template = make_head().to("meta")
+        head = type(self._template).__name__
         if any(True for _ in self._template.buffers()):
             raise InputError(
-                f"{type(self._template).__name__} has buffers (batch normalization?); a head may "
-                "hold parameters only. Use LayerNorm or GroupNorm instead"
+                f"{head} has buffers, as batch normalization does; expected parameters only: use "
+                "LayerNorm or GroupNorm instead"
             )
         half = {p.dtype for p in self._template.parameters()} & {torch.float16, torch.bfloat16}
         if half:
             short = ", ".join(
                 sorted(str(d).removeprefix("torch.").replace("float", "fp") for d in half)
             )
-            name = type(self._template).__name__
-            logger.warning("%s has %s weights: they are trained as fp32 masters", name, short)
+            logger.warning("%s has %s weights; training converts them to fp32", head, short)
         self._shapes = {name: p.shape for name, p in self._template.named_parameters()}
         if not self._shapes:
-            raise InputError(f"{type(self._template).__name__} has no parameters to train")
+            raise InputError(f"{head} has no parameters; expected some to train")
         if frozen := [n for n, p in self._template.named_parameters() if not p.requires_grad]:
             raise InputError(
-                f"{type(self._template).__name__} has frozen parameters ({', '.join(frozen)}), but "
-                "all of a head is trained: compute constants in forward, or unfreeze them"
+                f"{head} has frozen parameters ({', '.join(frozen)}); expected requires_grad=True "
+                "for all: unfreeze them, or compute constants in forward"
             )
         self.n_parameters = sum(math.prod(shape) for shape in self._shapes.values())
         self.draws = any(isinstance(m, _DropoutNd) for m in self._template.modules())
@@ -79,12 +79,12 @@ class HeadBank:
         self.width = sum(shape[0] for shape in self._shapes.values() if len(shape) > 1)
 
     def initial_weights(self, seed: int) -> Tensor:
-        """Return fresh weights `[head, parameter]` float32, which depend on seed and head alone."""
+        """Return initial weights `[head, parameter]` float32, the same for the same seed."""
         heads = range(self.first, self.first + self.n_heads)
         return torch.stack([self.new_row(seed * 100_003 + i) for i in heads])
 
     def new_row(self, seed: int) -> Tensor:
-        """Return the weights `[parameter]` float32 of one new head, which depend on `seed` alone.
+        """Return initial weights `[parameter]` float32 of one head, which depend on `seed` only.
 
         Raises:
             ValueError: the head's initial weights are not finite.
@@ -94,14 +94,15 @@ class HeadBank:
         if not torch.isfinite(row).all():
             name = type(self._template).__name__
             raise InputError(
-                f"{name} has initial weights that are not finite: initialize them in its __init__"
+                f"{name} has initial weights that are not finite; expected finite numbers: "
+                "initialize all parameters in __init__"
             )
         return row
 
     def draws_seeded(self, seed: int) -> AbstractContextManager[Any]:
-        """Seed the draws of heads with dropout, without changing the global random state.
+        """Return a context that seeds dropout and restores the global random state at its end.
 
-        On a GPU other threads must not draw meanwhile.
+        On a GPU, other threads must not draw random numbers inside this context.
         """
         if not self.draws:
             return contextlib.nullcontext()
@@ -137,9 +138,9 @@ class HeadBank:
     def __call__(
         self, parameters: dict[str, Tensor], x: Tensor, *, training: bool = False
     ) -> Tensor:
-        """Stacked parameters `[head, ...]`, embeddings `[batch, dim]` -> `[head, batch, K]`.
+        """Compute logits `[head, batch, K]` from stacked parameters and embeddings `[batch, dim]`.
 
-        With `training`, a head that has dropout uses it (drawn from torch's global generator).
+        With `training`, dropout is active and draws from torch's global generator.
         """
         self._template.train(training)
         stacked = getattr(self._template, "stacked", None)
@@ -153,12 +154,13 @@ class HeadBank:
 
 
 def head_maker(path: str, in_dim: int, n_clusters: int, **options: int) -> Callable[[], nn.Module]:
-    """Return a function that builds a head `Class(in_dim, n_clusters)` by its import path.
+    """Return a function that builds a head `Class(in_dim, n_clusters)` from its import path.
 
-    `options` are widths, which are passed on if the head's signature names them.
+    `options` are layer widths; those that the head's constructor accepts are passed to it.
 
     Raises:
-        ValueError: as `import_head`; when called, that the head cannot be built like this.
+        ValueError: the head cannot be imported. The returned function raises it if the head cannot
+            be built.
     """
     head = import_head(path)
     known = inspect.signature(head).parameters
@@ -181,16 +183,23 @@ class _Maker:
                 raise
             widths = "".join(f", {name}={width}" for name, width in self.options.items())
             raise InputError(
-                f"head {self.path!r} cannot be built as {self.head.__name__}({self.in_dim}, "
-                f"{self.n_clusters}{widths}), that is (in_dim, n_clusters): {explain(error)}"
+                f"head {self.path!r} cannot be built by {self.head.__name__}({self.in_dim}, "
+                f"{self.n_clusters}{widths}); expected a constructor (in_dim, n_clusters): "
+                f"{explain(error)}"
             ) from error
 
 
 def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) -> None:
-    """Check that heads with these weights map embeddings to one trainable logit per cluster.
+    """Check that a bank's heads map embeddings to one differentiable logit per cluster.
+
+    Args:
+        bank: the heads.
+        weights: `[head, parameter]`, of which the first row is used.
+        in_dim: width of the embeddings.
+        n_clusters: expected number of logits.
 
     Raises:
-        ValueError: they do not; names the class, and its result or its error.
+        ValueError: the output is wrong or the forward pass fails; the message names the head class.
     """
     name, expected = type(bank._template).__name__, (1, 2, n_clusters)
     x = torch.zeros(2, in_dim, device=weights.device)
@@ -210,7 +219,7 @@ def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) 
 
 
 def _wrong_answer(answer: object, expected: tuple[int, ...]) -> str:
-    """Describe a result that is not logits `[head, batch, n_clusters]`; empty for those."""
+    """Describe what is wrong with an output that should be logits of this shape; "" if nothing."""
     logits = f"logits [batch, n_clusters], here {list(expected[1:])}"
     if not isinstance(answer, Tensor):
         return f"a {type(answer).__name__}, expected one tensor of {logits}"
@@ -220,14 +229,14 @@ def _wrong_answer(answer: object, expected: tuple[int, ...]) -> str:
         return f"{answer.dtype}, expected torch.float32: end its forward with .float()"
     if not answer.requires_grad:
         return (
-            "logits without a gradient, so that nothing would be trained: its forward detaches "
-            "them (detach, no_grad, argmax)"
+            "logits without a gradient, which cannot be trained: remove detach, no_grad or argmax "
+            "from its forward"
         )
     return ""
 
 
 def parameters_of(make_head: Callable[[], nn.Module]) -> int | None:
-    """Return the number of weights of one head, without allocating them; None if unknown."""
+    """Return the number of parameters of one head, without allocating them; None if unknown."""
     try:
         with drawing(), torch.device("meta"):
             return sum(p.numel() for p in make_head().parameters())
@@ -236,9 +245,9 @@ def parameters_of(make_head: Callable[[], nn.Module]) -> int | None:
 
 
 def import_head(path: str) -> type[nn.Module]:
-    """Return the head class of an import path, such as `heads.cosine_head.CosineHead`.
+    """Import a head class by its path, such as `heads.cosine_head.CosineHead`.
 
     Raises:
-        ValueError: not a dotted path, not found, or not an `nn.Module` class.
+        ValueError: the path has no dot, cannot be imported, or is not an `nn.Module` class.
     """
     return import_class(path, nn.Module, "head")

@@ -1,4 +1,4 @@
-"""The TEMI head."""
+"""The clustering head of TEMI: an MLP with cosine similarities to prototypes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ssl_kd.guard.finite import SHORT, safe_normalize
 class TEMIHead(nn.Module):
     """An MLP onto the unit sphere, then cosine similarity to one learned prototype per cluster.
 
-    `logits = normalize(W2 gelu(W1 x + b1) + b2) @ normalize(prototypes).T`, so logits are in
-    [-1, 1] and the temperature alone bounds the sharpness. A zero row gives finite logits and a
-    finite gradient.
+    The logits are `normalize(W2 gelu(W1 x + b1) + b2) @ normalize(prototypes).T`. They are in
+    [-1, 1], so that the temperature bounds the sharpness of the softmax. Logits and gradients are
+    finite even for a zero vector.
 
     Args:
         in_dim: width of the embeddings.
         n_clusters: number of clusters K.
         hidden_dim: width of the hidden layer.
-        bottleneck_dim: width of the sphere.
+        bottleneck_dim: dimension of the normalized vectors and of the prototypes.
 
     References:
         Adaloglou et al., Exploring the Limits of Deep Image Clustering using Pretrained Models,
@@ -40,17 +40,18 @@ class TEMIHead(nn.Module):
         nn.init.zeros_(self.bottleneck.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Embeddings `[batch, in_dim]` -> logits `[batch, cluster]`."""
+        """Compute logits `[batch, cluster]` from embeddings `[batch, in_dim]`."""
         z = self.bottleneck(F.gelu(self.hidden(x)))
         return F.linear(safe_normalize(z), safe_normalize(self.prototypes))
 
     @staticmethod
     def stacked(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        """Return logits `[head, batch, K]` of many heads: parameters `[head, ...]`.
+        """Compute logits `[head, batch, K]` of many heads from stacked parameters `[head, ...]`.
 
-        The result is that of `vmap`; written out as batched products it is a third faster. The
-        intermediate layout is `[head, feature, batch]`: biases and norms run along long rows, and
-        gradients have the layout of the weights. So do logits of few clusters, for the softmax.
+        The result equals that of `torch.vmap`, but batched products are a third faster. The memory
+        layout of intermediate results is `[head, feature, batch]`, so that biases and norms run
+        along long rows and gradients have the layout of the weights. Logits of few clusters keep
+        this layout, because their softmax is faster in it.
         """
         p = parameters
         x = x.mT.expand(len(p["prototypes"]), *x.mT.shape)

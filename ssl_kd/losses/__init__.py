@@ -1,4 +1,4 @@
-"""Losses: pure functions, tensors in, one value per sample or part out, float32 inside."""
+"""Losses as pure functions of tensors; half-precision inputs are computed in float32."""
 
 from ssl_kd.divergences import DIVERGENCES, Divergence
 from ssl_kd.guard.finite import safe_normalize_weights

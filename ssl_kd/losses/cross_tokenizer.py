@@ -1,9 +1,9 @@
-"""Distillation between models whose tokenizers differ, on text aligned beforehand.
+"""Losses for a teacher and a student with different tokenizers, on aligned text.
 
-A row of logits is a position that predicts a token that counts; a group is a stretch of text that
-both tokenizers cut at the same characters (`ssl_kd.datasets.aligned` finds them). Every loss
-returns one value per group, `[group]`, float32 (float64 for float64). Gradients flow to the student
-only, and a NaN stays in its group, for the guard to find.
+Each row of logits predicts one target token. A group is a stretch of text that begins and ends at
+token boundaries of both tokenizers (`ssl_kd.datasets.aligned` finds the groups). The losses return
+one value per group, `[group]`, float32 (float64 for float64 logits). Gradients flow to the student
+only. A NaN affects the value of its own group only, so that the guard can locate it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ssl_kd.losses.rows import lifted, row_divergences, saturated
 
 
 class Positions(NamedTuple):
-    """The positions of one side that predict a token that counts, in order of the groups.
+    """Positions of one model (student or teacher) that predict target tokens, ordered by group.
 
     Attributes:
-        rows: `[n]` int64 into the flattened `[batch * token]` hidden states or logits; the token
-            predicted is the one after it.
-        targets: `[n]` int64, that token.
-        groups: `[n]` int64 in `[0, G)`, the group it belongs to; ascending.
-        first: `[G]` int64 into `rows`, the position that predicts the group's first token.
+        rows: `[n]` int64, indices into the flattened `[batch * token]` hidden states or logits.
+        targets: `[n]` int64, the next token at each of these positions.
+        groups: `[n]` int64 in `[0, G)`, ascending: the group of each target token.
+        first: `[G]` int64, indices into `rows`: the position that predicts each group's first
+            token.
     """
 
     rows: Tensor
@@ -37,10 +37,10 @@ class Positions(NamedTuple):
 
 
 class VocabularyMap(NamedTuple):
-    """The class in the common vocabulary of each token of one side.
+    """A map from the tokens of one model to the classes of a common vocabulary.
 
     Attributes:
-        classes: `[tokens]` int64; `size` for a token that belongs to none.
+        classes: `[tokens]` int64, the class of each token; `size` for a token without a class.
         size: number of classes.
     """
 
@@ -51,21 +51,22 @@ class VocabularyMap(NamedTuple):
 def _check_rows(student: Tensor, teacher: Tensor, kind: str) -> None:
     if len(student) != len(teacher):
         raise ValueError(
-            f"{len(student)} {kind} of the student and {len(teacher)} of the teacher: "
-            "both sides must come from the same alignment"
+            f"there are {len(student)} {kind} of the student and {len(teacher)} of the teacher; "
+            "expected equal numbers: take student and teacher from the same alignment"
         )
 
 
 def uld(student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    r"""Universal logit distillation: L1 distance of the sorted next-token probabilities.
+    r"""Compute universal logit distillation: the L1 distance of sorted next-token probabilities.
 
-    $\sum_i |q_{(i)} - p_{(i)}|$, with student $q$ and teacher $p$ in descending order and the
-    smaller vocabulary padded with zeros, in [0, 2]. The vocabularies need not correspond.
+    The loss is $\sum_i |q_{(i)} - p_{(i)}|$, in [0, 2], with the probabilities of student $q$ and
+    teacher $p$ in descending order and the smaller vocabulary padded with zeros. It needs no
+    correspondence between the vocabularies.
 
     Args:
         student_logits: `[group, vocabulary]`, at the positions that predict a group's first token.
-        teacher_logits: `[group, vocabulary']` at the same character boundaries.
-        temperature: divides the logits of both sides.
+        teacher_logits: `[group, vocabulary']`, at the same character boundaries of the text.
+        temperature: divides the logits of student and teacher.
 
     References:
         Boizard et al., Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss
@@ -87,10 +88,10 @@ def uld(student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 
 
 
 def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor:
-    """Return `log sum_{v in class} softmax(logits)_v`, renormalised over the classes.
+    """Return the log-probability `log sum_{v in class} softmax(logits)_v` of each class.
 
-    Of logits `[row, vocabulary]`, entries beyond the map (padding of the output layer) are ignored.
-    The result is `[row, class]`, -inf for a class without a token.
+    The logits are `[row, vocabulary]`; entries beyond the map (padding of the output layer) are
+    ignored. The result is `[row, class]`, normalized over the classes, -inf for an empty class.
     """
     known = min(logits.shape[-1], len(vocabulary.classes))
     logits = saturated(logits[:, :known])
@@ -104,10 +105,10 @@ def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor
 
 
 def chunk_log_likelihood(logits: Tensor, targets: Tensor, groups: Tensor, size: int) -> Tensor:
-    r"""Return the log-probability $\sum_t \log p(x_t \mid x_{<t})$ `[size]` of each group's tokens.
+    r"""Return each group's log-likelihood $\sum_t \log p(x_t \mid x_{<t})$ `[size]`.
 
-    Each row of logits `[row, vocabulary]` predicts its target `[row]`, which belongs to its group
-    `[row]`, below `size`. A group without a row has 0.
+    Each row of logits `[row, vocabulary]` predicts the token `targets[row]`, which belongs to the
+    group `groups[row]`, an integer in `[0, size)`. A group without rows has log-likelihood 0.
     """
     token = torch.log_softmax(saturated(logits), -1).gather(1, targets.unsqueeze(1)).squeeze(1)
     return token.new_zeros(size).index_add(0, groups, token)
@@ -116,19 +117,22 @@ def chunk_log_likelihood(logits: Tensor, targets: Tensor, groups: Tensor, size: 
 def likelihood_matching(
     student_log_likelihood: Tensor, teacher_log_likelihood: Tensor, *, temperature: float = 100.0
 ) -> Tensor:
-    r"""Approximate likelihood matching: distance of the probabilities that both give to a chunk.
+    r"""Compute approximate likelihood matching: compare the probabilities of a chunk of text.
 
-    With $a = p(c)^{1/\tau}$ of the teacher and $b = q(c)^{1/\tau}$ of the student, the binary
-    divergence "this chunk or another" is
+    With $a = p(c)^{1/\tau}$ for the teacher and $b = q(c)^{1/\tau}$ for the student, the loss is
+    the binary divergence of "this chunk or another one",
     $\tau \, [a \log \frac{a}{b} + (1 - a) \log \frac{1 - a}{1 - b}]$.
 
-    It is zero only where both agree (plain likelihood would also raise a chunk that the teacher
-    finds unlikely), and a large temperature keeps a and b off 0, where the gradient of an
-    improbable chunk would vanish. The factor tau keeps the size of the loss: for large tau it tends
-    to $u \log(u / v) + v - u$ with the surprisals $u = -\log p(c)$ and $v = -\log q(c)$, in nats,
-    which needs no normalisation by length.
+    The loss is zero only if both probabilities are equal; maximum likelihood would also raise the
+    probability of a chunk that is unlikely for the teacher. At a large temperature, a and b are far
+    from 0, where the gradient would vanish. Because of the factor tau, the loss has a limit for
+    large tau, $u \log(u / v) + v - u$ with the surprisals $u = -\log p(c)$ and $v = -\log q(c)$, in
+    nats, which needs no normalization by length.
 
-    Both log-likelihoods are `[group]`, of `chunk_log_likelihood`; the temperature is tau.
+    Args:
+        student_log_likelihood: `[group]`, from `chunk_log_likelihood`.
+        teacher_log_likelihood: `[group]`, from `chunk_log_likelihood`; no gradient flows into it.
+        temperature: tau.
 
     References:
         Minixhofer et al., Universal Cross-Tokenizer Distillation via Approximate Likelihood
@@ -161,32 +165,32 @@ def chunk_matching(
     likelihood_temperature: float = 100.0,
     divergence: str = "forward_kl",
 ) -> Tensor:
-    """Compute a divergence where one token matches one of the same text, likelihoods elsewhere.
+    """Compute a divergence for one-token groups and likelihood matching for other groups.
 
-    A matched group gets T^2 times the divergence of the two next-token distributions over the
-    common vocabulary (`class_log_probabilities`); any other group `likelihood_matching` of its two
-    chunk likelihoods. Both are in nats a group. With one tokenizer on both sides every group is
-    matched and this is `token_kd`.
+    The loss of a matched group is T^2 times the divergence of the next-token distributions over the
+    common vocabulary (`class_log_probabilities`). The loss of any other group is
+    `likelihood_matching` of its log-likelihoods. All values are in nats per group. If student and
+    teacher have the same tokenizer, all groups are matched and the loss equals `token_kd`.
 
     Args:
-        student_logits: `[n, vocabulary]`, of `student.rows`.
-        teacher_logits: `[n', vocabulary']`, of `teacher.rows`.
-        student: the student's positions.
-        teacher: the teacher's positions, of the same G groups.
-        matched: `[G]` bool.
-        student_vocabulary: from the student's tokens to the common classes.
-        teacher_vocabulary: from the teacher's tokens to the same classes.
-        temperature: of the divergence.
-        likelihood_temperature: of the likelihood matching.
-        divergence: see `token_kd`.
+        student_logits: `[n, vocabulary]`, the logits at `student.rows`.
+        teacher_logits: `[n', vocabulary']`, the logits at `teacher.rows`.
+        student: the student's positions in G groups.
+        teacher: the teacher's positions in the same groups.
+        matched: `[G]` bool, whether the group is one token of the student and one of the teacher.
+        student_vocabulary: map from the student's tokens to the common classes.
+        teacher_vocabulary: map from the teacher's tokens to the same classes.
+        temperature: T, temperature of the divergence.
+        likelihood_temperature: temperature of the likelihood matching.
+        divergence: a name in `ssl_kd.divergences.DIVERGENCES`, or `js:BETA`.
     """
     check_temperature("temperature", temperature)
     kind = divergence_named(divergence)
     _check_rows(student.first, teacher.first, "groups")
     if student_vocabulary.size != teacher_vocabulary.size:
         raise ValueError(
-            f"{student_vocabulary.size} classes of the student and {teacher_vocabulary.size} of "
-            "the teacher: both maps must come from the same common vocabulary"
+            f"student_vocabulary has {student_vocabulary.size} classes and teacher_vocabulary "
+            f"{teacher_vocabulary.size}; expected equal numbers: build both for the same classes"
         )
     n_groups = len(matched)
     teacher_logits = teacher_logits.detach()
@@ -212,16 +216,18 @@ def chunk_matching(
 
 
 def hidden_matching(projected_student: Tensor, teacher_hidden: Tensor) -> Tensor:
-    r"""Compute the mean squared distance of hidden states before the same character of the text.
+    r"""Compute the mean squared distance of hidden states at the same boundaries of the text.
 
-    $\frac{1}{H} \| W h_i - g_i / \mathrm{rms}(g_i) \|^2$ for boundary i of the text, H wide. Only
-    the student is projected: a projection of the teacher could map both sides to the same point. At
-    unit root mean square the value begins near 1, whatever the size of the teacher's states. Only
-    common boundaries are compared: between them one side has read text that the other has not.
+    The loss of boundary i is $\frac{1}{H} \| W h_i - g_i / \mathrm{rms}(g_i) \|^2$ with the
+    student's hidden state h, the teacher's g, the projection W and the teacher's width H. Only the
+    student is projected, because learned projections of both models could map all states to one
+    point. The teacher's states are scaled to unit root mean square, so that the loss starts near 1
+    for any teacher. States are comparable only at common token boundaries, where both models have
+    read the same text.
 
     Args:
-        projected_student: `[group, H]`, the student's hidden states through the projection.
-        teacher_hidden: `[group, H]`, the teacher's at the same boundaries.
+        projected_student: `[group, H]`, the student's projected hidden states W h.
+        teacher_hidden: `[group, H]`, the teacher's hidden states; no gradient flows into them.
 
     References:
         Romero et al., FitNets: Hints for Thin Deep Nets, 2015, equation 3, a linear map in place of
@@ -233,9 +239,8 @@ def hidden_matching(projected_student: Tensor, teacher_hidden: Tensor) -> Tensor
     _check_rows(projected_student, teacher_hidden, "aligned positions")
     if projected_student.shape[-1] != teacher_hidden.shape[-1]:
         raise ValueError(
-            f"hidden size {projected_student.shape[-1]} of the projected student and "
-            f"{teacher_hidden.shape[-1]} of the teacher: the projection must map to the teacher's "
-            "size"
+            f"projected_student has hidden size {projected_student.shape[-1]} and teacher_hidden "
+            f"{teacher_hidden.shape[-1]}; expected equal sizes: change the student's projection"
         )
     dtype = compute_dtype(projected_student)
     tiny = torch.finfo(dtype).tiny

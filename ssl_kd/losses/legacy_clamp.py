@@ -1,4 +1,4 @@
-"""The clamps of older scripts, for comparison: what they allow, and the loss under them."""
+"""Reproduce the clamps of older scripts on logits and losses, for comparison only."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from ssl_kd.losses.token_terms import TokenObjective
 
 @dataclass(frozen=True)
 class LegacyClamp:
-    """Logits clamped to [-c, c], and each token's loss terms to a window.
+    """Bounds for logits, [-c, c], and for each token's loss terms, [low, high].
 
-    Clamped values have no gradient, and the lowest perplexity that clamped logits allow is far
-    above 1 (`lowest_perplexity`).
+    Clamped values have no gradient, and a model with clamped logits cannot reach a low perplexity
+    (`lowest_perplexity`).
 
     Args:
         logits: c, positive.
-        low: lower end of the window of each token's cross-entropy and T^2 D; None for no window.
-        high: upper end.
+        low: lower bound of each token's cross-entropy and T^2 D; None for no bounds.
+        high: upper bound of the same terms; None if `low` is None.
 
     Raises:
-        ValueError: c is not positive, or the window has one end only or is empty.
+        ValueError: c is not positive, only one of `low` and `high` is None, or `low` is not below
+            `high`.
     """
 
     logits: float
@@ -37,29 +38,37 @@ class LegacyClamp:
 
     def __post_init__(self) -> None:
         if not 0 < self.logits < math.inf:
-            raise ValueError(f"the clamp of the logits is {self.logits!r}, expected more than 0")
+            raise ValueError(
+                f"the clamp of logits is {self.logits!r}; expected a finite number above 0"
+            )
         if (self.low is None) != (self.high is None):
-            raise ValueError(f"the loss window is {self.low!r} to {self.high!r}: give both ends")
+            raise ValueError(
+                f"the loss window is {self.low!r} to {self.high!r}; expected two numbers"
+            )
         if self.low is not None and self.high is not None and not self.low < self.high:
-            raise ValueError(f"the loss window is {self.low!r} to {self.high!r}, and is empty")
+            raise ValueError(
+                f"the loss window is {self.low!r} to {self.high!r}; expected LOW < HIGH"
+            )
 
     @classmethod
     def parse(cls, text: str) -> LegacyClamp:
-        """Read `"2.5"` (logits) or `"2.5:0.1:5.0"` (logits, and the loss window).
+        """Parse `"C"`, such as `"2.5"`, or `"C:LOW:HIGH"`, such as `"2.5:0.1:5.0"`.
 
         Raises:
-            ValueError: the text has neither form.
+            ValueError: the text has another form, or the numbers are invalid.
         """
         try:
             numbers = [float(part) for part in text.split(":")]
         except ValueError:
             numbers = []
         if len(numbers) not in (1, 3):
-            raise ValueError(f"legacy_clamp is {text!r}, expected LOGITS or LOGITS:LOW:HIGH")
+            raise ValueError(
+                f"legacy_clamp is {text!r}; expected C or C:LOW:HIGH, such as 2.5:0.1:5"
+            )
         return cls(*numbers)
 
     def lowest_perplexity(self, vocab: int) -> float:
-        """Return the perplexity of the best model: the target's logit is c, all others -c.
+        """Return the lowest possible perplexity: the target's logit is c, all other logits are -c.
 
         >>> round(LegacyClamp(2.5).lowest_perplexity(50257))
         340
@@ -67,10 +76,15 @@ class LegacyClamp:
         return 1 + (vocab - 1) * math.exp(-2 * self.logits)
 
     def check(self, vocab: int) -> None:
-        """Refuse a window that contains no loss these logits can have: its gradient is always 0.
+        """Check that some cross-entropy of clamped logits is inside the loss window.
+
+        Otherwise the clamped loss would be constant and its gradient 0 for all models.
+
+        Args:
+            vocab: size of the vocabulary.
 
         Raises:
-            InputError: names the cross-entropies that the clamp allows.
+            InputError: the loss is constant; the message has the range of possible cross-entropies.
         """
         if self.low is None or self.high is None:
             return
@@ -81,16 +95,16 @@ class LegacyClamp:
             constant = self.high if self.high <= lowest else self.low
             raise InputError(
                 f"logits clamped to +-{self.logits:g} allow no perplexity below {perplexity:.3g} "
-                f"with {vocab} tokens, so cross-entropies from {lowest:.3g} to {highest:.3g}; "
-                f"clamped to {self.low:g} to {self.high:g} they are the constant {constant:g} for "
-                "every model, and nothing is learned. Leave the clamp out, or widen the window"
+                f"with {vocab} tokens (cross-entropies from {lowest:.3g} to {highest:.3g}). The "
+                f"loss window {self.low:g} to {self.high:g} makes the loss the constant "
+                f"{constant:g}, so nothing is learned: remove the clamp, or widen the window"
             )
 
 
 def clamped_distillation(
     clamp: LegacyClamp, student_logits: Tensor, objective: TokenObjective
 ) -> tuple[Tensor, Tensor]:
-    """Compute the terms of `logits_distillation` as older scripts did, from all logits at once."""
+    """Compute the sums of cross-entropies and of T^2 D with clamped logits and clamped terms."""
     clamp.check(student_logits.shape[-1])
 
     def in_window(terms: Tensor) -> Tensor:
@@ -114,8 +128,8 @@ def _logits(teacher: TeacherOutput) -> Tensor:
         return teacher.logits
     if not isinstance(teacher, LinearTeacher):
         raise ValueError(
-            f"legacy_clamp needs the teacher's logits, and a {type(teacher).__name__} has none: "
-            "use the live teacher, or leave the clamp out"
+            f"legacy_clamp needs all logits of the teacher, and a {type(teacher).__name__} has not "
+            "all of them: use a teacher without cache, or remove the clamp"
         )
     # In half precision by its own dtype: what fits bfloat16 may be beyond autocast's float16.
     kind, half = teacher.weight.device.type, teacher.weight.itemsize == 2

@@ -1,4 +1,4 @@
-"""Beta-weighted mutual information between a student and a teacher, in log space."""
+"""Compute the beta-weighted mutual information between a student and a teacher in log space."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def check_temperature(name: str, value: float) -> None:
     """Raise ValueError if a temperature is not in [1e-4, 1e4]."""
     low, high = TEMPERATURE_RANGE
     if not isinstance(value, Real) or not low <= float(value) <= high:  # also catches NaN
-        raise ValueError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
+        raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
 
 
 def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """Return `log softmax(logits / temperature)`, last axis, in float32 (float64 for float64).
+    """Return `log softmax(logits / temperature)` over the last axis, float32 (float64 for float64).
 
-    Cast before the division: float16 logits of 2,621 overflow at a temperature of 0.04.
+    Logits are cast before the division, because float16 logits above 2,620 would overflow at a
+    temperature of 0.04.
     """
     return along_clusters(torch.log_softmax, logits.to(compute_dtype(logits)) / temperature)
 
@@ -42,11 +43,12 @@ def log_marginal(marginal: Tensor) -> Tensor:
 
 
 class _BetaMI(torch.autograd.Function):
-    """-log sum_k (p_k q_k)^beta / pi_k, with its gradient in closed form.
+    """Compute `-log sum_k (p_k q_k)^beta / pi_k` and its gradient in closed form.
 
-    With r = softmax_k of the summands' logs, d loss / d student_logits = beta / T (p - r): finite
-    wherever the logits are, never zero because something underflowed, and unaffected by `clip_min`.
-    Computed with the value, it also spares the backward pass three tensors of the logits' size.
+    The gradient with respect to the student's logits is `beta / T (p - r)`, where r is the softmax
+    over k of the logarithms of the summands. It is finite for finite logits, cannot underflow to
+    zero, and does not depend on `clip_min`. Computing it in the forward pass saves three tensors of
+    the logits' size.
     """
 
     @staticmethod
@@ -80,10 +82,10 @@ class _BetaMI(torch.autograd.Function):
 
 def _check(beta: float, student_temperature: float, clip_min: float) -> None:
     if not 0 < beta <= 1:
-        raise ValueError(f"beta is {beta!r}, expected a number in (0, 1]")
+        raise ValueError(f"beta is {beta!r}; expected a number above 0 and at most 1")
     check_temperature("student_temperature", student_temperature)
     if not abs(clip_min) <= torch.finfo(torch.float32).max:  # also catches NaN
-        raise ValueError(f"clip_min is {clip_min!r}, expected a finite number (of float32)")
+        raise ValueError(f"clip_min is {clip_min!r}; expected a number that is finite in float32")
 
 
 def beta_mi(
@@ -102,22 +104,23 @@ def beta_mi(
     computed as `-logsumexp(beta * (log p + log q) - log pi)`.
 
     Args:
-        student_logits: `[head, batch, cluster]`, any floating dtype. Finite ones beyond +-65504
-            count as that, of the teacher, too.
-        teacher_logits: `[head, batch, cluster]`; no gradient flows into it.
-        marginal: `[head, cluster]`, how often each cluster is used, summing to one per head. An
-            exact 0 is smoothed; no gradient flows into it.
+        student_logits: `[head, batch, cluster]`, any floating dtype. Finite logits beyond +-65504
+            are clamped to it.
+        teacher_logits: `[head, batch, cluster]`, clamped in the same way; no gradient flows into
+            it.
+        marginal: `[head, cluster]`, the frequency of each cluster; each head's frequencies sum to
+            one, and zeros are smoothed. No gradient flows into it.
         beta: exponent in (0, 1]; below 1 it keeps clusters from collapsing.
         student_temperature: positive; below 0.05 gradients become very large.
         teacher_temperature: positive; below 0.04 the teacher is nearly one-hot.
-        clip_min: lower bound of the pointwise mutual information; the gradient is that of the value
-            before clipping, so that a clipped sample still learns.
+        clip_min: lower bound of the pointwise mutual information. Clipping does not change the
+            gradient, so that clipped samples still contribute to training.
 
     Returns:
         `[head, batch]`, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: names the argument that is out of range, or the shapes that do not fit.
+        ValueError: an argument is out of range, or shapes do not fit; the message names them.
 
     References:
         Adaloglou et al., Exploring the Limits of Deep Image Clustering using Pretrained Models,
@@ -133,8 +136,8 @@ def beta_mi(
     if len(shape) != 3 or teacher_logits.shape != shape or marginal.shape != (shape[0], shape[2]):
         raise ValueError(
             f"student_logits {tuple(student_logits.shape)}, teacher_logits "
-            f"{tuple(teacher_logits.shape)} and marginal {tuple(marginal.shape)} do not fit: "
-            "expected [head, batch, cluster] twice and [head, cluster]"
+            f"{tuple(teacher_logits.shape)} and marginal {tuple(marginal.shape)} do not fit; "
+            "expected [head, batch, cluster], [head, batch, cluster] and [head, cluster]"
         )
     student, teacher = (
         saturated(logits, infinities=False) for logits in (student_logits, teacher_logits.detach())
@@ -145,7 +148,7 @@ def beta_mi(
 
 
 def agreement(teacher_log_probs: Tensor) -> Tensor:
-    """Compute how much a head's teacher agrees on two views of a sample: `sum_k q1_k q2_k`.
+    """Compute the teacher's agreement on pairs of views of a sample, `sum_k q1_k q2_k`.
 
     Args:
         teacher_log_probs: `[head, view, batch, cluster]`, two views or more.
@@ -163,15 +166,15 @@ def agreement(teacher_log_probs: Tensor) -> Tensor:
 
 
 def instance_weights(agreements: Tensor, how: InstanceWeight) -> Tensor | None:
-    """Return the weights of the samples of a batch, from the teachers' agreement.
+    """Turn the teachers' agreement on each sample into sample weights that sum to one.
 
     Args:
-        agreements: `[head, batch]`; a head with an entry that is not finite is left out.
-        how: `mean`: the mean over heads, `[1, batch]`, as in the paper (it couples the heads);
-            `own`: of each head, `[head, batch]`; `none`: None, all samples have equal weight.
+        agreements: `[head, batch]`, from `agreement`.
+        how: `mean` averages over the heads without non-finite entries, as in the paper, which
+            couples the heads; `own` normalizes each head separately; `none` uses no weights.
 
     Returns:
-        Rows that sum to one, or None.
+        `[1, batch]` for `mean`, `[head, batch]` for `own`, None for `none`.
     """
     if how == "none":
         return None
@@ -191,18 +194,20 @@ def temi(
     student_temperature: float = 0.1,
     clip_min: float = -100.0,
 ) -> Tensor:
-    """Compute the TEMI objective of each head: `beta_mi` over samples and ordered pairs of views.
+    """Compute the TEMI objective of each head, the mean of `beta_mi` over samples and view pairs.
 
-    The student's view is never the teacher's. Logits that overflow float32 when divided by their
-    temperature make the loss of their head NaN, and the guard cuts that head out: clamping them
-    would cost a pass over all logits in every step.
+    The mean is over all ordered pairs of different views, one for the student and one for the
+    teacher. Logits are not clamped, which would cost a pass over all logits in each step: if they
+    overflow float32 when divided by the temperature, their head's loss is NaN and the guard
+    excludes that head.
 
     Args:
         student_logits: `[head, view, batch, cluster]`, two views or more.
-        teacher_log_probs: the same shape, from `log_probabilities`; no gradient.
-        marginal: `[head, cluster]`.
-        weights: `[1 or head, batch]`, each row summing to one (`instance_weights`); None for a
-            plain mean.
+        teacher_log_probs: `[head, view, batch, cluster]`, from `log_probabilities`; no gradient
+            flows into it.
+        marginal: `[head, cluster]`, the frequency of each cluster.
+        weights: `[1 or head, batch]` from `instance_weights`; each row sums to one. None for an
+            unweighted mean over samples.
         beta: as in `beta_mi`.
         student_temperature: as in `beta_mi`.
         clip_min: as in `beta_mi`.
@@ -211,11 +216,11 @@ def temi(
         `[head]`, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: names the argument that is out of range.
+        ValueError: an argument is out of range; the message names it.
 
     References:
-        Adaloglou et al., BMVC 2023, equations 7 to 9. Their weights are not normalised; ours sum
-        to one, so that the learning rate keeps its meaning while teachers become more confident.
+        Adaloglou et al., BMVC 2023, equations 7 to 9. The paper's weights are not normalized. Here
+        they sum to one, so that gradients do not grow as teachers become more confident.
     """
     _check(beta, student_temperature, clip_min)
     views = student_logits.shape[1]

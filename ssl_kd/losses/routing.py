@@ -1,8 +1,8 @@
-"""Regularization of a mixture of experts' router: load balance, entropy, distance; in float32.
+"""Regularize the router of a mixture of experts: load balance, entropy, distance; in float32.
 
-The objective of a student-aware router itself is `linear_distillation` with the roles swapped: the
-teacher whose router learns is the *student* argument, the fixed student the *teacher* argument,
-with `divergence="reverse_kl"`, which is KL(first || second).
+The main objective for training a teacher's router towards a fixed student is
+`linear_distillation` with swapped roles: pass the teacher as the student and the student as the
+teacher, with `divergence="reverse_kl"`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ _EPS = 1e-10
 
 
 def load_balance(mass: Tensor, counts: Tensor) -> Tensor:
-    """Compute `CV(m)^2 + CV(P)^2`, CV = standard deviation / mean: 0 for an even load.
+    """Compute a load-balance loss `CV(m)^2 + CV(P)^2`, with CV = standard deviation / mean.
 
     Args:
         mass: P, `[..., expert]`, gate probabilities summed over real tokens (not over padding).
-        counts: m, the same shape, how many real tokens chose the expert; no gradient.
+        counts: m, `[..., expert]`, number of real tokens routed to each expert; no gradient flows
+            into it.
 
     Returns:
-        `[...]`, at least 0, float32 (float64 for float64); 0 where there was no token.
+        `[...]`, float32 (float64 for float64): 0 if all experts have the same load or there are no
+        tokens, otherwise positive.
 
     References:
-        Shazeer et al., Outrageously Large Neural Networks, 2017, section 4 and appendix A; weighted
-        0.01 a layer in Every Expert Matters, arXiv 2502.12947, 2025.
+        Shazeer et al., Outrageously Large Neural Networks, 2017, section 4 and appendix A. Every
+        Expert Matters, arXiv 2502.12947, 2025, weights the loss of each layer by 0.01.
 
     >>> load_balance(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0]))
     tensor(0.5000)
     """
     if mass.shape != counts.shape or mass.ndim < 1 or mass.shape[-1] < 2:
         raise ValueError(
-            f"mass is {list(mass.shape)} and counts {list(counts.shape)}; expected the same "
-            "[..., expert] with 2 experts or more"
+            f"mass has shape {list(mass.shape)} and counts {list(counts.shape)}; expected equal "
+            "shapes [..., expert] with 2 experts or more"
         )
     return _squared_variation(mass) + _squared_variation(counts.detach())
 
@@ -50,16 +52,17 @@ def _squared_variation(x: Tensor) -> Tensor:
 def gate_entropy(logits: Tensor) -> Tensor:
     """Compute the entropy `[token]` of gate logits `[token, expert]`, in nats.
 
-    It is 0 for one expert, log N for N experts of equal weight.
+    The entropy is 0 if one expert has all the weight, and log N for N experts of equal weight.
     """
     log_p = torch.log_softmax(saturated(logits, infinities=False), dim=-1)
     return -_times_log(log_p.exp(), log_p)
 
 
 def gate_kl(original_logits: Tensor, logits: Tensor) -> Tensor:
-    """Compute KL(original || current) `[token]` of two routers' logits `[token, expert]`, in nats.
+    """Compute KL(original || current) `[token]` of gate logits `[token, expert]`, in nats.
 
-    Both are of the same hidden states; the original gets no gradient.
+    Both gates must have had the same hidden states as input. No gradient flows into
+    `original_logits`.
     """
     original = original_logits.detach().to(compute_dtype(logits))
     log_p = torch.log_softmax(saturated(original, infinities=False), dim=-1)
@@ -68,5 +71,5 @@ def gate_kl(original_logits: Tensor, logits: Tensor) -> Tensor:
 
 
 def _times_log(p: Tensor, log: Tensor) -> Tensor:
-    """Sum `p * log`, where an expert at -inf (p exactly 0) adds 0."""
+    """Sum `p * log` over experts; where p is 0, and its logarithm -inf, the summand is 0."""
     return (p * torch.where(p == 0, 0, log)).sum(-1)

@@ -1,4 +1,4 @@
-"""Rows of logits: saturation of overflows, softmax over part of a vocabulary, row divergences."""
+"""Clamp overflowed logits, exclude vocabulary entries, and compute divergences of rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, an
 
 
 def along_clusters(function: Callable[..., Tensor], logits: Tensor) -> Tensor:
-    """Apply a softmax to logits `[head, ..., cluster]`, along clusters.
+    """Apply a softmax function to logits `[head, ..., cluster]` along the cluster axis.
 
-    Where clusters are few, samples are last in memory, as in the logits of `TEMIHead.stacked`: this
-    is faster.
+    With few clusters, the function runs on logits with samples contiguous in memory, which is the
+    layout of `TEMIHead.stacked` and faster.
     """
     if logits.ndim > 2 and logits.shape[-1] < SHORT:
         return function(logits.movedim(-1, 1), dim=1).movedim(1, -1)
@@ -44,16 +44,16 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
         raise RuntimeError(
-            "the gradient of this loss is in closed form and cannot be differentiated again "
-            "(a gradient penalty, a Hessian): take the second derivative of other terms alone"
+            "this loss has a closed-form gradient, which cannot be differentiated again: leave the "
+            "loss out of gradient penalties and Hessians"
         )
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the second derivative of an autograd function's `backward` an error.
+    """Make an autograd function's `backward` raise RuntimeError if it is differentiated again.
 
-    PyTorch's `once_differentiable` raises only if the incoming gradient requires one itself; under
-    `create_graph=True` its result looks constant.
+    PyTorch's `once_differentiable` raises only if the incoming gradient requires a gradient.
+    Otherwise its result looks constant under `create_graph=True`: the second derivative would be 0.
     """
 
     @functools.wraps(backward)
@@ -77,22 +77,22 @@ def saturate_(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Outside:
-    """Entries that are outside the common vocabulary.
+    """Vocabulary entries that are excluded from the comparison of two models.
 
     Attributes:
-        entries: `[k]`, their indices.
-        at: boolean `[n, k]`, the tokens at which each is outside; None: all.
+        entries: `[k]`, indices of the excluded entries.
+        at: `[n, k]` bool, whether the entry is excluded at the token; None if at all tokens.
     """
 
     entries: Tensor
     at: Tensor | None = None
 
     def of(self, tokens: slice | Tensor) -> Outside:
-        """Return the same for some of the tokens."""
+        """Return the excluded entries of a subset of the tokens."""
         return self if self.at is None else Outside(self.entries, self.at[tokens])
 
     def fill_(self, logits: Tensor, value: float) -> None:
-        """Overwrite these entries of logits `[n, vocab]`."""
+        """Set the excluded entries of logits `[n, vocab]` to `value`, in place."""
         if self.at is None:
             logits.index_fill_(-1, self.entries, value)
         else:
@@ -100,19 +100,20 @@ class Outside:
 
 
 def outside_of(sides: Sequence[tuple[Tensor, bool]]) -> Outside | None:
-    """Return the entries that a side leaves out (-inf) at every token, except in filtered tokens.
+    """Find the vocabulary entries that are outside the common vocabulary of several models.
 
-    A padded vocabulary lacks the same few entries at every token. A top-k or top-p filter lacks
-    most entries, different ones at each token: these are in the vocabulary, with probability 0. So
-    a teacher's token that keeps less than half of the entries leaves none out; nor does any token
-    if most of the -inf entries are -inf at some tokens only.
+    In a padded vocabulary, the logits of a few entries are -inf at every token; these entries are
+    excluded. A top-k or top-p filter sets most logits to -inf, at different entries for each token;
+    these entries stay in the vocabulary with probability 0. A teacher's logits count as filtered at
+    a token if more than half of them are -inf there, and at all tokens if most of the -inf entries
+    are -inf at some tokens only.
 
     Args:
-        sides: logits `[n, vocab]` or the bias `[1, vocab]` of each model, and whether they are a
-            teacher's logits, which may be filtered.
+        sides: for each model the logits `[n, vocab]` or the output bias `[1, vocab]`, and whether
+            these are a teacher's logits, which may be filtered.
 
     Returns:
-        None where nothing is left out.
+        The excluded entries; None if there are none.
     """
     masks = [logits.amax(0) == -torch.inf for logits, _ in sides if len(logits)]
     if not masks:
@@ -139,10 +140,11 @@ def outside_of(sides: Sequence[tuple[Tensor, bool]]) -> Outside | None:
 def log_softmax_(
     logits: Tensor, temperature: float, outside: Outside | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `log softmax(logits / temperature)`, in the memory of the logits, and its exponential.
+    """Compute `log softmax(logits / temperature)` in place; return it and the probabilities.
 
-    The maximum is subtracted before the division: a difference of large logits is exact, that of
-    their quotients is not. Entries `outside` get log-probability -1e9 and probability 0.
+    The maximum is subtracted before the division by the temperature, because differences of large
+    logits are exact and differences of their quotients are not. Entries in `outside` get
+    log-probability -1e9 and probability 0.
     """
     if outside is not None:
         outside.fill_(logits, -torch.inf)
@@ -157,7 +159,7 @@ def log_softmax_(
 
 
 class _Saturated(torch.autograd.Function):
-    """Clamp to +-65504 and pass the gradient on, so that training can correct an overflow."""
+    """Clamp to +-65504 with an unchanged gradient, so that training can correct an overflow."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, infinities: bool) -> Tensor:
@@ -170,15 +172,16 @@ class _Saturated(torch.autograd.Function):
 
 
 def saturated(logits: Tensor, *, infinities: bool = True) -> Tensor:
-    """Return logits clamped to +-65504, in the dtype of the arithmetic, for autograd.
+    """Clamp logits to +-65504 in float32 (float64 for float64), with an unchanged gradient.
 
-    Without `infinities`, infinite logits stay: for a guard to find, or as a mask of -inf.
+    If `infinities` is False, infinite logits stay infinite: -inf may be a mask, and the guard must
+    find an overflow.
     """
     return _Saturated.apply(logits.to(compute_dtype(logits)), infinities)  # pyright: ignore[reportReturnType]
 
 
 def lifted(values: Tensor) -> Tensor:
-    """Replace values that rounding made negative by 0; the gradient does not change."""
+    """Replace negative values, which are rounding errors, by 0; the gradient does not change."""
     return values + values.detach().neg().clamp(min=0)
 
 
@@ -217,5 +220,5 @@ def row_divergences(
     divergence: Divergence,
     outside: Outside | None = None,
 ) -> Tensor:
-    """Compute `T^2 D(p, q)` `[n]` of logits `[n, vocab]`, with the gradient in closed form."""
+    """Compute `T^2 D(p, q)` `[n]` from logits `[n, vocab]`, with a closed-form gradient."""
     return _RowDivergences.apply(student_logits, teacher_logits, temperature, divergence, outside)  # pyright: ignore[reportReturnType]

@@ -1,7 +1,7 @@
-"""Self-distillation with a sharpened teacher, whose targets are centered or balanced (Sinkhorn).
+"""Self-distillation with sharpened teacher targets, centered (DINO) or balanced (Sinkhorn).
 
-Finite logits beyond +-65504 count as that; an infinity stays one, for the guard to find. Results
-are float32 (float64 for float64 input).
+Finite logits beyond +-65504 are clamped to it; infinite logits stay infinite, so that the guard
+finds the overflow. Results are float32 (float64 for float64 input).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def centered_targets(teacher_logits: Tensor, center: Tensor, temperature: float)
 
     Args:
         teacher_logits: `[head, ..., cluster]`.
-        center: `[head, cluster]`, a running mean of the teacher's logits, without which one cluster
-            may take all samples.
-        temperature: positive; smaller than the student's, which sharpens the target.
+        center: `[head, cluster]`, a running mean of the teacher's logits. Subtracting it prevents
+            that all samples are assigned to one cluster.
+        temperature: positive; lower than the student's, so that targets are sharper.
 
     References:
         Caron et al., Emerging Properties in Self-Supervised Vision Transformers, 2021, section 3.1.
@@ -44,13 +44,13 @@ def centered_targets(teacher_logits: Tensor, center: Tensor, temperature: float)
 def sinkhorn_targets(teacher_logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
     """Return the teacher's targets, balanced so that a batch uses all clusters equally.
 
-    Sinkhorn-Knopp in log space: rows and columns are normalised in turn, and no exponential of a
-    large logit is ever formed.
+    The Sinkhorn-Knopp algorithm normalizes over samples and over clusters in turn. It runs in log
+    space, so that no exponential overflows.
 
     Args:
-        teacher_logits: `[head, ..., cluster]`; the axes between are one batch.
-        temperature: positive; smaller than the student's.
-        iterations: at least 1; three are enough in practice.
+        teacher_logits: `[head, ..., cluster]`; all axes between head and cluster form one batch.
+        temperature: positive; lower than the student's.
+        iterations: number of normalizations, at least 1; three are enough in practice.
 
     References:
         Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,
@@ -58,7 +58,7 @@ def sinkhorn_targets(teacher_logits: Tensor, temperature: float, iterations: int
     """
     check_temperature("teacher_temperature", temperature)
     if iterations < 1:
-        raise ValueError(f"iterations is {iterations}, expected at least 1")
+        raise ValueError(f"iterations is {iterations}; expected at least 1")
     logits = saturated(teacher_logits.detach(), infinities=False) / temperature
     log_q = logits.flatten(1, -2)
     for _ in range(iterations):
@@ -68,7 +68,7 @@ def sinkhorn_targets(teacher_logits: Tensor, temperature: float, iterations: int
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """`-sum_k q_k log p_k` of each sample; d loss / d logits = (p sum_k q_k - q) / T."""
+    """Compute `-sum_k q_k log p_k` of each sample; its gradient is `(p sum_k q_k - q) / T`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
@@ -94,17 +94,18 @@ def sharpened_cross_entropy(
     *,
     student_temperature: float = 0.1,
 ) -> Tensor:
-    """Compute the cross-entropy `[head]` of the student against targets from the other views.
+    """Compute the student's cross-entropy `[head]` against targets from other views of a sample.
 
     Args:
         student_logits: `[head, view, batch, cluster]`, two views or more.
-        targets: the same shape, or one head for all; probabilities from `centered_targets` or
-            `sinkhorn_targets`; no gradient.
-        weights: `[1 or head, batch]`, each row summing to one; None for a plain mean.
+        targets: `[head, view, batch, cluster]`, or the same with one head; probabilities from
+            `centered_targets` or `sinkhorn_targets`. No gradient flows into them.
+        weights: `[1 or head, batch]`, sample weights; each row sums to one. None for an unweighted
+            mean.
         student_temperature: positive.
 
     Raises:
-        ValueError: names the argument that is out of range.
+        ValueError: `student_temperature` is out of range.
 
     References:
         Caron et al., Emerging Properties in Self-Supervised Vision Transformers, 2021, equation 3.

@@ -1,4 +1,4 @@
-"""What a teacher answers at n positions: hidden states with a head, logits, or parts of them."""
+"""Types of teacher output at n positions: hidden states, logits, top-k or sampled tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from ssl_kd.divergences import DIVERGENCES
 
 @dataclass(frozen=True)
 class LinearTeacher:
-    """A teacher by its last hidden states and output weights; logits exist a chunk at a time.
+    """Hidden states and output layer of a teacher, from which logits are computed in chunks.
 
     Args:
-        hidden: `[n, teacher_dim]`.
-        weight: `[vocab, teacher_dim]`; the vocabulary may be padded differently from the student's.
-        bias: `[vocab]` or None; an entry of -inf is outside the vocabulary.
+        hidden: `[n, teacher_dim]`, the last hidden states.
+        weight: `[vocab, teacher_dim]`, output weights. The vocabulary may be padded differently
+            from the student's.
+        bias: `[vocab]` or None; -inf excludes an entry from the vocabulary.
     """
 
     hidden: Tensor
@@ -28,19 +29,21 @@ class LinearTeacher:
 
 @dataclass(frozen=True)
 class LogitsTeacher:
-    """A teacher by its logits `[n, vocab]`; an entry that is -inf in every row is outside."""
+    """Logits `[n, vocab]` of a teacher; entries that are -inf in all rows are excluded."""
 
     logits: Tensor
 
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """A teacher by its k likeliest tokens; all others are one more outcome, on both sides.
+    """The k likeliest tokens of a teacher, and the total probability of all other tokens.
+
+    The loss compares k + 1 outcomes: the k tokens, and "any other token".
 
     Args:
-        indices: `[n, k]`, integer.
-        log_probs: `[n, k]`, of `softmax(logits / temperature)`.
-        log_tail: `[n]`, the log of the mass of all others; may be -inf.
+        indices: `[n, k]`, integer, ids of the tokens.
+        log_probs: `[n, k]`, logarithms of `softmax(logits / temperature)` at the tokens.
+        log_tail: `[n]`, logarithm of the total probability of all other tokens; may be -inf.
     """
 
     indices: Tensor
@@ -50,14 +53,13 @@ class TopKTeacher:
 
 @dataclass(frozen=True)
 class SampledTeacher:
-    """A teacher by importance-sampled tokens: an unbiased estimate of some divergences.
-
-    Of those that have `from_samples` in `ssl_kd.divergences`: `forward_kl`.
+    """Tokens sampled from a teacher, for an unbiased estimate of `forward_kl`.
 
     Args:
-        indices: `[n, k]`, integer; a token may occur more than once.
-        weights: `[n, k]`, of each draw, so that the expected weight of a token is its probability.
-        entropy: `[n]`, of `softmax(logits / temperature)`, in nats.
+        indices: `[n, k]`, integer, ids of the sampled tokens; a token may occur more than once.
+        weights: `[n, k]`, importance weights of the samples: the expected sum of the weights of a
+            token is its probability.
+        entropy: `[n]`, entropy of `softmax(logits / temperature)`, in nats.
     """
 
     indices: Tensor
@@ -69,32 +71,36 @@ TeacherOutput: TypeAlias = LinearTeacher | LogitsTeacher | TopKTeacher | Sampled
 
 
 def logits_of(teacher: LinearTeacher | LogitsTeacher, rows: slice = slice(None)) -> Tensor:
-    """Return the logits `[n, vocab]` of some rows."""
+    """Return the teacher's logits `[n, vocab]` at the selected rows."""
     if isinstance(teacher, LogitsTeacher):
         return teacher.logits[rows]
     return F.linear(teacher.hidden[rows], teacher.weight, teacher.bias)
 
 
 def select_rows(teacher: TeacherOutput, rows: slice | Tensor) -> TeacherOutput:
-    """Return the teacher's answer at some of the positions."""
+    """Return the teacher's output at the selected positions."""
     if isinstance(teacher, LinearTeacher):
         return replace(teacher, hidden=teacher.hidden[rows])
     return type(teacher)(*(x[rows] for x in vars(teacher).values()))
 
 
 def check_teacher(teacher: TeacherOutput, n: int, vocab: int, divergence: str) -> None:
-    """Raise ValueError or TypeError if a teacher does not fit `n` tokens of a student."""
+    """Raise ValueError or TypeError if a teacher's output does not fit a student's `n` tokens."""
     kind = type(teacher).__name__
     if not isinstance(teacher, (LinearTeacher, LogitsTeacher, TopKTeacher, SampledTeacher)):
-        raise TypeError(f"a teacher is a {kind}, expected LogitsTeacher(logits) or another of them")
+        raise TypeError(
+            f"a teacher is of type {kind}; expected a type such as LogitsTeacher(logits)"
+        )
     for name, value in vars(teacher).items():
         if name not in ("weight", "bias") and len(value) != n:
-            raise ValueError(f"{kind}.{name} has {len(value)} rows, the student {n}")
+            raise ValueError(
+                f"{kind}.{name} has {len(value)} rows; expected {n}, as the student has"
+            )
     estimated = [name for name, entry in DIVERGENCES.items() if entry.from_samples]
     if isinstance(teacher, SampledTeacher) and divergence not in estimated:
         raise ValueError(
-            f"sampled tokens estimate {', '.join(estimated)}, not {divergence}: store the top k "
-            "for that"
+            f"the divergence is {divergence!r}; sampled tokens can estimate "
+            f"{', '.join(estimated)} only: use that, or store the top k tokens instead"
         )
     if isinstance(teacher, (TopKTeacher, SampledTeacher)):
         indices = teacher.indices
@@ -102,6 +108,6 @@ def check_teacher(teacher: TeacherOutput, n: int, vocab: int, divergence: str) -
         on_cpu = n and indices.device.type == "cpu"
         if on_cpu and not 0 <= indices.min() <= indices.max() < vocab:
             raise ValueError(
-                f"{kind}.indices go from {indices.min()} to {indices.max()}, the student's "
-                f"vocabulary to {vocab - 1}: not the same tokenizer"
+                f"{kind}.indices go from {indices.min()} to {indices.max()}; expected 0 to "
+                f"{vocab - 1}, the student's vocabulary: use a teacher with the same tokenizer"
             )

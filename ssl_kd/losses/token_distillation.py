@@ -1,4 +1,4 @@
-"""Losses of language models: distillation of logits, or of hidden states with an output head."""
+"""Distillation losses of language models, from logits or from hidden states and output weights."""
 
 from __future__ import annotations
 
@@ -39,41 +39,41 @@ def token_kd(
 ) -> Tensor:
     r"""Return the mean of `T^2 D(p, q)` over real tokens, teacher p and student q at temperature T.
 
-    A vocabulary entry that is -inf at every real token on either side is outside the common
-    vocabulary: both sides are normalised without it; where none is left the loss is 0. Any other
-    logit beyond +-65504, infinite or not, is an overflow and counts as that, with the gradient of
-    that value. A NaN in a real token stays a NaN.
+    If the student's or the teacher's logits of a vocabulary entry are -inf at all real tokens, the
+    entry is excluded and both distributions are normalized over the other entries. If no entry
+    remains, the loss is 0. All other logits beyond +-65504, including infinite ones, are clamped to
+    it as overflows, with an unchanged gradient. A NaN at a real token makes the loss NaN.
 
-    The logits of a filtered teacher (top-k, top-p) are -inf at most entries of a token, at others
-    in each token. Each token then has its own support, whatever else is in the batch: no entry is
-    dropped, the teacher's probability of an entry that is -inf is 0 (its `exp(-65504 / T)` up to
-    T = 600), and the student is normalised over the whole vocabulary. `forward_kl`, `js`,
-    `skew_kl`, `skew_reverse_kl` and `tvd` are exact there. `reverse_kl` would be infinite: what the
-    student puts on an entry outside the support costs 65504 / T nats more than the teacher's other
-    entries do, and its gradient moves that mass away. A token counts as filtered where more than
-    half of its entries are -inf, or where most of a batch's -inf entries are so at some tokens
-    only.
+    A filtered teacher (top-k, top-p) has logits of -inf at most entries, and at different entries
+    for each token. These entries are not excluded: their teacher probability is 0 (more precisely
+    `exp(-65504 / T)`, which is 0 up to T = 600), and the student is normalized over the whole
+    vocabulary. The result does not depend on other tokens of the batch. All divergences are exact
+    except `reverse_kl`, which would be infinite: the student's probability of an entry with teacher
+    probability 0 costs about 65504 / T nats, so that its gradient reduces that probability. A token
+    counts as filtered if more than half of its teacher logits are -inf; all tokens do, if most of
+    the -inf entries of the batch are -inf at some tokens only.
 
     Args:
         student_logits: `[batch, token, vocab]`, any floating dtype.
-        teacher_logits: the same batch and tokens; no gradient flows into it. The shorter vocabulary
-            counts: the longer one is cut to it.
-        mask: `[batch, token]`, 1 or True for real tokens; the others may hold anything. None: all
-            are real.
-        temperature: in [1e-4, 1e4].
-        divergence: D, a name in `ssl_kd.divergences.DIVERGENCES`, where each has its formula.
+        teacher_logits: `[batch, token, vocab]`; no gradient flows into it. If the vocabularies
+            differ in size, the larger one is cut to the size of the smaller one.
+        mask: `[batch, token]`, 1 or True for real tokens; values at other tokens are ignored. None
+            if all tokens are real.
+        temperature: T, in [1e-4, 1e4].
+        divergence: name of D in `ssl_kd.divergences.DIVERGENCES`, or `js:BETA`.
         reduction: `mean` or `sum` over real tokens, or `none`, which keeps the gradient of all
-            logits until the backward pass.
-        num_items_in_batch: what the mean divides by, in place of the real tokens of this call: the
-            real tokens of all batches that are accumulated to one step, as a transformers Trainer
-            passes them to `compute_loss`. The gradients then add up to those of one large batch.
+            logits in memory until the backward pass.
+        num_items_in_batch: divisor of the mean, in place of the number of real tokens in this call.
+            For gradient accumulation, pass the number of real tokens in all batches of the step (a
+            transformers Trainer passes it to `compute_loss`); the accumulated gradient then equals
+            that of one large batch.
 
     Returns:
-        A scalar, float32 (float64 for float64 input); 0, still attached to the graph, where every
-        token is masked. With `none` `[batch, token]`, 0 where a token is masked.
+        A scalar, float32 (float64 for float64 input); if all tokens are masked, it is 0 and has a
+        gradient of 0. With `reduction="none"` `[batch, token]`, 0 at masked tokens.
 
     Raises:
-        ValueError: names the argument that is out of range, or the shapes that do not fit.
+        ValueError: an argument is out of range, or shapes do not fit; the message names them.
 
     References:
         Hinton et al., Distilling the Knowledge in a Neural Network, 2015 (T^2). Ko et al.,
@@ -91,13 +91,13 @@ def token_kd(
         raise ValueError(
             f"student_logits {tuple(student_logits.shape)}, teacher_logits "
             f"{tuple(teacher_logits.shape)} and mask {None if mask is None else tuple(mask.shape)} "
-            "do not fit: expected [batch, token, vocab] twice and [batch, token]"
+            "do not fit; expected [batch, token, vocab], [batch, token, vocab] and [batch, token]"
         )
     for name, logits in (("student_logits", student_logits), ("teacher_logits", teacher_logits)):
         if not logits.is_floating_point() or not logits.shape[-1]:
             raise ValueError(
-                f"{name} {tuple(logits.shape)} are {logits.dtype}: expected a floating dtype, and "
-                "a vocabulary of one entry or more"
+                f"{name} have shape {tuple(logits.shape)} and dtype {logits.dtype}; expected a "
+                "floating dtype and a vocabulary of one entry or more"
             )
     check_temperature("temperature", temperature)
     _check_reduction(reduction, num_items_in_batch)
@@ -123,11 +123,11 @@ def token_kd(
 
 def _check_reduction(reduction: str, items: float | Tensor | None) -> None:
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}, expected one of {', '.join(REDUCTIONS)}")
+        raise ValueError(f"reduction is {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
     if items is not None and reduction != "mean":
         raise ValueError(
-            f"num_items_in_batch is {items} and reduction {reduction!r}: only the mean divides by "
-            "num_items_in_batch"
+            f"num_items_in_batch is {items} and reduction {reduction!r}; expected reduction "
+            "'mean', because only the mean has a divisor"
         )
     if isinstance(items, Tensor):  # reading its value would wait for the device
         valid = items.ndim == 0
@@ -135,12 +135,12 @@ def _check_reduction(reduction: str, items: float | Tensor | None) -> None:
         valid = items is None or (isinstance(items, Real) and 0 < items < math.inf)
     if not valid:
         raise ValueError(
-            f"num_items_in_batch is {items!r}, expected the number of real tokens, finite and > 0"
+            f"num_items_in_batch is {items!r}; expected the number of real tokens, finite and > 0"
         )
 
 
 def _row_losses(student: Tensor, teacher: Tensor, temperature: float, divergence: str) -> Tensor:
-    """Compute `T^2 D` of each row `[n]`, over the entries that neither side leaves out."""
+    """Compute `T^2 D` of each row `[n]` over the common vocabulary."""
     kind = divergence_named(divergence)
     common = min(student.shape[-1], teacher.shape[-1])
     student, teacher = student[:, :common], teacher[:, :common]
@@ -152,20 +152,20 @@ def _row_losses(student: Tensor, teacher: Tensor, temperature: float, divergence
 
 
 def next_token_targets(input_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions that predict a token that counts, and that token: labels are shifted.
+    """Return the target tokens, and the positions that predict them (one position earlier).
 
     Args:
         input_ids: `[batch, token]`, integer.
-        counts: `[batch, token]` bool: whether the token itself counts as a target. The first of a
-            row never does: no token precedes it. If it is on the CPU, there is no wait for the
-            device of `input_ids`.
+        counts: `[batch, token]` bool, whether the token is a target. The first token of a row is
+            never a target, because no token precedes it. With `counts` on the CPU, this function
+            does not wait for the device of `input_ids`.
 
     Returns:
-        rows: `[n]` int64, into hidden states flattened to `[batch * token, dim]`.
-        targets: `[n]` int64, the next token of each of these positions.
+        rows: `[n]` int64, indices into hidden states flattened to `[batch * token, dim]`.
+        targets: `[n]` int64, the token after each of these positions.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: `input_ids` and `counts` differ in shape.
 
     >>> import torch
     >>> next_token_targets(torch.tensor([[5, 6, 7]]), torch.tensor([[True, False, True]]))
@@ -173,8 +173,8 @@ def next_token_targets(input_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tenso
     """
     if input_ids.ndim != 2 or counts.shape != input_ids.shape:
         raise ValueError(
-            f"input_ids {tuple(input_ids.shape)} and counts {tuple(counts.shape)} do not fit: "
-            "expected [batch, token] twice"
+            f"input_ids {tuple(input_ids.shape)} and counts {tuple(counts.shape)} do not fit; "
+            "expected equal shapes [batch, token]"
         )
     batch, position = counts[:, 1:].bool().nonzero(as_tuple=True)
     rows = to_device_async(batch * input_ids.shape[1] + position, input_ids.device)
@@ -195,39 +195,45 @@ def linear_distillation(
     chunk_tokens: int | None = None,
     teacher_weights: Sequence[float] | None = None,
 ) -> Tensor:
-    """Compute cross-entropy and distillation of logits `hidden @ weight.T + bias`, in chunks.
+    """Compute cross-entropy and distillation of a linear head, without logits of the whole batch.
 
-    The sums over n tokens of `-log softmax(z)[target]` and of `T^2 D(p, q)`, the latter averaged
-    over the teachers. Both equal the unchunked ones within float32 rounding. Gradients are computed
-    in the same pass, for the given `weights`; a backward pass in another proportion (a guard cut
-    one term out) makes a second pass, in which a term of weight 0 is not computed.
+    With logits `z = hidden @ weight.T + bias`, the result is the sum over n tokens of
+    `-log softmax(z)[target]`, and the sum of `T^2 D(p, q)`, averaged over the teachers. Logits are
+    computed in chunks of tokens; the result is the same up to float32 rounding.
+
+    The forward pass also computes the gradient of the two sums, weighted by `weights`. If the
+    backward pass needs other weights (for example because the guard excluded one sum), it computes
+    the gradient again.
 
     Args:
-        student_hidden: `[n, dim]`; the product is in its dtype (or autocast's), all else float32.
-        student_weight: `[vocab, dim]`, of the same dtype.
-        student_bias: `[vocab]` or None. An entry of -inf is outside the vocabulary for the
-            distillation, as a teacher's is. Logits beyond +-65504 count as that.
-        targets: `[n]` int64, or None: no cross-entropy (see `next_token_targets`).
-        teachers: any number; where their vocabularies are shorter or longer than the student's,
-            the common first part counts. No gradient flows into them. The logits of one in half
-            precision are in its own dtype, also under autocast.
-        temperature: of both softmaxes in the distillation, in [1e-4, 1e4].
-        divergence: as in `token_kd`; of a `SampledTeacher` one that has `from_samples`.
-        weights: of cross-entropy and distillation in the loss that will be differentiated, up to
-            a common factor. They do not scale the returned sums.
-        legacy_clamp: the clamps of older scripts on logits and on each token's terms; for
-            comparison only, with the logits of all tokens in memory.
-        chunk_tokens: tokens whose logits exist at once; None: `chunk_rows` of the vocabulary.
-        teacher_weights: of each teacher's divergence in their mean, at least 0; they are scaled to
-            sum to 1. A teacher of weight 0 is not used. None: all alike. The mean of divergences is
-            not the divergence to the mixture of the teachers.
+        student_hidden: `[n, dim]`, in the dtype of the matrix product; under autocast the product
+            has autocast's dtype. All other arithmetic is float32.
+        student_weight: `[vocab, dim]`, in the dtype of `student_hidden`.
+        student_bias: `[vocab]` or None. An entry of -inf is excluded from the distillation. Logits
+            beyond +-65504 are clamped to it.
+        targets: `[n]` int64, from `next_token_targets`; None for no cross-entropy.
+        teachers: outputs of any number of teachers. If vocabularies differ in size, only their
+            common first entries are compared. No gradient flows into the teachers. A teacher in
+            half precision keeps its dtype under autocast.
+        temperature: T, temperature of student and teacher in the distillation, in [1e-4, 1e4].
+        divergence: name of D in `ssl_kd.divergences.DIVERGENCES`, or `js:BETA`; with a
+            `SampledTeacher`, `forward_kl` only.
+        weights: weights of cross-entropy and distillation in the loss that will be differentiated,
+            up to a common factor. They do not scale the returned sums.
+        legacy_clamp: clamps of older scripts on logits and on each token's terms, for comparison
+            only; the logits of all tokens are then in memory.
+        chunk_tokens: number of tokens in a chunk; None chooses it from the vocabulary size.
+        teacher_weights: weight of each teacher in the mean, at least 0, scaled to sum to 1. A
+            teacher of weight 0 is not used. None for equal weights. The mean of the divergences
+            differs from the divergence to the mean of the teachers' distributions.
 
     Returns:
-        `[2]`, float32 (float64 for float64): the sum of cross-entropies, and of T^2 D.
+        `[2]`, float32 (float64 for float64 input): the sum of cross-entropies and the sum of T^2 D.
 
     Raises:
-        ValueError: names the argument that does not fit. Targets and teacher indices outside the
-            vocabulary that are on a GPU are found by CUDA's own assertion instead.
+        ValueError: an argument is out of range or has the wrong shape; the message names it.
+            Targets and teacher indices on a GPU are not checked here: CUDA's own assertion fails
+            if one is outside the vocabulary.
 
     >>> hidden, weight = torch.zeros(3, 4), torch.zeros(8, 4)
     >>> teacher = LinearTeacher(hidden, weight)
@@ -237,13 +243,13 @@ def linear_distillation(
     if student_hidden.ndim != 2 or student_weight.shape[1:] != student_hidden.shape[1:]:
         raise ValueError(
             f"student_hidden {tuple(student_hidden.shape)} and student_weight "
-            f"{tuple(student_weight.shape)} do not fit: expected [n, dim] and [vocab, dim]"
+            f"{tuple(student_weight.shape)} do not fit; expected [n, dim] and [vocab, dim]"
         )
     dtypes = student_hidden.dtype, student_weight.dtype
     if dtypes[0] != dtypes[1] and not torch.is_autocast_enabled(student_hidden.device.type):
         raise ValueError(
-            f"student_hidden is {dtypes[0]} and student_weight {dtypes[1]}: cast one of them, or "
-            "compute under autocast"
+            f"student_hidden has dtype {dtypes[0]} and student_weight {dtypes[1]}; expected equal "
+            "dtypes: cast one of them, or call this function under autocast"
         )
     terms = distillation_terms(
         student_hidden,
@@ -267,10 +273,10 @@ def logits_distillation(
     teachers: Sequence[TeacherOutput] = (),
     **options: Any,
 ) -> Tensor:
-    """Compute `linear_distillation` for a head that is not linear, from its logits `[n, vocab]`.
+    """Compute cross-entropy and distillation from a student's logits `[n, vocab]`.
 
-    An entry that is -inf in every row is outside the vocabulary. Options and result are those of
-    `linear_distillation`.
+    Use this instead of `linear_distillation`, which saves memory, if the output head is not linear.
+    `options` and the result are the same. An entry that is -inf in every row is excluded.
     """
     return torch.stack(distillation_terms(student_logits, None, None, targets, teachers, **options))
 
@@ -290,19 +296,20 @@ def distillation_terms(
     teacher_weights: Sequence[float] | None = None,
     corrections: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return both sums of `linear_distillation`, or of `logits_distillation` if `weight` is None.
+    """Return the sums of `linear_distillation`, or of `logits_distillation` if `weight` is None.
 
-    With a list of `corrections` and linear heads without bias, nothing waits for a GPU: neither
-    this call, nor a backward pass after the sums were read. The gradients of the two sums must then
-    be in the proportion of `weights`, or None for a term that was cut out; otherwise they are NaN.
-    A number may be appended to the list; the backward pass fills it with what must be added to the
-    second sum to make it exact near 0.
+    Given a list of `corrections`, this call does not wait for a GPU if all heads are linear and
+    have no bias; the backward pass does not wait either if the sums were read before. In this mode
+    the incoming gradients of the two sums must be proportional to `weights`, or None for an
+    excluded sum; otherwise the resulting gradients are NaN. This call may append a tensor to
+    `corrections`; the backward pass writes into it the number to add to the second sum, which makes
+    that sum exact near 0.
     """
     n, vocab = len(x), x.shape[-1] if weight is None else len(weight)
     kind = divergence_named(divergence)
     check_temperature("temperature", temperature)
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens!r}, expected 1 or more, or None")
+        raise ValueError(f"chunk_tokens is {chunk_tokens!r}; expected 1 or more, or None")
     for teacher in teachers:
         check_teacher(teacher, n, vocab, divergence)
     teachers, shares = _weighted(teachers, teacher_weights)
@@ -332,35 +339,39 @@ def distillation_terms(
 
 
 def _reads_are_free(device: torch.device) -> bool:
-    """Return whether reading a number of a tensor waits for nothing."""
+    """Return whether reading a tensor's value on this device does not wait for computations."""
     return device.type == "cpu"
 
 
 def _check_targets(targets: Tensor, n: int, vocab: int) -> None:
     if targets.shape != (n,):
-        raise ValueError(f"targets {tuple(targets.shape)} do not fit {n} tokens, expected ({n},)")
+        raise ValueError(
+            f"targets have shape {tuple(targets.shape)}; expected ({n},), one per token"
+        )
     if targets.is_floating_point() or targets.dtype == torch.bool:
-        raise TypeError(f"targets are {targets.dtype}, expected the ids of tokens, int64")
+        raise TypeError(f"targets have dtype {targets.dtype}; expected token ids, int64")
     # On a GPU this would wait for the device, whose own assertion finds wrong targets.
     if n and targets.device.type == "cpu" and not 0 <= targets.min() <= targets.max() < vocab:
         raise ValueError(
-            f"targets go from {targets.min()} to {targets.max()}, expected 0 to {vocab - 1}: "
-            "leave out the positions that do not count (next_token_targets)"
+            f"targets go from {targets.min()} to {targets.max()}; expected 0 to {vocab - 1}: leave "
+            "out ignored positions (next_token_targets does)"
         )
 
 
 def _weighted(
     teachers: Sequence[TeacherOutput], weights: Sequence[float] | None
 ) -> tuple[Sequence[TeacherOutput], Sequence[float]]:
-    """Return the teachers of weight above 0, and the share of each in their mean."""
+    """Return the teachers with a weight above 0, and their weights scaled to sum to 1."""
     if weights is None:
         return teachers, [1 / len(teachers)] * len(teachers) if teachers else []
     if len(weights) != len(teachers):
-        raise ValueError(f"teacher_weights has {len(weights)} numbers for {len(teachers)} teachers")
+        raise ValueError(
+            f"teacher_weights has {len(weights)} numbers; expected {len(teachers)}, one per teacher"
+        )
     if any(not 0 <= weight < math.inf for weight in weights) or (teachers and not any(weights)):
         raise ValueError(
-            f"teacher_weights are {list(weights)}, expected finite numbers of at least 0, and one "
-            "above 0"
+            f"teacher_weights are {list(weights)}; expected finite numbers of at least 0, one of "
+            "them above 0"
         )
     used = [(t, w) for t, w in zip(teachers, weights, strict=True) if w > 0]
     total = sum(weight for _, weight in used)
@@ -370,7 +381,7 @@ def _weighted(
 def _common_vocabulary(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, teachers: Sequence[TeacherOutput]
 ) -> tuple[int, Outside | None]:
-    """Return the size of the common vocabulary, and the entries in it that any model excludes."""
+    """Return the size of the common vocabulary, and the entries that some model excludes."""
     linear = [t for t in teachers if isinstance(t, LinearTeacher)]
     logits = [t.logits for t in teachers if isinstance(t, LogitsTeacher)]
     vocab = x.shape[-1] if weight is None else len(weight)

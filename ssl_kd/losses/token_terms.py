@@ -1,13 +1,13 @@
-"""Cross-entropy and distillation of tokens, one chunk of logits at a time, with their gradients.
+"""Cross-entropy and distillation of tokens with closed-form gradients, one chunk at a time.
 
-The logits `[n, vocab]` of a batch are the largest tensor of a language-model step, so they are
-never formed. `compute_terms` takes the tokens in chunks. For each chunk it multiplies hidden states
-by the output weights (of the student and of each `LinearTeacher`), computes both terms and
-d loss / d logits in closed form (`_chunk_terms`), and adds that gradient's products to the
-gradients of hidden states, weight and bias.
+The logits `[n, vocab]` would be the largest tensor of a language model's training step, so they are
+never in memory as a whole. `compute_terms` loops over chunks of tokens. For each chunk it computes
+the logits of the student and of each `LinearTeacher` from hidden states and output weights, then
+both loss terms and their gradient with respect to the student's logits (`_chunk_terms`). From this
+gradient it accumulates the gradients of hidden states, weight and bias.
 
-The backward pass (`_Distillation`) then only scales those gradients. It computes them again only if
-the loss is not the weighted sum that the forward pass expected, as when a guard cuts one term out.
+The backward pass (`_Distillation`) only scales these gradients. It computes them again if the loss
+has other weights than the forward pass expected, for example because the guard excluded one term.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ VOCABULARY_BLOCK = 8192  # rows of the output weights that a half-precision grad
 
 
 def chunk_rows(vocabulary: int, device: torch.device | str) -> int:
-    """Return the number of tokens whose logits exist at once."""
+    """Return the number of tokens in a chunk, for a vocabulary size and a device."""
     rows = max(1, CHUNK_BYTES // (4 * vocabulary))
     return max(rows, CHUNK_ROWS) if torch.device(device).type == "cuda" else min(rows, CPU_ROWS)
 
 
 @dataclass(frozen=True)
 class TokenObjective:
-    """What to compute for n tokens, and how."""
+    """Targets, teachers and options of the loss of n tokens."""
 
     targets: Tensor | None
     teachers: Sequence[TeacherOutput]
@@ -65,20 +65,20 @@ class TokenObjective:
 
 
 def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of d loss / d logits: float16 would lose what is below 6e-8."""
+    """Return the dtype of d loss / d logits; float16 would round values below 6e-8 to 0."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 class ChunkedLogits:
-    """Logits `hidden @ weight.T + bias` a chunk at a time, and the gradients of these three.
+    """Compute logits `hidden @ weight.T + bias` in chunks of rows, and accumulate gradients.
 
     Args:
         hidden: `[n, dim]`.
         weight: `[vocab, dim]`.
         bias: `[vocab]` or None.
-        chunk: rows of logits that exist at once.
-        autocast: dtype of the products; None: that of the weight.
-        needs: which of hidden, weight and bias need a gradient.
+        chunk: largest number of rows in a chunk.
+        autocast: dtype of the matrix products; None for the dtype of `weight`.
+        needs: whether hidden, weight and bias need a gradient.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class ChunkedLogits:
         ]
 
     def logits(self, start: int, stop: int) -> Tensor:
-        """Return logits `[stop - start, vocab]` in a buffer that the next call overwrites."""
+        """Return the logits `[stop - start, vocab]` of a chunk; the next call overwrites them."""
         out = self._logits[: stop - start]
         if self.bias is None:
             return torch.mm(self.hidden[start:stop], self.weight.T, out=out)
         return torch.addmm(self.bias, self.hidden[start:stop], self.weight.T, out=out)
 
     def gradient(self, start: int, stop: int) -> Tensor:
-        """Return the buffer for the gradient of these logits; it may be the logits' own."""
+        """Return the buffer for the gradient of a chunk's logits; it may hold the logits."""
         return self._gradient[: stop - start]
 
     def accumulate(self, start: int, stop: int) -> None:
-        """Add the products of the gradient buffer to the gradients of hidden, weight and bias."""
+        """Add a chunk's part to the gradients of hidden, weight and bias."""
         rows, hidden = self._gradient[: stop - start], self.hidden[start:stop]
         d_hidden, d_weight, d_bias = self.gradients
         if d_bias is not None:
@@ -142,7 +142,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class WholeLogits:
-    """Logits `[n, vocab]` of a head that is not linear, with the interface of `ChunkedLogits`."""
+    """Precomputed logits `[n, vocab]` with the interface of `ChunkedLogits`."""
 
     def __init__(self, logits: Tensor, needed: bool) -> None:
         self._logits = logits
@@ -152,15 +152,15 @@ class WholeLogits:
         self.gradients: list[Tensor | None] = [gradient if needed else None, None, None]
 
     def logits(self, start: int, stop: int) -> Tensor:
-        """Return logits `[stop - start, vocab]`."""
+        """Return the logits `[stop - start, vocab]` of a chunk."""
         return self._logits[start:stop]
 
     def gradient(self, start: int, stop: int) -> Tensor:
-        """Return the part of `gradients` that belongs to these logits."""
+        """Return the part of `gradients` for a chunk's logits."""
         return self.gradients[0][start:stop]  # pyright: ignore[reportOptionalSubscript]
 
     def accumulate(self, start: int, stop: int) -> None:
-        """Do nothing: the gradient of the logits is the result."""
+        """Do nothing, because the gradient of the logits is the result."""
 
 
 def compute_terms(
@@ -169,9 +169,9 @@ def compute_terms(
     """Return cross-entropy and `T^2 D` of each token `[2, n]`, and add to `student.gradients`.
 
     Args:
-        student: its logits and gradients.
-        objective: what to compute.
-        weights: of the two terms in the gradient; a term of weight 0 adds nothing to it.
+        student: source of the student's logits, and destination of the gradients.
+        objective: targets, teachers and options.
+        weights: weights of the two terms in the gradient.
     """
     n, vocab = student.shape
     chunk, targets = objective.chunk, objective.targets
@@ -234,10 +234,10 @@ def _chunk_terms(
     """Return cross-entropy and `T^2 D` of each row, and write their weighted gradient.
 
     Args:
-        logits: `[r, vocab]`, in the dtype of the arithmetic; overwritten.
+        logits: `[r, vocab]`, float32 or float64; overwritten.
         objective: targets and teachers of these rows.
-        weights: of the two gradients; that of a term with weight 0 is not computed.
-        gradient: `[r, vocab]`, overwritten by the gradient; None for values alone.
+        weights: weights of the two terms in the gradient; a term of weight 0 is left out.
+        gradient: `[r, vocab]`, overwritten by the gradient; None to compute no gradient.
     """
     saturate_(logits)
     ce = kd = logits.new_zeros(len(logits))
@@ -267,7 +267,7 @@ def _chunk_terms(
 def _divergence(
     teacher: TeacherOutput, log_q: Tensor, q: Tensor, objective: TokenObjective, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return D of each row `[r]`, and its gradient with respect to the student's logits / T."""
+    """Return D of each row `[r]`, and its gradient with respect to the logits divided by T."""
     divergence = objective.divergence
     if isinstance(teacher, TopKTeacher):
         return _top_k_divergence(teacher, log_q, divergence, gradient, objective.exact)
@@ -284,7 +284,7 @@ def _divergence(
 def _top_k_divergence(
     teacher: TopKTeacher, log_q: Tensor, divergence: Divergence, gradient: bool, exact: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute D over k + 1 outcomes; the tail's gradient is divided in proportion to q."""
+    """Compute D over k + 1 outcomes: the teacher's k tokens, and any other token."""
     indices = teacher.indices.long()
     # By logarithms: a tail that q has emptied beyond its least number is to be filled again.
     tail = log_q.scatter(-1, indices, 2 * NOWHERE)
@@ -326,12 +326,12 @@ def summed_terms(
     """Return the sums of cross-entropies and of `T^2 D`, for autograd.
 
     Args:
-        x: hidden states `[n, dim]`; without a weight, logits `[n, vocab]`.
-        weight: `[vocab, dim]` of the student's head, or None.
+        x: hidden states `[n, dim]`; logits `[n, vocab]` if `weight` is None.
+        weight: `[vocab, dim]`, the student's output weights, or None.
         bias: `[vocab]` or None.
-        objective: what to compute.
-        weights: of the two terms in the loss, up to a factor.
-        corrections: see `distillation_terms`.
+        objective: targets, teachers and options.
+        weights: weights of the two sums in the loss, up to a common factor.
+        corrections: as in `distillation_terms`.
     """
     needs = tuple(
         torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)
@@ -340,7 +340,7 @@ def summed_terms(
 
 
 class _Distillation(torch.autograd.Function):
-    """`summed_terms`; the gradients are computed in the forward pass."""
+    """Compute `summed_terms`, with the gradients in the forward pass."""
 
     @staticmethod
     def forward(
@@ -418,7 +418,7 @@ def _exact_divergences(
     bias: Tensor | None,
     objective: TokenObjective,
 ) -> Tensor:
-    """Compute the `T^2 D` of some rows `[k]` again, in the form that is exact near 0."""
+    """Compute `T^2 D` of the selected rows `[k]` again, exactly near 0."""
     if not len(rows):
         return x.new_zeros(0, dtype=compute_dtype(x))
     objective = replace(
@@ -434,7 +434,7 @@ def _exact_divergences(
 
 
 def _read_later(number: Tensor) -> Callable[[], int]:
-    """Start to copy a number to the CPU; the returned function waits for that copy alone."""
+    """Start copying a number to the CPU; return a function that waits for it and returns it."""
     if number.device.type != "cuda":
         return lambda: int(number)
     copied = number.to("cpu", non_blocking=True)
@@ -450,10 +450,10 @@ def _read_later(number: Tensor) -> Callable[[], int]:
 def _scale(
     incoming: Sequence[Tensor | None], weights: tuple[float, ...]
 ) -> tuple[tuple[float, ...], float]:
-    """Return weights and a factor whose product is `incoming`; waits for the device.
+    """Write the incoming gradients as weights times a factor; this waits for the device.
 
-    The weights are `weights` with 0 for each term that was cut out, where that fits: one term left
-    then has, to the bit, the gradient that it has alone.
+    If possible, the weights are `weights`, with 0 for excluded terms. A single remaining term then
+    has, to the bit, the same gradient as without the other term.
     """
     given = [g for g in incoming if g is not None]
     values = iter(torch.stack(given).tolist() if given else ())
@@ -472,7 +472,10 @@ def _scale(
 def _scale_without_wait(
     incoming: Sequence[Tensor | None], weights: tuple[float, ...]
 ) -> tuple[tuple[float, ...], Tensor | float]:
-    """Do as `_scale`, with a term cut out only where it is None, and a factor of NaN for no fit."""
+    """Write the incoming gradients as `weights` times a factor, without waiting for the device.
+
+    A term is excluded if its gradient is None. The factor is NaN if the gradients do not fit.
+    """
     left = tuple(0.0 if g is None else w for w, g in zip(weights, incoming, strict=True))
     largest = max(range(len(left)), key=lambda i: abs(left[i]))
     if (most := incoming[largest]) is None or left[largest] == 0:

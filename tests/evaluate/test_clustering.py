@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import (
     adjusted_mutual_info_score,
@@ -42,6 +42,7 @@ def test_accuracy_is_the_best_over_all_pairings(rows):
     assert accuracy(labels, clusters) == pytest.approx(brute_force(labels, clusters))
 
 
+@settings(max_examples=30)
 @given(pairs, st.permutations(range(5)))
 def test_scores_do_not_depend_on_cluster_names(rows, renamed):
     labels, clusters = map(np.array, zip(*rows, strict=True))
@@ -50,6 +51,7 @@ def test_scores_do_not_depend_on_cluster_names(rows, renamed):
     )
 
 
+@settings(max_examples=30)
 @given(pairs)
 def test_unknown_labels_are_left_out(rows):
     labels, clusters = map(np.array, zip(*rows, strict=True))
@@ -101,10 +103,10 @@ def test_more_clusters_than_classes_leave_some_without_a_class():
     ("labels", "clusters", "error", "message"),
     [
         ([0, 1], [0], ValueError, "one length"),
-        ([0, 1], [0, -2], ValueError, "clusters at -1"),
-        ([0, -2], [0, 0], ValueError, "start at -1"),
-        (["cat", "dog"], [0, 1], TypeError, "labels must be integers"),
-        ([0, 1], [0.0, 1.0], TypeError, "clusters must be integers"),
+        ([0, 1], [0, -2], ValueError, "smallest cluster -2"),
+        ([0, -2], [0, 0], ValueError, "smallest label is -2"),
+        (["cat", "dog"], [0, 1], TypeError, "labels have dtype"),
+        ([0, 1], [0.0, 1.0], TypeError, "clusters have dtype"),
     ],
 )
 def test_bad_input_is_named(labels, clusters, error, message):

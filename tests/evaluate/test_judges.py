@@ -64,7 +64,7 @@ def test_knn_ignores_unknown_labels_and_small_sets():
     with_zero[0] = 0
     value = knn_accuracy(with_zero, Y)
     assert value is not None and value > 0.97
-    with pytest.raises(ValueError, match="k must be at least 1"):
+    with pytest.raises(ValueError, match="k is .*; expected k of at least 1"):
         knn_accuracy(X, Y, k=0)
 
 
@@ -80,31 +80,27 @@ def test_probe_reads_the_digits_in_few_steps():
     result = linear_probe(X, Y, TEST_X, TEST_Y)
     assert result["accuracy"] > 0.88 and result["converged"] and result["rows"] == 1437
     assert 1e-4 <= result["C"] <= 10 and result["note"] is None
-    assert result == linear_probe(X, Y, TEST_X, TEST_Y)
-
-
-def test_probe_never_sees_the_held_out_labels():
-    shuffled = np.random.default_rng(0).permutation(TEST_Y)
-    result = linear_probe(X, Y, TEST_X, shuffled)
-    assert result["C"] == linear_probe(X, Y, TEST_X, TEST_Y)["C"]
-    assert result["accuracy"] < 0.25
+    # The same again, and the held-out labels are not used for training.
+    shuffled = linear_probe(X, Y, TEST_X, np.random.default_rng(0).permutation(TEST_Y))
+    assert shuffled["accuracy"] < 0.25
+    assert shuffled | {"accuracy": result["accuracy"]} == result
 
 
 def test_probe_notes_what_was_different(monkeypatch):
     result = linear_probe(X, Y)
-    assert "a quarter of the training data" in result["note"] and result["accuracy"] > 0.93
+    assert "a held-out quarter of the training data" in result["note"] and result["accuracy"] > 0.93
     result = linear_probe(X, Y, TEST_X, TEST_Y, max_iter=2)
     assert not result["converged"] and "2 steps" in result["note"]
     monkeypatch.setattr("ssl_kd.evaluate.probe.BUDGET", 0)
     x, y = np.concatenate([X, TEST_X, X]), np.concatenate([Y, TEST_Y, Y])
-    result = linear_probe(x, y, TEST_X, TEST_Y)
+    result = linear_probe(x, y, TEST_X, TEST_Y, max_iter=2)
     assert result["rows"] == 2000 and "random 2000 of 3234" in result["note"]
 
 
 @pytest.mark.parametrize("y", [np.zeros(50, int), np.full(50, -1), np.r_[0, 1, np.full(48, -1)]])
 def test_probe_with_too_few_labels_gives_a_reason(y):
     result = linear_probe(X[:50], y)
-    assert result["accuracy"] is None and "too few" in result["note"]
+    assert result["accuracy"] is None and "expected at least 2" in result["note"]
 
 
 def test_probe_takes_classes_with_a_single_sample_and_constant_features():
@@ -129,7 +125,7 @@ def test_lines_to_beat_on_digits():
 def test_spectral_of_large_sets_clusters_a_sample_and_lets_it_vote():
     result = spectral(X, 10, max_rows=1000)
     assert result.clusters is not None and len(result.clusters) == len(X)
-    assert result.note is not None and "1000 samples" in result.note
+    assert result.note is not None and "1000 random samples" in result.note
     assert accuracy(Y, result.clusters) > 0.75
 
 
@@ -147,7 +143,7 @@ def test_spectral_with_separate_parts_runs_and_says_so():
 def test_kmeans_of_large_sets_uses_mini_batches():
     result = kmeans(X, 10, max_rows=1000)
     assert result.clusters is not None
-    assert result.note is not None and "mini-batches" in result.note
+    assert result.note is not None and "mini-batch k-means" in result.note
     assert accuracy(Y, result.clusters) > 0.6
 
 
@@ -155,13 +151,14 @@ def test_map_keeps_digits_together_and_is_quick(monkeypatch):
     """By counts and not by the clock: 500 rounds, each of n log n and not n * n."""
     made = []
     monkeypatch.setattr(layout, "TSNE", lambda **asked: made.append(TSNE(**asked)) or made[0])
-    rows, places = embedding_map(X, 0)
+    x, y = X[:500], Y[:500]
+    rows, places = embedding_map(x, 0)
     assert made[0].n_iter_ < 500 and made[0].method == "barnes_hut"
-    assert np.array_equal(rows, np.arange(1437))
-    assert places.shape == (1437, 2) and places.dtype == np.float32
+    assert np.array_equal(rows, np.arange(500))
+    assert places.shape == (500, 2) and places.dtype == np.float32
     assert np.abs(places).max() == pytest.approx(1)
     distance = np.square(places[:, None] - places[None]).sum(-1) + 9 * np.eye(len(places))
-    assert (Y[distance.argmin(1)] == Y).mean() > 0.9
+    assert (y[distance.argmin(1)] == y).mean() > 0.9
 
 
 def test_map_of_a_sample_names_its_rows():

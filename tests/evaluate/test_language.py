@@ -144,7 +144,7 @@ def test_a_sick_batch_is_named_and_the_others_count(caplog):
     scores = judge_tokens(model, text, batch_size=1)
     assert len(scores.left_out) == 1
     assert scores.left_out[0].startswith(f"blocks {sick}: not finite: nll in ")
-    assert f"left out: blocks {sick}" in caplog.text
+    assert f"excluded from evaluation means: blocks {sick}" in caplog.text
     assert scores.tokens == len(nll) and scores.nll == pytest.approx(nll.mean().item(), rel=1e-5)
 
 
@@ -279,8 +279,10 @@ def test_generations_that_fail_are_named_and_counted(trained, caplog):
     nan_fault, crash, long = scores.faults
     assert nan_fault == "bad:nan: logits not finite at new token 1"
     assert crash.startswith("bad:crash: IndexError: ")
-    assert long.startswith("bad:long: the prompt has 131 tokens and the model 128 positions")
-    assert "3 of 5 questions got no answer, the first: bad:nan: logits not finite" in caplog.text
+    assert long.startswith(
+        "bad:long: the prompt has 131 tokens; expected less than the model's 128"
+    )
+    assert "failed for 3 of 5 questions, first for bad:nan: logits not finite" in caplog.text
     assert [g.text == "" for g in generations] == [False, True, True, True, False]
     assert generate(model, TOKENIZER, ["@", "2 + 2 ="], 20) == ["", " <answer>4</answer>"]
     assert "prompt '@': logits not finite" in caplog.text

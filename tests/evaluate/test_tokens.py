@@ -113,7 +113,7 @@ def test_a_batch_that_is_not_finite_is_named_and_left_out(bad, side, caplog):
     assert scores.left_out[0].startswith("blocks 8 to 15: not finite: ")
     assert "kl in 1" in scores.left_out[0] and scores.left_out[0].endswith(" of 40 tokens")
     assert ("nll in 1" in scores.left_out[0]) is (side == "student")
-    assert "left out: blocks 8 to 15" in caplog.text
+    assert "excluded from evaluation means: blocks 8 to 15" in caplog.text
     row, expected = scores.table_row("student"), healthy.table_row("student")
     assert row.pop("left_out") == 1 and expected.pop("left_out") == 0
     assert row == expected and row["bits_per_character"]  # its characters do not count either

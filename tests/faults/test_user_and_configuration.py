@@ -225,7 +225,10 @@ OWN = {
 @pytest.mark.parametrize(
     ("head", "words"),
     [
-        ("torch.nn.ReLU", "cannot be built as ReLU(64, 10), that is (in_dim, n_clusters)"),
+        (
+            "torch.nn.ReLU",
+            "cannot be built by ReLU(64, 10); expected a constructor (in_dim, n_clusters)",
+        ),
         ("torch.nn.LayerNorm", "into [2, 64], expected logits [batch, n_clusters], here [2, 10]"),
         ("ends at import", "cannot be imported: it ends the process by sys.exit(3) ("),
         ("fails at import", "cannot be imported: ZeroDivisionError: division by zero ("),

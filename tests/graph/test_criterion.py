@@ -77,6 +77,13 @@ def test_refine_never_loses_and_ends_where_it_stays(graph):
         assert partition_value(joint(graph, refine(graph, found, 5), 5)) == value
 
 
+def test_refine_recovers_separate_clusters_from_wrong_labels():
+    blocks = Graph(sp.csr_matrix(np.kron(np.eye(3), np.ones((20, 20))) + 0.01))
+    y = np.arange(60) // 20
+    start = np.where(np.arange(60) % 3 == 0, (y + 1) % 3, y)
+    assert (refine(blocks, start, 3) == y).all()
+
+
 def test_groups_keep_the_value(graph):
     groups = np.random.default_rng(4).integers(12, size=graph.n)
     groups = np.unique(groups, return_inverse=True)[1]

@@ -311,9 +311,9 @@ FEWER = T_POSITIONS._replace(first=T_POSITIONS.first[:4])
         ),
         (
             lambda: chunk_matching(*case()[:-1], VocabularyMap(T_MAP.classes, 9)),
-            "3 classes of the student and 9",
+            "student_vocabulary has 3 classes and teacher_vocabulary 9",
         ),
-        (lambda: hidden_matching(Z, T[:7]), "hidden size 6 of the projected student and 8"),
+        (lambda: hidden_matching(Z, T[:7]), "hidden size 6 and teacher_hidden 8"),
         (lambda: hidden_matching(Z, T), "7 aligned positions of the student and 8"),
     ],
 )

@@ -208,7 +208,7 @@ BAD_TEMPERATURES = (0.0, -1.0, 1e-9, 1e9, math.nan, math.inf, None, "2", 1j)
 )
 def test_bad_arguments_are_named(argument, value):
     student, teacher, marginal = _case()
-    with pytest.raises(ValueError, match=f"{argument} is .*, expected a"):
+    with pytest.raises(ValueError, match=f"{argument} is .*; expected a"):
         losses.beta_mi(student, teacher, marginal, **{argument: value})
     if argument != "teacher_temperature":
         log_q = losses.log_probabilities(teacher, 0.1)
