@@ -6,8 +6,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
-# Threads that wait for the next product sleep instead of spinning: as fast on an idle machine, and
-# several times faster on a shared one. Read once, when torch is imported; a value of yours stays.
+# Idle OpenMP threads sleep instead of spinning: as fast on an idle machine, and several times
+# faster on a shared one. torch reads this when it is imported; a value that is set is kept.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    # Late, so that `ssl_kd --help` need not wait seconds for torch and scikit-learn.
+    # Imported on first use: torch and scikit-learn take seconds, and `ssl_kd --help` needs neither.
     homes = {
         "Distillation": "ssl_kd.distillation",
         "MultiHeadClusterer": "ssl_kd.vision.estimator",

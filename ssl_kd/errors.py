@@ -1,4 +1,4 @@
-"""Failures that a user can act on: a message with the way out, and the exit code of a command.
+"""Define errors that a user can act on, and the exit codes of the commands.
 
 Every command ends with one of these codes:
 
@@ -25,23 +25,23 @@ OK, FAILED, BAD_INPUT, GUARD_STOPPED = 0, 1, 2, 3
 
 
 class UserError(Exception):
-    """A failure that a user can act on: its message says what happened and what to do.
+    """A failure that a user can act on; the message says what happened and what to do.
 
     Attributes:
-        exit_code: of the command that it ends.
+        exit_code: The exit code of a command that this error ends.
     """
 
     exit_code: int = FAILED
 
 
 class InputError(UserError, ValueError):
-    """Invalid input: a name, a path, a file's content, or options that conflict."""
+    """An input is invalid: a name, a path, the content of a file, or a combination of options."""
 
     exit_code = BAD_INPUT
 
 
 class DatasetUnavailable(InputError, RuntimeError):
-    """The data do not exist; the message says where they are expected and what to do."""
+    """A data set does not exist; the message says where it is expected and what to do."""
 
 
 class RunFolderError(InputError, RuntimeError):
@@ -53,18 +53,18 @@ class MissingPackage(UserError, ImportError):
 
 
 def code_of(error: OSError) -> int:
-    """Return the exit code of an operating system error: BAD_INPUT if it is about a path."""
+    """Return the exit code for an OSError: BAD_INPUT if a path is wrong, else FAILED."""
     kinds = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
     about_path = isinstance(error, (*kinds, PermissionError)) or error.errno in _NO_PATH
     return BAD_INPUT if about_path else FAILED
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped the run.
+    """A signal stopped a run.
 
     Attributes:
         signal: SIGINT or SIGTERM.
-        run_dir: the folder with its checkpoint; None before the training began.
+        run_dir: The run folder with a checkpoint; None if training had not begun.
     """
 
     def __init__(self, signal: int, run_dir: Path | None) -> None:
@@ -73,9 +73,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def printable(text: str) -> str:
-    r"""Return the text as one line, with everything that is not printable escaped.
-
-    A file name may contain line breaks and control sequences of a terminal.
+    r"""Escape unprintable characters: a file name may contain line breaks and terminal codes.
 
     >>> printable("a\nWARNING b\x1b[2J")
     'a\\nWARNING b\\x1b[2J'

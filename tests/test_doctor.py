@@ -166,7 +166,7 @@ def test_a_healthy_cache_is_used_for_real_steps(cache, config, capsys):
 def test_without_a_cache_it_says_what_was_not_checked(config, capsys):
     code, text = ask(config, capsys)
     assert code == 0
-    assert "note cache: train none in" in text and "python train.py writes it" in text
+    assert "note cache: train none in" in text and "run python train.py, which writes it" in text
     assert "note run: first batches not checked: there is no usable cache" in text
 
 

@@ -106,12 +106,12 @@ def test_the_file_is_read_and_never_executed(tmp_path):
         ("heat = 100\n", "line 1: expected only lines of `NAME"),
         ("HEAT = FAN = 1\n", "line 1: expected only lines of `NAME"),
         ("HEAT = 100\nHEAT = 120\n", "line 2: HEAT was set before, on line 1"),
-        ("HEAT = 100\nDISH = 'cake\n", "line 2: this is not Python"),
-        ("HEAT = 100\0", "this is not Python"),
+        ("HEAT = 100\nDISH = 'cake\n", "line 2: this is not valid Python"),
+        ("HEAT = 100\0", "this is not valid Python"),
         ("import sys; sys.exit(3)", "line 1: expected only lines of `NAME"),
         ("HEAT = exit(3)", "line 1: HEAT must be a plain literal"),
         ("HEAT = {[]: 1}", "line 1: HEAT must be a plain literal"),
-        ("HEAT = " + "(" * 500 + ")" * 500, "this is not Python"),
+        ("HEAT = " + "(" * 500 + ")" * 500, "this is not valid Python"),
         ("HEAT = " + "-" * 3000 + "1", "config.py, line 1: "),
         ("HEAT = " + "9" * 5000, "config.py, line 1: "),
     ],
@@ -127,12 +127,12 @@ def test_a_fault_in_the_file_is_named_with_its_line(tmp_path, text, message):
 def test_bytes_that_are_no_text_are_named(tmp_path):
     path = tmp_path / "config.py"
     path.write_bytes(b"\xff\xffH")
-    with pytest.raises(SettingsError, match="this is not Python"):
+    with pytest.raises(SettingsError, match="this is not valid Python"):
         Oven.from_file(path)
     for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
         bom = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}.get(encoding, b"")
         path.write_bytes(bom + "HEAT = 100\n".encode(encoding))
-        with pytest.raises(SettingsError, match="config.py is UTF-16: save it as UTF-8"):
+        with pytest.raises(SettingsError, match="config.py is UTF-16, expected UTF-8: save it"):
             Oven.from_file(path)
     path.write_bytes("\ufeffNOTE = 'später'\n".encode())  # as some editors begin a file
     assert Oven.from_file(path).note == "später"

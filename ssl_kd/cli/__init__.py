@@ -1,4 +1,4 @@
-"""The command line: settings in, a run folder and a screenful out, one line per known failure."""
+"""Define the commands of `ssl_kd`; a failure that a user can act on is printed as one line."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     ),
     "distill": (partial(distill, prog="ssl_kd distill"), "distil a language model"),
     "judge": (judge, "score a finished student: perplexity, calibration, repetition"),
-    "verify": (verify, "compare live, cached, chunked and served teachers on your models and text"),
-    "curate": (curate, "find copies, outliers, leaks and wrong labels"),
+    "verify": (verify, "compare the losses of live, cached and served teachers on your models"),
+    "curate": (curate, "find duplicates, outliers, leaks and wrong labels"),
     "explore": (explore, "show a run's samples on a map; name, merge and split its clusters"),
     "export": (export, "write a finished run for other programs"),
     "doctor": (
         doctor,
-        "check for NaN and infinity; doctor gradients: in a language model of yours",
+        "check for NaN and infinity; doctor gradients: in your language model",
     ),
     "install-check": (install_check, "check packages, device, precision and folders"),
-    "replay": (replay, "repeat the recorded step of a fault, and name its cause"),
-    "config": (config, "print a settings file: every default under its comment"),
+    "replay": (replay, "repeat a recorded step that went wrong, and name the cause"),
+    "config": (config, "print a settings file with all defaults and comments"),
 }
 _OF_LANGUAGE_MODELS = {"doctor", "judge", "verify"}
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, `ssl_kd train | distill | doctor ...`, and return its exit code.
 
     Args:
-        argv: The arguments after the program's name; None: those of this process.
+        argv: The arguments after the program name; None: `sys.argv[1:]`.
     """
     keep_writing()
     if argv is None:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     if name not in COMMANDS:
         hint = nearest(name, COMMANDS)
-        print_failure(f"There is no command {name!r}, only {', '.join(COMMANDS)}.{hint}")
+        print_failure(f"There is no command {name!r}. Commands: {', '.join(COMMANDS)}.{hint}")
         return BAD_INPUT
     memory = {"memory": LANGUAGE_MEMORY} if name in _OF_LANGUAGE_MODELS else {}
     return guarded(lambda: COMMANDS[name][0](rest), **memory)

@@ -1,4 +1,4 @@
-"""`doctor`, `install-check`, `replay` and `config`."""
+"""The commands `doctor`, `install-check`, `replay` and `config`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ssl_kd.errors import FAILED, OK
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Check the numerics of this installation, or the gradients of a user's language model."""
+    """Check numerics for NaN and infinity, or with `gradients`, a user's language model."""
     if argv[:1] == ["gradients"]:
         return _gradients(argv[1:])
     verbose = _is_verbose("ssl_kd doctor", argv)
@@ -51,7 +51,7 @@ def _is_verbose(prog: str, argv: Sequence[str]) -> bool:
 
 
 def config(argv: Sequence[str]) -> int:
-    """Print a settings file, every default under its comment."""
+    """Print a settings file with all defaults and comments."""
     parser = FlagParser(
         prog="ssl_kd config",
         epilog="ssl_kd config train > config.py; ssl_kd config distill > scripts/config.py",
@@ -67,14 +67,17 @@ def config(argv: Sequence[str]) -> int:
 
 
 def replay(argv: Sequence[str]) -> int:
-    """Repeat a recorded step and print the cause of its fault; 1 where it did not return."""
+    """Repeat a recorded step and print the cause of its fault.
+
+    The exit code is 1 if the fault does not occur again.
+    """
     parser = FlagParser(
         prog="ssl_kd replay",
-        epilog="Only the classes that are named here are imported, whatever the bundle names.",
+        epilog="No other class that the bundle names is imported, since an import executes code.",
     )
-    parser.add_argument("bundle", metavar="BUNDLE", help="a file in a run's folder faults/")
-    parser.add_argument("--head", metavar="CLASS", help="import path of a head of yours")
-    parser.add_argument("--loss", metavar="CLASS", help="import path of a loss of yours")
+    parser.add_argument("bundle", metavar="BUNDLE", help="a file in the folder faults/ of a run")
+    parser.add_argument("--head", metavar="CLASS", help="import path of your head")
+    parser.add_argument("--loss", metavar="CLASS", help="import path of your loss")
     flags = parser.parse_args(argv)
     from ssl_kd.cli.screen import open_screen
 

@@ -1,4 +1,4 @@
-"""`ssl_kd curate CACHE | RUN`: what to drop and what to look at, as tables."""
+"""The command `ssl_kd curate`: write tables of duplicates, outliers, leaks and suspect labels."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ MAX_LISTED = 1000  # outliers and suspect labels in their tables
 
 
 def curate(argv: Sequence[str]) -> int:
-    """Write the tables, and print how much each found."""
+    """Write the tables, and print a summary of each."""
     flags = _parser().parse_args(argv)
     folder: Path = flags.folder
     if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder; expected a run or a cache of embeddings")
+        raise InputError(f"{folder} is not a folder; expected a run folder or an embeddings cache")
     out: Path = folder / "curated" if flags.out is None else flags.out
     if out.exists() and not out.is_dir():
-        raise InputError(f"{out} is a file; expected a folder for the tables (--out)")
+        raise InputError(f"--out is {out}, a file; expected a folder for the tables")
     if out.exists() and any(out.iterdir()) and not flags.force:
         raise InputError(
-            f"{out} is not empty: name another folder with --out, or replace its tables by --force"
+            f"{out} is not empty: give another folder with --out, or replace it with --force"
         )
     from rich.table import Table
 
@@ -52,30 +52,42 @@ def curate(argv: Sequence[str]) -> int:
         _write_table(path, table)
         shown.add_row(name, summary, path.name)
     _write_names(out / "kept.txt", curation)
-    shown.add_row("kept", f"{int(curation.kept.sum()):,} samples stay", "kept.txt")
+    shown.add_row("kept", f"{int(curation.kept.sum()):,} samples", "kept.txt")
     if flags.exclude:
-        shown.add_row("excluded", f"{curation.exclude():,} more", "curation.jsonl of the run")
+        shown.add_row(
+            "excluded", f"{curation.exclude():,} more samples", "curation.jsonl of the run"
+        )
     print_result(shown, {"Tables": out})
     return OK
 
 
 def _parser() -> FlagParser:
-    about = "Writes tables of the samples to look at, and kept.txt, the names of those that stay."
+    about = "Writes tables of the samples to review, and kept.txt, the names of all others."
     parser = FlagParser(prog="ssl_kd curate", description=about)
     add = parser.add_argument
     where = "a finished run (runs/NAME) or a cache of embeddings (data/embeddings)"
     add("folder", metavar="FOLDER", type=home_resolved, help=where)
     add(
-        "--split", default="train", help="split to look at; default: train. Leaks are those in test"
+        "--split",
+        default="train",
+        help="split to check; default: train. Leaks are samples also in test",
     )
-    add("--duplicates", type=_cosine, help="cosine of copies; default: auto, closer than chance")
+    add(
+        "--duplicates",
+        type=_cosine,
+        help="least cosine of duplicates; default: auto, closer than chance",
+    )
     rules = ("first", "largest")
-    add("--rule", choices=rules, default="first", help="which copy stays; default: first")
+    add("--rule", choices=rules, default="first", help="which duplicate to keep; default: first")
     add("--out", type=home_resolved, help="new folder for the tables; default: FOLDER/curated")
     add("--images", action="store_true", help="find corrupt, blank and tiny images of a run")
     undo = "ssl_kd explore RUN --undo includes them again"
-    add("--exclude", action="store_true", help=f"exclude the others from the run; {undo}")
-    add("--force", action="store_true", help="replace tables that exist")
+    add(
+        "--exclude",
+        action="store_true",
+        help=f"exclude the samples that are not kept from the run; {undo}",
+    )
+    add("--force", action="store_true", help="replace existing tables")
     return parser
 
 
@@ -85,12 +97,12 @@ def _cosine(text: str) -> float | None:
     except ValueError:
         cosine = 2.0
     if cosine is not None and not -1 <= cosine <= 1:
-        raise ArgumentTypeError(f"expected auto or a cosine from -1 to 1; got {text}")
+        raise ArgumentTypeError(f"expected auto or a cosine from -1 to 1, got {text}")
     return cosine
 
 
 class _Curation:
-    """The embeddings of a folder, the run that they belong to if any, and what is found in them."""
+    """Finds problems in the embeddings of a run or a cache."""
 
     def __init__(self, folder: Path, flags: Namespace, progress: Progress) -> None:
         from ssl_kd.store import EmbeddingStore
@@ -110,10 +122,10 @@ class _Curation:
         needs_run = {"--images": flags.images, "--rule largest": flags.rule == "largest"}
         for flag, is_set in (needs_run | {"--exclude": flags.exclude}).items():
             if is_set:
-                raise InputError(f"{flag} needs a run's folder, and {folder} has no config.json")
+                raise InputError(f"{flag} needs a run folder, but {folder} has no config.json")
         if not _has_split(folder, split):
             raise InputError(
-                f"{folder} is neither a run's folder (no config.json) nor a cache of the split "
+                f"{folder} is neither a run folder (no config.json) nor a cache of the split "
                 f"{split} (no embeddings_{split}.json)"
             )
         self.store = EmbeddingStore.open(folder, split)
@@ -121,7 +133,7 @@ class _Curation:
             self.test = EmbeddingStore.open(folder, "test")
 
     def tables(self) -> Iterator[tuple[str, str, arrow.Table]]:
-        """Yield name, summary and table of each kind, and set `kept`, `[n]` booleans."""
+        """Yield name, summary and table of each check; set `kept`, the samples to keep `[n]`."""
         from ssl_kd.workbench.curate import leaks, mislabelled, near_duplicates, outliers
 
         run, store, floor = self.run, self.store, self.flags.duplicates
@@ -132,30 +144,36 @@ class _Curation:
         copies = near_duplicates(store, floor=floor, progress=self._of("copies"))
         sizes = pictures.sizes if pictures is not None and rule == "largest" else None
         self.kept = copies.kept(floor, sizes=sizes)
-        summary = f"{int((~self.kept).sum()):,} copies in {len(copies.groups(floor)):,} groups, "
-        summary += f"{len(copies.exact):,} of them of equals"
+        summary = (
+            f"{int((~self.kept).sum()):,} duplicates to drop, in {len(copies.groups(floor)):,} "
+        )
+        summary += f"groups; {len(copies.exact):,} groups are exactly equal"
         yield "duplicates", summary, copies.frame(floor, self.kept)
         ranked = outliers(store, progress=self._of("outliers"))
         n_listed = min(len(ranked), MAX_LISTED)
-        summary = f"the {n_listed:,} furthest out of {len(ranked):,}, the furthest first"
+        summary = f"the {n_listed:,} most unusual of {len(ranked):,} samples, most unusual first"
         yield "outliers", summary, ranked.top(MAX_LISTED).frame()
         if pictures is not None:
             self.kept[list(pictures.reasons)] = False
-            yield "images", f"{len(pictures.reasons):,} corrupt, blank or tiny", pictures.frame()
+            yield (
+                "images",
+                f"{len(pictures.reasons):,} corrupt, blank or tiny images",
+                pictures.frame(),
+            )
         if self.test is not None:
             leaked = leaks(store, self.test, floor, progress=self._of("leaks"))
-            summary = f"{len(leaked):,} of {self.test.n:,} test samples are in {split}"
+            summary = f"{len(leaked):,} of {self.test.n:,} test samples are also in {split}"
             yield "leaks", summary, leaked.frame()
         labels = None if store.labels is None else store.labels.numpy()
         if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
             clusters = None if run is None else run.samples.column("cluster", split)
             suspect = mislabelled(store, clusters=clusters)
             n_suspect = int((suspect.columns["label"] != suspect.columns["suggested"]).sum())
-            summary = f"{n_suspect:,} whose neighbors disagree with their label"
+            summary = f"{n_suspect:,} samples whose neighbors disagree with their label"
             yield "labels", summary, suspect.top(MAX_LISTED).frame()
 
     def exclude(self) -> int:
-        """Exclude from the run what does not stay; return how many samples that adds."""
+        """Exclude the samples that are not kept from the run; return how many are new."""
         assert self.run is not None
         dropped = self.run.samples.splits[self.flags.split].start + (~self.kept).nonzero()[0]
         dropped = dropped[~self.run.curation.excluded[dropped]]
@@ -181,7 +199,7 @@ def _write_table(path: Path, table: arrow.Table) -> None:
 
 
 def _write_names(path: Path, curation: _Curation) -> None:
-    """Write the name of each sample that stays, one per line (`ssl_kd.files.cells.one_line`)."""
+    """Write the names of the samples to keep, one per line."""
     from ssl_kd.files import atomic_write
     from ssl_kd.files.cells import one_line
 

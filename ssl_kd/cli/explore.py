@@ -1,4 +1,4 @@
-"""`ssl_kd explore RUN`: look at a run's samples in a browser, and decide about its clusters."""
+"""The command `ssl_kd explore`: show a run in a browser; name, merge and split its clusters."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from ssl_kd.settings.early import run_folder
 
 
 def explore(argv: Sequence[str]) -> int:
-    """Serve or write the page, or apply or undo decisions."""
-    about = "Serves the page to the browsers of this machine, until Ctrl-C; or does one of these:"
+    """Serve the page or write it to a folder, or apply or undo decisions."""
+    about = "Serves the page to browsers on this machine until Ctrl-C, or does one of these:"
     parser = FlagParser(prog="ssl_kd explore", description=about)
     parser.add_argument("run", metavar="RUN", help="folder of a finished clustering run")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--port", type=int, default=8090, help="on 127.0.0.1; 0: any free one; default: 8090")
-    add(
-        "--static", type=Path, metavar="DIR", help="write a page to look at into the new folder DIR"
-    )
+    add("--port", type=int, default=8090, help="port on 127.0.0.1; 0: any free port; default: 8090")
+    add("--static", type=Path, metavar="DIR", help="write a read-only page to the new folder DIR")
     add("--apply", type=Path, metavar="FILE", help="add the decisions of another curation.jsonl")
-    add("--undo", nargs="?", const="", metavar="ID", help="undo the last decision, or that of ID")
+    add(
+        "--undo",
+        nargs="?",
+        const="",
+        metavar="ID",
+        help="undo the last decision, or the one with this ID",
+    )
     flags = parser.parse_args(argv)
     run_folder(flags.run)
 
@@ -39,7 +43,7 @@ def explore(argv: Sequence[str]) -> int:
         print(f"{len(added)} new decisions in {decisions}")
     elif flags.undo is not None:
         line = Curation(samples).undo(flags.undo or None)
-        print(f"The decision {line['of']} is undone in {decisions}")
+        print(f"Undid decision {line['of']} in {decisions}")
     else:
         with ProgressBars(screen) as progress:
             if flags.static is None:
@@ -47,7 +51,7 @@ def explore(argv: Sequence[str]) -> int:
             else:
                 page = write_site(samples, flags.static, progress=progress)
                 server = f"python -m http.server -d {page.parent}"
-                print(f"Page: {page}\nAny web server serves it: {server}")
+                print(f"Page: {page}\nServe it with any web server: {server}")
     return OK
 
 

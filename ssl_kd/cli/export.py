@@ -1,4 +1,4 @@
-"""`ssl_kd export RUN --to FORMAT`: a finished run in another program's format."""
+"""The command `ssl_kd export`: write a finished run in a format that other programs read."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _FLAGS = {
     "out": "new file or folder to write; default: export/ in the run's folder",
     "split": "splits to export, separated by commas: train,test; default: all",
     "clusters": "clusters to export, separated by commas: 3,7; default: all",
-    "names": "name the clusters by a table of captions (CSV, Parquet), and store the names",
+    "names": "name clusters by a table of captions (CSV, Parquet); save the names in the run",
     "columns": "add the columns of a table (CSV, Parquet) with one row per sample of the run, in "
     "its order",
-    "link": "of folders: symlink or copy; default: symlink",
-    "url": "of label-studio: where the folder of pictures is served",
+    "link": "for --to folders: symlink or copy; default: symlink",
+    "url": "for --to label-studio: the address that serves the folder of pictures",
     "push": "upload the model to the Hugging Face Hub under this name, user/name",
 }
 _SWITCHES = {
-    "skip_missing": "go on without pictures that no longer exist",
+    "skip_missing": "leave out pictures that no longer exist",
     "force": "replace an existing file once the new one is complete; never a folder",
-    "private": "of --push: a private repository",
+    "private": "for --push: create a private repository",
 }
-_OPTIONS = ("link", "url", "skip_missing")  # of certain formats
+_OPTIONS = ("link", "url", "skip_missing")  # which only some formats take
 PROG = "ssl_kd export"
 
 
 def export(argv: Sequence[str]) -> int:
-    """Name the clusters, write the run in a format, and upload its model: what the flags say."""
+    """Name the clusters, write the run in a format, upload its model: whatever the flags ask."""
     flags = _parser().parse_args(argv)
     if flags.to is None and flags.names is None and flags.push is None:
-        raise InputError(f"--to is required, e.g. {PROG} {flags.run} --to parquet")
+        raise InputError(f"--to is required, for example: {PROG} {flags.run} --to parquet")
     options = {name: value for name in _OPTIONS if (value := getattr(flags, name))}
     _check_paths(flags, options)
     splits = _parts(flags.split)
@@ -57,13 +57,13 @@ def export(argv: Sequence[str]) -> int:
     if flags.names is not None:
         names = name_samples(samples, flags.names)
         n_named = sum(map(len, names.levels.values()))
-        print(f"Names: {names.save(samples.path)} ({n_named} clusters of all levels have one)")
+        print(f"Names: {names.save(samples.path)} (named {n_named} clusters, counting all levels)")
     if flags.to is not None:
         content = Content.of(samples, splits=splits, clusters=clusters, columns=columns)
         path = export(content, flags.to, flags.out, force=flags.force, **options)
         print(f"{flags.to}: {path}")
         if how_to_read := FORMATS[flags.to].how_to_read:
-            print(f"Read it by: {how_to_read.format(out=str(path))}")
+            print(f"Read it with: {how_to_read.format(out=str(path))}")
     if flags.push is not None:
         print(f"Hub: {push_run(samples, flags.push, private=flags.private or None)}")
     return OK
@@ -87,7 +87,7 @@ def _parser() -> FlagParser:
 
 
 def _check_paths(flags: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Refuse invalid paths and formats, before torch is imported."""
+    """Raise an error for invalid paths and formats; runs before torch is imported."""
     from ssl_kd.workbench.export.registry import checked_path
 
     if flags.to is not None:
@@ -95,7 +95,7 @@ def _check_paths(flags: argparse.Namespace, options: dict[str, Any]) -> None:
     run_folder(flags.run)
     for file in (flags.columns, flags.names):
         if file is not None and not home_resolved(file).is_file():
-            raise FileNotFoundError(f"there is no file {file}")
+            raise FileNotFoundError(f"There is no file {file}")
 
 
 def _parts(text: str | None) -> list[str]:
@@ -106,7 +106,9 @@ def _cluster(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InputError(f"--clusters has {text!r}, expected numbers: --clusters 3,7") from None
+        raise InputError(
+            f"--clusters has {text!r}; expected numbers, as in --clusters 3,7"
+        ) from None
 
 
 def _read_columns(path: Path) -> dict[str, Any]:
@@ -118,7 +120,9 @@ def _read_columns(path: Path) -> dict[str, Any]:
         is_parquet = path.suffix == ".parquet"
         table = parquet.read_table(path) if is_parquet else csv.read_csv(path, None, multiline)
     except (arrow.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise InputError(
+            f"--columns {path} cannot be read as CSV or Parquet: {' '.join(str(error).split())}"
+        ) from error
     if repeated := [name for name, n in Counter(table.column_names).items() if n > 1]:
-        raise InputError(f"{path} has the column {repeated[0]!r} twice: remove one of them")
+        raise InputError(f"--columns {path} has two columns {repeated[0]!r}: rename one of them")
     return {name: table.column(name).to_numpy() for name in table.column_names}

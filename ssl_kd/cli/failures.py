@@ -1,4 +1,4 @@
-"""Turn failures that a user can act on into one line that says what to do, and an exit code."""
+"""Turn errors that a user can act on into a one-line message and an exit code."""
 
 from __future__ import annotations
 
@@ -21,33 +21,36 @@ from ssl_kd.errors import (
     printable,
 )
 
-MAX_LINES = 12  # of the guard's report
+MAX_LINES = 12  # printed of the guard's report
 VISION_MEMORY = "lower BATCH_SIZE or N_HEADS"
 LANGUAGE_MEMORY = (
     "lower BATCH_SIZE (and raise GRADIENT_ACCUMULATION_STEPS) or BLOCK_SIZE, set "
     "GRADIENT_CHECKPOINTING or LORA_RANK, cache the teacher (TEACHER_CACHE)"
 )
-"""What to change where memory runs out."""
+"""What to change if memory runs out."""
 
 
 def guarded(
     work: Callable[[], int], command: str = "", memory: str = VISION_MEMORY, *, kept: str = ""
 ) -> int:
-    """Do the work; turn every failure that a user can act on into one line and an exit code.
+    """Call a command, and print an error that a user can act on as one line.
 
     Args:
-        work: Returns its exit code.
-        command: The command that started it, to continue with.
-        memory: What to change where memory runs out.
-        kept: What remains of interrupted work that the same command continues; empty for a run,
-            which `--resume` continues.
+        work: The command; returns its exit code.
+        command: The command line that started it, for the advice how to continue.
+        memory: What to change if memory runs out.
+        kept: What an interrupted command leaves for the same command to continue with, such as
+            "complete shards"; empty for a run, which `--resume` continues.
+
+    Returns:
+        The exit code.
     """
     try:
         keep_writing()
         try:
             os.getcwd()
         except FileNotFoundError:
-            raise InputError("The current folder no longer exists: cd to another.") from None
+            raise InputError("The current folder no longer exists: cd to another one.") from None
         return work()
     except (Exception, KeyboardInterrupt) as error:
         explanation = _explain(error, command, memory, kept)
@@ -59,7 +62,7 @@ def guarded(
 
 
 def _explain(error: BaseException, command: str, memory: str, kept: str) -> tuple[int, str] | None:
-    """Return exit code and message of a failure that a user can act on; None for any other."""
+    """Return exit code and message of an error that a user can act on; None for other errors."""
     if isinstance(error, Interrupted) and error.run_dir is not None:
         stop, run_dir = signal.Signals(error.signal), error.run_dir
         flags = {"--resume": "", "--run_name": f" {shlex.quote(run_dir.name)}"}
@@ -69,12 +72,12 @@ def _explain(error: BaseException, command: str, memory: str, kept: str) -> tupl
         return 128 + stop, f"Stopped by {stop.name}; a checkpoint is in {run_dir}; {way}"
     if isinstance(error, KeyboardInterrupt):
         stop = signal.Signals(getattr(error, "signal", signal.SIGINT))
-        rest = f"; {kept} are kept; continue with: {command}" if kept else " before training began."
+        rest = f". The {kept} are kept; continue with: {command}" if kept else " before training."
         return 128 + stop, f"Stopped by {stop.name}{rest}"
     if isinstance(error, UserError):
         return error.exit_code, str(error)
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("ssl_kd"):
-        way = "`make train` sets up everything in .venv; then: .venv/bin/python train.py"
+        way = "run `make train`, which installs everything in .venv, then .venv/bin/python train.py"
         return FAILED, f"The module {error.name} is not installed for {sys.executable}: {way}"
     if _is_out_of_memory(error):
         reason = str(error).partition(".")[0]
@@ -86,9 +89,9 @@ def _explain(error: BaseException, command: str, memory: str, kept: str) -> tupl
 
 
 class _Screen(io.FileIO):
-    """A terminal or pipe that drops what is written after its reader closed it.
+    """Output to a terminal or pipe; after its reader has closed it, writes are dropped.
 
-    Any other failure, such as a full disk, is raised once: Python writes again at its end.
+    Any other error, such as a full disk, is raised only once, because Python flushes again at exit.
     """
 
     _failed = False
@@ -104,7 +107,10 @@ class _Screen(io.FileIO):
 
 
 def keep_writing() -> None:
-    """Continue when the reader of the output leaves (`| head -1`) or cannot show a character."""
+    """Replace stdout and stderr by streams that do not fail.
+
+    A closed reader (`| head -1`) and characters that the terminal cannot show are tolerated.
+    """
     unstarted = "torch" not in sys.modules and sys.stdout is sys.__stdout__  # not within a test
     if sys.getfilesystemencoding() == "ascii" and unstarted and os.environ.get("PYTHONUTF8") != "1":
         again = [sys.executable, *sys.orig_argv[1:]]  # LC_ALL=C: file names are UTF-8 nevertheless
@@ -128,7 +134,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def print_failure(message: object, multiline: bool = False) -> None:
-    """Print a message as one line, or the first lines of the guard's report, to stderr."""
+    """Print a message to stderr: as one line, or the first lines of it if `multiline`."""
     lines = str(message).splitlines() if multiline else [str(message)]
     lines = [printable(" ".join(line.split())) for line in lines if line.strip()]
     if len(lines) > MAX_LINES:

@@ -1,4 +1,4 @@
-"""Settings from the command line: flags over a preset over the settings file over the defaults."""
+"""Read settings from the command line; flags beat a preset, which beats the settings file."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ LANGUAGE_CONFIG = Path("scripts/config.py")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argparse parser that raises SettingsError, and reads `--a_b` as `--a-b`."""
+    """An argparse parser that raises SettingsError on errors, and treats `--a_b` as `--a-b`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print below the usage."""
+        """Raise the message as SettingsError instead of printing it and exiting."""
         raise SettingsError(f"{message}; --help lists all flags")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does; unknown arguments come back as they were typed."""
+        """Parse as argparse does; return unknown arguments as they were typed."""
         typed = {hyphenated(arg): arg for arg in args}
         known, unknown = super().parse_known_args(list(map(hyphenated, args)), namespace)
         return known, [typed.get(arg, arg) for arg in unknown]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments, or raise SettingsError that names the first unknown one."""
+        """Parse all arguments; raise SettingsError with the first unknown one."""
         if invalid := next((arg for arg in args if "\0" in arg), None):
-            raise SettingsError(f"{invalid!r} contains a NUL character, which no value may.")
+            raise SettingsError(f"The argument {invalid!r} contains a NUL character: remove it.")
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
@@ -47,24 +47,24 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def hyphenated(arg: str) -> str:
-    """Return an argument with `-` for `_` in its name where it is a flag."""
+    """Replace `_` by `-` in the name of a flag; leave other arguments unchanged."""
     flag, equals, value = arg.partition("=")
     return f"{flag.replace('_', '-')}{equals}{value}" if arg.startswith("--") else arg
 
 
 def integer_from(low: int) -> Callable[[str], int]:
-    """Return an argparse type that accepts integers from `low`."""
+    """Return an argparse type that accepts integers of at least `low`."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < low:
-            raise argparse.ArgumentTypeError(f"expected a whole number, at least {low}; got {text}")
+            raise argparse.ArgumentTypeError(f"expected a whole number, at least {low}, got {text}")
         return int(text)
 
     return parse
 
 
 def read_settings(cls: type[S], argv: Sequence[str], config: Path, **options: Any) -> S:
-    """Return the settings that `resolve_settings` resolves, without the flags."""
+    """Return the settings from defaults, file and flags (see `resolve_settings`)."""
     return resolve_settings(cls, argv, config, **options)[0]
 
 
@@ -83,17 +83,17 @@ def resolve_settings(
     Args:
         cls: The settings class.
         argv: The flags; `--learning_rate 1`, `--learning-rate 1` and `--learning_rate=1` are equal.
-        config: The settings file where no `--config` is given; it may be missing.
-        prog: What `--help` calls the program.
-        presets: Name -> the settings that it changes, for `--preset`.
-        preset: The preset where no `--preset` is given.
-        notes: Preset -> a line that the first process prints where that preset is used.
+        config: The settings file if `--config` is not given; it may be missing.
+        prog: The program name that `--help` shows.
+        presets: Preset -> the settings that it changes, for `--preset`.
+        preset: The preset if `--preset` is not given.
+        notes: Preset -> a line that the first process prints if that preset is used.
 
     Returns:
         The settings, and the values that came from the preset and the flags.
 
     Raises:
-        SettingsError: Names what is misspelt, mistyped or out of range, and what is allowed.
+        SettingsError: A flag or a setting is unknown or invalid; the message says what is allowed.
         SystemExit: With code 0, after `--help` or `--help-all`.
     """
     show_all = not cls.first or "--help-all" in map(hyphenated, argv)
@@ -106,7 +106,9 @@ def resolve_settings(
     if preset is not None:
         if preset not in presets:
             known = ", ".join(presets)
-            raise SettingsError(f"PRESET is {preset!r}, not {known}.{nearest(preset, presets)}")
+            raise SettingsError(
+                f"--preset is {preset!r}; expected one of {known}.{nearest(preset, presets)}"
+            )
         values = {**presets[preset], **values}
     if file is None and not os.path.lexists(config):  # a broken link is an error
         resolved = cls(**values)
@@ -118,7 +120,7 @@ def resolve_settings(
 
 
 class _StoreSetting(argparse.Action):
-    """Checks the text of a flag as the value of its setting, and stores the value."""
+    """Converts and checks the value of a flag as its setting does, and stores it."""
 
     def __init__(self, cls: type[Settings], names: dict[str, str], **options: Any) -> None:
         super().__init__(**options)
@@ -129,7 +131,7 @@ class _StoreSetting(argparse.Action):
         name = str(flag).removeprefix("--no-" if switched_off else "--").replace("-", "_")
         used = self.names.setdefault(self.dest, name)
         if used != name:
-            raise SettingsError(f"--{used} and --{name} are the same setting: give one of them.")
+            raise SettingsError(f"--{used} and --{name} are the same setting: remove one of them.")
         value = self.cls.parse(self.dest, "False" if switched_off else values)
         setattr(namespace, self.dest, self.cls.of_all(name, value))
 
@@ -142,7 +144,7 @@ def _settings_parser(
     preset: str | None,
     show_all: bool,
 ) -> FlagParser:
-    """Return a parser with a flag for each setting; `--help` lists `cls.first`, or all of them."""
+    """Return a parser with a flag for each setting; `--help` shows only those in `cls.first`."""
     more = f"{len(cls.rules()) - len(cls.first)} more settings are flags, too: {prog} --help-all"
     parser = FlagParser(
         prog=prog,
@@ -152,14 +154,14 @@ def _settings_parser(
         add_help=False,
         argument_default=argparse.SUPPRESS,
     )
-    about = "the settings that most runs change; --help-all: all settings"
+    about = "show the most used settings; --help-all shows all"
     parser.add_argument("-h", "--help", "--help-all", action="help", help=about)
     parser.add_argument("--config", metavar="FILE", help=f"file of settings (default: {config})")
     if presets:
         about = f"settings that go together (default: {preset}; one of {', '.join(presets)})"
         parser.add_argument("--preset", metavar="NAME", help=about)
     names: dict[str, str] = {}
-    group: Any = parser if show_all else parser.add_argument_group("what most runs set")
+    group: Any = parser if show_all else parser.add_argument_group("most used settings")
     ordered = cls.rules() if show_all else dict.fromkeys((*cls.first, *cls.rules()))
     for name in ordered:
         kind, _, rule = cls.rules()[name]
@@ -188,11 +190,11 @@ def _settings_parser(
 
 
 def _unknown(cls: type[Settings], arg: str) -> str:
-    """Return the message about an argument that no flag takes."""
+    """Return the error message for an argument that is not a flag or a value of one."""
     if not arg.startswith("-"):
         return (
-            f"{arg!r} belongs to no flag. A flag takes one value; an on/off flag takes none,"
-            " or True or False."
+            f"The argument {arg!r} belongs to no flag. A flag takes one value; an on/off flag takes"
+            " none, or True or False."
         )
     name = arg.lstrip("-").partition("=")[0].replace("-", "_").lower()
     known = ["config", "preset", *cls.rules()]

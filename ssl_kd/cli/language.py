@@ -1,4 +1,4 @@
-"""`distill`, `cache_teacher`, `judge` and `verify`: the commands of the language mode."""
+"""The commands of the language mode: `distill`, `cache_teacher`, `judge` and `verify`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ssl_kd.language.settings import LanguageSettings
 
 _JUDGE = "ssl_kd judge"
-_JUDGE_PROMPTS = 32  # that are continued, unless GENERATIONS is given
-# The settings that judging uses; a run's own hold where no flag says otherwise.
+_JUDGE_PROMPTS = 32  # default of GENERATIONS
+# The settings that judging uses; the defaults are those of the run.
 _JUDGE_SETTINGS = (
     *("data_path", "eval_path", "block_size", "packing", "eval_rows"),
     *("batch_size", "max_new_tokens", "device", "model_dtype", "seed"),
@@ -29,7 +29,7 @@ _JUDGE_SETTINGS = (
 def language_settings(
     argv: Sequence[str], prog: str, config: Path = LANGUAGE_CONFIG, preset: str | None = None
 ) -> LanguageSettings:
-    """Resolve the settings of the language mode, and check that its packages are installed."""
+    """Read the settings of the language mode; raise if a package that they need is missing."""
     from ssl_kd.language.presets import NOTES, PRESETS
     from ssl_kd.language.settings import LanguageSettings
 
@@ -46,20 +46,24 @@ def distill(
     config: Path = LANGUAGE_CONFIG,
     prog: str = "distill.py",
 ) -> int:
-    """Distil a language model, as the preset and the flags say; return the exit code.
+    """Distil a language model with the settings in file and flags; return the exit code.
 
-    The arguments are those of `ssl_kd.cli.train`, and the preset where no `--preset` is given.
+    Args:
+        argv: The flags.
+        preset: The preset if `--preset` is not given.
+        config: The settings file if `--config` is not given; it may be missing.
+        prog: The program name that `--help` shows.
     """
     command = [*program(prog), *argv]
     return distill_as(lambda: language_settings(argv, prog, config, preset), command)
 
 
 def distill_as(read: Callable[[], LanguageSettings], command: Sequence[str]) -> int:
-    """Distil a language model and show the result; return the exit code.
+    """Distil a language model and print its scores; return the exit code.
 
     Args:
-        read: Resolves the settings; what it raises becomes one line.
-        command: The command that started it, which with `--resume` continues.
+        read: Returns the settings; an error that it raises is printed as one line.
+        command: The command line that started the run, for the advice how to continue.
     """
 
     def work() -> int:
@@ -85,7 +89,7 @@ def distill_as(read: Callable[[], LanguageSettings], command: Sequence[str]) -> 
 def cache_teacher(
     argv: Sequence[str], *, config: Path = LANGUAGE_CONFIG, prog: str = "cache_teacher.py"
 ) -> int:
-    """Cache a teacher's distributions over a text, for runs without it; return the exit code.
+    """Cache a teacher's token distributions for later runs; return the exit code.
 
     The flags are those of `distill`.
     """
@@ -113,7 +117,7 @@ def cache_teacher(
 
 
 def verify(argv: Sequence[str]) -> int:
-    """Print whether plain, live, cached and served losses agree; return 1 if they do not."""
+    """Compare plain, live, cached and served losses; return 1 if they do not agree."""
     resolved = language_settings(argv, "ssl_kd verify")
     from rich.console import Console
 
@@ -137,14 +141,18 @@ def verify(argv: Sequence[str]) -> int:
 
 
 def judge(argv: Sequence[str]) -> int:
-    """Judge a finished student, print the table and write the results as JSON."""
+    """Score a finished student, print the scores and write them as JSON."""
     names = ", ".join(f"--{name}" for name in sorted({*_JUDGE_SETTINGS, "generations"}))
-    parser = FlagParser(prog=_JUDGE, epilog=f"Of the settings (ssl_kd distill --help-all): {names}")
+    parser = FlagParser(
+        prog=_JUDGE, epilog=f"Settings of ssl_kd distill that are flags here, too: {names}"
+    )
     add = parser.add_argument
     add("student", metavar="STUDENT", help="runs/NAME, a saved student's folder, or a Hub name")
-    teacher = "folder or Hub name; none: without. Default: the teacher of the run"
+    teacher = "folder or Hub name; none: no teacher; default: the teacher of the run"
     add("--teacher", "--teacher-model", help=teacher)
-    add("--out", type=Path, help="JSON file of the results; default: judged.json, in the run")
+    add(
+        "--out", type=Path, help="JSON file for the results; default: judged.json in the run folder"
+    )
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         raise InputError(
             f"The student comes first, before {argv[0]}: {_JUDGE} runs/latest {argv[0]} ..."
@@ -153,9 +161,9 @@ def judge(argv: Sequence[str]) -> int:
     student, run = _student(flags.student)
     out: Path = flags.out or (run or Path()) / "judged.json"
     if out.is_dir():
-        raise InputError(f"--out is {out}, a folder: expected a file")
+        raise InputError(f"--out is {out}, a folder; expected a file")
     if flags.out is None and out.exists():
-        raise InputError(f"{out} exists: name another file, or this one, with --out")
+        raise InputError(f"{out} exists: give another file with --out, or this one to replace it")
     resolved = _judged_settings(rest, student, run, flags.teacher)
 
     from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
@@ -177,25 +185,25 @@ def judge(argv: Sequence[str]) -> int:
 
 
 def _student(name: str) -> tuple[str, Path | None]:
-    """Return the student to load, and the run that it comes from, if any."""
+    """Return the student to load, and the run folder that contains it, if any."""
     folder = home_resolved(name)
     for run in (folder, folder.parent):
         if _config_of(run).get("mode") != "language":
             continue
         if not (run / "student").is_dir():
-            raise InputError(f"The run {run} has no student yet: expected a finished one")
+            raise InputError(f"The run {run} has no student yet: give a finished run")
         return str(run / "student"), run
     # A name on the Hub has no parent folder here.
     is_path = name[:1] in "./~" or (folder.parent != Path() and folder.parent.is_dir())
     if is_path and not folder.exists():
-        raise InputError(f"{folder} does not exist: give a run's folder, or a saved student's")
+        raise InputError(f"{folder} does not exist: give a run folder or a saved student")
     return name, None
 
 
 def _config_of(run: Path) -> dict[str, Any]:
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not a run; loading the student says what is wrong
+    except (OSError, ValueError):  # not a run; loading the student raises a clear error
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -203,15 +211,15 @@ def _config_of(run: Path) -> dict[str, Any]:
 def _judged_settings(
     argv: Sequence[str], student: str, run: Path | None, teacher: str | None
 ) -> LanguageSettings:
-    """Return the run's settings of text, teacher and evaluation, changed by the flags."""
+    """Return the run's settings that judging uses, changed by the flags."""
     from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.training.folder import check_version
 
     resolved, flags = resolve_settings(LanguageSettings, argv, LANGUAGE_CONFIG, prog=_JUDGE)
     if unused := sorted(flags.keys() - {*_JUDGE_SETTINGS, "generations"}):
         raise InputError(
-            f"{unused[0].upper()} plays no part in judging: leave --{unused[0]} out ({_JUDGE} "
-            "--help lists what does)"
+            f"--{unused[0]} has no effect on judging: leave it out ({_JUDGE} --help lists the "
+            "settings that have)"
         )
     if run is not None:
         config = _config_of(run)

@@ -1,4 +1,4 @@
-"""What a command shows: a live bar of each stage beside the log, and the result at its end."""
+"""Show the progress bars, log and result of a command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ssl_kd.errors import printable
 
 
 class _OneLine(logging.Formatter):
-    """Writes each message of this library as one line, whatever a file that it names is called."""
+    """Formats each message of this library as one line; line breaks in file names are escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.name.startswith("ssl_kd"):
@@ -25,7 +25,7 @@ class _OneLine(logging.Formatter):
 
 
 def open_screen() -> Console:
-    """Return a console on stderr, with the library's log on it."""
+    """Return a console on stderr, and send the library's log messages to it."""
     screen = Console(stderr=True)
     if screen.is_terminal:
         handler: logging.Handler = RichHandler(console=screen, show_path=False, show_time=False)
@@ -39,7 +39,12 @@ def open_screen() -> Console:
 
 
 def print_result(result: Any, files: Mapping[str, Path]) -> None:
-    """Print the result of a command, and the files that it wrote by what they hold."""
+    """Print the result of a command.
+
+    Args:
+        result: A table or a text.
+        files: Title -> path of each file that the command wrote.
+    """
     console = Console()
     console.print(result)
     # soft_wrap: a path broken over two lines cannot be clicked or copied.
@@ -48,7 +53,7 @@ def print_result(result: Any, files: Mapping[str, Path]) -> None:
 
 
 class ProgressBars:
-    """Draws the stages of a run: a live bar on a terminal, a line now and then elsewhere.
+    """Shows the progress of a run: bars on a terminal, a line every ten seconds elsewhere.
 
     Call it with `(stage, done, total, info)`; use it as a context manager around the run.
     """
@@ -75,7 +80,7 @@ class ProgressBars:
             self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int, info: dict[str, Any]) -> None:
-        """Show that `done` of `total` units of a stage are done."""
+        """Show that `done` of `total` units of a stage are finished, and the values in `info`."""
         text = "  ".join(f"{key} {short(value)}" for key, value in info.items())
         if self._screen.is_terminal:
             if stage not in self._tasks:

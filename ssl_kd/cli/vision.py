@@ -1,4 +1,4 @@
-"""`train` and `extract`: the vision pipeline, and its caches of embeddings alone."""
+"""The commands `train` (cluster images) and `extract` (only cache their embeddings)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from ssl_kd.training.clock import Progress
     from ssl_kd.vision.settings import VisionSettings
 
-# The rank on one machine, from torchrun, Open MPI, MPICH and srun.
+# Variables with the rank on this machine: torchrun, Open MPI, MPICH and srun.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = "train.py") -> int:
-    """Embed, train, score and report, as `config.py` and the flags say; return the exit code.
+    """Cluster images with the settings in file and flags; return the exit code.
 
-    With `--extend RUN` new samples are added to a finished run instead; with `extract` as the first
-    argument all splits are embedded, and nothing is trained.
+    With `--extend RUN`, add new samples to a finished run instead. With `extract` as the first
+    argument, cache the embeddings of all splits and train nothing.
 
     Args:
         argv: The flags.
-        config: The settings file where no `--config` is given; it may be missing.
-        prog: What `--help` calls the program.
+        config: The settings file if `--config` is not given; it may be missing.
+        prog: The program name that `--help` shows.
     """
     command = shlex.join([*program(prog), *argv])
     if argv[:1] == ["extract"]:
@@ -44,7 +44,7 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
 
 
 def program(prog: str) -> list[str]:
-    """Return the command that starts `prog` again, by the same launcher, without its flags."""
+    """Return the command line that starts `prog` again with the same launcher, without flags."""
     if not prog.endswith(".py"):
         return prog.split()
     on_this_machine, in_all = (os.environ.get(f"{name}WORLD_SIZE", "1") for name in ("LOCAL_", ""))
@@ -55,7 +55,7 @@ def program(prog: str) -> list[str]:
 
 
 def _settings_of_run(argv: Sequence[str], config: Path, prog: str) -> VisionSettings:
-    """Return the settings; paths that do not exist are refused before torch is imported."""
+    """Return the settings; raise for paths that do not exist, before torch is imported."""
     from ssl_kd.vision.settings import VisionSettings
 
     resolved, flags = resolve_settings(VisionSettings, argv, config, prog=prog)
@@ -100,7 +100,7 @@ def _train(settings: VisionSettings) -> int:
     else:
         sizes = metrics["cluster_sizes"]
         about = f"{len(sizes)} clusters of {min(sizes)} to {max(sizes)} samples"
-        result = f"{about}; no label is known, so there is nothing to score."
+        result = f"{about}. The data has no labels to score them by."
     if summary := extension_text(metrics) if "extended" in metrics else number_text(metrics):
         print(summary + ".")
     files = {"Clusters": assignments_of(path), "Report": path / "report.html"}
@@ -112,16 +112,20 @@ def _train(settings: VisionSettings) -> int:
 
 
 def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
-    """Fill the caches of all splits, and print where each is and what it holds."""
+    """Cache the embeddings of all splits, and print the file and a summary of each cache."""
     parser = FlagParser(prog=prog, usage=f"{prog} [flags]", add_help=False)
     add = parser.add_argument
-    engines = "local, this process; or ray, the Ray cluster of RAY_ADDRESS, else this machine"
+    engines = "local: this process; ray: the Ray cluster at RAY_ADDRESS, or this machine"
     add("--engine", default="local", choices=("local", "ray"), help=engines)
-    add("--rank", type=int, help="which of WORLD processes this is, from 0; set in a job array")
-    add("--world", type=int, help="number of processes; torchrun, mpirun and srun set both")
+    add("--rank", type=int, help="number of this process in a job array, from 0")
+    add(
+        "--world",
+        type=int,
+        help="number of processes; torchrun, mpirun and srun set --rank and --world",
+    )
     add("--shard-rows", type=integer_from(1), help="samples per shard; default: about 256 MiB")
     if {"-h", "--help"} & set(argv):
-        print(f"Fills the caches of all splits, and stops.\n\n{parser.format_help()}")
+        print(f"Caches the embeddings of all splits, and stops.\n\n{parser.format_help()}")
     flags, rest = parser.parse_known_args(argv)
     share = _share(flags.engine, flags.rank, flags.world)
     from ssl_kd.vision.settings import VisionSettings
@@ -131,7 +135,8 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
     check_dataset(resolved.dataset_test)
     if resolved.extend is not None:
         raise InputError(
-            f"EXTEND is {resolved.extend!r}: an extension embeds its data itself; leave it out here"
+            f"EXTEND is {resolved.extend!r}, but extract only fills caches: leave it out, and run "
+            "train.py --extend, which embeds the new data itself"
         )
     from ssl_kd.cli.screen import ProgressBars, open_screen
 
@@ -155,30 +160,30 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
 
 
 def _share(engine: str, rank: int | None, world: int | None) -> tuple[int, int] | None:
-    """Return rank and number of processes, from the flags or a launcher; None for a single one."""
+    """Return rank and number of processes from flags or launcher; None if there is only one."""
     if launched := launched_as(os.environ):
         if rank is not None or world is not None:
             raise InputError(
-                f"--rank and --world are set by the launcher ({launched[2]}): leave them out"
+                f"The launcher sets --rank and --world (by {launched[2]}): leave both flags out"
             )
         rank, world, _ = launched
     if rank is None and world is None:
         return None
     if engine == "ray":
         raise InputError(
-            f"--engine ray shares the work itself, but this is process {rank} of {world}: start it"
-            " once, with python alone, without --rank and --world"
+            f"--engine ray distributes the work itself, but this is process {rank} of {world}: "
+            "start a single process, without --rank and --world"
         )
     if rank is None or world is None or not 0 <= rank < world:
         raise InputError(
-            f"--rank is {rank} and --world {world}; expected both, and a rank from 0 to world - 1 "
-            "(a job array that counts from 1 subtracts it)"
+            f"--rank is {rank} and --world {world}; expected both, with a rank from 0 to world - 1 "
+            "(subtract 1 if your job array counts from 1)"
         )
     return rank, world
 
 
 def _device_of_process(device: str) -> str:
-    """Return a GPU of its own for each process that a launcher started on this machine."""
+    """Return the GPU for this process: each process that a launcher started gets another one."""
     local_rank = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "")
     if local_rank.isdecimal() and device in ("auto", "cuda"):
         import torch

@@ -1,4 +1,4 @@
-"""The doctor: checks the installation and the numerics, with a remedy for each fault."""
+"""Check the installation and the numerics, and print a remedy for each fault."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Finding", "installation", "language_model", "nan_issues"]
 
 
 def installation(config: Path = Path("config.py"), *, verbose: bool = False) -> int:
-    """Check and print packages, device, precision, kernels, and which folders are writable.
+    """Check packages, device, precision, kernels and folders, and print the findings.
 
     Args:
         config: the settings file; it may be missing.
@@ -26,20 +26,20 @@ def installation(config: Path = Path("config.py"), *, verbose: bool = False) -> 
     Returns:
         0 if there is no fault, else 1.
     """
-    found = _settings(config)
-    folders = {"DATA_DIR": found.data_dir, "EMBEDDINGS_DIR": found.embeddings_root}
+    settings = _settings(config)
+    folders = {"DATA_DIR": settings.data_dir, "EMBEDDINGS_DIR": settings.embeddings_root}
     checks = (
         machine.packages(),
-        machine.device(found.device, found.use_fp16),
-        machine.folders({**folders, "RUNS_DIR": found.runs_dir}),
+        machine.device(settings.device, settings.use_fp16),
+        machine.folders({**folders, "RUNS_DIR": settings.runs_dir}),
     )
     return report("Installation", checks, verbose)
 
 
 def nan_issues(config: Path = Path("config.py"), *, verbose: bool = False) -> int:
-    """Check and print whether model, losses, gradients, cache and first steps are healthy.
+    """Check heads, losses, gradients, cache and first training steps, and print the findings.
 
-    Nothing is written.
+    Nothing is written to disk.
 
     Args:
         config: the settings file; it may be missing.
@@ -50,21 +50,21 @@ def nan_issues(config: Path = Path("config.py"), *, verbose: bool = False) -> in
     """
     from ssl_kd.doctor import numerics, own_data  # with torch, which takes seconds
 
-    found = _settings(config)
+    settings = _settings(config)
     checks = (
-        numerics.forward(found),
-        numerics.losses(found.beta, found.student_temp, found.teacher_temp),
-        numerics.gradients(found),
-        own_data.own_data(found),
+        numerics.forward(settings),
+        numerics.losses(settings.beta, settings.student_temp, settings.teacher_temp),
+        numerics.gradients(settings),
+        own_data.own_data(settings),
     )
     return report("Numerics", checks, verbose)
 
 
 def language_model(settings: LanguageSettings, *, verbose: bool = False) -> int:
-    """Check and print a student's weights, loss and gradients in its first steps on the text.
+    """Check a student's weights, loss, gradients and first training steps; print the findings.
 
     Args:
-        settings: of a run; STUDENT_MODEL, the text and the optimizer matter.
+        settings: the settings of a run; STUDENT_MODEL, text and optimizer are used.
         verbose: print each distinct warning with its count, not only their number.
 
     Returns:

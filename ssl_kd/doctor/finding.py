@@ -1,4 +1,4 @@
-"""The findings of the checks, as a table with a remedy for each fault."""
+"""Collect the findings of checks, and print them as a table with a remedy for each fault."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-FOLLOW_MESSAGE = "do what that message says"
+FOLLOW_MESSAGE = "follow the advice in this message"
 _STYLES = {"ok": "green", "note": "yellow", "FAULT": "bold red"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's table.
+    """The result of one check: a row of the doctor's table.
 
     Attributes:
-        check: what was checked.
-        result: what came out.
-        change: what to change; a finding with a change is a fault.
-        note: not a fault but advice, or the reason why something was not checked.
+        check: the name of the check.
+        result: the result in words.
+        change: what to change; a finding with a change is a fault, unless it is a note.
+        note: whether this is only advice, or says why something was not checked.
     """
 
     check: str
@@ -33,12 +33,12 @@ class Finding:
 
     @property
     def status(self) -> str:
-        """`ok`, `note` or `FAULT`."""
+        """The word in the first column: `ok`, `note` or `FAULT`."""
         return "note" if self.note else "FAULT" if self.change else "ok"
 
 
 def table(findings: Iterable[Finding]) -> Table:
-    """Return a table of checks and results, with what to change below a fault."""
+    """Return a table of checks and results, with the remedy below each fault."""
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column("status", no_wrap=True, min_width=7)
     rows.add_column("check", overflow="fold", max_width=40)
@@ -52,7 +52,13 @@ def table(findings: Iterable[Finding]) -> Table:
 
 
 def report(title: str, checks: Iterable[Iterator[Finding]], verbose: bool) -> int:
-    """Run the checks, print their table, and return 1 if there is a fault, else 0."""
+    """Run the checks, print a table of their findings, and return 1 if there is a fault, else 0.
+
+    Args:
+        title: the line above the table.
+        checks: generators of findings.
+        verbose: print each distinct warning with its count, not only the number of warnings.
+    """
     findings: list[Finding] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -62,7 +68,7 @@ def report(title: str, checks: Iterable[Iterator[Finding]], verbose: bool) -> in
                     findings.append(finding)
             except Exception as error:  # a check that fails is a fault by itself
                 name = getattr(check, "__name__", "check").replace("_", " ")
-                change = "fix the faults above first; if there are none, report this as a bug"
+                change = "fix the faults above first; without any, please report this as a bug"
                 findings.append(Finding(name, f"{type(error).__name__}: {error}", change))
     print(title)
     Console().print(table(findings))
@@ -82,5 +88,5 @@ def report(title: str, checks: Iterable[Iterator[Finding]], verbose: bool) -> in
 
 
 def count(n: int, noun: str) -> str:
-    """Return `1 fault` or `2 faults`."""
+    """Return a number with its noun in the right form: `1 fault`, `2 faults`."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"

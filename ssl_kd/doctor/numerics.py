@@ -1,4 +1,4 @@
-"""Heads and losses on extreme inputs: finite values, gradients, and isolation of a sick head."""
+"""Check heads and losses on extreme inputs, and that a NaN in one head leaves others unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIM, _CLUSTERS, _HEADS, _BATCH = 32, 10, 4, 16
 
 
 def _bank(heads: HeadSettings) -> tuple[HeadBank, Tensor]:
-    """Return a small bank of the heads that the settings name, and its weights."""
+    """Return a small bank of heads of the configured class, and its weights."""
     widths = {"hidden_dim": heads.hidden_dim, "bottleneck_dim": heads.bottleneck_dim}
     bank = HeadBank(head_maker(heads.head, _DIM, _CLUSTERS, **widths), _HEADS)
     return bank, bank.initial_weights(heads.seed)
@@ -28,17 +28,17 @@ def _rows(scale: float = 1.0) -> Tensor:
 
 
 def forward(heads: HeadSettings) -> Iterator[Finding]:
-    """Check that logits are finite for ordinary and for extreme rows."""
+    """Check that the logits of the configured head are finite for ordinary and extreme rows."""
     bank, weights = _bank(heads)
     for name, scale in (("ordinary rows", 1.0), ("all-zero rows", 0.0), ("rows of 1e4", 1e4)):
         logits = bank(bank.unflatten(weights), _rows(scale))
-        change = "the head turns finite input into NaN or inf: look for a division or a log in it"
+        change = "the head turns finite input into NaN or inf: look for a division or a log in HEAD"
         result = f"{heads.head}: largest logit {logits.abs().max().item():.3g}"
         yield Finding(f"forward: {name}", result, "" if logits.isfinite().all() else change)
 
 
 def losses(beta: float, student_temp: float, teacher_temp: float) -> Iterator[Finding]:
-    """Check the loss and its gradient where the published formula overflows or vanishes."""
+    """Check loss and gradient on inputs for which the published formula overflows or underflows."""
     even = torch.full((1, _CLUSTERS), 1 / _CLUSTERS)
     eye = torch.eye(_CLUSTERS)[None]  # one sample per cluster
     one_cluster = torch.eye(_CLUSTERS)[:1]  # nine exact zeros
@@ -66,7 +66,9 @@ def losses(beta: float, student_temp: float, teacher_temp: float) -> Iterator[Fi
         yield Finding(
             f"loss: {name}",
             f"from {loss.min().item():.3g} to {loss.max().item():.3g}, gradient up to {size:.3g}",
-            "" if healthy else "raise STUDENT_TEMP and TEACHER_TEMP in config.py, and report this",
+            ""
+            if healthy
+            else "raise STUDENT_TEMP and TEACHER_TEMP in config.py; report this as a bug",
         )
 
 
@@ -87,9 +89,9 @@ def _step(heads: HeadSettings, bank: HeadBank, weights: Tensor) -> tuple[Tensor,
 
 
 def gradients(heads: HeadSettings) -> Iterator[Finding]:
-    """Check that every parameter of every head gets a gradient, and that a NaN stays in its head.
+    """Check the gradients of all heads, and that a NaN in one head does not affect the others.
 
-    A NaN in one head's weights must not change one bit of another's loss or gradient.
+    Loss and gradient of the other heads must stay the same to the last bit.
     """
     bank, weights = _bank(heads)
     loss, flat = _step(heads, bank, weights)
@@ -98,13 +100,13 @@ def gradients(heads: HeadSettings) -> Iterator[Finding]:
     yield Finding(
         "gradient: every head",
         f"norms from {norms.min().item():.2g} to {norms.max().item():.2g}",
-        "" if healthy else "a head's gradient is zero or not finite: check the head's own code",
+        "" if healthy else "the gradient of a head is zero or not finite: check the code of HEAD",
     )
     named = bank.unflatten(flat).items()
     dead = [name for name, value in named if not value.isfinite().all() or not value.any()]
     yield Finding(
         "gradient: every parameter",
-        f"none or NaN in {', '.join(dead)}" if dead else "reaches each one, finite",
+        f"none or NaN in {', '.join(dead)}" if dead else "reaches all of them, finite",
         "these parameters never learn: use them in forward, or remove them" if dead else "",
     )
     sick, others = 1, [0, *range(2, _HEADS)]
@@ -117,5 +119,5 @@ def gradients(heads: HeadSettings) -> Iterator[Finding]:
         "isolation: NaN in one head",
         f"the others are {'bit-identical' if same else 'CHANGED'}; the NaN is"
         f" {'detected' if detected else 'NOT detected'}",
-        "" if same and detected else "the heads are mixed: check `stacked` of the head's class",
+        "" if same and detected else "one head affects another: check `stacked` in the class HEAD",
     )

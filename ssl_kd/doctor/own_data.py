@@ -1,4 +1,4 @@
-"""The user's own data: cache, embeddings, and the first real steps."""
+"""Check the user's data: the cache, its embeddings, and the first training steps on them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from ssl_kd.vision.train import HeadsLearner, LogRecord
 _BLOCK_ROWS = 8192
 _PAIRED_ROWS = 4096  # a sample of the rows, since the neighbors of all may take minutes
 _STEPS, _SECONDS = 3, 10.0
-_UNKNOWN_CLUSTERS = 10  # if their number is to be found
+_UNKNOWN_CLUSTERS = 10  # if the run would estimate their number
 _SHOWN = 5  # heads by name; the others are counted
 _FIRST_BATCHES = "run: first batches"
 
 
 def own_data(settings: VisionSettings) -> Iterator[Finding]:
-    """Check that the cache opens and what its rows hold, and train for a few steps on them."""
+    """Check the cache and the values in its rows, and train a few steps on them."""
     stores: dict[str, EmbeddingStore] = {}
     try:
         folder = Path(settings.embeddings_dir)
@@ -55,7 +55,7 @@ def own_data(settings: VisionSettings) -> Iterator[Finding]:
     store = stores.get("train")
     if precision is None or store is None:
         missing = "device" if precision is None else "cache"
-        result = f"not checked: there is no usable {missing}, see above"
+        result = f"not checked: there is no usable {missing} (see above)"
         yield Finding(_FIRST_BATCHES, result, note=True)
         return
     try:
@@ -79,10 +79,10 @@ def _cache(folder: Path, split: str, stores: dict[str, EmbeddingStore]) -> Itera
             store = EmbeddingStore.open(folder, split, exclude_bad=True)
             suffix = ", some rows are bad: see below"
     except FileNotFoundError:
-        change = "" if split == "test" else "python train.py writes it; then run this again"
+        change = "" if split == "test" else "run python train.py, which writes it, then this again"
         yield Finding(name, f"none in {folder} yet: not checked", change, note=True)
     except (ValueError, RuntimeError, OSError) as error:
-        change = "repair it: python train.py --rebuild_damaged"
+        change = "repair it with python train.py --rebuild_damaged"
         yield Finding(name, f"{type(error).__name__}: {error}", change)
     else:
         stores[split] = store
@@ -94,7 +94,7 @@ def _cache(folder: Path, split: str, stores: dict[str, EmbeddingStore]) -> Itera
 
 
 def _embeddings(name: str, opened: EmbeddingStore) -> Iterator[Finding]:
-    """Report bad rows by file, row and sample, and unusual ones as a run would warn of them."""
+    """Report rows that are not finite, with file, row and sample, and rows that look wrong."""
     store = EmbeddingStore.open(opened.folder, opened.split, verify=False)
     peaks = torch.cat([row_peaks(block) for _, block in store.blocks(_BLOCK_ROWS)])
     shards = peaks.split([entry["rows"] for entry in store.manifest["shards"]])
@@ -105,8 +105,7 @@ def _embeddings(name: str, opened: EmbeddingStore) -> Iterator[Finding]:
             yield Finding(
                 f"{name}, {kind}",
                 f"{count(len(rows), 'row')}, the first: {_where(store, rows[0])}",
-                "python train.py --rebuild_damaged; if it happens again, take that sample out of"
-                " the data",
+                "run python train.py --rebuild_damaged; if it happens again, remove that sample",
             )
     values = store.manifest["statistics"]
     yield Finding(
@@ -121,7 +120,7 @@ def _embeddings(name: str, opened: EmbeddingStore) -> Iterator[Finding]:
 
 
 def _where(store: EmbeddingStore, row: int) -> str:
-    """Return file, row in it and sample of a row of a store opened without verification."""
+    """Return the shard file, the row in that file and the sample name of a row."""
     sample = store.ids[row]
     for entry in store.manifest["shards"]:
         if row < entry["rows"]:
@@ -138,7 +137,7 @@ def _first_batches(
     n_clusters: int,
     precision: Precision,
 ) -> Iterator[Finding]:
-    """Train for a few steps on a sample of the rows, by a trainer that is thrown away."""
+    """Train a few steps on a random sample of the rows, and report loss, gradients and faults."""
     rows = sample_rows(store.n, heads.seed, _PAIRED_ROWS)
     embeddings = store.gather(rows)
     neighbors = nearest_neighbors(embeddings, min(n_neighbors, len(rows) - 1))
@@ -180,8 +179,7 @@ def _first_batches(
         yield Finding(
             "run: dead heads",
             f"head {_some(dead)}: the gradient is exactly zero at every step",
-            "raise STUDENT_TEMP and TEACHER_TEMP to 0.1; in your own HEAD, look for a clamp or a"
-            " detach",
+            "raise STUDENT_TEMP and TEACHER_TEMP to 0.1; look for a clamp or a detach in your HEAD",
         )
 
 
@@ -191,9 +189,9 @@ def faults_of(
     """Report the guard's events, one finding for each stage and reason.
 
     Args:
-        events: of the first steps.
-        samples: names of the samples, by the row that an event names.
-        precision: of the steps.
+        events: the events of the first training steps.
+        samples: the sample name of each row.
+        precision: the precision of these steps.
     """
     changes = {stage.name.lower(): stage.kind.advice for stage in Stage if stage.kind.advice}
     if precision.scale:
@@ -214,7 +212,7 @@ def faults_of(
 
 
 def _some(names: Iterable[str]) -> str:
-    """Join the first names, and count the others."""
+    """Join the first few names, and append the number of the others."""
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -1,4 +1,4 @@
-"""Whether all ways to compute the loss agree on the user's models: plain, live, cached, served."""
+"""Check that a plain, a live, a cached and a served loss agree on the user's models."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ ROWS = 4  # of the text: all logits of both models must fit in memory
 SERVED_ROWS = 8
 
 Allowed = tuple[float, float]
-"""Largest relative difference of a value, and of a gradient."""
+"""The largest allowed relative difference of a value, and of a gradient."""
 
 EXACT: Allowed = (1e-4, 1e-3)
-HALF: Allowed = (2e-2, 5e-2)  # half-precision products are rounded at different places
-# The k most likely tokens give a lower bound of the value only, but the student learns from the
-# gradient.
+HALF: Allowed = (2e-2, 5e-2)  # half-precision products are rounded differently
+# The k most likely tokens give only a lower bound of the value, but the gradient is close.
 SHORTENED: Allowed = (1e-1, 1e-1)
-LEAST = 0.1  # nats: rounding is a large share of a term near zero
+LEAST = 0.1  # nats; relative differences of smaller terms are taken relative to this
 # Allowed mean difference of a served teacher's log-probabilities in nats, weighted by probability;
 # bfloat16 and float32 differ by about 0.01.
 SERVED = 0.05
@@ -46,17 +45,18 @@ SERVED = 0.05
 
 @dataclass(frozen=True)
 class Agreement:
-    """How much one way to compute the loss differs from the plain one.
+    """The difference between one way to compute the loss and the plain one.
 
     Attributes:
-        way: name of the way.
+        way: `plain`, `live` or `cache` with its method.
         ce: cross-entropy, nats a token.
         kd: the divergence times temperature squared, nats a token.
-        ce_off: difference from the plain value, relative to it, or to 0.1 nats if it is smaller.
-        kd_off: the same.
-        gradient_off: norm of the difference of the weighted loss's gradient in all trained weights,
-            relative to the norm of the plain gradient.
-        allowed: largest differences of the values and of the gradient.
+        ce_off: difference of `ce` from the plain value, relative to it, or to 0.1 nats if the plain
+            value is smaller.
+        kd_off: the same difference of `kd`.
+        gradient_off: norm of the difference of both gradients of the weighted loss, relative to
+            the norm of the plain one.
+        allowed: the largest allowed differences of the values and of the gradient.
     """
 
     way: str
@@ -69,37 +69,39 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether all differences are allowed; NaN is not."""
+        """Whether all differences are within `allowed`; False for NaN."""
         value, gradient = self.allowed
         return max(self.ce_off, self.kd_off) <= value and self.gradient_off <= gradient
 
 
 def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> list[Agreement]:
-    """Compute the loss of a few rows in several ways, and compare.
+    """Compute the loss of a few rows in several ways, and compare them.
 
-    The plain way uses the models' logits, `token_kd` and PyTorch's cross-entropy. The others:
-    `live`, as a training step does, and the cache of TEACHER_CACHE, if given. Dropout is off, and
-    nothing is trained.
+    `plain` uses the logits of both models, `token_kd` and PyTorch's cross-entropy; `live` is the
+    loss of a training step; `cache` reads the teacher from TEACHER_CACHE, if set. Dropout is off,
+    and nothing is trained.
 
     Args:
-        settings: teacher, student, text, loss and precision of a run.
-        progress: called as in a run.
+        settings: the settings of a run.
+        progress: called as `progress(stage, done, total, info)`.
 
     Returns:
-        The plain way first, and how much each other one differs from it.
+        The plain way first, then the others with their differences from it.
 
     Raises:
-        SettingsError: no teacher, or one with another tokenizer, so there is only one way to
-            compute the loss. Also as `prepare`.
+        SettingsError: there is no teacher, or it has another tokenizer, so there is only one way
+            to compute the loss; or the models and the text do not fit together.
     """
     if settings.teacher_model == "none" or settings.align != "auto":
         option = "TEACHER_MODEL 'none'" if settings.align == "auto" else f"ALIGN {settings.align!r}"
         raise SettingsError(
-            f"{option} leaves nothing to compare: name a teacher with the student's tokenizer."
+            f"{option} leaves nothing to compare: set TEACHER_MODEL to a teacher with the student's"
+            " tokenizer, and ALIGN to 'auto'."
         )
     if len(settings.teacher_names) > 1:
         raise SettingsError(
-            f"TEACHER_MODEL names {len(settings.teacher_names)} teachers: verify them one by one."
+            f"TEACHER_MODEL names {len(settings.teacher_names)} teachers, expected one: verify them"
+            " one by one."
         )
     experts = settings.router_mode == "all" or settings.router_weights is not None
     if settings.teacher_cache is not None and experts:
@@ -158,7 +160,7 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
 
 
 def agreement_table(agreements: Sequence[Agreement]) -> Table:
-    """Return a table of how much each way to compute the loss differs from the plain one."""
+    """Return a table of the losses and their differences from the plain way."""
     title = "Losses in nats a token, and differences from the plain ones"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("way", no_wrap=True)
@@ -180,7 +182,7 @@ def _plain(
     temperature: float,
     divergence: str,
 ) -> Tensor:
-    """Compute both terms from all logits, sums over the real tokens `[2]`."""
+    """Compute both loss terms from full logits; return their sums over the real tokens `[2]`."""
     inputs = batch.model_inputs()
     rows, targets = next_token_targets(batch.input_ids, batch.counts)
     mask = torch.zeros(batch.counts.numel(), dtype=torch.bool, device=rows.device)
@@ -197,19 +199,19 @@ def _plain(
 
 @torch.no_grad()
 def compare_served(settings: LanguageSettings) -> list[Finding]:
-    """Compare a served teacher's log-probabilities for a few rows with those of TEACHER_MODEL.
+    """Compare the log-probabilities from TEACHER_URL with those of a local copy, TEACHER_MODEL.
 
-    They agree if they differ by at most 0.05 nats on average, weighted by their probabilities.
+    They agree if they differ by at most 0.05 nats on average, weighted by probability.
 
     Args:
-        settings: TEACHER_URL, a TEACHER_MODEL that can be loaded, and the text.
+        settings: the settings of a run, with TEACHER_URL and a TEACHER_MODEL that can be loaded.
 
     Returns:
-        One finding, a fault if they do not agree.
+        One finding: a fault if the log-probabilities do not agree.
 
     Raises:
-        FileNotFoundError, CausalLMUnavailable: the weights cannot be loaded.
-        SettingsError: as `texts_of`.
+        FileNotFoundError, CausalLMUnavailable: the weights of TEACHER_MODEL cannot be loaded.
+        SettingsError: the text cannot be read.
     """
     local = load_causal_lm(settings.teacher_model)
     texts, _ = texts_of(settings)
@@ -221,7 +223,7 @@ def compare_served(settings: LanguageSettings) -> list[Finding]:
         served = ServedTeacher.of(settings, size, local.tokenizer, torch.device("cpu"))
         top_k = served.top_k_at(batch, rows)
     except ServerFailed as error:
-        return [Finding("the served teacher", str(error), "check how the server was started")]
+        return [Finding("the served teacher", str(error), "check the command of the server")]
     logits = local.model(**batch.model_inputs(), use_cache=False).logits.flatten(0, 1)[rows]
     log_p, weights = logits.double().log_softmax(-1), top_k.log_probs.exp()
     differences = (top_k.log_probs - log_p.gather(-1, top_k.tokens)).abs()
@@ -233,8 +235,9 @@ def compare_served(settings: LanguageSettings) -> list[Finding]:
         f" the most likely token is the same at {same:.0%}"
     )
     change = (
-        "serve TEACHER_MODEL in its own dtype, with its own tokenizer, and with log-probabilities "
-        "before sampling (vLLM: --logprobs-mode raw_logprobs), prompt_logprobs[t] being of token t "
-        "given those before it; or ignore this if you mean another model"
+        "serve TEACHER_MODEL in the dtype of its file, with its tokenizer, and with "
+        "log-probabilities before sampling (vLLM: --logprobs-mode raw_logprobs), so that "
+        "prompt_logprobs[t] are those of token t given the tokens before it. Ignore this if the "
+        "server has another model on purpose"
     )
     return [Finding("the served teacher", result, "" if off <= SERVED else change)]

@@ -1,7 +1,7 @@
-"""Settings: a field is declared once, and checked, documented and read from file and flags by it.
+"""Declare settings once, to be checked, documented, and read from a file and the command line.
 
 A mode declares a frozen dataclass of :func:`setting` fields on top of :class:`Settings`. Its values
-come from the defaults, a file of UPPER_CASE literals and the command line, the later ones winning.
+come from the defaults, a file of UPPER_CASE literals and the command line; the last one wins.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _KINDS = {bool: "True or False", int: "a whole number", float: "a finite number"
 
 
 class SettingsError(InputError):
-    """A setting that is misspelt, of the wrong type or out of range; the message says which."""
+    """A setting is misspelt, of the wrong type or out of range; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a setting does, and which values it allows."""
+    """The documentation of a setting, and the values that it allows."""
 
     help: str
     more: str = ""  # sentences that follow `help` in the settings file
@@ -54,13 +54,13 @@ class Rule:
 
     @property
     def bounds(self) -> list[str]:
-        """The range in words, such as `["at least 0.05", "at most 100"]`."""
+        """The allowed range in words, such as `["at least 0.05", "at most 100"]`."""
         borders = {"at least": self.low, "above": self.above, "at most": self.high}
         borders["below"] = self.below
         return [f"{word} {_number(b)}" for word, b in borders.items() if b is not None]
 
     def allows(self, value: Any) -> bool:
-        """Return whether a value of the right type is in range, or one of the choices."""
+        """Return whether a value of the right type is in range or one of the choices."""
         if isinstance(value, str):
             matches = any(re.fullmatch(form, value) for _, form in self.forms)
             any_text = not self.choices and not self.forms
@@ -77,9 +77,9 @@ def setting(default: Any, help: str, more: str = "", **rule: Any) -> Any:
     """Declare a setting: a dataclass field that carries its :class:`Rule`.
 
     Args:
-        default: The value where neither file nor command line gives one.
-        help: One line: what it does, its unit, what None means.
-        more: Sentences for the settings file alone: when to change it, and what for.
+        default: The value if neither file nor command line gives one.
+        help: One line on the effect of the setting, its unit, and the meaning of None.
+        more: Sentences that only the settings file shows: when and why to change the setting.
         **rule: `section`, `low`, `above`, `high`, `below`, `choices` and `forms` of :class:`Rule`.
     """
     return dataclasses.field(default=default, metadata={"rule": Rule(help, more, **rule)})
@@ -87,7 +87,7 @@ def setting(default: Any, help: str, more: str = "", **rule: Any) -> Any:
 
 @functools.cache
 def _rules(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
-    """Return for each setting its plain type, whether it may be None, and its rule."""
+    """Map each setting to its plain type, whether it may be None, and its rule."""
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     # A dataclass puts first what it inherits; here it comes last, as the section of every run.
@@ -107,11 +107,11 @@ def _rules(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Base of a mode's settings: checks every field on construction.
+    """Base class of the settings of a mode; checks every field on construction.
 
     Raises:
-        SettingsError: From construction and every method below; the message names the setting,
-            its value, what is allowed, and for an unknown name the nearest one.
+        SettingsError: A value is invalid or a name unknown. The message names the setting, its
+            value, what is allowed, and for an unknown name the nearest one.
     """
 
     # Older and foreign names of settings: that name -> the setting's.
@@ -130,23 +130,23 @@ class Settings:
     first: typing.ClassVar[tuple[str, ...]] = ()  # settings that --help shows; all of them if empty
 
     def __post_init__(self) -> None:
-        """Check every field, then what holds between fields."""
+        """Check every field, then the rules between fields."""
         for name in self.rules():
-            # Stored as `check` returns it: a whole number becomes a float where one is due.
+            # `check` turns a whole number into a float if the setting is a float.
             object.__setattr__(self, name, self.check(name, getattr(self, name)))
         self.check_together()
 
     def check_together(self) -> None:
-        """Raise SettingsError where settings do not fit together."""
+        """Raise SettingsError if settings contradict each other."""
 
     @classmethod
     def rules(cls) -> Mapping[str, tuple[type, bool, Rule]]:
-        """Return for each setting, in order: plain type, whether it may be None, rule."""
+        """Map each setting, in order, to its plain type, whether it may be None, and its rule."""
         return _rules(cls)
 
     @classmethod
     def allowed(cls, name: str) -> str:
-        """Return what is allowed: ``"a finite number, at least 0.05, at most 100 (or None)"``."""
+        """Describe the allowed values: ``"a finite number, at least 0.05 (or None)"``."""
         kind, optional, rule = cls.rules()[name]
         choices = (*rule.choices, *(form for form, _ in rule.forms))
         what = "one of " + ", ".join(map(repr, choices)) if choices else _KINDS[kind]
@@ -155,7 +155,7 @@ class Settings:
 
     @classmethod
     def check(cls, name: str, value: Any) -> Any:
-        """Return `value` in the type of the setting `name`, or raise SettingsError."""
+        """Convert a value to the type of a setting; raise SettingsError if it is invalid."""
         kind, optional, rule = cls.rules()[name]
         if (optional and value is None) or (type(value) is str and value in rule.words):
             return value
@@ -173,7 +173,7 @@ class Settings:
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
-        """Return the value of a setting from the text of a command line."""
+        """Convert the text of a command-line flag to the value of a setting."""
         kind, optional, rule = cls.rules()[name]
         lower = text.lower()
         if optional and lower == "none":
@@ -190,7 +190,7 @@ class Settings:
 
     @classmethod
     def named(cls, name: str) -> str:
-        """Return the setting of a name in either case, with either dash, or of an alias."""
+        """Return the field name of a setting given in upper or lower case, or by an alias."""
         field = name.lower().replace("-", "_")
         field = cls.aliases.get(field, field)
         if field not in cls.rules():
@@ -200,9 +200,9 @@ class Settings:
 
     @classmethod
     def of_all(cls, name: str, value: Any) -> Any:
-        """Return the value for all processes of one that was given by name, perhaps per process.
+        """Return the total over all processes if the name stands for a value per process.
 
-        torchrun sets WORLD_SIZE, the number of processes, before any setting is read.
+        The number of processes is WORLD_SIZE, which torchrun sets.
         """
         if name.lower().replace("-", "_") not in cls.per_process or type(value) is not int:
             return value
@@ -211,10 +211,10 @@ class Settings:
 
     @classmethod
     def hint(cls, field: str, more: typing.Iterable[str] = ()) -> str:
-        """Return a sentence with the flags to use for an unknown name, or an empty string.
+        """Return a sentence with the flag to use instead of an unknown name, or an empty string.
 
         Args:
-            field: The name.
+            field: The unknown name.
             more: Known flags that are not settings.
         """
         if field in cls.instead:
@@ -225,18 +225,20 @@ class Settings:
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values under their settings' names; refuse two names of one setting."""
+        """Replace aliases by the names of their settings; raise if a setting is given twice."""
         names: dict[str, str] = {}
         for name in values:
             field = cls.named(name)
             if field in names:
-                raise SettingsError(f"{names[field]} and {name} are the same setting: give one.")
+                raise SettingsError(
+                    f"{names[field]} and {name} are the same setting: remove one of them."
+                )
             names[field] = name
         return {field: cls.of_all(name, values[name]) for field, name in names.items()}
 
     @classmethod
     def file_text(cls) -> str:
-        """Return a file with every default below a comment, as :meth:`from_file` reads it."""
+        """Return the text of a settings file with all defaults, each below its comment."""
         lines = [f'"""{cls.file_heading}"""']
         for name, (_, _, rule) in cls.rules().items():
             if rule.section:
@@ -259,13 +261,13 @@ class Settings:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read a file of UPPER_CASE literals; names it leaves out keep their defaults.
+        """Read settings from a file of UPPER_CASE literals; missing ones keep their defaults.
 
         The file is parsed, never executed.
 
         Raises:
-            SettingsError: With file and line, for anything but `NAME = literal`; with the reason
-                where the file cannot be read.
+            SettingsError: The file cannot be read, or a line is not `NAME = literal` with a valid
+                value.
         """
         assigned = _read_literals(Path(path))
         for name, (line, value) in assigned.items():
@@ -280,21 +282,21 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Invert :meth:`to_dict`; names may be in either case, or aliases; ignore obsolete ones."""
+        """Create settings from a mapping; names in either case, or aliases; skip obsolete ones."""
         return cls(**cls.canonical({n: v for n, v in values.items() if n not in cls.obsolete}))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings under their UPPER_CASE names, ready for JSON."""
+        """Return the values by UPPER_CASE names; all of them can be written as JSON."""
         return {name.upper(): getattr(self, name) for name in self.rules()}
 
     def replace(self, **changes: Any) -> Self:
-        """Return a checked copy with some settings changed."""
+        """Return a copy with some settings changed; it is checked like any new object."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings(Settings):
-    """The settings of every mode: the device, the seed and the run folder."""
+    """The settings that all modes share: the device, the seed and the run folder."""
 
     # Settings that may differ between a run and its continuation: they do not change the result.
     free_on_resume: typing.ClassVar[frozenset[str]] = frozenset({"resume", "run_name", "runs_dir"})
@@ -329,12 +331,15 @@ class RunSettings(Settings):
     resume: bool = setting(False, "continue the last unfinished run, or the one named by RUN_NAME")
 
     def check_together(self) -> None:
-        """Raise SettingsError where the run's name cannot be that of a folder."""
+        """Raise SettingsError if RUN_NAME cannot be the name of a folder in RUNS_DIR."""
         if self.run_name is not None and self.run_name in (".", "..", "latest"):
-            raise SettingsError(f"RUN_NAME is {self.run_name!r}, which is reserved.")
+            raise SettingsError(
+                f"RUN_NAME is {self.run_name!r}, which is reserved: choose another."
+            )
         if self.run_name is not None and ("/" in self.run_name or "\\" in self.run_name):
             raise SettingsError(
-                f"RUN_NAME is {self.run_name!r}, but must be a plain name inside RUNS_DIR."
+                f"RUN_NAME is {self.run_name!r}, but must be a name without slashes: the run folder"
+                " is created in RUNS_DIR."
             )
 
 
@@ -343,7 +348,7 @@ def _number(border: float) -> str:
 
 
 def _is_writable(text: str) -> bool:
-    """Return whether a text can be stored in a file and name one: not blank, valid Unicode."""
+    """Return whether a text is valid Unicode without NUL, and not blank."""
     valid = text.encode("utf-8", "replace").decode() == text
     return bool(text.strip()) and "\0" not in text and valid
 
@@ -354,13 +359,13 @@ def nearest(
     aliases: Mapping[str, str] = types.MappingProxyType({}),
     shown: Callable[[str], str] = str,
 ) -> str:
-    """Return ``" Did you mean X?"`` with the known word most like `word`, or an empty string.
+    """Return ``" Did you mean X?"`` with the known word closest to `word`, or an empty string.
 
     Args:
-        word: The unknown word; an unambiguous beginning of a known word means that one.
+        word: The unknown word. If exactly one known word begins with it, that one is suggested.
         known: The known words.
-        aliases: Known word -> the one to suggest in its place.
-        shown: How a word is written.
+        aliases: Known word -> the word to suggest instead.
+        shown: Formats the suggested word.
     """
     words = list(dict.fromkeys(known))
     close = [name for name in words if len(word) > 2 and name.startswith(word)]
@@ -372,23 +377,23 @@ def nearest(
 
 
 def _read_literals(path: Path) -> dict[str, tuple[int, Any]]:
-    """Return the top-level assignments of a file: name to line and value."""
+    """Parse a settings file into name -> (line, value)."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise SettingsError(
-            f"{path} cannot be read as a settings file: {error.strerror}. Expected a file of"
-            " `NAME = literal` lines; `ssl_kd config` prints one."
+            f"{path} cannot be read as a settings file: {error.strerror}. Expected lines of"
+            " `NAME = literal`; `ssl_kd config train` prints such a file."
         ) from None
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise SettingsError(f"{path} is UTF-16: save it as UTF-8.")
+        raise SettingsError(f"{path} is UTF-16, expected UTF-8: save it as UTF-8.")
     too_deep = (RecursionError, MemoryError)
     try:
         body = ast.parse(content, filename=str(path)).body
     except (SyntaxError, ValueError, *too_deep) as error:
         line = getattr(error, "lineno", None) or 1
         reason = getattr(error, "msg", None) or str(error) or "it is nested too deeply"
-        raise SettingsError(f"{path}, line {line}: this is not Python: {reason}.") from None
+        raise SettingsError(f"{path}, line {line}: this is not valid Python: {reason}.") from None
     literals: dict[str, tuple[int, Any]] = {}
     for node in body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -403,13 +408,15 @@ def _read_literals(path: Path) -> dict[str, tuple[int, Any]]:
             )
         where = f"{path}, line {node.lineno}: {name}"
         if name in literals:
-            raise SettingsError(f"{where} was set before, on line {literals[name][0]}.")
+            raise SettingsError(
+                f"{where} was set before, on line {literals[name][0]}: remove one of the lines."
+            )
         try:
             literals[name] = (node.lineno, ast.literal_eval(value))
         except (ValueError, TypeError, SyntaxError, *too_deep):
             source = ast.get_source_segment(content.decode("utf-8", "replace"), value) or ""
             raise SettingsError(
                 f"{where} must be a plain literal such as 0.1, 'text', True or None,"
-                f" not `{textwrap.shorten(source, 60)}`: this file is read, not run."
+                f" not `{textwrap.shorten(source, 60)}`: a settings file is not executed."
             ) from None
     return literals

@@ -1,4 +1,4 @@
-"""Settings in errors, named as the Python arguments that they came from."""
+"""Rename settings in error messages to the Python arguments that a caller passed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _WORD = re.compile(r"""(?<![\w'"./=-])(--[a-z]\w*|[A-Z][A-Z0-9_]+)(?![\w'"./=-])
 
 @contextlib.contextmanager
 def named_as_arguments(cls: type[Settings], **others: str) -> Iterator[None]:
-    """Name settings in errors as arguments: `n_clusters`, not N_CLUSTERS or --n_clusters.
+    """Rewrite errors raised inside: `n_clusters` in place of N_CLUSTERS and --n_clusters.
 
     Args:
-        cls: the class of the settings.
-        **others: setting -> the argument, where their names differ: `seed="random_state"`.
+        cls: the class that declares the settings.
+        **others: setting -> argument, for those with different names: `seed="random_state"`.
     """
 
     def argument(word: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Checks of paths and launchers before torch is imported, which takes seconds."""
+"""Check paths and launchers without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ssl_kd.errors import DatasetUnavailable, RunFolderError
 
 DATASETS = ("digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet")
 FEATURE_FILES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".parquet")
-"""How the names of feature files end."""
+"""Suffixes of files that hold features instead of images."""
 
-LAUNCHERS = {  # variable of the number of processes -> that of the rank
+LAUNCHERS = {  # environment variable with the number of processes -> variable with the rank
     "WORLD_SIZE": "RANK",  # torchrun, accelerate
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",  # mpirun of Open MPI
     "PMI_SIZE": "PMI_RANK",  # mpiexec of MPICH and Intel MPI
@@ -22,7 +22,7 @@ LAUNCHERS = {  # variable of the number of processes -> that of the rank
 
 
 def home_resolved(name: str) -> Path:
-    """Return the path with its `~` resolved; unchanged where there is no such user."""
+    """Return a path with `~` expanded; leave it unchanged if there is no such user."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -30,10 +30,10 @@ def home_resolved(name: str) -> Path:
 
 
 def dataset_path(name: str) -> Path:
-    """Return the folder of images or the feature file of a name that is not in `DATASETS`.
+    """Return the path of a data set that is a folder of images or a feature file.
 
     Raises:
-        DatasetUnavailable: nothing is there, or a file of another kind; says what is read.
+        DatasetUnavailable: The path does not exist, or is a file with another suffix.
     """
     path = home_resolved(name)
     if path.is_dir() or (path.suffix.lower() in FEATURE_FILES and path.is_file()):
@@ -41,52 +41,66 @@ def dataset_path(name: str) -> Path:
     close = difflib.get_close_matches(name, DATASETS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise DatasetUnavailable(
-        f"{name!r} is neither a data set by name ({', '.join(DATASETS)}), nor a folder, nor a "
+        f"{name!r} is neither the name of a data set ({', '.join(DATASETS)}), nor a folder, nor a "
         f"feature file ({' '.join(FEATURE_FILES)}){hint}"
     )
 
 
 def check_dataset(name: str | None) -> None:
-    """Raise DatasetUnavailable where there is neither a data set of that name nor its path."""
+    """Raise DatasetUnavailable if a value is neither a data set's name nor a path to one."""
     if name is not None and name not in DATASETS:
         dataset_path(name)
 
 
 def run_folder(name: str | Path) -> Path:
-    """Return the folder of a run.
+    """Return the path of a run folder, with `~` expanded.
 
     Raises:
-        RunFolderError: it does not exist, or is not that of a run.
+        RunFolderError: The path is not a run folder: it has no `config.json`.
     """
     path = home_resolved(str(name))
     if not (path / "config.json").is_file():
         raise RunFolderError(
-            f"{path} is not a run's folder (no config.json): give one, such as runs/latest"
+            f"{path} is not a run folder (no config.json): give one, such as runs/latest"
         )
     return path
 
 
 def run_to_extend(name: str, runs: str) -> Path:
-    """Return the folder of the run that EXTEND names: a path, or a name under RUNS_DIR.
+    """Return the run folder that EXTEND names.
+
+    Args:
+        name: A path, or the name of a run in `runs`.
+        runs: RUNS_DIR.
 
     Raises:
-        RunFolderError: neither is a run's folder.
+        RunFolderError: Neither is a run folder.
     """
     places = [home_resolved(name), Path(runs) / name]
     folder = next((place for place in places if (place / "config.json").is_file()), None)
     if folder is None:
         raise RunFolderError(
-            f"EXTEND is {name!r}, but neither {places[0]} nor {places[1]} is a run's folder "
+            f"EXTEND is {name!r}, but neither {places[0]} nor {places[1]} is a run folder "
             "(no config.json): name a finished run"
         )
     return folder
 
 
 def check_run_name(path: Path, resume: bool) -> None:
-    """Raise RunFolderError where a run to resume does not exist, or a new run's folder does."""
+    """Check that a run to resume exists, or that the folder of a new run is free.
+
+    Args:
+        path: The run folder that RUN_NAME names.
+        resume: Whether RESUME is set.
+
+    Raises:
+        RunFolderError: The run to resume does not exist, or the folder is taken.
+    """
     if resume:
         if not (path / "config.json").exists():
-            raise RunFolderError(f"{path} holds no run to resume")
+            raise RunFolderError(
+                f"{path} holds no run to resume (no config.json): leave out --resume to start one"
+            )
     elif path.exists() and (
         not path.is_dir() or {file.name for file in path.iterdir()} - {".lock"}
     ):
@@ -99,13 +113,13 @@ def check_run_name(path: Path, resume: bool) -> None:
 
 
 def launched_as(environment: Mapping[str, str]) -> tuple[int, int, str] | None:
-    """Return rank, number of processes, and the variables of the launcher that set them.
+    """Return rank, number of processes, and the names of the variables that define them.
 
     Args:
-        environment: the variables of the process.
+        environment: The environment variables of this process.
 
     Returns:
-        None for a process that was started alone.
+        None if no launcher (torchrun, mpirun, srun) started several processes.
     """
     for size, rank in LAUNCHERS.items():
         count, place = environment.get(size, ""), environment.get(rank, "")

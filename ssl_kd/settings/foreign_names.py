@@ -1,13 +1,13 @@
-"""Names that transformers' TrainingArguments give to settings of every mode, or to what none is."""
+"""Map arguments of transformers' TrainingArguments to settings, or to the advice to print."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 
-def by_name(answers: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> answer, of answer -> names separated by blanks."""
-    return {name: answer for answer, names in answers.items() for name in names.split()}
+def by_name(advice: Mapping[str, str]) -> dict[str, str]:
+    """Invert advice -> names (separated by blanks) to name -> advice."""
+    return {name: sentence for sentence, names in advice.items() for name in names.split()}
 
 
 ALIASES: Mapping[str, str] = {
@@ -22,12 +22,12 @@ ALIASES: Mapping[str, str] = {
 }
 INSTEAD: Mapping[str, str] = by_name(
     {
-        "torchrun starts several processes, of which each takes a GPU, see --device.": """
+        "torchrun starts one process per GPU, see --device.": """
             accelerator_config average_tokens_across_devices ddp_* deepspeed fsdp fsdp_config
             local_rank log_on_each_node parallelism_config save_on_each_node""",
         "The optimizer is AdamW; --learning_rate and --weight_decay set it.": """
             adam_* optim optim_*""",
-        "Use --seed: the order of the samples follows from it.": """
+        "Use --seed, which also fixes the order of the samples.": """
             data_seed full_determinism shuffle_dataset train_sampling_strategy""",
         "Use --log_every.": """
             disable_tqdm include_num_input_tokens_seen log_level log_level_replica
@@ -43,10 +43,10 @@ INSTEAD: Mapping[str, str] = by_name(
         "Every run trains and evaluates; --resume continues one.": """
             batch_eval_metrics do_eval do_predict do_train eval_do_concat_batches
             eval_use_gather_object include_for_metrics label_names prediction_loss_only""",
-        "There is none: faults are recorded in the run's folder, see ssl_kd replay.": "debug",
-        "A run uploads nothing: afterwards ssl_kd export uploads clusters, and `hf upload` the"
-        " student's folder.": "hub_* push_to_hub",
-        "There is none: the targets are used as they are, without smoothing or noise.": """
+        "Not needed: faults are recorded in the run folder; ssl_kd replay explains them.": "debug",
+        "A run uploads nothing. Afterwards, ssl_kd export uploads clusters, and `hf upload` uploads"
+        " the student's folder.": "hub_* push_to_hub",
+        "Not supported: targets are used without smoothing or noise.": """
             label_smoothing_factor neftune_noise_alpha""",
     }
 )

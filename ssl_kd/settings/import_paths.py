@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IMPORT_PATH = ("package.module.Class", r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-"""The form of an import path: as shown, and as an expression."""
+"""The form of an import path: as messages show it, and as a regular expression."""
 
 
 def explain(error: BaseException) -> str:
-    """Describe an exception of a user's code in one line: type, message, file and line."""
+    """Describe an exception from a user's code in one line: type, message, file and line."""
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         message = f"it ends the process by sys.exit({error.code!r})"
@@ -30,7 +30,12 @@ def explain(error: BaseException) -> str:
 
 
 def check_installed(names: Collection[str], extra: str) -> None:
-    """Raise MissingPackage where one of these packages is not installed; none is imported."""
+    """Raise MissingPackage if a package is not installed; no package is imported.
+
+    Args:
+        names: Import names of the packages.
+        extra: The extra of ssl_kd that installs them, for the message.
+    """
     missing = []
     for name in names:
         try:
@@ -50,12 +55,12 @@ def import_class(path: str, base: type[T], what: str) -> type[T]:
     """Import the class of an import path such as `heads.cosine_head.CosineHead`.
 
     Args:
-        path: package.module.Class, as an import statement would find it.
-        base: its required base class.
-        what: its use, for the messages: `head`, `teacher`.
+        path: The import path, package.module.Class.
+        base: The class that it must inherit from.
+        what: The role of the class in messages, such as `head` or `teacher`.
 
     Raises:
-        InputError: not a dotted path, not found, another kind of object, or its module fails.
+        InputError: The path has no dot, cannot be imported, or is not a subclass of `base`.
     """
     module, _, name = path.rpartition(".")
     if not module:
@@ -83,26 +88,27 @@ def import_class(path: str, base: type[T], what: str) -> type[T]:
 def path_of_file(
     recorded: Any, trusted: str | None, own: Collection[str], *, what: str, file: object, way: str
 ) -> str:
-    """Return the import path to follow for a file: one of this library, or the caller's.
+    """Return the import path of a class that a file names, if it is safe to import.
 
-    An import runs the code of what is imported, and a file from elsewhere can name any module.
+    An import executes code, and a file from elsewhere can name any module. So only classes of this
+    library are imported, and those that the caller names.
 
     Args:
-        recorded: the path that the file names.
-        trusted: the path that the caller names instead, if any.
-        own: the paths that need no trust.
-        what: its use, for the message: `head`, `loss`.
-        file: the file.
-        way: how the caller would name it, such as `--head heads.mine.Head`.
+        recorded: The import path in the file.
+        trusted: The import path that the caller passed; None: the caller passed none.
+        own: The import paths of this library's classes.
+        what: The role of the class in the message, such as `head` or `loss`.
+        file: The file that names the class, for the message.
+        way: The argument to pass for a trusted class, such as `--head heads.mine.Head`.
 
     Raises:
-        InputError: the file names another path, and the caller none.
+        InputError: The file names a class outside the library, and the caller passed none.
     """
     if trusted is not None:
         return trusted
     if recorded not in list(own):
         raise InputError(
             f"{file} names the {what} {recorded!r}, which is not part of ssl_kd. Importing it would"
-            f" run its code, so nothing was imported. If you trust it, name it yourself: {way}"
+            f" execute its code, so nothing was imported. If you trust it, use {way}"
         )
     return recorded

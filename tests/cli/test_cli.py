@@ -155,21 +155,21 @@ def test_help_does_not_wait_for_torch():
 
 
 WRONG = [
-    (["train", "--dataset", "nowhere"], "'nowhere' is neither a data set by name"),
+    (["train", "--dataset", "nowhere"], "'nowhere' is neither the name of a data set"),
     (["train", "--dataset", "digts"], "did you mean 'digits'"),
     (["train", "--dataset", "~nobodyhere/x.npy"], "'~nobodyhere/x.npy' is neither"),
     (["train", "--dataset", "a\nb\x1b[2J"], "is neither"),
     (["train", "--dataset", "x" * 5000], "File name too long"),
     (["train", "--dataset", "notes.txt"], "nor a feature file (.npy"),
     (["train", "--dataset_test", "nowhere"], "'nowhere' is neither"),
-    (["train", "--extend", "nowhere"], "neither nowhere nor runs/nowhere is a run's folder"),
+    (["train", "--extend", "nowhere"], "neither nowhere nor runs/nowhere is a run folder"),
     (["train", "--run_name", "taken"], "already holds an unfinished run"),
     (["train", "--resume", "--run_name", "gone"], "holds no run to resume"),
     (["extract", "--dataset", "nowhere"], "'nowhere' is neither"),
     (["extract", "--rank", "0"], "--rank is 0 and --world None; expected both"),
-    (["explore", "nowhere"], "nowhere is not a run's folder"),
-    (["explore", "~nobodyhere/run"], "is not a run's folder"),
-    (["export", "nowhere", "--to", "parquet"], "nowhere is not a run's folder"),
+    (["explore", "nowhere"], "nowhere is not a run folder"),
+    (["explore", "~nobodyhere/run"], "is not a run folder"),
+    (["export", "nowhere", "--to", "parquet"], "nowhere is not a run folder"),
     (["curate", "nowhere"], "nowhere is not a folder"),
     (["judge", "./nowhere"], "nowhere does not exist"),
     (["judge", "runs/nowhere"], "nowhere does not exist"),
@@ -332,7 +332,7 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train", "--dataset", "./nowhere"], "neither a data set by name"),
+        (["train", "--dataset", "./nowhere"], "neither the name of a data set"),
         (
             ["train", "--runs_dir", "full"],
             "RUNS_DIR is 'full' and RUN_NAME None, but full cannot be made (File",
@@ -487,7 +487,7 @@ def test_without_labels_there_is_a_line_in_place_of_the_table(run_that, tmp_path
     assert run_that(lambda settings, *, progress: done) == 0
     first, *files, following = capfd.readouterr().out.splitlines()
     assert following.startswith(f"Next: ssl_kd explore {tmp_path}; ssl_kd curate {tmp_path}; ")
-    assert first.startswith("3 clusters of 0 to 26 samples; no label is known")
+    assert first.startswith("3 clusters of 0 to 26 samples. The data has no labels")
     assert files == [
         f"Clusters: {tmp_path / 'assignments.csv'}",
         f"Report: {tmp_path / 'report.html'}",

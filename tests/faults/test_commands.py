@@ -139,7 +139,7 @@ def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_tr
     [
         (b"import sys\nsys.exit(0)\n", "line 1: expected only lines of `NAME"),
         (b"SEED = __import__('os').mkdir('trace')\n", "line 1: SEED must be a plain literal"),
-        ("SEED = 1\n".encode("utf-16"), "is UTF-16: save it as UTF-8"),
+        ("SEED = 1\n".encode("utf-16"), "is UTF-16, expected UTF-8: save it as UTF-8"),
         (b"SEED = " + b"-" * 5000 + b"1", "line 1"),
         (None, "cannot be read as a settings file: Is a directory"),
     ],

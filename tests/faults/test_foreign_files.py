@@ -121,7 +121,7 @@ def bundle_file(path, **changes):
 def test_a_class_that_a_bundle_names_is_not_imported(what, evil, tmp_path, capfd):
     path = bundle_file(tmp_path / "b.pt", **{what: evil})
     assert cli.main(["replay", str(path)]) == 2
-    assert f"name it yourself: --{what} evil.Head" in one_line(capfd.readouterr().err)
+    assert f"If you trust it, use --{what} evil.Head" in one_line(capfd.readouterr().err)
     assert not (tmp_path / "model" / "trace").exists()
     with pytest.raises(ValueError, match="nothing was imported"):
         replay(path)

@@ -63,7 +63,7 @@ def test_the_text_of_a_run_and_its_teacher_are_those_it_was_trained_with(
                 near = pytest.approx(same[name], rel=1e-5) if same[name] is not None else None
                 assert row[name] == near, name
     assert cli.main(["judge", "runs/a"]) == BAD_INPUT  # nothing is overwritten unasked
-    assert "runs/a/judged.json exists: name another file" in capsys.readouterr().err
+    assert "runs/a/judged.json exists: give another file" in capsys.readouterr().err
     alone = ["judge", "runs/a", "--teacher=none", "--generations=0", "--out=runs/a/judged.json"]
     assert cli.main(alone) == OK
     found = found_in(path / "judged.json")
@@ -83,8 +83,8 @@ def test_two_tokenizers_are_compared_on_the_same_text(at, models, tmp_path, caps
     ("words", "says"),
     [
         (["--teacher", "x"], "The student comes first, before --teacher"),
-        (["x", "--learning_rate", "1"], "LEARNING_RATE plays no part in judging"),
-        (["x", "--out=."], "--out is ., a folder: expected a file"),
+        (["x", "--learning_rate", "1"], "--learning_rate has no effect on judging"),
+        (["x", "--out=."], "--out is ., a folder; expected a file"),
         (["x"], "folder x does not exist"),
     ],
 )

@@ -226,14 +226,14 @@ def test_ranks_are_those_that_a_launcher_gave(tmp_path, monkeypatch, capsys):
     [
         (("--rank", "1"), "--rank is 1 and --world None; expected both"),
         (("--world", "4"), "--rank is None and --world 4; expected both"),
-        (("--rank", "4", "--world", "4"), "--rank is 4 and --world 4; expected both, and a rank"),
+        (("--rank", "4", "--world", "4"), "--rank is 4 and --world 4; expected both, with a rank"),
         (("--rank", "-1", "--world", "4"), "--rank is -1"),
         (("--rank", "a", "--world", "4"), "invalid int value: 'a'"),
         (("--engine", "dask"), "invalid choice: 'dask'"),
-        (("--engine", "ray", "--rank", "0", "--world", "2"), "shares the work itself"),
+        (("--engine", "ray", "--rank", "0", "--world", "2"), "distributes the work itself"),
         (("--shard_rows", "0"), "expected a whole number, at least 1; got 0"),
         (("--datset", "x"), "There is no flag --datset. Did you mean --dataset?"),
-        (("--extend", "x"), "an extension embeds its data itself"),
+        (("--extend", "x"), "extract only fills caches"),
         (("more",), "'more' belongs to no flag"),
     ],
 )
@@ -249,7 +249,7 @@ def test_ranks_are_given_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     flags = ("--embeddings_dir", str(tmp_path / "c"), "--shard_rows", "700")
     assert command(*flags, "--rank", "0", "--world", "2") == 2
-    said = "--rank and --world are set by the launcher (RANK and WORLD_SIZE): leave them out"
+    said = "The launcher sets --rank and --world (by RANK and WORLD_SIZE): leave both flags out"
     assert said in capsys.readouterr().err and not (tmp_path / "c").exists()
     assert command(*flags) == 0
     assert "has stored its 1 of 3 shards" in capsys.readouterr().out
@@ -261,7 +261,7 @@ def test_ctrl_c_keeps_complete_shards_and_says_how_to_go_on(tmp_path, alone):
     code, told, last = job.run()
     assert code == 130 and told == ""
     said = re.fullmatch(
-        r"ssl_kd: Stopped by SIGINT; complete shards are kept; continue with: (.*)", last
+        r"ssl_kd: Stopped by SIGINT. The complete shards are kept; continue with: (.*)", last
     )
     stored = len(job.stored())
     assert said is not None and 0 < stored < 23

@@ -57,7 +57,7 @@ def test_a_column_or_split_that_is_not_there(photo_run):
 
 
 def test_what_is_no_finished_run_is_refused(copied, tmp_path):
-    with pytest.raises(RunFolderError, match="not a run's folder"):
+    with pytest.raises(RunFolderError, match="not a run folder"):
         Samples(tmp_path)
     file = copied / "metrics.json"
     metrics = json.loads(file.read_text())

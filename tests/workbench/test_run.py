@@ -72,7 +72,7 @@ def test_an_unknown_cluster_and_a_folder_without_a_run(run, tmp_path):
     run.curation.rename(1, "twin")
     with pytest.raises(InputError, match="cluster 1 is called 'twin' already: merge the two"):
         run.curation.rename(0, "twin")
-    with pytest.raises(RunFolderError, match="not a run's folder"):
+    with pytest.raises(RunFolderError, match="not a run folder"):
         Run.open(tmp_path)
 
 

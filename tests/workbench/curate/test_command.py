@@ -86,7 +86,7 @@ def test_tables_are_replaced_by_force_alone(tmp_path, capsys):
     assert main(["curate", str(cache)]) == 0
     (cache / "curated" / "kept.txt").write_text("edited")
     assert main(["curate", str(cache)]) == 2
-    assert "curated is not empty: name another folder with --out" in error_of(capsys)
+    assert "curated is not empty: give another folder with --out" in error_of(capsys)
     assert (cache / "curated" / "kept.txt").read_text() == "edited"
     assert main(["curate", str(cache), "--force"]) == 0
     assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 50
@@ -98,12 +98,12 @@ def test_tables_are_replaced_by_force_alone(tmp_path, capsys):
         (["--rule", "first"], "arguments are required: FOLDER"),
         (["nowhere"], "nowhere is not a folder"),
         (["{}", "--rule", "best"], "argument --rule: invalid choice: 'best'"),
-        (["{}", "--duplicates", "near"], "expected auto or a cosine from -1 to 1; got near"),
-        (["{}", "--duplicates", "7"], "expected auto or a cosine from -1 to 1; got 7"),
+        (["{}", "--duplicates", "near"], "expected auto or a cosine from -1 to 1, got near"),
+        (["{}", "--duplicates", "7"], "expected auto or a cosine from -1 to 1, got 7"),
         (["{}", "--label", "9"], "There is no flag --label. ssl_kd curate --help lists"),
         (["{}", "--out", "a\0b"], "contains a NUL character"),
-        (["{}", "--images"], "--images needs a run's folder, and"),
-        (["{}", "--exclude"], "--exclude needs a run's folder, and"),
+        (["{}", "--images"], "--images needs a run folder, but"),
+        (["{}", "--exclude"], "--exclude needs a run folder, but"),
         (["{}", "--split", "val"], "nor a cache of the split val (no embeddings_val.json)"),
     ],
 )

@@ -138,7 +138,7 @@ def test_the_command_writes_it_applies_decisions_and_undoes_them(run, tmp_path, 
         (["RUN", "--apply", "a", "--undo"], "--undo: not allowed with argument --apply"),
         (["RUN", "--port", "70000"], "port is 70000"),
         (["RUN", "--apply", "nothing.jsonl"], "nothing.jsonl"),
-        (["elsewhere"], "elsewhere is not a run's folder"),
+        (["elsewhere"], "elsewhere is not a run folder"),
     ],
 )
 def test_invalid_arguments_are_one_line(run, words, message, capsys):
