@@ -1,10 +1,8 @@
 """`python -m ssl_kd.doctor gradients` on tiny models: healthy, and with faults that it names."""
 
 import json
-import os
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from ssl_kd.doctor.gradients import gradients, open_model  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.teachers.student import build_student, save_student  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
 TEXTS = [f"A cat sat on mat {i}, and dog {i} saw the cat." for i in range(30)]
 DATASET = TextDataset("t", "train", tuple(Example(f"t:{t}", text=t) for t in TEXTS), "", ())
 TOKENIZER = train_tokenizer(DATASET, 300)
@@ -139,20 +136,16 @@ def test_adapters_and_separate_heads_have_their_parts(settings):
     assert parts == ["embedding", "the rest", "layer 0", "layer 1", "head", "all"]
 
 
-def test_the_command_in_a_process_of_its_own(settings, tmp_path):
+def test_the_module_is_a_command(settings, monkeypatch, capsys):
     saved(settings)
     words = ["--model", settings.student_model, "--data_path", settings.data_path]
     words += ["--block_size", "32", "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ssl_kd.doctor", "gradients", *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Gradients of" in done.stdout and "0 faults" in done.stdout
-    assert "2e-05" in done.stdout  # what suits a model that was trained before
+    monkeypatch.setattr(sys, "argv", ["ssl_kd.doctor", "gradients", *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("ssl_kd.doctor", run_name="__main__")
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "Gradients of" in out and "0 faults" in out
+    assert "2e-05" in out  # the default learning rate of a trained model
 
 
 def test_exit_codes(settings, capsys):

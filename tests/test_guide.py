@@ -61,6 +61,7 @@ def test_python_of_a_page_runs_and_prints_what_it_says(path, request, tmp_path, 
             assert program == "ssl_kd" and cli.main(words) == 0, words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", named(NOTEBOOKS))
 @pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
 def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from PIL import Image
 
 from ssl_kd.evaluate import calibration
 from ssl_kd.report import figures, run_images, write_report
+from ssl_kd.report.gallery import thumbnail
 from ssl_kd.workbench import explore
 from tests.report.reading import Reader, change, put, write_and_read
 
@@ -257,10 +258,8 @@ def test_a_report_after_the_run_finds_its_pictures_again(run, tmp_path):
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("python '/x y/t.py' --dataset 'my photos'", "python '/x y/t.py' --dataset 'my photos'"),
         ("python train.py --run_name 'a b' --resume --seed 3", "python train.py --seed 3"),
         ("ssl_kd train --run-name=a --seed 3", "ssl_kd train --seed 3"),
-        ("train.py 'open", "train.py 'open"),  # damaged
         ("train.py --run_name", "train.py"),
     ],
 )
@@ -315,9 +314,9 @@ def test_many_clusters_and_photographs_stay_under_five_megabytes(run):
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
-def test_any_picture_mode_becomes_a_thumbnail(run, mode):
-    source, _ = read(run, lambda rows: [Image.new(mode, (50, 9))] * len(rows))
-    assert source.count('class="photo" src="data:image/jpeg;base64,') == 3 * K
+def test_any_picture_mode_becomes_a_thumbnail(mode):
+    picture = thumbnail(Image.new(mode, (50, 9)))
+    assert picture["kind"] == "photo" and picture["source"].startswith("data:image/jpeg;base64,")
 
 
 def test_a_cluster_has_one_colour_of_its_own_in_the_report_and_the_explorer():
