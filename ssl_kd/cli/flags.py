@@ -100,7 +100,7 @@ def resolve_settings(
     parser = _settings_parser(cls, config, prog, presets, preset, show_all)
     parsed, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise SettingsError(_unknown(cls, unknown[0]))
+        raise SettingsError(_unknown(cls, unknown[0], ["config", *(["preset"] if presets else [])]))
     values = vars(parsed)
     file, preset = values.pop("config", None), values.pop("preset", preset)
     if preset is not None:
@@ -189,7 +189,7 @@ def _settings_parser(
     return parser
 
 
-def _unknown(cls: type[Settings], arg: str) -> str:
+def _unknown(cls: type[Settings], arg: str, others: Sequence[str]) -> str:
     """Return the error message for an argument that is not a flag or a value of one."""
     if not arg.startswith("-"):
         return (
@@ -197,7 +197,7 @@ def _unknown(cls: type[Settings], arg: str) -> str:
             " none, or True or False."
         )
     name = arg.lstrip("-").partition("=")[0].replace("-", "_").lower()
-    known = ["config", "preset", *cls.rules()]
+    known = [*others, *cls.rules()]
     known += [f"no_{flag}" for flag, (kind, *_) in cls.rules().items() if kind is bool]
     if name in known:  # right but for its capitals, or a single dash
         return f"There is no flag {arg}. Did you mean --{name}?"
