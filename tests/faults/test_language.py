@@ -114,9 +114,8 @@ def test_a_row_in_which_nothing_counts_changes_no_bit_of_a_step():
 
 KINDS = {
     "all weights": {},
-    "adapters": {"lora": True},
+    "adapters, two batches a step": {"lora": True, "gradient_accumulation_steps": 2},
     "a head that is not linear": {"kind": "Gemma2"},
-    "two batches a step": {"gradient_accumulation_steps": 2},
 }
 
 
