@@ -279,7 +279,6 @@ def _columns(
 
 
 def _check_column(path: Path, column: str, names: Sequence[str]) -> None:
-    """Raise InputError if a file has no such column."""
     if column not in names:
         texts = [str(name) for name in names]
         close = difflib.get_close_matches(column, texts, n=1, cutoff=0.5)
@@ -427,7 +426,6 @@ def _side_by_side(path: Path, file: Any, used: set[str | None]) -> np.ndarray:
 
 
 def _stacked(path: Path, name: str, column: Any) -> np.ndarray:
-    """Convert a list column to an array `[n, d]`."""
     from pyarrow import compute
 
     column = column.cast(getattr(column.type, "storage_type", column.type))

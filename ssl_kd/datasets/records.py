@@ -340,7 +340,6 @@ class _Images:
 
 
 def _with_leading_images(example: Example, images: int) -> Example:
-    """Insert positions for images before the first user message."""
     lead = IMAGE * images
     if example.messages is None:
         name = "prompt" if example.text is None else "text"

@@ -311,7 +311,6 @@ def _read_stdlib() -> Iterator[Example | str]:
 def _read_hugging_face(
     name: str, split: TextSplit, field: str | None
 ) -> tuple[bool, Iterator[Example | str]]:
-    """Read a data set from the Hub, or from a folder written by `save_to_disk`."""
     try:
         import datasets
     except ImportError as error:
@@ -451,7 +450,6 @@ def _read_plain(path: Path) -> Iterator[_Item]:
 
 
 def _as_document(lines: Iterable[str], where: str) -> Example | str:
-    """Join lines to a document without leading and trailing empty lines."""
     text = "".join(lines).strip("\n")
     return Example(where, text=text) if text.strip() else f"{where}: empty"
 

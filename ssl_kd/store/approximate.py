@@ -171,7 +171,6 @@ def _mapped(path: Path) -> Tensor:
 
 
 def _check_space(store: EmbeddingStore, k: int) -> None:
-    """Raise InputError unless the disk has space for the index, both in parts and merged."""
     needed = store.n * (2.25 * (2 * store.dim + 8) + 8 * k)
     free = shutil.disk_usage(store.folder).free
     if needed > free:
@@ -185,7 +184,6 @@ def _check_space(store: EmbeddingStore, k: int) -> None:
 def _searched(
     store: EmbeddingStore, k: int, work: Path, progress: Progress | None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Build the index, search the neighbors of every row, and write them with their record."""
     clock, (path, record_path) = Clock(), _paths(store)
     with clock("train"):
         index = _trained(store)

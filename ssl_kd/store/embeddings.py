@@ -115,7 +115,6 @@ def _odd_sizes(peaks: Tensor) -> list[str]:
 
 
 def _name(split: str) -> str:
-    """Return the file name prefix of a split."""
     if not re.fullmatch(r"[A-Za-z0-9-]+", split):
         raise ValueError(f"split is {split!r}; expected letters, digits or hyphens, like 'train'")
     return f"embeddings_{split}"

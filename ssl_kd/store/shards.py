@@ -113,7 +113,6 @@ def shard_file(name: str, shard: int, n_shards: int) -> str:
 
 
 def _check_shards(manifest: Manifest, name: str, row_bytes: int) -> None:
-    """Raise ValueError unless the manifest lists valid shards in order."""
     size, n, last = manifest["shard_rows"], manifest["n"], -1
     for entry in manifest["shards"]:
         shard, stop = entry["start"] // max(size, 1), min(entry["start"] + size, n)

@@ -262,7 +262,6 @@ class ShardWriter(Generic[S]):
         return self._store
 
     def _recover(self) -> None:
-        """Find the intact shards in the finished cache and in the unfinished one."""
         same, refused = self._ledger.look(), []
         if self._ledger.force:
             if self.shards or self._only == slice(0):
@@ -338,7 +337,6 @@ class ShardWriter(Generic[S]):
         return [row for row in range(start, stop) if row not in known]
 
     def _write_complete(self) -> None:
-        """Write all complete shards, starting with the first missing one."""
         while self.done < self.n:
             start, stop = self._ledger.rows(self.done // self.shard_rows)
             # Comparing the counts is enough for nearly every batch.
