@@ -1,4 +1,4 @@
-"""Whether the confidence is what it says, and whether outlier scores find what is new.
+"""Measure how well confidence is calibrated, and how well outlier scores find new classes.
 
     python -m benchmarks.calibration --sets digits,cifar_efficientnet --cifar FOLDER
 
@@ -36,7 +36,7 @@ TRAINED = 0.6
 
 
 def confidences(x: NDArray, y: NDArray, seed: int) -> dict[str, Any]:
-    """Accuracy of one fit, and the reliability of its vote `before` and `after`."""
+    """Return the accuracy of one fit, and the calibration of its vote `before` and `after`."""
     fitted = MultiHeadClusterer(n_clusters=len(np.unique(y)), random_state=seed).fit(x)
     right = evaluate.rightly_placed(y, fitted.labels_)
     model, found = fitted.model_, {}
@@ -47,7 +47,7 @@ def confidences(x: NDArray, y: NDArray, seed: int) -> dict[str, Any]:
 
 
 def detection(x: NDArray, y: NDArray, seed: int) -> tuple[float, float]:
-    """Mean area under the ROC curve for a class left out, and the share of held-out above 0.95."""
+    """Return the mean ROC AUC for a class left out, and the share of held-out above 0.95."""
     trained = np.random.default_rng(seed).random(len(x)) < TRAINED
     areas, above = [], []
     for c in np.unique(y)[:CLASSES]:
@@ -86,7 +86,7 @@ def inputs_that_are_none(
 
 
 def strangeness(x: NDArray, other: NDArray, seed: int) -> dict[str, tuple[float, float]]:
-    """Area under the ROC curve beside held-out samples, and the share above 0.99, of each kind."""
+    """Return, for each kind, the ROC AUC against held-out samples and the share above 0.99."""
     rng = np.random.default_rng(seed)
     trained = rng.random(len(x)) < TRAINED
     train = torch.from_numpy(x[trained])
@@ -112,7 +112,7 @@ def print_strangeness(sets: dict[str, NDArray], seed: int) -> None:
 
 
 def bins(found: dict[str, Any]) -> str:
-    """Confidence, share right and number of samples of each bin."""
+    """Return confidence, share of correct samples and number of samples of each bin."""
     return ", ".join(f"{b['confidence']:.2f}: {b['right']:.2f} ({b['n']})" for b in found["bins"])
 
 

@@ -1,4 +1,4 @@
-"""Copies, wrong labels and outliers put into real images: how many of the first hundred are found.
+"""Insert duplicates, wrong labels and outliers into real images, and measure how many are found.
 
     pip install --target peers --no-deps cleanlab imagededup termcolor PyWavelets
     PYTHONPATH=peers python -m benchmarks.curate --data_dir data --cifar FOLDER
@@ -84,7 +84,7 @@ KINDS: dict[str, Callable[[Image.Image], Image.Image]] = {
 
 
 def stored(x: NDArray) -> EmbeddingStore:
-    """Rows as a cache of their own."""
+    """Write rows into a new embeddings cache, and open it."""
     n, folder = len(x), Path(tempfile.mkdtemp())
     of = Fingerprint("features", "none", "none", "float32", "made for a benchmark")
     with EmbeddingWriter(
@@ -95,7 +95,7 @@ def stored(x: NDArray) -> EmbeddingStore:
 
 
 def precision(wanted: NDArray, score: NDArray, total: int) -> tuple[float, float]:
-    """Precision at 100 or `total`, and average precision where all `total` were to be found."""
+    """Return the precision at 100 (or `total`) and the average precision over `total` positives."""
     first = np.argsort(-score, kind="stable")[: min(100, total)]
     average = average_precision_score(wanted, score) * wanted.sum() / total if wanted.any() else 0
     return float(wanted[first].mean()), float(average)
@@ -114,7 +114,7 @@ def copied(images: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def hashed(images: NDArray, method: str) -> dict[tuple[int, int], float] | None:
-    """Pairs of imagededup up to a Hamming distance of 20 of 64, and minus it."""
+    """Return pairs that imagededup finds within a Hamming distance of 20 bits, and minus it."""
     try:
         from imagededup import methods  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -132,7 +132,7 @@ def hashed(images: NDArray, method: str) -> dict[tuple[int, int], float] | None:
 
 
 def duplicates(name: str, images: NDArray, x: NDArray, rows: NDArray) -> list[list[str]]:
-    """A line for each method."""
+    """Return a table line for each method."""
     n = len(images) - len(rows)
     truth = {(int(row), n + i) for i, row in enumerate(rows)}
     start = time.monotonic()
@@ -161,7 +161,7 @@ def duplicates(name: str, images: NDArray, x: NDArray, rows: NDArray) -> list[li
 
 
 def _photos(sources: Sources, split: Split) -> Labelled:
-    """CIFAR-10 as it is, `[n, 32, 32, 3]`, and its classes."""
+    """Return the images of CIFAR-10 `[n, 32, 32, 3]` and their classes."""
     if sources.cifar is None:
         raise Absent("there is no CIFAR-10: --cifar FOLDER, with train/<class>/*.png in it")
     folder = open_dataset(str(sources.cifar), split, labels="folders")
@@ -189,7 +189,7 @@ class Host(NamedTuple):
 
 
 def broken(images: NDArray) -> list[NDArray]:
-    """Each image noisy, blurred, inverted, half lost, nothing but noise, and blank."""
+    """Return each image noisy, blurred, inverted, half lost, as pure noise, and blank."""
     rng, light = np.random.default_rng(0), images.astype(np.float64)
     rows, side = len(images), images.shape[1]
     half = light.copy()
@@ -202,7 +202,7 @@ def broken(images: NDArray) -> list[NDArray]:
 
 
 def single(side: int = 96) -> NDArray:
-    """Photographs, a digit and drawings, `[12, side, side, 3]` uint8, no two of a kind."""
+    """Return photographs, a digit and drawings, all different, `[12, side, side, 3]` uint8."""
     digit = SETS["digits"](Sources())[0][0].reshape(8, 8) * 15.9
     x, y = np.meshgrid(np.arange(side), np.arange(side))
     circle = np.hypot(x - side / 2, y - side / 2)
@@ -255,7 +255,7 @@ def strange(host: Host, rng: np.random.Generator) -> Iterator[tuple[str, NDArray
 
 
 def far_out(x: NDArray) -> Scores:
-    """Of each method how far out each row lies."""
+    """Return the outlier score of each row, by method."""
     found = outliers(stored(x))
     ours = np.empty(len(x))
     ours[found.rows] = found.columns["distance"]
@@ -300,7 +300,7 @@ def doubted(
 def averaged(
     name: str, cases: Callable[[np.random.Generator], Iterator[tuple[str, NDArray, Scores]]]
 ) -> list[list[str]]:
-    """A line for each kind and method: precision and average precision over the seeds."""
+    """Return a line for each kind and method: precision and average precision over the seeds."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for seed in range(SEEDS):
         for kind, wanted, ranked in cases(np.random.default_rng(seed)):
@@ -316,7 +316,7 @@ def averaged(
 
 
 def copies(sources: Sources) -> Iterator[list[list[str]]]:
-    """Lines of the table of copies."""
+    """Return the table of duplicates as lines."""
     fashion = _fashion_images(sources, 5000)
     assert fashion.arrays is not None and fashion.labels is not None
     for name, small, y in (
@@ -333,13 +333,13 @@ def copies(sources: Sources) -> Iterator[list[list[str]]]:
 
 
 def strays(sources: Sources) -> Iterator[list[list[str]]]:
-    """Lines of the table of outliers."""
+    """Return the table of outliers as lines."""
     for name, host in hosts(sources):
         yield averaged(name, partial(strange, host))
 
 
 def labels(sources: Sources) -> Iterator[list[list[str]]]:
-    """Lines of the table of wrong labels."""
+    """Return the table of wrong labels as lines."""
     sets = {name: (host.x, host.y) for name, host in hosts(sources)}
     for name, (x, y) in (sets | {"digits": SETS["digits"](sources)}).items():
         yield averaged(name, partial(doubted, x, y))

@@ -1,4 +1,4 @@
-"""How often the microscope names the right operation and the right cause.
+"""Measure how often the microscope names the right operation and the right cause of a fault.
 
     python -m benchmarks.diagnosis    # 200 and 100 injections; writes docs/results.md
 
@@ -44,7 +44,7 @@ Drawn = tuple[Cause, str, Cause, str, int]
 
 @dataclass
 class Case:
-    """A step with a fault: stages from the input to the loss, and the truth about it."""
+    """A training step with an injected fault, and its true operation and cause."""
 
     cause: Cause
     x: Tensor
@@ -54,7 +54,7 @@ class Case:
     scale: float = 1.0
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
-        """Loss, and the gradients of the weights."""
+        """Return the loss and the gradients of the weights."""
         x = self.x
         for _, stage in self.stages:
             x = stage(x)
@@ -63,13 +63,13 @@ class Case:
         return loss, list(torch.autograd.grad(loss, weights)) if weights else []
 
     def is_sick(self) -> bool:
-        """Whether the fault shows in the loss or in a gradient."""
+        """Return whether the loss or a gradient is not finite."""
         loss, gradients = self.run()
         return any(not torch.isfinite(x).all() for x in [loss, *gradients])
 
     @torch.no_grad()
     def overflows_at(self) -> str | None:
-        """The first stage whose exact value does not fit the dtype it is computed in."""
+        """Return the first stage with an exact value beyond the range of its dtype."""
         weights = {name: w.detach().clone() for name, w in self.weights.items()}
         exact, x = self.x.double(), self.x
         try:
@@ -98,7 +98,7 @@ def batch(r: random.Random) -> Tensor:
 
 
 def network(r: random.Random, dim: int, dtype=torch.float32, bias=True):
-    """A random MLP: its stages, its weights by name, and the width it ends in."""
+    """Return a random MLP: its stages, its weights by name, and its output width."""
     act = r.choice([("aten.relu", F.relu), ("aten.gelu", F.gelu), ("aten.tanh", torch.tanh)])
     stages, weights = [], {}
     depth = r.randint(1, 4)
@@ -119,7 +119,7 @@ def network(r: random.Random, dim: int, dtype=torch.float32, bias=True):
 
 
 def sound_loss(r: random.Random, rows: int, width: int) -> list[Stage]:
-    """A loss that is finite wherever its input is reasonable."""
+    """Return a loss that is finite for any reasonable input."""
     target = torch.randint(width, (rows,))
     wanted = torch.randn(rows, width)
     return r.choice(
@@ -255,7 +255,7 @@ def _temperatures(r: random.Random, t: float) -> tuple[Case, Case]:
 
 
 def learning_rate(r: random.Random) -> Case:
-    """Real steps of SGD or AdamW at a huge rate, until the loss overflows."""
+    """Take real steps of SGD or AdamW at a huge learning rate, until the loss overflows."""
     x = batch(r)
     stages, weights, width = network(r, x.shape[1])
     case = Case(Cause.LEARNING_RATE, x, stages + sound_loss(r, len(x), width), weights)
@@ -283,7 +283,7 @@ KINDS = (
 
 
 def inspect(case: Case) -> tuple[Cause, str]:
-    """What the microscope says: cause and operation."""
+    """Return the cause and the operation that the microscope names."""
     with Microscope({"input": case.x} | case.weights) as scope:
         loss, gradients = case.run()
     fault = scope.fault(loss, *gradients)
@@ -293,7 +293,7 @@ def inspect(case: Case) -> tuple[Cause, str]:
 
 
 def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
-    """A case with a fault, and what is found of it."""
+    """Return a case with a fault, and the diagnosis of it."""
     for redrawn in range(200):
         torch.manual_seed(r.randrange(2**31))
         case = kind(r)
@@ -310,7 +310,7 @@ def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
 
 @dataclass
 class Score:
-    """Counts over all injections."""
+    """Counts of right diagnoses over all injections."""
 
     table: Counter[tuple[Cause, Cause]] = field(default_factory=Counter)
     misses: list[str] = field(default_factory=list)
@@ -324,7 +324,7 @@ class Score:
 def measure(
     kinds: Sequence[Any], draw: Callable[[Any, random.Random], Drawn], injections: int, seed: int
 ) -> Score:
-    """Inject faults of each kind in turn, and compare what is found with what was put in."""
+    """Inject faults of each kind, and compare the diagnosis with the truth."""
     r, score = random.Random(seed), Score()
     for i in range(injections):
         cause, op, said_cause, said_op, redrawn = draw(kinds[i % len(kinds)], r)
@@ -342,7 +342,7 @@ def measure(
 
 
 def section(score: Score) -> list[str]:
-    """Counts and table of one mode."""
+    """Return the counts and the table of one mode as text."""
     causes = [c for c in Cause if any(c in pair for pair in score.table)]
 
     def share(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Faults of a known cause in random steps of random students, for `benchmarks.diagnosis`.
+"""Inject faults of known cause into steps of random language models, for `benchmarks.diagnosis`.
 
 Each goes through `Distiller.step`, whose witness explains it; what its event says is what counts.
 The cause is what was put in. The operation is the one that reads a poisoned weight, the last one of
@@ -37,7 +37,7 @@ HALF = replace(CPU, student=torch.float16, teacher=torch.float16, scale=True)
 
 @dataclass
 class Case:
-    """A step with a fault, and the truth about it."""
+    """A training step with an injected fault, and its true operation and cause."""
 
     cause: Cause
     distiller: Distiller
@@ -45,7 +45,7 @@ class Case:
     op: str | None = None  # None: the only one that its numbers become infinite in
 
     def run(self) -> tuple[Cause, str] | None:
-        """What the witness says: cause and operation; None where the step is healthy."""
+        """Return the diagnosed cause and operation; None if the step is healthy."""
         self.distiller.step([self.batch], 1e-3)
         events = [e for e in self.distiller.guard.events.events if e.stage == "replay"]
         if not events:
@@ -55,7 +55,7 @@ class Case:
         return (causes[0], said[1]) if said and causes else (Cause.UNKNOWN, "none")
 
     def origin(self) -> str | None:
-        """The one operation that something not finite comes from; None if there are several."""
+        """Return the one operation that produced a non-finite value; None if there are several."""
         student = self.distiller.student
         with Origins() as seen, torch.random.fork_rng():
             terms = self.distiller.weighted(self.distiller.terms(self.batch))
@@ -65,7 +65,7 @@ class Case:
 
 
 class Origins(TorchDispatchMode):
-    """Watches for operations that make what is not finite out of finite numbers.
+    """Records operations with finite inputs and an output that is not finite.
 
     Attributes:
         ops: their names.
@@ -95,7 +95,7 @@ def _is_finite(x: object) -> bool:
 
 
 def model(r: random.Random, kind: str, vocabulary: int) -> Any:
-    """A causal LM of random sizes and weights, in evaluation mode."""
+    """Return a causal LM with random sizes and weights, in evaluation mode."""
     heads = r.choice([2, 4])
     width, layers = heads * 4 * r.randint(1, 3), r.randint(1, 2)
     size = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1}
@@ -119,7 +119,7 @@ def model(r: random.Random, kind: str, vocabulary: int) -> Any:
 def step(
     r: random.Random, cause: Cause, precision: Precision = CPU, kinds=("Llama", "GPT2", "Mixtral")
 ) -> Case:
-    """A healthy step, which the caller harms."""
+    """Return a healthy step, into which the caller injects a fault."""
     vocabulary, rows, length = r.randint(20, 200), r.randint(1, 6), r.randint(6, 20)
     alpha = uniform(r, 0.1, 0.9)
     settings = LanguageSettings(
@@ -204,7 +204,7 @@ def poisoned_embedding(r: random.Random) -> Case:
 
 
 def learning_rate(r: random.Random) -> Case:
-    """Real steps at a huge rate, until the next one overflows."""
+    """Take real steps at a huge learning rate, until the next one overflows."""
     case = step(r, Cause.LEARNING_RATE)
     rate = uniform(r, 1e4, 1e17)
     for _ in range(3):
@@ -295,7 +295,7 @@ KINDS = (
 
 
 def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
-    """A case with a fault, and the diagnosis that it gets."""
+    """Return a case with a fault, and the diagnosis of it."""
     for redrawn in range(200):
         torch.manual_seed(r.randrange(2**31))
         case = kind(r)

@@ -1,4 +1,4 @@
-"""Does distilling pay? One student by cross-entropy alone, distilled, and by the older presets.
+"""Compare students trained by cross-entropy alone, by distillation, and by the older presets.
 
     python -m benchmarks.distillation --teacher_model FOLDER --data_path FILE.jsonl --seeds 3
     python -m benchmarks.distillation --grid --teacher_model FOLDER --data_path FILE.jsonl
@@ -65,7 +65,7 @@ Found = dict[tuple[str, float], list[dict[str, Any]]]
 
 
 def add_settings(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Settings as flags, with the library's defaults but for those given here."""
+    """Add settings as flags, with the library's defaults except for those given here."""
     for name in (*names, *defaults):
         default = defaults.get(name, getattr(LanguageSettings, name))
         kind = partial(LanguageSettings.parse, name)
@@ -79,7 +79,7 @@ def spread(values: Iterable[float], form: str = ".3f") -> str:
 
 
 def with_teacher(settings: LanguageSettings) -> LanguageSettings:
-    """A teacher that is to be trained is trained now, once for all runs and seeds."""
+    """Train the teacher once for all runs and seeds, if it is to be trained."""
     if settings.to_train is None:
         return settings
     folder = trained_teacher(
@@ -124,14 +124,14 @@ def measure(
 
 
 def best_look(folder: Path) -> dict[str, Any]:
-    """The lowest loss on validation rows of all looks at them in a run, nats a token."""
+    """Return the lowest validation loss of a run, in nats per token."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     losses = [line["eval"]["nll"] for line in lines if "eval" in line]
     return {"validation": min((loss for loss in losses if loss is not None), default=math.inf)}
 
 
 def chosen(found: Found, way: str) -> float:
-    """The learning rate of a way that the validation rows choose."""
+    """Return the learning rate with the lowest validation loss."""
     means = {
         rate: fmean(row["validation"] for row in rows)
         for (name, rate), rows in found.items()
@@ -156,7 +156,7 @@ def comparison(found: Found, grid: Sequence[float]) -> list[str]:
 
 
 def search(settings: LanguageSettings, grid: Sequence[float], seeds: Sequence[int]) -> None:
-    """Print a table of both ways at each learning rate, and how they compare at their best."""
+    """Print a table of both ways at each learning rate, and compare their best."""
     found: Found = {}
     header("way", "learning rate", "validation perplexity", "test perplexity", "seconds")
     for way, changes in WAYS.items():

@@ -1,4 +1,4 @@
-"""The explorer with very many samples: seconds until points are seen, memory, frames.
+"""Measure the explorer with very many samples: seconds until points show, memory, frame rate.
 
     python -m benchmarks.explore FOLDER --rows 1000000     # FOLDER keeps the made-up run
     python -m benchmarks.explore FOLDER --screenshot RUN explore.png
@@ -47,7 +47,7 @@ BLOCK, DIM, COARSE, FINE = 50_000, 32, 20, 200
 
 
 def made_run(folder: Path, rows: int) -> Path:
-    """Write a finished run of made-up groups, where it is not there yet.
+    """Write a finished run of synthetic groups, if it does not exist yet.
 
     The folder is as `python train.py` on a file of features leaves it: embeddings, configuration
     and assignments, with a tree of two levels. Only the heads are missing.
@@ -95,13 +95,13 @@ def made_run(folder: Path, rows: int) -> Path:
 
 
 def status(pid: int, key: str) -> float:
-    """A line of /proc/PID/status, in MiB."""
+    """Return a line of /proc/PID/status, in MiB."""
     found = re.search(rf"{key}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) / 1024 if found else 0.0
 
 
 def browser_memory() -> float:
-    """PSS of all processes that this one started and that are a browser, in MiB."""
+    """Return the memory (PSS) of all browser processes that this one started, in MiB."""
     total, mine = 0.0, {os.getpid()}
     for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda p: int(p.name)):
         try:
@@ -136,7 +136,7 @@ def served(run: Path) -> Iterator[tuple[float, int, str]]:
 
 
 def dragged(page: Any, seconds: float) -> float:
-    """Frames a second while the map is dragged."""
+    """Return the frames per second while the map is dragged."""
     page.mouse.move(450, 400)
     page.mouse.down()
     page.evaluate(f"() => {{ globalThis.counted = ({FRAMES})({seconds}); }}")
@@ -150,7 +150,7 @@ def dragged(page: Any, seconds: float) -> float:
 
 
 def wait_for_points(page: Any) -> None:
-    """Wait until there is something on the map to see, in the middle of the page."""
+    """Wait until points show in the middle of the map."""
     end = time.perf_counter() + LIMIT
     while time.perf_counter() < end:
         picture = page.screenshot(clip={"x": 150, "y": 100, "width": 500, "height": 340})
@@ -161,7 +161,7 @@ def wait_for_points(page: Any) -> None:
 
 
 def seconds_of(page: Any, act: str) -> float:
-    """How long the page takes for something, and until it is drawn."""
+    """Return the seconds until an action is done and drawn."""
     page.evaluate(DRAWN)
     started = time.perf_counter()
     page.evaluate(act)
@@ -185,7 +185,7 @@ def lassoed(page: Any) -> dict[str, float]:
 
 
 def visit(playwright: Any, url: str, seconds: float) -> dict[str, float]:
-    """One look at a page, by a browser of its own."""
+    """Measure one visit to a page in a new browser."""
     browser = launch(playwright)
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.set_default_timeout(1000 * LIMIT)

@@ -1,4 +1,4 @@
-"""What a GPU has to show, in one command: each figure beside its target, and the tests run there.
+"""Measure all GPU figures in one command, each next to its target, and run the tests on the GPU.
 
     python -m benchmarks.gpu
     python -m benchmarks.gpu --official PATH_OF_A_CHECKOUT --out DIR
@@ -44,7 +44,7 @@ from ssl_kd.vision.step import HeadTrainer
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """A row of the table: a figure, its target and the measured value.
 
     Attributes:
         what: is measured.
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is.
+    """The sizes of the measurements.
 
     Attributes:
         large: batch, dim, K, heads of the large step.
@@ -97,13 +97,13 @@ TARGETS = {"large": 3e-3, "default": 0.5e-3, "official": 50.0, "extraction": 0.9
 
 
 def waited(device: torch.device) -> None:
-    """Wait for the device."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(step: Callable[[], object], size: Size, device: torch.device) -> float:
-    """Of one step, the median of rounds; the first round warms up."""
+    """Return the median seconds of a step over rounds; the first round warms up."""
     taken = []
     for _ in range(size.rounds + 1):
         waited(device)
@@ -157,7 +157,7 @@ def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iter
 
 
 def waits_rows(size: Size, device: torch.device) -> Iterator[Row]:
-    """Whether a step really waits for no device, as its own driver says."""
+    """Report whether a step ever waits for the device, according to its driver."""
     if device.type != "cuda":
         return
     trainer, views = heads_of(size.large, FULL, device, "fp32")
@@ -266,7 +266,7 @@ def language_rows(size: Size, device: torch.device) -> Iterator[Row]:
 
 
 def test_rows(tests: str) -> Iterator[Row]:
-    """The tests, on this machine."""
+    """Run the tests on this machine."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests.split()]
     done = subprocess.run(words, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]]
@@ -274,7 +274,7 @@ def test_rows(tests: str) -> Iterator[Row]:
 
 
 def collected(parts: dict[str, Callable[[], Iterator[Row]]]) -> list[Row]:
-    """The rows of all parts; of one that fails, those before and why."""
+    """Return the rows of all parts; if a part fails, its rows so far and the reason."""
     rows = []
     for name, part in parts.items():
         try:
@@ -288,7 +288,7 @@ def collected(parts: dict[str, Callable[[], Iterator[Row]]]) -> list[Row]:
 
 
 def table(rows: list[Row], heading: str) -> str:
-    """All of it, in markdown."""
+    """Return the whole table in Markdown."""
     lines = [heading, "", "| what | measured | target | met |", "|---|---|---|---|"]
     words = {True: "yes", False: "**no**", None: ""}
     lines += [f"| {row.what} | {row.value} | {row.target} | {words[row.met]} |" for row in rows]
@@ -296,7 +296,7 @@ def table(rows: list[Row], heading: str) -> str:
 
 
 def main() -> None:
-    """Measure, and leave the table."""
+    """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--official", type=Path, help="checkout of the official TEMI code")

@@ -1,4 +1,4 @@
-"""What looking for NaN costs: the guard, and the other ways, beside the same loop without any.
+"""Measure the cost of looking for NaN: the guard and other ways, against the same loop without.
 
     python -m benchmarks.guard_cost
 
@@ -35,7 +35,7 @@ Way = Callable[[], contextlib.AbstractContextManager[object]]
 
 @contextlib.contextmanager
 def without_guard() -> Iterator[None]:
-    """The training loop with the guard's work taken out."""
+    """Remove the guard's work from the training loop inside a `with` block."""
     healthy = Health.fresh(10_000).streak.to(torch.int8)
     no_rows = torch.zeros(2, 10_000, dtype=torch.bool)
     with (

@@ -1,4 +1,4 @@
-"""Whole runs on ten million embeddings: resident memory, and the time of each stage.
+"""Measure whole runs on ten million embeddings: memory, and the time of each stage.
 
     python -m benchmarks.large --rows 1000000 --dim 64              # both methods
     python -m benchmarks.large --rows 10000000 --dim 64 --methods heads --folder DISK
@@ -62,7 +62,7 @@ def resident(process: int) -> dict[str, int]:
 
 
 def watched(words: list[str], log: Path, threads: int) -> tuple[float, dict[str, int]]:
-    """Seconds of a command, and the most that it had resident."""
+    """Return the seconds of a command, and its peak resident memory."""
     peak: dict[str, int] = {}
     began = time.perf_counter()
     with open(log, "w", encoding="utf-8") as out:
@@ -79,7 +79,7 @@ def watched(words: list[str], log: Path, threads: int) -> tuple[float, dict[str,
 
 
 def whole(features: Path, method: str, threads: int, flags: list[str]) -> dict[str, Any]:
-    """One run of `train.py` on a file of features."""
+    """Run `train.py` on a file of features."""
     folder = features.parent
     words = [sys.executable, "train.py", "--dataset", str(features), "--method", method]
     words += ["--embeddings_dir", str(folder / "store"), "--runs_dir", str(folder / "runs")]

@@ -1,4 +1,4 @@
-"""The methods of `benchmarks.regret`: ours, and what a user could install instead.
+"""Define the methods that `benchmarks.regret` compares: ours, and those of other packages.
 
     pip install evoc igraph leidenalg umap-learn
 
@@ -114,7 +114,7 @@ def _ours(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to cluster.
+    """A clustering method.
 
     Args:
         title: what tables call it.
@@ -145,7 +145,7 @@ METHODS = {
 
 
 def installed(names: Iterable[str]) -> list[str]:
-    """Those of these methods that can run here; the others are named on stderr."""
+    """Return the methods that are installed; name the others on stderr."""
     missing = {n: [p for p in METHODS[n].packages if not find_spec(p)] for n in names}
     for name, packages in missing.items():
         if packages:
@@ -154,7 +154,7 @@ def installed(names: Iterable[str]) -> list[str]:
 
 
 def warm_up(name: str, n_clusters: int | None) -> None:
-    """Let a peer import and compile what it will need, outside the time that is measured."""
+    """Run a method once on little data, so that imports and compilation are not measured."""
     if name != OURS:
         x = np.asarray(make_blobs(1000, 32, centers=5, random_state=0)[0], np.float32)
         METHODS[name].run(x, None if n_clusters is None else 5, 0)

@@ -1,4 +1,4 @@
-"""The picture at the top of the README, from a finished run.
+"""Draw the picture at the top of the README from a finished run.
 
 `make train`, then
 

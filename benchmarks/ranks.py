@@ -1,4 +1,4 @@
-"""What it costs that the ranks of a guarded loop agree: beside the same loop without a guard.
+"""Measure the cost of the agreement between ranks, against the same loop without a guard.
 
     torchrun --nproc_per_node 2 -m benchmarks.ranks
 

@@ -1,4 +1,4 @@
-"""What becomes of the healthy heads when others are struck: the guard beside three common ways.
+"""Compare what happens to healthy heads when others fail: with the guard and three common ways.
 
     python -m benchmarks.recovery                          # the table: 2,000 steps on digits
     python -m benchmarks.recovery --picture docs/guard.png # one NaN at step 300, four curves
@@ -65,7 +65,7 @@ class _Sick(torch.autograd.Function):
 
 
 class StruckBank(HeadBank):
-    """A bank one head of which can be struck in the step to come."""
+    """A bank in which one head can be corrupted in the next step."""
 
     strike: Strike | None = None
 
@@ -80,7 +80,7 @@ class StruckBank(HeadBank):
 
 
 def strikes(steps: int, kinds: list[str], seed: int = 0) -> dict[int, Strike]:
-    """Step -> which head is struck, and how."""
+    """Return for each step the head that is corrupted, and how."""
     draw = random.Random(seed)
     return {s: (draw.randrange(STRUCK), draw.choice(kinds)) for s in range(EVERY, steps, EVERY)}
 
@@ -152,7 +152,7 @@ class Digits:
         by_hand: bool = False,
         look_every: int | None = None,
     ) -> tuple[HeadTrainer, list[tuple[int, list[float]]]]:
-        """Train; the trainer, and the accuracy of every head after some steps."""
+        """Train, and return the trainer and the accuracy of every head after some steps."""
         settings = VisionSettings(
             n_clusters=10, n_heads=HEADS, max_steps=steps, epochs=steps, seed=seed,
             instance_weight=weight,

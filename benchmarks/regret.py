@@ -1,4 +1,4 @@
-"""How far behind the best method the answer is, on many sets and random draws of each.
+"""Measure how far each method is behind the best one, on many data sets and random draws.
 
     pip install evoc igraph leidenalg umap-learn
     python -m benchmarks.regret --features FOLDER --json regret.jsonl   # may be continued
@@ -81,7 +81,7 @@ def family(name: str) -> str:
 
 
 def sets(features: Path | None, sources: Sources) -> Iterator[tuple[str, Labelled]]:
-    """All sets that are here, by name; those that are not are named on stderr."""
+    """Return the available data sets by name; name the others on stderr."""
     files = sorted(features.glob("*.npz")) if features else []
     makers: dict[str, Callable[[], Labelled]] = {
         file.stem: lambda file=file: (np.load(file)["x"], np.load(file)["y"]) for file in files
@@ -154,7 +154,7 @@ def without_k(method: str, x: NDArray, seed: int) -> tuple[NDArray, Row]:
 
 
 def run(args: argparse.Namespace, rows: list[Row]) -> None:
-    """Add the rows that are not there yet, each to the file as soon as it is known."""
+    """Measure the missing rows, and append each to the file at once."""
     done = {(row["set"], row["draw"], row["method"]) for row in rows}
     here = installed(METHODS)
     methods = [name for name in here if METHODS[name].given]
@@ -240,7 +240,7 @@ def chosen(draw: dict[str, Row], uneven: float, even: float) -> Row:
 
 
 def table_line(cells: Sequence[str]) -> str:
-    """A line of a table in Markdown."""
+    """Return a table row in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 

@@ -1,4 +1,4 @@
-"""The data sets of the other benchmarks, by name, each as embeddings and true classes.
+"""Load the data sets of the other benchmarks by name, as embeddings and true classes.
 
     python -m benchmarks.sets FOLDER --data_dir data --cifar PATH   # writes them there, NAME.npz
 
@@ -30,12 +30,12 @@ Labelled = tuple[NDArray, NDArray]
 
 
 class Absent(Exception):
-    """The data of a set are not here; the message says which flag would give them."""
+    """The data of a set is missing; the message names the flag that provides it."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where data come from.
+    """The places of the data: folders and flags.
 
     Args:
         data_dir: torchvision's folder, with Fashion-MNIST in it.
@@ -218,7 +218,7 @@ SETS: dict[str, Callable[[Sources], Labelled]] = {
 def loaded(
     sets: Mapping[str, Callable[[Sources], Labelled]], sources: Sources
 ) -> Iterator[tuple[str, NDArray, NDArray]]:
-    """Name, embeddings and classes of each set; one whose data are not here is named on stderr."""
+    """Yield name, embeddings and classes of each set; name sets without data on stderr."""
     for name, make in sets.items():
         try:
             x, y = make(sources)

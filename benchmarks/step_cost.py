@@ -1,4 +1,4 @@
-"""Seconds and memory of one training step of the heads, beside the official TEMI code.
+"""Measure time and memory of one training step of the heads, against the official TEMI code.
 
     python -m benchmarks.step_cost --official PATH_OF_A_CHECKOUT
 

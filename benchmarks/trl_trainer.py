@@ -1,4 +1,4 @@
-"""Whole trainings beside TRL's trainers: from text, from what the student writes, from a server.
+"""Compare whole trainings with TRL's trainers: on text, on the student's output, with a server.
 
     pip install trl
     python -m benchmarks.trl_trainer
@@ -125,7 +125,7 @@ def rows_of(args: argparse.Namespace, teacher: CausalLM) -> Tensor:
 
 
 class Pace(TrainerCallback):
-    """When each step ended."""
+    """Records the time at which each step ended."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -156,7 +156,7 @@ def through(trainer: Any, args: argparse.Namespace, rows: Any, collator: Any) ->
 
 
 def arguments(args: argparse.Namespace, of: type = TrainingArguments, **options: Any) -> Any:
-    """What all trainers are given."""
+    """Return the arguments that all trainers share."""
     return of(
         output_dir=tempfile.gettempdir(),
         per_device_train_batch_size=args.batch,
@@ -189,7 +189,7 @@ def completions(rows: list[Row]) -> Row:
 
 
 def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """This library's Trainer."""
+    """Return a training by this library's Trainer."""
     trainer = DistillationTrainer(
         student.model, teacher.model, arguments(args), alpha_kd=1.0, alpha_ce=0.0
     )
@@ -348,14 +348,14 @@ METHODS: dict[str, dict[str, Callable[..., Run]]] = {
 
 
 class Remembering(Server):
-    """Answers what it was asked before from memory."""
+    """A server that caches its responses."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._known: dict[Any, Any] = {}
 
     def entries(self, prompt: Any, k: int) -> Any:
-        """As of a `Server`."""
+        """Return the response to a prompt, from the cache if it was computed before."""
         key = (*prompt, k)
         if key not in self._known:
             self._known[key] = super().entries(prompt, k)
@@ -370,7 +370,7 @@ def _serve(args: argparse.Namespace, pipe: Any) -> None:
 
 @contextmanager
 def serving(args: argparse.Namespace) -> Iterator[str]:
-    """The address of a server, in a process of its own."""
+    """Start a server in another process, and return its address."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     context.Process(target=_serve, args=(args, there), daemon=True).start()
@@ -380,13 +380,13 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
 
 
 def seconds_of(run: Run, likeliest: bool = False) -> float:
-    """Seconds a step of one training, its first step left out."""
+    """Return the seconds per step of one training, without its first step."""
     ends, _ = run(likeliest)
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 def table(kind: str, args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> None:
-    """Measure one kind of training, and print."""
+    """Measure one kind of training, and print its table."""
     runs = {
         name: make(args, teacher, copy.deepcopy(student)) for name, make in METHODS[kind].items()
     }

@@ -1,4 +1,4 @@
-"""Methods measured in turns, so that a machine whose speed drifts does not matter; their table."""
+"""Measure methods alternately, so that a drift in the speed of the machine cancels out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 def in_turns(methods: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each method gives in each round; who goes first alternates."""
+    """Call each method in each round, in alternating order, and return the results."""
     taken: dict[str, list[float]] = {name: [] for name in methods}
     for turn in range(rounds):
         order = list(methods)
@@ -36,7 +36,7 @@ def row(*cells: str) -> None:
 
 
 def number_of(module: str, *words: str) -> float:
-    """The last number that a benchmark prints in a process of its own, with these flags more."""
+    """Run a benchmark in another process with more flags, and return the last number it prints."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *sys.argv[1:], *words]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return float(said.split()[-1])
