@@ -1,8 +1,8 @@
-"""Ranks that train one model exchange a few numbers, so that all take the same decision.
+"""Exchange a few numbers between the ranks that train one model, so that all decide alike.
 
-A rank that skips a step alone leaves the others waiting in an all-reduce; a rank that alone uses a
-bad loss term damages the weights of all. So every rank exchanges the numbers by which a step is
-judged, at the same points of the loop, before anything is decided.
+If one rank skipped a step alone, the others would wait for it in an all-reduce; if one rank alone
+used a bad loss term, the averaged gradient would damage the weights of all. So the ranks exchange
+the numbers that judge a step, at the same points of the loop, before anything is decided.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ from torch import Tensor
 from ssl_kd.errors import UserError
 
 LOST = re.compile("gloo|NCCL|[Cc]onnection|[Ss]ocket|timed? ?out", re.IGNORECASE)
-"""Matches the message of a process group's error where another rank is gone."""
+"""Matches the error message of a process group whose connection to another rank broke."""
 _WIDTH = 64  # least number of values in one message
 _NAMED = 8  # most ranks that an event names
 _WAY_OUT = (
-    "A rank died, hangs, or was slower than the process group's timeout: the first error is in its"
-    " own log. Start all ranks again from the last checkpoint; if steps may take that long, pass"
+    "A rank died, hangs, or was slower than the process group's timeout: its own log has the first"
+    " error. Start all ranks again from the last checkpoint; if steps may take that long, pass"
     " timeout= to init_process_group"
 )
 
 
 class RankLost(UserError, RuntimeError):
-    """Other ranks did not answer; the message says what was waited for, and how long."""
+    """Another rank did not respond; the message says what was waited for, and for how long."""
 
 
 class Agreement:
-    """The ranks of a process group, which exchange a few numbers in one small all-reduce.
+    """Exchange a few numbers between the ranks of a process group, in one small all-reduce.
 
-    Every rank makes the same exchanges in the same order. Each carries a checksum of its purpose,
-    so that ranks at different points of their loops get an error that names those points.
+    Every rank makes the same exchanges in the same order. Each message starts with a checksum of
+    its purpose, so that ranks at different points of their loops get an error that names the points
+    instead of wrong numbers.
 
     Args:
-        group: of the ranks; None for all.
-        device: of the weights; backends that cannot send from the CPU send from there.
-        made: describes what is agreed on; ranks with another description are refused.
-        numbers: how many one message should hold.
+        group: the process group; None for all ranks.
+        device: where the weights are; a backend that cannot send from the CPU sends from there.
+        made: a description of the guard; ranks with different descriptions are refused.
+        numbers: how many numbers one message should hold.
 
     Attributes:
-        rank: of this process in the group.
-        world: how many ranks there are.
+        rank: rank of this process in the group.
+        world: number of ranks.
 
     Raises:
         ValueError: the ranks' descriptions differ, or this process is not in the group.
-        RankLost: another rank does not make its agreement.
+        RankLost: another rank does not create its `Agreement`.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Agreement:
     ) -> None:
         self.group, self.rank = group, dist.get_rank(group)
         if self.rank < 0:
-            raise ValueError("this process is not in the given group: pass one that holds it")
+            raise ValueError("this process is not in `group`; expected a group that contains it")
         self.world = dist.get_world_size(group)
         self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self._width = 0
@@ -76,18 +77,26 @@ class Agreement:
         made: str,
         numbers: int,
     ) -> Agreement | None:
-        """Return an `Agreement` where there are several ranks; None for one, or `group=False`."""
+        """Return an `Agreement` between several ranks; None for one rank, or `group=False`."""
         if group and not (dist.is_available() and dist.is_initialized()):
-            raise ValueError("group= was given, but torch.distributed is not initialized")
+            raise ValueError(
+                "group= is a process group, but torch.distributed is not initialized: call "
+                "init_process_group first, or leave group= out"
+            )
         if group is False or not several_ranks(group):
             return None
         return cls(group, device, made, numbers)
 
     def exchange(self, what: str, numbers: Tensor) -> Tensor:
-        """Gather `[n]` numbers of each rank as `[rank, n]` float32 on the CPU of all.
+        """Gather `[n]` numbers of each rank as `[rank, n]` float32 on the CPU of every rank.
 
-        `what` names the numbers and their step, the same on every rank. Raises ValueError where
-        other ranks are at another point of their loops, and RankLost where one does not answer.
+        Args:
+            what: names the numbers and their step; the same on every rank.
+            numbers: this rank's `[n]`.
+
+        Raises:
+            ValueError: the ranks are at different points of their loops.
+            RankLost: another rank does not respond.
         """
         return torch.cat([self._exchange(what, x) for x in numbers.split(self._width)], dim=1)
 
@@ -111,7 +120,7 @@ class Agreement:
         return table[:, 1 : 1 + len(numbers)]
 
     def share(self, what: str, text: str) -> list[str]:
-        """Gather a text of each rank, in their order; `what` as in `exchange`."""
+        """Gather a text of each rank, in rank order; `what` as in `exchange`."""
         texts: list[str] = [""] * self.world
         with self.waiting(what, always=True):
             dist.all_gather_object(texts, text, group=self.group)
@@ -119,9 +128,9 @@ class Agreement:
 
     @contextlib.contextmanager
     def waiting(self, what: str, *, always: bool = False) -> Iterator[None]:
-        """Raise RankLost, naming `what` was waited for, where the process group fails inside.
+        """Turn a failure of the process group inside into RankLost, naming `what` was waited for.
 
-        With `always` any RuntimeError counts as a failure of the process group.
+        With `always`, any RuntimeError counts as such a failure.
         """
         start = time.monotonic()
         try:
@@ -136,9 +145,9 @@ class Agreement:
             ) from error
 
     def name_ranks(self, *evidence: Tensor) -> str:
-        """Return where something was seen: ` on rank 3 of 4`, counted from 0; empty for nowhere.
+        """Return the ranks that saw a fault as ` on rank 3 of 4`; empty if no rank did.
 
-        The first `evidence`, boolean `[rank]`, that is true on some rank decides.
+        Uses the first boolean `[rank]` tensor of `evidence` that is true on some rank.
         """
         for where in evidence:
             ranks = where.nonzero().flatten().tolist()

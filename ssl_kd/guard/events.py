@@ -1,4 +1,4 @@
-"""What the guard saw and did: one line of JSON per decision."""
+"""Record the guard's decisions as events, one line of JSON each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Event:
 
     Attributes:
         step: optimizer step, from 0.
-        part: which part, `head 3`; `batch` where the input itself was bad.
+        part: name of the part, such as `head 3`; `batch` if the input itself was bad.
         stage: where the fault was found: `input`, `teacher`, `loss`, `gradient`, ...
-        reason: what was seen.
-        action: what was done, `skipped`.
-        value: the number that was seen; None where it is not finite or there is none.
+        reason: what the guard saw.
+        action: what the guard did, such as `skipped`.
+        value: the bad number; None if it is not finite, or if the event has none.
     """
 
     step: int
@@ -40,13 +40,13 @@ class Event:
 
 
 class EventLog:
-    """The events of one run, in memory and appended to a file as they come.
+    """Keep the events of one run in memory, and append each to a file.
 
-    Events that cannot be written (a full disk) stay in memory, with one warning.
+    If the file cannot be written (a full disk), warn once and keep the events in memory only.
 
     Args:
-        path: the file; None for memory alone.
-        announce: log the events too: the first of each kind as a warning, later ones at DEBUG.
+        path: the file; None to keep the events in memory only.
+        announce: also log each event, the first of each kind as a warning, later ones as DEBUG.
     """
 
     def __init__(self, path: str | Path | None = None, *, announce: bool = False) -> None:
@@ -59,7 +59,7 @@ class EventLog:
         return len(self.events)
 
     def extend(self, events: list[Event]) -> None:
-        """Add events, and append them to the file in one write."""
+        """Add events to the log, and append them to the file in one write."""
         self.events.extend(events)
         if self.path is not None and events:
             try:
@@ -67,7 +67,8 @@ class EventLog:
                     file.write("".join(event.line() + "\n" for event in events))
             except OSError as error:
                 if not self._warned:
-                    logger.warning("events are kept in memory only: %s: %s", self.path, error)
+                    message = "cannot write events to %s (%s); they are kept in memory only"
+                    logger.warning(message, self.path, error)
                 self._warned = True
         for event in events if self.announce else ():
             kind = (event.stage, event.action)

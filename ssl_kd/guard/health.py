@@ -1,7 +1,7 @@
-"""Each part's health, as tensors, so that a healthy step never waits for the device.
+"""Keep the health of each part in tensors, so that a healthy step never waits for the device.
 
-`Health.judge` finds what is wrong with each part of a step, `Health.record_` remembers it, and
-`Health.escalate` decides on the host what happens to parts that stay sick:
+`Health.judge` finds the fault of each part in a step, `Health.record_` remembers it, and
+`Health.escalate` decides on the CPU what to do with parts that stay unhealthy:
 skip -> restore from the last good state -> re-initialize once -> retire -> stop.
 """
 
@@ -25,15 +25,19 @@ from ssl_kd.guard.faults import (
 )
 from ssl_kd.guard.parts import TooFewHealthyParts
 
-_SHORTEST = 0.05  # nats that the running median moves by, once it is settled
+_SHORTEST = 0.05  # nats by which the running median moves per step once it has settled
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts that decide whether training can continue; tallies of several processes add up.
+    """Counts of parts that decide whether training can continue; add those of several processes.
 
-    Of all `parts` some are `active`, not retired. Of those, `late` were bad for too many steps in
-    a row, `tried` were restored and have not recovered since, and `left` will not be retired now.
+    Attributes:
+        parts: all parts.
+        active: parts that are not retired.
+        late: active parts that were bad for too many steps in a row.
+        tried: active parts that were restored and have not recovered since.
+        left: active parts that are not about to be retired.
     """
 
     parts: int
@@ -46,7 +50,7 @@ class Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def hopeless(self, thresholds: Thresholds) -> str:
-        """Return why training cannot continue; empty where it can."""
+        """Return why training cannot continue, or an empty string if it can."""
         if self.late == self.active and (self.tried or not self.active):
             return (
                 f"no part had a healthy step in the last {thresholds.restore_after}, although "
@@ -62,19 +66,19 @@ class Tally:
 
 @dataclass
 class Health:
-    """What is remembered of each part, `[part]` each.
+    """Memory of each part's earlier steps, tensors `[part]`.
 
     Attributes:
         level: running median of the logarithm of the gradient norm.
-        seen: gradient norms in that median.
-        spikes: spikes in a row.
-        zeros: exactly zero gradients in a row.
-        skipped: steps that left the part out.
-        streak: the last of those in a row.
-        run: healthy steps in a row.
-        restored: whether it was restored and has not recovered since.
-        reinitialised: whether it was ever re-initialized.
-        retired: whether it is left out for good.
+        seen: number of gradient norms in that median.
+        spikes: number of spikes in a row.
+        zeros: number of exactly zero gradients in a row.
+        skipped: number of all steps that left the part out.
+        streak: number of the latest steps in a row that left the part out.
+        run: number of healthy steps in a row.
+        restored: whether the part was restored and has not recovered since.
+        reinitialised: whether the part was ever re-initialized.
+        retired: whether the part is left out for good.
     """
 
     level: Tensor
@@ -102,7 +106,7 @@ class Health:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def rows(self, rows: slice) -> Health:
-        """Return some parts' health, sharing memory with this one."""
+        """Return a view of some parts' health, which shares memory with this one."""
         return Health(**{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     def judge(
@@ -113,28 +117,24 @@ class Health:
         teacher: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """Return what is wrong with each part in this step; changes nothing.
+        """Return the fault of each part in this step, as `Stage` values `[part]` int8.
 
         Args:
             loss: `[part]`.
             norm: gradient norm `[part]`, before clipping.
             thresholds: when a norm is a spike, and a part dead.
-            teacher: boolean `[part]`: the part's targets are finite.
+            teacher: boolean `[part]`, whether the EMA teacher's probabilities are finite.
             scale: `[part]`, the loss scale; above 1 an infinite gradient is an expected overflow.
-
-        Returns:
-            `[part]` int8, values of `Stage`: the earliest bad stage of the step.
         """
-        memory = (self.level, self.seen, self.zeros, self.retired)
-        return judge(Observation(loss, norm, *memory, thresholds, teacher, scale))
+        return judge(Observation(self, loss, norm, thresholds, teacher, scale))
 
     def record_(
         self, stage: Tensor, norm: Tensor, thresholds: Thresholds, absent: Tensor | None = None
     ) -> None:
-        """Remember a step's stages and gradient norms, `[part]` each, except of `absent` parts.
+        """Remember a step's stages and gradient norms, `[part]`, except those of `absent` parts.
 
-        The median moves by a fixed stride towards each norm, so the size of a spike does not
-        matter; norms that are zero or not finite do not count.
+        The median moves towards each norm by a fixed stride, whatever the size of a spike; norms
+        that are zero or not finite do not count.
         """
         if absent is not None:
             before = [tensor.clone() for tensor in self.tensors().values()]
@@ -148,7 +148,7 @@ class Health:
         log = torch.where(counts, norm, 1).log()
         stride = (WARM_UP / (self.seen + 1)).clamp(_SHORTEST, 1)  # one nat at first
         moved = self.level + stride * (log - self.level).sign()
-        # Spikes that do not end are a new level.
+        # Spikes that do not end become the new level.
         most = self.spikes.new_full((), thresholds.spike_patience)
         patience = torch.where(self.seen <= FEW, most.clamp(max=FIRST_PATIENCE), most)
         jump = (self.seen == 0) | (self.spikes >= patience)
@@ -167,19 +167,19 @@ class Health:
         shared: Collection[int] = (),
         report: Callable[[Tally], object] | None = None,
     ) -> dict[int, str]:
-        """Decide what to do with the parts that were bad for too many steps in a row.
+        """Decide what to do with parts that were bad for too many steps in a row.
 
         Waits for the device, so do not call it in every step of a run on a GPU.
 
         Args:
-            thresholds: after how many bad steps, and how few parts may be left.
-            shared: parts that the others depend on: restored like them, never counted as left.
-            report: receives the tally where these are not all parts; the caller then decides
-                whether too few are left.
+            thresholds: after how many bad steps to act, and how many parts must be left.
+            shared: parts that the others depend on; they are restored, but not counted as left.
+            report: called with the tally if other processes hold more parts; the caller then
+                decides whether too few are left.
 
         Returns:
-            part -> `restore`, `reinitialise` or `retire`, for the caller to carry out; the counters
-            are updated here. Usually empty.
+            part -> "restore", "reinitialise" or "retire", which the caller carries out; the
+            counters are updated here.
 
         Raises:
             TooFewHealthyParts: no part is healthy although all were restored, or too few are left.

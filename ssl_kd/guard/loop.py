@@ -1,4 +1,4 @@
-"""`Guard`: leaves bad losses and gradients out of the update, in any PyTorch loop.
+"""Leave bad losses and gradients out of the update, in any PyTorch loop.
 
 Three lines guard a loop: `guard = Guard(model, optimizer)`, `guard.backward(loss)` in place of
 `loss.backward()` and `guard.step()` in place of `optimizer.step()`.
@@ -40,47 +40,44 @@ _FIRST_SCALE = 1024.0  # ten halvings above the minimum of 1, as many as `restor
 
 
 class Guard:
-    """Judges each part's loss and gradient norm, and leaves sick parts out of the update.
+    """Check each part's loss and gradient norm, and leave unhealthy parts out of the update.
 
     A part that is left out keeps its weights, optimizer state and buffers (a BatchNorm's running
     statistics) to the last bit, with any optimizer of `torch.optim` that skips parameters without a
-    gradient; the others are updated as if the sick part had been left out by hand. Buffers that a
-    bad batch left not finite elsewhere are put back too, with an event: those that parts share,
-    those of no part, and those in the models of other guards of this process (a discriminator that
-    the batch ran through). After `thresholds.restore_after` bad steps in a row a part goes back to
-    its last good state, then is re-initialized, then retired; without a healthy part the loop
-    stops.
+    gradient; the others are updated as if you had left the part out by hand. Other buffers that a
+    bad batch made non-finite are put back too, with an event: buffers that parts share, and buffers
+    in models of other guards of this process (such as a discriminator). After
+    `thresholds.restore_after` bad steps in a row, a part is restored to its last good state; if
+    that does not help it is re-initialized, then retired. Without a healthy part the loop stops.
 
-    Costs one wait for the device per step, and one more per `backward` that may have to cut out
-    losses (loss terms, `through=`, parts that share weights). Snapshots hold weights and optimizer
-    state once more, on the CPU.
+    Each step waits for the device once, and each `backward` once more if it may have to leave out
+    losses (loss terms, `through=`, parts that share weights). Snapshots hold a second copy of
+    weights and optimizer state, on the CPU.
 
-    Where `torch.distributed` has several ranks, they agree on each verdict, so that all take the
-    same step: what is bad on one rank is left out and restored on all, with an event on all that
-    names the rank. Make the guard on every rank and call it equally often, with losses of the same
-    names; `DistributedDataParallel` (also with `no_sync`) or FSDP2 averages gradients. Costs one
-    small all-reduce for each wait for the device.
+    With several ranks in `torch.distributed`, the ranks agree on each decision by one small
+    all-reduce per wait: a part that is bad on one rank is left out and restored on all, and the
+    event names the rank. Make the guard on every rank, and call it equally often with losses of the
+    same names. `DistributedDataParallel` (also with `no_sync`) or FSDP2 averages the gradients.
 
     Args:
-        model: the module that is trained.
-        optimizer: holds its parameters, none of them float16: keep the weights in float32 and
-            compute in half precision under autocast.
-        parts: name -> a module, or parameters, that fail independently; each parameter has one
-            owner. Trained weights that no part owns become the part `shared`. By default the whole
-            model is one part.
+        model: the module to train.
+        optimizer: holds the model's parameters. None may be float16: keep the weights in float32
+            and compute in half precision under autocast.
+        parts: name -> module or parameters that may fail independently; no parameter in two parts.
+            Trained weights in no part become the part `shared`. By default the whole model is one
+            part.
         thresholds: when the guard acts.
-        clip_grad: largest gradient norm of a part, > 0, as `torch.nn.utils.clip_grad_norm_`.
-        scaler: scale losses as a GradScaler does, but never below 1, and each part's separately
-            where parts share neither weights nor loss. Needed under float16 autocast. Pass losses
-            that are not scaled yet.
-        snapshot_every: steps between snapshots of each part; 0 for none.
-        fresh_optimizer: a restored part starts with an empty optimizer state, not the state of its
-            snapshot.
-        events: a file to append the guard's decisions to, one line of JSON each, written by the
-            first rank; or an `EventLog`.
-        locate: where a part's loss or gradient is not finite, name the operation that made it so,
-            by running the model's forward and backward pass of that step again (see
-            `ssl_kd.guard.watch.Watch`). At most eight times, and once in a series of bad steps.
+        clip_grad: largest gradient norm of a part, > 0, as in `torch.nn.utils.clip_grad_norm_`.
+        scaler: scale losses as a GradScaler does (needed under float16 autocast), but never below
+            1, and each part by its own scale if parts share neither weights nor loss. Pass unscaled
+            losses.
+        snapshot_every: steps between snapshots of each part; 0 takes none.
+        fresh_optimizer: clear the optimizer state of a restored part instead of restoring it.
+        events: a file to which the first rank appends events, one line of JSON each; or an
+            `EventLog`.
+        locate: if a loss or gradient is not finite, run the model's forward and backward pass again
+            to name the operation that made it so (see `ssl_kd.guard.watch.Watch`); at most eight
+            times, and once in a series of bad steps.
         group: the ranks that train this model; None for all, False for this process alone.
 
     Attributes:
@@ -112,7 +109,9 @@ class Guard:
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad is {clip_grad}; expected a number > 0, or None")
         if snapshot_every < 0:
-            raise ValueError(f"snapshot_every is {snapshot_every}; expected steps, or 0 for none")
+            raise ValueError(
+                f"snapshot_every is {snapshot_every}; expected a number of steps, or 0 for none"
+            )
         check_closure(optimizer)
         self.model, self.optimizer = model, optimizer
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
@@ -121,7 +120,9 @@ class Guard:
         names, n = self._parts.names, len(self._parts)
         owners, most = [name for name in names if name != SHARED], self.thresholds.min_parts
         if len(owners) < most:
-            raise ValueError(f"min_parts is {most}; expected at most {len(owners)}, the parts")
+            raise ValueError(
+                f"min_parts is {most}; expected at most {len(owners)}, the number of parts"
+            )
         self._index = {name: i for i, name in enumerate(names)}
         self._named = owners if parts is not None else []
         self._one_scale = SHARED in self._index
@@ -163,28 +164,31 @@ class Guard:
         """Call this in place of `loss.backward()`, once or several times before a `step`.
 
         Args:
-            losses: one loss for all; or name -> loss of a part; or, without `parts`, name -> loss
-                term of the same weights. A term whose loss or gradient is bad is cut out of the
-                backward pass; the others go on.
-            through: tensor(s) that every loss was computed from (logits, features). The gradient of
-                each loss is first taken there separately, so that a NaN in one never reaches the
-                weights that they share; the operations in between run backward twice. Without it a
-                loss is cut out only where its own value is bad.
-            again: for loss terms that are not finite on some rank: returns all terms without the
-                bad rows of the batch. It is called on all ranks.
+            losses: a single loss; or part name -> loss; or, without `parts`, term name -> loss
+                term. A term with a bad loss or gradient is cut out of the backward pass; the others
+                are used.
+            through: the tensor(s) from which every loss was computed (logits, features). The
+                gradient of each loss is first computed there separately, so that the NaN of one
+                loss never reaches weights that all share; the operations after `through` run
+                backward twice. Without it, a loss is cut out only if its own value is bad.
+            again: returns all terms, computed without the bad rows of the batch; called on all
+                ranks if a loss term is not finite on some rank.
 
         Raises:
             TypeError: a loss is not a tensor.
             ValueError: names or shapes do not fit the parts, a loss was not computed from
                 `through`, the ranks are at different points of their loops, or a term was computed
                 under reentrant activation checkpointing.
-            RankLost: another rank does not answer.
+            RankLost: another rank does not respond.
         """
         if self._ran and all(p.grad is None for p in self._parts.weights()):
             self.discard()  # zero_grad() gave the step up, perhaps halfway through its backward
         if isinstance(losses, Tensor) and losses.ndim == 0:
             if through is not None:
-                raise ValueError("through= separates several losses, but one was given")
+                raise ValueError(
+                    "through= separates several losses, but `losses` is a single tensor: pass a "
+                    "dictionary of name -> loss, or leave through= out"
+                )
             self._one_scale |= len(self._parts) > 1
             self._remember(dict.fromkeys(range(len(self._parts)), losses))
             self._run({0: losses})
@@ -198,11 +202,11 @@ class Guard:
             self._backward_terms(named, through, again)
 
     def discard(self) -> None:
-        """Give up the step that was begun: forget its losses and gradients.
+        """Abandon the current step: forget its losses and gradients, and put back bad buffers.
 
-        `optimizer.zero_grad()` has the same effect, except where it fills gradients with zeros
-        (`set_to_none=False`) or every loss was cut out: then the next `backward` could be one more
-        batch of the same step. Buffers that the step spoiled are put back here.
+        `optimizer.zero_grad()` has the same effect unless it fills gradients with zeros
+        (`set_to_none=False`) or every loss was cut out; in these cases the guard would take the
+        next `backward` for another batch of the same step.
         """
         self._heal_all()
         self._forget()
@@ -216,9 +220,10 @@ class Guard:
             The names of the parts that were updated; average the weights of these only.
 
         Raises:
-            TooFewHealthyParts: training cannot continue; sick parts are at their last good state.
+            TooFewHealthyParts: training cannot continue; unhealthy parts were restored to their
+                last good state.
             ValueError: the ranks are at different points of their loops.
-            RankLost: another rank does not answer.
+            RankLost: another rank does not respond.
         """
         self.before_step()
         self.optimizer.step()  # also without any gradient: a scheduler expects the call
@@ -261,17 +266,17 @@ class Guard:
 
     @torch.no_grad()
     def after_step(self, on_fault: Callable[[], object] | None = None) -> set[str]:
-        """Run the second half of `step`: remember, report and escalate.
+        """Run the second half of `step`: write events, and restore parts that stay unhealthy.
 
         Args:
-            on_fault: called where a part was not healthy, after its events and before anything is
-                restored.
+            on_fault: called if a part was unhealthy, after its events are written and before
+                anything is restored.
 
         Returns:
-            As `step`.
+            The names of the parts that were updated.
 
         Raises:
-            TooFewHealthyParts: as `step`.
+            TooFewHealthyParts: training cannot continue.
         """
         loss, norm, stage, absent = self._judged
         healthy = is_healthy(stage)
@@ -302,7 +307,10 @@ class Guard:
         return {self._parts.names[i] for i in updated.nonzero().flatten().tolist()}
 
     def stop_without(self, terms: Iterable[str], note: str = "") -> None:
-        """Raise TooFewHealthyParts where one of these terms was cut out for too many steps."""
+        """Raise TooFewHealthyParts if one of these loss terms was cut out of too many steps.
+
+        `note` is inserted into the message after the number of steps.
+        """
         if why := self._terms.cut_out_for_good(terms, note):
             step = self.steps - 1
             self.events.extend([Event(step, "run", "escalation", why, "stopped")])
@@ -310,11 +318,11 @@ class Guard:
 
     @property
     def terms(self) -> Mapping[str, Health]:
-        """Loss term -> what is remembered of it, `[1]` each."""
+        """The `Health` of each loss term by name, tensors `[1]`."""
         return self._terms.health
 
     def _backward_parts(self, losses: dict[str, Tensor], through: Any) -> None:
-        """Cut out the sick parts where weights are shared; elsewhere they hurt only themselves."""
+        """Run the backward pass of the parts' losses, without bad ones if parts share weights."""
         all_losses = {self._index[name]: loss for name, loss in losses.items()}
         kept = {i: loss for i, loss in all_losses.items() if not self.health.retired[i]}
         self._remember(kept)
@@ -333,7 +341,7 @@ class Guard:
         self._run(kept, [x for i, x in all_losses.items() if i not in kept] if apart else None)
 
     def _backward_terms(self, losses: dict[str, Tensor], through: Any, again: Any) -> None:
-        """Cut out the sick terms; the step is lost only where none is left."""
+        """Run the backward pass of the healthy loss terms; skip the step if none is left."""
         kept, cut, needs = self._terms.look(losses, through, self._ranks, self.steps, again)
         if not cut or any(needs):
             total = sum(kept[1:], kept[0])
@@ -386,7 +394,7 @@ class Guard:
     def _read_step(
         self, norms: list[Tensor], absent: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[list[int]]]:
-        """Loss, gradient norm and absence `[part]`, spoiled buffers: the one wait of the step."""
+        """Return loss, gradient norm and absence `[part]`, and bad buffers; wait once."""
         losses = [self._loss.get(i, torch.zeros_like(norm)) for i, norm in enumerate(norms)]
         device = self._parts[0].weights[0].device
         zero = torch.zeros((), device=device)
@@ -403,7 +411,7 @@ class Guard:
         return loss, norm.masked_fill(self._mask(self._cut), torch.nan), absent, spoiled
 
     def _take_back(self, healthy: Tensor, absent: Tensor, spoiled: list[list[int]]) -> None:
-        """Put back the buffers that a sick part's batch changed, or any batch spoiled."""
+        """Put back the buffers that an unhealthy part's batch changed, or made non-finite."""
         lost = bool((~healthy & ~self.health.retired).any())
         nothing = lost and not bool((healthy & ~absent).any())
         for i, (_, buffers) in enumerate(self._parts.buffers):
@@ -418,7 +426,7 @@ class Guard:
                 other._heal_all()
 
     def _heal_all(self) -> None:
-        """Put back what is spoiled on this rank; with several, the next step reports it."""
+        """Put back this rank's non-finite buffers; with several ranks, the next step reports it."""
         for i, (_, buffers) in enumerate(self._parts.buffers):
             if spoiled := buffers.spoiled():
                 buffers.heal(spoiled)
@@ -433,15 +441,15 @@ class Guard:
         self.recovery.counts[i : i + 1, Stage.BUFFER] += 1  # no row where they are of no part
 
     def diagnosis(self, events: Collection[Event] = ()) -> str:
-        """Return a line per part that was ever sick: what was seen, how often, what to change."""
+        """Return one line for each part that was ever unhealthy: the faults and what to change."""
         return "\n".join([self.recovery.diagnosis(self.steps, events), *self.locator.lines()])
 
     def summary(self) -> str:
-        """Return one line: the share of updates that were done, and what is sick or retired."""
+        """Return one line: the share of updates done, and the unhealthy and retired parts."""
         return self.recovery.summary(self.steps, self.updates, self._terms.health)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that a resumed loop needs beside the model and the optimizer."""
+        """Return a copy of the state that a resumed loop needs besides model and optimizer."""
         # Good states are replaced, never written into: they need no copy.
         rest = {"one_scale": self._one_scale, "parts": self._parts.state_dict()}
         return {"steps": self.steps, **copy.deepcopy(self._live()), **rest}
@@ -460,7 +468,7 @@ class Guard:
         """Load what `state_dict` returned; load the model and the optimizer first.
 
         Raises:
-            ValueError: the state has other parts, or is not a guard's.
+            ValueError: the state has other parts, or does not come from a `Guard`.
         """
         expected = {"steps", "one_scale", "parts", *self._live()}
         if missing := ", ".join(sorted(expected - state.keys())):
@@ -475,7 +483,7 @@ class Guard:
         self.recovery.load(state)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse: a copy would still hold this guard's model and optimizer."""
+        """Refuse to copy or pickle: the copy would hold this guard's model and optimizer."""
         raise TypeError(
             "a Guard can be neither copied nor pickled: take its state_dict(), make a new Guard "
             "around the copies of model and optimizer, and call its load_state_dict()"

@@ -1,4 +1,4 @@
-"""Parts that are modules or parameters of a model, updated by an optimizer of `torch.optim`."""
+"""Divide a model and its optimizer into parts: snapshot, restore and re-initialize each alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ssl_kd.guard.norms import local
 from ssl_kd.guard.seeds import seeded
 
 WHOLE, SHARED = "model", "shared"
-"""The name of the only part without `parts=`, and of the weights that no named part owns."""
+"""Name of the only part if no `parts` are passed, and of the part with all weights left over."""
 
 Parameters = nn.Module | Iterable[nn.Parameter]
 
 
 @dataclass
 class ModulePart:
-    """One part: its weights and buffers, and its last good state."""
+    """A part's weights and buffers, and its last good state."""
 
     name: str
     weights: list[nn.Parameter]
@@ -34,23 +34,23 @@ class ModulePart:
 
     @property
     def resets(self) -> list[Callable[[], object]]:
-        """The `reset_parameters` methods of its modules."""
+        """The `reset_parameters` methods of the part's modules."""
         children = [child for module in self.modules for child in module.modules()]
         methods = [getattr(child, "reset_parameters", None) for child in children]
         return [method for method in methods if callable(method)]
 
 
 class ModuleParts:
-    """The parts of a model, each with its rows of the optimizer's state and its buffers.
+    """The parts of a model, with their optimizer state and buffers.
 
-    The arguments are those of `Guard`. Raises ValueError where parts and optimizer do not fit, or a
-    parameter is complex or float16.
+    Takes the arguments of `Guard`. Raises ValueError if parts and optimizer do not fit, or if a
+    trained parameter is complex or float16.
 
     Attributes:
-        names: of the parts; the last one is `shared` where no named part owns some trained weights.
-        buffers: (name, buffers) of each part, and last those of no part.
-        everywhere: flags -> which of them are true on every rank; the identity for one process.
-        note: appended to the event of a restored part.
+        names: name of each part; the last is `shared` if some trained weights are in no named part.
+        buffers: (name, buffers) for each part, then one more pair for the buffers of no part.
+        everywhere: function that returns which flags are true on every rank.
+        note: text appended to the event of a restored part.
     """
 
     def __init__(
@@ -79,23 +79,23 @@ class ModuleParts:
         return iter(self._parts)
 
     def weights(self) -> list[nn.Parameter]:
-        """Return all parameters that the parts own."""
+        """Return the parameters of all parts."""
         return [p for part in self._parts for p in part.weights]
 
     def check_gradients(self) -> None:
-        """Raise ValueError where the optimizer would update a parameter that no part owns."""
+        """Raise ValueError if the optimizer would update a parameter that is in no part."""
         for group in self._optimizer.param_groups:
             if any(p.grad is not None and id(p) not in self._owned for p in group["params"]):
                 raise ValueError(
-                    "the optimizer holds a gradient of a parameter that was added, or unfrozen, "
-                    "after the guard was made: make a new Guard"
+                    "the optimizer has a gradient for a parameter that was added or unfrozen after "
+                    "this Guard was made: make a new Guard"
                 )
 
     def snapshot(self, parts: Sequence[int], step: int, every: int) -> None:
-        """Copy the state of parts to the CPU, where a snapshot is due and the state is finite.
+        """Copy the state of the parts whose snapshot is due to the CPU, if the state is finite.
 
-        `step`, which is not applied yet, has shown the state to be good; the next one is due
-        `every` steps later.
+        Call this before `step` is applied: its finite gradient showed that the state is good. The
+        next snapshot is due `every` steps later.
         """
         due = [self._parts[part] for part in parts if step >= self._parts[part].due]
         finite = self.everywhere(self._are_finite(due))
@@ -113,7 +113,7 @@ class ModuleParts:
         return [dict(self._optimizer.state.get(p, {})) for p in part.weights]
 
     def _are_finite(self, parts: Sequence[ModulePart]) -> list[bool]:
-        """Whether weights and optimizer state of each are finite; waits for the device once."""
+        """Return whether weights and optimizer state of each are finite; wait once."""
         flags = []
         for part in parts:
             state = (value for row in self._state(part) for value in row.values())
@@ -127,13 +127,13 @@ class ModuleParts:
         ]
 
     def finite(self) -> list[bool]:
-        """Return whether weights, optimizer state and buffers of each part are well."""
+        """Return whether the weights, optimizer state and buffers of each part are finite."""
         pairs = zip(self._are_finite(self._parts), self._parts, strict=True)
         return self.everywhere([finite and not part.buffers.spoiled() for finite, part in pairs])
 
     @torch.no_grad()
     def restore(self, part: int) -> int | None:
-        """Restore a part; return the step of its last good state, None where there is none."""
+        """Restore a part's last good state; return the step of that state, or None without one."""
         mine = self._parts[part]
         if mine.good is None:
             return None
@@ -148,7 +148,7 @@ class ModuleParts:
                 del live[key]
             for key, value in saved.items():
                 if isinstance(value, Tensor) and key in live:
-                    live[key].copy_(value)  # its device need not be the weight's
+                    live[key].copy_(value)  # a step count may not be on its weight's device
                 else:
                     live[key] = copy.deepcopy(value)
         mine.buffers.put_back(mine.good["buffers"])
@@ -157,7 +157,7 @@ class ModuleParts:
 
     @torch.no_grad()
     def reinitialise(self, part: int, seed: int, step: int) -> None:
-        """Draw a part anew by `seed`, without a good state; the global generators do not move."""
+        """Re-initialize a part from `seed`; torch's global random generators do not advance."""
         mine = self._parts[part]
         gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
         with seeded(seed, gpus):
@@ -169,15 +169,15 @@ class ModuleParts:
         mine.buffers.keep()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return name -> last good state, for a checkpoint."""
+        """Return the last good state of each part by name, for a checkpoint."""
         return {part.name: {"good": part.good, "due": part.due} for part in self._parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; ValueError where it has other parts."""
+        """Load what `state_dict` returned; raise ValueError if it has other parts."""
         if list(state) != self.names:
             raise ValueError(
-                f"the state has the parts {', '.join(state)}; "
-                f"this guard has {', '.join(self.names)}"
+                f"the state has the parts {', '.join(state)}; this guard has "
+                f"{', '.join(self.names)}: make the Guard with the same `parts` as before"
             )
         for part in self._parts:
             part.good = copy.deepcopy(state[part.name]["good"])
@@ -190,30 +190,36 @@ def _divide(
     optimizer: torch.optim.Optimizer,
     named: Mapping[str, Parameters] | None,
 ) -> tuple[list[ModulePart], Buffers]:
-    """Return the parts, and the buffers that belong to no part."""
+    """Return the parts, and the buffers of modules that are in no part."""
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         if id(p) in held and p.is_complex():
-            raise ValueError(f"parameter {name!r} is complex; the guard needs real parameters")
+            raise ValueError(
+                f"parameter {name!r} is {p.dtype}; expected a real dtype: store real and imaginary "
+                "part as two parameters"
+            )
         if id(p) in held and p.requires_grad and p.dtype == torch.float16:
             raise ValueError(
-                f"parameter {name!r} is float16, expected float32, or updates below its spacing are"
-                " lost: make the model float32 (model.float()) before its optimizer, and compute in"
-                " half precision under torch.autocast, with Guard(..., scaler=True)"
+                f"parameter {name!r} is float16, expected float32 (float16 loses small updates):"
+                " call model.float() before you make the optimizer, and compute in half precision"
+                " under torch.autocast, with Guard(..., scaler=True)"
             )
     trainable = [p for p in model.parameters() if p.requires_grad]
     if trainable and not any(id(p) in held for p in trainable):
         raise ValueError(
             f"the optimizer holds none of the {len(trainable)} trainable parameters of the model: "
-            "make it from this model's parameters (a copy of a model has others)"
+            "make it from this model's parameters (the parameters of a copy are other objects)"
         )
     if named is None:
-        # In the model's order, in which clip_grad_norm_(model.parameters()) sums, too.
+        # In the model's order, in which clip_grad_norm_(model.parameters()) adds up.
         weights = [*({id(p): p for p in model.parameters() if id(p) in held} | held).values()]
         buffers = Buffers(model.named_modules(), weights[0])
         return [ModulePart(WHOLE, weights, buffers, [model])], Buffers([], weights[0])
     if not named or SHARED in named:
-        raise ValueError(f"parts are {list(named)}; expected names, other than {SHARED!r}")
+        raise ValueError(
+            f"parts has the names {list(named)}; expected one or more, none of them {SHARED!r}, "
+            "which the guard uses for all other weights"
+        )
     owner: dict[int, str] = {}
     parts, taken = [], set()
     for name, what in named.items():
@@ -221,8 +227,8 @@ def _divide(
         for p in weights:
             if id(p) in owner:
                 raise ValueError(
-                    f"{name!r} and {owner[id(p)]!r} share a parameter of shape {tuple(p.shape)}; "
-                    "leave it out of both, or pass loss terms instead of parts"
+                    f"parts {name!r} and {owner[id(p)]!r} share a parameter of shape "
+                    f"{tuple(p.shape)}: leave it out of both, or pass loss terms instead of parts"
                 )
             owner[id(p)] = name
         modules = [what] if isinstance(what, nn.Module) else []
@@ -238,20 +244,23 @@ def _divide(
 
 
 def _weights(name: str, what: Parameters, held: Mapping[int, nn.Parameter]) -> list[nn.Parameter]:
-    """The trainable parameters of a part, each once."""
+    """Return a part's trainable parameters without repeats; `what` is the value in `parts`."""
     weights: Any = what.parameters() if isinstance(what, nn.Module) else what
-    if isinstance(weights, nn.Parameter):  # it would be iterated by row
+    if isinstance(weights, nn.Parameter):  # iterating over it would give its rows
         weights = [weights]
     weights = list(weights) if isinstance(weights, Iterable) else [weights]
     if not all(isinstance(p, nn.Parameter) for p in weights):
-        raise ValueError(f"part {name!r} is {what!r}; expected a module, or parameters")
+        raise ValueError(f"part {name!r} is {what!r}; expected a module or a list of parameters")
     weights = [*{id(p): p for p in weights if p.requires_grad}.values()]
     if not weights:
-        raise ValueError(f"part {name!r} has no trainable parameter")
+        raise ValueError(
+            f"part {name!r} has no trainable parameter: leave the part out, or unfreeze its weights"
+        )
     for p in weights:
         if id(p) not in held:
             raise ValueError(
-                f"part {name!r}: a parameter of shape {tuple(p.shape)} is not in the optimizer"
+                f"part {name!r} has a parameter of shape {tuple(p.shape)} that is not in the "
+                "optimizer: make the optimizer from the parameters of all parts"
             )
     return weights
 
@@ -263,11 +272,11 @@ def _to_cpu(value: Any) -> Any:
 
 
 def check_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer whose step computes several losses (LBFGS)."""
+    """Raise ValueError if the optimizer's `step` requires a closure (LBFGS)."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
-            f"{type(optimizer).__name__}.step needs a closure, which computes several losses in one"
-            " step: the guard judges a step before it is taken. Use an optimizer whose step can be"
-            " called without one"
+            f"{type(optimizer).__name__}.step needs a closure, but the guard checks the loss before"
+            " the step and cannot check losses inside it: use an optimizer whose step can be called"
+            " without a closure, such as AdamW"
         )

@@ -1,7 +1,7 @@
-"""A part is the unit that may fail alone: weights, optimizer state and buffers.
+"""Snapshot, restore and re-initialize parts that are rows of matrices, such as a bank of heads.
 
-Here parts are rows of matrices, as in a bank of heads; `ssl_kd.guard.modules` has parts that are
-modules.
+A part is a unit that may fail alone: some weights and their optimizer state. For parts that are
+modules see `ssl_kd.guard.modules`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ssl_kd.errors import GUARD_STOPPED, UserError
 from ssl_kd.guard.update import keep_unless_
 
 SNAPSHOT_EVERY = 100
-"""Steps between two snapshots of a part's state."""
+"""Default number of steps between two snapshots of a part's state."""
 
 
 class TooFewHealthyParts(UserError, RuntimeError):
-    """So few parts are healthy that training cannot continue; the message says what was seen."""
+    """Too few parts are healthy to continue training; the message says what was wrong with them."""
 
     exit_code = GUARD_STOPPED
 
@@ -28,14 +28,14 @@ class RowParts:
     """Parts that are rows: row `i` of every tensor `[part, ...]` belongs to part `i`.
 
     Args:
-        names: of the parts, `head 3`.
-        live: name -> tensor that training changes in place.
-        fresh: part, seed -> name -> that part's row, re-initialized.
+        names: name of each part, such as `head 3`.
+        live: name -> tensor `[part, ...]` that training changes in place.
+        fresh: function of part and seed that returns name -> re-initialized row.
 
     Attributes:
-        good: name -> the last good state of every part; before any snapshot, the initial state.
-        good_step: `[part]`, the step before which each part was in it.
-        note: appended to the event of a restored part.
+        good: name -> last good state of every part; before any snapshot, the initial state.
+        good_step: `[part]`, the step before which each last good state was taken.
+        note: text appended to the event of a restored part.
     """
 
     note = ""
@@ -52,9 +52,9 @@ class RowParts:
         self.good_step = torch.zeros(len(names), dtype=torch.int32, device=device)
 
     def snapshot(self, rows: slice, healthy: Tensor, step: int) -> None:
-        """Save the state of the `healthy` parts in `rows` where it is finite; does not wait.
+        """Save the state of the `healthy` parts in `rows` if it is finite; does not wait.
 
-        `step`, which is not applied yet, has shown the state to be good.
+        Call this before `step` is applied: its finite gradient showed that the state is good.
         """
         live = {name: tensor[rows] for name, tensor in self._live.items()}
         good = healthy & finite_rows(live)
@@ -64,17 +64,17 @@ class RowParts:
         keep_unless_(good, before, torch.full_like(before, step))
 
     def finite(self) -> list[bool]:
-        """Return whether each part is finite; waits for the device."""
+        """Return whether the state of each part is finite; waits for the device."""
         return finite_rows(self._live).tolist()
 
     def restore(self, part: int) -> int:
-        """Restore a part's last good state; return the step before which it was in it."""
+        """Restore a part's last good state; return the step before which it was taken."""
         for name, tensor in self._live.items():
             tensor[part].copy_(self.good[name][part])
         return int(self.good_step[part])
 
     def reinitialise(self, part: int, seed: int, step: int) -> None:
-        """Draw a part anew by `seed` before `step`; the new state counts as good."""
+        """Re-initialize a part from `seed` before `step`; the new state counts as good."""
         self.good_step[part] = step
         for name, row in self._fresh(part, seed).items():
             self._live[name][part].copy_(row)
@@ -82,6 +82,6 @@ class RowParts:
 
 
 def finite_rows(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return which rows are finite, with sums that do not overflow: boolean `[part]`."""
+    """Return whether the sum of each row is finite in every tensor, boolean `[part]`."""
     sums = [tensor.view(len(tensor), -1).sum(1) for tensor in tensors.values()]  # one pass each
     return torch.isfinite(torch.stack(sums)).all(0)

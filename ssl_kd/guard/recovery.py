@@ -1,7 +1,7 @@
-"""Recovery: what the guard reports of parts, and what it does with those that stay sick.
+"""Report the faults of parts as events, and recover parts that stay unhealthy.
 
-skip -> restore from the last good state -> re-initialize once -> retire -> stop, for heads as for
-modules: `Health` decides by tensors, `RowParts` or `ModuleParts` carries it out.
+skip -> restore from the last good state -> re-initialize once -> retire -> stop: `Health` decides,
+`RowParts` (heads) or `ModuleParts` (modules) changes the weights.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ssl_kd.guard.seeds import seed_of
 
 
 class Recovery:
-    """Reports the faults of parts and restores those that stay sick.
+    """Report the faults of parts, and restore parts that stay unhealthy.
 
     Args:
-        parts: rows of a matrix, or modules.
-        health: of each part; changed in place.
-        shared: parts that the others depend on: restored like them, never counted as left.
-        first: number of the first part, where other processes hold the parts before it.
+        parts: the parts, rows of a matrix or modules.
+        health: health of each part; changed in place.
+        shared: parts that the others depend on; they are restored, but not counted as left.
+        first: index of the first part, if other processes hold the parts before it.
 
     Attributes:
         counts: `[part, stage]` int64, how often each fault was seen.
@@ -42,7 +42,7 @@ class Recovery:
     ) -> None:
         self.parts, self.health, self.shared, self.first = parts, health, shared, first
         self.counts = torch.zeros(len(parts.names), len(Stage), dtype=torch.int64)
-        self._ranks: dict[tuple[int, Stage], str] = {}  # that last saw each fault
+        self._ranks: dict[tuple[int, Stage], str] = {}  # the ranks that last saw each fault
 
     def report(
         self,
@@ -52,9 +52,9 @@ class Recovery:
         norm: Tensor,
         where: Callable[[int], str] = lambda part: "",
     ) -> list[Event]:
-        """Count the faults of a step, `[part]` each, and return their events.
+        """Count the faults of a step, given tensors `[part]`, and return their events.
 
-        `where` returns the ranks that saw a part's fault, which the event's reason ends with.
+        `where` is a function of the part: the ranks that saw its fault, appended to the reason.
         """
         if not stage.any():
             self.counts[:, Stage.HEALTHY] += 1
@@ -73,13 +73,13 @@ class Recovery:
     def escalate(
         self, step: int, thresholds: Thresholds, report: Callable[[Tally], object] | None = None
     ) -> tuple[list[Event], str]:
-        """Restore, re-initialize or retire what stays sick after `step`; waits for the device.
+        """Restore, re-initialize or retire parts that stay unhealthy; waits for the device.
 
-        `thresholds` and `report` are those of `Health.escalate`.
+        For `thresholds` and `report` see `Health.escalate`.
 
         Returns:
-            Events, and why training cannot continue; empty where it can. If it cannot, every sick
-            part is back at its last good state.
+            The events, and the reason why training cannot continue (empty if it can). If it cannot,
+            every unhealthy part is restored to its last good state.
         """
         streaks = self.health.streak.tolist()
         try:
@@ -90,8 +90,8 @@ class Recovery:
         for part, action in actions.items():
             if action == "reinitialise":
                 self.parts.reinitialise(part, seed_of(step, self.first + part), step + 1)
-                done = "re-initialised"
-            else:  # a part that is retired is restored too, so that its weights are finite
+                done = "re-initialized"
+            else:  # a retired part is restored too, so that its weights are finite
                 done = self._restore(part)
                 done = "retired" if action == "retire" else done
             reason = f"{streaks[part]} bad steps in a row"
@@ -99,7 +99,7 @@ class Recovery:
         return events, ""
 
     def restore_what_is_not_finite(self, step: int) -> list[Event]:
-        """Restore parts whose weights were damaged outside a step, before a checkpoint."""
+        """Restore every part with a NaN or infinity in its state; call this before a checkpoint."""
         return [
             Stage.WEIGHT.event(step, self.parts.names[part], action=self._restore(part))
             for part, finite in enumerate(self.parts.finite())
@@ -107,7 +107,7 @@ class Recovery:
         ]
 
     def give_up(self, step: int, why: str) -> list[Event]:
-        """Restore every sick part, so that a resumed run starts healthy; return the events."""
+        """Restore every unhealthy part, so that a resumed run starts healthy; return the events."""
         streaks, finite = self.health.streak.tolist(), self.parts.finite()
         self.health.streak.zero_()
         reason = "it was not healthy when the run stopped"
@@ -125,9 +125,9 @@ class Recovery:
         return f"restored to its state before step {before}{self.parts.note}"
 
     def diagnosis(self, steps: int, events: Collection[Event] = ()) -> str:
-        """Return a line per part that was ever sick: what was seen, how often, what to change.
+        """Return one line for each part that was ever unhealthy: the faults and what to change.
 
-        The actions of the last `events` are reported too.
+        If `events` are passed, each line also names the last action that they report.
         """
         done = {event.part: event.action for event in events}
         lines = []
@@ -146,7 +146,7 @@ class Recovery:
         return "\n".join(lines)
 
     def summary(self, steps: int, updates: Tensor, terms: Mapping[str, Health]) -> str:
-        """Return one line: the share of updates that were done, and what is sick or retired."""
+        """Return one line: the share of updates done, and the unhealthy and retired parts."""
         done, skipped = int(updates.sum()), int(self.health.skipped.sum())
         line = f"step {steps}: {100 * done / max(done + skipped, 1):.1f} % of updates done"
         streaks = dict(zip(self.parts.names, self.health.streak.tolist(), strict=True))
@@ -159,7 +159,7 @@ class Recovery:
         return line
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return name -> tensor, for a checkpoint."""
+        """Return the counters by name, for a checkpoint."""
         return {"counts": self.counts}
 
     def load(self, tensors: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Loss terms of the same weights: each may fail alone, and the others go on training."""
+"""Check loss terms that share weights, so that training goes on with the healthy ones."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class LossTerms:
-    """What is remembered of each loss term, by name, from the step in which it first appears.
+    """Keep the health of each loss term by name, and decide which terms a step leaves out.
 
-    A term counts at most once per step, with its first bad batch.
-    `max_norm` does not apply: it is a limit for whole parts.
+    A term with several batches in a step counts once, by its first bad batch. The threshold
+    `max_norm` does not apply to terms; it limits whole parts.
 
     Attributes:
-        health: name -> health of that term, `[1]` each.
+        health: name -> health of that term, tensors `[1]`.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
@@ -40,10 +40,13 @@ class LossTerms:
         step: int,
         again: Callable[[], Mapping[str, Tensor]] | None,
     ) -> tuple[list[Tensor], list[Tensor], list[bool]]:
-        """Judge the terms of one batch, on all `ranks` alike; arguments as `Guard.backward`.
+        """Check the terms of one batch, with the same result on all `ranks`.
+
+        `losses`, `through` and `again` are as in `Guard.backward`.
 
         Returns:
-            The healthy losses; the others; whether each healthy one needs a gradient on some rank.
+            The healthy losses, the bad ones, and for each healthy loss whether it needs a gradient
+            on some rank.
         """
         loss, norm, needs, where = self._numbers(losses, through, ranks, step)
         if again is not None and not bool(loss.isfinite().all()):
@@ -69,9 +72,9 @@ class LossTerms:
         return ranks.terms(step, losses, loss, norm)
 
     def judge(self, name: str, loss: Tensor, norm: Tensor, where: Callable[[], str] = str) -> bool:
-        """Return whether a term of one batch is healthy, from loss and norm on the CPU.
+        """Return whether a term of one batch is healthy, given its loss and norm on the CPU.
 
-        `where` returns the ranks on which it is not, which the event's reason ends with.
+        `where` returns the ranks on which the term is bad, appended to the event's reason.
         """
         health = self.health.setdefault(name, Health.fresh(1))
         stage = health.judge(loss[None], norm[None], self._thresholds)
@@ -82,14 +85,14 @@ class LossTerms:
         return bool(is_healthy(stage))
 
     def record(self, step: int) -> list[Event]:
-        """Remember the terms of a step, and return the events of what was wrong with them."""
+        """Remember the terms of a step, and return the events that report their faults."""
         events = []
         for name, (stage, loss, norm, ranks) in self._seen.items():
             health, fault = self.health[name], Stage(int(stage))
             missed = int(health.streak)
             health.record_(stage, norm[None], self._thresholds)
             if name in self._partly and not int(health.streak):
-                health.streak.fill_(missed + 1)  # a term that lost rows is not healthy
+                health.streak.fill_(missed + 1)  # a term without some of its rows is not healthy
             if fault.kind.reason:
                 value = float(loss if fault.kind.value == "loss" else norm)
                 action = "" if fault.kind.updates else "cut out"
@@ -103,9 +106,9 @@ class LossTerms:
         return events
 
     def cut_out_for_good(self, terms: Iterable[str], note: str) -> str:
-        """Return which of `terms` were cut out too many steps in a row; empty for none.
+        """Return a sentence that names the `terms` left out of too many steps in a row, or "".
 
-        Their count starts again.
+        Their count restarts at 0, so that a resumed run is not stopped at once.
         """
         patience = self._thresholds.stop_after or 2 * self._thresholds.restore_after
         names = [name for name in self.health if name in terms]
@@ -118,12 +121,12 @@ class LossTerms:
         return why if lost else ""
 
     def forget(self) -> None:
-        """Start another step."""
-        self._seen: dict[str, tuple[Tensor, Tensor, Tensor, str]] = {}  # in this step
+        """Forget the terms of the previous step."""
+        self._seen: dict[str, tuple[Tensor, Tensor, Tensor, str]] = {}
         self._partly: set[str] = set()  # terms that are finite without some rows
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return name -> its health, for a checkpoint."""
+        """Return the health of each term by name, for a checkpoint."""
         return {name: health.tensors() for name, health in self.health.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -135,25 +138,31 @@ class LossTerms:
 
 
 def by_name(losses: Tensor | Mapping[str, Tensor], parts: Sequence[str]) -> dict[str, Tensor]:
-    """Return name -> loss, from losses as in `Guard.backward` that are not a single number.
+    """Return a checked copy of the dictionary of losses passed to `Guard.backward`.
 
-    Without `parts` the losses are terms. Raises TypeError for a loss that is not a tensor, and
-    ValueError where names or shapes do not fit.
+    Raises TypeError if a loss is not a tensor, and ValueError if a name or shape does not fit.
     """
     if isinstance(losses, Tensor):
         raise ValueError(
-            f"losses have the shape {tuple(losses.shape)}; expected one number without dimensions, "
-            "or a dictionary"
+            f"the loss has the shape {tuple(losses.shape)}; expected a single number (shape ()), or"
+            " a dictionary of name -> loss"
         )
     if not isinstance(losses, Mapping):
-        raise TypeError(f"the loss is {losses!r}; expected a tensor, or a dictionary of them")
+        raise TypeError(
+            f"the loss is {losses!r}; expected a tensor, or a dictionary of name -> tensor"
+        )
     if not losses:
-        raise ValueError("the dictionary of losses is empty; expected one or more")
+        raise ValueError("the dictionary of losses is empty; expected at least one loss")
     for name, loss in losses.items():
         if parts and name not in parts:
-            raise ValueError(f"no part is named {name!r}; there are {', '.join(parts)}")
+            raise ValueError(
+                f"the loss {name!r} belongs to no part; expected one of {', '.join(parts)}"
+            )
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss {name!r} is {loss!r}; expected a tensor")
         if loss.ndim:
-            raise ValueError(f"loss {name!r} has the shape {tuple(loss.shape)}, not one number")
+            raise ValueError(
+                f"loss {name!r} has the shape {tuple(loss.shape)}; expected a single number (shape"
+                " ()), such as loss.mean()"
+            )
     return dict(losses)

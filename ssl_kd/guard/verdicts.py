@@ -1,4 +1,4 @@
-"""A `Guard`'s verdicts, taken by all ranks alike, and the ranks on which a fault was seen."""
+"""Make a `Guard` take the same decisions on all ranks, and name the ranks that saw a fault."""
 
 from __future__ import annotations
 
@@ -19,37 +19,27 @@ from ssl_kd.guard.norms import is_sharded, narrow
 
 
 class _Agreed(NamedTuple):
-    """Some losses as all ranks see them, on the CPU.
+    """Numbers about some losses that are equal on all ranks, on the CPU."""
 
-    Attributes:
-        loss: `[loss]`, mean over the ranks that have it, or a value that is not finite.
-        norm: `[loss]`, the largest gradient norm; NaN where one is.
-        present: boolean `[loss]`, whether some rank has it.
-        needs_grad: boolean `[loss]`, whether it needs a gradient on some rank.
-        bad_loss: boolean `[rank, loss]`, where the loss is not finite.
-        bad_norm: boolean `[rank, loss]`, where the gradient norm is not finite.
-        more: `[rank, n]`, further numbers of each rank.
-    """
-
-    loss: Tensor
-    norm: Tensor
-    present: Tensor
-    needs_grad: Tensor
-    bad_loss: Tensor
-    bad_norm: Tensor
-    more: Tensor
+    loss: Tensor  # `[loss]`, mean over the ranks that have the loss, or a value that is not finite
+    norm: Tensor  # `[loss]`, largest gradient norm; NaN if one is NaN
+    present: Tensor  # boolean `[loss]`, whether some rank has the loss
+    needs_grad: Tensor  # boolean `[loss]`, whether the loss needs a gradient on some rank
+    bad_loss: Tensor  # boolean `[rank, loss]`, where the loss is not finite
+    bad_norm: Tensor  # boolean `[rank, loss]`, where the gradient norm is not finite
+    more: Tensor  # `[rank, n]`, further numbers of each rank
 
 
 class Verdicts:
-    """One guard's verdicts, as all ranks take them.
+    """Agree with the other ranks on every decision of one guard.
 
-    Methods that exchange something raise ValueError where the ranks are at different points of
-    their loops, and RankLost where another rank does not answer.
+    Methods that exchange numbers raise ValueError if the ranks are at different points of their
+    loops, and RankLost if another rank does not respond.
 
     Attributes:
         first: whether this is rank 0.
-        probes: each part's largest gradient on this rank, before the average over ranks, float32 on
-            its device. After the average a NaN is on every rank.
+        probes: largest gradient entry of each part on this rank before the average over ranks,
+            float32 on the part's device. (After the average, every rank has the NaN of one.)
     """
 
     def __init__(self, ranks: Agreement, parts: ModuleParts) -> None:
@@ -70,7 +60,7 @@ class Verdicts:
     def between(
         cls, group: dist.ProcessGroup | Literal[False] | None, parts: ModuleParts, settings: object
     ) -> Verdicts | None:
-        """Return the verdicts of several ranks; None for a process that decides by itself."""
+        """Return the `Verdicts` of several ranks; None if this process decides alone."""
         shapes = [[tuple(p.shape) for p in part.weights] for part in parts]
         made = f"parts {', '.join(parts.names)} of the shapes {shapes}; {settings}"
         n_buffers = sum(len(buffers) for _, buffers in parts.buffers)
@@ -79,7 +69,7 @@ class Verdicts:
         return None if ranks is None else cls(ranks, parts)
 
     def forget(self) -> None:
-        """Start another step."""
+        """Forget the previous step."""
         self._bad = torch.zeros(self._ranks.world, len(self._parts), dtype=torch.bool)
         self._evidence: list[Tensor] = []
         self.probes = [torch.zeros((), device=part.weights[0].device) for part in self._parts]
@@ -88,11 +78,11 @@ class Verdicts:
         return self._ranks.exchange(what, torch.tensor(flags).float()) > 0
 
     def _everywhere(self, flags: Sequence[bool]) -> list[bool]:
-        # Without a flag on this rank, no rank has one.
+        # If the list is empty on this rank, it is empty on all.
         return self._exchange_flags("the parts' states", flags).all(0).tolist() if flags else []
 
     def _agree(self, what: str, *columns: Tensor, more: Sequence[Tensor] = ()) -> _Agreed:
-        """Exchange loss, norm, presence and need of a gradient of some losses, `[loss]` each."""
+        """Exchange the columns loss, norm, presence and need of a gradient, `[loss]` each."""
         loss, norm, present, needs = columns
         n = len(loss)
         flat = torch.cat([loss, torch.where(present, norm, 0), present, needs, *more])
@@ -109,13 +99,13 @@ class Verdicts:
         return _Agreed(loss, norm.amax(0), here.any(0), needs, bad, ~torch.isfinite(norm), rest)
 
     def check_graph(self, losses: Iterable[Tensor]) -> None:
-        """Refuse reentrant checkpointing in the first step: no loss could be left out."""
+        """Raise ValueError in the first step if reentrant checkpointing hides a loss's weights."""
         if not self._checked and not any(is_sharded(p) for p in self._weights):
             leaves(losses)
         self._checked = True
 
     def cut(self, step: int, sick: Iterable[int]) -> set[int]:
-        """Return the parts that some rank has to leave out; `sick` are those of this rank."""
+        """Return the parts that some rank has to leave out; `sick` holds this rank's."""
         flags = [i in sick for i in range(len(self._parts))]
         self._bad |= self._exchange_flags(f"step {step}, the parts' losses", flags)
         return set(self._bad.any(0).nonzero().flatten().tolist())
@@ -123,11 +113,11 @@ class Verdicts:
     def terms(
         self, step: int, losses: Mapping[str, Tensor], loss: Tensor, norm: Tensor
     ) -> tuple[Tensor, Tensor, list[bool], list[Callable[[], str]]]:
-        """Return what all ranks see of some loss terms, from this rank's `[loss]` numbers.
+        """Agree on loss terms, given this rank's losses and norms `[loss]`.
 
         Returns:
-            Loss and norm, `[loss]`; whether each needs a gradient on some rank; functions that
-            return the ranks on which each is bad.
+            Loss and norm `[loss]`; whether each term needs a gradient on some rank; for each term,
+            a function that returns the ranks on which the term is bad.
         """
         needs = torch.tensor([term.requires_grad for term in losses.values()])
         what = f"step {step}, the loss terms {', '.join(losses)}"
@@ -137,12 +127,11 @@ class Verdicts:
         return agreed.loss, agreed.norm, agreed.needs_grad.tolist(), where
 
     def backward(self, step: int, kept: Sequence[Tensor], left_out: Iterable[Tensor]) -> bool:
-        """Run the backward pass of `kept` losses so that `DistributedDataParallel` can follow it.
+        """Run the backward pass of the `kept` losses; return whether any weight has a gradient.
 
-        DDP waits for every parameter that the forward pass used. Parameters that only the losses in
-        `left_out` reach get a gradient of exact zeros here (a NaN loss times 0 would be NaN), so
-        that the averages finish; afterwards they have none, as without these losses. FSDP2 does not
-        wait for weights that no loss reaches. Returns whether there are gradients now.
+        DDP waits for every parameter that the forward pass used. So a parameter that only losses
+        in `left_out` reach gets a gradient of zeros during the pass (a NaN loss times 0 would be
+        NaN), which is removed afterwards. FSDP2 does not wait for weights that no loss reaches.
         """
         if any(is_sharded(p) for p in self._weights):
             if kept:
@@ -163,12 +152,12 @@ class Verdicts:
             bare.pop(id(p), None)
             if not somewhere:
                 p.grad = None
-        for leaf in bare.values():  # of another model, as a discriminator
+        for leaf in bare.values():  # a weight of another model, such as a discriminator
             leaf.grad = None
         return any(p.grad is not None for p in self._weights)
 
     def waiting(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Raise RankLost where the process group fails inside, in a backward pass."""
+        """Turn a failure of the process group during a backward pass into RankLost."""
         return self._ranks.waiting(f"step {step}, the backward pass")
 
     def step(
@@ -177,16 +166,16 @@ class Verdicts:
         seen: tuple[Tensor, Tensor, Tensor, Tensor],
         spoiled: Sequence[Sequence[int]],
     ) -> tuple[Tensor, Tensor, Tensor, list[list[int]], list[tuple[int, str]]]:
-        """Return what all ranks see of a step.
+        """Agree on the losses, gradients and buffers of a step.
 
         Args:
             step: its number.
-            seen: loss, gradient norm, absence and probe of each part here, `[part]`.
-            spoiled: the numbers of each part's buffers that are spoiled here.
+            seen: loss, gradient norm, absence and probe of each part on this rank, `[part]`.
+            spoiled: for each part, the indices of its buffers that are not finite on this rank.
 
         Returns:
-            Loss, gradient norm and absence; the buffers that are spoiled on some rank; part and
-            names of the buffers that were put back since the last step.
+            Loss, gradient norm and absence `[part]`; the buffers that are not finite on some rank;
+            (part, buffer names) of the buffers that were put back since the last step.
         """
         loss, norm, absent, probe = seen
         sizes = [len(buffers) for _, buffers in self._parts.buffers]
@@ -209,34 +198,34 @@ class Verdicts:
         return agreed.loss, agreed.norm, ~agreed.present, now, healed
 
     def share(self, step: int, text: str) -> list[str]:
-        """Gather what each rank located in a step, in the order of the ranks."""
+        """Gather the line that each rank's `Locator` found in a step, in rank order."""
         return self._ranks.share(f"step {step}: what was located", text)
 
     def where(self, part: int) -> str:
-        """Return the ranks that saw the fault of a part in this step."""
+        """Return the ranks that saw a part's fault in this step, for the event's reason."""
         return self._ranks.name_ranks(*(table[:, part] for table in self._evidence))
 
     def where_buffers(self, part: int) -> str:
-        """Return the ranks on which buffers of a part were spoiled in this step."""
+        """Return the ranks on which a part's buffers were not finite in this step."""
         return self._ranks.name_ranks(self._spoiled[part].any(1))
 
     def put_back(self, part: int, spoiled: Iterable[int]) -> None:
-        """Record buffers restored outside a step, to tell the other ranks in the next step."""
+        """Record buffers restored between steps; the next step's exchange includes them."""
         self._healed[part] |= set(spoiled)
 
 
 def check_late() -> None:
-    """Raise ValueError where `torch.distributed` got several ranks after the guard was made."""
+    """Raise ValueError if `torch.distributed` was initialized after the guard was made."""
     if several_ranks():
         raise ValueError(
-            "torch.distributed was initialized after this Guard was made, which decides alone: make"
-            " the Guard after init_process_group, or with group=False"
+            "torch.distributed was initialized after this Guard was made, so the Guard would decide"
+            " without the other ranks: make the Guard after init_process_group, or with group=False"
         )
 
 
 def _probe(reference: weakref.ref[Verdicts], part: int, gradient: Tensor | None) -> None:
-    """Look at a gradient that is about to be accumulated; does not wait for the device."""
-    # None where DDP looks for unused parameters, and no loss reaches this one.
+    # A hook on each part's first weight; does not wait for the device. The gradient is None where
+    # DDP looks for unused parameters and no loss reaches this one.
     if gradient is None or (verdicts := reference()) is None:
         return
     gradient = gradient.detach()
@@ -247,7 +236,7 @@ def _probe(reference: weakref.ref[Verdicts], part: int, gradient: Tensor | None)
 
 
 def leaves(losses: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Return, by `id`, the tensors that a backward pass of `losses` gives gradients to."""
+    """Return id -> tensor for the leaf tensors that a backward pass of `losses` reaches."""
     reached: dict[int, Tensor] = {}
     ahead: list = [
         torch.autograd.graph.get_gradient_edge(x).node for x in losses if x.requires_grad
@@ -258,7 +247,7 @@ def leaves(losses: Iterable[Tensor]) -> dict[int, Tensor]:
         name = type(node).__name__
         if name == "CheckpointFunctionBackward":
             raise ValueError(
-                "with several ranks a Guard must see which weights each loss reaches, and reentrant"
+                "with several ranks a Guard must know which weights each loss reaches; reentrant"
                 " activation checkpointing hides them: pass use_reentrant=False to checkpoint, or"
                 ' gradient_checkpointing_kwargs={"use_reentrant": False} to transformers'
             )

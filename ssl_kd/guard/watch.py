@@ -1,10 +1,10 @@
-"""Names the operation that first made a value that is not finite, in any training loop.
+"""Name the operation that first made a NaN or an infinity, in any training loop.
 
-A `Watch` keeps the inputs of each forward pass of a model: its arguments, the state of the random
-number generators, and the gradients that came back at its outputs. Where a step is bad, it runs the
-model again from there, forward and backward, with every operation checked by a `Microscope`; it
-needs to know neither the loop nor the loss. With `record=True` it also keeps each module's ranges,
-which locate the fault of a step that does not repeat.
+For each forward pass of a model, a `Watch` keeps the arguments, the state of the random number
+generators, and the gradients at the outputs. After a bad step it runs the model again from there,
+forward and backward, and checks every operation with a `Microscope`; it needs neither the loop nor
+the loss. With `record=True` it also keeps each module's ranges, to locate the fault of a step that
+cannot be repeated.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _FINDINGS = 8  # most steps that a `Locator` runs again, so that a run that stay
 
 @dataclass(frozen=True)
 class Finding:
-    """Where the first value that is not finite was made; as a string, a short report.
+    """The place where the first NaN or infinity was made; `str()` gives a short report.
 
     Attributes:
-        module: name of the module, as `named_modules` has it, after the class of the model:
-            `Net.layers.0`; None where the value was made outside of the model.
-        fault: the operation, its line and the ranges of its inputs; None where the step could not
-            be repeated, or the operation is outside of the model.
+        module: the model's class and the module's name in `named_modules`, such as `Net.layers.0`;
+            None if the value was made outside the model.
+        fault: the operation, its line and the ranges of its inputs; None if the step could not be
+            repeated, or if the operation is outside the model.
         diagnosis: the likely cause and what to change; None without `fault`.
-        rows: which rows of the batch, from 0, the first eight; empty for all, or if unknown.
-        note: further facts, or why there is no operation.
-        rank: of this process in `torch.distributed`; None without.
+        rows: the first eight bad rows of the batch, from 0; empty if all are bad or it is unknown.
+        note: further facts, or the reason why no operation is named.
+        rank: rank of this process in `torch.distributed`; None if it is not initialized.
     """
 
     module: str | None
@@ -72,11 +72,11 @@ class Finding:
 
     @property
     def why(self) -> str:
-        """The cause, in a sentence; the note where it is not known."""
+        """The cause in a sentence, or the note if the cause is unknown."""
         return self.note if self.diagnosis is None else self.diagnosis.words
 
     def __str__(self) -> str:
-        """A few lines: where, the operation's inputs and outputs, the cause, what to change."""
+        """Return a report of a few lines: place, inputs and outputs, cause, what to change."""
         rows = [("first bad", self.headline)]
         if self.fault is not None and self.diagnosis is not None:
             rows += report(self.fault, self.diagnosis)
@@ -85,13 +85,13 @@ class Finding:
 
 
 def finding_of(fault: Fault, module: str | None, rows: tuple[int, ...] = ()) -> Finding:
-    """Return a fault with its likely cause, on this rank; module and rows as in `Finding`."""
+    """Return the `Finding` for a fault, with its diagnosis and the rank of this process."""
     return Finding(module, fault, diagnose(fault), rows, rank=_rank())
 
 
 @dataclass
 class _Call:
-    """One forward pass, with all that is needed to run it again."""
+    """A forward pass, with everything needed to run it again."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -108,7 +108,7 @@ class _Call:
 
 
 class Watch:
-    """Finds the first operation of a model whose result is not finite.
+    """Find the first operation of a model whose result is not finite.
 
     Call `explain` after the backward pass, before the optimizer changes the weights:
 
@@ -120,19 +120,19 @@ class Watch:
         optimizer.step()
         watch.forget()
 
-    `Guard(model, optimizer, locate=True)` does this by itself, and for an unchanged script
-    `python -m ssl_kd.guard train.py`.
+    `Guard(model, optimizer, locate=True)` does this automatically, and
+    `python -m ssl_kd.guard train.py` does it for an unchanged script.
 
-    A step is repeated from the model's arguments, so the tensors in them must not have been
-    overwritten since; dropout draws the same numbers again. Hooks on modules run again. A model in
-    which other ranks take part (FSDP2's sharded weights, SyncBatchNorm) is not run again: there
-    `record` names the module.
+    The step is repeated from the model's arguments, so the loop must not have overwritten their
+    tensors; dropout draws the same numbers again, and hooks on modules run again. A model that
+    needs other ranks (FSDP2's sharded weights, SyncBatchNorm) is not run again: use `record` there,
+    which names the module.
 
-    Until `forget`, the last eight forward passes keep their arguments and the gradients at their
-    outputs in memory; of a model that returns its own loss, only the loss's gradient.
+    Until `forget`, the arguments and output gradients of the last eight forward passes stay in
+    memory; for a model that returns its own loss, only the loss's gradient.
 
     Args:
-        model: is called as a whole by the loop; DistributedDataParallel and a compiled model are
+        model: the module that the loop calls; DistributedDataParallel and compiled models are
             unwrapped.
         record: also keep the largest magnitude of each module's outputs in this step.
     """
@@ -158,17 +158,13 @@ class Watch:
         self._calls.clear()
 
     def forget(self) -> None:
-        """End a step: forget its forward passes."""
+        """Forget the forward passes of the step."""
         self._calls.clear()
         if self.ranges is not None:
             self.ranges.end_step()
 
     def explain(self) -> Finding | None:
-        """Find the first value of this step that is not finite.
-
-        Returns:
-            None where every value and gradient of the step's forward passes is finite.
-        """
+        """Find the first NaN or infinity of this step; return None if all values are finite."""
         notes = []
         for call in self._calls:
             answer = self._explain(call)
@@ -181,14 +177,14 @@ class Watch:
         return Finding(None, note=notes[0], rank=_rank()) if notes else None
 
     def _explain(self, call: _Call) -> Finding | str | None:
-        """What a repeated forward pass shows, or why it cannot be repeated; None: it is healthy."""
+        """Repeat a forward pass; return its fault, why it cannot run again, or None if healthy."""
         model = _inner(self.model)
         if any(is_sharded(p) for p in model.parameters()):
             return "not repeated: the weights are sharded over ranks"
         if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             return "not repeated: SyncBatchNorm would wait for the other ranks"
         if _versions(call.inputs) != call.versions:
-            return "not repeated: the model's inputs were overwritten since"
+            return "not repeated: the loop has overwritten the model's inputs since"
         top = type(model).__name__
         stack = _Stack(top, {id(m): f"{top}.{name}" for name, m in model.named_modules() if name})
         scope = Microscope(_named(model, call), within=stack)
@@ -212,10 +208,10 @@ class Watch:
 
 
 class Locator:
-    """Runs a `Watch` in the first of several bad steps, at most eight times in a run.
+    """Run a `Watch` in the first step of a series of bad steps, at most eight times in a run.
 
     Attributes:
-        findings: step -> what was found on this rank.
+        findings: step -> the `Finding` of this rank.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -225,15 +221,15 @@ class Locator:
         self._lines: list[str] = []  # of this step, on all ranks
 
     def forget(self) -> None:
-        """End a step."""
+        """Forget the step."""
         self._lines = []
         if self._watch is not None:
             self._watch.forget()
 
     def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Verdicts | None) -> None:
-        """Locate the fault of parts that are not finite now and were healthy in the last step.
+        """Locate the fault of parts that are not finite now but were healthy in the last step.
 
-        Each of several ranks looks for itself, and all share what they find.
+        With several ranks, each one runs its own `Watch`, and all share their results.
         """
         new = [Stage(number).kind for number in stage[streak == 0].tolist()]
         if self._watch is None or not any(kind.not_finite for kind in new):
@@ -249,7 +245,7 @@ class Locator:
         self._lines = [line for line in lines if line]
 
     def events(self, step: int) -> list[Event]:
-        """Return the events of what was located in this step on any rank."""
+        """Return an event for each operation that some rank located in this step."""
         return [Event(step, "model", "origin", line, "located") for line in self._lines]
 
     def lines(self) -> list[str]:
@@ -258,7 +254,7 @@ class Locator:
 
 
 def _listening(reference: weakref.ref[Watch]) -> Watch | None:
-    """The watch, if this forward pass is one of the training loop's."""
+    """Return the watch if this forward pass belongs to the training loop, else None."""
     watch = reference()
     return watch if watch is not None and not watch._replaying and is_first_run() else None
 
@@ -291,7 +287,7 @@ def _keep_gradient(reference: weakref.ref[_Call], number: int, gradient: Tensor)
 
 
 def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
-    """Run the model again; return its outputs, and the gradients of its weights and inputs."""
+    """Run the model again; return its outputs and the gradients of its weights and inputs."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     output = torch.func.functional_call(model, buffers, call.args, dict(call.kwargs))
     outputs = floating(output)
@@ -333,9 +329,9 @@ def _as_before(model: nn.Module, call: _Call) -> Iterator[None]:
 
 
 class _Stack:
-    """The name of the module whose operations run now, for a `Microscope`.
+    """Track which module's operations run now, for a `Microscope`.
 
-    In the backward pass it is the module at whose output the gradient was last.
+    In the backward pass, that is the module whose output gradient was computed last.
     """
 
     def __init__(self, top: str, names: Mapping[int, str]) -> None:
@@ -377,7 +373,7 @@ def _named(model: nn.Module, call: _Call) -> dict[str, Tensor]:
 
 
 def _rows(fault: Fault, call: _Call) -> tuple[int, ...]:
-    """Rows of the batch in which the operation's result is not finite; empty for all."""
+    """Return the batch rows in which the operation's result is not finite; () for all rows."""
     sizes = {len(x) for x in call.inputs if x.ndim}
     facts = fault.outputs[0]
     known = (
@@ -387,7 +383,7 @@ def _rows(fault: Fault, call: _Call) -> tuple[int, ...]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel and torch.compile's wrapper."""
+    """Unwrap DistributedDataParallel, DataParallel and torch.compile."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -398,7 +394,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    """In-place writes to each so far; -1 for tensors of inference mode, which do not count."""
+    """Return each tensor's count of in-place writes; -1 for tensors of inference mode."""
     return [-1 if x.is_inference() else x._version for x in tensors]
 
 

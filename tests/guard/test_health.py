@@ -35,7 +35,7 @@ BAD = st.sampled_from([math.nan, math.inf, 1e30, 0.0, 1e6])
     scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e4]),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_fault_pollutes_the_median(struck, scale, seed):
     """Whatever comes between, a healthy norm passes and a spike of 1000 does not."""
     g = torch.Generator().manual_seed(seed)

@@ -572,7 +572,7 @@ def ladder(steps=60, **options):
 def test_a_part_that_stays_sick_climbs_the_ladder_alone():
     rungs, guard = ladder()
     assert rungs[0] == (14, "restored to its state before step 0")
-    assert rungs[1] == (24, "re-initialised")
+    assert rungs[1] == (24, "re-initialized")
     assert rungs[2][0] == 34 and rungs[2][1].startswith("retired") and len(rungs) == 3
     healthy = heads(ADAMW)
     for number in range(60):
@@ -756,15 +756,19 @@ def test_arguments_that_do_not_fit_are_named():
         ((model, optimizer), {"clip_grad": NAN}, "clip_grad is nan"),
         ((model, optimizer), {"snapshot_every": -1}, "snapshot_every is -1"),
         ((model, optimizer), {"thresholds": Thresholds(min_parts=2)}, "expected at most 1"),
-        ((model, optimizer, {}), {}, "expected names"),
-        ((model, optimizer, {"shared": model.heads}), {}, "other than 'shared'"),
+        ((model, optimizer, {}), {}, "expected one or more"),
+        ((model, optimizer, {"shared": model.heads}), {}, "none of them 'shared'"),
         ((model, optimizer, {"a": nn.ReLU()}), {}, "'a' has no trainable parameter"),
         ((model, optimizer, {"a": nn.Linear(2, 2)}), {}, "not in the optimizer"),
         ((model, optimizer, {"a": model.heads[0], "b": model.heads}), {}, "'b' and 'a' share"),
-        ((model, optimizer, {"a": "weight"}), {}, "part 'a' is 'weight'; expected a module"),
-        ((model, optimizer, {"a": None}), {}, "part 'a' is None; expected a module"),
-        ((model, lbfgs), {}, r"LBFGS.step needs a closure.*can be called without one"),
-        ((wave, SGD(wave.parameters())), {}, "parameter 'wave' is complex"),
+        (
+            (model, optimizer, {"a": "weight"}),
+            {},
+            "part 'a' is 'weight'; expected a module or a list",
+        ),
+        ((model, optimizer, {"a": None}), {}, "part 'a' is None; expected a module or a list"),
+        ((model, lbfgs), {}, r"LBFGS.step needs a closure.*can be called without a closure"),
+        ((wave, SGD(wave.parameters())), {}, "parameter 'wave' is torch.complex64"),
         ((other, optimizer), {}, "holds none of the 6 trainable parameters"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -774,15 +778,15 @@ def test_arguments_that_do_not_fit_are_named():
     features, losses = model.losses(*batch(0))
     features.requires_grad_()
     for given_losses, through, message in [
-        ({"head 9": losses["head 0"]}, None, "no part is named 'head 9'"),
+        ({"head 9": losses["head 0"]}, None, "the loss 'head 9' belongs to no part"),
         ({"head 0": torch.ones(2)}, None, "shape"),
         ({}, None, "dictionary of losses is empty"),
-        (losses["head 0"], features, "one was given"),
+        (losses["head 0"], features, "`losses` is a single tensor"),
         (losses, torch.ones(2, requires_grad=True), "not computed from `through`"),
     ]:
         with pytest.raises(ValueError, match=message):
             guard.backward(given_losses, through)
-    with pytest.raises(ValueError, match=r"shape \(1,\); expected one number"):
+    with pytest.raises(ValueError, match=r"shape \(1,\); expected a single number"):
         Guard(model, optimizer).backward(torch.ones(1))
     for not_a_loss, message in [
         (0.5, "the loss is 0.5"),

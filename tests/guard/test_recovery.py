@@ -73,7 +73,7 @@ def test_each_rung_is_told_with_its_reason_and_leaves_the_weights_that_it_says()
             told.append((event.step, event.action, bench.weights[1].tolist()))
     assert told == [
         (2, "restored to its state before step 0", [1.0, 1.0]),
-        (5, "re-initialised", [101.0, 101.0]),
+        (5, "re-initialized", [101.0, 101.0]),
         (8, "retired", [101.0, 101.0]),
     ]
     assert bench.weights[0].tolist() == [0, 0] and bench.weights[2].tolist() == [2, 2]

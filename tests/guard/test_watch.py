@@ -188,7 +188,7 @@ def test_inputs_that_were_written_since_are_not_repeated_and_ranges_name_the_mod
         x.zero_()
         return watch.explain()
 
-    assert late(False).module is None and "overwritten since" in late(False).note
+    assert late(False).module is None and "overwritten the model's inputs" in late(False).note
     assert late(True).module == "Sequential.2" and "first not to be finite" in late(True).note
 
 
