@@ -1,4 +1,4 @@
-"""`python -m ssl_kd.guard train.py`: see `ssl_kd.guard.script`."""
+"""Run `python -m ssl_kd.guard train.py`; see `ssl_kd.guard.script`."""
 
 import sys
 

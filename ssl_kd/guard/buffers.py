@@ -1,7 +1,7 @@
-"""Buffers that forward passes change, such as BatchNorm statistics, and how a bad batch is undone.
+"""Undo what a bad batch did to buffers that forward passes change, such as BatchNorm statistics.
 
-A batch that is left out of an update has already run through the modules, also through those of
-others: a trunk that parts share, a discriminator. It must leave nothing in their buffers.
+A batch that is left out of an update has already run through the modules, including a trunk that
+parts share, or a discriminator. It must leave no trace in their buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FLOATS |= {torch.complex64, torch.complex128}
 
 
 class _BeforeForward:
-    """A forward pre-hook that is empty in a copy or a saved file of the module."""
+    """A forward pre-hook that does nothing in a copy or a pickle of the module."""
 
     def __init__(self, buffers: Buffers | None = None) -> None:
         self._buffers = None if buffers is None else weakref.ref(buffers)
@@ -37,22 +37,22 @@ class _BeforeForward:
 
 
 class Buffers:
-    """The buffers of some modules, and their values before the forward pass of a step.
+    """Keep the buffers of some modules as they were before a step's forward pass.
 
-    The values are kept at the end of a step; buffers that are written between steps are looked at
-    again at the next step's first forward pass. Writes through `.data`, or before a forward pass
-    that is compiled as a whole, are not seen.
+    The values are copied at the end of each step; buffers written between steps are copied again at
+    the next step's first forward pass. Writes through `.data` are missed, and so are writes before
+    a forward pass that is compiled as a whole.
 
-    A buffer is spoiled by a NaN or an infinity of a kind that it did not hold before: a mask of
-    -inf, or the bounds of an observer, which begin infinite, are not.
+    A buffer counts as spoiled if it holds a NaN or infinity and did not before. So a mask of -inf,
+    or an observer's bounds that start infinite, do not count.
 
     Args:
-        modules: name -> module, each with the persistent buffers of its own. Others are caches and
-            may change their shape.
-        weight: new buffers are put on its device.
+        modules: (name, module) pairs; only persistent buffers are kept, since others are caches
+            that may change their shape.
+        weight: a parameter whose device new buffers are put on.
 
     Attributes:
-        kept: the values to go back to; None where there was no tensor.
+        kept: the copied values; None where a buffer had no tensor.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], weight: nn.Parameter) -> None:
@@ -70,8 +70,8 @@ class Buffers:
             if isinstance(module, torch.jit.RecursiveScriptModule):  # pyright: ignore[reportPrivateImportUsage]
                 raise ValueError(
                     f"the buffer {name} belongs to a scripted module (torch.jit.script), which "
-                    "takes no hooks: make the Guard around the Python module, and script it once "
-                    "it is trained"
+                    "takes no hooks: make the Guard for the Python module, and script the module "
+                    "after training"
                 )
             handle = module.register_forward_pre_hook(hook)
             weakref.finalize(self, handle.remove)
@@ -80,13 +80,13 @@ class Buffers:
         return len(self._places)
 
     def live(self) -> list[Tensor | None]:
-        """Return the buffers as they are now; a module may have replaced a tensor."""
+        """Return the current tensors of the buffers; a module may have replaced some."""
         return [module._buffers[key] for module, key, _ in self._places]
 
     def look(self, zero: Tensor, of: Sequence[Tensor | None] | None = None) -> list[Tensor]:
-        """Return the largest magnitude in each buffer, or tensor in `of`; NaN where it holds one.
+        """Return the largest magnitude in each buffer, or in each tensor of `of`; NaN for a NaN.
 
-        Does not wait for the device; `zero` is a 0 there, for buffers that are always finite.
+        Does not wait for the device. `zero`, a 0 on the device, stands for buffers of integers.
         """
         tensors = self.live() if of is None else of
         largest = [zero] * len(tensors)
@@ -104,7 +104,7 @@ class Buffers:
     def _badness(
         self, largest: Sequence[float] | None = None, of: Sequence[Tensor | None] | None = None
     ) -> list[int]:
-        """0 for a finite buffer, 1 for one with an infinity, 2 for one with a NaN."""
+        """Return 0 for a finite buffer, 1 for a buffer with an infinity, 2 for one with a NaN."""
         if largest is None:  # waits for the device
             zero = torch.zeros((), device=self._weight.device)
             numbers = [narrow(number).to(zero) for number in self.look(zero, of)]
@@ -112,9 +112,9 @@ class Buffers:
         return [2 if math.isnan(x) else int(math.isinf(x)) for x in largest]
 
     def keep(self, *, ask: bool = True) -> None:
-        """Keep the buffers, for the next step to start from.
+        """Copy the buffers as the state before the next step.
 
-        With `ask` read from the device which are finite; else use what `spoiled` and `heal` left.
+        With `ask`, read from the device which are finite; otherwise use the last `spoiled` result.
         """
         self.kept = [None if b is None else b.clone() for b in self.live()]
         self._bad = self._badness() if ask else self._now
@@ -125,12 +125,12 @@ class Buffers:
         self._written: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     def end_step(self) -> None:
-        """Let the next forward pass begin another step."""
+        """Make the next forward pass count as the start of a step."""
         self._begun = False
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Note what was written since the last step, before the first forward pass of this one."""
+        """Copy buffers that were written since the last step; called before a forward pass."""
         if self._begun:
             return
         self._begun = True
@@ -140,7 +140,7 @@ class Buffers:
                 self._written[i] = now, None if now is None else now.clone()
 
     def _take_written(self) -> None:
-        """Keep what was written between steps, unless that was spoiled; may wait."""
+        """Take over values written between steps, unless they are worse; may wait."""
         if not self._written:
             return
         live = self.live()
@@ -154,25 +154,25 @@ class Buffers:
 
     @property
     def nan(self) -> str:
-        """The names of those that held a NaN when they were last kept."""
+        """The names of buffers that held a NaN when they were last copied."""
         return self.names(i for i, bad in enumerate(self._bad) if bad == 2)
 
     def spoiled(self, largest: Sequence[float] | None = None) -> list[int]:
-        """Return the numbers of the buffers that are spoiled now; usually empty.
+        """Return the indices of the buffers that are spoiled now.
 
-        Waits for the device, unless `largest` has what `look` returned.
+        Waits for the device, unless `largest` is the result of `look`.
         """
         self._now = self._badness(largest)
         pairs = zip(self._now, self._bad, strict=True)
         return [i for i, (now, before) in enumerate(pairs) if now > before]
 
     def names(self, numbers: Iterable[int]) -> str:
-        """Return the names of some buffers, as one text."""
+        """Return the names of the buffers with these indices, separated by commas."""
         return ", ".join(self._places[i][2] for i in numbers)
 
     @torch.no_grad()
     def heal(self, spoiled: Sequence[int]) -> None:
-        """Put back spoiled buffers and the others of their modules; call `spoiled` first."""
+        """Put back spoiled buffers and all others of the same modules; call `spoiled` first."""
         if not spoiled:
             return
         self._take_written()
@@ -184,7 +184,7 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self, values: Sequence[Tensor | None] | None = None) -> None:
-        """Set all buffers to `values`, as `live` returns them; None for the kept values."""
+        """Set all buffers to `values`, in the order of `live`; by default to the kept values."""
         if values is None:
             self._take_written()
         for i, value in enumerate(self.kept if values is None else values):
@@ -204,5 +204,5 @@ class Buffers:
 
 
 def _version(tensor: Tensor | None) -> int | None:
-    """A count of in-place writes; None where torch does not count them."""
+    """Return the count of in-place writes; None if torch does not count them."""
     return None if tensor is None or tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Why a number is not finite, in a sentence, and what to change."""
+"""Find the likely cause of a NaN or an infinity, and the settings to change."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ HUGE = 1e10
 """No healthy weight, embedding or activation is this large."""
 
 LARGE_WEIGHTS = 100.0
-"""Root mean square of a tensor of weights from which training has run away."""
+"""Root mean square of a weight tensor above which training has diverged."""
 
 
 class Cause(str, Enum):
-    """Why a number is not finite."""
+    """The causes of a NaN or infinity that a diagnosis can name."""
 
     FP16_OVERFLOW = "overflow in fp16"
     LOG_OF_ZERO = "log of zero"
@@ -53,8 +53,8 @@ class Advice:
     """A setting to change.
 
     Attributes:
-        setting: its name.
-        now: its value.
+        setting: name of the setting.
+        now: its present value.
         value: the value to try.
     """
 
@@ -63,7 +63,7 @@ class Advice:
     value: Any
 
     def __str__(self) -> str:
-        """`LEARNING_RATE 4 -> 0.4`."""
+        """Return a line such as `LEARNING_RATE 4 -> 0.4`."""
         return f"{self.setting.upper()} {_short(self.now)} -> {_short(self.value)}"
 
 
@@ -73,13 +73,13 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why, and what to do.
+    """The likely cause of a fault, and what to do about it.
 
     Attributes:
-        cause: its class.
-        words: what was seen, as a sentence.
-        remedy: what to do about it.
-        advice: settings to change, as far as they are known.
+        cause: the kind of cause.
+        words: a sentence that describes what happened.
+        remedy: what to change in the code or the data.
+        advice: settings to change; empty if none are known.
     """
 
     cause: Cause
@@ -127,12 +127,12 @@ def diagnose(
     """Return the likely cause of a fault, and what to change.
 
     Args:
-        fault: from `Microscope.fault`.
-        settings: name in lower case -> value, as far as the caller has them; advice is given only
-            on settings in there: temperatures, `learning_rate`, `clip_grad`, `use_fp16` or
-            `model_dtype`, `rebuild_damaged`.
-        usual: name -> the largest value to advise: a tenth of a far too large one is still too
-            large.
+        fault: the result of `Microscope.fault`.
+        settings: lower-case name -> present value. Advice is limited to these settings; known are
+            temperatures, `learning_rate`, `clip_grad`, `use_fp16`, `model_dtype` and
+            `rebuild_damaged`.
+        usual: setting -> largest value to advise. (A tenth of a far too large learning rate would
+            still be too large.)
     """
     cause, sentence = _judge(fault)
     advice = _advice(cause, fault, settings or {}, usual or {})
@@ -140,7 +140,7 @@ def diagnose(
 
 
 def report(fault: Fault, diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Return (label, text) of a report: the operation's inputs and outputs, cause and remedy."""
+    """Return the (label, text) rows of a report: inputs, outputs, cause, settings and remedy."""
     rows = [("input", str(facts)) for facts in fault.inputs]
     rows += [("output", str(facts)) for facts in fault.outputs]
     rows += [("cause", f"{diagnosis.cause.value}: {diagnosis.words}")]
@@ -191,7 +191,7 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
 
 
 def _runaway(named: dict[str, TensorFacts]) -> list[str]:
-    """Names of weights larger than healthy training makes them."""
+    """Return the names of weights that are larger than healthy training makes them."""
     return [name for name, facts in named.items() if "weight" in name and facts.rms > LARGE_WEIGHTS]
 
 
@@ -242,13 +242,13 @@ def _overflow(fault: Fault) -> tuple[Cause, str]:
 
 
 def _limit(fault: Fault) -> float:
-    """The largest finite result of the operation; for an exponential, its largest input."""
+    """Return the operation's largest finite result; for an exponential, its largest input."""
     largest = torch.finfo(getattr(torch, fault.outputs[0].dtype)).max
     return math.log(largest) if fault.made.op in _EXPS else largest
 
 
 def _temperature(fault: Fault) -> tuple[float, float, float]:
-    """Amplification, the values before it, temperature to try (0 where that is not the cause)."""
+    """Return the factor, the values before it, and the temperature to try (0: another cause)."""
     (factor, before), limit = _sharpening(fault.made), _limit(fault)
     exponential = fault.made.op in _EXPS
     if not exponential:  # logits that overflow at any usual temperature have another cause
@@ -260,7 +260,7 @@ def _temperature(fault: Fault) -> tuple[float, float, float]:
 
 
 def _sharpening(made: Made, depth: int = 5) -> tuple[float, float]:
-    """The largest scalar factor among the last operations, and the values that it multiplied."""
+    """Return the largest scalar factor among the last operations, and the values before it."""
     factors = [(0.0, 0.0)]
     number = abs(made.numbers[0]) if made.numbers else 0.0
     if made.op in ("div", "mul") and 0 < number < math.inf:

@@ -1,4 +1,4 @@
-"""Arithmetic that stays finite: floors from the dtype, safe normalization, masked means."""
+"""Compute with results that stay finite: probability floors, normalization, masked means."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ SHORT = 100  # a softmax over fewer entries than this is faster along an axis th
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of loss arithmetic on `x`: float64 for float64, otherwise float32."""
+    """Return the dtype in which to compute losses from `x`: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def probability_floor(dtype: torch.dtype) -> float:
-    """Return what to add to a probability before a logarithm: `finfo(dtype).eps ** 2`.
+    """Return the number to add to a probability before a logarithm: `finfo(dtype).eps ** 2`.
 
-    In float32, 1.4e-14: a uniform share of 10,000 clusters moves by 1.4e-10 nats, and the logarithm
-    of an exact 0 is -31.9 instead of -inf.
+    In float32 it is 1.4e-14. It changes the logarithm of a probability of 1e-4 by 1.4e-10, and
+    makes the logarithm of an exact 0 -31.9 instead of -inf.
     """
     return torch.finfo(dtype).eps ** 2
 
 
 class _UnitAndNorm(torch.autograd.Function):
-    """`x / |x|` and `|x|`; for a zero vector 0 and 1.
+    """Return `x / |x|` and `|x|`; 0 and 1 for a zero vector.
 
-    The closed-form gradient needs only these two, a third of autograd's passes over memory. Both
-    are outputs, so that it can be differentiated again.
+    The closed-form gradient needs only these two tensors, a third of autograd's passes over memory.
+    Both are outputs, so that the gradient can be differentiated again.
     """
 
     @staticmethod
@@ -68,9 +68,9 @@ def safe_normalize(x: Tensor, dim: int = -1) -> Tensor:
     """Scale vectors to unit L2 length; zero vectors stay zero, with a finite gradient.
 
     Args:
-        x: any floating tensor. Half precision is upcast, so that the sum of squares does not
-            overflow (`F.normalize` of a zero float16 row is NaN, of a large one 0).
-        dim: the axis that holds the vector.
+        x: any floating-point tensor. Half precision is upcast, so that the sum of squares does not
+            overflow (in float16, `F.normalize` returns NaN for a zero row, and 0 for a large one).
+        dim: the axis of the vectors.
 
     Returns:
         A tensor of the same shape; float64 for float64 input, float32 otherwise.
@@ -80,14 +80,14 @@ def safe_normalize(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def safe_normalize_weights(weights: Tensor, dim: int = -1) -> Tensor:
-    """Turn any weights into proportions that sum to one.
+    """Scale weights so that they sum to one.
 
     Entries that are NaN, infinite or negative count as 0, and the others keep their proportions;
-    where no positive entry is left the result is uniform.
+    if no entry is positive, the result is uniform.
 
     Args:
-        weights: any floating tensor; float16 sums do not overflow.
-        dim: the axis that sums to one.
+        weights: any floating-point tensor; float16 sums do not overflow.
+        dim: the axis along which the result sums to one.
 
     Returns:
         A tensor of the same shape; float64 for float64 input, float32 otherwise.
@@ -105,12 +105,12 @@ def safe_normalize_weights(weights: Tensor, dim: int = -1) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int = -1) -> Tensor:
-    """Return the mean of `values` where `mask`, 0 for an empty mask; other entries may be NaN.
+    """Return the mean of the entries of `values` where `mask` is true, or 0 if it is empty.
 
     Args:
-        values: any floating tensor.
+        values: any floating-point tensor; entries outside the mask may be NaN.
         mask: boolean, broadcastable to `values`.
-        dim: the axis that is averaged.
+        dim: the axis to average.
     """
     kept = torch.where(mask, values, 0).sum(dim)
     return kept / mask.expand_as(values).sum(dim).clamp(min=1)

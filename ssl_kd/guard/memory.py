@@ -1,4 +1,4 @@
-"""Out-of-memory errors, free memory, and asynchronous copies to a device."""
+"""Detect out-of-memory errors, measure and release memory, and copy to a device without waiting."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; the CPU's allocator raises a plain RuntimeError."""
+    """Return whether an error means that memory ran out, on the CPU or on a device."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def to_device_async(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """Return a tensor on a device, without waiting; from the CPU to a GPU by pinned memory."""
+    """Copy a tensor to a device without waiting; from the CPU to a GPU through pinned memory."""
     if x.device.type == "cpu" and x.numel() and torch.device(device or "cpu").type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process could still allocate on a device, at most.
+    """Return the number of bytes that this process can still allocate on a device, at most.
 
-    For the CPU the kernel's estimate, within the limit of a container; all memory where the system
-    has no estimate.
+    For the CPU this is the kernel's estimate, within the limit of a container; where there is no
+    estimate, the size of the memory.
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -44,10 +44,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def give_back_memory() -> None:
-    """Return free blocks of this process's heap to the system (glibc only).
+    """Return freed heap memory of this process to the operating system (glibc only).
 
-    Blocks of some megabytes that are freed one by one stay with the process: 360 MB after 600 MB
-    of embeddings had been verified.
+    glibc keeps blocks of some megabytes that are freed one by one: 360 MB after 600 MB of
+    embeddings were verified.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -1,8 +1,8 @@
-"""Finds the operation that made a step's numbers not finite.
+"""Find the operation that made the first NaN or infinity of a step.
 
-Checking every operation makes a step several times slower, so this is for one step that is known to
-be bad, run again: `with Microscope(named) as scope: ...`, then `scope.fault(loss)`, whose cause
-`ssl_kd.guard.diagnosis.diagnose` finds.
+Checking every operation makes a step several times slower, so use this to run one bad step again:
+`with Microscope(named) as scope: ...`, then `scope.fault(loss)`. For the cause of the fault, call
+`ssl_kd.guard.diagnosis.diagnose`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class TensorFacts:
     """Statistics of a tensor.
 
     Attributes:
-        shape: its shape.
-        dtype: its dtype, `float32`.
-        low: smallest finite entry; None where there is none.
-        high: largest finite entry.
-        nans: entries that are NaN.
-        infs: entries that are infinite.
-        zeros: entries that are exactly 0.
-        first_bad: index of the first entry that is not finite.
+        shape: shape of the tensor.
+        dtype: name of its dtype, such as `float32`.
+        low: smallest finite entry; None without a finite entry.
+        high: largest finite entry; None without a finite entry.
+        nans: number of NaN entries.
+        infs: number of infinite entries.
+        zeros: number of entries that are exactly 0.
+        first_bad: index of the first entry that is not finite; None if all are finite.
         rms: root mean square of the finite entries.
-        outliers: entries above 1e3 and above 1e4 times the median magnitude of those that are not
-            0 (above 1e3 where at most one in eight is not 0): larger than training makes them.
-        bad_rows: the first eight indices in the first dimension at which some entry is not finite.
+        outliers: number of entries larger than training makes them: above 1e3 and above 1e4 times
+            the median magnitude of nonzero entries (ignored if 7 of 8 entries are 0).
+        bad_rows: first eight indices of the first dimension with an entry that is not finite.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class TensorFacts:
 
     @classmethod
     def of(cls, x: Tensor) -> TensorFacts:
-        """Return the statistics of a tensor of any dtype and layout."""
+        """Compute the statistics of a tensor of any dtype and layout."""
         shape, dtype = tuple(x.shape), str(x.dtype).removeprefix("torch.")
         x = x.detach()
         x = x if x.layout == torch.strided else x.to_dense()
@@ -101,7 +101,7 @@ class TensorFacts:
         return max(abs(self.low or 0.0), abs(self.high or 0.0))
 
     def __str__(self) -> str:
-        """One line: `float32 [2, 64], -1.2 to 3.4, 5 zeros, 1 NaN`."""
+        """Return a line such as `float32 [2, 64], -1.2 to 3.4, 5 of 128 zero, 1 of 128 NaN`."""
         facts = [f"{self.dtype} {list(self.shape)}"]
         if self.low is not None:
             facts.append(f"{self.low:.3g} to {self.high:.3g}")
@@ -120,13 +120,13 @@ class Place:
     text: str
 
     def __str__(self) -> str:
-        """`heads/my_head.py:31: return x.log()`."""
+        """Return a line such as `heads/my_head.py:31: return x.log()`."""
         return f"{self.file}:{self.line}: {self.text}"
 
 
 @dataclass(frozen=True)
 class Made:
-    """How a tensor was made: the operation, its numbers, and how its inputs were made."""
+    """How a tensor was made: its operation, the scalar arguments, and how its inputs were made."""
 
     op: str
     numbers: tuple[float, ...]
@@ -139,17 +139,19 @@ class Fault:
     """The first operation whose output was not finite.
 
     Attributes:
-        op: its name, `aten.log`; for a poisoned tensor the first operation that read it.
-        backward: whether it ran in the backward pass.
-        node: there, the autograd node it belongs to, `SqrtBackward0`.
-        place: the line that called it; in the backward pass, the line whose gradient it computes.
-        inputs: what it read.
-        outputs: the results that are not finite.
-        poisoned: name of the input that was not finite before the scope began.
+        op: name of the operation, such as `aten.log`; if a tensor was bad before the scope began,
+            the first operation that read the tensor.
+        backward: whether the operation ran in the backward pass.
+        node: the autograd node of an operation in the backward pass, such as `SqrtBackward0`.
+        place: the source line that called the operation; in the backward pass, the line of the
+            forward pass whose gradient it computes.
+        inputs: statistics of the operation's inputs.
+        outputs: statistics of the outputs that are not finite.
+        poisoned: name of the input that was not finite before the scope began; None without one.
         masked: whether the infinity is a constant, as in masks.
         made: how the output was made.
         named: name -> statistics of the named tensors before the scope began.
-        module: where it ran, as `within` has it; None without it.
+        module: name of the module in which the operation ran; None without `within`.
     """
 
     op: str
@@ -166,16 +168,16 @@ class Fault:
 
 
 class Microscope(TorchDispatchMode):
-    """Watches every operation, forward and backward, for the first that made NaN or infinity.
+    """Check every operation, forward and backward, for the first that makes a NaN or an infinity.
 
-    An infinity may be intended: a mask, a branch that `torch.where` drops. So every origin is noted
-    and followed from tensor to tensor, and `fault` names the first origin that reached a result.
-    Backward passes have to run inside as well.
+    An infinity may be intended, in a mask or in a branch that `torch.where` drops. So each origin
+    is recorded and followed from tensor to tensor, and `fault` returns the first origin that
+    reached a result. Run the backward pass inside the block, too.
 
     Args:
-        named: name -> tensor that exists beforehand. A name that begins with `input` is data, one
-            with `weight` in it a weight, any other a piece of state.
-        within: returns the name of the module whose operations run now.
+        named: name -> tensor that exists beforehand. Start the names of data with `input`, and use
+            `weight` in the names of weights; other names count as state.
+        within: function that returns the name of the module whose operations run now.
 
     >>> with Microscope() as scope:
     ...     loss = torch.tensor([1.0, 0.0]).log().sum()
@@ -210,7 +212,7 @@ class Microscope(TorchDispatchMode):
     def fault(self, *results: Tensor) -> Fault | None:
         """Return the origin of the first result that is not finite; None if all are finite.
 
-        Without results, return the first origin of all, masks last.
+        Without results, return the first recorded origin, preferring those that are not masks.
         """
         if not results:
             return min(self._origins, key=lambda fault: fault.masked, default=None)
@@ -253,7 +255,7 @@ class Microscope(TorchDispatchMode):
         bad: list[Tensor],
         constant: bool,
     ) -> int:
-        """Return the number of the origin of bad outputs: a known one, or a new one."""
+        """Return the index of the origin of bad outputs; record a new origin if it is unknown."""
         sick = [(seen, x) for seen, x in reads if _is_bad(seen)]
         known = [self._origin_of[_key(x)] for _, x in sick if _key(x) in self._origin_of]
         for seen, x in sick:
@@ -302,7 +304,7 @@ class Microscope(TorchDispatchMode):
         return len(self._origins) - 1
 
     def _leaf(self, x: Tensor) -> Fault:
-        """The fault of a result that no operation made."""
+        """Return the fault of a result that no operation made."""
         facts = (TensorFacts.of(x),)
         made = Made("none", (), (), facts[0].largest)
         name = self._name(x) or "input"
@@ -328,7 +330,7 @@ class Microscope(TorchDispatchMode):
 def _reads(
     func: torch._ops.OpOverload, op: str, args: tuple, kwargs: dict
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """(value before, tensor) of what an operation reads, and the tensors that it writes."""
+    """Return (value before, tensor) of what an operation reads, and the tensors it writes."""
     reads, written = [], []
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -343,7 +345,7 @@ def _reads(
 
 
 def _floating(values: object) -> list[Tensor]:
-    """The floating-point tensors in a tree, sparse ones as their dense entries."""
+    """Return the floating-point tensors in a tree; of sparse tensors, the stored entries."""
     return [
         _entries(x)
         for x in tree_leaves(values)
@@ -355,7 +357,7 @@ def _floating(values: object) -> list[Tensor]:
 
 
 def _entries(x: Tensor) -> Tensor:
-    """The stored entries of a sparse tensor as a dense one; any other tensor unchanged."""
+    """Return the stored entries of a sparse tensor as a dense one; any other tensor unchanged."""
     if x.layout == torch.sparse_coo:
         return x._values()
     return x.values() if x.layout in _SPARSE else x
@@ -370,7 +372,7 @@ def _key(x: Tensor) -> int:
 
 
 def _place(node: Any) -> Place | None:
-    """The innermost line outside torch and the guard; for an autograd node, in the forward pass."""
+    """Return the innermost source line outside torch and the guard; for a node, of its forward."""
     if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
         entries = re.findall(
             r'File "(.+)", line (\d+)', "".join(node.metadata.get("traceback_", []))

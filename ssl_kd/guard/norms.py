@@ -1,4 +1,4 @@
-"""Losses and gradient norms of a step, read from the device in one wait."""
+"""Compute losses and gradient norms of a step, and read them from the device in one wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def norm_of(gradients: list[Tensor]) -> Tensor:
     """Return the L2 norm of all gradients together, in float32 or float64, over all shards.
 
-    In float64 it is finite where they are, even where their squares are not.
+    The norm of finite float64 gradients is finite, even if their squares overflow.
     """
     rows = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     wide = (torch.float32, torch.float64)
@@ -33,17 +33,17 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
 
 
 def is_sharded(x: Tensor) -> TypeGuard[DTensor]:
-    """Return whether each rank holds a shard of it, as of FSDP2's weights."""
+    """Return whether a tensor is sharded over ranks (a DTensor, such as FSDP2's weights)."""
     return hasattr(x, "full_tensor")  # importing DTensor takes half a second
 
 
 def local(x: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor; a tensor that is not sharded as it is."""
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return x.to_local() if is_sharded(x) else x
 
 
 def narrow(x: Tensor) -> Tensor:
-    """Return a number in float32; a finite float64 number stays finite."""
+    """Convert a number to float32; a finite float64 number stays finite."""
     if x.dtype == torch.float64:
         limit = torch.finfo(torch.float32).max
         x = torch.where(x.isfinite(), x.clamp(-limit, limit), x)
@@ -51,7 +51,10 @@ def narrow(x: Tensor) -> Tensor:
 
 
 def look(losses: Mapping[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
-    """Return loss and gradient norm at `through` of each, `[loss]` on the CPU; waits once."""
+    """Return the losses and their gradient norms at `through`, `[loss]` on the CPU; waits once.
+
+    Without `through` all norms are 1.
+    """
     values = [narrow(loss.detach()) for loss in losses.values()]
     norms = [torch.ones_like(value) for value in values]
     if through is not None:
@@ -62,7 +65,7 @@ def look(losses: Mapping[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
 
 
 def read(numbers: list[list[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
-    """Return lists of numbers on a device as vectors on the CPU; waits once."""
+    """Copy lists of numbers from a device to the CPU, one vector for each list; waits once."""
     flat = torch.stack([narrow(x).to(device) for column in numbers for x in column]).cpu()
     return flat.split([len(column) for column in numbers])
 
@@ -73,6 +76,7 @@ def _norm_at(tensors: list[Tensor], name: str, loss: Tensor) -> Tensor:
     gradients = torch.autograd.grad(loss, tensors, retain_graph=True, allow_unused=True)
     if not (reached := [g for g in gradients if g is not None]):
         raise ValueError(
-            f"loss {name!r} was not computed from `through`: add the tensor it was computed from"
+            f"loss {name!r} was not computed from `through`: add to `through` the tensor from which"
+            " this loss was computed"
         )
     return norm_of(reached)

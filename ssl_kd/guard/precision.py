@@ -1,4 +1,4 @@
-"""Which dtype runs where, and why: one decision per device, in one printable line."""
+"""Choose the dtypes of teacher, students, weights and losses for a device, with the reason."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @contextlib.contextmanager
 def default_torch_state() -> Iterator[None]:
-    """Compute as in a fresh process, whatever mode of torch the caller uses; also a decorator.
+    """Run a block with torch's modes as in a fresh process; also usable as a decorator.
 
-    Inside, the caller's autocast, `no_grad` and `inference_mode` are off, and new tensors are
-    float32 on the CPU; afterwards all is as before. The default dtype changes for all threads.
+    Switches off the caller's autocast, `no_grad` and `inference_mode`, and creates new tensors in
+    float32 on the CPU; restores the modes afterwards. The default dtype changes for all threads.
     """
     dtype = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
@@ -38,19 +38,19 @@ def default_torch_state() -> Iterator[None]:
 
 
 class UnsupportedDevice(UserError, RuntimeError):
-    """The installed torch has no kernels for this GPU, or its driver cannot run them."""
+    """The installed torch has no kernels for this GPU, or the GPU's driver cannot run them."""
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """The facts about a device that decide its precision; make one to test without the device.
+    """The properties of a device that decide its precision; you need not have the device.
 
     Attributes:
         type: "cpu", "cuda" or "mps".
-        name: of the device.
-        capability: CUDA compute capability, `(7, 5)` for a T4; None elsewhere.
-        arch_list: `torch.cuda.get_arch_list()`, `("sm_75", ..., "compute_90")`.
-        bf16_products: CPU only: the hardware multiplies matrices in bfloat16.
+        name: name of the device, such as "Tesla T4".
+        capability: CUDA compute capability, `(7, 5)` for a T4; None for other devices.
+        arch_list: `torch.cuda.get_arch_list()`, such as `("sm_75", "compute_90")`.
+        bf16_products: whether a CPU multiplies matrices in bfloat16 in hardware.
     """
 
     type: str
@@ -61,7 +61,7 @@ class DeviceInfo:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceInfo:
-        """Return the description of a device of this machine."""
+        """Describe a device of this machine."""
         if device.type == "cuda":
             return cls(
                 "cuda",
@@ -74,10 +74,10 @@ class DeviceInfo:
         return cls(device.type, device.type.upper())
 
     def has_kernels(self) -> bool:
-        """Return whether `arch_list` has kernels for this capability.
+        """Return whether `arch_list` has kernels for this compute capability.
 
-        Binary code of one major version runs on later minor versions of it (`sm_90a` only on 9.0);
-        `compute_XY` is portable code that newer GPUs compile for themselves.
+        Binary code (`sm_XY`) runs on the same or a later minor version of its major version
+        (`sm_90a` only on 9.0); `compute_XY` is portable code that newer GPUs compile.
         """
         built = [arch.partition("_") for arch in self.arch_list if "_" in arch]
         if self.capability is None or not built:  # AMD's names (gfx90a) are not ordered
@@ -93,7 +93,7 @@ class DeviceInfo:
         return False
 
     def halves(self) -> tuple[tuple[torch.dtype, ...], str]:
-        """Return the half precisions with fast matrix products here, best first; and why."""
+        """Return the half precisions with fast matrix products, best first, and the reason."""
         if self.type == "cpu":
             if self.bf16_products:
                 return (torch.bfloat16,), "it multiplies bf16 in hardware"
@@ -124,13 +124,13 @@ class Precision:
     """The dtypes of a run on one device.
 
     Attributes:
-        device: where it runs.
+        device: the device of the run.
         teacher: dtype of the frozen teacher's forward pass.
         student: dtype of the students' matrix products (autocast).
         scale: whether losses are scaled before the backward pass (float16 products only).
-        why: the reason, in a sentence, and any difference from what was requested.
+        why: the reason for these dtypes, and any difference from the requested ones.
         weights: dtype of trainable weights; always float32.
-        losses: dtype of loss arithmetic; always float32.
+        losses: dtype in which losses are computed; always float32.
     """
 
     device: torch.device
@@ -147,16 +147,16 @@ class Precision:
         device: str | torch.device | DeviceInfo = "auto",
         use_fp16: bool | torch.dtype = False,
     ) -> Precision:
-        """Decide the dtypes; on a CUDA device of this machine, after running real kernels there.
+        """Choose the dtypes for a device; on a CUDA device of this machine, run kernels to test it.
 
         Args:
-            device: "auto", "cpu", "cuda", "cuda:1", a `torch.device` or a described device.
-            use_fp16: run the students' products in the device's best fast half precision;
-                `torch.float16` or `torch.bfloat16`: in this one, if it is fast. The frozen teacher
-                uses half precision on a GPU in any case.
+            device: "auto", "cpu", "cuda", "cuda:1", a `torch.device` or a `DeviceInfo`.
+            use_fp16: True runs the students' products in the device's best fast half precision, and
+                `torch.float16` or `torch.bfloat16` in that dtype if it is fast. On a GPU the frozen
+                teacher always uses half precision.
 
         Raises:
-            ValueError: there is no such device; `use_fp16` is another dtype.
+            ValueError: there is no such device, or `use_fp16` is another dtype.
             UnsupportedDevice: the installed torch has no kernels for this GPU.
 
         >>> print(Precision.for_device(DeviceInfo("cuda", "V100", (7, 0)), use_fp16=True).student)
@@ -205,7 +205,7 @@ class Precision:
 
 
 def precision_table() -> str:
-    """Return the policy as a markdown table, one row for each kind of device.
+    """Return the chosen dtypes as a Markdown table, one row for each kind of device.
 
     `python -c "from ssl_kd.guard import precision; print(precision.precision_table())"`
     """
@@ -233,18 +233,19 @@ def precision_table() -> str:
 
 
 def promote_to_fp32(model: nn.Module) -> str | None:
-    """Turn half-precision trainable parameters into float32, in place.
+    """Convert half-precision trainable parameters to float32, in place.
 
-    Half-precision weights lose every update below their spacing, and a loss scaler refuses them
-    ("Attempting to unscale FP16 gradients"). The parameters stay the same objects, so an optimizer
-    that holds them still works, if it has no state yet; run the model under autocast from here on.
-    Frozen parameters and buffers are not changed, and a NaN or an infinity stays as it is.
+    Half-precision weights lose small updates, and a GradScaler refuses them ("Attempting to unscale
+    FP16 gradients"). The parameters stay the same objects, so an optimizer that holds them still
+    works if it has no state yet. Afterwards run the model under autocast. Frozen parameters and
+    buffers are not changed.
 
     Args:
         model: any module.
 
     Returns:
-        One line that names the parameters, and those that are not finite; None if there were none.
+        A line that names the converted parameters, and those of them that are not finite; None if
+        nothing was converted.
 
     >>> promote_to_fp32(nn.Linear(2, 1))
     """
@@ -280,25 +281,30 @@ def _resolve(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError as error:
-        raise InputError(f"device {device!r}: expected auto, cpu, cuda, cuda:N or mps") from error
+        raise InputError(
+            f"device is {device!r}; expected auto, cpu, cuda, cuda:N or mps"
+        ) from error
     if place.type == "cuda":
         count = torch.cuda.device_count()
         if (place.index or 0) >= count:
-            raise InputError(f"device {device!r}: torch sees only {count} CUDA devices")
+            raise InputError(
+                f"device is {device!r}, but torch sees {count} CUDA devices: name another device, "
+                "or check the driver and CUDA_VISIBLE_DEVICES"
+            )
     if place.type == "mps" and not torch.backends.mps.is_available():
-        raise InputError(f"device {device!r}: torch sees no Apple GPU")
+        raise InputError(f"device is {device!r}, but torch sees no Apple GPU: use cpu or auto")
     return place
 
 
 def _run_kernels(place: torch.device, dtype: torch.dtype) -> None:
-    """Run a matrix product and a softmax, and wait: a launch alone fails silently."""
+    """Run a matrix product and a softmax, and wait, since a failed launch alone raises nothing."""
     x = torch.ones(32, 32, device=place, dtype=dtype)
     torch.softmax((x @ x).float(), dim=-1)
     torch.cuda.synchronize(place)
 
 
 def _try_kernels(place: torch.device, dtype: torch.dtype, info: DeviceInfo) -> None:
-    """Run real kernels: torch's list of architectures may be wrong."""
+    """Raise UnsupportedDevice if kernels fail, since torch's list of architectures may be wrong."""
     try:
         _run_kernels(place, dtype)
     except RuntimeError as error:

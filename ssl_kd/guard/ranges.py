@@ -1,4 +1,4 @@
-"""Largest magnitudes of each module's outputs: where a step that cannot be repeated went wrong."""
+"""Record the range of each module's outputs, to locate the fault of a step that cannot rerun."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _PASSED_OVER = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, 
 
 
 class ModuleRanges:
-    """Records the largest magnitude of each module's outputs in one step.
+    """Record the largest magnitude of each module's outputs in one step.
 
-    Dropout and activations that make no value larger are skipped. Recording does not wait for a
-    device; `origin` does.
+    Skips dropout and activations that do not enlarge values. Only `origin` waits for the device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,11 +38,11 @@ class ModuleRanges:
             hook.remove()
 
     def end_step(self) -> None:
-        """Forget the step."""
+        """Forget the ranges of the step."""
         self._looks = []
 
     def see(self, module: str, x: Tensor) -> None:
-        """Record an output of a module, unless it is the last module's: a container's."""
+        """Record a module's output, unless it is the previous one returned by a container."""
         if (
             x.numel()
             and x.layout == torch.strided
@@ -53,7 +52,7 @@ class ModuleRanges:
             self._looks.append((module, torch.linalg.vector_norm(x.detach(), math.inf)))
 
     def origin(self) -> tuple[str, str] | None:
-        """Return the first module with an output that is not finite, and a sentence about it."""
+        """Return the first module whose output is not finite, and a sentence; None without one."""
         for i, (module, largest) in enumerate(self._looks):
             if not bool(torch.isfinite(largest)):
                 before = self._looks[max(0, i - 3) : i]
@@ -72,12 +71,12 @@ def _look(
 
 
 def is_first_run() -> bool:
-    """Return whether a hook is neither traced by a compiler nor in a pass that is recomputed."""
+    """Return False while a compiler traces the hook or checkpointing recomputes the pass."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
 
 def floating(values: object) -> list[Tensor]:
-    """Return the floating-point tensors in a module's output: a tensor, a tree, or an object."""
+    """Return the floating-point tensors in a module's output (a tensor, a tree or an object)."""
     tensors = []
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):

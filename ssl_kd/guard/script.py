@@ -1,11 +1,11 @@
-"""Runs a training script unchanged, and names the operation that first made a value not finite.
+"""Run a training script unchanged, and name the operation that first made a NaN or an infinity.
 
     python -m ssl_kd.guard train.py --lr 3
     python -m ssl_kd.guard --on-bad skip -m my_project.train --lr 3
 
 Each model that the script calls gets a `Watch`; each `optimizer.step()` first checks whether the
-loss and all gradients are finite, which waits for the device once. Neither the numbers of a healthy
-run nor its random numbers change.
+loss and all gradients are finite, which waits for the device once. A healthy run computes and draws
+the same numbers as without the guard.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few h
 
 
 class ScriptWatch:
-    """Watches every model, loss and optimizer of this process, inside `watching`.
+    """Watch every model, loss and optimizer of this process inside the block of `watching`.
 
-    The options are the flags of the command; `report` is called with each report.
+    The options are the flags of the command; `report` is called with the text of each report.
 
     Attributes:
-        steps: optimizer steps so far.
-        bad: how many were not finite.
+        steps: number of optimizer steps so far.
+        bad: number of steps that were not finite.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ScriptWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch everything that runs inside."""
+        """Watch all models, losses and optimizers that run inside the block."""
         call, backward = nn.Module.__call__, torch.autograd.backward
         update = torch.amp.GradScaler.update
 
@@ -108,7 +108,7 @@ class ScriptWatch:
                 hook.remove()
 
     def summary(self) -> str:
-        """Return one line: how many steps there were, and how many of them were bad."""
+        """Return one line with the number of steps and of bad steps."""
         if not self.steps and not self.bad:
             return "no optimizer took a step"
         if not self.bad:
@@ -132,7 +132,7 @@ class ScriptWatch:
                 p.grad = None
 
     def _judge_overflow(self, before: float, after: float) -> None:
-        """Judge a step that a GradScaler left out, so that its optimizer was not called."""
+        """Check a step that a GradScaler skipped, so that the optimizer's hook did not run."""
         if after >= before:
             return
         self._overflows += 1
@@ -209,7 +209,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     options = parser.parse_args(arguments)
     if not options.module and not Path(options.script).is_file():
-        print(f"{options.script} is not a file; expected a Python script", file=sys.stderr)
+        print(
+            f"script is {options.script}, which is not a file; expected a Python script, or "
+            "-m MODULE",
+            file=sys.stderr,
+        )
         return BAD_INPUT
     watch = ScriptWatch(
         options.on_bad,

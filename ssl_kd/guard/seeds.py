@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key alone: not on the clock, nor on a resume."""
+"""Draw random numbers that depend only on a key, so that a resumed run draws the same ones."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def seed_of(*key: int) -> int:
-    """Return a seed for a key of integers, `seed_of(seed, step)`: 0 to 2**63 - 1.
+    """Return a seed from 0 to 2**63 - 1 for a key of integers, such as `seed_of(seed, step)`.
 
-    The same on every machine and in every process: Python randomizes only the hashes of strings.
+    The seed is the same in every process: Python randomizes only the hashes of strings.
     """
     return hash(key) & (2**63 - 1)
 
 
 @contextlib.contextmanager
 def seeded(seed: int, devices: Iterable[torch.device | int] = ()) -> Iterator[None]:
-    """Draw from `seed` inside; torch's global generators are put back afterwards.
+    """Seed torch's global generators inside the block, and restore their states afterwards.
 
     Args:
         seed: 0 to 2**64 - 1.
-        devices: GPUs whose generators are seeded too; those of others are not touched.
+        devices: GPUs whose generators are seeded too.
     """
     devices = list(devices)
     with torch.random.fork_rng(devices):
@@ -36,11 +36,10 @@ def seeded(seed: int, devices: Iterable[torch.device | int] = ()) -> Iterator[No
 
 
 class drawing(TorchDispatchMode):
-    """Draw from `seed` inside, on the CPU and in this thread; nothing outside changes.
+    """Make operations on the CPU in this thread draw from a separate generator with `seed`.
 
-    The numbers are those of `seeded`, but from a separate generator: all threads share the global
-    one, so putting it back would undo the draws of another thread. Each operation inside costs some
-    microseconds more, and a compiled function cannot run there.
+    Draws the same numbers as `seeded`, without touching the global generator that all threads
+    share. Each operation inside costs some microseconds more, and compiled functions cannot run.
     """
 
     def __init__(self, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The guarded update of many parts at once, each clipped and updated separately.
+"""Clip and update many parts at once, and leave the unhealthy ones unchanged.
 
 All state of a part is one row of a matrix `[part, ...]`: its weights, both Adam moments, its EMA
 teacher, its step count. A part that is not `healthy` keeps its row to the last bit, and no
@@ -19,15 +19,15 @@ def _column(per_part: Tensor, like: Tensor) -> Tensor:
 
 
 def keep_unless_(healthy: Tensor, old: Tensor, new: Tensor) -> None:
-    """Overwrite `old` by `new`, `[part, ...]`, in the healthy rows; the others keep every bit."""
+    """Overwrite the healthy rows of `old` with those rows of `new`, both `[part, ...]`."""
     torch.where(_column(healthy, old), new, old, out=old)
 
 
 class only_healthy:
-    """A context in which changes to `tensors` are undone for rows that are not healthy.
+    """A context that undoes changes to `tensors` `[part, ...]` in rows that are not healthy.
 
-    On a CPU a step in which all are healthy costs nothing; on other devices all tensors, `[part,
-    ...]` each, are copied, so that nothing waits.
+    On a CPU only unhealthy rows are copied; on other devices the whole tensors, so that nothing
+    waits.
     """
 
     # A class: torch.compile cannot read a generator's context before torch 2.7.
@@ -56,7 +56,7 @@ class only_healthy:
 def part_norms(gradients: Tensor) -> Tensor:
     """Return the L2 norm of each part's gradient, `[part, parameter]` -> `[part]` float32.
 
-    It is not finite where an entry is not, or where the sum of squares overflows.
+    A norm is not finite if an entry is not finite or the sum of squares overflows.
     """
     return torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float32)
 
@@ -70,7 +70,7 @@ def clip_factors(norms: Tensor, max_norm: float | None) -> Tensor:
 
 @dataclass
 class AdamWState:
-    """Both moments `[part, parameter]` and the step count `[part]` of each part."""
+    """Adam's moments `[part, parameter]` and step count `[part]` for many parts."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -96,9 +96,9 @@ def adamw_(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> None:
-    """Take one AdamW step for every part, each with its own step count; use in `only_healthy`.
+    """Take one AdamW step for every part, each with its own step count; use inside `only_healthy`.
 
-    A zero gradient does not protect a sick part: momentum and decay still move its weights.
+    A zero gradient does not protect an unhealthy part: momentum and decay still move its weights.
 
     Args:
         weights: `[part, parameter]` float32, changed in place.
@@ -131,16 +131,16 @@ def adamw_(
 def rescale_(
     scale: Tensor, healthy: Tensor, overflow: Tensor, steps: Tensor, *, grow_every: int = 500
 ) -> None:
-    """Halve the loss scale of the parts that overflowed, double it after many good steps.
+    """Halve the loss scale of parts that overflowed; double it after many good steps.
 
-    Parts do not affect each other's scale, and 1 is the minimum, so that a part that is always NaN
-    cannot lower it until healthy gradients underflow.
+    Parts do not affect each other's scale, and the scale stays >= 1, so that a part that is always
+    NaN cannot lower it until healthy gradients underflow.
 
     Args:
         scale: `[part]`, changed in place; stays in [1, 65536].
         healthy: boolean `[part]`.
         overflow: boolean `[part]`: the gradient was not finite.
-        steps: `[part]`, how many updates each part has had.
+        steps: `[part]`, number of updates of each part.
         grow_every: updates between two doublings.
     """
     grown = torch.where(steps % grow_every == grow_every - 1, scale * 2, scale)

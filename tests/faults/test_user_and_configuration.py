@@ -68,7 +68,7 @@ def test_a_device_that_is_not_there_is_refused_before_any_work(settings, train_p
     if device == "mps" and torch.backends.mps.is_available():
         pytest.skip("it is there")
     code, error = train_py(settings(device=device))
-    assert code != 0 and f"device '{device}': torch sees" in one_line(error)
+    assert code != 0 and f"device is '{device}', but torch sees" in one_line(error)
     assert no_run(settings())
 
 

@@ -129,4 +129,4 @@ def test_a_module_runs_by_name_and_exit_codes_pass_through(tmp_path):
 
 def test_a_script_that_is_not_there_is_named(capsys):
     assert main(["nowhere.py"]) == 2
-    assert "nowhere.py is not a file; expected a Python script" in capsys.readouterr().err
+    assert "script is nowhere.py, which is not a file; expected" in capsys.readouterr().err
