@@ -1,4 +1,4 @@
-"""How a cache stores a teacher's answers: one class for each CACHE_METHOD."""
+"""Store a teacher's answers in a cache, and read them back: one class for each CACHE_METHOD."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from ssl_kd.losses.token_terms import CHUNK_BYTES
 from ssl_kd.store.shards import Columns, Content, Manifest, odd_fields
 
 HEAD_FILES = "teacher_head_*.pt"
-LOWEST = torch.finfo(torch.float16).min  # a log-probability below it is a probability of 0
+LOWEST = torch.finfo(torch.float16).min  # a lower log-probability means a probability of 0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of stored hidden states
-_REBUILD = "cache_teacher.py --rebuild_damaged writes this file alone again"
+_REBUILD = "run cache_teacher.py --rebuild_damaged, which writes this file alone again"
 
 FullAnswer = LinearTeacher | LogitsTeacher
 LiveAnswer = FullAnswer | TopKTeacher  # a server returns only its top k
 
 
 class CacheMethod(ABC):
-    """What a cache stores of a teacher's answer, in which columns, and how to read it back.
+    """Base class of the ways to store a teacher's answer in columns and to read it back.
 
     Attributes:
-        columns: shape and dtype of what is stored at each position.
-        header: the manifest's entries about the method.
-        bounds: smallest and largest valid value of columns that have a range.
+        columns: shape and dtype of each column at one position.
+        header: entries of the manifest that describe the method.
+        bounds: smallest and largest valid value of each column with a limited range.
     """
 
-    name: ClassVar[str]  # the CACHE_METHOD
+    name: ClassVar[str]  # value of CACHE_METHOD
     finite: ClassVar[tuple[str, ...]] = ()  # columns of finite numbers
     below_inf: ClassVar[tuple[str, ...]] = ()  # columns of logarithms, which may be -inf
 
@@ -60,45 +60,51 @@ class CacheMethod(ABC):
     @classmethod
     @abstractmethod
     def plan(cls, answer: LiveAnswer, fingerprint: Manifest, vocabulary: int | None) -> Self:
-        """Return the method for a teacher that answers like `answer`.
+        """Return the method for storing the answers of a teacher.
 
         Args:
-            answer: at some positions.
+            answer: answer of the teacher at some positions.
             fingerprint: fields of the cache's `TeacherFingerprint`.
-            vocabulary: tokens of the tokenizer; None: as many as the teacher has.
+            vocabulary: number of tokens of the tokenizer; None for all that the teacher has.
 
         Raises:
-            InputError: such an answer cannot be stored in this way.
+            InputError: this method cannot store such an answer.
         """
 
     @classmethod
     @abstractmethod
     def from_manifest(cls, manifest: Manifest) -> Self:
-        """Return the method that a cache's manifest describes, or raise ValueError."""
+        """Return the method of a cache from its manifest; raise ValueError if it is invalid."""
 
     @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return the facts for a report."""
+        """Return the properties of the method that a report shows."""
 
     @abstractmethod
     def content(self, answer: LiveAnswer, batch: Batch, rows: Tensor) -> Content:
-        """Return what is stored of an answer at `rows` of the flattened `[batch * token]`.
+        """Return the columns to store for an answer at some positions.
 
-        The `columns`, `[n, ...]`, with `lost`, the probability mass that is not stored, and
-        `error` in nats, NaN where the answer is not finite.
+        Args:
+            answer: answer of the teacher at n positions.
+            batch: batch that was answered.
+            rows: the positions, indices `[n]` into the flattened `[batch * token]`.
+
+        Returns:
+            The `columns`, `[n, ...]`, and two more values for each position: `lost`, the
+            probability mass that is not stored, and `error` in nats, NaN for a faulty answer.
         """
 
     @abstractmethod
     def answer(self, column: Callable[[str], Tensor]) -> TeacherOutput:
-        """Return the answer at some positions, from the columns there."""
+        """Return the answer at some positions; `column` returns a stored column there by name."""
 
     def save(self, folder: Path, answer: LiveAnswer) -> list[Path]:
-        """Write what is stored once for all positions; return its files."""
+        """Write the data that all positions share, and return their files."""
         return []
 
     def load(self, folder: Path) -> Self:
-        """Load what `save` wrote, or raise CorruptFileError."""
+        """Load the data that `save` wrote, or raise CorruptFileError."""
         return self
 
     def __str__(self) -> str:
@@ -106,7 +112,7 @@ class CacheMethod(ABC):
 
 
 class _StoredTokens(CacheMethod):
-    """K tokens of each distribution: of `vocabulary` tokens, at a softmax temperature."""
+    """Base class of methods that store k of `vocabulary` tokens at each position."""
 
     def __init__(self, k: int, temperature: float, vocabulary: int) -> None:
         self.k, self.temperature, self.vocabulary = k, temperature, vocabulary
@@ -131,11 +137,16 @@ class _StoredTokens(CacheMethod):
         if not isinstance(answer, TopKTeacher):
             tokens = _logits(answer, vocabulary)(0, 1).shape[-1]
         elif vocabulary is None or cls.name != "topk":
-            raise InputError("a teacher that returns its top k needs a vocabulary and method topk")
+            raise InputError(
+                f"CACHE_METHOD is {cls.name!r}; expected 'topk' for a teacher on a server, which "
+                "returns only its most likely tokens"
+            )
         else:
             tokens = vocabulary
         if k > tokens:
-            raise InputError(f"k is {k}, but the teacher has only {tokens} tokens")
+            raise InputError(
+                f"k in CACHE_METHOD is {k}; expected at most {tokens}, the teacher's tokens"
+            )
         return cls(k, fingerprint["temperature"], tokens)
 
     @classmethod
@@ -150,9 +161,10 @@ class _StoredTokens(CacheMethod):
     def _in_chunks(
         self, answer: FullAnswer, select: Callable[[Tensor, Tensor, slice], Content]
     ) -> Content:
-        """Apply `select(log_probs, probs, positions)` to the distributions, a chunk at a time.
+        """Apply `select(log_probs, probs, positions)` to the distributions in chunks.
 
-        Logits beyond the vocabulary are padding and get no mass; `select` may overwrite its input.
+        Logits beyond the vocabulary are padding and get no probability. `select` may overwrite its
+        arguments.
         """
         rows = answer.logits if isinstance(answer, LogitsTeacher) else answer.hidden
         logits, n = _logits(answer, self.vocabulary), len(rows)
@@ -167,18 +179,18 @@ class _StoredTokens(CacheMethod):
 
 
 class TopK(_StoredTokens):
-    """CACHE_METHOD topk: the k most likely tokens, and the total mass of all others.
+    """CACHE_METHOD topk: store the k most likely tokens, and the total mass of all others.
 
-    Columns: `tokens` `[k]`; `log_probs` `[k]` float16 of `softmax(logits / temperature)`;
-    `log_tail` float32, the log of the mass of all others. Reading rescales `log_probs` so that all
-    masses sum to 1.
+    The columns are `tokens` `[k]`, `log_probs` `[k]` (float16, of `softmax(logits / temperature)`)
+    and `log_tail` (float32, log of the mass of all other tokens). Reading rescales `log_probs` so
+    that all probabilities sum to 1.
     """
 
     name = "topk"
     below_inf = ("log_probs", "log_tail")
 
     def content(self, answer: LiveAnswer, batch: Batch, rows: Tensor) -> Content:
-        """Return the columns; `error` is the KL to what is stored, its tail shared out evenly."""
+        """Return the columns; `error` is the KL to the stored distribution with an even tail."""
         if isinstance(answer, TopKTeacher):
             return self._content_of_top_k(answer)
         return self._in_chunks(answer, lambda log_p, p, positions: self._of(log_p))
@@ -203,8 +215,8 @@ class TopK(_StoredTokens):
     def _content_of_top_k(self, answer: TopKTeacher) -> Content:
         """Return the columns of a server's answer; `error` is an upper bound.
 
-        The distribution of the tail is unknown, but no token in it is likelier than the last one of
-        the top k.
+        The distribution of the tail is unknown, but none of its tokens is more likely than the
+        last of the top k.
         """
         top, log_tail = answer.log_probs, answer.log_tail
         error = (top.exp() * (top - as_cached(answer).log_probs)).sum(-1)
@@ -220,34 +232,34 @@ class TopK(_StoredTokens):
         }
 
     def answer(self, column: Callable[[str], Tensor]) -> TopKTeacher:
-        """Return the answer at some positions."""
+        """Return the most likely tokens with rescaled log-probabilities."""
         log_tail = column("log_tail")
         log_probs = _rescaled(column("log_probs"), log_tail)
         return TopKTeacher(widened(column("tokens")), log_probs, log_tail)
 
 
 class Sampled(_StoredTokens):
-    """CACHE_METHOD sample: K tokens, sampled so that each token's expected weight is its p.
+    """CACHE_METHOD sample: store k sampled tokens, whose expected weights are the probabilities.
 
-    Token i is drawn with probability min(1, p_i / t) and weighs max(p_i, t), where t is such that k
-    tokens are drawn: tokens above t are always drawn and keep their probability, the others
-    represent each other. Drawn without replacement, so no token comes twice, and the weights sum to
-    1. Unused places weigh 0.
+    Token i is drawn with probability min(1, p_i / t) and gets the weight max(p_i, t). The threshold
+    t is chosen such that k tokens are drawn. A token with p_i above t is therefore always drawn and
+    keeps its probability. Tokens are drawn without replacement, and the weights sum to 1. If fewer
+    than k tokens have any probability, the remaining weights are 0.
 
-    Columns: `tokens` `[k]`, `weights` `[k]` float16, and `entropy` float32 of the full
-    distribution.
+    The columns are `tokens` `[k]`, `weights` `[k]` (float16) and `entropy` (float32, of the full
+    distribution).
 
     References:
         Anshumann et al., "Sparse Logit Sampling: Accelerating Knowledge Distillation in LLMs",
-        2025: why samples teach what the top k cannot (there, k independent draws).
-        Madow, "On the theory of systematic sampling, II", 1949: the draw.
+        2025: advantage of samples over the top k (with k independent draws).
+        Madow, "On the theory of systematic sampling, II", 1949: the sampling scheme.
     """
 
     name = "sample"
     below_inf = ("weights", "entropy")
 
     def content(self, answer: LiveAnswer, batch: Batch, rows: Tensor) -> Content:
-        """Return the columns; `error` is how far the sample is off at the teacher's entropy."""
+        """Return the columns; `error` is that of the entropy as estimated from the sample."""
         width = batch.input_ids.shape[1]
         # A row's random numbers depend on its index alone, not on the batch or the device.
         drawn = [np.random.default_rng(row).random((width, 1)) for row in batch.rows.tolist()]
@@ -258,19 +270,19 @@ class Sampled(_StoredTokens):
         )
 
     def answer(self, column: Callable[[str], Tensor]) -> SampledTeacher:
-        """Return the answer at some positions."""
+        """Return the sampled tokens with weights that sum to 1."""
         weights = F.normalize(column("weights").float(), p=1, dim=-1)
         return SampledTeacher(widened(column("tokens")), weights, column("entropy"))
 
 
 class LastHidden(CacheMethod):
-    """CACHE_METHOD hidden: the last hidden state at each position, and the output head once.
+    """CACHE_METHOD hidden: store the last hidden state at each position, and the output head once.
 
-    The answer is a `LinearTeacher`, to the bit that of the live teacher in the same batch: for
-    every divergence at every temperature.
+    The answer is bit-identical to the live teacher's answer to the same batch, and supports every
+    divergence and temperature.
 
-    Column: `hidden` `[dim]`. The head's file, `weight` and `bias`, has its digest in its name, so
-    that a cache that is being replaced stays readable to the end.
+    The column is `hidden` `[dim]`. The head has its own file with `weight` and `bias`, whose name
+    contains a digest, so that a cache stays readable while another one replaces it.
     """
 
     name = "hidden"
@@ -286,46 +298,47 @@ class LastHidden(CacheMethod):
 
     @classmethod
     def plan(cls, answer: LiveAnswer, fingerprint: Manifest, vocabulary: int | None) -> Self:
-        """Return the method for a teacher whose logits are linear in its hidden states."""
+        """Return the method, or raise InputError if logits are not linear in the hidden states."""
         teacher = fingerprint["teacher"]
         if not isinstance(answer, LinearTeacher):
             raise InputError(
-                f"CACHE_METHOD is 'hidden', but the teacher {teacher!r} caps or scales its logits:"
-                " set CACHE_METHOD to 'topk' or 'sample'"
+                f"CACHE_METHOD is 'hidden'; expected 'topk' or 'sample', because the teacher "
+                f"{teacher!r} caps or scales its logits"
             )
-        # An entry of -inf in the bias is outside the vocabulary; all else there is a fault.
+        # An entry of -inf in the bias marks a token outside the vocabulary.
         bias = answer.weight[:0] if answer.bias is None else answer.bias
         if not answer.weight.isfinite().all() or not (bias < torch.inf).all():
             raise InputError(
-                f"the output head of the teacher {teacher!r} holds NaN or infinity: check its"
-                " weights"
+                f"the output head of the teacher {teacher!r} holds NaN or infinity: use an intact "
+                "copy of its weights"
             )
         size, dim = answer.weight.shape
         return cls(size, dim, answer.hidden.dtype, _digest(answer.weight, answer.bias))
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> Self:
-        """Return the method that a cache's manifest describes, or raise ValueError."""
+        """Return the method of a cache from its manifest; raise ValueError if it is invalid."""
         types = {"vocabulary": int, "dim": int, "stored": str, "head": str}
         if odd := odd_fields(manifest, types):
             raise ValueError(f"{', '.join(odd)}: missing or of the wrong type")
         if not re.fullmatch(r"[0-9a-f]{16}", manifest["head"]):  # it names a file
-            raise ValueError(f"head is {manifest['head'][:50]!r}; expected a digest")
+            raise ValueError(f"head is {manifest['head'][:50]!r}; expected 16 hexadecimal digits")
         stored = {str(dtype): dtype for dtype in DTYPES}.get(f"torch.{manifest['stored']}")
         if stored is None:
-            raise ValueError(f"stored is {manifest['stored']!r}")
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ValueError(f"stored is {manifest['stored']!r}; expected one of {names}")
         return cls(manifest["vocabulary"], manifest["dim"], stored, manifest["head"])
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts for a report."""
+        """Return the dtype and width of hidden states, and the size of the head if loaded."""
         facts = {name: self.header[name] for name in ("stored", "dim")}
         if self._weight is not None:
             facts["head_bytes"] = sum(x.nbytes for x in (self._weight, self._bias) if x is not None)
         return facts
 
     def content(self, answer: LiveAnswer, batch: Batch, rows: Tensor) -> Content:
-        """Return the column; `error` is 0, or NaN where a hidden state is not finite."""
+        """Return the column; `error` is 0, or NaN if the hidden state is not finite."""
         assert isinstance(answer, LinearTeacher)  # plan
         hidden = answer.hidden
         lost = torch.zeros(len(hidden), device=hidden.device)
@@ -333,7 +346,7 @@ class LastHidden(CacheMethod):
         return {"hidden": hidden, "lost": lost, "error": lost.masked_fill(bad, torch.nan)}
 
     def answer(self, column: Callable[[str], Tensor]) -> LinearTeacher:
-        """Return the answer at some positions; the head stays on their device."""
+        """Return the hidden states with the head, which is moved to their device."""
         assert self._weight is not None, "load was not called"
         hidden = column("hidden")
         self._weight = self._weight.to(hidden.device)
@@ -341,7 +354,7 @@ class LastHidden(CacheMethod):
         return LinearTeacher(hidden.to(self._weight.dtype), self._weight, self._bias)
 
     def save(self, folder: Path, answer: LiveAnswer) -> list[Path]:
-        """Write the head, unless an intact file of it exists; return the file."""
+        """Write the head unless its file exists and is intact, and return the file."""
         assert isinstance(answer, LinearTeacher)  # plan
         try:
             self.load(folder)
@@ -364,7 +377,9 @@ class LastHidden(CacheMethod):
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise CorruptFileError(f"{file} holds no output head; {_REBUILD}") from error
         if digest != self.head:
-            raise CorruptFileError(f"{file} holds another head than was written; {_REBUILD}")
+            raise CorruptFileError(
+                f"{file} holds another output head than its name says; {_REBUILD}"
+            )
         self._weight, self._bias = weight, bias
         return self
 
@@ -378,26 +393,26 @@ METHODS: Mapping[str, type[CacheMethod]] = MappingProxyType(
 
 
 def as_cached(answer: TopKTeacher) -> TopKTeacher:
-    """Return an answer exactly as it would be read from a cache, bit for bit."""
+    """Round an answer as a `topk` cache does, so that it is bit-identical to a cached one."""
     log_probs = answer.log_probs.clamp(min=LOWEST).half()
     return TopKTeacher(answer.indices, _rescaled(log_probs, answer.log_tail), answer.log_tail)
 
 
 def widened(stored: Tensor) -> Tensor:
-    """Return int64 of stored token ids; as int16 they are unsigned, as torch cannot add uint16."""
+    """Convert stored token ids to int64; int16 ids are unsigned, since torch lacks uint16."""
     ids = stored.long()
     return ids & 0xFFFF if stored.dtype == torch.int16 else ids
 
 
 def _narrowest(largest: int) -> torch.dtype:
-    """Return the smallest dtype for whole numbers up to `largest`; see `widened`."""
+    """Return the smallest dtype for token ids up to `largest`, which `widened` reads."""
     if largest < 2**8:
         return torch.uint8
     return torch.int16 if largest < 2**16 else torch.int32
 
 
 def _rescaled(log_probs: Tensor, log_tail: Tensor) -> Tensor:
-    """Make the masses of the stored tokens sum to 1 minus the tail, float32 `[n, k]`."""
+    """Rescale the probabilities of the stored tokens to sum to 1 minus the tail."""
     return log_probs.float().log_softmax(-1) + torch.log1p(-log_tail.exp()).unsqueeze(-1)
 
 
@@ -412,14 +427,14 @@ def _logits(answer: FullAnswer, vocabulary: int | None) -> Callable[[int, int], 
 
 
 def _sample(log_p: Tensor, p: Tensor, uniform: Tensor, k: int) -> Content:
-    """Draw k tokens of probabilities `[n, vocab]` by one uniform number each, `[n, 1]`."""
+    """Draw k tokens from each distribution `[n, vocab]` with one uniform number, `[n, 1]`."""
     # In float64: in float32 the sum over a large vocabulary is coarser than a rare token's mass.
     exact = torch.float32 if p.device.type == "mps" else torch.float64
     upto, uniform = p.to(exact), uniform.to(p.device, exact)
     largest, at = upto.topk(k)
     others = upto.scatter(-1, at, 0).sum(-1, keepdim=True)
     places = torch.arange(k, device=p.device)
-    # The mass without the m largest, divided by the k - m places that remain: t is the smallest.
+    # t is the smallest of: the mass without the m largest, divided by the k - m places left.
     remains = largest.flip(-1).cumsum(-1).flip(-1) + others
     least = (remains / (k - places)).amin(-1, keepdim=True).clamp(min=torch.finfo(exact).tiny)
     upto.div_(least).clamp_(max=1).cumsum_(-1)
@@ -440,7 +455,7 @@ def _sample(log_p: Tensor, p: Tensor, uniform: Tensor, k: int) -> Content:
 
 
 def _digest(weight: Tensor, bias: Tensor | None) -> str:
-    """Return a digest of dtype, shape and bytes."""
+    """Return a digest of the dtype, shape and values of an output head."""
     digest = hashlib.sha256()
     for x in (weight, bias):
         if x is not None:

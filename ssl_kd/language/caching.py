@@ -1,4 +1,4 @@
-"""Write a cache of a teacher's answers, which replaces the teacher in later runs."""
+"""Run a teacher over the text of a run, and write its answers to a cache for later runs."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.training.process_group import ProcessGroup
 from ssl_kd.training.ranks import joined
 
-TIMEOUT = timedelta(days=1)  # ranks wait for each other's files at the end of a cache
-SERVED_TOKENS = 2**18  # in a file: what is requested again at most if a server is lost
+TIMEOUT = timedelta(days=1)  # for which ranks wait for each other's files
+SERVED_TOKENS = 2**18  # in a file, and so the most that are requested again after an interruption
 
 
 def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progress) -> TeacherCache:
     """Run the teacher over the full text once, and write its answers to TEACHER_CACHE.
 
-    Runs with the same settings then learn from it, without the teacher in memory. Processes
-    started by torchrun share the text; BATCH_SIZE is that of each process.
+    Runs with the same settings then learn from the cache, without the teacher in memory. Processes
+    started by torchrun divide the text among themselves; each uses BATCH_SIZE.
 
     Args:
-        settings: those of the later runs, and CACHE_METHOD.
-        progress: called as `progress(stage, done, total, info)`.
+        settings: settings of the later runs, with CACHE_METHOD.
+        progress: function that is called as `progress(stage, done, total, info)`.
 
     Raises:
-        SettingsError: there is no teacher or no folder to write to.
-        FingerprintMismatch: the folder holds a cache of something else, and not FORCE_RECOMPUTE.
-        RankLost: another rank does not answer.
+        SettingsError: TEACHER_MODEL or TEACHER_CACHE is not set.
+        FingerprintMismatch: the folder holds another cache, and FORCE_RECOMPUTE is not set.
+        RankLost: another rank does not respond.
     """
     settings.check_packages()
     settings = settings.with_cache_router()
     if settings.teacher_cache is None:
-        raise SettingsError("TEACHER_CACHE is None: name the folder of the cache.")
+        raise SettingsError("TEACHER_CACHE is None: set it to the folder of the cache.")
     if settings.teacher_model == "none":
-        raise SettingsError("TEACHER_MODEL is 'none', so there is nothing to cache.")
+        raise SettingsError("TEACHER_MODEL is 'none': name the teacher to cache.")
     if Path(settings.teacher_cache).is_file():
         raise SettingsError(
-            f"TEACHER_CACHE is {settings.teacher_cache!r}, a file: expected a folder, or a name for"
-            " a new one."
+            f"TEACHER_CACHE is {settings.teacher_cache!r}, which is a file; expected a folder, or "
+            "the name of a new folder."
         )
     method, k = settings.cache_spec
     check_divergence(settings.kind_of_divergence, method)
@@ -109,7 +109,7 @@ def cache_identity(
     texts: TextDataset,
     blocks: Blocks,
 ) -> dict[str, Any]:
-    """Return the fields of its fingerprint that a cache must have for a run."""
+    """Return the fields that the fingerprint of a cache must have for a run."""
     weights = teacher.weights_id
     if router.router_mode != "native":
         weights += " all"
@@ -120,11 +120,10 @@ def cache_identity(
 
 
 def check_divergence(divergence: str, method: str) -> None:
-    """Raise SettingsError if a cache of this CACHE_METHOD does not support a divergence."""
+    """Raise SettingsError if a cache written by this method does not support a divergence."""
     known = [name for name, entry in DIVERGENCES.items() if entry.from_samples]
     if method == "sample" and divergence not in known:
         raise SettingsError(
-            f"DIVERGENCE is {divergence}, and a cache of CACHE_METHOD 'sample' "
-            f"supports {', '.join(known)} only: set DIVERGENCE to {known[0]!r}, or make a cache "
-            "with CACHE_METHOD 'topk' or 'hidden'"
+            f"DIVERGENCE is {divergence!r}; expected {' or '.join(known)} with a cache of "
+            "CACHE_METHOD 'sample': change it, or make a cache with CACHE_METHOD 'topk' or 'hidden'"
         )

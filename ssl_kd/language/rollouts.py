@@ -1,16 +1,18 @@
-"""Rows that a model continues: the student in each step, or the teacher once before training.
+"""Let a model continue rows of text: the student in each step, or the teacher before training.
 
-On-policy distillation: in training, the student meets the prefixes that it will meet when it
-generates. Which rows it continues in a step, and what it samples there, depends on the seed, the
-step, the row and the weights, not on other rows, the number of ranks, or a resume.
+In on-policy distillation (ON_POLICY), the student continues some rows of each step, so that it is
+trained on the prefixes that it generates itself. The chosen rows and their continuations depend on
+the seed, the step, the row and the weights, but not on other rows, the number of ranks, or a
+resume.
 
-Sequence-level distillation: the student learns the teacher's continuations by cross-entropy, and if
-ALPHA_KD is above 0 also by the teacher's distributions.
+In sequence-level distillation (TEACHER_TEXT), the teacher continues rows once. The student is
+trained on the continuations by cross-entropy, and with ALPHA_KD above 0 also by the teacher's
+distributions.
 
 References:
     Kim and Rush, Sequence-Level Knowledge Distillation, EMNLP 2016.
-    Agarwal et al., On-Policy Distillation of Language Models (GKD), ICLR 2024, algorithm 1: with
-    probability lambda a sequence is the student's; no gradient flows through the sampling.
+    Agarwal et al., On-Policy Distillation of Language Models (GKD), ICLR 2024, algorithm 1: a
+    sequence is the student's with probability lambda; no gradient flows through the sampling.
 """
 
 from __future__ import annotations
@@ -43,23 +45,34 @@ from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_CHOICE, _DRAW = 0, 1  # uses of a row's random numbers
-PROMPT_TOKENS = 16  # of a plain text, start token included
+_CHOICE, _DRAW = 0, 1  # distinguish the seeds of a row's choice and of its continuation
+PROMPT_TOKENS = 16  # of a row of plain text, with the start token
 TEACHER_TEXTS = Path("data") / "teacher_text"
 COLUMNS = ("ids", "counts", "documents")
-PART = 256  # rows of a file of the teacher's text; an interruption loses at most these
+PART = 256  # rows in a file of the teacher's text, and the most that an interruption loses
 
 Continue = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], list[list[int]]]
-"""Prompts, maximum new tokens of each, and their seeds -> the new tokens; see `Sampler`."""
+"""Function of prompts, their maximum numbers of new tokens, and their seeds, which returns the new
+tokens of each prompt."""
 
 
 class Sampler:
-    """Samples continuations by transformers' `generate`: padded on the left, with a KV cache.
+    """Sample continuations of prompts with `generate` of transformers.
 
-    Tokens are drawn from `softmax(logits / temperature)` by inverting its distribution function at
-    uniform numbers of each row's own generator; temperature 0 is greedy. Tokens from `vocabulary`
-    on are padding and never drawn. A row whose logits are not finite ends there, and is counted in
-    `sick`; the loss of the next forward pass over it is then not finite.
+    Each prompt has its own random generator. A token is drawn from `softmax(logits / temperature)`
+    by inverting its distribution function at a uniform number; temperature 0 takes the most likely
+    token. A row ends where its logits are not finite.
+
+    Args:
+        model: causal language model of transformers, with or without adapters.
+        ends: ids of the tokens that end a continuation.
+        vocabulary: number of tokens; larger ids are padding and never drawn.
+        temperature: temperature of the softmax.
+        batch_size: largest number of prompts in a batch.
+        autocast: function that returns the context in which the model runs.
+
+    Attributes:
+        sick: number of rows that ended because their logits were not finite.
     """
 
     def __init__(
@@ -79,9 +92,12 @@ class Sampler:
     def __call__(
         self, prompts: Sequence[Sequence[int]], rooms: Sequence[int], seeds: Sequence[int]
     ) -> list[list[int]]:
-        """Continue each prompt, a list of token ids, by at most `rooms` tokens, its end included.
+        """Return the continuation of each prompt, which depends on its seed and the model alone.
 
-        The same seed, prompt and model give the same result.
+        Args:
+            prompts: token ids of each prompt.
+            rooms: largest length of each continuation, with its end token.
+            seeds: seed of each prompt.
         """
         continuations: list[list[int]] = [[] for _ in prompts]
         with evaluating(self.model), self.autocast():
@@ -98,7 +114,7 @@ class Sampler:
         return continuations
 
     def _batches(self, lengths: Sequence[int], rooms: Sequence[int]) -> Iterator[list[int]]:
-        """Yield prompts to run at once, so that none exceeds the positions for another's room."""
+        """Yield the indices of prompts that fit into one batch within the model's positions."""
         most = positions(self.model) or sys.maxsize
         batch: list[int] = []
         for i in sorted(range(len(lengths)), key=lambda i: -rooms[i]):
@@ -153,7 +169,7 @@ class Sampler:
 
 
 class _Draw:
-    """Keeps of each row's scores the token that is drawn; an end token if they are not finite."""
+    """Mask all scores of a row but that of the drawn token, or of an end if they are not finite."""
 
     def __init__(self, width: int, n: int, seeds: Sequence[int], ends: Tensor) -> None:
         self._width, self._ends = width, ends
@@ -172,7 +188,7 @@ class _Draw:
         return self._only(input_ids, scores, scores.argmax(-1, keepdim=True))
 
     def _only(self, input_ids: Tensor, scores: Tensor, token: Tensor) -> Tensor:
-        finite = scores.amax(-1).isfinite()  # False for a NaN, too
+        finite = scores.amax(-1).isfinite()  # also False for NaN
         self.sick |= ~finite & ~torch.isin(input_ids[:, self._width :], self._ends).any(1)
         token = token.where(finite[:, None], self._ends[0])
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0)
@@ -183,10 +199,11 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def prompt_length(blocks: Blocks, row: int) -> int:
-    """Return how many tokens of a row, which holds one document, are its prompt.
+    """Return the number of tokens in the prompt of a row that holds one document.
 
-    All before the first target, or all tokens without targets. If only a start token precedes it,
-    the row is plain text, and its first PROMPT_TOKENS are the prompt, but never its last token.
+    The prompt is all tokens before the first target, or all tokens of a row without targets. If at
+    most a start token precedes the first target, the row is plain text, and the prompt is its first
+    PROMPT_TOKENS tokens, or fewer such that at least one token is left.
     """
     length, counts = int((blocks.documents[row] > 0).sum()), blocks.counts[row]
     if not counts.any():
@@ -204,20 +221,20 @@ def continue_rows(
     *,
     max_new_tokens: int,
 ) -> tuple[Blocks, list[list[int]]]:
-    """Replace the text after the prompts of some rows by continuations, the only targets.
+    """Replace the text after the prompts of some rows by continuations, which become the targets.
 
     Args:
-        blocks: text, one document per row.
-        rows: their indices.
-        seeds: of each row.
-        sample: samples the continuations.
-        max_new_tokens: maximum tokens of a continuation.
+        blocks: rows of text, each of one document.
+        rows: indices of the rows to continue.
+        seeds: seed of each of these rows.
+        sample: function that samples the continuations.
+        max_new_tokens: largest number of tokens of a continuation.
 
     Returns:
-        The rows, with the digest of `blocks`; and the continuations.
+        The continued rows with the digest of `blocks`, and the continuations alone.
 
     Raises:
-        InputError: a prompt leaves no room.
+        InputError: a prompt fills its row.
     """
     width = blocks.ids.shape[1]
     lengths = [prompt_length(blocks, row) for row in rows]
@@ -225,8 +242,8 @@ def continue_rows(
     rooms = [min(max_new_tokens, width - n) for n in lengths]
     if 0 in rooms:
         raise InputError(
-            f"the prompt of row {rows[rooms.index(0)]} fills all {width} tokens of the row, which"
-            " leaves no room for a continuation: shorten it, or raise BLOCK_SIZE"
+            f"the prompt of row {rows[rooms.index(0)]} fills all {width} tokens of the row: shorten"
+            " the prompt, or raise BLOCK_SIZE, to make room for a continuation"
         )
     new = sample(prompts, rooms, seeds)
     ids, counts = blocks.ids[list(rows)], torch.zeros((len(rows), width), dtype=torch.bool)
@@ -241,10 +258,15 @@ def continue_rows(
 
 
 class RolloutBatches:
-    """The batches of a step, in which the student continues ON_POLICY of the rows itself.
+    """Make the batches of a step, in which the student continues the share ON_POLICY of the rows.
 
-    The blocks hold one document per row. With `keep_text`, rows that the student continues are also
-    in the batch as text.
+    Args:
+        rollout: ON_POLICY and the other settings of continuations.
+        blocks: rows of text, each of one document.
+        sample: function that samples the student's continuations.
+        ends: ids of the tokens that end a continuation.
+        seed: seed of the run.
+        keep_text: whether the text of continued rows stays in the batch, too.
     """
 
     def __init__(
@@ -261,17 +283,23 @@ class RolloutBatches:
         self.seed, self.keep_text, self._ends = seed, keep_text, set(ends)
 
     def chosen(self, step: int, row: int) -> bool:
-        """Whether the student continues a row in a step."""
+        """Return whether the student continues a row in a step."""
         generator = _generator(seed_of(self.seed, step, row, _CHOICE))
         return float(torch.rand((), generator=generator)) < self.rollout.on_policy
 
     def batches(
         self, step: int, shares: Sequence[Tensor], device: torch.device
     ) -> tuple[list[Batch], dict[str, float]]:
-        """Return the batches of a step, text before continuations, given the rows of each.
+        """Return the batches of a step, in which rows of text precede the continued rows.
 
-        Also returns sums over all rows: `rows`, `written` (rows that the student continues),
-        `tokens` that it generated, and how many continuations `ended`.
+        Args:
+            step: number of the step.
+            shares: indices of the rows in each batch.
+            device: device of the batches.
+
+        Returns:
+            The batches, and counts over all of them: `rows`, `written` (continued rows), `tokens`
+            (generated tokens) and `ended` (continuations that reached an end token).
         """
         distinct = dict.fromkeys(row for share in shares for row in share.tolist())
         rows = [row for row in distinct if self.chosen(step, row)]
@@ -305,7 +333,7 @@ class RolloutBatches:
 
 
 def rollout_batches(objective: Objective, blocks: Any, tokenizer: Any) -> RolloutBatches | None:
-    """Return what makes a student's batches with rollouts; None if ON_POLICY is 0."""
+    """Return an object that makes batches with continuations; None if ON_POLICY is 0."""
     settings = objective.settings
     if not settings.on_policy:
         return None
@@ -328,7 +356,7 @@ def sampler(
     batch_size: int,
     autocast: Autocast = nullcontext,
 ) -> Sampler:
-    """Return the sampler of a model's continuations at ROLLOUT_TEMPERATURE."""
+    """Return a sampler of a model's continuations at ROLLOUT_TEMPERATURE."""
     return Sampler(
         model,
         end_tokens(without_adapters(model), tokenizer),
@@ -347,15 +375,15 @@ def with_teacher_text(
     ranks: Ranks,
     progress: Progress,
 ) -> Blocks:
-    """Return the text with the teacher's own continuations in TEACHER_TEXT of its rows.
+    """Return the text with continuations by the teacher in the share TEACHER_TEXT of its rows.
 
-    They are stored below `data/teacher_text` and reused for the same teacher, text and settings.
-    The first rank writes them, in the order in which training reads them and no further, and
-    continues an interrupted run at the last file.
+    The continuations are stored below `data/teacher_text`, and used again for the same teacher,
+    text and settings. The first rank writes only the rows that training reads, in that order. An
+    interrupted run continues after the last complete file.
 
     Raises:
         InputError: the teacher's logits are not finite.
-        CorruptFileError: a file is damaged; delete it.
+        CorruptFileError: a file is damaged and must be deleted.
     """
     rows = _rows(settings, settings.teacher_text, len(blocks))
     decisive = ("max_new_tokens", "rollout_temperature", "seed", "teacher_text")
@@ -375,26 +403,26 @@ def with_teacher_text(
             own, _ = continue_rows(blocks, part, seeds, sample, max_new_tokens=most)
             if sample.sick:
                 raise InputError(
-                    f"the teacher {teacher.name} gives logits that are not finite while it"
-                    f" generates ({sample.sick} of {len(part)} rows): try --model_dtype float32"
+                    f"the logits of the teacher {teacher.name} are not finite in {sample.sick} of"
+                    f" {len(part)} rows that it continues: try --model_dtype float32"
                 )
             save_tensors(path, {name: getattr(own, name) for name in COLUMNS})
             progress("teacher's text", min((i + 1) * PART, len(rows)), len(rows), {})
 
     ranks.from_first(write_missing)
-    logger.info("the teacher's text of %d rows is in %s", len(rows), folder)
+    logger.info("the teacher's continuations of %d rows are in %s", len(rows), folder)
     parts = [load_tensors(path) for path in files]
     columns = {name: getattr(blocks, name).clone() for name in COLUMNS}
     for name, column in columns.items():
         column[rows] = torch.cat([part[name] for part in parts])
     characters = blocks.row_characters.clone()
-    characters[rows] = 0  # not of the original text
+    characters[rows] = 0  # unknown after a continuation
     digest = digest_of(*(column.numpy() for column in columns.values()))
     return replace(blocks, **columns, row_characters=characters, digest=digest)
 
 
 def _rows(run: TrainingSettings, share: float, n: int) -> list[int]:
-    """Return the rows that the teacher continues: those that training reads, in full files."""
+    """Return the rows that the teacher continues and training reads, rounded up to full files."""
     generator = torch.Generator().manual_seed(seed_of(run.seed, n))
     is_chosen = torch.zeros(n, dtype=torch.bool)
     is_chosen[torch.randperm(n, generator=generator)[: round(share * n)]] = True

@@ -1,4 +1,4 @@
-"""A mixture-of-experts teacher with a choice of experts, whose router may learn."""
+"""Use a mixture-of-experts teacher whose experts are chosen by ROUTER_MODE."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ KA_LAMBDA = 0.05  # probability that the experts of a token are sampled in ROUTE
 
 
 class RoutedTeacher:
-    """A mixture-of-experts teacher whose experts are chosen by ROUTER_MODE.
+    """Return the answers of a mixture-of-experts teacher, and train its router in mode `sar`.
 
-    In `sar` each step first moves the router towards the student, by `KL(p || q)` with the student
-    q fixed, then the teacher answers with the new router. A step of several batches, or of several
-    ranks, is one step of the router; it costs one more forward pass of each model.
+    In `sar`, each step first updates the router by `KL(p || q)`, where q is the fixed student, and
+    then returns the answer p of the teacher with the new router. A step of several batches, or on
+    several ranks, updates the router once, at the cost of one more forward pass of each model.
 
     Args:
-        frozen: the teacher, a mixture of experts.
+        frozen: teacher, which must be a mixture of experts.
         router: ROUTER_MODE and the other settings of the router.
-        scale_loss: for a float16 teacher.
-        gradient_checkpointing: of the teacher, where its router learns.
+        scale_loss: whether to scale the router's loss, for a float16 teacher.
+        gradient_checkpointing: whether to recompute the teacher's layers when the router is
+            trained, to save memory.
 
     Attributes:
-        record: of the last router step; None before the first.
-        ce: the teacher's own cross-entropy in that step, nats per token.
-        events: of the router steps, not yet in the event log.
+        record: outcome of the last router step; None before the first.
+        ce: cross-entropy of the teacher in that step, in nats per token.
+        events: events of router steps that are not yet in the event log.
 
     References:
         Every Expert Matters, arXiv 2502.12947, 2025, section 3.
@@ -77,15 +78,15 @@ class RoutedTeacher:
             )
 
     def answer(self, batch: Batch, rows: Tensor) -> TeacherOutput:
-        """Return the teacher's answer for one draw of experts; the router is not trained."""
-        # Drawn from the step's own seed, so a resumed run samples the same experts.
+        """Return the teacher's answer with one choice of experts, without training the router."""
+        # From the random state of the step, so that a resumed run samples the same experts.
         seed = int(torch.randint(2**62, ())) if self.mode == "ka" else 0
         generator = torch.Generator().manual_seed(seed)
         with self.mixture.using(Routing(self.mode, KA_LAMBDA, generator=generator)):
             return self.frozen(batch, rows)
 
     def __call__(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
-        """Return the answers of all draws; in `sar` the router learns first."""
+        """Return the answer for each draw of experts; in `sar`, train the router first."""
         if self.router is None:
             return [self.answer(batch, rows) for _ in range(self.draws)]
         if self.learns:
@@ -111,9 +112,12 @@ class RoutedTeacher:
         student: Answer,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> Iterator[None]:
-        """Let the router learn once from all batches of a step, and not while they are answered.
+        """Update the router once by all batches of a step, and keep it fixed in the block.
 
-        `student` answers a batch without gradient, under `autocast`.
+        Args:
+            batches: batches of the step.
+            student: function that returns the student's answer to a batch, without gradient.
+            autocast: function that returns the context in which the student runs.
         """
         if self.router is not None and self.learns:
             self._learn_from_all(self.router, batches, student, autocast)
@@ -127,10 +131,11 @@ class RoutedTeacher:
         student: Answer,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Do the router step of the sum of batches, with the activations of one at a time.
+        """Update the router by the sum of all batches, with the activations of one in memory.
 
-        The load balance is no sum over batches: a first pass without gradient collects all gates
-        for its slope there, which then enters each batch's own backward pass.
+        The load balance is not a sum over batches. A first pass without gradient therefore collects
+        all gates and computes its gradient by the gate logits, which the backward pass of each
+        batch then uses.
         """
         all_rows = [next_token_targets(b.input_ids, b.counts)[0] for b in batches]
         n_tokens = self.ranks.sums("the router's tokens", sum(map(len, all_rows)))[0]
@@ -147,7 +152,7 @@ class RoutedTeacher:
             penalty = router.regularization(all_gates)
             slopes = torch.autograd.grad(penalty, leaves, retain_graph=True)
             if not router.stopped:
-                # Its gradient of the weights themselves, the same on each rank.
+                # The gradient of the load balance by the router weights is equal on all ranks.
                 router.backward(penalty / self.ranks.world)
             sums = torch.zeros(2, device=penalty.device)
             sizes = [mask.numel() for mask in masks]
@@ -172,7 +177,7 @@ class RoutedTeacher:
             return hidden_states(self.model, batch.model_inputs()).flatten(0, 1)
 
     def _sums(self, batch: Batch, student: TeacherOutput) -> Tensor:
-        """Return sums `[2]`: the teacher's cross-entropy, and KL(p || q) with q fixed."""
+        """Return the summed cross-entropy of the teacher and KL(p || q) with q fixed, `[2]`."""
         rows, targets = next_token_targets(batch.input_ids, batch.counts)
         head = without_adapters(self.model).get_output_embeddings()
         return linear_distillation(
@@ -193,18 +198,18 @@ class RoutedTeacher:
             self.events.append(replace(event, reason=f"{named_rows(rows)}: {event.reason}"))
 
     def state(self) -> dict[str, Any]:
-        """Return the router and its optimizer, for a checkpoint."""
+        """Return the state of the router and its optimizer, for a checkpoint."""
         return {} if self.router is None else self.router.state_dict()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned."""
+        """Restore a state that `state` returned."""
         if self.router is not None:
             self.router.load_state_dict(state)
 
 
 @contextmanager
 def router_fixed(source: Source | None) -> Iterator[None]:
-    """Keep the router of a teacher, if it has one, from learning."""
+    """Do not train the router of a teacher in the block, if the teacher has one."""
     if not isinstance(source, RoutedTeacher):
         yield
         return
@@ -217,9 +222,9 @@ def router_fixed(source: Source | None) -> Iterator[None]:
 
 @dataclass
 class _GatesOfAllRanks(Gates):
-    """The gates of a rank's tokens, with sums and means over the tokens of all ranks.
+    """Gates of this rank's tokens, whose sums and means run over the tokens of all ranks.
 
-    Gradients are those of this rank's tokens.
+    Gradients flow only to this rank's tokens.
     """
 
     ranks: ProcessGroup | None = None
@@ -243,7 +248,7 @@ class _GatesOfAllRanks(Gates):
 
 
 def _joined(parts: Sequence[Gates], ranks: ProcessGroup) -> Gates:
-    """Join the gates of several forward passes, on all ranks."""
+    """Join the gates of several forward passes and of all ranks."""
 
     def joined(name: str) -> dict[int, Tensor]:
         layers = [getattr(part, name) for part in parts]

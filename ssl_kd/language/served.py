@@ -1,4 +1,4 @@
-"""A teacher behind an HTTP server as a source of answers."""
+"""Get the answers of a teacher from an HTTP server."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import CausalLM, load_tokenizer, n_ids
 from ssl_kd.teachers.server import CompletionServer, PromptTopK
 
-CONCURRENT_PROMPTS = 16  # the server batches them
+CONCURRENT_PROMPTS = 16  # which the server batches
 ROUNDING = 1e-7  # of a sum of probabilities in float32
 
 
 def served_lm(tokenizer_of: str, served_as: str | None) -> CausalLM:
-    """Return a served teacher for a run: its tokenizer and name, without a model."""
+    """Return the tokenizer and the name of a served teacher as a `CausalLM` without a model."""
     name = served_as or tokenizer_of
     return CausalLM(None, load_tokenizer(tokenizer_of), name, f"served {name}")
 
 
 class ServedTeacher:
-    """Query a server for every document of a batch; answers equal those of a cache to the bit.
+    """Return a server's answers to a batch; each document of the batch is a prompt.
 
     Args:
-        server: the client; each document is a prompt of token ids.
-        k: most likely tokens at each position; all others are one more outcome.
+        server: client of the server.
+        k: number of most likely tokens at each position; all others are one more outcome.
         vocabulary: number of token ids of the tokenizer.
-        device: of the answers.
-        rounded: round as a `topk` cache does; False to write that cache.
+        device: device of the answers.
+        rounded: whether to round as a `topk` cache does, so that an answer is bit-identical to a
+            cached one. False to write that cache.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class ServedTeacher:
         device: torch.device,
         **options: Any,
     ) -> ServedTeacher:
-        """Return the teacher of TEACHER_URL, or raise ServerFailed if it does not answer."""
+        """Return the teacher at TEACHER_URL, or raise ServerFailed if it does not respond."""
         assert teacher.teacher_url is not None
         name = teacher.teacher_served_as or teacher.teacher_model
         server = CompletionServer(teacher.teacher_url, name)
@@ -70,9 +71,11 @@ class ServedTeacher:
         return cls(server, teacher.cache_spec[1], n_ids(tokenizer), device=device, **options)
 
     def __call__(self, batch: Batch, rows: Tensor) -> TopKTeacher:
-        """Return the k most likely tokens, float32, or raise ServerFailed.
+        """Return the k most likely tokens at some positions, or raise ServerFailed.
 
-        `rows` are int64 `[n]`, ascending, into the flattened `[batch * token]` positions.
+        Args:
+            batch: rows of tokens.
+            rows: ascending int64 indices `[n]` into the flattened `[batch * token]` positions.
         """
         top_k = self.top_k_at(batch, rows)
         answer = _with_tail(top_k.tokens, top_k.log_probs, self.vocabulary)
@@ -93,7 +96,7 @@ class ServedTeacher:
         return PromptTopK(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     def prefetch(self, batches: Sequence[Batch]) -> None:
-        """Request answers in the background; errors are raised when the answers are used."""
+        """Request answers in the background; an error is raised when its answer is used."""
         for batch in batches:
             rows, _ = next_token_targets(batch.input_ids, batch.counts)
             for _, prompt, row, first in _prompts(batch, rows.cpu()):
@@ -105,7 +108,7 @@ class ServedTeacher:
         return self._pool.submit(self.server.top_k, prompt, self.k, self.vocabulary, place, first)
 
     def scores(self, blocks: Blocks, batch_size: int) -> TokenScores:
-        """Score the teacher's prediction of the targets of blocks, as `judge_tokens` does."""
+        """Score the teacher's predictions of the targets in some rows of tokens."""
         scores = TokenScores()
         for start in range(0, len(blocks), batch_size):
             places = range(start, min(start + batch_size, len(blocks)))
@@ -119,9 +122,10 @@ class ServedTeacher:
 
 
 def _prompts(batch: Batch, rows: Tensor) -> Iterator[tuple[Tensor, list[int], int, int]]:
-    """Yield of each document: the wanted answers, its ids, its row and its first position.
+    """Yield the prompt of each document that has some of the positions `rows`.
 
-    Answer i of a prompt follows its token i; the ids end with the last target.
+    Yields the indices of these positions in the prompt, the prompt's ids up to the last target, its
+    row of the text, and its first position in the row.
     """
     ids, documents = batch.input_ids.cpu(), batch.documents.cpu()
     row, column = rows // ids.shape[1], rows % ids.shape[1]
@@ -137,10 +141,10 @@ def _prompts(batch: Batch, rows: Tensor) -> Iterator[tuple[Tensor, list[int], in
 
 
 def _with_tail(tokens: Tensor, log_probs: Tensor, vocabulary: int) -> TopKTeacher:
-    """Add the mass of all other tokens: what is left of 1.
+    """Add the log of the mass of all other tokens, which is 1 minus the sum of the top k.
 
-    It is at most that of as many tokens as the last one of the top k, and otherwise at least
-    ROUNDING: a tail that only rounding made 0 would make a reverse KL infinite.
+    None of them is more likely than the last of the top k, which limits their mass. Within this
+    limit the mass is at least ROUNDING, since a mass rounded to 0 makes a reverse KL infinite.
     """
     masses, others = log_probs.exp(), vocabulary - tokens.shape[-1]
     tail = (1 - masses.sum(-1)).clamp(min=ROUNDING).minimum(others * masses[:, -1])

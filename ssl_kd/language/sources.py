@@ -1,4 +1,4 @@
-"""Teachers' answers to a batch, live or cached."""
+"""Provide the answers of one or several teachers to a batch."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from ssl_kd.datasets.blocks import Batch
 from ssl_kd.losses.teacher_output import TeacherOutput
 
 Answer = Callable[[Batch, Tensor], TeacherOutput]
-"""A batch and its real positions, rows of the flattened `[batch * token]` -> the answer there."""
+"""Function that returns a teacher's answer to a batch at some positions, which are indices into
+the flattened `[batch * token]`."""
 
 
 class Source(Protocol):
-    """Answers of a teacher to a batch."""
+    """Interface of an object that returns teachers' answers to a batch."""
 
     def __call__(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
-        """Return the answers, to be averaged, at `rows` of the flattened `[batch * token]`.
+        """Return answers whose divergences to the student are averaged.
 
-        `student` is the student's own answer there, without gradient.
+        Args:
+            batch: tokens on the teachers' device.
+            rows: positions to answer, indices into the flattened `[batch * token]`.
+            student: the student's own answer at these positions, without gradient.
         """
         ...
 
 
 class Plain:
-    """Teachers that answer without knowing the student: live ones, a cache or a server.
+    """Return the answers of live teachers, a cache or a server, which ignore the student.
 
     Args:
-        answers: of one teacher, or of several.
-        names: of several teachers, for messages about faults.
-        weights: of several teachers; None: equal.
+        answers: functions that return the answers, one for each teacher.
+        names: names of several teachers, for messages about faults.
+        weights: weights of several teachers in the average; None for equal weights.
     """
 
     def __init__(
@@ -50,5 +54,5 @@ class Plain:
 
 
 def named_rows(rows: Tensor) -> str:
-    """Return the rows of a batch as text for an event, such as `rows 3, 17`."""
+    """Format the rows of a batch for an event, such as `rows 3, 17`."""
     return f"rows {', '.join(map(str, rows.tolist()))}"

@@ -1,4 +1,4 @@
-"""A cache of a teacher's answers, from which a student learns without the teacher in memory."""
+"""Write and read a cache of a teacher's answers, which replaces the teacher in training."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ _BELOW_INF = {name for method in METHODS.values() for name in method.below_inf}
 
 @dataclass(frozen=True)
 class TeacherFingerprint(BaseFingerprint):
-    """Everything that decides the content of a cache of a teacher's answers.
+    """Identity of a cache of a teacher's answers: all inputs that its content depends on.
 
-    Hidden states fit every temperature and hold no tokens: for `hidden`, `k` and `temperature`
-    are None, whatever is passed.
+    For the method `hidden`, `k` and `temperature` are set to None, because hidden states do not
+    depend on them.
     """
 
     way_out = (
-        "Keep it and name another folder by --teacher_cache; cache_teacher.py --force_recompute "
-        "with the settings of this run replaces it."
+        "To keep this cache, name another folder by --teacher_cache; to replace it, run "
+        "cache_teacher.py --force_recompute with the settings of this run."
     )
 
-    teacher: str  # name, without its parent folder
-    weights: str  # identity of its weights
+    teacher: str  # name without the parent folder
+    weights: str  # identity of the teacher's weights
     tokenizer: str  # identity of the tokenizer
     text: str  # identity of the documents and their order
     block_size: int  # tokens in a row
     packed: bool  # whether some row holds more than one document
     blocks: str  # identity of the rows of tokens and of their targets
-    dtype: str  # in which the teacher computed
+    dtype: str  # dtype of the teacher's computation
     method: str  # topk, sample or hidden
     k: int | None  # tokens per position
-    temperature: float | None  # of the teacher's softmax
+    temperature: float | None  # temperature of the teacher's softmax
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -92,19 +92,19 @@ def identity(
 
 
 LiveTeacher = Callable[[Batch, Tensor], Any]
-"""Computes a teacher's `LiveAnswer` at rows of a batch: a `FrozenTeacher`, with its `device`."""
+"""Function with a `device` that returns a teacher's `LiveAnswer` at positions of a batch."""
 
 
 class TeacherCache(ShardStore):
-    """A teacher's answer at every target position of some blocks; replaces the teacher.
+    """Cache of a teacher's answers at all positions of some rows of tokens whose next token counts.
 
-    Made by `open` or `write`. A row of the store is a row of the blocks, T positions long;
-    positions whose next token is no target hold zeros, so that all rows have one shape. What is
-    stored at a position depends on CACHE_METHOD (`ssl_kd.language.cache_methods`). Each row also
-    has the number of `real` positions, and sums over them of the mass `lost` and of the `error`.
+    Use `open` or `write` to get one. A row of the store belongs to one row of tokens and has the
+    same length; positions whose next token does not count hold zeros. The columns depend on
+    CACHE_METHOD (see `ssl_kd.language.cache_methods`). Each row also stores the number of `real`
+    positions, and the sums over them of the mass `lost` and of the `error`.
 
     Attributes:
-        method: how answers are stored.
+        method: method by which answers are stored.
     """
 
     fingerprint_type = TeacherFingerprint
@@ -118,14 +118,16 @@ class TeacherCache(ShardStore):
         """Open a cache.
 
         Args:
-            folder: of the cache.
-            expect: fields that its `TeacherFingerprint` must have; others may have any value.
-            verify: check checksums, and every row for NaN, infinities and values out of range.
+            folder: folder of the cache.
+            expect: fields that the cache's `TeacherFingerprint` must have.
+            verify: whether to check checksums, and every row for NaN, infinities and values out of
+                range.
 
         Raises:
-            FileNotFoundError: there is no complete cache.
-            FingerprintMismatch: it was computed from something else.
-            CorruptFileError, NonFiniteRow: a file or a row is damaged.
+            FileNotFoundError: the folder holds no complete cache.
+            FingerprintMismatch: the cache has other values of the expected fields.
+            CorruptFileError: a file is damaged.
+            NonFiniteRow: a row holds invalid values.
         """
         manifest, _ = cls.describe(Path(folder) / f"{_NAME}.json")
         expected = replace(TeacherFingerprint(**manifest["fingerprint"]), **(expect or {}))
@@ -148,7 +150,7 @@ class TeacherCache(ShardStore):
 
     @classmethod
     def faults(cls, content: Content, whole: bool) -> dict[int, str]:
-        """Return the rows that hold a NaN or an infinity; a log-probability may be -inf."""
+        """Return the rows with a NaN or an infinity, except for log-probabilities of -inf."""
         faults: dict[int, str] = {}
         for name in (_FINITE | _BELOW_INF) & content.keys():
             column = content[name].flatten(1)
@@ -160,7 +162,7 @@ class TeacherCache(ShardStore):
 
     @classmethod
     def check_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> dict[int, str]:
-        """Return the faulty rows of a shard: those of any store, and values out of range."""
+        """Return the faulty rows of a shard, including rows with values out of range."""
         faults = super().check_shard(path, entry, manifest)
         shard, bounds = cls.read_shard(path, entry, manifest), _method(manifest).bounds
         for at in range(len(shard["indices"])):
@@ -175,12 +177,12 @@ class TeacherCache(ShardStore):
 
     @classmethod
     def statistics(cls, content: Content) -> Manifest:
-        """Return sums over a shard's positions."""
+        """Return the sums over all positions of a shard."""
         return {name: content[name].sum().item() for name in _SUMS}
 
     @classmethod
     def total(cls, entries: list[Manifest]) -> Manifest:
-        """Return means over all real positions."""
+        """Return the means over all real positions of the cache."""
         sums = {n: sum(e["statistics"][n] for e in entries) for n in _SUMS}
         real = max(sums["real"], 1)
         return {
@@ -192,17 +194,17 @@ class TeacherCache(ShardStore):
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of its manifest, which holds those of its files."""
+        """Return the SHA-256 of the manifest, which contains the checksums of all files."""
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts for a report.
+        """Return properties of the cache for a report.
 
-        `method`, its `k` or the dtype in which hidden states are `stored`, and means over the real
-        positions: `bytes_per_token` on disk (without the output head), `tail_mass` of the tokens
-        that are not in the cache, and `fidelity_kl` in nats: for `topk` the KL from the full to the
-        cached distribution; for `sample` how far from 0 the KL of a student that equals the teacher
-        is at one position; for `hidden` 0.
+        These are `method`, the properties of the method, and means over the real positions:
+        `bytes_per_token` on disk (without the output head), `tail_mass` of the tokens that are not
+        stored, and `fidelity_kl` in nats. `fidelity_kl` is the KL from the full to the cached
+        distribution for `topk`, the deviation from 0 of the KL of a student that equals the teacher
+        for `sample`, and 0 for `hidden`.
         """
         statistics = self.manifest["statistics"]
         names = ("bytes_per_token", "tail_mass", "fidelity_kl")
@@ -213,11 +215,11 @@ class TeacherCache(ShardStore):
         return f"TeacherCache({str(self.folder)!r}, n={self.n}, {self.facts()})"
 
     def __call__(self, batch: Batch, rows: Tensor) -> TeacherOutput:
-        """Return the teacher's answer, as a `FrozenTeacher` does, on the device of `rows`.
+        """Return the teacher's answer at some positions, on the device of `rows`.
 
         Args:
-            batch: some rows of the blocks that the cache was written from.
-            rows: int64 `[n]` into the flattened `[batch * token]` positions, real ones.
+            batch: some of the rows that the cache was written for.
+            rows: int64 indices `[n]` of real positions in the flattened `[batch * token]`.
         """
         width = batch.input_ids.shape[1]
 
@@ -242,29 +244,29 @@ def write(
     progress: Callable[[int, int], None] | None = None,
     ranks: ProcessGroup | None = None,
 ) -> TeacherCache:
-    """Store the teacher's answer at every real position.
+    """Write a cache of a teacher's answers at every real position.
 
-    An interrupted run continues after its last complete shard, in the same batches. Logits exist
-    for a chunk of tokens at a time.
+    An interrupted run continues after its last complete file, with the same batches.
 
     Args:
-        teacher: a `FrozenTeacher`, which computes in `fingerprint.dtype`.
+        teacher: teacher that computes in `fingerprint.dtype`.
         blocks: rows of tokens.
-        folder: of the cache.
-        fingerprint: what is stored, and how: method, k and temperature.
-        vocabulary: number of tokens of the tokenizer: the teacher's logits beyond it are padding
-            and get no mass. None: no padding. `hidden` stores the full head.
-        batch_size: rows of a forward pass.
-        shard_rows: rows in a file; None makes files of about 256 MiB.
-        force: recompute everything.
-        rebuild: recompute only damaged files.
-        progress: called with (rows done, rows) after each batch.
-        ranks: processes that write together, each every n-th file; the bytes are those of one.
+        folder: folder of the cache.
+        fingerprint: identity of the cache, with its method, k and temperature.
+        vocabulary: number of tokens of the tokenizer. Logits beyond it are padding without mass,
+            but `hidden` stores the full output head. None for no padding.
+        batch_size: number of rows in a forward pass.
+        shard_rows: number of rows in a file; None for files of about 256 MiB.
+        force: whether to recompute all files.
+        rebuild: whether to recompute damaged files.
+        progress: function that is called with (rows done, rows) after each batch.
+        ranks: processes that write the same files as one process would, each every n-th file.
 
     Raises:
-        ValueError: the teacher's answers are NaN, or cannot be stored by this method.
-        FingerprintMismatch, CorruptFileError, NonFiniteRow: the folder holds a cache of something
-            else, or a damaged one, and not `force` (nor, but for the first, `rebuild`).
+        ValueError: an answer of the teacher is NaN, or this method cannot store the answers.
+        FingerprintMismatch: the folder holds another cache, and `force` is not set.
+        CorruptFileError: a file is damaged, and neither `force` nor `rebuild` is set.
+        NonFiniteRow: a row is invalid, and neither `force` nor `rebuild` is set.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected at least 1")
@@ -299,7 +301,7 @@ def write(
         if force:
             seconds = perf_counter() - start
             logger.info("recomputed %s rows in %.1f s: %s", n, seconds, cache.folder)
-        for file in set(cache.folder.glob(HEAD_FILES)) - set(files):  # of a replaced cache
+        for file in set(cache.folder.glob(HEAD_FILES)) - set(files):  # from a replaced cache
             file.unlink(missing_ok=True)
         return cache
 
@@ -327,9 +329,10 @@ def _content(
         first, model = int(bad[0]), getattr(getattr(teacher, "__self__", teacher), "model", None)
         fault = None if model is None else first_fault(model, [batch], "teacher")
         raise InputError(
-            f"teacher {fingerprint.teacher!r} gives NaN at {len(bad)} of {n} positions, first in "
-            f"block {int(batch.rows[row[first]])}, token {int(position[first])}: "
-            + (in_words(*fault) if fault else "check its weights")
+            f"the answer of the teacher {fingerprint.teacher!r} is NaN at {len(bad)} of {n} "
+            f"positions, first in block {int(batch.rows[row[first]])}, "
+            f"token {int(position[first])}: "
+            + (in_words(*fault) if fault else "check the teacher's weights")
             + "; or compute in float32 (--model_dtype float32)" * (fingerprint.dtype == "float16")
         )
     content: Content = {"real": torch.bincount(row, minlength=b)}

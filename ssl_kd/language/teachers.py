@@ -1,4 +1,4 @@
-"""Load the teachers that the settings name, or train one, and place them on their device."""
+"""Load the teacher of a run or train one, and place it on its device."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 ONE_RANK = Ranks(0, 1, "cpu")
 TEACHERS = Path("data") / "teachers"
-VOCABULARY = 1024  # of a tokenizer that is trained here
+VOCABULARY = 1024  # tokens of a tokenizer that is trained by a run
 
 
 def load_teacher(
     teacher: TeacherSettings, name: str, precision: Precision, *, as_saved: bool = False
 ) -> CausalLM:
-    """Load a teacher's model; `as_saved`: in the dtype of its file."""
+    """Load a teacher's model in the precision of the run, or `as_saved` in its file's dtype."""
     dtype = precision.teacher
     return load_causal_lm(
         name,
@@ -44,12 +44,15 @@ def load_teacher(
 
 
 def router_id(weights: str | None) -> str:
-    """Return the identity of ROUTER_WEIGHTS; empty for None."""
+    """Return a digest of the file in ROUTER_WEIGHTS; empty for None."""
     if weights is None:
         return ""
     file = Path(weights)
     if not file.is_file():
-        raise SettingsError(f"ROUTER_WEIGHTS: there is no router file {file}.")
+        raise SettingsError(
+            f"ROUTER_WEIGHTS is {weights!r}, but there is no router file {file}: name the "
+            "router.safetensors of a run, or set ROUTER_WEIGHTS to None"
+        )
     return sha256_file(file)[:16]
 
 
@@ -60,16 +63,16 @@ def trained_teacher(
     progress: Progress,
     ranks: Ranks = ONE_RANK,
 ) -> Path:
-    """Train the small teacher of TEACHER_MODEL `train` by cross-entropy, or find an earlier one.
+    """Train a small teacher by cross-entropy for TEACHER_MODEL `train`, on all ranks together.
 
-    Several ranks train it together.
+    A teacher that was trained earlier on the same text with the same settings is used again.
 
     Returns:
-        Its folder, below `data/teachers`.
+        Folder of the teacher, below `data/teachers`.
     """
     assert settings.to_train is not None
     size, steps = settings.to_train
-    own = settings.replace(
+    small = settings.replace(
         teacher_model="none",
         teacher_cache=None,
         student_model=f"fresh:{size}",
@@ -87,23 +90,23 @@ def trained_teacher(
         lora_rank=0,
         teacher_text=0.0,
     )
-    key = [texts.digest, precision.student, own.block_size, own.packing, own.batch_size]
-    key += [own.gradient_accumulation_steps, size, steps, own.seed, own.weight_decay]
-    key += [own.warmup_fraction]
+    key = [texts.digest, precision.student, small.block_size, small.packing, small.batch_size]
+    key += [small.gradient_accumulation_steps, size, steps, small.seed, small.weight_decay]
+    key += [small.warmup_fraction]
     folder = TEACHERS / hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:16]
     if ranks.from_first(folder.exists):
         logger.info("using the teacher trained earlier on this text: %s", folder)
         return folder
-    check_ranks(ranks, own.batch_size)
+    check_ranks(ranks, small.batch_size)
     tokenizer = train_tokenizer(texts, VOCABULARY)
-    model = build_student(own.student_model, None, tokenizer, seed=settings.seed).model
+    model = build_student(small.student_model, None, tokenizer, seed=settings.seed).model
     packing = settings.packing and isolates_documents(model)
     blocks = make_blocks(texts, tokenizer, settings.block_size, packing=packing)
 
     def on_step(step: int, result: StudentStep) -> None:
         progress("teacher", step + 1, steps, {"ce": result.ce})
 
-    train(Distiller(model, own, precision), blocks, steps, on_step=on_step)
+    train(Distiller(model, small, precision), blocks, steps, on_step=on_step)
     card = f"Trained on {texts.name} for {steps} steps, to be distilled from."
     ranks.from_first(partial(save_student, model, tokenizer, folder, card))
     return folder

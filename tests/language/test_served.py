@@ -1,4 +1,4 @@
-"""A teacher behind a real HTTP server: the same student as with it here, and every fault named."""
+"""A teacher on a real HTTP server gives the same student as a live one, and faults are named."""
 
 import json
 import shutil
@@ -29,6 +29,16 @@ from tests.language.test_run import config, log_lines, table, weights  # noqa: E
 from tests.served import Server  # noqa: E402
 
 K = 8
+
+
+@pytest.fixture
+def text_file(tmp_path, tiny):
+    """A short text, since each document is a request."""
+    for name, start, n in (("train", 0, 12), ("test", 1000, 6)):
+        rows = [{"text": example.text} for example in tiny.texts(n, start).examples]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"tiny_{name}.jsonl").write_text(lines)
+    return str(tmp_path / "tiny_train.jsonl")
 
 
 @pytest.fixture
@@ -122,12 +132,12 @@ def test_training_from_it_is_training_from_its_cache_to_the_bit(tiny, server, tm
         "t", "w", "tok", "text", 24, True, blocks.digest, "served", "topk", K, 1.0
     )
     kept = write(teacher_at(server, tiny, rounded=False), blocks, tmp_path, given, vocabulary=320)
-    found = []
+    results = []
     for teacher in (teacher_at(server, tiny), kept):
         distiller = tiny.distiller(teacher, temperature=1.0, divergence="reverse_kl")
         steps = [distiller.step([blocks.batch(range(4 * i, 4 * i + 4))], 1e-2) for i in range(3)]
-        found.append((steps, dict(distiller.student.named_parameters())))
-    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+        results.append((steps, dict(distiller.student.named_parameters())))
+    assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
     facts = kept.facts()
     assert 0 < facts["tail_mass"] < 1 and 0 < facts["fidelity_kl"] < 3
 
@@ -154,11 +164,11 @@ def test_a_step_is_asked_about_while_the_one_before_is_learned_from(served, serv
     whole = weights(run(served(run_name="whole")))
     ahead, step = [], Distiller.step
 
-    def seen(self, batches, rate):
+    def record(self, batches, rate):
         ahead.append({tuple(ids) for ids in self.source.answers[0]._prefetched})
         return step(self, batches, rate)
 
-    monkeypatch.setattr(Distiller, "step", seen)
+    monkeypatch.setattr(Distiller, "step", record)
     assert weights(run(served())) == whole
     assert len(ahead) == 6 and all(a & b for a, b in zip(ahead, ahead[1:], strict=False))
     assert len(ahead[-1]) < len(ahead[0])  # nothing follows the last step
@@ -200,7 +210,7 @@ def test_a_cache_that_was_killed_asks_for_what_is_missing_alone(
 ):
     monkeypatch.setattr(caching, "SERVED_TOKENS", 4 * 24)
     cached = served(teacher_cache=str(tmp_path / "cache"), packing=False)
-    n, dies = len(cache_teacher(cached).manifest["shards"]), 30
+    n, dies = len(cache_teacher(cached).manifest["shards"]), 10
     asked, files = len(server.asked), sorted((tmp_path / "cache").glob("*.pt"))
     expected = [file.read_bytes() for file in files]
     assert n > 5

@@ -1,4 +1,4 @@
-"""The teacher's distribution in the store: what it says is what the teacher said, or an error."""
+"""A cache of a teacher's answers returns the teacher's distribution, or an error."""
 
 import errno
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ def make_blocks(n=N) -> Blocks:
 
 @dataclass
 class Teacher:
-    """Says something else after every token, at every place."""
+    """Returns another answer after every token, at every position."""
 
     vocabulary: int = V
     linear: bool = True
@@ -265,7 +265,10 @@ def test_hidden_states_come_back_to_the_bit(tmp_path, rows):
 
 
 def test_a_teacher_without_a_linear_head_has_no_hidden_states_to_keep(tmp_path):
-    with pytest.raises(ValueError, match="'tiny' caps or scales its logits.*'topk' or 'sample'"):
+    with pytest.raises(
+        ValueError,
+        match="expected 'topk' or 'sample', because the teacher 'tiny' caps or scales its logits",
+    ):
         make(tmp_path, Teacher(linear=False), method="hidden")
     assert not list(tmp_path.iterdir())
 
@@ -366,7 +369,7 @@ def test_bad_arguments(tmp_path):
         ({"method": "top"}, "method is 'top'; expected one of topk, sample, hidden"),
         ({"k": 0}, "k is 0; expected at least 1"),
         ({"temperature": 0.0}, "temperature"),
-        ({"k": V + 1}, f"k is {V + 1}, but the teacher has only {V} tokens"),
+        ({"k": V + 1}, f"k in CACHE_METHOD is {V + 1}; expected at most {V}"),
     ]:
         with pytest.raises(ValueError, match=message):
             make(tmp_path, **fields)
@@ -388,7 +391,7 @@ def test_a_teacher_that_gives_nan_is_named_with_the_place(tmp_path, method):
             return LogitsTeacher(given) if answer is None else answer
 
     with pytest.raises(
-        ValueError, match="'tiny' gives NaN at 1 of .* block 7, token 4: check its weights"
+        ValueError, match="'tiny' is NaN at 1 of .* block 7, token 4: check the teacher's weights"
     ):
         make(tmp_path, Sick(), method=method)
     teacher = Teacher()
