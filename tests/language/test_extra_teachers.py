@@ -72,7 +72,7 @@ def test_a_sick_teacher_costs_the_term_alone_and_is_named(tiny, teachers):
         event.reason for event in distiller.guard.events.events if event.action == "explained"
     ]
     assert len(reasons) == 1 and "teacher B weight model.layers.0.mlp.up_proj.weight" in reasons[0]
-    assert "its file is damaged" in reasons[0] and "rows 0, 1, 2, 3" in reasons[0]
+    assert "the model's file is damaged" in reasons[0] and "rows 0, 1, 2, 3" in reasons[0]
 
 
 # --- runs -----------------------------------------------------------------------------------------
