@@ -201,7 +201,9 @@ def test_a_prompt_that_leaves_no_room_is_refused(make):
     blocks = written.blocks
     full = torch.ones_like(blocks.documents)
     written.blocks = replace(blocks, counts=torch.zeros_like(blocks.counts), documents=full)
-    with pytest.raises(InputError, match="the prompt of row 3 fills all 24 tokens .*shorten it"):
+    with pytest.raises(
+        InputError, match="the prompt of row 3 fills all 24 tokens .*shorten the prompt"
+    ):
         written.batches(0, [torch.tensor([3])], CPU)
 
 
