@@ -191,7 +191,6 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
 
 
 def _runaway(named: dict[str, TensorFacts]) -> list[str]:
-    """Return the names of weights that are larger than healthy training makes them."""
     return [name for name, facts in named.items() if "weight" in name and facts.rms > LARGE_WEIGHTS]
 
 

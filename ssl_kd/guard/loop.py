@@ -322,7 +322,6 @@ class Guard:
         return self._terms.health
 
     def _backward_parts(self, losses: dict[str, Tensor], through: Any) -> None:
-        """Run the backward pass of the parts' losses, without bad ones if parts share weights."""
         all_losses = {self._index[name]: loss for name, loss in losses.items()}
         kept = {i: loss for i, loss in all_losses.items() if not self.health.retired[i]}
         self._remember(kept)
@@ -341,7 +340,6 @@ class Guard:
         self._run(kept, [x for i, x in all_losses.items() if i not in kept] if apart else None)
 
     def _backward_terms(self, losses: dict[str, Tensor], through: Any, again: Any) -> None:
-        """Run the backward pass of the healthy loss terms; skip the step if none is left."""
         kept, cut, needs = self._terms.look(losses, through, self._ranks, self.steps, again)
         if not cut or any(needs):
             total = sum(kept[1:], kept[0])
@@ -411,7 +409,6 @@ class Guard:
         return loss, norm.masked_fill(self._mask(self._cut), torch.nan), absent, spoiled
 
     def _take_back(self, healthy: Tensor, absent: Tensor, spoiled: list[list[int]]) -> None:
-        """Put back the buffers that an unhealthy part's batch changed, or made non-finite."""
         lost = bool((~healthy & ~self.health.retired).any())
         nothing = lost and not bool((healthy & ~absent).any())
         for i, (_, buffers) in enumerate(self._parts.buffers):

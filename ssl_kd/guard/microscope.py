@@ -304,7 +304,6 @@ class Microscope(TorchDispatchMode):
         return len(self._origins) - 1
 
     def _leaf(self, x: Tensor) -> Fault:
-        """Return the fault of a result that no operation made."""
         facts = (TensorFacts.of(x),)
         made = Made("none", (), (), facts[0].largest)
         name = self._name(x) or "input"
@@ -345,7 +344,6 @@ def _reads(
 
 
 def _floating(values: object) -> list[Tensor]:
-    """Return the floating-point tensors in a tree; of sparse tensors, the stored entries."""
     return [
         _entries(x)
         for x in tree_leaves(values)
@@ -357,7 +355,6 @@ def _floating(values: object) -> list[Tensor]:
 
 
 def _entries(x: Tensor) -> Tensor:
-    """Return the stored entries of a sparse tensor as a dense one; any other tensor unchanged."""
     if x.layout == torch.sparse_coo:
         return x._values()
     return x.values() if x.layout in _SPARSE else x

@@ -51,10 +51,7 @@ def narrow(x: Tensor) -> Tensor:
 
 
 def look(losses: Mapping[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
-    """Return the losses and their gradient norms at `through`, `[loss]` on the CPU; waits once.
-
-    Without `through` all norms are 1.
-    """
+    """Return the losses and their gradient norms at `through`, `[loss]` on the CPU; waits once."""
     values = [narrow(loss.detach()) for loss in losses.values()]
     norms = [torch.ones_like(value) for value in values]
     if through is not None:

@@ -254,7 +254,6 @@ class Locator:
 
 
 def _listening(reference: weakref.ref[Watch]) -> Watch | None:
-    """Return the watch if this forward pass belongs to the training loop, else None."""
     watch = reference()
     return watch if watch is not None and not watch._replaying and is_first_run() else None
 
@@ -287,7 +286,6 @@ def _keep_gradient(reference: weakref.ref[_Call], number: int, gradient: Tensor)
 
 
 def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
-    """Run the model again; return its outputs and the gradients of its weights and inputs."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     output = torch.func.functional_call(model, buffers, call.args, dict(call.kwargs))
     outputs = floating(output)
@@ -373,7 +371,6 @@ def _named(model: nn.Module, call: _Call) -> dict[str, Tensor]:
 
 
 def _rows(fault: Fault, call: _Call) -> tuple[int, ...]:
-    """Return the batch rows in which the operation's result is not finite; () for all rows."""
     sizes = {len(x) for x in call.inputs if x.ndim}
     facts = fault.outputs[0]
     known = (
@@ -383,7 +380,6 @@ def _rows(fault: Fault, call: _Call) -> tuple[int, ...]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """Unwrap DistributedDataParallel, DataParallel and torch.compile."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -394,7 +390,6 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    """Return each tensor's count of in-place writes; -1 for tensors of inference mode."""
     return [-1 if x.is_inference() else x._version for x in tensors]
 
 
