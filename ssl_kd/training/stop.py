@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a checkpoint between two steps, then the end."""
+"""Handle Ctrl-C and SIGTERM, so that a run saves a checkpoint before it ends."""
 
 from __future__ import annotations
 
@@ -6,31 +6,21 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from ssl_kd.errors import Interrupted
-
-
-class Resumable(Protocol):
-    """A run that can be stopped and resumed."""
-
-    @property
-    def path(self) -> Path:
-        """Its folder."""
-        ...
-
-    @property
-    def trained(self) -> bool:
-        """Whether there is anything to resume from."""
-        ...
+from ssl_kd.training.folder import RunFolder
 
 
 class Signals:
-    """Raises Ctrl-C and SIGTERM as `Interrupted`: at once, or during training after a step."""
+    """Raise Ctrl-C and SIGTERM as `Interrupted`: at once, or in `between_steps` at its end.
 
-    def __init__(self, folder: Resumable) -> None:
+    Args:
+        folder: the run folder that can be resumed; None: no folder is named in the error.
+    """
+
+    def __init__(self, folder: RunFolder | None = None) -> None:
         self.caught: list[int] = []
         self._folder, self._deferred, self._before = folder, False, {}
 
@@ -50,11 +40,13 @@ class Signals:
             self._stop()
 
     def _stop(self) -> None:
-        raise Interrupted(self.caught[0], self._folder.path if self._folder.trained else None)
+        folder = self._folder
+        path = None if folder is None or not folder.trained else folder.path
+        raise Interrupted(self.caught[0], path)
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Only record signals in `caught`, for a loop that checks it, and raise at the end."""
+        """Collect signals in `caught` during the block, and raise `Interrupted` at its end."""
         self._deferred = True
         try:
             yield
@@ -65,12 +57,12 @@ class Signals:
 
 
 class FinishEarly:
-    """Records Ctrl-C in the block, and raises it at the end, with the results so far.
+    """Delay a Ctrl-C until the end of the block, which should finish early if `wanted` is true.
 
-    A second Ctrl-C is raised at once. Outside the main thread nothing changes.
+    A second Ctrl-C is raised at once. Outside the main thread signals are not handled.
 
     Attributes:
-        wanted: whether the work should end early.
+        wanted: whether Ctrl-C was pressed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""From embeddings to the model: neighbors, clusters of their graph, training, consensus."""
+"""Train heads on a store of embeddings, alone or with other processes, and form the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, nearest
 from ssl_kd.store.approximate import by_index
 from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.training.board import Board
-from ssl_kd.training.clock import Clock, Progress
+from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.training.loop import run_loop
@@ -49,47 +49,53 @@ DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
-    """What all stages of one run share."""
+    """Hold the objects that every stage of one run uses."""
 
     folder: RunFolder
     precision: Precision
     clock: Clock
     signals: Signals
     progress: Progress
-    ranks: HeadRanks | None  # None for a single process
+    ranks: HeadRanks
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedHeads:
-    """The result of training."""
+    """Hold the trained heads and the model that was formed from them."""
 
-    trainer: HeadTrainer  # of all heads
+    trainer: HeadTrainer  # state of all heads
     model: ClusterModel
     chosen: Tensor  # numbers of the heads that vote, best first
-    information: Tensor  # `[head]`, the mutual information that the heads are ranked by
-    partition: GraphAnswer | None  # of the graph, if it was searched
+    information: Tensor  # `[head]`, the mutual information by which heads are ranked
+    partition: GraphAnswer | None  # of the neighbor graph; None if it was not searched
     about: dict[str, Any]  # entries for `metrics.json`
 
 
 @dataclasses.dataclass(frozen=True)
 class LeaderResult:
-    """What rank 0 computed before the training, sent to the other ranks."""
+    """Hold what rank 0 computes before training and sends to the other ranks."""
 
     path: Path  # of the run folder
     settings: dict[str, Any]
     store: Path  # folder of the training embeddings, which every rank reads
     fingerprint: Fingerprint
     projection: Projection
-    rows: Tensor | None  # of the store, in the order of training; None: all
+    rows: Tensor | None  # rows of the store in the order of training; None: all
     n_clusters: int
-    neighbors: Tensor | None  # None: each rank maps those stored beside the embeddings
-    clusters: Tensor | None  # `[n]`, to be learned; None: heads find their own
+    neighbors: Tensor | None  # None: each rank maps the file stored beside the embeddings
+    clusters: Tensor | None  # `[n]` targets for the heads; None: heads find their own clusters
 
 
 def learn(
     settings: VisionSettings, context: RunContext, store: EmbeddingStore, n_clusters: int | None
 ) -> TrainedHeads:
-    """Train the heads on embeddings, and form the model; for `n_clusters` None, K is found.
+    """Train heads on the embeddings of `store`, and form the model from the best of them.
+
+    Args:
+        settings: settings of the run.
+        context: folder, device, clock, signals and ranks of the run.
+        store: training embeddings.
+        n_clusters: K; None: choose it from the neighbor graph.
 
     Raises:
         RunFolderError: the run's checkpoint does not fit these heads.
@@ -103,30 +109,27 @@ def learn(
     partition = None
     if settings.searches_graph:
         with clock("graph"):
-            draw = _draw("graph", context.progress)
+            report = _reporter("graph", context.progress)
             projected = rows(torch.arange(rows.n))
             embeddings = rows.embeddings
-            partition = partition_of(n_clusters, neighbors, embeddings, projected, device, draw)
+            partition = partition_of(n_clusters, neighbors, embeddings, projected, device, report)
             n_clusters = partition.n_clusters
     assert n_clusters is not None
     learned = partition if settings.by_graph else None
     clusters = None if learned is None else learned.clusters
     with clock("train"):
-        rows.hold()  # before the memory for the heads is checked
-        if ranks is not None:
-            on_disk = rows.rows is None and by_index(store)
-            result = LeaderResult(
-                path=context.folder.path.resolve(),
-                settings=settings.to_dict(),
-                store=store.folder.resolve(),
-                fingerprint=store.fingerprint,
-                projection=rows.projection,
-                rows=rows.rows,
-                n_clusters=n_clusters,
-                neighbors=None if on_disk else neighbors,
-                clusters=clusters,
-            )
-            ranks.ranks.from_first(lambda: result)
+        result = LeaderResult(
+            path=context.folder.path.resolve(),
+            settings=settings.to_dict(),
+            store=store.folder.resolve(),
+            fingerprint=store.fingerprint,
+            projection=rows.projection,
+            rows=rows.rows,
+            n_clusters=n_clusters,
+            neighbors=None if rows.rows is None and by_index(store) else neighbors,
+            clusters=clusters,
+        )
+        ranks.ranks.from_first(lambda: result)
         trainer, about = _train(settings, context, rows, neighbors, n_clusters, clusters)
     with clock("consensus"):
         context.progress("consensus", 0, 1, {})
@@ -139,6 +142,36 @@ def learn(
     return TrainedHeads(trainer, model, chosen, information, partition, about)
 
 
+def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
+    """Train this rank's heads of the run that rank 0 leads, and return the run folder.
+
+    Raises:
+        SettingsError: rank 0 has other settings.
+        InputError: this rank does not see the neighbors that rank 0 has stored.
+        RankStopped: rank 0 stopped.
+        RankLost: rank 0 died.
+    """
+    precision = Precision.for_device(ranks.ranks.device, settings.use_fp16)
+    with following(), Signals() as signals:
+        leader: LeaderResult | Path = ranks.ranks.from_first(_only_rank_0)
+        if isinstance(leader, Path):  # the run is already finished
+            return leader
+        if differ := [n for n, v in settings.to_dict().items() if v != leader.settings.get(n)]:
+            raise SettingsError(
+                f"rank {ranks.ranks.rank} has other settings than rank 0 ({', '.join(differ)}): "
+                "start every rank with the same flags and the same config.py"
+            )
+        store = EmbeddingStore.open(leader.store, "train", expect=leader.fingerprint, verify=False)
+        rows = TrainingRows(store, leader.projection, leader.rows)
+        neighbors = _leader_neighbors(settings.neighbours, store, leader)
+        folder = ReadOnlyRunFolder(leader.path)
+        context = RunContext(folder, precision, Clock(), signals, no_progress, ranks)
+        _train(settings, context, rows, neighbors, leader.n_clusters, leader.clusters)
+        with signals.between_steps():  # rank 0 forms the answer and writes the files
+            ranks.ranks.from_first(_only_rank_0)
+    return leader.path
+
+
 def _train(
     settings: VisionSettings,
     context: RunContext,
@@ -147,14 +180,19 @@ def _train(
     n_clusters: int,
     clusters: Tensor | None,
 ) -> tuple[HeadTrainer, dict[str, Any]]:
-    """Train this rank's heads from the last checkpoint on; return all, and what to report."""
+    """Train this rank's heads from the last checkpoint on.
+
+    Returns:
+        The trainer, on rank 0 with the heads of all ranks; and entries for `metrics.json`.
+    """
+    rows.load()  # before the memory for the heads is checked
     folder, ranks = context.folder, context.ranks
-    heads = None if ranks is None else ranks.heads
-    trainer = make_trainer(settings, rows.projection.dim, n_clusters, context.precision, heads)
-    of_all = None if ranks is None else ranks.of_all_heads
-    plan = make_plan(settings, trainer, neighbors, rows, of_all)
+    dim, precision = rows.projection.dim, context.precision
+    trainer = make_trainer(settings, dim, n_clusters, precision, ranks.heads)
+    plan = make_plan(settings, trainer, neighbors, rows, ranks.of_all_heads)
+    ranks.caught = context.signals.caught
     with context.signals.between_steps():
-        gather = rows.on(context.precision.device)
+        gather = rows.on(precision.device)
         start = load_last(folder, trainer, plan.convergence, ranks)
         folder.rewind(start)
         folder.become_latest()
@@ -163,16 +201,11 @@ def _train(
             "on_events": folder.events.extend,
             "on_fault": fault_recorder(folder.path, trainer, dataclasses.asdict(settings)),
         }
-        if ranks is None:
+        if ranks.ranks.world == 1:
             learner = HeadsLearner(trainer, plan, gather, **options)
         else:
-            ranks.caught = context.signals.caught
-            every = settings.log_every
-            learner = RankHeadsLearner(ranks, every, trainer, plan, gather, **options)
-
-        def should_stop() -> bool:
-            return bool(context.signals.caught) if ranks is None else ranks.stopping
-
+            log_every = settings.log_every
+            learner = RankHeadsLearner(ranks, log_every, trainer, plan, gather, **options)
         with _logging(context, learner, settings.n_heads) as (on_log, on_checkpoint):
             steps = run_loop(
                 learner,
@@ -181,9 +214,9 @@ def _train(
                 checkpoint_every=settings.checkpoint_every,
                 on_log=on_log,
                 on_checkpoint=on_checkpoint,
-                should_stop=should_stop,
+                should_stop=lambda: ranks.stopping,
             )
-    trainer = trainer if ranks is None else ranks.gather_trainer(trainer)
+    trainer = ranks.gather_trainer(trainer)
     return trainer, {
         "steps": steps,
         "convergence": None if plan.convergence is None else plan.convergence.history(),
@@ -191,21 +224,21 @@ def _train(
     }
 
 
-def _draw(stage: str, progress: Progress) -> Callable[[int, int], None]:
+def _reporter(stage: str, progress: Progress) -> Callable[[int, int], None]:
     return lambda done, total: progress(stage, done, total, {})
 
 
 def _find_neighbors(
     k: int, rows: TrainingRows, device: torch.device, progress: Progress
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return `[n, k]` neighbors and how they were found; stored where these are all rows."""
-    k, draw = min(k, rows.n - 1), _draw("neighbours", progress)
+    """Return `[n, k]` neighbors and how they were found; only those of all rows are stored."""
+    k, report = min(k, rows.n - 1), _reporter("neighbours", progress)
     if rows.rows is None:
-        return find_neighbors(rows.store, k, device=device, progress=draw)
+        return find_neighbors(rows.store, k, device=device, progress=report)
     if rows.n < rows.store.n:
-        logger.info("the graph is that of %d of %d samples", rows.n, rows.store.n)
+        logger.info("the neighbor graph holds %d of %d samples", rows.n, rows.store.n)
     embeddings = rows.embeddings(torch.arange(rows.n))
-    neighbors = nearest_neighbors(embeddings, k, device=device, progress=draw)
+    neighbors = nearest_neighbors(embeddings, k, device=device, progress=report)
     return neighbors, {"index": "exact", "recall": 1.0, "rows": rows.n}
 
 
@@ -213,20 +246,18 @@ def _find_neighbors(
 def _logging(
     context: RunContext, learner: HeadsLearner, n_heads: int
 ) -> Iterator[tuple[Callable[[LogRecord], object], Callable[[int], object]]]:
-    """Yield `on_log` and `on_checkpoint` of the loop, which write into the run folder.
+    """Yield `on_log` and `on_checkpoint` for the loop, which write into the run folder.
 
-    Raises:
-        TooFewHealthyParts: that of the training, with the command that explains the first fault.
+    If training stops with TooFewHealthyParts, add the command that explains the first fault.
     """
-    folder, ranks, convergence = context.folder, context.ranks, learner.plan.convergence
+    folder, convergence = context.folder, learner.plan.convergence
 
     def on_checkpoint(step: int) -> object:
-        tensors = learner.trainer.tensors()
-        tensors = tensors if ranks is None else ranks.gather_rows(tensors)
+        tensors = context.ranks.gather_rows(learner.trainer.tensors())
         looks = {} if convergence is None else convergence.tensors()
         return folder.save_checkpoint(step, tensors | looks)
 
-    with Board(folder.path, ["tensorboard"]) as board:
+    with Board(folder.path, ["tensorboard"] if folder.writes else []) as board:
 
         def on_log(record: LogRecord) -> None:
             row = dataclasses.asdict(record)
@@ -244,7 +275,8 @@ def _logging(
             if not bundles:
                 raise
             command = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
-            raise TooFewHealthyParts(f"{error}. {command} explains the first fault") from error
+            message = f"{error}. To explain the first fault: {command}"
+            raise TooFewHealthyParts(message) from error
 
 
 def fault_recorder(
@@ -261,25 +293,19 @@ def fault_recorder(
 
 
 def load_last(
-    folder: RunFolder,
-    trainer: HeadTrainer,
-    convergence: Convergence | None,
-    ranks: HeadRanks | None,
+    folder: RunFolder, trainer: HeadTrainer, convergence: Convergence | None, ranks: HeadRanks
 ) -> int:
     """Load the last checkpoint, and return its step; 0 if there is none."""
-    if ranks is None:
-        start, tensors = folder.load_checkpoint()
-    else:
-        start, tensors = load_checkpoint(folder, ranks.ranks)
+    start, tensors = load_checkpoint(folder, ranks.ranks)
     if tensors:
         try:
-            trainer.load(tensors if ranks is None else ranks.rows_of(tensors))
+            trainer.load(ranks.rows_of(tensors))
             if convergence is not None:
                 convergence.load(tensors)
         except ValueError as error:
             raise RunFolderError(
-                f"checkpoint/step_{start:09d}.pt of {folder.path} does not fit this version of the "
-                f"library or these heads: {error}. Start a new run without --resume"
+                f"checkpoint/step_{start:09d}.pt of {folder.path} does not fit this version of "
+                f"ssl_kd or these heads: {error}. Start a new run without --resume"
             ) from error
     return start
 
@@ -290,74 +316,15 @@ def save_model(model: ClusterModel, folder: RunFolder) -> None:
     folder.update_json("config.json", **model.options, **{DIGEST: sha256_file(file)})
 
 
-class _LeaderRun:
-    """The run folder of rank 0, for the signals of the other ranks."""
-
-    path, trained = Path(), False
-
-
-def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
-    """Train this rank's heads of the run that rank 0 leads, and return the run folder.
-
-    Raises:
-        SettingsError: rank 0 has other settings.
-        RankStopped: rank 0 stopped.
-        RankLost: rank 0 died.
-    """
-    precision = Precision.for_device(ranks.ranks.device, settings.use_fp16)
-    with following(), Signals(_LeaderRun()) as signals:
-        leader: LeaderResult | Path = ranks.ranks.from_first(_only_rank_0)
-        if isinstance(leader, Path):  # of a run that is finished
-            return leader
-        if differ := [n for n, v in settings.to_dict().items() if v != leader.settings.get(n)]:
-            raise SettingsError(
-                f"rank {ranks.ranks.rank} has other settings than rank 0 ({', '.join(differ)}): "
-                "start every rank with the same flags and the same config.py"
-            )
-        ranks.caught = signals.caught
-        with signals.between_steps():
-            store = EmbeddingStore.open(
-                leader.store, "train", expect=leader.fingerprint, verify=False
-            )
-            gather = TrainingRows(store, leader.projection, leader.rows).on(precision.device)
-            dim, heads = leader.projection.dim, ranks.heads
-            trainer = make_trainer(settings, dim, leader.n_clusters, precision, heads)
-            neighbors = _leader_neighbors(settings.neighbours, store, leader)
-            plan = make_plan(settings, trainer, neighbors, gather, ranks.of_all_heads)
-            folder = ReadOnlyRunFolder(leader.path)
-            start = load_last(folder, trainer, plan.convergence, ranks)
-            learner = RankHeadsLearner(
-                *(ranks, settings.log_every, trainer, plan, gather),
-                clusters=leader.clusters,
-                on_fault=fault_recorder(leader.path, trainer, dataclasses.asdict(settings)),
-            )
-            run_loop(
-                learner,
-                start=start,
-                log_every=settings.log_every,
-                checkpoint_every=settings.checkpoint_every,
-                on_checkpoint=lambda step: ranks.gather_rows(trainer.tensors()),
-                should_stop=lambda: ranks.stopping,
-            )
-            if not ranks.stopping:
-                ranks.gather_trainer(trainer)
-            ranks.ranks.from_first(_only_rank_0)  # it forms the answer and writes the files
-    return leader.path
-
-
 def _leader_neighbors(k: int, store: EmbeddingStore, leader: LeaderResult) -> Tensor:
-    """Return the neighbors that rank 0 sent, or has stored beside the embeddings.
-
-    Raises:
-        InputError: this rank does not see them there.
-    """
+    """Return the neighbors that rank 0 sent, or has stored beside the embeddings."""
     if leader.neighbors is not None:
         return leader.neighbors
     neighbors = kept_neighbors(store, min(k, store.n - 1), verify=False)
     if neighbors is None:
         raise InputError(
-            f"{store.folder} lacks the neighbours that rank 0 found there: EMBEDDINGS_DIR has to"
-            " be one folder for all ranks"
+            f"{store.folder} lacks the neighbors that rank 0 has stored: set EMBEDDINGS_DIR to a"
+            " folder that all ranks share"
         )
     return neighbors
 

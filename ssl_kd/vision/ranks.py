@@ -1,7 +1,7 @@
-"""Heads trained by several processes: each trains some; they exchange what the guard reports.
+"""Train heads in several processes: each trains some, and all exchange the guard's reports.
 
 Heads share no weights, so ranks do not wait for each other between two exchanges; only
-INSTANCE_WEIGHT `mean` takes one all-reduce a step. The reports of all ranks decide when to stop,
+INSTANCE_WEIGHT `mean` takes one all-reduce per step. The reports of all ranks decide when to stop,
 whether enough heads are left, and what is logged.
 """
 
@@ -29,16 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 class HeadRanks:
-    """The processes of a training, each of which trains some heads.
+    """Divide the heads of a run among its processes, and exchange tensors and reports.
+
+    With a single process, methods return their arguments.
 
     Args:
-        ranks: the process group.
-        n_heads: number of all heads.
+        ranks: the processes.
+        n_heads: number of heads in the run.
 
     Attributes:
         caught: signals that ask this rank to stop.
         heads: numbers of this rank's heads.
-        stopping: whether all ranks have agreed to stop.
 
     Raises:
         InputError: there are more ranks than heads.
@@ -47,47 +48,56 @@ class HeadRanks:
     def __init__(self, ranks: Ranks, n_heads: int) -> None:
         if ranks.world > n_heads:
             raise InputError(
-                f"{ranks.world} processes were started for {n_heads} head(s) (N_HEADS), and each "
-                f"trains one at least: start at most {n_heads}, or raise --n_heads"
+                f"N_HEADS is {n_heads}; expected at least {ranks.world}, one for each process that "
+                f"was started: start at most {n_heads} processes, or raise --n_heads"
             )
         bounds = [n_heads * rank // ranks.world for rank in range(ranks.world + 1)]
         self.ranks, self._bounds, self._n_heads = ranks, bounds, n_heads
         self.heads = range(bounds[ranks.rank], bounds[ranks.rank + 1])
         self.caught: list[int] = []
-        self.stopping = False
+        self._agreed_to_stop = False
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes the run folder."""
+        """Return whether this rank writes the run folder."""
         return self.ranks.rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks; every rank calls this at the same points in order.
+    @property
+    def stopping(self) -> bool:
+        """Return whether to stop before the next step; several ranks agree on it in `gather`."""
+        return bool(self.caught) if self.ranks.world == 1 else self._agreed_to_stop
 
-        A rank that was asked to stop makes all of them stop before the next step.
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks; all ranks must call this in the same order.
+
+        If any rank has caught a signal, all ranks stop before the next step.
         """
+        if self.ranks.world == 1:
+            return [value]
         received: list[Any] = [None] * self.ranks.world
         dist.all_gather_object(received, (self.caught[:1], value))
         signals = [number for caught, _ in received for number in caught]
         if signals:
-            self.stopping = True
+            self._agreed_to_stop = True
             self.caught[:] = self.caught or signals[:1]
         return [values for _, values in received]
 
     def of_all_heads(self, values: Tensor) -> Tensor:
-        """Return `[head]` of all heads, from that of each rank's heads."""
+        """Concatenate the ranks' `[head]` values to one tensor of all heads."""
         return torch.cat(self.gather(values))
 
     def rows_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the rows of this rank's heads of a checkpoint's tensors."""
+        """Select the rows of this rank's heads from the tensors of a checkpoint."""
         rows = slice(self.heads.start, self.heads.stop)
         return {n: t if n.startswith("convergence.") else t[rows] for n, t in tensors.items()}
 
     def gather_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the rows of all heads on rank 0, on the CPU; nothing on other ranks.
+        """Collect the rows of all heads on rank 0, in CPU memory; return {} on other ranks.
 
-        They are received into the tensors of all heads, which is all the memory that it takes.
+        Each row is received directly into its place, so no second copy is needed.
         """
+        if self.ranks.world == 1:
+            return tensors
         gathered = {}
         for name, tensor in tensors.items():
             tensor = tensor.detach().cpu().contiguous()
@@ -101,11 +111,13 @@ class HeadRanks:
         return gathered
 
     def gather_trainer(self, trainer: HeadTrainer) -> HeadTrainer:
-        """Return a trainer of all heads on rank 0, and this rank's own on the others.
+        """Return a trainer of all heads on rank 0, and `trainer` itself on other ranks.
 
-        It holds only what the answer is formed from: students and moments stay where they are,
-        since one device may not have the memory for all of them.
+        Only EMA teachers, losses and health are gathered, from which the answer is formed: one
+        device may lack the memory for the students and moments of all heads.
         """
+        if self.ranks.world == 1:
+            return trainer
         state = trainer.state
         health = {f"health.{name}": tensor for name, tensor in state.health.tensors().items()}
         gathered = self.gather_rows({"teacher": state.teacher, "loss": state.loss} | health)
@@ -119,7 +131,7 @@ class HeadRanks:
         return trainer
 
     def instance_weights(self, agreements: Tensor) -> Tensor | None:
-        """Weigh samples by the agreement of the teachers of all ranks: one all-reduce a step."""
+        """Weight samples by the mean agreement of the teachers of all ranks, in one all-reduce."""
         healthy = torch.isfinite(agreements).all(-1, keepdim=True)
         sums = agreements.new_empty(agreements.shape[1] + 1)
         sums[:-1] = torch.where(healthy, agreements, 0).sum(0)
@@ -130,17 +142,13 @@ class HeadRanks:
 
 
 class RankHeadsLearner(HeadsLearner):
-    """A rank's heads, as `run_loop` trains them; rank 0 logs for all.
+    """Train one rank's heads in `run_loop`; rank 0 writes the log for all ranks.
 
     Args:
-        ranks: the processes; a signal in `ranks.caught` stops them at the next record.
-        log_every: steps between two records, at which ranks exchange what the guard reports.
-        *args: as `HeadsLearner`.
-        **options: as `HeadsLearner`.
-
-    Raises:
-        TooFewHealthyParts: on all ranks, at a logged step; too few of all heads are healthy.
-        RankLost: another rank does not answer.
+        ranks: the processes; a signal in `ranks.caught` stops them at the next log record.
+        log_every: steps between two log records, at which ranks exchange the guard's reports.
+        *args: arguments of `HeadsLearner`.
+        **options: keyword arguments of `HeadsLearner`.
     """
 
     def __init__(self, ranks: HeadRanks, log_every: int, *args: Any, **options: Any) -> None:
@@ -149,20 +157,22 @@ class RankHeadsLearner(HeadsLearner):
         self.trainer.weigh = ranks.instance_weights
         if self.trainer.bank.draws and ranks.leads:
             logger.warning(
-                "dropout differs with the number of processes: expect other, equally good results"
+                "The random numbers of dropout depend on the number of processes: results differ "
+                "from those of another number, but are equally good"
             )
         self._write_events, self.on_events = self.on_events, self._collect
-        # Each event with its place among those of a single process: look, turn, step, order.
+        # Each event with its position in the log of a single process: look, turn, step, order.
         self._unsent: list[tuple[tuple[int, int, int, int], Event]] = []
         self._tallies: list[tuple[int, Tally]] = []
         self._turn: tuple[int, int] = (0, 0)
         self._gathered: tuple[Tensor, ...] = ()
 
     def look(self, done: int, *, at_once: bool = False) -> None:
-        """As `HeadsLearner.look`; at each record ranks exchange their reports.
+        """Process unread steps as `HeadsLearner` does; at a log record exchange the reports.
 
         Raises:
-            TooFewHealthyParts: on all ranks; too few of all heads are healthy.
+            TooFewHealthyParts: too few of all heads are healthy; raised on every rank.
+            RankLost: another rank does not respond.
         """
         self._turn = (done, 0)
         super().look(done, at_once=at_once)
@@ -176,7 +186,7 @@ class RankHeadsLearner(HeadsLearner):
         self._exchange(done)
 
     def escalate(self, done: int) -> tuple[list[Event], str]:
-        """As `HeadsLearner`; whether too few heads are left is decided at the next exchange."""
+        """Restore or retire heads, and leave it to the next exchange whether too few are left."""
         return self.trainer.recovery.escalate(
             done - 1,
             self.trainer.thresholds,
@@ -184,18 +194,18 @@ class RankHeadsLearner(HeadsLearner):
         )
 
     def read_results(self) -> tuple[Tensor, ...]:
-        """As `HeadsLearner`, of all heads, from the last exchange."""
+        """Return the results of all heads from the last exchange, as `HeadsLearner` does."""
         return self._gathered
 
     def _collect(self, events: list[Event]) -> None:
-        """Store events by the place that they have in a single process."""
+        """Queue events with the position that they would have in the log of a single process."""
         look, turn = self._turn
         self._turn = look, turn + 1
         for event in events:
-            of_batch = event.part == "batch"
-            if of_batch and not self.ranks.leads:  # every rank sees the same batch
+            is_batch = event.part == "batch"
+            if is_batch and not self.ranks.leads:  # every rank sees the same batch
                 continue
-            order = 0 if of_batch else 1 if Stage.of(event) is Stage.MARGINAL else 2
+            order = 0 if is_batch else 1 if Stage.of(event) is Stage.MARGINAL else 2
             self._unsent.append(((look, turn, event.step, order), event))
 
     def _exchange(self, done: int, results: Any = None) -> list[Any]:

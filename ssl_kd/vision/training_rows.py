@@ -93,8 +93,8 @@ class TrainingRows:
             projected[rows] = self.projection(self.embeddings(rows))
         return projected
 
-    def hold(self) -> None:
-        """Project all rows now, if they fit into memory."""
+    def load(self) -> None:
+        """Project all rows now if they fit into memory."""
         _ = self._in_memory
 
     def embeddings(self, rows: Tensor) -> Tensor:

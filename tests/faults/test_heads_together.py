@@ -162,8 +162,8 @@ def test_too_few_healthy_heads_stop_all_ranks(settings):
 def test_more_ranks_than_heads_are_refused(settings):
     told = run_joined(work, 3, settings("a", n_heads=2))
     assert {one[2] for one in told} == {BAD_INPUT}
-    assert "3 processes were started for 2 head(s)" in told[0][1]
-    assert "start at most 2, or raise --n_heads" in told[0][1]
+    assert "N_HEADS is 2; expected at least 3" in told[0][1]
+    assert "start at most 2 processes, or raise --n_heads" in told[0][1]
     assert not folder_of(settings("a")).exists()
 
 

@@ -304,7 +304,7 @@ def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
     caplog.set_level("INFO", "ssl_kd")
     path = run(settings(**album)).path
     (line,) = [r.getMessage() for r in caplog.records if "--labels folders" in r.getMessage()]
-    assert "its 3 folders (2023, 2024, misc) are not taken for classes" in line
+    assert "its 3 folders (2023, 2024, misc) are not used as labels" in line
     assert "label" not in assignments(path)[0]
     told = metrics(path)
     assert all(line["acc"] is None for line in told["table"]) and told.get("knn_accuracy") is None
@@ -348,7 +348,7 @@ def test_labels_from_folders_that_are_not_there_are_refused(settings, tmp_path, 
 
 @fault(171)
 def test_k_by_the_classes_of_a_folder_names_the_flag(settings, album):
-    with pytest.raises(SettingsError, match="--n_clusters, a number or auto, or --labels folders"):
+    with pytest.raises(SettingsError, match="--n_clusters, a number or auto; or --labels folders"):
         run(settings(**album | {"n_clusters": None}))
 
 
@@ -421,7 +421,7 @@ def test_unlabelled_images_run_to_the_end(settings, tmp_path, digits):
     save_images(tmp_path / "pictures", digits[0][:64])
     (tmp_path / "pictures" / "broken.png").write_bytes(b"no image")
     plain = {"dataset": str(tmp_path / "pictures"), "image_size": 8}
-    with pytest.raises(SettingsError, match="declares none: give --n_clusters"):
+    with pytest.raises(SettingsError, match="classes: give --n_clusters"):
         run(settings(**plain))
     assert list((tmp_path / "runs").iterdir()) == []
 
