@@ -344,7 +344,7 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
         (["train", "--device", "cuda:99"], "torch sees"),
         (["train", "--config", "none.py"], "none.py cannot be read as a settings file: No such"),
         (["distill", *NOWHERE], "nowhere"),
-        (["distill", "--data_path", "full"], "nor a text file"),
+        (["distill", "--data_path", "full"], "expected an existing folder or text file"),
         (["distill", "--preset", "stabel"], "Did you mean stable?"),
         (["distill", "--resume"], "no unfinished run"),
         (["distill", *NOWHERE, "--teacher_cache", "no cache"], "nowhere"),
