@@ -1,4 +1,4 @@
-"""Embed a data set once, into the store: decode ahead, resume, and name unreadable samples."""
+"""Embed a data set with a frozen teacher, and store the embeddings for later runs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _FEATURE_ROWS = 8192
 
 
 class ExtractionFailed(UserError, RuntimeError):
-    """A teacher failed; the message names the sample, or the first and last of the batch."""
+    """A teacher failed; the message names the sample, or the first and last sample of the batch."""
 
 
 class Batch(NamedTuple):
-    """Decoded rows of a data set."""
+    """Decoded images, or feature rows, of one batch."""
 
-    rows: Sequence[int]
-    images: Tensor | None  # of the readable rows
+    rows: Sequence[int]  # the readable rows
+    images: Tensor | None  # `[row, ...]` of the readable rows; None if there are none
     unreadable: Sequence[tuple[int, UnreadableImage]]
 
 
@@ -50,14 +50,14 @@ class Share(NamedTuple):
     """The result of one process's share of an extraction."""
 
     shards: list[int]  # numbers of this process's shards
-    computed: list[int]  # those of them that were not stored already
+    computed: list[int]  # numbers of the shards that were computed now
     rows: int  # samples in these shards
     n_shards: int  # of the whole data set
     manifest: Manifest | None  # of the complete cache; None while other shards are missing
 
 
 def fingerprint(dataset: Dataset, teacher: Teacher, precision: Precision) -> Fingerprint:
-    """Return everything that the embeddings of this data set by this teacher depend on."""
+    """Return the identity of the embeddings: teacher, weights, transform, dtype and data."""
     plain = isinstance(teacher, Pixels | Features)
     dtype = torch.float32 if plain else precision.teacher
     return Fingerprint(
@@ -71,28 +71,29 @@ def fingerprint(dataset: Dataset, teacher: Teacher, precision: Precision) -> Fin
 
 @dataclasses.dataclass(frozen=True)
 class Extraction:
-    """The embeddings of one split of a data set, and how to compute them.
+    """Compute and store the embeddings of one split of a data set.
 
     An interrupted extraction continues after its last complete shard with the same batches, so the
     result does not depend on where it was interrupted. An unreadable image is left out and listed
     under `unreadable` in the manifest.
 
     Args:
-        dataset: images, or features for the teacher `features`.
-        teacher: is moved to `precision.device`.
-        folder: of the cache.
+        dataset: images, or features if the teacher is `features`.
+        teacher: the frozen model; it is moved to `precision.device`.
+        folder: folder of the cache.
         split: `train` or `test`, part of the file names.
         precision: device and dtype of the teacher.
         batch_size: images per forward pass; halved whenever memory runs out.
-        workers: threads that decode, ahead of a GPU's teacher or between the batches of a CPU's;
-            0: up to 16, or as many as torch uses.
+        workers: number of threads that decode images; 0: up to 16 on a GPU, torch's number of
+            threads on a CPU.
         force: embed all samples again; the old cache stays until the new one is complete.
-        rebuild: embed damaged shards again, and those that lack a sample that can be read now.
-        shard_rows: samples per shard; None: about 256 MiB. The first process to start decides.
+        rebuild: embed damaged shards again, and shards with a left-out image that is now readable.
+        shard_rows: samples per shard; None: about 256 MiB. If several processes fill the cache,
+            the first one decides.
         progress: called as `progress("extract", done, total, info)` after each batch.
 
     Raises:
-        ValueError: teacher and data set do not go together.
+        ValueError: the teacher cannot embed this data set, or `batch_size` is below 1.
     """
 
     dataset: Dataset
@@ -112,27 +113,28 @@ class Extraction:
         dataset, teacher = self.dataset, self.teacher
         if isinstance(teacher, Features) != isinstance(dataset, FeatureDataset):
             raise InputError(
-                f"data set {dataset.name!r} and teacher {teacher.name!r} do not go together: "
+                f"TEACHER {teacher.name!r} and DATASET {dataset.name!r} do not go together: "
                 "feature files need --teacher features, images any other teacher"
             )
         if isinstance(dataset, FeatureDataset) and dataset.features.shape[1] != teacher.dim:
             raise InputError(
-                f"the features of {dataset.name} have {dataset.features.shape[1]} dimensions, the "
-                f"ones to learn from {teacher.dim}: both must come from one teacher"
+                f"the features of {dataset.name} have {dataset.features.shape[1]} dimensions; "
+                f"expected {teacher.dim} as in DATASET: compute both with the same model"
             )
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
 
     @default_torch_state()
     def store(self) -> EmbeddingStore:
-        """Open the embeddings, float32; compute those that are not in the store yet.
+        """Compute the shards that are missing, and open the complete store.
 
         Raises:
-            ExtractionFailed: the teacher fails; the message names the sample or the batch.
-            ValueError: an embedding is not finite (the message names the sample); no image can be
-                read.
-            FingerprintMismatch, CorruptFileError, NonFiniteRow: the cache is of another data set or
-                teacher, damaged or not finite, and not `force`; `rebuild` repairs the last two.
+            ExtractionFailed: the teacher failed; the message names the sample or the batch.
+            ValueError: an embedding is not finite (the message names the sample), or no image is
+                readable.
+            FingerprintMismatch: the cache belongs to another data set or teacher; use `force`.
+            CorruptFileError: a file of the cache is damaged; use `rebuild` or `force`.
+            NonFiniteRow: a stored row is not finite; use `rebuild` or `force`.
         """
         expected = fingerprint(self.dataset, self.teacher, self.precision)
         store = None
@@ -146,7 +148,7 @@ class Extraction:
                 store = writer.close()
             self._log_recomputed(store.n, began)
         self._warn_of_left_out(store.manifest)
-        # An earlier run may have had other labels.
+        # An earlier run may have used other labels.
         labels = self.dataset.labels
         labels = None if labels is None else torch.from_numpy(labels)[store.indices]
         store.relabel(labels, self.dataset.class_names)
@@ -154,18 +156,21 @@ class Extraction:
 
     @default_torch_state()
     def share(self, only: slice) -> Share:
-        """Compute some of the shards, while other processes compute the others.
+        """Compute some of the shards, while other processes compute the rest.
 
-        Any number of processes on any machines that see the folder may work on the same data, start
-        at any time, be killed and restarted, and share shards: the bytes are those of `store`. The
-        last process to finish publishes the cache. Each verifies its own shards only, and all need
-        the same arguments, `force` included.
+        Any number of processes may work on one folder, on different machines. A process may be
+        killed and restarted, and two processes may compute the same shard: the files are
+        byte-identical to those of `store`. The last process to finish publishes the cache. Each
+        process verifies only its own shards, and all need the same arguments, including `force`.
 
         Args:
-            only: numbers of the shards: `slice(rank, None, world)`, `slice(k, k + 1)`.
+            only: numbers of the shards, such as `slice(rank, None, world)` or `slice(k, k + 1)`.
 
         Raises:
-            ExtractionFailed, ValueError, FingerprintMismatch, CorruptFileError: as `store`.
+            ExtractionFailed: the teacher failed; the message names the sample or the batch.
+            ValueError: an embedding is not finite, or no image is readable.
+            FingerprintMismatch: the cache belongs to another data set or teacher; use `force`.
+            CorruptFileError: a file of the cache is damaged; use `rebuild` or `force`.
             LockHeld: another process has held the lock of the manifest for minutes.
         """
         began = time.perf_counter()
@@ -178,14 +183,14 @@ class Extraction:
         if manifest is not None:
             if not manifest["statistics"]["rows"]:
                 n, name = len(self.dataset), self.dataset.name
-                raise InputError(f"not one of the {n} images of {name} can be read")
+                raise InputError(f"not one of the {n} images of DATASET {name} can be read")
             if computed:
                 self._warn_of_left_out(manifest)
         return share
 
     def _log_recomputed(self, n: int, began: float) -> None:
         if self.force:
-            message = "%d samples of %s were embedded anew in %.1f s: %s"
+            message = "Embedded all %d samples of %s again in %.1f s: %s"
             logger.info(message, n, self.split, time.perf_counter() - began, self.folder)
 
     def _writer(self, only: slice | None) -> EmbeddingWriter:
@@ -212,7 +217,7 @@ class Extraction:
         if left_out:
             named = [f"{entry['id']} ({entry['reason']})" for entry in left_out]
             logger.warning(
-                "%d of %d samples of %s are left out: %s. %s lists them",
+                "%d of %d samples of %s are left out: %s. All are listed in %s (unreadable)",
                 len(left_out),
                 manifest["n"],
                 self.split,
@@ -221,7 +226,8 @@ class Extraction:
             )
         if readable := [entry["id"] for entry in left_out if self._is_readable_now(entry)]:
             logger.warning(
-                "%d of them can be read now, the first is %s: --rebuild_damaged embeds them",
+                "%d left-out samples can be read now, first %s: to embed them, add "
+                "--rebuild_damaged",
                 len(readable),
                 readable[0],
             )
@@ -236,7 +242,7 @@ class Extraction:
         return True
 
     def _fill(self, writer: EmbeddingWriter) -> None:
-        """Compute and append the rows that the writer lacks."""
+        """Compute the rows that are not stored yet, and append them to the writer."""
         is_features = isinstance(self.dataset, FeatureDataset)
         batches = writer.batches(_FEATURE_ROWS if is_features else self.batch_size)
         if batches:
@@ -276,8 +282,8 @@ def _write(
             raise InputError(
                 f"teacher {embed.teacher.name!r} gives NaN or infinity for {len(bad)} of "
                 f"{len(rows)} samples, first {dataset.ids[row]!r} (row {row} of {dataset.name}): "
-                "take the sample out, check the weights, or compute in float32 (DEVICE cpu, "
-                "USE_FP16 False)"
+                "remove the sample, check the teacher's weights, or compute in float32 (--device "
+                "cpu, without --use_fp16)"
             )
         writer.append(embeddings, torch.tensor(rows))
 
@@ -294,14 +300,14 @@ def _write(
             except Exception as error:  # the teacher may be the user's
                 first, final = (dataset.ids[row] for row in (batch.rows[0], batch.rows[-1]))
                 raise ExtractionFailed(
-                    f"teacher {embed.teacher.name!r} fails in the batch of {first} to {final}: "
+                    f"teacher {embed.teacher.name!r} fails on the batch of {first} to {final}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
         if last is not None:
             append(*last)
         last = current
         for row, problem in batch.unreadable:
-            logger.warning("left out: %s", problem)
+            logger.warning("unreadable image left out: %s", problem)
             writer.skip(row, problem.id, problem.reason)
         n_readable += len(batch.rows)
         rate = n_decoded / max(time.perf_counter() - began, 1e-9)
@@ -309,11 +315,14 @@ def _write(
     if last is not None:
         append(*last)
     if not n_readable and not before and total == len(dataset):
-        raise InputError(f"not one of the {total} images of {dataset.name} can be read: {problem}")
+        raise InputError(
+            f"not one of the {total} images of DATASET {dataset.name} can be read; the last error: "
+            f"{problem}"
+        )
 
 
 def _copy_to_cpu(embeddings: Tensor) -> Callable[[], Tensor]:
-    """Start the copy to the CPU; the returned function waits for it, not for later work."""
+    """Start the copy to the CPU; return a function that waits for this copy and returns it."""
     if embeddings.device.type != "cuda":
         return embeddings.cpu
     copy, copied = embeddings.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -327,7 +336,7 @@ def _copy_to_cpu(embeddings: Tensor) -> Callable[[], Tensor]:
 
 
 class _Embed:
-    """The teacher's forward pass in its precision; batches are halved when memory runs out."""
+    """Compute embeddings in the teacher's precision, and halve batches when memory runs out."""
 
     def __init__(self, teacher: Teacher, precision: Precision, batch_size: int) -> None:
         self.teacher = teacher
@@ -351,12 +360,12 @@ class _Embed:
                     raise
                 if self.limit == 1:
                     raise RuntimeError(
-                        f"teacher {self.teacher.name!r} does not fit into memory with one image: "
-                        "lower IMAGE_SIZE, or take a smaller teacher or another DEVICE"
+                        f"teacher {self.teacher.name!r} runs out of memory on a single image: "
+                        "lower --image_size, or choose a smaller --teacher or another --device"
                     ) from error
             # Outside the except block, where the traceback no longer holds the tensors.
             self.limit = max(1, min(self.limit, len(images)) // 2)
-            logger.warning("out of memory: the teacher's batch is now %d images", self.limit)
+            logger.warning("out of memory: the teacher now embeds %d images at a time", self.limit)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
@@ -364,10 +373,10 @@ class _Embed:
 def _load_between(
     dataset: Dataset, teacher: Teacher, batches: Sequence[range], workers: int
 ) -> Generator[Batch, None, None]:
-    """Decode each batch when it is requested, its images by several threads.
+    """Decode each batch when it is requested, with several threads.
 
-    While a teacher computes on every core, decoding would delay all its threads at each of their
-    barriers: 9 to 13 % instead of 2 to 4 % of the time.
+    A teacher on the CPU uses every core. Decoding at the same time would delay its threads and
+    cost 9 to 13 % of the time; decoding between batches costs 2 to 4 %.
     """
     with ThreadPoolExecutor(workers or torch.get_num_threads(), "decode") as pool:
         for rows in batches:
@@ -377,7 +386,7 @@ def _load_between(
 def _load_ahead(
     dataset: Dataset, teacher: Teacher, batches: Sequence[range], workers: int
 ) -> Generator[Batch, None, None]:
-    """Decode batches in order, by threads (PIL releases Python's lock), a few ahead."""
+    """Yield batches in order, while threads decode the next few (PIL releases Python's lock)."""
     workers = workers or min(16, os.cpu_count() or 1)
 
     def load(rows: range) -> Batch:
@@ -402,9 +411,9 @@ def _load_ahead(
 def _load(
     dataset: Dataset, teacher: Teacher, rows: range, map_rows: Callable[..., Iterable[Any]]
 ) -> Batch:
-    """Read rows; `map_rows` is `map`, or that of a thread pool."""
+    """Read the batch of these rows; `map_rows` is `map` or a thread pool's `map`."""
     if isinstance(dataset, FeatureDataset):
-        with np.errstate(over="ignore"):  # beyond float32 is infinite, which is an error later
+        with np.errstate(over="ignore"):  # overflow becomes infinity, which raises later
             block = np.array(dataset.features[rows.start : rows.stop], dtype=np.float32)
         release_pages(dataset.features)
         return Batch(rows, torch.from_numpy(block), [])
@@ -423,8 +432,8 @@ def _load(
             ) from error
         if image.ndim != 3:
             raise InputError(
-                f"teacher {teacher.name!r} prepares an image as {list(image.shape)}; its preprocess"
-                " must return uint8 [channel, height, width]"
+                f"teacher {teacher.name!r} prepares an image as {list(image.shape)}; expected "
+                "uint8 [channel, height, width]: correct its method preprocess"
             )
         return image.permute(1, 2, 0).numpy()
 

@@ -1,4 +1,4 @@
-"""Compute the embedding caches of all splits: in one process, in one of several, or on Ray."""
+"""Fill the embedding caches of all splits, alone or as one of several processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Filled:
-    """The cache of one split: the path of its manifest, and what it holds, in words."""
+    """The manifest's path of one split's cache, and a one-line summary of its content."""
 
     manifest: Path
     summary: str
 
 
 def summary_of(manifest: Manifest) -> str:
-    """Say in words what a complete cache holds."""
+    """Describe the content of a complete cache in one line."""
     shards, rows = len(manifest["shards"]), manifest["statistics"]["rows"]
     n_left_out = len(manifest["unreadable"])
     text = f"{rows} rows of {manifest['dim']}, {manifest['dtype']}, in {shards} shards"
@@ -33,15 +33,17 @@ def summary_of(manifest: Manifest) -> str:
 
 
 class ExtractionJob:
-    """The data of every split, and the teacher: all that embedding a shard needs.
+    """Open the data of every split and the teacher, and embed all shards or a share of them.
 
     Args:
-        settings: of the run.
-        shard_rows: samples per shard; None: about 256 MiB. The first process to start decides.
-        progress: called as `progress("extract", done, total, info)`, with this process's rows.
+        settings: settings of the run.
+        shard_rows: samples per shard; None: about 256 MiB. If several processes fill the cache,
+            the first one decides.
+        progress: called as `progress("extract", done, total, info)` with this process's rows.
 
     Raises:
-        SettingsError, InputError: data, teacher or settings do not go together.
+        SettingsError: LABELS or DATASET_TEST does not fit DATASET.
+        InputError: the teacher cannot embed this data set.
     """
 
     def __init__(
@@ -62,10 +64,12 @@ class ExtractionJob:
         }
 
     def fill(self) -> list[Filled]:
-        """Fill the caches of all splits in this process, or verify those that are complete.
+        """Fill the caches of all splits in this process; a complete cache is only verified.
 
         Raises:
-            SettingsError, InputError, FingerprintMismatch, CorruptFileError: as `Extraction.store`.
+            InputError: an embedding is not finite, or no image is readable.
+            FingerprintMismatch: a cache belongs to another data set or teacher.
+            CorruptFileError: a file of a cache is damaged.
         """
         return [
             Filled(self.folder / f"embeddings_{split}.json", summary_of(of_split.store().manifest))
@@ -73,14 +77,16 @@ class ExtractionJob:
         ]
 
     def fill_share(self, rank: int, world: int) -> list[Filled]:
-        """Embed the shards rank, rank + world, ... of all splits, while other processes do theirs.
+        """Embed the shards rank, rank + world, ... of all splits; other processes embed the rest.
 
         Args:
             rank: number of this process, from 0.
-            world: number of processes, whether they run now or later.
+            world: number of processes; they need not run at the same time.
 
         Raises:
-            SettingsError, InputError, FingerprintMismatch, CorruptFileError: as `Extraction.store`.
+            InputError: an embedding is not finite, or no image is readable.
+            FingerprintMismatch: a cache belongs to another data set or teacher.
+            CorruptFileError: a file of a cache is damaged.
         """
         filled = []
         for split, of_split in self.extractions.items():
@@ -90,7 +96,7 @@ class ExtractionJob:
             else:
                 summary = (
                     f"this process has stored its {len(share.shards)} of {share.n_shards} shards; "
-                    "the one that stores the last completes the cache"
+                    "the cache is complete when the other processes have stored theirs"
                 )
             filled.append(Filled(self.folder / f"embeddings_{split}.json", summary))
         return filled

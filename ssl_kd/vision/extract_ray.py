@@ -1,7 +1,7 @@
-"""Extraction on a Ray cluster: each task embeds one shard.
+"""Fill the embedding caches on a Ray cluster, one task per shard.
 
-Ray decides where a shard is computed, and computes it again when its worker dies. The cache's
-manifest alone says which shards are complete.
+Ray chooses the machine that computes a shard, and repeats the task if its worker dies. Only the
+manifest of the cache records which shards are complete.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ssl_kd.vision.settings import VisionSettings
 
 logger = logging.getLogger(__name__)
 
-# A machine may be taken away, but a shard that kills each of its workers must not loop for ever.
+# Machines may disappear, but a shard that kills every worker must not be repeated forever.
 ATTEMPTS = 4
 Row = dict[str, Any]
 
 
 @functools.lru_cache(maxsize=1)
 def _job(values: str, shard_rows: int | None, folder: str, path: tuple[str, ...]) -> ExtractionJob:
-    """Return the job of the settings as JSON, once in each worker process.
+    """Open data and teacher for settings given as JSON, once in each worker process.
 
-    Relative paths start in `folder`; modules are also searched in `path`, for a user's teacher.
+    Relative paths start in `folder`; a user's teacher is imported from the places in `path`.
     """
     os.chdir(folder)
     sys.path += [place for place in path if place not in sys.path]
@@ -43,9 +43,9 @@ def _job(values: str, shard_rows: int | None, folder: str, path: tuple[str, ...]
 
 
 def _embed(split: str, shard: int, *job: Any) -> Row:
-    """Embed one shard; `summary` is set once the whole split is stored.
+    """Embed one shard; the result has a `summary` if the whole split is now stored.
 
-    Errors are returned as text: another machine may not have the exception's class.
+    Errors are returned as text, because the driver may lack the exception's class.
     """
     try:
         share = _job(*job).extractions[split].share(slice(shard, shard + 1))
@@ -56,7 +56,7 @@ def _embed(split: str, shard: int, *job: Any) -> Row:
 
 
 def _plan(*job: Any) -> Row:
-    """Count the shards of each split, and all rows; FORCE_RECOMPUTE starts a new cache."""
+    """Count the shards of each split and all rows; with FORCE_RECOMPUTE start a new cache."""
     try:
         extractions = _job(*job).extractions
         shards = {split: e.share(slice(0)).n_shards for split, e in extractions.items()}
@@ -77,15 +77,16 @@ def fill_by_ray(
 ) -> list[Filled]:
     """Fill the caches of all splits on the machines of a Ray cluster.
 
-    The cluster is that of RAY_ADDRESS or of `ray start` on this machine; without one Ray runs on
-    this machine alone. Each machine needs this library, the data and EMBEDDINGS_DIR under the same
-    paths. A worker takes one GPU, where there are any, and WORKERS cores; WORKERS 0: the cores that
-    a machine has for each of its GPUs, or all of a machine without GPUs.
+    Connect to the cluster at RAY_ADDRESS or started by `ray start` on this machine; without one,
+    run Ray on this machine alone. Each machine needs this library, the data and EMBEDDINGS_DIR
+    under the same paths. A worker takes one GPU, if the cluster has any, and WORKERS cores. With
+    WORKERS 0 a worker takes an equal share of the machine's cores for each GPU, or all cores of a
+    machine without GPUs.
 
     Raises:
         MissingPackage: Ray is not installed.
-        InputError, ExtractionFailed: the error of a worker; where only some shards fail, it names
-            them.
+        InputError: a worker refused the data or the settings.
+        ExtractionFailed: shards failed, or Ray stopped; the message names the shards.
     """
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray's internal messages
     try:
@@ -107,7 +108,8 @@ def fill_by_ray(
     except ray.exceptions.RayError as error:
         reason = str(error).strip().partition("\n")[0]
         raise ExtractionFailed(
-            f"Ray stopped: {type(error).__name__}: {reason}. Stored shards are kept: run again"
+            f"Ray stopped: {type(error).__name__}: {reason}. Stored shards are kept: run the same "
+            "command again"
         ) from error
     finally:
         if starts_ray:
@@ -115,15 +117,15 @@ def fill_by_ray(
 
 
 def resources_for(nodes: Sequence[Mapping[str, float]], device: str, cores: int) -> tuple[int, int]:
-    """Return the cores and GPUs of each worker on a cluster.
+    """Return the numbers of cores and GPUs that each worker takes.
 
     Args:
         nodes: `CPU` and `GPU` counts of each machine.
-        device: DEVICE; `cpu` uses no GPU, `auto` those that there are.
-        cores: of each worker; 0: as many as a machine has for each GPU, or all that it has.
+        device: DEVICE; `cpu` uses no GPU, `auto` uses GPUs if there are any.
+        cores: cores per worker; 0: the machine's cores divided by its GPUs, or all its cores.
 
     Raises:
-        InputError: no machine has room for a worker, or none has the requested GPU.
+        InputError: no machine has enough cores, or DEVICE asks for a GPU and there is none.
 
     >>> resources_for([{"CPU": 64, "GPU": 4}, {"CPU": 64, "GPU": 4}, {"CPU": 8}], "auto", 0)
     (16, 1)
@@ -131,8 +133,8 @@ def resources_for(nodes: Sequence[Mapping[str, float]], device: str, cores: int)
     with_gpu = [node for node in nodes if node.get("GPU", 0) >= 1]
     if device not in ("auto", "cpu") and not with_gpu:
         raise InputError(
-            f"DEVICE is {device!r}, but no machine of the Ray cluster has a GPU (it has "
-            f"{[dict(node) for node in nodes]}): --device cpu"
+            f"DEVICE is {device!r}, but no machine of the Ray cluster has a GPU (resources: "
+            f"{[dict(node) for node in nodes]}): set --device cpu"
         )
     gpus = int(device != "cpu" and bool(with_gpu))
     usable = with_gpu if gpus else [node for node in nodes if node.get("CPU", 0) >= 1]
@@ -140,7 +142,7 @@ def resources_for(nodes: Sequence[Mapping[str, float]], device: str, cores: int)
     cores = cores or max(1, int(min(each, default=1)))
     if not any(node["CPU"] >= cores for node in usable):
         raise InputError(
-            f"WORKERS is {cores}, but no machine of the Ray cluster has so many cores (it has "
+            f"WORKERS is {cores}, but no machine of the Ray cluster has so many cores (resources: "
             f"{[dict(node) for node in nodes]}): lower WORKERS"
         )
     return cores, gpus
@@ -149,7 +151,7 @@ def resources_for(nodes: Sequence[Mapping[str, float]], device: str, cores: int)
 def _fill(
     ray: Any, resources: Row, values: Row, place: tuple[Any, ...], progress: Progress
 ) -> list[Filled]:
-    """Embed all shards; `values` and `place` are the arguments of `_job`."""
+    """Embed all shards; `values` and `place` become the arguments of `_job`."""
     # A worker's GPU decides the dtype, and with it how many rows make a shard.
     plan = ray.get(ray.remote(_plan).options(**resources).remote(json.dumps(values), *place))
     if plan["error"]:
@@ -163,15 +165,15 @@ def _fill(
         for shard in range(count)
     }
     n, rows, images, start = len(tasks), list[Row](), 0, time.perf_counter()
-    logger.info("%d shards, %d cores and %d GPUs each", n, *list(resources.values())[:2])
+    logger.info("%d shards; %d cores and %d GPUs per worker", n, *list(resources.values())[:2])
     while tasks:
         (done,), _ = ray.wait(list(tasks))
         split, shard = tasks.pop(done)
         try:
             row = ray.get(done)
         except ray.exceptions.WorkerCrashedError:
-            message = f"{ATTEMPTS} workers died of it: too little memory, or a file that crashes"
-            row = _failure(ExtractionFailed(f"{message} them"))
+            message = f"{ATTEMPTS} workers died of it: out of memory, or a file crashes the decoder"
+            row = _failure(ExtractionFailed(message))
         rows.append({"split": split, "shard": shard, **row})
         images += row["rows"]
         rate = images / (time.perf_counter() - start)
@@ -192,8 +194,8 @@ def _result(folder: Path, rows: list[Row]) -> list[Filled]:
     splits = sorted({row["split"] for row in rows}, reverse=True)  # train first
     if incomplete := [split for split in splits if split not in summaries]:
         raise ExtractionFailed(
-            f"{' and '.join(incomplete)} not whole: each shard was stored, but a file was removed "
-            "or changed before the last one was. Stored shards are kept: run again"
+            f"the cache of {' and '.join(incomplete)} is incomplete: a file was removed or changed "
+            "while shards were being stored. Stored shards are kept: run the same command again"
         )
     return [Filled(folder / f"embeddings_{split}.json", summaries[split]) for split in splits]
 

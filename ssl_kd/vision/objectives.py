@@ -1,8 +1,8 @@
 """Training objectives of the heads.
 
-To add one to the library, write its class and its entry in `OBJECTIVES`. Yours needs no entry:
-`--loss my_package.my_module.MyObjective`. torch is imported only where it is used, so that
-`python train.py --help` lists the names without it.
+To add an objective to the library, write its class and add it to `OBJECTIVES`. An objective in your
+own package needs no entry: `--loss my_package.my_module.MyObjective`. torch is imported inside
+functions, so that `python train.py --help` works without it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Objective(ABC):
-    """What a head learns from its EMA teacher.
+    """Define the targets that heads learn from their EMA teachers, and the loss.
 
-    Its `__init__` takes settings by their names, such as `beta` or `student_temp`, and raises
-    SettingsError where they do not fit together. Every head has a running marginal `[cluster]`,
-    which the objective defines. Heads are rows of tensors: do not mix rows, and do not read numbers
-    from a tensor, which would wait for the GPU.
+    The arguments of `__init__` are settings by their names, such as `beta` or `student_temp`; raise
+    SettingsError if their values do not fit together. Every head has a running marginal
+    `[cluster]`, whose meaning the objective defines. Each row of a tensor is one head: do not mix
+    rows, and do not read numbers from a tensor, which would wait for the GPU.
 
     Attributes:
-        summary: a few words for the setting's help.
+        summary: a short description for the help of the setting LOSS.
     """
 
     summary: ClassVar[str] = ""
@@ -41,20 +41,20 @@ class Objective(ABC):
 
     @abstractmethod
     def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the students are to learn in a step.
+        """Return the students' targets in a step, and the marginal of the batch.
 
         Args:
-            logits: the teachers' `[head, view, batch, cluster]`.
-            marginal: running marginal `[head, cluster]`, of the steps before.
+            logits: logits of the EMA teachers, `[head, view, batch, cluster]`.
+            marginal: running marginal before the step, `[head, cluster]`.
 
         Returns:
-            Targets of the shape of `logits`, and the batch's marginal `[head, cluster]`, which the
-            running one moves towards.
+            Targets of the shape of `logits`, and the batch's marginal `[head, cluster]`, towards
+            which the running marginal moves.
         """
 
     @abstractmethod
     def log_probabilities(self, targets: Tensor) -> Tensor:
-        """Return the targets as log-probabilities, for the agreement between views."""
+        """Return the targets as log-probabilities, to measure the agreement between views."""
 
     @abstractmethod
     def loss(
@@ -63,21 +63,21 @@ class Objective(ABC):
         """Return the loss of each head, `[head]` float32.
 
         Args:
-            logits: the students' `[head, view, batch, cluster]`, with gradient.
-            targets: from `targets`.
-            marginal: running marginal `[head, cluster]`, this step's batch included.
-            weights: of each sample, `[head or 1, batch]`; None for equal ones.
+            logits: logits of the students, `[head, view, batch, cluster]`, with gradient.
+            targets: targets that the method `targets` returned.
+            marginal: running marginal `[head, cluster]`, including this step's batch.
+            weights: weight of each sample, `[head or 1, batch]`; None: equal weights.
         """
 
     def smoothed(self, marginal: Tensor) -> Tensor:
-        """Return which heads' marginal `[head, cluster]` has an exact 0: boolean `[head]`."""
+        """Mark the heads whose marginal `[head, cluster]` contains an exact 0, boolean `[head]`."""
         import torch
 
         return torch.zeros(len(marginal), dtype=torch.bool, device=marginal.device)
 
 
 class TEMI(Objective):
-    """Pairwise mutual information; the marginal is the running mean of the teacher's probabilities.
+    """Maximize pairwise mutual information; the marginal is the mean teacher probability.
 
     References:
         Adaloglou et al., Exploring the Limits of Deep Image Clustering using Pretrained Models,
@@ -114,7 +114,7 @@ class TEMI(Objective):
 
 
 class Sharpened(Objective):
-    """Cross-entropy with a sharper teacher; the marginal is the center, a mean of its logits.
+    """Minimize cross-entropy to a sharper teacher; the marginal is the mean teacher logit.
 
     References:
         Caron et al., Emerging Properties in Self-Supervised Vision Transformers, 2021.
@@ -125,8 +125,9 @@ class Sharpened(Objective):
     def __init__(self, student_temp: float, teacher_temp: float) -> None:
         if teacher_temp > student_temp:
             raise SettingsError(
-                f"TEACHER_TEMP is {teacher_temp:g} and STUDENT_TEMP {student_temp:g}, but with LOSS"
-                " 'sharpened' the teacher's must not be the higher one."
+                f"TEACHER_TEMP is {teacher_temp:g} and STUDENT_TEMP {student_temp:g}; expected "
+                "TEACHER_TEMP to be at most STUDENT_TEMP with LOSS 'sharpened': lower "
+                "--teacher_temp"
             )
         self._temperature, self._student = teacher_temp, student_temp
 
@@ -157,25 +158,31 @@ OBJECTIVES: Mapping[str, type[Objective]] = MappingProxyType({"temi": TEMI, "sha
 
 
 def objective_class(name: str) -> type[Objective]:
-    """Return the class of a value of LOSS: a name in `OBJECTIVES`, or an import path.
+    """Return the class of an objective, given a name in `OBJECTIVES` or an import path.
 
     Raises:
-        ValueError: not found, or not a subclass of `Objective`.
+        ValueError: the class cannot be imported, or is not a subclass of `Objective`.
     """
     return OBJECTIVES.get(name) or import_class(name, Objective, "loss")
 
 
 def make_objective(name: str, values: Mapping[str, Any]) -> Objective:
-    """Return the objective of a value of LOSS, with the settings that its `__init__` names.
+    """Create an objective, and pass it the settings that its `__init__` names.
+
+    Args:
+        name: a name in `OBJECTIVES`, or an import path.
+        values: name -> value of the settings.
 
     Raises:
-        ValueError: as `objective_class`; it needs an unknown setting, or refuses the settings.
+        ValueError: the class cannot be imported, is not a subclass of `Objective`, needs an unknown
+            setting, or refuses the values.
     """
     kind = objective_class(name)
     parameters = inspect.signature(kind).parameters
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in values]
     if missing:
         raise InputError(
-            f"loss {name!r} needs {', '.join(missing)}: no such setting, so give it a default"
+            f"LOSS is {name!r}, whose __init__ needs {', '.join(missing)}, but there is no such "
+            "setting: give the argument a default"
         )
     return kind(**{option: values[option] for option in parameters if option in values})

@@ -1,4 +1,4 @@
-"""Which samples are drawn: batches of neighbors to train on, and random rows and pairs to judge."""
+"""Draw batches of neighboring samples for training, and rows and pairs for scoring."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ ROWS_PER_BLOCK = 4096
 
 
 class PairSampler:
-    """Batches of (sample, one of its neighbors), a pure function of seed and step.
+    """Draw batches of pairs (sample, neighbor) that depend only on the seed and the step.
 
-    There is no state to save: epoch `e` is the permutation seeded by (seed, e), the neighbors of
-    step `s` are drawn by (seed, s), so a resumed run draws what an uninterrupted one would have.
+    No state has to be saved: the order in epoch `e` is seeded by (seed, e), and the neighbors of
+    step `s` by (seed, s), so a resumed run draws the same pairs as an uninterrupted one.
 
     Args:
-        neighbors: `[n, k]` integer, row `i` the neighbors of sample `i`; may be mapped from a file,
-            of which a step reads the rows of its batch.
-        allowed: `[n, k]` boolean, which of them may be drawn (`mutual_neighbors`); at least one in
-            each row.
-        batch_size: samples per batch; at most n.
+        neighbors: `[n, k]` integer, row `i` holds the neighbors of sample `i`; may be mapped from a
+            file, because a step reads only the rows of its batch.
+        allowed: `[n, k]` boolean, which neighbors may be drawn (`mutual_neighbors`); at least one
+            in each row.
+        batch_size: samples per batch; at most n are used.
         seed: any integer.
     """
 
@@ -53,9 +53,15 @@ class PairSampler:
 
 
 def mutual_neighbors(neighbors: Tensor) -> Tensor:
-    """Return which `neighbors` `[n, k]` have the sample among theirs, boolean `[n, k]`.
+    """Mark the neighbors of each sample that have this sample among their own neighbors.
 
-    The nearest one counts where none has, so each row has at least one.
+    A sample without such a neighbor keeps its nearest one, so each row has at least one mark.
+
+    Args:
+        neighbors: `[n, k]`, nearest first.
+
+    Returns:
+        Boolean `[n, k]`.
     """
     mutual = torch.empty(neighbors.shape, dtype=torch.bool)
     for rows in torch.arange(len(neighbors)).split(ROWS_PER_BLOCK):
@@ -66,10 +72,10 @@ def mutual_neighbors(neighbors: Tensor) -> Tensor:
 
 
 def judging_pairs(neighbors: Tensor, seed: int, max_pairs: int) -> Tensor:
-    """Return pairs of a sample and one of the nearest quarter of its `neighbors` `[n, k]`.
+    """Return the pairs by which heads are ranked: a sample and one of its nearest neighbors.
 
-    Heads are ranked by them. They include neighbors that are not mutual: training uses the safe
-    pairs, and a wrong partition shows in the doubtful ones.
+    Only the nearest quarter of `neighbors` `[n, k]` is used. Unlike in training, neighbors need not
+    be mutual, because a wrong partition shows in the doubtful pairs.
 
     Returns:
         `[2, pair]` int64 rows, a random sample where there are more than `max_pairs`.
@@ -86,7 +92,7 @@ def judging_pairs(neighbors: Tensor, seed: int, max_pairs: int) -> Tensor:
 
 
 def sample_rows(n: int, seed: int, max_rows: int) -> Tensor:
-    """Return all of n rows in order, or a random sample of `max_rows` of them in order."""
+    """Return the numbers 0 to n - 1, or a random sample of `max_rows` of them, in order."""
     if n <= max_rows:
         return torch.arange(n)
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:max_rows].sort().values

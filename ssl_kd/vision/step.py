@@ -1,4 +1,4 @@
-"""The guarded step: many heads, each its own student, teacher and optimizer."""
+"""Train many independent heads at once, and skip the update of a head whose step is faulty."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MARGINAL_MOMENTUM = 0.9  # of the running marginal of the clusters
 
 @dataclass
 class HeadsState:
-    """The state of all heads, one row each, so that a skipped head keeps every bit.
+    """Hold the state of all heads, one row per head, so that a skipped head keeps every bit.
 
     Attributes:
         student: `[head, parameter]` float32.
-        teacher: the same, the exponential moving average of `student`.
+        teacher: `[head, parameter]`, the exponential moving average of `student`.
         exp_avg: first moment, `[head, parameter]`.
         exp_avg_sq: second moment, `[head, parameter]`.
         updates: `[head]`, number of updates of the head.
@@ -57,7 +57,7 @@ class HeadsState:
     def fresh(
         cls, student: Tensor, n_clusters: int, marginal: float, precision: Precision
     ) -> HeadsState:
-        """Return the state before the first step, of students `[head, parameter]`."""
+        """Return the state before the first step, for initial students `[head, parameter]`."""
         student = student.to(precision.device)
         heads = torch.zeros(len(student), device=student.device)
         return cls(
@@ -73,7 +73,7 @@ class HeadsState:
         )
 
     def owned(self) -> dict[str, Tensor]:
-        """Return name -> tensor of all but the guard's record."""
+        """Return name -> tensor, without the guard's record."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "health"}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -82,18 +82,18 @@ class HeadsState:
         return self.owned() | health
 
     def rows(self, rows: slice) -> HeadsState:
-        """Return the state of some heads, which shares memory."""
+        """Return the state of some heads; its tensors share memory with this state."""
         owned = {name: tensor[rows] for name, tensor in self.owned().items()}
         return HeadsState(**owned, health=self.health.rows(rows))
 
 
 def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list[slice]:
-    """Split the heads so that one chunk's tensors stay in the cache (CPU) or in memory (GPU).
+    """Split the heads into chunks whose tensors fit into the CPU's cache or the GPU's memory.
 
-    Fifty full-size heads as one batch are a third slower on a CPU than two at a time, and need 25
-    times the memory; tiny heads are best run by the dozen. A batched product hands each thread
-    whole heads, so a chunk holds as many for one thread as for another: three heads on two threads
-    take as long as four.
+    On a CPU, fifty full-size heads in one batch are a third slower than two at a time and need 25
+    times the memory, while tiny heads are fastest by the dozen. A batched product gives each thread
+    whole heads, so the chunk size is a multiple of the number of threads: three heads on two
+    threads take as long as four.
     """
     if device.type == "cuda":
         size = max(1, 2**31 // bytes_per_head)
@@ -103,10 +103,10 @@ def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list
 
 
 def keep_freed_memory() -> None:
-    """Keep memory that a step frees for the next one, instead of returning it to the system.
+    """Make glibc keep the memory that a step frees, so that the next step need not map it again.
 
-    glibc returns free memory beyond twice the largest block (of at most 32 MiB) that was ever
-    mapped and freed. Mapping it again costs a step with many clusters a tenth of its time.
+    glibc returns free memory to the system beyond twice the largest block (up to 32 MiB) that was
+    ever mapped and freed. Mapping it again takes a tenth of a step with many clusters.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")  # freed at once, never touched
 
@@ -118,8 +118,8 @@ class HeadsStep:
     Attributes:
         loss: `[head]`.
         grad_norm: `[head]`, before clipping.
-        stage: `[head]` int8, the `Stage` of its fault.
-        bad: `[view, batch]`, not finite; such samples were left out in every view.
+        stage: `[head]` int8, the `Stage` of the head's fault.
+        bad: `[view, batch]`, which samples are not finite; they were left out of every view.
         smoothed: `[head]`, whether a cluster's running marginal was exactly 0.
         before: name -> `[head]`, loss scale and health before the step, named as in
             `HeadsState.tensors`.
@@ -134,20 +134,20 @@ class HeadsStep:
 
 
 class HeadTrainer:
-    """The guarded step over a bank of heads.
+    """Hold the state of a bank of heads, and update it by guarded steps.
 
     Args:
-        bank: runs rows of weights as heads.
+        bank: applies heads, given as rows of weights.
         heads: settings of objective, optimizer and seed.
         precision: dtypes and device.
-        n_clusters: K.
-        thresholds: of the guard.
+        n_clusters: number of clusters K.
+        thresholds: limits beyond which the guard acts.
 
     Attributes:
         weigh: with INSTANCE_WEIGHT `mean`, maps the teachers' agreements `[head, batch]` to the
             weights `[1, batch]` of a batch's samples.
-        state: of all heads.
-        objective: the training objective.
+        state: state of all heads.
+        objective: training objective.
         recovery: reports faulty heads and restores them.
     """
 
@@ -176,19 +176,19 @@ class HeadTrainer:
         return HeadsState.fresh(students, self.n_clusters, marginal, self.precision)
 
     def _new_row(self, head: int, seed: int) -> dict[str, Tensor]:
-        """Return a new row for a head whose first initialization failed."""
+        """Return the initial state of one head, to replace a head that failed."""
         seed = seed_of(self.settings.seed, seed)
         fresh = self._fresh(self.bank.new_row(seed).unsqueeze(0))
         return {name: tensor[0] for name, tensor in fresh.owned().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return name -> tensor of all that a resumed run needs; they share memory."""
+        """Return name -> tensor of everything that a resumed run needs, without copying."""
         good = {f"good.{name}": tensor for name, tensor in self._rows.good.items()}
         memory = {f"recovery.{name}": t for name, t in self.recovery.tensors().items()}
         return self.state.tensors() | good | {"good_step": self._rows.good_step} | memory
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Restore the state that `tensors` returned.
+        """Restore a state that `tensors` returned.
 
         Raises:
             ValueError: a tensor is missing or has another shape.
@@ -209,17 +209,18 @@ class HeadTrainer:
     ) -> HeadsStep:
         """Do one guarded step of every head.
 
-        forward -> vector of losses -> gradient of each head -> its norm, check and clip -> masked
-        update -> masked EMA. Heads share no weights, so a faulty one need not be cut out before the
-        backward pass; its row is not written.
+        Compute the loss and gradient of each head, check the loss and the gradient's norm, clip,
+        and update the weights and EMA of healthy heads only. Heads share no weights, so a faulty
+        head cannot affect the gradients of others, and its row is simply not written.
 
         Args:
             views: `[view, batch, dim]`, two views or more of the same samples.
-            learning_rate: of this step.
-            step: its number, which decides whether the state before it is kept as the last good
-                state; None: it is not.
+            learning_rate: learning rate of this step.
+            step: number of the step, by which the last good state is saved now and then; None: it
+                is not saved.
             fixed_targets: `[view, batch, cluster]` probabilities that all heads learn by
-                cross-entropy, each view from another one; None: they learn from their EMA teachers.
+                cross-entropy, each view from the targets of another view; None: heads learn from
+                their EMA teachers.
         """
         if step is not None and step % SNAPSHOT_EVERY:
             step = None  # no snapshot
@@ -282,7 +283,7 @@ class HeadTrainer:
     def _targets(
         self, rows: slice, views: Tensor, fixed_targets: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Targets `[head or 1, view, batch, cluster]`, new marginal, agreement `[head, batch]`."""
+        """Return targets `[head or 1, view, batch, cluster]`, new marginal, and agreement."""
         marginal = self.state.marginal[rows]
         agreements = marginal.new_empty(0)
         if fixed_targets is not None:
@@ -345,17 +346,19 @@ class HeadTrainer:
 
 
 def bad_samples(views: Tensor) -> Tensor:
-    """Return which samples of `[view, batch, dim]` are not finite, boolean `[view, batch]`."""
+    """Mark the samples of `[view, batch, dim]` that are not finite, boolean `[view, batch]`."""
     if views.device.type == "cpu" and torch.isfinite(views.sum()):  # the usual case, in one pass
         return torch.zeros(views.shape[:2], dtype=torch.bool)
     return ~torch.isfinite(views).all(-1)
 
 
 def good_samples(bad: Tensor, *, in_place: bool = False) -> Tensor | None:
-    """Return the rows of samples that no view of `bad` `[view, batch]` marks; None if all are good.
+    """Return the positions of the samples that are good in every view; None if all are good.
 
-    With `in_place` the first good sample replaces each bad one, so that the batch keeps its size:
-    counting the good ones would wait for the GPU.
+    Args:
+        bad: boolean `[view, batch]`.
+        in_place: replace each bad sample by the first good one, so that the batch keeps its size;
+            counting the good samples would wait for the GPU.
     """
     good = ~bad.any(0)
     if bad.device.type == "cpu" and good.all():

@@ -1,4 +1,4 @@
-"""Train a bank of heads: what `ssl_kd.training.loop.run_loop` does in each of its steps."""
+"""Define how a bank of heads learns, reports and recovers in the training loop."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ Gather = Callable[[Tensor], Tensor]
 
 WARMUP = 0.1  # share of the steps
 
-# Steps between two readings of the guard's results, which wait for the device; free on a CPU.
+# Steps between two reads of the guard's results: on a GPU a read waits for the device.
 LOOK_EVERY_ON_CPU, LOOK_EVERY_ON_GPU = 1, 10
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The pairs to train on, and for how long."""
+    """The pairs to train on, and the number of steps."""
 
     sampler: PairSampler
     max_steps: int
-    convergence: Convergence | None  # ends the training earlier
+    convergence: Convergence | None  # ends training earlier; None: train `max_steps`
 
 
 @dataclass(frozen=True)
 class LogRecord:
-    """One line of `metrics.jsonl`; lists hold one value per head."""
+    """One line of `metrics.jsonl`; each list holds one value per head."""
 
     step: int
     time: float
@@ -64,16 +64,17 @@ class HeadFault:
     """A step in which the guard skipped one head.
 
     Attributes:
-        head: its number within the trainer.
+        head: number of the head within the trainer.
         event: the guard's event.
-        samples: `[view, batch]`, rows of the step's samples.
-        views: `[view, batch, dim]`, their embeddings.
-        learning_rate: of the step.
-        before: name -> `[1, ...]`, the head's tensors before the step, as in `HeadsState.tensors`;
-            they share memory with the trainer, so copy what is to be kept.
-        exact: whether `before` is exact; false where later steps, not read yet, have updated the
-            head: then its weights, moments and marginal are the current ones.
-        targets: `[view, batch, cluster]` probabilities to learn; None: its EMA teacher's.
+        samples: `[view, batch]`, row numbers of the samples in the step.
+        views: `[view, batch, dim]`, embeddings of the samples.
+        learning_rate: learning rate of the step.
+        before: name -> `[1, ...]`, the head's tensors before the step, named as in
+            `HeadsState.tensors`; they share memory with the trainer, so copy them to keep them.
+        exact: whether `before` is exact; false if the head was updated again before the fault was
+            read: then `before` holds its current weights, moments and marginal.
+        targets: `[view, batch, cluster]` target probabilities; None: the head's EMA teacher gives
+            them.
     """
 
     head: int
@@ -88,7 +89,7 @@ class HeadFault:
 
 @dataclass(frozen=True)
 class _UnreadStep:
-    """A step whose result is still on the device."""
+    """A step whose result has not been copied from the device yet."""
 
     step: int
     samples: Tensor
@@ -103,16 +104,17 @@ def _ignore(value: object) -> None:
 
 
 class HeadsLearner:
-    """A bank of heads, as `run_loop` trains it.
+    """Train a bank of heads step by step, for `ssl_kd.training.loop.run_loop`.
 
     Args:
-        trainer: holds the state; changed in place.
+        trainer: the heads' state and guarded step; changed in place.
         plan: the pairs of each step, and the number of steps.
-        gather: reads embeddings.
-        clusters: `[n]` int64 of the samples, which all heads learn, each sample the cluster of the
-            neighbor that it is paired with; None: each head learns from its EMA teacher.
+        gather: returns the embeddings of given row numbers.
+        clusters: `[n]` int64, the cluster of each sample, which all heads learn: the target of a
+            sample is the cluster of its paired neighbor; None: each head learns from its EMA
+            teacher.
         on_events: called with the guard's events, before each record and each checkpoint.
-        on_fault: called with each step in which a head was skipped, before recovery acts on it.
+        on_fault: called with each step in which a head was skipped, before the head is recovered.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class HeadsLearner:
 
     @property
     def steps(self) -> int:
-        """Where training ends, as far as it is known."""
+        """Return the number of steps, as far as it is known."""
         plan = self.plan
         return plan.max_steps if plan.convergence is None else plan.convergence.steps
 
@@ -170,9 +172,11 @@ class HeadsLearner:
             self.plan.convergence.look(step + 1)
 
     def read_results(self) -> tuple[Tensor, ...]:
-        """Return loss, norm, steps skipped, streak `[head]`, and stage `[step, head]`, on the CPU.
+        """Copy the guard's results since the last record to the CPU.
 
-        They are those since the last record.
+        Returns:
+            Loss and gradient norm of the last step, number of skipped steps and current streak,
+            `[head]` each, and the stage of every step, `[step, head]`.
         """
         health, result = self.trainer.state.health, self._results[-1]
         now = result.loss, result.grad_norm, health.skipped, health.streak
@@ -181,7 +185,7 @@ class HeadsLearner:
         return loss, norm, skipped, streak, torch.stack(stages)
 
     def record(self, done: int) -> LogRecord:
-        """Return loss and norms of the last step, and how many heads were healthy since."""
+        """Return the log record of the steps since the last record."""
         loss, norm, skipped, streak, stages = self.read_results()
         healthy = is_healthy(stages)
         return LogRecord(
@@ -221,7 +225,7 @@ class HeadsLearner:
             self.stop(done, reason)
 
     def escalate(self, done: int) -> tuple[list[Event], str]:
-        """As `Recovery.escalate`."""
+        """Restore, re-initialize or retire heads; return events and a reason to stop, if any."""
         return self.trainer.recovery.escalate(done - 1, self.trainer.thresholds)
 
     def stop(self, done: int, reason: str) -> NoReturn:
@@ -229,8 +233,8 @@ class HeadsLearner:
         rate = self.trainer.settings.learning_rate
         raise TooFewHealthyParts(
             f"step {done}: {reason}. Last fault, {self._last_event.part}: "
-            f"{self._last_event.reason}. Lower LEARNING_RATE (now {rate:g}) or look at the "
-            "embeddings with `python test_nan_issues.py`; each head's last good state is saved"
+            f"{self._last_event.reason}. Lower LEARNING_RATE (now {rate:g}) or check the "
+            "embeddings with `python test_nan_issues.py`. Each head's last good state is saved"
         )
 
     def _events(self, unread: list[_UnreadStep], number: int) -> list[Event]:

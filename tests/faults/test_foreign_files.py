@@ -312,7 +312,10 @@ def test_a_file_that_was_gone_for_a_moment_is_named_until_it_is_embedded(
         assert "can be read now" not in caplog.text
     closed(None)
     run(odd)
-    assert "1 of them can be read now, the first is 07.png: --rebuild_damaged" in caplog.text
+    assert (
+        "1 left-out samples can be read now, first 07.png: to embed them, add --rebuild"
+        in caplog.text
+    )
     run(odd.replace(rebuild_damaged=True))
     store = opened(odd)
     assert store.n == 20 and not store.manifest["unreadable"] and store.ids[7] == "07.png"
@@ -448,7 +451,7 @@ class Fussy(Pixels):
     ("where", "words"),
     [
         ("preprocess", "05.png (row 5 of {}) cannot be prepared for the teacher {}: MemoryError"),
-        ("embed", "teacher {1} fails in the batch of 00.png to 19.png: IndexError: too bright"),
+        ("embed", "teacher {1} fails on the batch of 00.png to 19.png: IndexError: too bright"),
     ],
 )
 def test_a_teacher_that_fails_names_the_image(

@@ -108,7 +108,7 @@ def test_force_embeds_all_of_it_anew_every_time_and_says_so(tmp_path, caplog):
         assert sum(teacher.sizes) == 10 and torch.equal(store.tensor(), first)
         after = {p.name: p.stat().st_ino for p in tmp_path.glob("*.pt")}
         assert before.keys() == after.keys() and not before.items() & after.items()
-    assert caplog.text.count("10 samples of train were embedded anew in 0.") == 2
+    assert caplog.text.count("Embedded all 10 samples of train again in 0.") == 2
 
 
 def test_pixels_do_not_depend_on_the_precision(tmp_path):
@@ -288,7 +288,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, error, caplog):
     with caplog.at_level(logging.WARNING):
         store = run(data, teacher, tmp_path / "small", batch_size=16)
     assert set(teacher.sizes) <= {1, 2} and sum(teacher.sizes) == 37
-    assert "the teacher's batch is now 2 images" in caplog.text
+    assert "the teacher now embeds 2 images at a time" in caplog.text
     assert torch.equal(store.tensor(), run(data, Sums(), tmp_path / "large").tensor())
 
 
@@ -357,7 +357,7 @@ def test_a_teacher_that_prepares_something_else_is_told_what(tmp_path):
         def preprocess(self, image):
             return super().preprocess(image)[0]
 
-    with pytest.raises(ValueError, match=r"'sums' prepares an image as \[4, 4\]; .* must return"):
+    with pytest.raises(ValueError, match=r"'sums' prepares an image as \[4, 4\]; expected uint8 "):
         run(arrays(3), Flat(), tmp_path)
 
 

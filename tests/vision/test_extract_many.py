@@ -339,7 +339,9 @@ def test_a_split_whose_files_were_removed_meanwhile_is_an_error():
     stored = {"error": "", "summary": "5 rows"}
     rows = [{"split": "train", "shard": 0, **stored}]
     rows += [{"split": "test", "shard": shard, **stored, "summary": None} for shard in range(3)]
-    with pytest.raises(ExtractionFailed, match=r"^test not whole: .* file was removed.*run again$"):
+    with pytest.raises(
+        ExtractionFailed, match=r"^the cache of test is incomplete: a file was removed.*again$"
+    ):
         extract_ray._result(Path("cache"), rows)
     rows[-1] |= {"summary": "5 rows"}
     found = extract_ray._result(Path("cache"), rows)
@@ -368,7 +370,7 @@ def test_ray_stores_all_shards_but_those_that_fail_and_then_those(tmp_path, alon
     (tmp_path / "deadly").write_text(job.sums[9])  # kills the worker, again and again
     code, told, last = job.run("--engine", "ray", "--workers", "1")
     assert code == 1 and "2 of 29 shards failed, all others are stored: shard 6 of train" in last
-    assert "fails in the batch of digits/479" in last and "this teacher cannot" in last
+    assert "fails on the batch of digits/479" in last and "this teacher cannot" in last
     assert "shard 9 of train: 4 workers died of it" in last
     assert len(job.stored()) == 21 and len(job.stored("test")) == 6
     assert job.batches()[job.sums[9]] == 4

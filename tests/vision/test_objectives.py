@@ -92,7 +92,7 @@ def test_a_loss_of_ones_own_finds_clusters_that_are_there(own, how):
             "expected package.module.Class, in an installed package or below the current folder",
         ),
         ("Half", "expected a subclass of ssl_kd.vision.objectives.Objective"),
-        ("Asking", "needs colour, size: no such setting, so give it a default"),
+        ("Asking", "needs colour, size, but there is no such setting: give the argument a default"),
     ],
 )
 def test_a_loss_that_cannot_be_is_named_with_the_way_out(own, path, message):
