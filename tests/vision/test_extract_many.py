@@ -231,7 +231,7 @@ def test_ranks_are_those_that_a_launcher_gave(tmp_path, monkeypatch, capsys):
         (("--rank", "a", "--world", "4"), "invalid int value: 'a'"),
         (("--engine", "dask"), "invalid choice: 'dask'"),
         (("--engine", "ray", "--rank", "0", "--world", "2"), "distributes the work itself"),
-        (("--shard_rows", "0"), "expected a whole number, at least 1; got 0"),
+        (("--shard_rows", "0"), "expected a whole number, at least 1, got 0"),
         (("--datset", "x"), "There is no flag --datset. Did you mean --dataset?"),
         (("--extend", "x"), "extract only fills caches"),
         (("more",), "'more' belongs to no flag"),
