@@ -56,7 +56,7 @@ LEARNING_RATE = None
 
 # --- Text -----------------------------------------------------------------------------------------
 
-# Text to learn from: .jsonl .json .parquet (messages | conversations | prompt, completion |
+# Text to learn from: .jsonl .json .csv .parquet (messages | conversations | prompt, completion |
 # question, answer | instruction, output | text) | .txt | a folder of such files or of save_to_disk
 # | hf:NAME | stdlib (the source of Python's standard library).
 DATA_PATH = "stdlib"

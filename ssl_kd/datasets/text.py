@@ -6,6 +6,7 @@ file without the number of the line, and it turns text that looks like a date in
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
@@ -108,9 +109,9 @@ def open_text(
     """Open one split of a text data set.
 
     A file contains one record per line (`.jsonl`), one record or a list of records (`.json`), or
-    one record per row (`.parquet`); `as_example` lists the forms of a record. A `.txt` or `.md`
-    file is split into documents, at the first blank line after 4,096 characters or the first line
-    break after 16,384. Text is UTF-8.
+    one record per row (`.csv`, `.parquet`); `as_example` lists the forms of a record. A `.txt` or
+    `.md` file is split into documents, at the first blank line after 4,096 characters or the first
+    line break after 16,384. Text is UTF-8.
 
     If the source has splits, they are used: files `NAME_train.jsonl` and `NAME_test.jsonl` (or
     `validation`, `valid`, `val`, `eval`), files or folders with such names in a folder (also
@@ -366,7 +367,7 @@ def _read_file(path: Path) -> Iterator[_Item]:
 
     try:
         yield from TEXT_FILES[path.suffix.lower()](path)
-    except pyarrow.ArrowException as error:
+    except (csv.Error, pyarrow.ArrowException) as error:
         reason = " ".join(str(error).split())[:200]
         yield f"{path.name}: the file is damaged ({reason}), so the remaining rows are left out"
 
@@ -416,6 +417,28 @@ def _read_json(path: Path) -> Iterator[_Item]:
         yield record
 
 
+def _read_csv(path: Path) -> Iterator[_Item]:
+    """Read rows below a line of field names; a quoted field may contain line breaks."""
+    csv.field_size_limit(max(csv.field_size_limit(), 4 * LONGEST))
+    faults: list[str] = []
+
+    def usable() -> Iterator[str]:
+        for where, text, fault in _lines(path):
+            if fault:
+                faults.append(f"{where}: {fault}")
+            else:
+                yield text
+
+    rows = csv.DictReader(usable())
+    for row in rows:
+        where = f"{path.name}:{rows.line_num}"
+        if None in row:
+            yield f"{where}: more fields than the first line names"
+        else:
+            yield _Record(where, {k: v for k, v in row.items() if v is not None})
+    yield from faults
+
+
 def _read_parquet(path: Path) -> Iterator[_Item]:
     from pyarrow import parquet
 
@@ -457,6 +480,7 @@ def _as_document(lines: Iterable[str], where: str) -> Example | str:
 TEXT_FILES: Mapping[str, Callable[[Path], Iterator[_Item]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
+    ".csv": _read_csv,
     ".txt": _read_plain,
     ".md": _read_plain,
     ".parquet": _read_parquet,

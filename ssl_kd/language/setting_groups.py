@@ -177,7 +177,7 @@ class TextSettings(Settings):
 
     data_path: str = setting(
         "stdlib",
-        "text to learn from: .jsonl .json .parquet (messages | conversations | prompt,"
+        "text to learn from: .jsonl .json .csv .parquet (messages | conversations | prompt,"
         " completion | question, answer | instruction, output | text) | .txt | a folder of such"
         " files or of save_to_disk | hf:NAME | stdlib (the source of Python's standard library)",
         section="Text",

@@ -1,5 +1,6 @@
 """Files of every kind hold the same documents; one that is damaged is named."""
 
+import csv
 import json
 import re
 
@@ -18,12 +19,17 @@ def write(path):
     rows = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
     if path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=2))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, ["text", "id"])
+            writer.writeheader()
+            writer.writerows(rows)
     else:
         parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
     return path
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.parquet"])
 def test_every_kind_of_file_holds_the_same(tmp_path, name):
     data = open_text(write(tmp_path / name), "all")
     assert [e.text for e in data.examples] == TEXTS
@@ -65,6 +71,9 @@ def test_a_table_of_chats_has_no_fields_that_only_others_have(tmp_path):
         ("a.parquet", lambda raw: b"", r"the file is damaged \(Parquet file size is 0"),
         ("a.json", lambda raw: raw[:-5], r"not valid JSON \("),
         ("a.json", lambda raw: b"\xff" + raw, "a.json:1: not UTF-8"),
+        ("a.csv", lambda raw: b"txt\nonce\n", r"a.csv:2: the fields are \['txt'\]"),
+        ("a.csv", lambda raw: b"text\nonce,more\n", "a.csv:2: more fields than the first line"),
+        ("a.csv", lambda raw: b"text\n\xff\n", "a.csv:2: not UTF-8"),
     ],
 )
 @fault(124)
