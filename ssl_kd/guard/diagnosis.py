@@ -1,4 +1,4 @@
-"""Find the likely cause of a NaN or an infinity, and the settings to change."""
+"""Infer the likely cause of a NaN or infinity, and advise which settings to change."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SPREADS = {"std", "var", "std_mean", "var_mean"}
 _SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
 
 HUGE = 1e10
-"""No healthy weight, embedding or activation is this large."""
+"""Magnitude that no weight, embedding or activation of a healthy model reaches."""
 
 LARGE_WEIGHTS = 100.0
-"""Root mean square of a weight tensor above which training has diverged."""
+"""Root mean square of a weight tensor above which training counts as diverged."""
 
 
 class Cause(str, Enum):
@@ -50,11 +50,11 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting to change.
+    """A setting to change, with its current value and the value to try.
 
     Attributes:
         setting: name of the setting.
-        now: its present value.
+        now: its current value.
         value: the value to try.
     """
 
@@ -76,10 +76,10 @@ class Diagnosis:
     """The likely cause of a fault, and what to do about it.
 
     Attributes:
-        cause: the kind of cause.
+        cause: the category of the cause.
         words: a sentence that describes what happened.
         remedy: what to change in the code or the data.
-        advice: settings to change; empty if none are known.
+        advice: settings to change; empty if no setting is known to help.
     """
 
     cause: Cause
@@ -93,15 +93,15 @@ _REMEDIES = {
     Cause.LOG_OF_ZERO: "log_softmax(x) in place of log(softmax(x)); else clamp_min(tiny) first",
     Cause.ZERO_NORM: "ssl_kd.guard.safe_normalize(x); for a root, add tiny under it",
     Cause.POISONED_WEIGHT: "go back to an earlier state: the guard restores such a part, and a "
-    "run resumes from its checkpoint. If it returns without an update, suspect faulty memory",
+    "run resumes from its checkpoint. If the NaN returns without an update, test the memory",
     Cause.POISONED_INPUT: "rebuild or leave out that row of the data",
     Cause.TEMPERATURE: "raise the temperature, and subtract the maximum before any exponential "
     "(log_softmax does)",
-    Cause.LEARNING_RATE: "lower the learning rate, clip gradients, start from an earlier state",
-    Cause.UNDERFLOW: "keep it from 0 with a floor from torch.finfo, or compute in log space",
-    Cause.DOMAIN: "keep its input where it is defined; find out why it left that range",
+    Cause.LEARNING_RATE: "lower the learning rate, clip gradients, restart from an earlier state",
+    Cause.UNDERFLOW: "clamp the number to torch.finfo(x.dtype).tiny or above, or use log space",
+    Cause.DOMAIN: "keep the input in the range where the operation is defined",
     Cause.MASKED: "leave at least one entry of each row unmasked, or drop such rows",
-    Cause.UNKNOWN: "look at the ranges of the inputs",
+    Cause.UNKNOWN: "check the ranges of the inputs above",
 }
 
 _TEMPERATURES = ("student_temp", "teacher_temp", "temperature")
@@ -109,14 +109,14 @@ _ZEROS = (Cause.LOG_OF_ZERO, Cause.ZERO_NORM, Cause.UNDERFLOW)
 _IN_FLOAT32 = {"use_fp16": False, "model_dtype": "float32"}
 _CHANGES: dict[Cause, dict[str, Any]] = {
     Cause.FP16_OVERFLOW: _IN_FLOAT32,
-    **dict.fromkeys(_ZEROS, _IN_FLOAT32),  # where it was in fp16
+    **dict.fromkeys(_ZEROS, _IN_FLOAT32),  # only if an input was fp16
     Cause.LEARNING_RATE: {
         "learning_rate": lambda now: None if now is None else now / 10,
         "clip_grad": lambda now: 1.0 if now is None else now,
     },
     Cause.POISONED_INPUT: {"rebuild_damaged": True},
 }
-"""The new value of settings for each cause, or a function of the present value."""
+"""For each cause: setting -> the new value, or a function from the current to the new value."""
 
 
 def diagnose(
@@ -124,15 +124,15 @@ def diagnose(
     settings: Mapping[str, Any] | None = None,
     usual: Mapping[str, float] | None = None,
 ) -> Diagnosis:
-    """Return the likely cause of a fault, and what to change.
+    """Return the likely cause of a fault, and the settings or code to change.
 
     Args:
         fault: the result of `Microscope.fault`.
-        settings: lower-case name -> present value. Advice is limited to these settings; known are
-            temperatures, `learning_rate`, `clip_grad`, `use_fp16`, `model_dtype` and
+        settings: lower-case name -> current value. Only these settings are advised, and among them
+            only temperatures, `learning_rate`, `clip_grad`, `use_fp16`, `model_dtype` and
             `rebuild_damaged`.
-        usual: setting -> largest value to advise. (A tenth of a far too large learning rate would
-            still be too large.)
+        usual: setting -> largest value to advise, because a tenth of a learning rate that is far
+            too large may still be too large.
     """
     cause, sentence = _judge(fault)
     advice = _advice(cause, fault, settings or {}, usual or {})
@@ -156,7 +156,7 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
         only_one = not any(other != name for other in _runaway(fault.named))
         if 0 < facts.outliers <= max(facts.size // 100, facts.shape[-1]) and only_one:
             what = f"{name} holds {facts.outliers} of {facts.size} values as large as"
-            return _kind(name), f"{what} {facts.largest:.3g}, far above its others"
+            return _kind(name), f"{what} {facts.largest:.3g}, far above its other values"
         if _kind(name) == Cause.POISONED_INPUT and facts.largest >= HUGE:
             return _kind(name), f"{name} reaches {facts.largest:.3g}"
     if runaway := _runaway(fault.named):
@@ -169,15 +169,15 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
     if fault.masked and math.inf in fault.made.numbers and op != "masked_fill":
         return Cause.UNKNOWN, f"{fault.op} was given an infinity, which reached the result"
     if fault.masked:
-        return Cause.MASKED, "an infinity put in, for example by a mask, reached the result"
+        return Cause.MASKED, "an infinity, for example from a mask, reached the result"
     if op in _SOFTMAXES and any(facts.infs for facts in fault.inputs):
         return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalize"
     if op in _MEAN_LOSSES and any(facts.nans for facts in fault.outputs):
         return Cause.MASKED, "every label is ignored: the loss is a mean over nothing"
     if op == "_ctc_loss" and any(facts.infs for facts in fault.outputs):
-        return Cause.DOMAIN, "the input of CTC is too short for its target: no alignment exists"
+        return Cause.DOMAIN, "a CTC input is too short for its target: no alignment exists"
     if op in _SPREADS and any(facts.nans for facts in fault.outputs):
-        return Cause.DOMAIN, "the spread of one value is 0 / 0: it needs two, or unbiased=False"
+        return Cause.DOMAIN, "the std or var of one value is 0 / 0: use unbiased=False"
     low = min((facts.low for facts in fault.inputs if facts.low is not None), default=0.0)
     high = max((facts.high for facts in fault.inputs if facts.high is not None), default=0.0)
     if any(facts.nans for facts in fault.outputs) and not fault.backward:
@@ -218,7 +218,7 @@ def _division(fault: Fault, node: str) -> tuple[Cause, str]:
     if norm_node or (by_norm and not node) or (zero_by_zero and not node):
         what = "the slope of a norm or root is infinite at 0" if node else "a division by it"
         return Cause.ZERO_NORM, f"a vector's length is exactly 0: {what}"
-    return Cause.UNDERFLOW, "a number that is divided by (or raised to a power) is exactly 0"
+    return Cause.UNDERFLOW, "a divisor, or the base of a power, is exactly 0"
 
 
 def _ancestor(made: Made, ops: set[str], depth: int = 4) -> bool:
@@ -241,13 +241,13 @@ def _overflow(fault: Fault) -> tuple[Cause, str]:
 
 
 def _limit(fault: Fault) -> float:
-    """Return the operation's largest finite result; for an exponential, its largest input."""
+    """Return the largest finite result of the operation; for an exponential, the largest input."""
     largest = torch.finfo(getattr(torch, fault.outputs[0].dtype)).max
     return math.log(largest) if fault.made.op in _EXPS else largest
 
 
 def _temperature(fault: Fault) -> tuple[float, float, float]:
-    """Return the factor, the values before it, and the temperature to try (0: another cause)."""
+    """Return the factor, the largest value before it, and a temperature to try (0 for none)."""
     (factor, before), limit = _sharpening(fault.made), _limit(fault)
     exponential = fault.made.op in _EXPS
     if not exponential:  # logits that overflow at any usual temperature have another cause
@@ -259,7 +259,7 @@ def _temperature(fault: Fault) -> tuple[float, float, float]:
 
 
 def _sharpening(made: Made, depth: int = 5) -> tuple[float, float]:
-    """Return the largest scalar factor among the last operations, and the values before it."""
+    """Return the largest scalar factor among the last operations, and the largest value before."""
     factors = [(0.0, 0.0)]
     number = abs(made.numbers[0]) if made.numbers else 0.0
     if made.op in ("div", "mul") and 0 < number < math.inf:

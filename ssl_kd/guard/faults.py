@@ -1,7 +1,7 @@
-"""The table of faults: what can be wrong with a part in a step, its detector, and the reaction.
+"""Define the kinds of faults that a training step can have, with their detectors and actions.
 
-To add a kind of fault, write one detector and one member of `Stage` here, and one row of the fault
-matrix.
+To add a kind of fault, add a detector and a member of `Stage` here, and a row to the fault matrix
+(`tests/faults/matrix.py`).
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ if TYPE_CHECKING:
     from ssl_kd.guard.health import Health
 
 WARM_UP, FEW = 20, 5
-"""Number of gradient norms after which their median is exact, and after which it is rough."""
+"""Gradient norms needed for an accurate running median, and for a rough one."""
 
 JUMP, FIRST_JUMP = 1e4, 1e5
-"""Smallest ratio to the median that is a spike before `WARM_UP` norms, and before `FEW` norms."""
+"""Smallest ratio to the median that counts as a spike before `WARM_UP` and before `FEW` norms."""
 
 FIRST_PATIENCE = 2
-"""Spikes in a row before `FEW` norms after which the first norms count as too small."""
+"""Number of spikes in a row, before `FEW` norms, that become the new normal."""
 
 SKIPPED = "skipped"
-"""Action for most faults: the part is left out of the step."""
+"""Action for most faults: the part is not updated in this step."""
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """When the guard acts.
+    """Limits at which the guard reports, skips, restores or retires a part, or ends the run.
 
     Attributes:
-        spike_factor: a gradient norm this many times its running median is a spike. Before the
-            20th norm the limit is the square of this factor, and at least 1e4; before the fifth
-            norm, at least 1e5. The first norm is never a spike.
-        spike_patience: spikes in a row after which they count as the new normal; at most 2 before
-            the fifth norm.
-        dead_after: number of steps with an exactly zero gradient before a part is reported as dead.
-        restore_after: bad steps in a row before a part is restored; the same number again before it
-            is re-initialized, and again before it is retired.
+        spike_factor: ratio of a gradient norm to its running median above which it is a spike.
+            Before the 20th norm, the limit is the square of this factor, but at least 1e4; before
+            the fifth norm, at least 1e5. The first norm is never a spike.
+        spike_patience: number of spikes in a row after which such norms count as normal; at most 2
+            before the fifth norm.
+        dead_after: steps with a gradient of exactly zero before a part is reported as dead.
+        restore_after: faulty steps in a row before a part is restored; as many again before it is
+            re-initialized, and as many again before it is retired.
         forgive_after: healthy steps in a row after which a restored part counts as recovered.
-        min_parts: the run ends when fewer parts than this are left.
-        stop_after: the run ends after this many steps in a row in which every part was bad, even if
-            nothing was restored yet; None: `restore_after` steps after a restore.
-        max_norm: a gradient norm above this is too large, whatever the median; None for no limit.
+        min_parts: the run ends when fewer parts than this are still trained.
+        stop_after: the run ends after this many steps in a row in which every part was faulty, even
+            if no part was restored yet; None: `restore_after` steps after a restore.
+        max_norm: largest allowed gradient norm, whatever the median; None for no limit.
 
     Raises:
         ValueError: a threshold is out of range.
@@ -87,10 +87,10 @@ def _check_number(name: str, value: Any, above: float, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Observation:
-    """The numbers of one step and the memory of earlier steps, from which detectors find faults.
+    """The measurements of one step, and statistics of earlier steps, that the detectors use.
 
-    All tensors are `[part]`. `teacher` is true where the EMA teacher's probabilities are finite;
-    `scale` is the loss scale. A loop without EMA teacher or loss scale leaves them None.
+    Tensors have shape `[part]`. `teacher` is true where the EMA teacher's probabilities are finite,
+    or None without an EMA teacher; `scale` is the loss scale, or None without loss scaling.
     """
 
     health: Health
@@ -123,7 +123,7 @@ def _gradient(step: Observation) -> Tensor:
 
 
 def _overflow(step: Observation) -> Tensor | None:
-    # At a scale above 1 an infinite gradient is expected now and then: no reason to restore a part.
+    # With loss scaling, an occasional infinite gradient is normal: no reason to restore a part.
     return None if step.scale is None else ~torch.isfinite(step.norm) & (step.scale > 1)
 
 
@@ -141,18 +141,18 @@ def _retired(step: Observation) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """One row of the table of faults.
+    """The properties of one kind of fault.
 
     Attributes:
-        number: the value of the `Stage`; checkpoints hold it.
-        reason: what an event says was seen, a format string; empty for no fault.
-        detect: finds the fault in a step, boolean `[part]`, or returns None where it cannot occur;
-            None for a fault that other code finds.
-        value: which number of the step the event reports.
-        action: what the event says was done at once.
-        updates: whether the part is updated in spite of the fault.
-        not_finite: whether an operation made a NaN or an infinity, which a replay can find.
-        advice: what the user should change.
+        number: the value of the `Stage` member, which is stored in checkpoints.
+        reason: format string for the description of the fault in an event; empty for no fault.
+        detect: returns a boolean `[part]`, true for each faulty part, or None if the fault cannot
+            occur; None for a fault that other code detects.
+        value: the measurement that the event reports.
+        action: the immediate action that the event reports.
+        updates: whether the part is updated despite the fault.
+        not_finite: whether an operation produced a NaN or infinity, which a replay can locate.
+        advice: what the user should change, for the report.
     """
 
     number: int
@@ -165,18 +165,18 @@ class Kind:
     advice: str = ""
 
 
-@unique  # a repeated number would be a second name of the same kind
+@unique  # a repeated number would be an alias of another kind
 class Stage(IntEnum):
-    """Kinds of faults, by where in a step they are found; events hold the names.
+    """Kinds of faults; events store their names.
 
-    Listed from the end of a step to its beginning: where several kinds apply, the last one listed
-    is the earliest in the step and counts as the cause.
+    The members are in reverse order of where they occur in a step: if several apply, the last one
+    listed occurred first and counts as the cause.
     """
 
     kind: Kind
 
     def __new__(cls, kind: Kind) -> Stage:
-        """Make a member whose value is the number of `kind`."""
+        """Create a member with the number of `kind` as its value."""
         member = int.__new__(cls, kind.number)
         member._value_, member.kind = kind.number, kind
         return member
@@ -225,7 +225,7 @@ class Stage(IntEnum):
         _loss,
         value="loss",
         not_finite=True,
-        advice="look for NaN in the inputs and for log or division of 0 in the loss; lower the "
+        advice="look for NaN in the inputs and for log(0) or x / 0 in the loss; lower the "
         "learning rate, or raise the student's temperature",
     )
     TEACHER = Kind(
@@ -234,11 +234,11 @@ class Stage(IntEnum):
         _teacher,
         value="loss",
         not_finite=True,
-        advice="raise the teacher's temperature; in a custom head look for log or division of 0",
+        advice="raise the teacher's temperature; in a custom head look for log(0) or x / 0",
     )
     RETIRED = Kind(6, detect=_retired)
 
-    # Found outside a part's own step.
+    # The kinds below have no detector here: other code finds them.
     INPUT = Kind(
         8,
         "the embedding of row {row} is not finite",
@@ -272,17 +272,17 @@ class Stage(IntEnum):
         detail: str = "",
         **fill: object,
     ) -> Event:
-        """Return an `Event` that reports this fault.
+        """Return the event that reports this fault.
 
-        `action` replaces the table's action, `detail` is appended to the reason, and `fill` holds
-        the values for the reason's format fields.
+        `action` replaces the default action, `detail` is appended to the reason, and `fill` has the
+        values for the format fields in the reason.
         """
         reason = self.kind.reason.format(**fill) + detail
         return Event(step, part, self.name.lower(), reason, action or self.kind.action, value)
 
     @classmethod
     def of(cls, event: Event) -> Stage | None:
-        """Return the kind of fault that an event reports; None if it reports an action."""
+        """Return the kind of fault that an event reports; None for an event that is not a fault."""
         return cls.__members__.get(event.stage.upper())
 
 
@@ -301,7 +301,7 @@ def judge(step: Observation) -> Tensor:
 
 
 def is_healthy(stage: Tensor) -> Tensor:
-    """Return whether each part is updated, boolean `[part]`, from its `Stage`, `[part]`."""
+    """Return a boolean `[part]`: whether each part is updated, given its `Stage` `[part]`."""
     healthy = stage == _UPDATED[0]
     for number in _UPDATED[1:]:
         healthy = healthy | (stage == number)

@@ -16,27 +16,27 @@ TRACKERS = ("wandb", "trackio")
 
 
 class BoardUnavailable(UserError, RuntimeError):
-    """A tracker refuses the run; the message says why and what to do."""
+    """A tracker (Weights & Biases or Trackio) cannot start logging the run."""
 
 
 def check_boards(names: Collection[str]) -> None:
-    """Raise an ImportError, before any work, if the package of a tracker is not installed."""
+    """Raise MissingPackage (an ImportError) if the package of a tracker is not installed."""
     for name in names:
         if name in TRACKERS and importlib.util.find_spec(name) is None:
             raise MissingPackage(
-                f"REPORT_TO is {name!r}, and the package {name} is not installed: pip install "
+                f"REPORT_TO is {name!r}, but the package {name} is not installed: pip install "
                 f"{name}, or set REPORT_TO to 'tensorboard' or 'none'"
             )
 
 
 class Board:
-    """Logs the numbers of a run; a context manager.
+    """Log the metrics of a run to its trackers; a context manager.
 
     Args:
-        path: the run folder; its name is the run's.
+        path: the run folder; its name becomes the name of the run in each tracker.
         names: any of `tensorboard` (files in the folder), `wandb` and `trackio` (in the project
             `ssl_kd`).
-        config: settings, for trackers that store them.
+        config: settings to store in wandb and trackio.
 
     Raises:
         BoardUnavailable: a tracker cannot be reached, or its credentials are missing.
@@ -62,7 +62,7 @@ class Board:
             tracker.finish()
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Log finite numbers as scalars; of a list its mean and its lowest value."""
+        """Log finite numbers as scalars, and the mean and the minimum of each list of numbers."""
         scalars: dict[str, float] = {}
         for name, value in row.items():
             values = np.atleast_1d(np.array(value, dtype=float))
@@ -79,7 +79,7 @@ class Board:
 
 
 def _start(name: str, path: Path, config: Mapping[str, Any]) -> Any:
-    """Start a run of this name, or continue it, and return the tracker's module."""
+    """Start or continue the run named after the folder; return the tracker's module."""
     tracker: Any = importlib.import_module(name)
     options = {"id": path.name, "dir": str(path)} if name == "wandb" else {}
     try:

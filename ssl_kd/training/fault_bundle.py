@@ -1,4 +1,4 @@
-"""The flight recorder: the first fault of a part, saved as a small file that can be run again."""
+"""Save the first faulty step of each head or layer to a small file, from which it can be rerun."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ssl_kd.guard.microscope import Fault
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "float16", "bfloat16")
-"""What a recorded step may have been computed in."""
+"""Data types in which a recorded step may have been computed."""
 
 _FORMAT = "ssl_kd flight recorder 2"
 _KINDS = {"event": dict, "indices": Tensor, "tensors": dict, "settings": dict, "left_out": list}
 _EVENT = {"step": int, "part": str, "stage": str, "reason": str, "action": str}
 _EVENT |= {"value": float | int | None}
-_MOST = 8  # bundles of a run
+_MOST = 8  # largest number of bundles per run
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The step at which a part failed, with all that is needed to repeat it.
+    """A step in which a part of the model failed, with everything needed to run it again.
 
     Attributes:
-        event: the fault, its part and step.
-        indices: which samples or tokens were in the batch.
-        tensors: what the step is computed from; `views` is the batch.
-        settings: plain values: numbers, strings, lists and dictionaries of them.
-        left_out: names of tensors that were over the size limit.
+        event: the fault, with the name of the part and the step.
+        indices: indices of the samples or tokens in the batch.
+        tensors: inputs of the step: the batch (`views`) and the state before the step.
+        settings: the run's settings: numbers, strings, and lists and dictionaries of these.
+        left_out: names of tensors that were dropped to stay below the size limit.
     """
 
     event: Event
@@ -50,16 +50,16 @@ class Bundle:
 
 
 def save_bundle(path: str | Path, bundle: Bundle, limit_mib: float = 64) -> None:
-    """Write a bundle, atomically.
+    """Write a bundle to a file atomically.
 
     Args:
-        path: the file; a missing folder is made.
-        bundle: its tensors are copied to the CPU. In its settings, numbers of other libraries
-            become Python's, and other objects become their `str`.
-        limit_mib: of all tensors together; above it, `views` is left out first, then the largest.
+        path: the file; a missing parent folder is created.
+        bundle: the bundle. Tensors are copied to the CPU. In the settings, NumPy numbers become
+            Python numbers, and objects of other types become their `str`.
+        limit_mib: size limit of all tensors together. `views` is dropped first, then the largest.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written.
+        OSError: the disk is full or the folder is not writable.
     """
     tensors = dict(bundle.tensors)
     first = sorted(tensors, key=lambda name: (name == "views", tensors[name].nbytes), reverse=True)
@@ -80,7 +80,7 @@ def save_bundle(path: str | Path, bundle: Bundle, limit_mib: float = 64) -> None
 
 
 def _plain(value: Any) -> Any:
-    """The value in built-in types alone, so that loading the file executes nothing."""
+    """Convert a value to built-in types, so that loading the file executes no code."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Mapping):
@@ -93,24 +93,24 @@ def _plain(value: Any) -> Any:
 
 
 def load_bundle(path: str | Path) -> Bundle:
-    """Read a bundle; nothing in it is executed.
+    """Read a bundle without executing code from the file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        InputError: it is a file of another kind.
-        CorruptFileError: it is damaged, or is not a bundle.
+        InputError: the file is not a zip file, so it cannot be a bundle.
+        CorruptFileError: the file is damaged, or holds something other than a bundle.
     """
     with open(path, "rb") as file:
         if (start := file.read(2)) and start != b"PK":  # torch writes a bundle as a zip file
             raise InputError(
-                f"{path} is a file of another kind. Expected a bundle: one of the files in the "
-                "folder faults of a run"
+                f"{path} is not a fault bundle. Expected one of the .pt files in a run's folder "
+                "faults"
             )
     content = load_tensors(path)
     form = content.pop("format", None) if isinstance(content, dict) else None
     if form != _FORMAT:
         raise CorruptFileError(
-            f"{path} is not a bundle of this version's flight recorder: its format is "
+            f"{path} is not a fault bundle that this version of ssl_kd can read: its format is "
             f"{str(form)[:50]!r}, expected {_FORMAT!r}. Install the commit that wrote it (`commit` "
             "in config.json of the run), or record the fault again."
         )
@@ -121,14 +121,14 @@ def load_bundle(path: str | Path) -> Bundle:
         and all(isinstance(name, str) for name in content["left_out"])
     ):
         raise CorruptFileError(
-            f"{path} is damaged: a field of the bundle is missing, unknown, or of the wrong type. "
-            f"Expected {', '.join(_KINDS)}, and nothing else."
+            f"{path} is damaged: a field is missing, unknown, or of the wrong type. Expected "
+            f"{', '.join(_KINDS)}: run training again to record the fault again."
         )
     return Bundle(**{**content, "event": Event(**content["event"])})
 
 
 def has_fields(values: object, kinds: Mapping[str, Any]) -> bool:
-    """Return whether `values` is a dictionary of exactly these names, each of its type."""
+    """Return whether `values` is a dictionary with exactly the keys and value types of `kinds`."""
     return (
         isinstance(values, dict)
         and values.keys() == kinds.keys()
@@ -137,11 +137,11 @@ def has_fields(values: object, kinds: Mapping[str, Any]) -> bool:
 
 
 class FlightRecorder:
-    """Saves the first fault of each part, and at most eight bundles in all.
+    """Save the first fault of each part of the model, and at most eight bundles per run.
 
     Args:
-        folder: for bundles, `head-3-step300.pt`; made with the first one. Bundles that are there
-            already count, so that a resumed run records no part twice.
+        folder: where bundles such as `head-3-step300.pt` are written; created with the first one.
+            Existing bundles count, so a resumed run records no part twice.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -157,9 +157,9 @@ class FlightRecorder:
         return sorted(self.folder.glob("*.pt"), key=lambda file: file.stat().st_mtime_ns)
 
     def record(self, bundle: Bundle) -> Path | None:
-        """Save a fault; return the file, or None where it is not wanted or cannot be written.
+        """Save a fault and return the path, or None if `wants` is false or the write fails.
 
-        A full disk must not end the run: it is logged as a warning.
+        A failed write, for example on a full disk, is logged as a warning and does not end the run.
         """
         part, step = bundle.event.part, bundle.event.step
         if not self.wants(part):
@@ -179,21 +179,21 @@ def _slug(part: str) -> str:
 
 
 def damaged(path: str | Path, reason: str) -> CorruptFileError:
-    """Return the error for a bundle that does not hold a step as a run records it."""
-    return CorruptFileError(f"{path} cannot be run again: {reason}. Expected a bundle of a run.")
+    """Return the error to raise for a bundle whose content is not a valid recorded step."""
+    return CorruptFileError(f"{path} cannot be run again: {reason}. Use a bundle that a run wrote")
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay; as a string, a report of a few lines.
+    """The result of running a recorded step again; `str()` gives a report of a few lines.
 
     Attributes:
         bundle: the recorded step.
-        reproduced: whether the step went wrong again.
-        fault: the first operation whose output was not finite, if there is one.
-        diagnosis: why, and what to change.
-        sample: which part of the data the fault comes from; empty where it does not.
-        seen: (label, text) of further observations, for a step without such an operation.
+        reproduced: whether the step failed again.
+        fault: the first operation with an output that is not finite; None if there is none.
+        diagnosis: the likely cause, and what to change; None without `fault`.
+        sample: the sample that caused the fault; empty if the data did not cause it.
+        seen: (label, text) of other observations, for a step without a `fault`.
     """
 
     bundle: Bundle
@@ -204,11 +204,11 @@ class Replay:
     seen: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        """A few lines: what, where, inputs, cause, what to change."""
+        """Return the report: the fault, its place, inputs and cause, and what to change."""
         event, fault, how = self.bundle.event, self.fault, self.bundle.settings["replay"]
         rows = [("fault", f"{event.part}, step {event.step}: {event.reason}")]
         if not how["exact"]:
-            rows.append(("note", "the state is of a later step; the fault may not show"))
+            rows.append(("note", "the state is from a later step; the fault may not appear again"))
         if fault is not None and self.diagnosis is not None:
             where = f"backward pass ({fault.node})" if fault.backward else "forward pass"
             rows.append(("first op", f"{fault.op}, {where}"))
@@ -222,9 +222,9 @@ class Replay:
             rows.append(("seen", f"{where}, the same step is healthy"))
             if how["exact"]:
                 meaning = (
-                    "the fault came from outside these numbers: a bit flipped in memory or on the "
-                    "device, a kernel of that device, or a test that put it there. If it comes "
-                    "back, test the memory and run with --device cpu"
+                    "the recorded numbers do not cause the fault: a bit may have flipped in "
+                    "memory, a kernel of the device may be faulty, or a test injected the fault. "
+                    "If it happens again, test the memory and run with --device cpu"
                 )
                 rows.append(("meaning", meaning))
         return "\n".join(f"{name:<9}{value}" for name, value in rows)

@@ -1,4 +1,4 @@
-"""The run folder: created before any work, resumed bit for bit, never overwritten unasked."""
+"""Create, write and resume the folder of a run: settings, logs, checkpoints and results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _VERSIONS += ("transformers", "tokenizers", "peft")
 
 
 class RunFinished(RunFolderError):
-    """The run to resume is finished; `path` is its folder, and `hint` is added to the message."""
+    """The run to resume is already finished; `path` is its folder."""
 
     def __init__(self, path: Path, hint: str = "") -> None:
         report, missing = path / "report.html", "its report is missing: ssl_kd.report.write_report"
@@ -56,24 +56,24 @@ class RunFinished(RunFolderError):
 
 
 class RunFolder:
-    """The files of a run; a context manager that holds the folder's lock.
+    """Read and write the files of a run; a context manager that locks the folder.
 
-    A new run that fails before it has trained leaves no folder, because there is nothing to resume.
-    Leaving the context waits for the last checkpoint.
+    The folder of a new run that fails before any training is removed: there is nothing to resume.
+    Leaving the context waits until the last checkpoint is written.
 
     Args:
         run: `runs_dir`, `run_name` and `resume` select the folder. A finished run is continued if
-            `run_name` names it and the setting `extended_by` exceeds the steps it has done; its
-            results are then kept as `metrics_STEPS.json`.
+            `run_name` names it and the setting that `extended_by` names exceeds the steps done;
+            its results are then kept as `metrics_STEPS.json`.
 
     Raises:
-        RunFolderError: the folder is finished, foreign, of another version, or there is nothing to
-            resume.
-        SettingsError: it would be resumed with settings that change the result.
-        OSError: it cannot be written.
+        RunFolderError: the run is finished, was written by another version of this library, or
+            there is no run to resume.
+        SettingsError: a setting that affects the result differs from the run to resume.
+        OSError: the folder cannot be written.
 
     Attributes:
-        writes: False on ranks that do not write, where every write does nothing.
+        writes: whether this rank writes files; if False, the writing methods do nothing.
     """
 
     writes = True
@@ -110,7 +110,7 @@ class RunFolder:
 
     @property
     def trained(self) -> bool:
-        """Whether there is anything to resume from or to read."""
+        """Whether the folder has a checkpoint or a logged step."""
         metrics = self.path / "metrics.jsonl"
         return self._checkpoints.exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
@@ -129,10 +129,10 @@ class RunFolder:
             new.symlink_to(self.path.name)
             new.replace(link)
         except OSError as error:  # not every file system has links
-            logger.warning("%s does not point to this run: %s", link, error)
+            logger.warning("the link %s does not point to this run: %s", link, error)
 
     def write_config(self, run: RunSettings, **more: Any) -> None:
-        """Write `config.json`: resolved settings, versions, commit, and `more`."""
+        """Write settings, package versions, commit, command, and `more` to `config.json`."""
         self.update_json(
             "config.json",
             settings=run.to_dict(),
@@ -143,17 +143,17 @@ class RunFolder:
         )
 
     def check_data(self, digest: str) -> None:
-        """Record a digest of data and teacher; raise RunFolderError if it differs from before."""
+        """Store a digest of data and teacher; raise RunFolderError if a resumed run had another."""
         before = _read_json(self.path / "config.json").get("learns_from")
         if before not in (None, digest):
             raise RunFolderError(
-                f"{self.path} cannot be resumed: the data or the teacher are not those that it "
-                "began with. Restore them, or start a new run without --resume"
+                f"{self.path} cannot be resumed: the data or the teacher has changed since the "
+                "run began. Restore them, or start a new run without --resume"
             )
         self.update_json("config.json", learns_from=digest)
 
     def check_code(self, own: Mapping[str, tuple[Path, str]]) -> None:
-        """Record the code of the user's classes; raise RunFolderError if it has changed.
+        """Store digests of the files that define user classes; raise RunFolderError if one changed.
 
         Args:
             own: import path of each user class -> the file that defines it, and its digest.
@@ -162,14 +162,14 @@ class RunFolder:
         for name, (file, digest) in own.items():
             if before.get(name, digest) != digest:
                 raise RunFolderError(
-                    f"{self.path} cannot be resumed: {file}, where {name} comes from, has changed "
-                    "since it began. Restore it, or start a new run without --resume"
+                    f"{self.path} cannot be resumed: {file}, which defines {name}, has changed "
+                    "since the run began. Restore the file, or start a new run without --resume"
                 )
         digests = {name: digest for name, (_, digest) in own.items()}
         self.update_json("config.json", own_code=before | digests)
 
     def update_json(self, name: str, **values: Any) -> None:
-        """Add values to a JSON file of the run."""
+        """Add or replace values in the JSON file `name` of the run folder."""
         if not self.writes:
             return
         path = self.path / name
@@ -177,33 +177,33 @@ class RunFolder:
         atomic_write_json(path, before | values)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Append a line to `metrics.jsonl`; NaN and infinity become null."""
+        """Append a row to `metrics.jsonl`, with null in place of NaN and infinity."""
         if not self.writes:
             return
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(row)) + "\n")
 
     def count_events(self) -> int:
-        """Return the number of the guard's events, including those before a resume."""
+        """Return the number of events in `events.jsonl`, including events from before a resume."""
         with open(self.path / "events.jsonl", encoding="utf-8") as file:
             return sum(1 for _ in file)
 
     def save_checkpoint(self, step: int, tensors: dict[str, Any]) -> Callable[[], None]:
-        """Start writing `checkpoint/step_N.pt` and its checksum; the previous one is kept.
+        """Start writing `checkpoint/step_N.pt` and its checksum; keep the previous checkpoint.
 
-        A thread writes a copy in host memory, one checkpoint at a time. If there is no memory for
-        a copy, the caller waits.
+        A thread writes a copy of the tensors in host memory, one checkpoint at a time. If the copy
+        does not fit into memory, this method returns after the checkpoint is written.
 
         Args:
-            step: steps done.
-            tensors: tensors and numbers in plain containers.
+            step: number of steps done.
+            tensors: tensors and numbers in dictionaries, lists and tuples.
 
         Returns:
-            A function that waits until the checkpoint is on disk, and raises its errors.
+            A function that waits until the checkpoint is on disk; it raises errors of the write.
 
         Raises:
-            OSError: the previous checkpoint, or without memory for a copy this one, could not be
-                written.
+            OSError: the previous checkpoint could not be written, or this one, if its copy does not
+                fit into memory.
         """
         if not self.writes:
             return lambda: None
@@ -214,12 +214,12 @@ class RunFolder:
         state = _on_host(tensors) if has_room else tensors
         self._writing = self._writer.submit(self._write_checkpoint, step, state)
         if not has_room:
-            logger.info("training waits for checkpoints: a copy takes %.3g GiB", size / 2**30)
+            logger.info("training waits: no memory to copy a %.3g GiB checkpoint", size / 2**30)
             self._written()
         return self._written
 
     def _written(self) -> None:
-        """Wait for the checkpoint that is being written, and raise its error once."""
+        """Wait for the checkpoint that is being written, and raise the error of that write."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -234,10 +234,10 @@ class RunFolder:
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
     def load_checkpoint(self) -> tuple[int, dict[str, Any]]:
-        """Return step and tensors of the newest intact checkpoint; step 0 and {} without one.
+        """Return the step and tensors of the newest intact checkpoint, or (0, {}) if there is none.
 
         Raises:
-            RunFolderError: it has the format of another version of the library.
+            RunFolderError: another version of the library wrote it in another format.
         """
         self._written()
         for partial in list(self.path.rglob(".*.tmp")):  # left by a killed run
@@ -248,7 +248,7 @@ class RunFolder:
         for path in sorted(self._checkpoints.glob("step_*.pt"), reverse=True):
             try:
                 if path.with_suffix(".sha256").read_text() != sha256_file(path):
-                    raise CorruptFileError(f"{path} has changed: its checksum does not match")
+                    raise CorruptFileError(f"{path} is damaged: its checksum does not match")
                 content = load_tensors(path)
             except (CorruptFileError, FileNotFoundError) as error:
                 logger.warning("falling back to the checkpoint before %s: %s", path.stem, error)
@@ -257,16 +257,16 @@ class RunFolder:
             if content.get("format") != CHECKPOINT_FORMAT:
                 raise RunFolderError(
                     f"{path} has format {content.get('format')}, expected {CHECKPOINT_FORMAT}: it "
-                    f"was written by ssl_kd {content.get('version')}. Install that version to "
-                    "resume it (`commit` in config.json), or start a new run without --resume"
+                    f"was written by ssl_kd {content.get('version')}. To resume the run, install "
+                    "that version (`commit` in config.json); or start a run without --resume"
                 )
             return content["step"], content["tensors"]
         return 0, {}
 
     def rewind(self, step: int) -> None:
-        """Drop the logs' lines after `step`, which will be logged again.
+        """Remove log lines of steps after `step`, because these steps will be logged again.
 
-        A finished run that is extended becomes unfinished.
+        If a finished run is extended, also rename `metrics.json`, so that the run is unfinished.
         """
         if not self.writes:
             return
@@ -292,7 +292,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in plain containers."""
+    """Yield all tensors in nested dictionaries, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -301,7 +301,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _on_host(value: Any) -> Any:
-    """Copy tensors and containers to CPU memory, where later steps do not change them."""
+    """Copy tensors and their containers to CPU memory, so that later steps do not change them."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
@@ -312,7 +312,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
+    """Replace NaN and infinity, which JSON cannot represent, with None."""
     if isinstance(value, Mapping):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -321,7 +321,7 @@ def _finite(value: Any) -> Any:
 
 
 def _step(line: bytes) -> int | None:
-    """Return the step of a line of a log; None if it is damaged, as by a kill while writing."""
+    """Return the step of a log line; None if the line is damaged, for example by a kill."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -330,7 +330,7 @@ def _step(line: bytes) -> int | None:
 
 
 def _command() -> str:
-    """Return the command that started this process."""
+    """Return the shell command that started this process."""
     script = Path(sys.argv[0])
     if script.name == "__main__.py":
         return shlex.join(["python", "-m", script.parent.name, *sys.argv[1:]])
@@ -357,12 +357,12 @@ def _fresh(runs: Path, run: RunSettings) -> Path:
         raise SettingsError(
             f"RUNS_DIR is {run.runs_dir!r} and RUN_NAME {run.run_name!r}, but {error.filename} "
             f"cannot be made ({error.strerror}): set --runs_dir to a writable folder and "
-            "--run_name to a possible folder name"
+            "--run_name to a valid folder name"
         ) from error
 
 
 def named_by_time(runs: Path) -> Path:
-    """Create and return a new folder for a run without a name."""
+    """Create and return a new folder named after the current time."""
     name, again = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
     while True:
         path = runs / (name if again == 1 else f"{name}_{again}")
@@ -383,10 +383,10 @@ def _to_resume(runs: Path, run: RunSettings) -> Path:
         return path
     paths = [path.parent for path in runs.glob("*/config.json") if not path.parent.is_symlink()]
     unfinished = [path for path in paths if not _finished(path) and not _in_use(path)]
-    # Runs that only lack their report come last.
+    # If all runs are finished, choose among those without a report.
     candidates = unfinished or [path for path in paths if not (path / "report.html").exists()]
     if not candidates:
-        raise RunFolderError(f"there is no unfinished run in {runs} to resume that is not in use")
+        raise RunFolderError(f"no unfinished run in {runs} is free to resume: omit --resume")
     path = max(candidates, key=lambda path: os.path.getmtime(path / "config.json"))
     if _finished(path):
         raise RunFinished(path)
@@ -394,10 +394,10 @@ def _to_resume(runs: Path, run: RunSettings) -> Path:
 
 
 def _extends(path: Path, run: RunSettings) -> tuple[int, int] | None:
-    """Return steps done and wanted of a finished run that is extended; None if it is not.
+    """Return (steps done, steps wanted) for a finished run to extend; None for any other run.
 
     Raises:
-        RunFolderError: its checkpoints are gone.
+        RunFolderError: the checkpoints of the run were removed.
     """
     if run.extended_by is None or not _finished(path):
         return None
@@ -407,8 +407,8 @@ def _extends(path: Path, run: RunSettings) -> tuple[int, int] | None:
         return None
     if not any((path / "checkpoint").glob("step_*.pt")):
         raise RunFolderError(
-            f"{path} is finished, and its checkpoints are gone: there is nothing to continue from. "
-            f"Start a new run, with {path / 'student'} as its student"
+            f"{path} cannot be extended, because its checkpoints are gone: start a new run, with "
+            f"{path / 'student'} as its student"
         )
     return done, total
 
@@ -443,13 +443,13 @@ def _check_same(path: Path, run: RunSettings) -> None:
         rows = " (the rows of all processes)" if run.per_process else ""
         shown = "; ".join(differ).replace("BATCH_SIZE was", f"BATCH_SIZE{rows} was")
         raise SettingsError(
-            f"{path.name} cannot be resumed with other settings: {shown}. Set them as before, or "
+            f"{path.name} cannot be resumed with other settings: {shown}. Change them back, or "
             "start a new run without --resume"
         )
 
 
 def check_version(path: Path, config: Mapping[str, Any], kind: type[RunSettings]) -> None:
-    """Raise RunFolderError if a run's `config.json` has other settings than the class `kind`."""
+    """Raise RunFolderError if the setting names in `config.json` are not those of class `kind`."""
     names = {name.upper() for name in kind.rules()}
     if odd := sorted((config["settings"].keys() ^ names) - kind.obsolete):
         by = f"ssl_kd {config.get('versions', {}).get('ssl_kd')}, commit {config.get('commit')}"
@@ -460,7 +460,7 @@ def check_version(path: Path, config: Mapping[str, Any], kind: type[RunSettings]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that the numbers depend on."""
+    """Return the versions of Python and of packages that affect results, and the thread count."""
     found = {"python": platform.python_version(), "ssl_kd": __version__}
     for name in _VERSIONS:
         try:
@@ -472,7 +472,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit of the working copy that this library runs from, if there is one."""
+    """Return the git commit that this library runs from; None outside a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""The training loop: learn, check, log, evaluate, checkpoint, and stop between two steps."""
+"""Run the training loop: steps, logging, evaluation, checkpoints, and stopping on request."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Pace:
-    """Measures samples or tokens per second, without pauses."""
+    """Measure the samples or tokens processed per second, excluding pauses."""
 
     def __init__(self) -> None:
         self._began, self._n = time.perf_counter(), 0
 
     def add(self, n: int) -> None:
-        """Count this many more."""
+        """Count `n` more samples or tokens."""
         self._n += n
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the block."""
+        """Exclude the time of the `with` block from the measurement."""
         before = time.perf_counter()
         yield
         self._began += time.perf_counter() - before
 
     def per_second(self) -> float:
-        """Return the rate since the last call."""
+        """Return the samples or tokens per second since the last call."""
         now = time.perf_counter()
         rate = self._n / max(now - self._began, 1e-9)
         self._began, self._n = now, 0
@@ -42,42 +42,42 @@ class Pace:
 
 
 class Learner(Protocol[R_co]):
-    """What the loop trains.
+    """Interface of the object that `run_loop` trains.
 
     Attributes:
-        pace: of its steps.
+        pace: measures the speed of its steps.
     """
 
     pace: Pace
 
     @property
     def steps(self) -> int:
-        """Where training ends, exclusive; it may change during training."""
+        """Total number of steps; it may change during training."""
         ...
 
     def learn(self, step: int) -> None:
-        """Do one guarded step, whose random numbers depend on the seed and the step only.
+        """Do one training step, with random numbers that depend only on the seed and the step.
 
         Raises:
-            TooFewHealthyParts: training cannot continue; sick parts are back at their last good
-                state.
+            TooFewHealthyParts: training cannot continue; failed parts of the model were restored to
+                their last good state.
         """
         ...
 
     def look(self, done: int, *, at_once: bool = False) -> None:
-        """Read what the guard recorded, if it is time for that or `at_once`.
+        """Read the faults that the guard recorded, if a reading is due or `at_once` is true.
 
         Raises:
-            TooFewHealthyParts: as `learn`.
+            TooFewHealthyParts: training cannot continue, as in `learn`.
         """
         ...
 
     def before_checkpoint(self, done: int) -> None:
-        """Restore parts that are not finite, so that they are not saved."""
+        """Restore parts with NaN or infinity, so that the checkpoint does not contain them."""
         ...
 
     def record(self, done: int) -> R_co:
-        """Return the log record of the steps since the last one."""
+        """Return the log record of the steps since the last call."""
         ...
 
 
@@ -94,27 +94,27 @@ def run_loop(
     on_checkpoint: Callable[[int], object] = lambda done: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train from step `start` to the learner's end.
+    """Train from step `start` until `learner.steps` steps are done.
 
     Args:
-        learner: changed in place.
+        learner: the object to train; it is changed in place.
         start: number of steps already done.
-        log_every: steps between two calls of `on_log(record)`, which also follows the last step.
-        checkpoint_every: the same for `on_checkpoint(steps done)`.
-        eval_every: the same for `on_eval(steps done)`; None: never.
-        on_log: writes a record.
-        on_eval: evaluates.
-        on_checkpoint: saves, or starts saving and returns a function that waits for the end, which
-            is called before the next checkpoint and before the loop returns.
-        should_stop: called before every step; true saves a checkpoint and returns.
+        log_every: steps between two calls of `on_log(record)`, also called after the last step.
+        checkpoint_every: steps between two calls of `on_checkpoint(steps done)`.
+        eval_every: steps between two calls of `on_eval(steps done)`; None to never call it.
+        on_log: writes a log record.
+        on_eval: evaluates the model.
+        on_checkpoint: saves a checkpoint, or starts to save one and returns a function that waits
+            for it. That function is called before the next checkpoint and before the loop returns.
+        should_stop: called before every step; if true, a checkpoint is saved and the loop returns.
 
     Returns:
         The number of steps done.
 
     Raises:
-        TooFewHealthyParts: training cannot continue; the last good state was saved.
+        TooFewHealthyParts: training cannot continue; a checkpoint of the last good state was saved.
         OSError: a checkpoint could not be written. After the last step this is only a warning,
-            because the caller still saves what was trained.
+            because the caller still saves the trained model.
     """
     pending: list[Callable[[], object]] = []
 

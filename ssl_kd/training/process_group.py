@@ -1,4 +1,4 @@
-"""The processes of one job: what they exchange, and the run folder that the first one writes."""
+"""Exchange values among the processes of a job, and share the run folder that rank 0 writes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 
 class ProcessGroup:
-    """The ranks of `torch.distributed` if it is initialized; else this process alone.
+    """Collective operations over the `torch.distributed` ranks, or over a single process.
 
-    All ranks must create it and call its methods at the same points. Whatever waits for another
-    rank raises RankLost if that rank does not respond.
+    All ranks must create the object and call its methods in the same order. A method that waits
+    for another rank raises RankLost if that rank does not respond.
 
     Args:
-        device: whose backend is used.
+        device: the backend for this device is used.
 
     Attributes:
-        rank: of this process, from 0.
+        rank: number of this process, from 0.
         world: number of processes.
     """
 
@@ -42,24 +42,24 @@ class ProcessGroup:
         self.world = 1 if self._agreement is None else self._agreement.world
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Raise RankLost, naming `what` was waited for, if the group fails in the block."""
+        """Raise RankLost if the group fails in the `with` block; the message names `what`."""
         if self._agreement is None:
             return contextlib.nullcontext()
         return self._agreement.waiting(what)
 
     def sums(self, what: str, *numbers: float) -> list[float]:
-        """Sum numbers over the ranks, sent as float32; `what` names them, the same on all ranks."""
+        """Sum numbers over the ranks in float32; `what` names them, identically on all ranks."""
         if self._agreement is None:
             return [*numbers]
         of_ranks = self._agreement.exchange(what, torch.tensor(numbers, dtype=torch.float32))
         return of_ranks.double().sum(0).tolist()
 
     def means(self, what: str, *numbers: float) -> list[float]:
-        """Average numbers over the ranks, as `sums`."""
+        """Average numbers over the ranks; `what` is as in `sums`."""
         return [number / self.world for number in self.sums(what, *numbers)]
 
     def of_all(self, what: str, value: T) -> list[T]:
-        """Gather a value that can be pickled from each rank, in their order."""
+        """Gather a picklable value from every rank, in the order of the ranks."""
         if self._agreement is None:
             return [value]
         values: list[Any] = [None] * self.world
@@ -68,11 +68,11 @@ class ProcessGroup:
         return values
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a batch: every n-th of n ranks."""
+        """Return this rank's rows of a batch: rows rank, rank + world, rank + 2 world, ..."""
         return rows[self.rank :: self.world]
 
     def any_signal(self, signals: Signals, when: str) -> bool:
-        """Return whether any rank got a signal to stop; all ranks then act on the same one."""
+        """Return whether any rank got a signal to stop; copy that signal to ranks without one."""
         if self._agreement is None:
             return bool(signals.caught)
         own = torch.tensor([float(*signals.caught[:1])])
@@ -83,7 +83,7 @@ class ProcessGroup:
         return bool(caught)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients over the ranks, in place; a missing one counts as 0."""
+        """Sum the gradients over the ranks, in place; a gradient that is None counts as 0."""
         if self._agreement is None:
             return
         parameters = list(parameters)
@@ -97,10 +97,10 @@ class ProcessGroup:
 
 
 class ReadOnlyRunFolder(RunFolder):
-    """The run folder on every rank but the first.
+    """Read the run folder on every rank except rank 0.
 
     Args:
-        path: where the first rank writes it, on a shared file system.
+        path: the folder that rank 0 writes, on a shared file system.
     """
 
     writes = False
@@ -113,10 +113,10 @@ class ReadOnlyRunFolder(RunFolder):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Do nothing: the first rank holds the folder's lock."""
+        """Do nothing, because rank 0 holds the lock of the folder."""
 
     def checkpoint(self, step: int) -> dict[str, Any]:
-        """Return the tensors of the first rank's checkpoint of a step; none at step 0."""
+        """Return the tensors of the checkpoint that rank 0 saved at a step; {} at step 0."""
         if not step:
             return {}
         return load_tensors(self._checkpoints / f"step_{step:09d}.pt", mmap=True)["tensors"]
@@ -124,11 +124,11 @@ class ReadOnlyRunFolder(RunFolder):
 
 @contextlib.contextmanager
 def run_folder(run: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
-    """Open the run's folder on the first rank, and the same one for reading on the others.
+    """Open the run folder for writing on rank 0, and for reading on the other ranks.
 
     Raises:
-        RunFolderError, SettingsError, OSError: as `RunFolder`.
-        RankStopped: the same, on the other ranks.
+        RunFolderError, SettingsError, OSError: on rank 0, as in `RunFolder`.
+        RankStopped: on the other ranks, if rank 0 raised one of these errors.
     """
     with contextlib.ExitStack() as stack:
         opened: list[RunFolder] = []
@@ -142,7 +142,7 @@ def run_folder(run: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
 
 
 def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any]]:
-    """Load the newest checkpoint of the first rank on every rank."""
+    """Load the newest checkpoint that rank 0 saved, on every rank."""
     loaded: list[tuple[int, dict[str, Any]]] = []
 
     def load() -> int:

@@ -1,4 +1,4 @@
-"""The processes that a launcher started: they join, wait for the first one, and end together."""
+"""Connect the processes that a launcher such as torchrun started, and end them together."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from ssl_kd.errors import FAILED, InputError, Interrupted, UserError
 from ssl_kd.guard.agreement import LOST, RankLost
 from ssl_kd.settings.early import LAUNCHERS
 
-if TYPE_CHECKING:  # a torch built without torch.distributed has none of them
+if TYPE_CHECKING:  # not in builds of torch without torch.distributed
     from torch.distributed import (
         Store,  # pyright: ignore[reportPrivateImportUsage]
         TCPStore,  # pyright: ignore[reportPrivateImportUsage]
     )
 
-_JOINED_BY = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
-_POLL = 0.05  # seconds between two looks at rank 0
-_REASON_WAIT = 1.0  # seconds to wait for another rank's reason to stop
-_LINGER = 5.0  # seconds that rank 0 waits for the others to leave
+_JOINED_BY = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
+_POLL = 0.05  # seconds between two checks of the store of rank 0
+_REASON_WAIT = 1.0  # seconds to wait until another rank publishes why it stopped
+_LINGER = 5.0  # seconds that rank 0 waits for the other ranks to leave
 _WAY_OUT = (
-    "A rank died or hangs: its own log has the first error. Start all ranks again; --resume goes on"
-    " from the last checkpoint"
+    "A rank died or hangs: its log shows the first error. Start all ranks again, with --resume to"
+    " continue from the last checkpoint"
 )
 
 T = TypeVar("T")
 
 
 class RankStopped(RankLost):
-    """Another rank stopped first; the message has its reason, and the exit code is the same."""
+    """Another rank stopped first; message and exit code are those of its error."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -52,20 +52,20 @@ class RankStopped(RankLost):
 def refuse_ranks() -> None:
     """Raise InputError if a launcher (torchrun, mpirun, srun) started several processes.
 
-    Each of them would do all the work in its own folder.
+    Without this check, each process would do all the work in a folder of its own.
     """
     if found := _launcher():
         size, count = found
         raise InputError(
             f"This is rank {os.environ.get(LAUNCHERS[size], 'unknown')} of {count} ({size}), but"
             " this command runs in one process on one device. Start it with python alone, without"
-            " torchrun, mpirun or srun; to use several GPUs start one run for each, --device"
+            " torchrun, mpirun or srun; to use several GPUs, start one run per GPU with --device"
             " cuda:0, cuda:1 ..."
         )
 
 
 def _launcher() -> tuple[str, int] | None:
-    """Return the variable by which a launcher announces several processes, and their number."""
+    """Return the environment variable that holds the number of processes, if > 1, and its value."""
     for size in LAUNCHERS:
         count = os.environ.get(size, "")
         if count.isdecimal() and int(count) > 1:
@@ -74,14 +74,14 @@ def _launcher() -> tuple[str, int] | None:
 
 
 def follows() -> bool:
-    """Whether this is one of several processes, but not the first."""
+    """Return whether this is one of several processes and not rank 0."""
     launcher = _launcher()
     return launcher is not None and os.environ.get(LAUNCHERS[launcher[0]], "0") != "0"
 
 
 @contextlib.contextmanager
 def following() -> Iterator[None]:
-    """Log only errors in the block, because the first process logs for all."""
+    """Log only errors in the `with` block, because rank 0 logs for all processes."""
     logger = logging.getLogger("ssl_kd")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -93,28 +93,28 @@ def following() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and the others of its job.
+    """The rank and device of this process, and its connection to the other ranks.
 
     Attributes:
-        rank: of this process, from 0.
+        rank: number of this process, from 0.
         world: number of processes.
-        device: of this process, such as `cpu` or `cuda:1`; for a single process as given.
+        device: device of this process, such as `cpu` or `cuda:1`; may be `auto` if `world` is 1.
     """
 
     rank: int
     world: int
     device: str
-    _stop: Store | None = None  # under torchrun it outlives the ranks
-    _first: Store | None = None  # is in rank 0, so the others notice when that ends
+    _stop: Store | None = None  # under torchrun, this store outlives the ranks
+    _first: Store | None = None  # runs in rank 0, so other ranks notice when rank 0 ends
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on every rank; the others wait without limit.
+        """Run `work` on rank 0 and return its result on every rank, without a time limit.
 
-        Call it on every rank in the same order. The result is pickled, with tensors on the CPU.
+        All ranks must call it in the same order. The result is pickled, with tensors on the CPU.
 
         Raises:
             RankLost: rank 0 died.
-            RankStopped: rank 0 stopped.
+            RankStopped: rank 0 stopped with an error or a signal.
         """
         result: list[Any] = [None]
         if self.rank == 0:
@@ -129,11 +129,11 @@ class Ranks:
         return result[0]
 
     def _wait_for(self, store: Store, key: str) -> None:
-        """Poll for a key that rank 0 sets, so that signals and the end of rank 0 are noticed."""
+        """Wait for a key that rank 0 sets; poll, to notice signals and the end of rank 0."""
         try:
             while not store.add(key, 0):  # does not block in any version of torch
                 if self._stop_reason() is not None:
-                    raise RankLost(f"rank {self.rank} of {self.world} is not needed any more")
+                    raise RankLost(f"rank {self.rank} of {self.world} stops, as another rank did")
                 time.sleep(_POLL)
         except DistError as error:
             raise RankLost(
@@ -141,17 +141,17 @@ class Ranks:
             ) from error
 
     def _lost(self, error: BaseException) -> RankLost | None:
-        """Translate an error of the process group; None for any other error."""
+        """Return a RankLost for an error of the process group; None for any other error."""
         if not isinstance(error, DistError):
             if isinstance(error, UserError) or not isinstance(error, RuntimeError):
                 return None
             if not LOST.search(str(error)):
                 return None
         line = str(error).strip().splitlines()[0].partition(" This is typically")[0].rstrip(".")
-        return RankLost(f"rank {self.rank} of {self.world} lost the others: {line}. {_WAY_OUT}")
+        return RankLost(f"rank {self.rank} of {self.world} lost other ranks: {line}. {_WAY_OUT}")
 
     def _leave(self, patience: float) -> None:
-        """Leave; rank 0 waits for the others, which may still read the reason from its store."""
+        """Leave the job; rank 0 waits up to `patience` seconds for ranks that read its store."""
         assert self._stop is not None
         deadline = time.monotonic() + patience
         with contextlib.suppress(DistError):
@@ -161,7 +161,7 @@ class Ranks:
                 left = self._stop.add("left", 0)
 
     def _stop_reason(self) -> dict[str, Any] | None:
-        """Return rank, reason and exit code of the first rank to stop; None if none has."""
+        """Return the rank, error and exit code of the first rank that stopped; None if none has."""
         assert self._stop is not None
         try:
             if self._stop.add("stops", 0):
@@ -171,7 +171,7 @@ class Ranks:
         return None
 
     def _ended_by(self, error: BaseException) -> RankStopped | None:
-        """Publish why this rank stops, or return an error with the reason of the first to stop."""
+        """Publish why this rank stops, or return the error of a rank that stopped before it."""
         first_error = self.rank == 0 and not isinstance(error, RankLost)
         deadline = time.monotonic() + (0.0 if first_error else _REASON_WAIT)
         while (reason := self._stop_reason()) is None and time.monotonic() < deadline:
@@ -200,18 +200,18 @@ def _code(error: BaseException) -> int:
 
 @contextlib.contextmanager
 def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Ranks]:
-    """Join the process group that torchrun describes, for the block.
+    """Join the process group that torchrun describes, for the `with` block.
 
-    A single process gets no group. Otherwise `torch.distributed` is initialized with gloo for
-    tensors on the CPU and NCCL for those on a GPU, one GPU for each process of a machine.
+    A single process creates no group. Several use gloo for CPU tensors and NCCL for GPU tensors,
+    with one GPU for each process of a machine.
 
     Args:
         device: the setting DEVICE: `auto`, `cpu` or `cuda`.
-        timeout: of a collective; `Ranks.from_first` may wait longer.
+        timeout: time limit of a collective operation; `Ranks.from_first` may wait longer.
 
     Raises:
-        InputError: a launcher without torchrun's variables, another device, or a torch that was
-            built without `torch.distributed`.
+        InputError: torchrun's environment variables are missing, `device` is not one of the
+            above or has too few GPUs, or torch was built without `torch.distributed`.
         RankStopped: another rank stopped before this one.
     """
     launcher = _launcher()
@@ -233,12 +233,12 @@ def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[
     stop = PrefixStore("ends", store)
     ranks = Ranks(rank, world, str(own_device), stop, _store_of_first(rank, stop, timeout))
     try:
-        dist.barrier()  # all are connected to rank 0, so from now on they notice its end
+        dist.barrier()  # from here on, all ranks are connected to rank 0 and notice its end
         yield ranks
     except BaseException as error:
         with _without_sigterm():
             lost = ranks._lost(error)
-            traceback.clear_frames(error.__traceback__)  # they would keep the group alive
+            traceback.clear_frames(error.__traceback__)  # frames would keep the group alive
             other = ranks._ended_by(lost or error) or lost
             _end_group()  # ends collectives in which other ranks wait for this one
             outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -251,10 +251,10 @@ def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[
 
 
 def _end_group() -> None:
-    """End the group, but keep gloo until the call returns.
+    """Destroy the process group, but keep the gloo backend alive until the call returns.
 
-    In torch 2.6 the group ends gloo while it holds Python's lock and waits for gloo's threads, and
-    a thread that has a tensor to free waits for the lock.
+    Otherwise torch 2.6 can deadlock: it holds the GIL and waits for gloo's threads, while such a
+    thread waits for the GIL to free a tensor.
     """
     gloo = dist.group.WORLD and dist.group.WORLD._get_backend(torch.device("cpu"))
     dist.destroy_process_group()
@@ -263,7 +263,7 @@ def _end_group() -> None:
 
 @contextlib.contextmanager
 def _without_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM, which torchrun sends to all ranks when one has died, while ranks end."""
+    """Ignore SIGTERM, which torchrun sends to all ranks after one died, in the `with` block."""
     if threading.current_thread() is not threading.main_thread():  # as Python requires
         yield
         return
@@ -277,7 +277,7 @@ def _without_sigterm() -> Iterator[None]:
 def _store_of_first(rank: int, store: Store, timeout: timedelta) -> TCPStore:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    host = os.environ["MASTER_ADDR"]  # of rank 0
+    host = os.environ["MASTER_ADDR"]  # host of rank 0
     if rank == 0:
         own = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         store.set("port", str(own.port))
@@ -286,10 +286,10 @@ def _store_of_first(rank: int, store: Store, timeout: timedelta) -> TCPStore:
 
 
 def _device(device: str, size: str, count: int) -> torch.device:
-    """Return this process's device; the variable `size` says that `count` were started.
+    """Return the device of this process; `size` is the variable that holds `count`.
 
     Raises:
-        InputError: as `joined`.
+        InputError: as in `joined`.
     """
     if size != "WORLD_SIZE" or any(name not in os.environ for name in _JOINED_BY):
         raise InputError(
@@ -300,22 +300,22 @@ def _device(device: str, size: str, count: int) -> torch.device:
     if not dist.is_available():
         raise InputError(
             f"{count} processes were started ({size}), but torch {torch.__version__} was built"
-            " without torch.distributed, which they need: install a build with it, such as that"
-            " from PyPI, or start one with python alone"
+            " without torch.distributed, which they need: install a build that has it, such as"
+            " the one on PyPI, or start a single process with python"
         )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
         raise InputError(
-            f"DEVICE is {device}, but {count} processes were started: expected auto, cpu or cuda,"
-            " with which each uses another GPU"
+            f"DEVICE is {device}, but {count} processes were started: expected auto, cpu or cuda"
+            " (cuda gives each process a GPU)"
         )
     if device == "cpu":
         return torch.device("cpu")
     local, n_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local >= n_gpus:
         raise InputError(
-            f"process {local} of this machine has no GPU: it has {n_gpus}, counted from 0. Start"
+            f"LOCAL_RANK is {local}, but this machine has {n_gpus} GPUs, one per process: start"
             f" torchrun with --nproc_per_node {n_gpus}, or set --device cpu"
         )
     return torch.device("cuda", local)

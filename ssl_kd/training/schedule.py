@@ -1,4 +1,4 @@
-"""The learning rate over the steps of a run."""
+"""Compute the learning rate at each step of a run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import math
 def learning_rate_at(
     step: int, steps: int, peak: float, warmup_fraction: float, schedule: str = "cosine"
 ) -> float:
-    """Return the learning rate of a step: a linear warm-up to `peak`, then the schedule.
+    """Return the learning rate at a step: a linear warm-up to `peak`, then the schedule.
 
     Args:
-        step: from 0 to `steps - 1`.
+        step: the step, from 0 to `steps - 1`.
         steps: total number of steps.
         peak: the largest learning rate.
-        warmup_fraction: share of the steps that warm up, in [0, 1).
-        schedule: `cosine` or `linear`, down to 0 after the last step; `constant_with_warmup`; or
-            `constant`, without a warm-up.
+        warmup_fraction: fraction of the steps used for the warm-up, in [0, 1).
+        schedule: `cosine` or `linear` (both reach 0 after the last step), `constant_with_warmup`,
+            or `constant` (no warm-up).
     """
     if schedule == "constant":
         return peak

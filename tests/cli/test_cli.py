@@ -359,7 +359,7 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
         (["config", "trian"], "invalid choice: 'trian'"),
         (["train", "--dataset_path", "x"], "Did you mean --dataset?"),
         (["doctor", "gradients", "--model"], "argument --model: expected one argument"),
-        (["replay", "full"], "full is a file of another kind"),
+        (["replay", "full"], "full is not a fault bundle"),
         (["tarin"], "Did you mean train?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

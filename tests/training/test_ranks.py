@@ -41,8 +41,8 @@ def test_a_launcher_without_torchruns_variables_is_refused(monkeypatch, variable
     [
         ("cuda:1", 2, "DEVICE is cuda:1, but 3 processes"),
         ("mps", 0, "DEVICE is mps"),
-        ("auto", 2, "no GPU: it has 2.*--nproc_per_node 2"),
-        ("cuda", 2, "no GPU: it has 2"),
+        ("auto", 2, "has 2 GPUs.*--nproc_per_node 2"),
+        ("cuda", 2, "has 2 GPUs"),
     ],
 )
 def test_a_device_for_all_processes_is_refused(monkeypatch, device, gpus, message):
@@ -115,4 +115,4 @@ def test_the_others_notice_that_the_first_was_killed():
     assert first is None
     for rank, other in enumerate(others, 1):
         assert other[0] is RankLost and other[3] < 20
-        assert f"rank {rank} of 3 " in other[1] and "--resume goes on" in other[1]
+        assert f"rank {rank} of 3 " in other[1] and "with --resume" in other[1]

@@ -556,7 +556,10 @@ def test_a_test_set_named_for_itself_is_scored_whole(settings, tmp_path, digits,
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ({"x": np.ones((4, 64)), "y": [0, 1, 2, 99]}, r"te.npz: labels contain the classes \['99'\]"),
+        (
+            {"x": np.ones((4, 64)), "y": [0, 1, 2, 99]},
+            r"te.npz: labels contain the classes \['99'\]",
+        ),
         ({"x": np.ones((4, 9)), "y": [0, 1, 2, 3]}, "te.npz have 9 dimensions; expected 64"),
         (None, "'.*te.npz' is neither"),
         ("digits", "do not go together"),
