@@ -1,4 +1,4 @@
-"""Make the trainer of the heads, plan its training, and form the answer without labels."""
+"""Create the trainer of the heads, plan its training, and form the clustering without labels."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ssl_kd.vision.train import Gather, Plan
 
 logger = logging.getLogger(__name__)
 
-# Pairs of neighbors that rank the answers: enough to resolve a hundredth of a nat, few enough to
-# hold their embeddings in memory.
+# Pairs of neighbors used to rank the heads: enough to resolve a difference of 0.01 nats, few enough
+# to hold their embeddings in memory.
 CONSENSUS_PAIRS = 20_000
-CONVERGENCE_PAIRS = 4_000  # enough to see whether the heads still learn
-MIN_SAMPLES_PER_CLUSTER = 8  # with fewer the confidence is not calibrated
-SPLIT_ROWS = 100_000  # rows in which heads without a target partition leave no cluster empty
+CONVERGENCE_PAIRS = 4_000  # enough to tell whether the heads still improve
+MIN_SAMPLES_PER_CLUSTER = 8  # with fewer samples, the confidence is not calibrated
+SPLIT_ROWS = 100_000  # rows that fill empty clusters if the heads have no target partition
 MAX_EPOCHS = 200
-# Rows of weights of each head: student, EMA teacher, both moments, and these in their last good
-# state.
+# Copies of the weights of each head: student, EMA teacher, two moments of AdamW, and the last good
+# state of these four.
 STORED_WEIGHTS = 8
-# Range of the answer's temperature, and number of times that the range is halved.
+# Range in which the temperature of the model's output is searched, and the number of bisections.
 COLDEST, HOTTEST, HALVINGS = 0.05, 20.0, 40
 
 
@@ -49,13 +49,13 @@ def make_trainer(
     precision: Precision,
     numbers: range | None = None,
 ) -> HeadTrainer:
-    """Return a trainer of fresh heads, for projected embeddings of width `dim`.
+    """Return a trainer of newly initialized heads, for projected embeddings of width `dim`.
 
-    `numbers` are those of the heads that this process trains; None: all.
+    `numbers` are the numbers of the heads that this process trains; None for all heads.
 
     Raises:
-        ValueError: the head's class cannot be built or does not return logits of clusters, or the
-            heads do not fit into memory.
+        ValueError: the head class cannot be instantiated or does not return logits over clusters,
+            or the heads do not fit into memory.
     """
     make = head_maker(
         heads.head,
@@ -64,7 +64,7 @@ def make_trainer(
         hidden_dim=heads.hidden_dim,
         bottleneck_dim=heads.bottleneck_dim,
     )
-    thresholds = Thresholds(min_parts=-(-heads.n_heads // 4))  # a quarter
+    thresholds = Thresholds(min_parts=-(-heads.n_heads // 4))  # a quarter of the heads
     numbers = range(heads.n_heads) if numbers is None else numbers
     _check_memory(heads, len(numbers), parameters_of(make), precision.device)
     bank = HeadBank(make, len(numbers), numbers.start)
@@ -77,12 +77,12 @@ def make_trainer(
 def _check_memory(
     heads: HeadSettings, n_heads: int, n_parameters: int | None, device: torch.device
 ) -> None:
-    """Raise SettingsError where the weights exceed the free memory of the device."""
+    """Raise SettingsError if the weights exceed the free memory of the device."""
     needed, free = STORED_WEIGHTS * 4 * n_heads * (n_parameters or 0), free_memory(device)
     if needed > free:
         raise SettingsError(
             f"{n_heads} heads of {n_parameters:,} weights need {needed / 2**30:,.1f} GiB "
-            f"with moments, EMA teacher and last good state, and {device} has "
+            f"with moments, EMA teacher and last good state, but {device} has only "
             f"{free / 2**30:,.1f} GiB free: lower HIDDEN_DIM (now {heads.hidden_dim}) or "
             f"N_HEADS ({heads.n_heads})"
         )
@@ -95,9 +95,9 @@ def make_plan(
     gather: Gather,
     of_all_heads: Callable[[Tensor], Tensor] | None = None,
 ) -> Plan:
-    """Return the plan of a training on pairs of `neighbors` `[n, k]`, nearest first.
+    """Return the plan of training on pairs from `neighbors` `[n, k]`, nearest first.
 
-    `of_all_heads` maps `[head]` of the trainer's heads to that of the heads of all processes.
+    `of_all_heads` gathers `[head]` values of all processes, given those of this trainer.
     """
     allowed = mutual_neighbors(neighbors)
     sampler = PairSampler(neighbors, allowed, heads.batch_size, heads.seed)
@@ -119,10 +119,10 @@ def make_plan(
 
 
 class _Judge:
-    """Rank heads by pairs of neighbors.
+    """Score each head by its neighbor information on a sample of neighbor pairs.
 
     Attributes:
-        rows: `[row]` int64, the samples of these pairs.
+        rows: `[row]` int64, the samples in these pairs.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class _Judge:
         self.rows, self._pairs = pairs.unique(return_inverse=True)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Return clusters of the rows `[head, row]`, and information `[head]`, NaN if unhealthy."""
+        """Return the clusters `[head, row]`, and the information `[head]` (NaN if failed)."""
         clusters = head_clusters(self._trainer, self._gather, self.rows)
         state, n_clusters = self._trainer.state, self._trainer.n_clusters
         sound = (state.health.streak == 0) & ~state.health.retired
@@ -153,14 +153,14 @@ def form_answer(
     projection: Projection,
     partition: GraphAnswer | None = None,
 ) -> tuple[ClusterModel, Tensor, Tensor]:
-    """Rank the heads by their information about neighbors, and let the better half vote.
+    """Rank the heads by neighbor information, and build the model in which the better half votes.
 
-    The `partition` that they learned numbers the clusters; without one the best head does, and the
-    confidence is not calibrated. No label is read.
+    The clusters are numbered as in `partition`, which the heads learned. Without it, they are
+    numbered as in the best head, and the confidence is not calibrated. No label is read.
 
     Returns:
-        The model, on the CPU; the numbers of the heads that vote, best first; and of every head,
-        `[head]`, its neighbor information in nats (NaN for one that is not healthy).
+        The model, on the CPU; the numbers of the heads that vote, best first; and the neighbor
+        information of every head in nats, `[head]` (NaN for a failed head).
 
     Raises:
         TooFewHealthyParts: no head is healthy.
@@ -171,7 +171,7 @@ def form_answer(
     order = information.nan_to_num(-1.0).argsort(descending=True)
     order = order[: int(information.isfinite().sum())]
     if not len(order):
-        raise TooFewHealthyParts("no head is healthy, so there is no answer to form")
+        raise TooFewHealthyParts("all heads failed, so there is no clustering: lower LEARNING_RATE")
 
     chosen = order[: -(-len(order) // 2)]  # the better half
     reference = gather(sample_rows(len(neighbors), heads.seed, REFERENCE_ROWS))
@@ -199,7 +199,7 @@ def form_answer(
     _fill_empty(model, x, None if partition is None else partition.clusters)
     if partition is not None:
         _calibrate(model, x, partition.ensemble)
-        if model.splits is not None:  # at that temperature other votes may be equal
+        if model.splits is not None:  # the new temperature can change which votes are equal
             _fill_empty(model, x, partition.clusters)
         model.tree = Tree.fit(x, partition.clusters, partition.levels, n_clusters)
     return model, chosen, information
@@ -207,7 +207,7 @@ def form_answer(
 
 @torch.no_grad()
 def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
-    """Give each cluster that the vote leaves empty a part of another one, by `target` `[n]`."""
+    """Fill each cluster that the vote leaves empty with a part of another, by `target` `[n]`."""
     model.splits = None
     likeliest = torch.cat([model.answer(block).argmax(-1) for block in x.split(ROWS_PER_BLOCK)])
     splits = Splits.fit(x, likeliest, model.n_clusters, target)
@@ -216,8 +216,8 @@ def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
     n_empty = model.n_clusters - len(splits(x, likeliest).unique())
     if n_empty:
         logger.warning(
-            "%d of the %d clusters stay empty: within the others all samples are the same. Ask for "
-            "%d clusters",
+            "%d of the %d clusters stay empty: no other cluster has distinct samples to split. "
+            "Ask for %d clusters",
             n_empty,
             model.n_clusters,
             model.n_clusters - n_empty,
@@ -226,10 +226,10 @@ def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
 
 @torch.inference_mode()
 def _calibrate(model: ClusterModel, x: Tensor, ensemble: Ensemble) -> None:
-    """Set the model's mean confidence to the squared agreement of the voters with the answer.
+    """Set the temperature so that the mean confidence is the squared agreement of the voters.
 
-    Partitions share errors: on 37 sets the mean agreement was 16 points above the accuracy, and its
-    square 11 points from it either way.
+    The partitions share errors: on 37 data sets, the mean agreement was 16 points above the
+    accuracy, and its square differed from the accuracy by 11 points in either direction.
     """
     if len(ensemble.clusters) < MIN_SAMPLES_PER_CLUSTER * model.n_clusters:
         return
@@ -240,14 +240,14 @@ def _calibrate(model: ClusterModel, x: Tensor, ensemble: Ensemble) -> None:
 
 
 def temperature_for(probabilities: Tensor, confidence: float) -> float:
-    """Return the temperature that brings the mean of the largest probabilities to a wanted one.
+    """Return the temperature at which the mean of the largest probabilities is `confidence`.
 
-    `probabilities` are `[n, K]`. A confidence that no temperature from 0.05 to 20 reaches gives the
-    nearest.
+    `probabilities` have shape `[n, K]`. The temperature is at least 0.05 and at most 20, even if
+    the confidence is not reached.
 
     References:
-        Guo et al., On calibration of modern neural networks, ICML 2017, section 4.2; they fit the
-        temperature to labels.
+        Guo et al., On calibration of modern neural networks, ICML 2017, section 4.2 (there, the
+        temperature is fitted to labels).
     """
     low, high = math.log(COLDEST), math.log(HOTTEST)
     for _ in range(HALVINGS):
@@ -258,12 +258,12 @@ def temperature_for(probabilities: Tensor, confidence: float) -> float:
 
 
 def neighbor_information(first: Tensor, second: Tensor, n_clusters: int) -> float:
-    """Return the mutual information between the clusters of samples and of their neighbors, nats.
+    """Return the mutual information of the clusters of samples and of their neighbors, in nats.
 
-    The TEMI loss estimates it; this is its value for a hard partition: high when neighbors share a
-    cluster *and* the clusters are many and even; 0 for a single cluster, at most `log K`. Where
-    heads of nearly the same loss are in different optima, it ranks them better than the loss does.
-    `first` and `second` are int64 `[pair]`.
+    The TEMI loss estimates this value, which is computed here for a hard partition. It is high if
+    neighbors share a cluster and there are many clusters of similar size: 0 for a single cluster,
+    at most `log K`. It ranks heads of nearly equal loss better than the loss does. `first` and
+    `second` are the clusters, int64 `[pair]`.
     """
     cells = torch.bincount(first * n_clusters + second, minlength=n_clusters**2).double()
     joint = cells.view(n_clusters, n_clusters)
@@ -275,15 +275,15 @@ def neighbor_information(first: Tensor, second: Tensor, n_clusters: int) -> floa
 
 
 def vote_tables(clusters: Tensor, anchor: Tensor, n_clusters: int) -> Tensor:
-    """Return the distribution over one partition's clusters of each cluster of each head.
+    """Map each cluster of each head to a distribution over the clusters of a reference partition.
 
-    `clusters` are int64 `[head, n]`, each head's own, and `anchor` `[n]` those of the partition.
-    The row of a cluster that merges two of the partition's is shared between them, so its vote
-    decides neither.
+    `clusters` `[head, n]` are the clusters of each head, and `anchor` `[n]` those of the reference
+    partition, both int64. If a cluster of a head merges two reference clusters, its vote is split
+    between them.
 
     Returns:
-        `[head, cluster, n_clusters]` float32, each row a distribution; uniform for a cluster that
-        the head never uses.
+        float32 `[head, cluster, n_clusters]`, where each row is a distribution; it is uniform for a
+        cluster that the head never uses.
     """
     heads = torch.arange(len(clusters)).unsqueeze(1)
     cells = (heads * n_clusters + clusters) * n_clusters + anchor
@@ -295,9 +295,9 @@ def vote_tables(clusters: Tensor, anchor: Tensor, n_clusters: int) -> Tensor:
 
 @torch.inference_mode()
 def head_clusters(trainer: HeadTrainer, gather: Gather, rows: Tensor) -> Tensor:
-    """Return the cluster that each head's EMA teacher gives to some rows: `[head, row]` int64.
+    """Return the cluster that each head's EMA teacher predicts for `rows`, int64 `[head, row]`.
 
-    `gather` reads projected embeddings.
+    `gather` returns the projected embeddings of given rows.
     """
     weights = trainer.state.teacher
     parameters = trainer.bank.unflatten(weights)

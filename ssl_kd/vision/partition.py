@@ -1,7 +1,7 @@
-"""The partition that the heads learn: a consensus of partitions of neighbor graphs.
+"""Find the partition that the heads learn: a consensus of partitions of neighbor graphs.
 
-There are three views of the samples, because none is best on all features: cosine, Euclidean
-distance, and Euclidean distance after half-whitening, which gives weaker components more weight.
+The graphs use three distances, because none is best for all embeddings: cosine, Euclidean, and
+Euclidean after half-whitening, which gives weak principal components more weight.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Splits
 
-# Neighbors of a sample in the graphs; 15 as in UMAP.
+# Numbers of neighbors per sample in the graphs; 15 is the default of UMAP.
 COSINE_GRAPHS = (10, 15, 20)
 GRAPH_NEIGHBORS = 15
-# Power of the singular values: half-way between unchanged and all equal.
+# Exponent of the singular values to divide by: 0 changes nothing, 1 makes all equal.
 WHITENING = 0.5
-MIN_DIRECTION = 1e-3  # of the strongest: weaker ones are noise that whitening would amplify
+MIN_DIRECTION = 1e-3  # relative to the strongest; whitening would amplify noise in weaker ones
 ROWS = 4096
 
 Gather = Callable[[Tensor], Tensor]
@@ -33,15 +33,13 @@ Gather = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GraphAnswer:
-    """The partition of a graph into K clusters, and the tree of levels around it."""
+    """The consensus partition into K clusters, and coarser and finer levels of it."""
 
     n_clusters: int
-    clusters: Tensor  # `[n]` int64, the consensus
-    ensemble: Ensemble  # the partitions that it was formed from
-    levels: (
-        Tensor  # `[level, n]` int64, finest first: 3 K parts of `clusters`, ... 5 unions of them
-    )
-    number: Evidence | None  # for K; None where it was given
+    clusters: Tensor  # int64 `[n]`, the consensus
+    ensemble: Ensemble  # the partitions that the consensus was formed from
+    levels: Tensor  # int64 `[level, n]`, finest (3 K parts) to coarsest (5 unions of clusters)
+    number: Evidence | None  # evidence for the chosen K; None if K was given
 
 
 def partition_of(
@@ -53,14 +51,14 @@ def partition_of(
     progress: Callable[[int, int], object] = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> GraphAnswer:
-    """Return the best partition of samples into `n_clusters`; for None their number is found.
+    """Return the best partition into `n_clusters`; if None, choose the number of clusters.
 
-    It depends on the samples alone. `neighbors` `[n, k]` are nearest first by cosine, `embeddings`
-    returns those of given rows, and `projected` are the centered ones. `should_stop` is called
-    after each of the partitions; true forms the consensus of those so far.
+    `neighbors` `[n, k]` are sorted by cosine, nearest first; `embeddings` returns the embeddings of
+    given rows; `projected` are the centered embeddings. `should_stop` is called after each
+    partition; if true, the consensus is formed from the partitions so far.
 
     Raises:
-        InputError: there are too few samples to find the number of clusters.
+        InputError: there are too few samples to choose the number of clusters.
     """
     cosine, euclidean, whitened = views(neighbors, embeddings, projected, device)
     together = summed(cosine, euclidean, whitened)
@@ -70,7 +68,7 @@ def partition_of(
         n_clusters = number.n_clusters
     ensemble = form_ensemble(cosine, euclidean, together, n_clusters, progress, should_stop)
     agreed = torch.from_numpy(ensemble.clusters)
-    clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # there may be fewer
+    clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # if fewer
     levels = np.stack(nested_levels(graph, clusters.numpy()))
     return GraphAnswer(n_clusters, clusters, ensemble, torch.from_numpy(levels), number)
 
@@ -78,12 +76,12 @@ def partition_of(
 def views(
     neighbors: Tensor, embeddings: Gather, projected: Tensor, device: torch.device
 ) -> tuple[View, View, View]:
-    """Return the views by cosine, Euclidean distance and half-whitened Euclidean distance."""
+    """Return graphs by cosine, Euclidean distance, and half-whitened Euclidean distance."""
     n = len(projected)
     unit = safe_normalize(embeddings(torch.arange(n)).float())
     k = min(max(COSINE_GRAPHS), n - 1)
     near = neighbors[:, :k]
-    if near.shape[1] < k:  # NEIGHBOURS is smaller
+    if near.shape[1] < k:  # NEIGHBOURS is smaller than k
         near = nearest_neighbors(unit, k, device=device)
     distances = _distances(near, unit).square() / 2  # 1 - cosine
     graphs = {
@@ -102,7 +100,7 @@ def _euclidean(x: Tensor, device: torch.device) -> View:
 
 
 def summed(*views: View) -> sp.csr_matrix:
-    """Return the sum of the graphs of 15 neighbors of several views, `[n, n]`."""
+    """Return the sum of the 15-neighbor graphs of several views, `[n, n]`."""
     first, *others = (view.graphs[GRAPH_NEIGHBORS] for view in views)
     return sum(others, first).tocsr()
 
@@ -114,7 +112,7 @@ def _distances(near: Tensor, x: Tensor) -> Tensor:
 
 
 def _half_whitened(x: Tensor) -> Tensor:
-    """Return centered rows in principal components, each divided by the root of its length."""
+    """Return principal components, each divided by the square root of its standard deviation."""
     spread = (x.T @ x).double() / len(x)
     variances, directions = torch.linalg.eigh(spread)
     lengths = variances.clamp(min=0).sqrt()

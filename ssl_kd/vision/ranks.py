@@ -1,8 +1,8 @@
-"""Train heads in several processes: each trains some, and all exchange the guard's reports.
+"""Train the heads in several processes, which exchange the reports of the guard.
 
-Heads share no weights, so ranks do not wait for each other between two exchanges; only
-INSTANCE_WEIGHT `mean` takes one all-reduce per step. The reports of all ranks decide when to stop,
-whether enough heads are left, and what is logged.
+Each rank trains some of the heads. Heads share no weights, so ranks do not wait for each other
+between exchanges, except for one all-reduce per step with INSTANCE_WEIGHT `mean`. The reports of
+all ranks determine when to stop, whether enough heads are healthy, and the log.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 class HeadRanks:
-    """Divide the heads of a run among its processes, and exchange tensors and reports.
+    """Divide the heads among the processes, and exchange tensors and reports.
 
-    With a single process, methods return their arguments.
+    In a single process, the methods return their arguments unchanged.
 
     Args:
         ranks: the processes.
         n_heads: number of heads in the run.
 
     Attributes:
-        caught: signals that ask this rank to stop.
-        heads: numbers of this rank's heads.
+        caught: numbers of the signals that requested this rank to stop.
+        heads: numbers of the heads of this rank.
 
     Raises:
         InputError: there are more ranks than heads.
@@ -64,11 +64,11 @@ class HeadRanks:
 
     @property
     def stopping(self) -> bool:
-        """Return whether to stop before the next step; several ranks agree on it in `gather`."""
+        """Return whether to stop before the next step; all ranks agree on this in `gather`."""
         return bool(self.caught) if self.ranks.world == 1 else self._agreed_to_stop
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks; all ranks must call this in the same order.
+        """Return the values of all ranks; all ranks must call this method in the same order.
 
         If any rank has caught a signal, all ranks stop before the next step.
         """
@@ -83,7 +83,7 @@ class HeadRanks:
         return [values for _, values in received]
 
     def of_all_heads(self, values: Tensor) -> Tensor:
-        """Concatenate the ranks' `[head]` values to one tensor of all heads."""
+        """Concatenate the `[head]` values of all ranks."""
         return torch.cat(self.gather(values))
 
     def rows_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ class HeadRanks:
     def gather_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Collect the rows of all heads on rank 0, in CPU memory; return {} on other ranks.
 
-        Each row is received directly into its place, so no second copy is needed.
+        Rows are received in place, so no second copy is needed.
         """
         if self.ranks.world == 1:
             return tensors
@@ -113,7 +113,7 @@ class HeadRanks:
     def gather_trainer(self, trainer: HeadTrainer) -> HeadTrainer:
         """Return a trainer of all heads on rank 0, and `trainer` itself on other ranks.
 
-        Only EMA teachers, losses and health are gathered, from which the answer is formed: one
+        Only EMA teachers, losses and health are gathered, which suffice to form the clustering: one
         device may lack the memory for the students and moments of all heads.
         """
         if self.ranks.world == 1:
@@ -131,7 +131,7 @@ class HeadRanks:
         return trainer
 
     def instance_weights(self, agreements: Tensor) -> Tensor | None:
-        """Weight samples by the mean agreement of the teachers of all ranks, in one all-reduce."""
+        """Weight samples by the mean teacher agreement over all ranks, in one all-reduce."""
         healthy = torch.isfinite(agreements).all(-1, keepdim=True)
         sums = agreements.new_empty(agreements.shape[1] + 1)
         sums[:-1] = torch.where(healthy, agreements, 0).sum(0)
@@ -142,7 +142,7 @@ class HeadRanks:
 
 
 class RankHeadsLearner(HeadsLearner):
-    """Train one rank's heads in `run_loop`; rank 0 writes the log for all ranks.
+    """Train the heads of one rank in `run_loop`; rank 0 writes the log for all ranks.
 
     Args:
         ranks: the processes; a signal in `ranks.caught` stops them at the next log record.
@@ -157,21 +157,21 @@ class RankHeadsLearner(HeadsLearner):
         self.trainer.weigh = ranks.instance_weights
         if self.trainer.bank.draws and ranks.leads:
             logger.warning(
-                "The random numbers of dropout depend on the number of processes: results differ "
-                "from those of another number, but are equally good"
+                "The head draws random numbers (dropout), which depend on the number of processes: "
+                "results with another number of processes will differ"
             )
         self._write_events, self.on_events = self.on_events, self._collect
-        # Each event with its position in the log of a single process: look, turn, step, order.
+        # Events with their position in the log of a single process: (look, turn, step, order).
         self._unsent: list[tuple[tuple[int, int, int, int], Event]] = []
         self._tallies: list[tuple[int, Tally]] = []
         self._turn: tuple[int, int] = (0, 0)
         self._gathered: tuple[Tensor, ...] = ()
 
     def look(self, done: int, *, at_once: bool = False) -> None:
-        """Process unread steps as `HeadsLearner` does; at a log record exchange the reports.
+        """Process unread steps as `HeadsLearner` does, and exchange reports at each log record.
 
         Raises:
-            TooFewHealthyParts: too few of all heads are healthy; raised on every rank.
+            TooFewHealthyParts: too few heads over all ranks are healthy; raised on every rank.
             RankLost: another rank does not respond.
         """
         self._turn = (done, 0)
@@ -186,7 +186,7 @@ class RankHeadsLearner(HeadsLearner):
         self._exchange(done)
 
     def escalate(self, done: int) -> tuple[list[Event], str]:
-        """Restore or retire heads, and leave it to the next exchange whether too few are left."""
+        """Restore or retire heads; the next exchange decides whether too few are left."""
         return self.trainer.recovery.escalate(
             done - 1,
             self.trainer.thresholds,
@@ -194,11 +194,11 @@ class RankHeadsLearner(HeadsLearner):
         )
 
     def read_results(self) -> tuple[Tensor, ...]:
-        """Return the results of all heads from the last exchange, as `HeadsLearner` does."""
+        """Return the results of the heads of all ranks, from the last exchange."""
         return self._gathered
 
     def _collect(self, events: list[Event]) -> None:
-        """Queue events with the position that they would have in the log of a single process."""
+        """Queue events with their position in the log of a single process."""
         look, turn = self._turn
         self._turn = look, turn + 1
         for event in events:

@@ -1,4 +1,4 @@
-"""`ssl_kd replay BUNDLE`: run one head's faulty step again, and report the first bad operation."""
+"""Run the faulty step of a head again, and report the first operation that produced NaN or inf."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _REPLAY = {
 
 
 def bundle_of(trainer: HeadTrainer, fault: HeadFault, values: Mapping[str, Any]) -> Bundle:
-    """Return the bundle of a step that skipped a head; `values` are the settings of the run."""
+    """Return a bundle for a step in which a head was faulty; `values` are the run's settings."""
     replay = {
         "mode": "vision",
         "learning_rate": fault.learning_rate,
@@ -59,26 +59,26 @@ def bundle_of(trainer: HeadTrainer, fault: HeadFault, values: Mapping[str, Any])
 
 
 def replay(path: str | Path, *, head: str | None = None, loss: str | None = None) -> Replay:
-    """Run the step of a bundle again, on the CPU, under the microscope.
+    """Run the recorded step on the CPU again, and trace each operation to locate the fault.
 
-    With `INSTANCE_WEIGHT` `mean` the weights are this head's own: they are bounded and sum to one
-    like the mean, so the same values become NaN.
+    With INSTANCE_WEIGHT `mean`, this head's own weights replace the mean over heads. Both are
+    bounded and sum to one, so the same values become NaN.
 
     Args:
-        path: the bundle.
-        head: import path of the head's class. Only this library's own head is imported because the
-            bundle names it; any other must be named here, because an import runs code.
-        loss: import path of the objective's class, named here for the same reason.
+        path: the file of the bundle.
+        head: import path of the head class, required unless the head is part of this library: an
+            import runs code, so a path in the file is not trusted.
+        loss: import path of the objective class, required under the same condition.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptFileError: it is damaged, not a bundle, or of another version's settings.
-        ValueError: the bundle holds no batch or is of another mode, or its head or loss is not this
-            library's and was not named, or cannot be imported.
+        CorruptFileError: the file is damaged, is not a bundle, or has settings of another version.
+        ValueError: the bundle has no batch or is not from a vision run, or a required `head` or
+            `loss` is missing or cannot be imported.
     """
     bundle = load_bundle(path)
     if "replay" not in bundle.settings:
-        raise InputError(f"{path} is not a step that can be run again: it has no replay settings")
+        raise InputError(f"{path} is not a step that can be run again: no replay settings")
     if bundle.left_out:
         raise InputError(
             f"{path} cannot be run again: {', '.join(bundle.left_out)} was over its size limit"
@@ -95,7 +95,7 @@ def replay(path: str | Path, *, head: str | None = None, loss: str | None = None
     ):
         rate = bundle.settings["replay"]["learning_rate"]
         result = trainer.step(views, rate, fixed_targets=bundle.tensors.get("given"))
-    # The views come last: the step leaves out a row that is not finite, so it harms nothing.
+    # Views are checked last: rows with NaN are left out of the step, so they affect no result.
     fault = scope.fault(result.loss, result.grad_norm, views)
     if fault is None and Stage(int(result.stage)).kind.not_finite:
         fault = scope.fault()
@@ -111,7 +111,7 @@ def replay(path: str | Path, *, head: str | None = None, loss: str | None = None
 
 
 def _rows(bundle: Bundle, norm: float) -> tuple[tuple[str, str], ...]:
-    """Return the report's rows about a faulty step without a NaN."""
+    """Return the rows of the report for a faulty step without a NaN."""
     rows = [("seen", f"no NaN or inf; the gradient's norm is {norm:.3g}")]
     stage = Stage.of(bundle.event)
     if stage is Stage.SPIKE:
@@ -123,21 +123,21 @@ def _rows(bundle: Bundle, norm: float) -> tuple[tuple[str, str], ...]:
 
 
 def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | None) -> HeadTrainer:
-    """Return a trainer of the head before the step; raise CorruptFileError if data is missing."""
+    """Return the trainer in its state before the step; raise CorruptFileError on missing data."""
     settings, tensors = dict(bundle.settings), bundle.tensors
     options = settings.pop("replay")
     views, marginal = tensors.get("views"), tensors.get("marginal")
     if not has_fields(options, _REPLAY) or options["student"] not in DTYPES:
-        raise damaged(path, "its replay settings are not those of a step")
+        raise damaged(path, "the replay settings are incomplete or have a wrong type")
     if (
         views is None
         or (views.ndim, views.dtype, views.layout) != (3, torch.float32, torch.strided)
         or len(views) < 2
         or not views.numel()
     ):
-        raise damaged(path, "views are not float32 [view, batch, dim], two views or more")
+        raise damaged(path, "views are not float32 [view, batch, dim] with two views or more")
     if bundle.indices.shape != views.shape[:2] or bundle.indices.dtype != torch.int64:
-        raise damaged(path, "indices are not int64 [view, batch], one for each embedding")
+        raise damaged(path, "indices are not int64 [view, batch], one index per embedding")
     if marginal is None or marginal.ndim != 2 or marginal.shape[1] < 2:
         raise damaged(path, "marginal is not [1, cluster]")
     targets, expected = tensors.get("given"), (*views.shape[:2], marginal.shape[1])
@@ -174,7 +174,7 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
 
 
 def _sample(bundle: Bundle, fault: Fault) -> str:
-    """Return which sample of the data a bad input row is; empty if the input is good."""
+    """Return which sample has NaN or outliers in its embedding; empty if none has."""
     facts = fault.named["input"]
     if fault.poisoned == "input" and facts.first_bad is not None:
         view, position = facts.first_bad[:2]

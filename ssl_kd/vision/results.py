@@ -1,4 +1,4 @@
-"""What a vision run writes: scores of every answer, the assignments, `arrays.npz`."""
+"""Compute and write the results of a vision run: assignments, metrics and `arrays.npz`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def judge(
     stores: Mapping[str, EmbeddingStore],
     trained: TrainedHeads,
 ) -> dict[str, Any]:
-    """Predict every row, score everything, write the files, and return `metrics.json`.
+    """Assign every row, write the result files, and return the content of `metrics.json`.
 
-    Labels are read here for the first time, after the answer has been formed.
+    Labels are first read here, after training, so they cannot influence the clustering.
     """
     model, n_stages = trained.model.to(context.precision.device), len(stores) + 2
     splits: dict[str, SplitAssignments] = {}
@@ -91,7 +91,7 @@ def _table(
     chosen: Tensor,
     baselines: list[Baseline],
 ) -> list[dict[str, Any]]:
-    """Return the rows of one split: the answer, heads, and baselines."""
+    """Return the table of scores for one split: consensus, heads, and baselines."""
     rows, best = [], int(chosen[0])
 
     def row(name: str, values: dict[str, Any], note: str | None = None) -> None:
@@ -120,7 +120,7 @@ def _table(
 def _heads(
     trained: TrainedHeads, clusters: NDArray[np.int64], accuracies: list[float | None]
 ) -> list[dict[str, Any]]:
-    """Return the facts of each head; `clusters` `[head, row]` are those of the scored rows."""
+    """Return the loss, health and scores of each head; `clusters` are `[head, row]`."""
     sizes = evaluate.cluster_sizes(clusters, trained.model.n_clusters)
     loss, health = trained.trainer.state.loss.tolist(), trained.trainer.state.health
     information = trained.information
@@ -141,7 +141,7 @@ def _heads(
 
 
 def _graph(answer: GraphAnswer) -> dict[str, Any]:
-    """Return how far each family of partitions agrees with the answer, and which ones voted."""
+    """Return how well each family of partitions agrees with the result, and which ones voted."""
     ensemble = answer.ensemble
     return {
         "agreement": agreement(ensemble.candidates, ensemble.clusters),
@@ -152,7 +152,7 @@ def _graph(answer: GraphAnswer) -> dict[str, Any]:
 
 
 def _levels(split: SplitAssignments, n_clusters: int) -> list[dict[str, Any]]:
-    """Return the tree's levels, coarsest first: the sizes and the parent of each cluster."""
+    """Return the levels of the tree, coarsest first, with the size and parent of each cluster."""
     levels = {
         f"level_{size}": (size, of) for size, of in zip(split.sizes, split.levels.T, strict=True)
     }
@@ -160,7 +160,7 @@ def _levels(split: SplitAssignments, n_clusters: int) -> list[dict[str, Any]]:
     tree, above = [], None
     for column, (_, of) in sorted(levels.items(), key=lambda level: level[1][0]):
         clusters, first, counts = np.unique(of, return_index=True, return_counts=True)
-        is_cluster = clusters >= 0  # not noise
+        is_cluster = clusters >= 0  # noise is -1
         parents = None if above is None else above[first][is_cluster].tolist()
         level = {"clusters": clusters[is_cluster].tolist(), "sizes": counts[is_cluster].tolist()}
         tree.append({"column": column, **level, "parents": parents})
@@ -169,7 +169,7 @@ def _levels(split: SplitAssignments, n_clusters: int) -> list[dict[str, Any]]:
 
 
 def _calibration(split: SplitAssignments) -> dict[str, Any] | None:
-    """Return the accuracy at each confidence, of samples with a label and a cluster."""
+    """Return accuracy by confidence, over samples that have a label and a cluster."""
     if split.all_labels is None:
         return None
     known = (split.all_labels >= 0) & (split.clusters >= 0)
@@ -180,7 +180,7 @@ def _calibration(split: SplitAssignments) -> dict[str, Any] | None:
 
 
 def _outliers(split: SplitAssignments) -> dict[str, Any]:
-    """Return quantiles of the outlier scores, and the number of noise samples."""
+    """Return the number of noise samples, and quantiles of the outlier scores."""
     values = np.quantile(split.outlier, QUANTILES)
     quantiles = {f"{q:g}": float(value) for q, value in zip(QUANTILES, values, strict=True)}
     return {"noise": int((split.clusters < 0).sum()), "quantiles": quantiles}
@@ -189,7 +189,7 @@ def _outliers(split: SplitAssignments) -> dict[str, Any]:
 def _embedding_scores(
     answer: AnswerSettings, train: SplitAssignments, test: SplitAssignments | None
 ) -> dict[str, Any]:
-    """Return how well labels, if any, can be predicted from the embeddings."""
+    """Return the accuracy of k-NN and a linear probe on the embeddings; None without labels."""
     scores: dict[str, Any] = {"knn_accuracy": None, "linear_probe": None}
     if train.labels is not None:
         held_out: Any = () if test is None or test.labels is None else (test.x, test.labels)
@@ -203,10 +203,10 @@ def _embedding_scores(
 def write_arrays(
     folder: RunFolder, split: SplitAssignments, n_clusters: int, seed: int
 ) -> NDArray[np.int64]:
-    """Write `arrays.npz`: the map of the embeddings, typical samples, the confusion matrix.
+    """Write `arrays.npz`: a 2-D map of the embeddings, typical samples, and a confusion matrix.
 
     Returns:
-        Rows of the typical samples, `[cluster, 8]`, -1 for none.
+        Row numbers of the typical samples, `[cluster, 8]`; -1 fills up small clusters.
     """
     class_names = split.store.class_names
     rows, positions = evaluate.embedding_map(split.x, seed)

@@ -1,4 +1,4 @@
-"""The settings of the vision mode, in groups that check themselves."""
+"""Define and check the settings of the vision mode."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = [
     "VisionSettings",
 ]
 
-# N_CLUSTERS: find the number.
+# Value of N_CLUSTERS: choose the number of clusters from the data.
 AUTO = "auto"
-# Where EMBEDDINGS_DIR auto keeps embeddings.
+# Folder in which EMBEDDINGS_DIR auto caches embeddings.
 EMBEDDINGS = "data/embeddings"
-# Settings for METHOD heads only.
+# Settings that have an effect only with METHOD heads.
 OF_LOSS = ("loss", "beta", "instance_weight")
 
 _OBJECTIVES = " | ".join(f"{name} ({kind.summary})" for name, kind in OBJECTIVES.items())
@@ -34,7 +34,7 @@ _OBJECTIVES = " | ".join(f"{name} ({kind.summary})" for name, kind in OBJECTIVES
 
 @dataclass(frozen=True)
 class DataSettings(Settings):
-    """Which samples are clustered, and where data sets lie."""
+    """Settings of the data set to cluster, and of where it is stored."""
 
     dataset: str = setting(
         "digits",
@@ -69,7 +69,7 @@ class DataSettings(Settings):
 
 @dataclass(frozen=True)
 class TeacherSettings(Settings):
-    """The frozen model that embeds the samples, and the cache of its embeddings."""
+    """Settings of the frozen model that embeds the samples, and of the embedding cache."""
 
     teacher: str = setting(
         "pixels",
@@ -129,24 +129,24 @@ class TeacherSettings(Settings):
 
     @property
     def embeddings_root(self) -> str:
-        """EMBEDDINGS_DIR, or the folder that those chosen automatically are in."""
+        """EMBEDDINGS_DIR; for `auto`, the parent of the automatically named folders."""
         return EMBEDDINGS if self.embeddings_dir == AUTO else self.embeddings_dir
 
     @property
     def extract_options(self) -> dict[str, Any]:
-        """Keyword arguments of an `ssl_kd.vision.extract.Extraction`."""
+        """Keyword arguments for `ssl_kd.vision.extract.Extraction`."""
         force, rebuild = self.force_recompute, self.rebuild_damaged
         return {"workers": self.workers, "force": force, "rebuild": rebuild}
 
 
 @dataclass(frozen=True)
 class EmbeddingSettings(DataSettings, TeacherSettings):
-    """The data and the teacher, from which embeddings are computed."""
+    """All settings that determine the embeddings: data and teacher."""
 
 
 @dataclass(frozen=True)
 class GraphSettings(Settings):
-    """The graph of neighbors, and its number of clusters."""
+    """Settings of the neighbor graph and of the number of clusters."""
 
     pca_dim: int | None = setting(
         256,
@@ -170,7 +170,7 @@ class GraphSettings(Settings):
 
 @dataclass(frozen=True)
 class HeadSettings(RunSettings):
-    """The heads and their training; the seed is that of the run."""
+    """Settings of the heads and of their training."""
 
     method: str | None = setting(
         None,
@@ -264,19 +264,19 @@ class HeadSettings(RunSettings):
 
     @property
     def bottleneck_dim(self) -> int:
-        """Width of a head's bottleneck, before its last layer: half of HIDDEN_DIM."""
+        """Width of the bottleneck before the last layer of a head: half of HIDDEN_DIM."""
         return max(1, self.hidden_dim // 2)
 
     @property
     def by_graph(self) -> bool:
-        """Whether the clusters come from the graph of neighbours; else the heads find them."""
+        """Whether the clusters come from the neighbor graph, and not from the heads."""
         return self.method == "graph" or (self.method is None and not self._of_loss_changed())
 
     def _of_loss_changed(self) -> list[str]:
         return [name for name in OF_LOSS if getattr(self, name) != getattr(type(self), name)]
 
     def check_together(self) -> None:
-        """Raise SettingsError where settings that are fine alone do not fit together."""
+        """Raise SettingsError if individually valid settings contradict each other."""
         super().check_together()
         changed = self._of_loss_changed()
         if self.method == "graph" and changed:
@@ -291,7 +291,7 @@ class HeadSettings(RunSettings):
 
 @dataclass(frozen=True)
 class AnswerSettings(RunSettings):
-    """The answer, and the files of the run."""
+    """Settings of the clustering result and of the files that a run writes."""
 
     extend: str | None = setting(
         None,
@@ -323,7 +323,7 @@ class AnswerSettings(RunSettings):
 
 @dataclass(frozen=True)
 class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSettings):
-    """Every setting of `train.py`; `config.py` holds the same names in UPPER_CASE."""
+    """All settings of `train.py`; `config.py` holds the same names in UPPER_CASE."""
 
     free_on_resume: ClassVar[frozenset[str]] = RunSettings.free_on_resume | {
         "checkpoint_every",
@@ -336,7 +336,7 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
         "workers",
     }
 
-    # Each process trains some heads on whole batches: BATCH_SIZE is that of a device already.
+    # Each process trains some heads on whole batches, so BATCH_SIZE is already per device.
     aliases: ClassVar[Mapping[str, str]] = {
         name: field for name, field in RunSettings.aliases.items() if name != "warmup_ratio"
     }
@@ -350,16 +350,16 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
                 lr_* warmup_fraction warmup_ratio warmup_steps""",
             "The optimizer is AdamW; --learning_rate sets its rate.": """
                 adam_* optim optim_* weight_decay""",
-            "A run evaluates once, after its last step; --log_every is for the losses.": """
+            "A run evaluates once, after its last step; --log_every only logs the losses.": """
                 eval_* greater_is_better load_best_model_at_end metric_for_best_model
                 per_device_eval_batch_size""",
             "TensorBoard's files are always written, into tensorboard/ of the run's folder.": """
                 project report_to trackio_*""",
-            "Use --workers for the number of threads; their order never matters.": """
+            "Use --workers to set the number of threads.": """
                 dataloader_* dataloader_in_order dataloader_num_workers
                 dataloader_persistent_workers""",
             "A step is one batch: change --batch_size.": "gradient_accumulation_steps",
-            "There is none: small heads are trained on embeddings of --dataset.": """
+            "It does not apply: small heads are trained on precomputed embeddings.": """
                 activation_* gradient_checkpointing gradient_checkpointing_kwargs
                 length_column_name liger_* remove_unused_columns torch_* use_cache
                 use_liger_kernel""",
@@ -368,7 +368,7 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
 
     @property
     def searches_graph(self) -> bool:
-        """Whether the graph of neighbours is searched, for the clusters or for their number."""
+        """Whether the neighbor graph is needed, for the clusters or for their number."""
         return self.by_graph or self.n_clusters == AUTO
 
     first: ClassVar[tuple[str, ...]] = tuple(

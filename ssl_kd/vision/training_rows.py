@@ -1,4 +1,4 @@
-"""The rows of a store that the heads are trained on, projected: all, or a sample of them."""
+"""Choose the rows of a store that the heads are trained on, and read their projections."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ssl_kd.vision.pairs import sample_rows
 from ssl_kd.vision.train import Gather
 
 PROJECTION_ROWS = 10_000
-# Samples whose graph is searched: enough for any number of distinct clusters, few enough to compare
+# Samples in the neighbor graph: enough for any number of distinct clusters, few enough to compare
 # all pairs.
 GRAPH_ROWS = 10_000
-MAX_BYTES_IN_MEMORY = 2 * 2**30  # of projected embeddings; more are read from the disk
-COPY = 1e-5  # relative to the mean distance from the mean: a row this near to another is a copy
-MIN_DISTINCT = 64  # rows; with fewer no copy is left out
+MAX_BYTES_IN_MEMORY = 2 * 2**30  # larger ones are read from disk and projected on demand
+COPY = 1e-5  # rows this close are copies, relative to the RMS distance from the mean
+MIN_DISTINCT = 64  # with fewer distinct rows, copies are kept
 
 
 def training_rows(n: int, read: Gather, seed: int, n_clusters: int | None) -> Tensor:
-    """Return the samples whose graph is searched, int64, in the order of training.
+    """Return the samples to build the neighbor graph of, int64, in the order of training.
 
-    These are the distinct ones, or a random part of many. They are shuffled from an order that
-    depends only on the distance from their mean: neither the order of the samples nor copies change
-    the result. Copies are kept where fewer than `n_clusters` samples are distinct.
+    These are the distinct samples, or a random subset of many. They are sorted by the distance
+    from their mean and then shuffled, so neither the input order nor copies change the result.
+    Copies are kept if fewer than `n_clusters` samples are distinct.
     """
     rows = sample_rows(n, seed, GRAPH_ROWS)
     x = (read(rows) + 0.0).contiguous().numpy()  # -0.0 is 0.0
@@ -38,14 +38,14 @@ def training_rows(n: int, read: Gather, seed: int, n_clusters: int | None) -> Te
     order, apart = _by_distance(x, order)
     distinct = np.r_[True, apart > COPY]
     if distinct.sum() >= max(MIN_DISTINCT, n_clusters or 0):
-        order, _ = _by_distance(x, order[distinct])  # from a mean that copies do not move
+        order, _ = _by_distance(x, order[distinct])  # by a mean without copies
     return rows[np.random.default_rng(0).permutation(order)]
 
 
 def _by_distance(x: NDArray, order: NDArray) -> tuple[NDArray, NDArray]:
-    """Sort rows by their distance from their mean; return the distance of each to the one before.
+    """Sort rows by distance from their mean; also return the distances between consecutive rows.
 
-    Distances are in units of the root mean square of those from the mean.
+    These are in units of the root mean square distance from the mean.
     """
     centered = x[order].astype(np.float64)
     centered -= centered.mean(0)
@@ -57,12 +57,12 @@ def _by_distance(x: NDArray, order: NDArray) -> tuple[NDArray, NDArray]:
 
 
 class TrainingRows:
-    """Projected embeddings of the training rows, in memory if they fit, else read from disk.
+    """Read the projected embeddings of the training rows, from memory if they fit, else from disk.
 
     Args:
         store: the embeddings.
-        projection: applied to them.
-        rows: rows of the store to train on, in this order; None: all.
+        projection: applied to the embeddings.
+        rows: rows of the store to train on, in this order; None for all rows.
     """
 
     def __init__(self, store: EmbeddingStore, projection: Projection, rows: Tensor | None) -> None:
@@ -78,14 +78,14 @@ class TrainingRows:
         searches_graph: bool,
         n_clusters: int | None,
     ) -> TrainingRows:
-        """Choose the rows, and fit the projection to them or to a sample of them."""
+        """Choose the training rows, and fit the projection to them or to a sample."""
         rows = training_rows(store.n, store.gather, seed, n_clusters) if searches_graph else None
         sample = sample_rows(store.n, seed, PROJECTION_ROWS) if rows is None else rows
         return cls(store, Projection.fit(store.gather(sample), pca_dim), rows)
 
     @cached_property
     def _in_memory(self) -> Tensor | None:
-        # Not before the first row is read: the search for neighbors needs memory, too.
+        # Computed when the first row is read: before that, the neighbor search needs the memory.
         if self.n * self.projection.dim * 4 > MAX_BYTES_IN_MEMORY:
             return None
         projected = torch.empty(self.n, self.projection.dim)
@@ -98,17 +98,17 @@ class TrainingRows:
         _ = self._in_memory
 
     def embeddings(self, rows: Tensor) -> Tensor:
-        """Return the teacher's embeddings of training rows."""
+        """Return the teacher embeddings of the given training rows, before the projection."""
         return self.store.gather(rows if self.rows is None else self.rows[rows])
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """As `Gather`."""
+        """Return the projected embeddings of the given training rows."""
         if self._in_memory is not None:
             return self._in_memory[rows]
         return self.projection(self.embeddings(rows))
 
     def on(self, device: torch.device) -> Gather:
-        """Return the same on a GPU, where the rows are stored if they take at most half of it."""
+        """Return a reader that keeps the rows on a GPU if they need at most half its memory."""
         projected = self._in_memory
         if projected is None or device.type != "cuda" or 2 * projected.nbytes > free_memory(device):
             return self
