@@ -97,6 +97,7 @@ class _Call:
     kwargs: Mapping[str, Any]
     training: bool
     versions: list[int]
+    buffers: dict[str, Tensor]  # as they were before, because the pass may change them
     random: dict[str, Tensor]
     autocast: dict[str, torch.dtype]
     gradients: dict[int, Tensor] = field(default_factory=dict)  # by the output's number
@@ -261,7 +262,12 @@ def _listening(reference: weakref.ref[Watch]) -> Watch | None:
 def _before(reference: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict) -> None:
     watch = _listening(reference)
     if watch is not None and torch.is_grad_enabled():
-        call = _Call(args, kwargs, module.training, [], _random_states(), _autocast())
+        buffers = {
+            name: buffer.detach().clone()
+            for name, buffer in _inner(module).named_buffers()
+            if module.training and buffer.is_floating_point()
+        }
+        call = _Call(args, kwargs, module.training, [], buffers, _random_states(), _autocast())
         call.versions += _versions(call.inputs)
         watch._calls.append(call)
 
@@ -286,7 +292,7 @@ def _keep_gradient(reference: weakref.ref[_Call], number: int, gradient: Tensor)
 
 
 def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = {name: call.buffers.get(name, b).clone() for name, b in model.named_buffers()}
     output = torch.func.functional_call(model, buffers, call.args, dict(call.kwargs))
     outputs = floating(output)
     ends = [i for i in call.gradients if i < len(outputs) and outputs[i].requires_grad]
@@ -366,7 +372,8 @@ def _named(model: nn.Module, call: _Call) -> dict[str, Tensor]:
     inputs = [x for x in call.inputs if x.is_floating_point() or x.is_complex()]
     named = {f"input {i}": x for i, x in enumerate(inputs)}
     named |= {f"weight {name}": p for name, p in model.named_parameters()}
-    named |= {f"buffer {name}": b for name, b in model.named_buffers() if b.is_floating_point()}
+    buffers = {name: call.buffers.get(name, b) for name, b in model.named_buffers()}
+    named |= {f"buffer {name}": b for name, b in buffers.items() if b.is_floating_point()}
     return named | {f"gradient at output {i}": g for i, g in call.gradients.items()}
 
 

@@ -144,6 +144,8 @@ def test_a_poisoned_weight_and_a_poisoned_row_are_told_apart():
     bad = X.clone()
     bad[2, 1] = math.nan
     assert explain(model, bad).diagnosis.cause.value == "poisoned input row"
+    normalized = network(nn.BatchNorm1d(6))  # whose statistics the bad row makes NaN, too
+    assert explain(normalized, bad).diagnosis.cause.value == "poisoned input row"
     with torch.no_grad():
         next(model[2].parameters())[0, 0] = math.inf
     found = explain(model, X)
