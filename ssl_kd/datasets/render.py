@@ -294,7 +294,7 @@ class _Chat:
         return [] if begin is None or end is None else [(begin, end)]
 
     def _begin(self, i: int, marks: list[_Mark], at: int) -> int | None:
-        """Return where the turn whose first mark is number `at` begins: after its prompt."""
+        """Return the position just after the prompt of the turn that `marks[at]` begins."""
         if i:
             return self._edge(i, marks[at - 1] if at else (0, -1, ""), marks[at][0], prompt=True)
         # The turn is the first message: search for the prompt that follows the last message.

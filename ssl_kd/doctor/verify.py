@@ -160,7 +160,7 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
 
 
 def agreement_table(agreements: Sequence[Agreement]) -> Table:
-    """Return a table of the losses and their differences from the plain way."""
+    """Return a table of the losses, and how far each is from the plain implementation."""
     title = "Losses in nats a token, and differences from the plain ones"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("way", no_wrap=True)

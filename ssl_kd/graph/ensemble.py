@@ -1,8 +1,8 @@
 """Combine partitions from many clustering methods into a consensus.
 
-No method is best on all data: k-means suits directions, spectral clustering manifolds, community
-detection features of photographs, and leaves of a density tree pixels. On other data, the accuracy
-of each method can be twenty points below that of the best one; that of the consensus rarely is.
+No method is best on all data. k-means works best on directions, spectral clustering on manifolds,
+community detection on embeddings of photos, and the leaves of a density tree on pixels. Elsewhere,
+each of them can be twenty points less accurate than the best one; the consensus rarely is.
 """
 
 from __future__ import annotations
@@ -286,10 +286,10 @@ def _joint(candidates: Sequence[Candidate]) -> Any:
 
 
 def aligned(clusters: Ints, answer: Ints) -> Ints:
-    """Renumber clusters `[n]` by the clusters of `answer` `[n]` that share most samples.
+    """Renumber the clusters `[n]` to match those of `answer` `[n]`.
 
-    Clusters are paired one to one by the Hungarian method. Each unpaired cluster gets the number of
-    the answer's cluster with which it shares most samples.
+    Clusters are paired one to one by the Hungarian method, to share as many samples as possible. An
+    unpaired cluster gets the number of the `answer` cluster with which it shares the most samples.
     """
     k, size = int(answer.max()) + 1, int(clusters.max()) + 1
     shared = np.bincount(clusters * k + answer, minlength=size * k).reshape(size, k)

@@ -120,7 +120,7 @@ class Agreement:
         return table[:, 1 : 1 + len(numbers)]
 
     def share(self, what: str, text: str) -> list[str]:
-        """Gather a text of each rank, in rank order; `what` as in `exchange`."""
+        """Gather one text from each rank, in rank order; for `what` see `exchange`."""
         texts: list[str] = [""] * self.world
         with self.waiting(what, always=True):
             dist.all_gather_object(texts, text, group=self.group)

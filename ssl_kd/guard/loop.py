@@ -442,7 +442,7 @@ class Guard:
         return "\n".join([self.recovery.diagnosis(self.steps, events), *self.locator.lines()])
 
     def summary(self) -> str:
-        """Return one line: the share of updates done, and the unhealthy and retired parts."""
+        """Return one line: the share of updates applied, and the unhealthy and retired parts."""
         return self.recovery.summary(self.steps, self.updates, self._terms.health)
 
     def state_dict(self) -> dict[str, Any]:

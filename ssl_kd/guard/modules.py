@@ -1,4 +1,4 @@
-"""Divide a model and its optimizer into parts: snapshot, restore and re-initialize each alone."""
+"""Divide a model and its optimizer into parts that are restored or re-initialized separately."""
 
 from __future__ import annotations
 

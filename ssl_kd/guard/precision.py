@@ -304,7 +304,11 @@ def _run_kernels(place: torch.device, dtype: torch.dtype) -> None:
 
 
 def _try_kernels(place: torch.device, dtype: torch.dtype, info: DeviceInfo) -> None:
-    """Raise UnsupportedDevice if kernels fail, since torch's list of architectures may be wrong."""
+    """Run a few kernels, because torch's list of architectures may be wrong.
+
+    Raises:
+        UnsupportedDevice: a kernel fails.
+    """
     try:
         _run_kernels(place, dtype)
     except RuntimeError as error:

@@ -1,11 +1,11 @@
-"""Run a training script unchanged, and name the operation that first made a NaN or an infinity.
+"""Run a training script unchanged, and name the operation that first produced a NaN or an infinity.
 
     python -m ssl_kd.guard train.py --lr 3
     python -m ssl_kd.guard --on-bad skip -m my_project.train --lr 3
 
-Each model that the script calls gets a `Watch`; each `optimizer.step()` first checks whether the
-loss and all gradients are finite, which waits for the device once. A healthy run computes and draws
-the same numbers as without the guard.
+Each model that the script calls gets a `Watch`. Before each `optimizer.step()`, the loss and all
+gradients are checked for finite values, at the cost of one device synchronization per step. A
+healthy run has the same results and random numbers as without the guard.
 """
 
 from __future__ import annotations

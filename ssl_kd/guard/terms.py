@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class LossTerms:
-    """Keep the health of each loss term by name, and decide which terms a step leaves out.
+    """Track the health of each named loss term, and decide which terms a step leaves out.
 
-    A term with several batches in a step counts once, by its first bad batch. The threshold
-    `max_norm` does not apply to terms; it limits whole parts.
+    A term computed on several batches of a step is bad if any of them is; the first bad batch is
+    reported. The threshold `max_norm` does not apply to terms; it limits whole parts.
 
     Attributes:
-        health: name -> health of that term, tensors `[1]`.
+        health: name of each term -> its health, in tensors of shape `[1]`.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:

@@ -124,13 +124,13 @@ class Watch:
     `Guard(model, optimizer, locate=True)` does this automatically, and
     `python -m ssl_kd.guard train.py` does it for an unchanged script.
 
-    The step is repeated from the model's arguments, so the loop must not have overwritten their
-    tensors; dropout draws the same numbers again, and hooks on modules run again. A model that
-    needs other ranks (FSDP2's sharded weights, SyncBatchNorm) is not run again: use `record` there,
-    which names the module.
+    `explain` runs the model again from its original arguments, so the loop must not overwrite their
+    tensors. Dropout draws the same numbers, and hooks on modules run a second time. A model that
+    communicates with other ranks (FSDP2's sharded weights, SyncBatchNorm) is not run again; with
+    `record=True`, `explain` names its module instead of the operation.
 
     Until `forget`, the arguments and output gradients of the last eight forward passes stay in
-    memory; for a model that returns its own loss, only the loss's gradient.
+    memory. If the model returns its own loss, only the gradient of the loss is kept.
 
     Args:
         model: the module that the loop calls; DistributedDataParallel and compiled models are

@@ -169,7 +169,7 @@ class Sampler:
 
 
 class _Draw:
-    """Mask all scores of a row but that of the drawn token, or of an end if they are not finite."""
+    """Mask all scores but the sampled token's; if scores are not finite, sample the end token."""
 
     def __init__(self, width: int, n: int, seeds: Sequence[int], ends: Tensor) -> None:
         self._width, self._ends = width, ends

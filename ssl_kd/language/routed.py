@@ -112,11 +112,11 @@ class RoutedTeacher:
         student: Answer,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> Iterator[None]:
-        """Update the router once by all batches of a step, and keep it fixed in the block.
+        """Update the router once from all batches of a step; it is fixed in the `with` block.
 
         Args:
             batches: batches of the step.
-            student: function that returns the student's answer to a batch, without gradient.
+            student: function that returns the student's output for a batch, without gradient.
             autocast: function that returns the context in which the student runs.
         """
         if self.router is not None and self.learns:

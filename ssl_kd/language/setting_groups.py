@@ -82,7 +82,7 @@ class TeacherSettings(Settings):
 
     @property
     def to_train(self) -> tuple[str, int] | None:
-        """The size (LAYERSxDIM) and steps of a teacher to train first; None for any other."""
+        """Size (LAYERSxDIM) and steps of the teacher to train first; None if it exists already."""
         if self.teacher_model == "train":
             return TRAINED
         match = re.fullmatch(r"train:(\d+x\d+):([1-9]\d*)", self.teacher_model)

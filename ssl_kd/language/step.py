@@ -333,7 +333,7 @@ class Distiller(Objective):
         return None if fault is None else f"{named_rows(batch.rows)}: {in_words(*fault)}"
 
     def state(self) -> dict[str, Any]:
-        """Return all state of a checkpoint."""
+        """Return all the state that a checkpoint must save."""
         trained = {n: p.detach() for n, p in self.student.named_parameters() if p.requires_grad}
         return {
             "student": trained,

@@ -24,7 +24,8 @@ class LegacyClamp:
 
     Args:
         logits: c, positive.
-        low: lower bound of each token's cross-entropy and T^2 D; None for no bounds.
+        low: lower bound of each token's cross-entropy and of its distillation term (temperature
+            squared times the divergence); None for no bounds.
         high: upper bound of the same terms; None if `low` is None.
 
     Raises:

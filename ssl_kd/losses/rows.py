@@ -81,7 +81,7 @@ class Outside:
 
     Attributes:
         entries: `[k]`, indices of the excluded entries.
-        at: `[n, k]` bool, whether the entry is excluded at the token; None if at all tokens.
+        at: `[n, k]` bool, whether the entry is excluded at the token; None: at every token.
     """
 
     entries: Tensor

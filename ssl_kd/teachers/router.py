@@ -132,7 +132,7 @@ class RouterStep:
                 KL(p || q), such as `token_kd(p_logits, q_logits, divergence="reverse_kl")`, without
                 gradient to q.
             mask: boolean `[batch, token]`, the real tokens; None if all are real.
-            step: number of the step, for the event.
+            step: number of the step, for the event that reports bad gradients.
 
         Raises:
             ValueError: the objective did not run the teacher, or ran it without gradients.
@@ -160,12 +160,12 @@ class RouterStep:
 
     @torch.no_grad()
     def update(self, loss: Tensor, gates: Gates, *, step: int = 0) -> RouterRecord:
-        """Check the gradients from `backward`, and update the routers by them.
+        """Check the gradients that `backward` computed, and update the routers with them.
 
         Args:
             loss: loss that the gradients belong to.
             gates: gates of the forward pass.
-            step: number of the step, for the event.
+            step: number of the step, for the event that reports bad gradients.
         """
         drift, entropy = (float(x.mean()) for x in (gates.drift(), gates.entropy()))
         record = partial(RouterRecord, loss=float(loss), drift=drift, entropy=entropy)

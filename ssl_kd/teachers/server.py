@@ -141,8 +141,8 @@ class CompletionServer:
             prompt: ids of at least two tokens.
             k: number of tokens; vLLM allows at most its `--max-logprobs`, by default 20.
             vocabulary: number of ids of the teacher's tokenizer.
-            where: name of the prompt for error messages.
-            first: position of the prompt's first token in `where`, for error messages.
+            where: name of the text that the prompt is cut from, for error messages.
+            first: position of the prompt's first token in that text, for error messages.
 
         Raises:
             ServerFailed: the server did not respond in time or refused the request, or its response

@@ -120,7 +120,7 @@ class SplitAssignments:
             yield "".join(",".join(row) + "\n" for row in zip(*texts, strict=True))
 
     def batches(self, split: str, schema: arrow.Schema) -> Iterator[arrow.RecordBatch]:
-        """Yield the row groups of the split for Parquet; unknown columns are null."""
+        """Yield the split as Parquet row groups; columns of the schema without data are null."""
         for block in self.blocks(split, ROWS_PER_GROUP):
             nulls = [None] * len(block["file"])
             arrays = [arrow.array(block.get(f.name, nulls), f.type) for f in schema]

@@ -155,12 +155,12 @@ def form_answer(
 ) -> tuple[ClusterModel, Tensor, Tensor]:
     """Rank the heads by neighbor information, and build the model in which the better half votes.
 
-    The clusters are numbered as in `partition`, which the heads learned. Without it, they are
-    numbered as in the best head, and the confidence is not calibrated. No label is read.
+    Clusters are numbered as in `partition`, which the heads were trained on, or as in the best head
+    if it is None; the confidence is then not calibrated. Labels are not read.
 
     Returns:
         The model, on the CPU; the numbers of the heads that vote, best first; and the neighbor
-        information of every head in nats, `[head]` (NaN for a failed head).
+        information of every head, `[head]`, in nats (NaN for an unhealthy head).
 
     Raises:
         TooFewHealthyParts: no head is healthy.

@@ -100,7 +100,7 @@ def _euclidean(x: Tensor, device: torch.device) -> View:
 
 
 def summed(*views: View) -> sp.csr_matrix:
-    """Return the sum of the 15-neighbor graphs of several views, `[n, n]`."""
+    """Return the sum of the 15-nearest-neighbor graphs of several views, `[n, n]`."""
     first, *others = (view.graphs[GRAPH_NEIGHBORS] for view in views)
     return sum(others, first).tocsr()
 

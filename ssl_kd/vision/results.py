@@ -120,7 +120,7 @@ def _table(
 def _heads(
     trained: TrainedHeads, clusters: NDArray[np.int64], accuracies: list[float | None]
 ) -> list[dict[str, Any]]:
-    """Return the loss, health and scores of each head; `clusters` are `[head, row]`."""
+    """Return the statistics of each head; `clusters` `[head, row]` has the scored rows only."""
     sizes = evaluate.cluster_sizes(clusters, trained.model.n_clusters)
     loss, health = trained.trainer.state.loss.tolist(), trained.trainer.state.health
     information = trained.information

@@ -150,7 +150,7 @@ class Samples:
         return store
 
     def _labels(self, split: str) -> tuple[Tensor | None, list[str] | None]:
-        """Return labels and class names of a split from `table`; the cache may have other ones."""
+        """Return labels and class names of a split from `table`; the cache may have others."""
         if "label" not in self.table.column_names:
             return None, None
         texts = sorted(text for text in self.table.column("label").unique().to_pylist() if text)

@@ -263,7 +263,7 @@ class Curation:
             self._content, self._history = content, history
 
     def _completed(self, decision: Line, history: History) -> Line:
-        """Add id, time, the run's digest and numbers of new clusters to a decision."""
+        """Return the decision with an id, the time, the run's digest and ids of new clusters."""
         new, n = history.next_number, len(self.samples)
         if "new" in decision:
             decision = decision | {"new": new}
