@@ -206,11 +206,12 @@ def aligned_blocks(
     teacher_tokenizer: PreTrainedTokenizerFast,
     block_size: int,
 ) -> AlignedBlocks:
-    """Tokenize documents into rows of the same text for a student and a teacher.
+    """Tokenize documents into rows for a student and a teacher, which cover the same text.
 
-    Both tokenizations follow `make_blocks` with `packing=False`. A document that is too long for
-    either one loses the beginning of its prompt, and is split where both have a token boundary.
-    Each further part begins with the token before it, as context that is not a target.
+    Both tokenizations follow `make_blocks` with `packing=False`. If a document is too long for
+    either, the beginning of its prompt is cut off; if it is still too long, it is split where both
+    have a token boundary. Each further part begins with the token before it, as context that is not
+    a target.
 
     Args:
         dataset: texts, or prompts with completions. Chat messages are left out, since the two chat

@@ -153,7 +153,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any) -> Frame:
-        """Create the frame of a tokenizer; raise InputError if the tokenizer has no EOS token."""
+        """Return the special tokens around a document; raise InputError for a tokenizer without EOS."""
         bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
         if end is None:
             raise InputError(
@@ -453,10 +453,10 @@ def in_rows(
 def isolates_documents(model: Any) -> bool:
     """Check whether a model keeps documents that share a row from attending to each other.
 
-    The first document of two rows is changed; the logits of the second document must not change,
-    except for rounding. Models fail if their attention ignores positions, or if they detect packed
-    documents only in batches of one (FlashAttention). They need `packing=False`, and a warning with
-    the reason is logged.
+    Rows of two documents are run twice, with another first document; the logits of the second must
+    be the same except for rounding. Models fail if their attention ignores positions, or if they
+    detect packed documents only in batches of one (FlashAttention). Such a model needs
+    `packing=False`, and a warning with the reason is logged.
 
     Args:
         model: a causal language model of transformers, on any device. The model and all random

@@ -2,7 +2,7 @@
 
 An assistant turn is trained on from the end of the generation prompt to the end of the turn,
 including reasoning, content, tool calls and the end-of-turn token. Two simple methods to locate it
-fail: the first messages alone are not rendered as a prefix of the conversation, since templates
+fail: the first messages, rendered alone, need not be a prefix of the conversation, since templates
 rewrite earlier turns (Qwen3 and gpt-oss drop reasoning, Mistral moves the tools), and contents
 cannot be searched for, since they may repeat.
 
@@ -11,8 +11,8 @@ inserted at both ends of each content and reasoning (inside the whitespace that 
 next to the `</think>` at which they split) and after the name of each tool call. Without the marks
 the second text must equal the first, so the marks locate each part of each message. The turn begins
 where the text before its first mark ends with the generation prompt, and ends where the text after
-its last mark stops matching the end of a conversation. If the template has `{% generation %}`
-blocks, these are used instead, without the generation prompt.
+its last mark no longer matches what the template writes after a last turn. If the template has
+`{% generation %}` blocks, these are used instead, without the generation prompt.
 """
 
 from __future__ import annotations

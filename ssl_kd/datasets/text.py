@@ -69,7 +69,7 @@ class TextDataset:
             )
 
     def without(self, held_out: TextDataset) -> TextDataset:
-        """Return this data set without documents that are also in another one.
+        """Return this data set without the documents that `held_out` also contains.
 
         Raises:
             InputError: no document is left.

@@ -377,8 +377,8 @@ def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
 def _ward_costs(joint: Floats) -> Floats:
     """Return Ward's costs of merging two clusters, `[k, k]`, infinite on and below the diagonal.
 
-    The inverse edge weight replaces the distance. The value of the partition would not suffice as a
-    criterion: tiny clusters hardly change it and would never be merged.
+    The inverse edge weight replaces the distance. The loss in the value of the partition is no
+    criterion: it is nearly 0 for tiny clusters, so they would merge with any cluster.
     """
     share = np.maximum(joint.sum(1), LEAST_SHARE)
     both = np.outer(share, share)

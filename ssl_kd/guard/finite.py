@@ -18,8 +18,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def probability_floor(dtype: torch.dtype) -> float:
     """Return the number to add to a probability before a logarithm: `finfo(dtype).eps ** 2`.
 
-    In float32 it is 1.4e-14. It changes the logarithm of a probability of 1e-4 by 1.4e-10, and
-    makes the logarithm of an exact 0 -31.9 instead of -inf.
+    In float32 it is 1.4e-14. It changes log(1e-4) by 1.4e-10, and turns log(0) into -31.9
+    instead of -inf.
     """
     return torch.finfo(dtype).eps ** 2
 

@@ -30,14 +30,16 @@ _SHORTEST = 0.05  # nats by which the running median moves per step once it has 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of parts that decide whether training can continue; add those of several processes.
+    """Counts of parts, by which the guard decides whether training can continue.
+
+    The tallies of several processes are summed.
 
     Attributes:
         parts: all parts.
         active: parts that are not retired.
         late: active parts that were bad for too many steps in a row.
         tried: active parts that were restored and have not recovered since.
-        left: active parts that are not about to be retired.
+        left: active parts that remain, because they are not about to be retired.
     """
 
     parts: int

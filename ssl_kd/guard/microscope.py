@@ -46,8 +46,8 @@ class TensorFacts:
         zeros: number of entries that are exactly 0.
         first_bad: index of the first entry that is not finite; None if all are finite.
         rms: root mean square of the finite entries.
-        outliers: number of entries larger than training makes them: above 1e3 and above 1e4 times
-            the median magnitude of nonzero entries (ignored if 7 of 8 entries are 0).
+        outliers: number of implausibly large entries, whose magnitude is above 1e3 and also above
+            1e4 times the median of the nonzero ones (0 if at least 7/8 of the entries are 0).
         bad_rows: first eight indices of the first dimension with an entry that is not finite.
     """
 

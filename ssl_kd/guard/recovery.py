@@ -26,7 +26,8 @@ class Recovery:
     Args:
         parts: the parts, rows of a matrix or modules.
         health: health of each part; changed in place.
-        shared: parts that the others depend on; they are restored, but not counted as left.
+        shared: parts that the others depend on; they are restored, but not
+            counted among the parts that remain.
         first: index of the first part, if other processes hold the parts before it.
 
     Attributes:
@@ -52,9 +53,9 @@ class Recovery:
         norm: Tensor,
         where: Callable[[int], str] = lambda part: "",
     ) -> list[Event]:
-        """Count the faults of a step, given tensors `[part]`, and return their events.
+        """Count the faults of a step, and return an event for each; the tensors are `[part]`.
 
-        `where` is a function of the part: the ranks that saw its fault, appended to the reason.
+        `where(part)` names the ranks that saw the fault; it is appended to the reason.
         """
         if not stage.any():
             self.counts[:, Stage.HEALTHY] += 1

@@ -83,7 +83,7 @@ def _batch(distiller: Distiller, prepared: Prepared, bundle: Bundle) -> Batch | 
 
 
 def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[str, Any]]:
-    """Return the run's settings, and the recorded dtypes, device and explanation of the step."""
+    """Return the run's settings, and what the bundle says of the step (dtypes, device, fault)."""
     values = dict(bundle.settings)
     recorded = values.pop("replay", None)
     if not isinstance(recorded, dict) or recorded.get("mode") != "language":

@@ -132,7 +132,7 @@ class TeacherSettings(Settings):
 
 @dataclass(frozen=True)
 class StudentSettings(Settings):
-    """Choose the student, which of its weights are trained, and the learning rate."""
+    """Choose the student model, its trainable weights and the learning rate."""
 
     student_model: str = setting(
         "fresh:2x128",

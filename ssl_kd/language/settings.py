@@ -244,7 +244,7 @@ class LanguageSettings(
 
 
 def _refuse(*conflicts: tuple[object, str]) -> None:
-    """Raise SettingsError with the first message that follows a true condition."""
+    """Raise SettingsError with the message of the first (condition, message) pair that is true."""
     for conflict, message in conflicts:
         if conflict:
             raise SettingsError(message)

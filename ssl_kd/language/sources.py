@@ -16,7 +16,7 @@ the flattened `[batch * token]`."""
 
 
 class Source(Protocol):
-    """Interface of an object that returns teachers' answers to a batch."""
+    """Interface of an object that returns the teachers' outputs for a batch."""
 
     def __call__(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
         """Return answers whose divergences to the student are averaged.

@@ -200,11 +200,11 @@ class TeacherCache(ShardStore):
     def facts(self) -> dict[str, Any]:
         """Return properties of the cache for a report.
 
-        These are `method`, the properties of the method, and means over the real positions:
+        These are `method`, the properties of the method, and means over all tokens without padding:
         `bytes_per_token` on disk (without the output head), `tail_mass` of the tokens that are not
-        stored, and `fidelity_kl` in nats. `fidelity_kl` is the KL from the full to the cached
-        distribution for `topk`, the deviation from 0 of the KL of a student that equals the teacher
-        for `sample`, and 0 for `hidden`.
+        stored, and `fidelity_kl` in nats. With `topk`, `fidelity_kl` is the KL from the full to the
+        cached distribution; with `sample`, the estimated KL of a student that equals the teacher,
+        ideally 0; with `hidden`, 0.
         """
         statistics = self.manifest["statistics"]
         names = ("bytes_per_token", "tail_mass", "fidelity_kl")

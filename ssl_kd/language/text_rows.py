@@ -34,7 +34,7 @@ _CHECKED_ROWS = 4096  # of text, at once
 
 
 def texts_of(text: TextSettings) -> tuple[TextDataset, TextDataset]:
-    """Return the training text and the held-out text, without a common document."""
+    """Return the training text and the held-out text, which have no document in common."""
     read = partial(open_text, field=text.text_field)
     if text.eval_path is None:
         train_set = read(text.data_path, "train")

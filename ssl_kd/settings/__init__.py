@@ -200,7 +200,7 @@ class Settings:
 
     @classmethod
     def of_all(cls, name: str, value: Any) -> Any:
-        """Return the total over all processes if the name stands for a value per process.
+        """Return the value for all processes: the total if the name is that of a per-process value.
 
         The number of processes is WORLD_SIZE, which torchrun sets.
         """

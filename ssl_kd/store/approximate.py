@@ -296,7 +296,7 @@ def _fill(index: Any, store: EmbeddingStore, work: Path) -> None:
 
 
 def _probes(index: Any, x: Tensor, neighbors: Tensor) -> int:
-    """Return how many cells contain the fraction `SOUGHT` of the neighbors of rows `[b, D]`."""
+    """Return how many cells must be searched to find `SOUGHT` of the neighbors of rows `[b, D]`."""
     cells = index.quantizer.search(neighbors.numpy(), 1)[1].reshape(len(x), -1, 1)
     ranks = [
         (index.quantizer.search(row[None], index.nlist)[1] == cell).argmax(1)

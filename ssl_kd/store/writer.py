@@ -284,7 +284,7 @@ class ShardWriter(Generic[S]):
     def _recover_shard(
         self, entry: Manifest, manifest: Manifest, place: Path
     ) -> list[Exception] | None:
-        """Accept an intact shard and return None; otherwise return why to recompute it."""
+        """Accept an intact shard and return None, or return the reasons to recompute the shard."""
         if any(map(self._back, entry["unreadable"])):
             return []
         faults: list[Exception] = []

@@ -28,7 +28,7 @@ _ADDRESS = re.compile(
 
 
 class Answer(NamedTuple):
-    """A response; after a status other than 2xx, `content` has only the first bytes."""
+    """A response; if its status is not 2xx, `content` holds only the beginning of the body."""
 
     status: int
     reason: str

@@ -157,12 +157,12 @@ def add_lora(model: Any, rank: int, alpha: float = 16.0, *, seed: int = 0) -> An
 
 
 def freeze_tower(model: Any, *, images: bool) -> None:
-    """Choose the trained weights of a model of images and text; other models are not changed.
+    """Select the weights of a vision-language model that are trained; leave other models unchanged.
 
-    The language part is trained, the projector only with images, and the vision tower never.
+    The language model is trained, the projector only if there are images, the vision tower never.
 
     Args:
-        model: model of transformers without adapters, changed in place.
+        model: a transformers model without adapters, changed in place.
         images: whether the training data contain images.
     """
     if not sees(model):

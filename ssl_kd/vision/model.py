@@ -384,7 +384,7 @@ class ClusterModel(nn.Module):
         return torch.cat([self._in_tiles(function, block).cpu() for block in blocks])
 
     def _in_tiles(self, function: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
-        """Apply a function to rows padded to whole tiles: bits do not depend on the row count."""
+        """Apply a function to tiles of rows, so that no result depends on the number of rows."""
         padded = nn.functional.pad(block, (0, 0, 0, -len(block) % TILE))
         return function(padded.to(self.weights.device))[: len(block)]
 

@@ -133,7 +133,7 @@ def find_new_clusters(
 
 
 def comparable(old: Tensor, joined: Tensor) -> Tensor:
-    """Select new samples at random, per cluster at most as many as there are old samples.
+    """Select new samples at random, from each cluster at most as many as it has old samples.
 
     Args:
         old: cluster of each old sample `[r]`.
@@ -150,9 +150,10 @@ def comparable(old: Tensor, joined: Tensor) -> Tensor:
 
 
 def _groups(seeds: NDArray, near: NDArray, n: int) -> NDArray:
-    """Return the group of each of n samples, -1 for none: components of mutually near seeds.
+    """Return the group of each of n samples, -1 for none.
 
-    `near` `[n, k]` has the neighbors of each sample; negative numbers are old samples.
+    A group is a connected component of seeds that are neighbors of each other. `near` `[n, k]` has
+    the neighbors of each sample; a negative number stands for an old sample.
     """
     is_seed = np.zeros(n, dtype=bool)
     is_seed[seeds] = True

@@ -282,7 +282,7 @@ def _logging(
 def fault_recorder(
     folder: Path, trainer: HeadTrainer, values: dict[str, Any]
 ) -> Callable[[HeadFault], None]:
-    """Return an `on_fault` that saves the first fault of each head in `faults` of a run folder."""
+    """Return an `on_fault` callback that saves each head's first fault in the run folder."""
     recorder = FlightRecorder(folder / "faults")
 
     def on_fault(fault: HeadFault) -> None:

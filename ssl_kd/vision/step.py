@@ -29,7 +29,7 @@ MARGINAL_MOMENTUM = 0.9  # of the running marginal of the clusters
 
 @dataclass
 class HeadsState:
-    """Hold the state of all heads, one row per head, so that a skipped head keeps every bit.
+    """Hold the state of all heads, one row per head, so that a skipped head stays bit-identical.
 
     Attributes:
         student: `[head, parameter]` float32.
@@ -37,9 +37,9 @@ class HeadsState:
         exp_avg: first moment, `[head, parameter]`.
         exp_avg_sq: second moment, `[head, parameter]`.
         updates: `[head]`, number of updates of the head.
-        marginal: `[head, cluster]`, the objective's running mean.
+        marginal: `[head, cluster]`, running mean of the cluster probabilities, for the objective.
         loss: `[head]`, running mean of the loss over healthy steps.
-        scale: `[head]`, the factor its loss is scaled by (1 unless products run in float16).
+        scale: `[head]`, the factor its loss is scaled by (1 unless matrix products are in float16).
         health: the guard's record of each head.
     """
 

@@ -282,7 +282,7 @@ def _on_cpu(steps: list[_UnreadStep]) -> list[_UnreadStep]:
 
 
 def _read(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy tensors to the CPU bit by bit, waiting for the device once for all of them."""
+    """Copy tensors to the CPU exactly, waiting for the device once for all of them."""
     on_device = [t.flatten().view(torch.uint8) for t in tensors if t.device.type != "cpu"]
     if not on_device:
         return tensors

@@ -120,7 +120,7 @@ class Spacing:
     def measure(
         cls, store: EmbeddingStore, neighbors: Tensor, progress: Progress | None = None
     ) -> Spacing:
-        """Return the spacing of the rows of a store, computed block by block."""
+        """Measure how far each row of a store is from its nearest neighbors, block by block."""
         n, k = neighbors.shape
         nearest, furthest, inverse = np.empty(n), np.empty(n), np.empty(n)
         for rows, _, distance in neighbor_distances(store, neighbors):

@@ -90,8 +90,9 @@ def leaks(
     Args:
         train: n embeddings.
         test: m embeddings by the same teacher.
-        threshold: minimum cosine of copies. None accepts test samples that are closer to a training
-            sample than chance explains, at a false discovery rate of 1 % (see `near_duplicates`).
+        threshold: minimum cosine of a copy. If None, a copy is a test sample that is closer to a
+            training sample than expected by chance, at a false discovery rate of 1 % (see
+            `near_duplicates`).
         progress: called with (test rows done, m).
 
     Returns:
