@@ -153,7 +153,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any) -> Frame:
-        """Return the special tokens around a document; raise InputError for a tokenizer without EOS."""
+        """Return the special tokens around a document; InputError if the tokenizer has no EOS."""
         bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
         if end is None:
             raise InputError(

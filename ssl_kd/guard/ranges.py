@@ -52,7 +52,7 @@ class ModuleRanges:
             self._looks.append((module, torch.linalg.vector_norm(x.detach(), math.inf)))
 
     def origin(self) -> tuple[str, str] | None:
-        """Return the first module with a NaN or infinity in an output, and a sentence on it, or None."""
+        """Return the first module whose output has a NaN or infinity, and a sentence about it."""
         for i, (module, largest) in enumerate(self._looks):
             if not bool(torch.isfinite(largest)):
                 before = self._looks[max(0, i - 3) : i]
