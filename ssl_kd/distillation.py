@@ -239,8 +239,8 @@ def _place(argument: str, texts: Texts) -> str:
     if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
         raise InputError(
             f"{argument} is of type {type(texts).__name__}; expected a path or name, or a list, a "
-            "datasets.Dataset or a data frame of strings or records (of a mapping of splits, pass "
-            "one as texts and one as eval_texts)"
+            "datasets.Dataset or a data frame of strings or records. If you have a mapping of "
+            "splits, pass one split as texts and another as eval_texts"
         )
     content = b"".join(_line(argument, i, text) for i, text in enumerate(texts))
     if not content:

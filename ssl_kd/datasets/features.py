@@ -252,7 +252,7 @@ def as_array(X: Any) -> Any:
         return X
     if X.layout != torch.strided or X.is_quantized or X.is_meta:
         raise TypeError(
-            "the tensor is sparse, quantized or on meta: pass a dense tensor with values"
+            "the tensor is sparse, quantized or on the meta device: pass a dense tensor with values"
         )
     X = X.detach().cpu().resolve_neg()
     known = X.dtype in (torch.float16, torch.float32, torch.float64)

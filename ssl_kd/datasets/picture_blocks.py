@@ -262,7 +262,7 @@ class _Reader:
         if kinds is not None and not torch.equal(
             torch.as_tensor(kinds) > 0, torch.isin(ids, torch.tensor(self.images))
         ):
-            raise self._unfit("marks tokens as images that are not image tokens")
+            raise self._unfit("marks as images some tokens that are not image tokens")
 
     def _unfit(self, why: str) -> InputError:
         name = type(self.processor).__name__

@@ -194,7 +194,7 @@ class Health:
         streak, retired, restored, reinitialised = (column.tolist() for column in columns)
         active = [p for p, gone in enumerate(retired) if not gone and p not in shared]
         if thresholds.stop_after and all(streak[part] >= patience for part in active):
-            raise TooFewHealthyParts(f"no part had a healthy step in the last {patience}")
+            raise TooFewHealthyParts(f"no part had a healthy step in the last {patience} steps")
         actions = {}
         for part in (part for part, gone in enumerate(retired) if late[part] and not gone):
             if not restored[part] or part in shared:

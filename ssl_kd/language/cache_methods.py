@@ -378,7 +378,7 @@ class LastHidden(CacheMethod):
             raise CorruptFileError(f"{file} holds no output head; {_REBUILD}") from error
         if digest != self.head:
             raise CorruptFileError(
-                f"{file} holds another output head than its name says; {_REBUILD}"
+                f"{file} holds a different output head from the one in its name; {_REBUILD}"
             )
         self._weight, self._bias = weight, bias
         return self

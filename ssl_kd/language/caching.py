@@ -125,5 +125,6 @@ def check_divergence(divergence: str, method: str) -> None:
     if method == "sample" and divergence not in known:
         raise SettingsError(
             f"DIVERGENCE is {divergence!r}; expected {' or '.join(known)} with a cache of "
-            "CACHE_METHOD 'sample': change it, or make a cache with CACHE_METHOD 'topk' or 'hidden'"
+            "CACHE_METHOD 'sample': change DIVERGENCE, or make a cache with CACHE_METHOD 'topk' or "
+            "'hidden'"
         )

@@ -116,7 +116,7 @@ def judge_student(prepared: Prepared, judge: LanguageJudge) -> tuple[Row, list[s
     fault = first_fault(student, batches, "student", autocast=autocast, known=known)
     cause = in_words(*fault) if fault else f"its weight {weight} holds NaN or infinity"
     raise InputError(
-        f"the student {prepared.student.name} is not finite before step 0: {cause}. Set"
+        f"the student {prepared.student.name} has NaN or infinity before step 0: {cause}. Set"
         " STUDENT_MODEL to a model with finite weights"
     )
 

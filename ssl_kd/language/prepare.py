@@ -56,7 +56,7 @@ from ssl_kd.teachers.causal import (
 from ssl_kd.teachers.dtypes import Quantization, halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher, RememberedTeacher
 from ssl_kd.teachers.mixture import is_mixture
-from ssl_kd.teachers.student import add_lora, build_student, freeze_tower
+from ssl_kd.teachers.student import add_lora, build_student, check_rank, freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.folder import RunFolder
@@ -148,6 +148,7 @@ def prepare(
     train_set, eval_set = texts_of(settings)
     settings.check_images(train_set.pictured, eval_set.pictured)
     progress("prepare", 1, 3, {"documents": len(train_set)})
+    _check_width(settings.lora_rank, settings.student_model)
     teacher, student = _models(settings, train_set, precision, progress, ranks, models)
     others = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
     teachers = [lm for lm in (teacher, *others) if lm is not None]
@@ -281,8 +282,8 @@ def _absent_teacher(
     if settings.student_model.startswith(("layers:", "fresh:")):
         raise SettingsError(
             f"STUDENT_MODEL is {settings.student_model!r}, which is built from the teacher {name},"
-            " but that cannot be loaded: set STUDENT_MODEL to llama:LAYERSxDIM, or to a saved model"
-            f" with the teacher's tokenizer. ({error})"
+            f" but the teacher cannot be loaded ({error}): set STUDENT_MODEL to llama:LAYERSxDIM,"
+            " or to a saved model with the teacher's tokenizer"
         ) from error
     message = "the teacher %s cannot be loaded: the student learns from TEACHER_CACHE alone, and"
     logger.warning(f"{message} the table has no row of the teacher (%s)", name, error)
@@ -291,6 +292,20 @@ def _absent_teacher(
     except InputError:
         tokenizer = None
     return CausalLM(None, tokenizer, name, weights)
+
+
+def _check_width(rank: int, student: str) -> None:
+    """Raise InputError if LORA_RANK exceeds the width of a student, before any model is loaded."""
+    kind, _, size = student.partition(":")
+    width = size.rpartition("x")[2]
+    if kind in ("fresh", "llama") and width.isdecimal():
+        check_rank(rank, int(width))
+    elif rank and (folder := Path(student).expanduser()).is_dir():
+        try:
+            config = llm_module("transformers").AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError):  # reported when the student is loaded
+            return
+        check_rank(rank, config)
 
 
 def _student(

@@ -321,7 +321,8 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         if len(ids) != n or (labels is not None and labels.shape != (n,)):
             shape = None if labels is None else tuple(labels.shape)
             raise ValueError(
-                f"there are {len(ids)} ids and labels of shape {shape}; expected n = {n} of both"
+                f"ids has {len(ids)} entries, labels has the shape {shape}; expected {n} of both, "
+                "one for each row of the embeddings"
             )
         stored = fingerprint.dtype if dtype is None else str(dtype).removeprefix("torch.")
         if stored not in STORED:

@@ -343,7 +343,11 @@ def _load_processor(transformers: Any, source: str, remote_code: bool) -> Any:
         )
     except Exception as error:  # each kind of processor raises its own exceptions
         _check_remote_code(source, error)
-        logger.warning("%s is used without images: no readable processor (%s)", source, error)
+        logger.warning(
+            "%s is used for text only, because its image processor cannot be loaded (%s)",
+            source,
+            error,
+        )
         return None
     return processor if hasattr(processor, "image_processor") else None  # else a tokenizer
 

@@ -273,7 +273,10 @@ def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> Promp
         raise _Invalid(f"returns prompt_logprobs of {n} tokens; expected {len(prompt)}")
     for token, entry in enumerate(entries[1:], 1):
         if not isinstance(entry, dict) or not entry:
-            raise _Invalid(f"returns no log-probabilities: {short(entry)}", token)
+            raise _Invalid(
+                f"returns no log-probabilities but {short(entry)}; expected {{id: {{...}}}}",
+                token,
+            )
     k, rows, own = min(k, vocabulary), [], []
     for token, entry in enumerate(entries[1:], 1):
         if str(prompt[token]) not in entry:
@@ -310,7 +313,7 @@ def _sorted(entry: Mapping[str, Any], token: int, k: int) -> tuple[list[int], li
             raise _Invalid(message, token)
         if math.isnan(value) or value > TOLERANCE:
             message = f"returns the log-probability {value:g} of the token {name}"
-            raise _Invalid(f"{message}; expected a number up to 0", token)
+            raise _Invalid(f"{message}; expected 0 or less", token)
         candidates.append((int(name), float(value), rank))
     candidates.sort(key=lambda candidate: -candidate[1])
     ranked = [candidate for candidate in candidates if candidate[2] is not None]

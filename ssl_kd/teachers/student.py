@@ -141,7 +141,7 @@ def add_lora(model: Any, rank: int, alpha: float = 16.0, *, seed: int = 0) -> An
     """
     if rank < 1:
         raise InputError(f"LORA_RANK is {rank}; expected at least 1")
-    _check_rank(rank, model.config)
+    check_rank(rank, model.config)
     peft = llm_module("peft")
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -185,11 +185,18 @@ def _trained_linears(model: Any) -> list[str]:
     ]
 
 
-def _check_rank(rank: int, config: Any) -> None:
-    """Raise InputError if adapters have a larger rank than the matrices that they adapt."""
-    towers = [config.get_text_config(), getattr(config, "vision_config", None)]
-    widths = [getattr(tower, "hidden_size", 0) for tower in towers]
-    width = max(width for width in widths if isinstance(width, int)) or rank
+def check_rank(rank: int, config: Any) -> None:
+    """Raise InputError if adapters have a larger rank than the matrices that they adapt.
+
+    Args:
+        rank: rank of the adapters.
+        config: configuration of the model, or its width.
+    """
+    width = config
+    if not isinstance(config, int):
+        towers = [config.get_text_config(), getattr(config, "vision_config", None)]
+        widths = [getattr(tower, "hidden_size", 0) for tower in towers]
+        width = max(width for width in widths if isinstance(width, int)) or rank
     if rank > width:
         raise InputError(
             f"LORA_RANK is {rank:,}; expected at most {width:,}, the width of the model, above "
@@ -447,8 +454,8 @@ def _replaced(folder: Path) -> Iterator[Path]:
     if folder.exists() and any(folder.iterdir()):
         if not any((folder / f).is_file() for f in ("config.json", "adapter_config.json")):
             raise FileExistsError(
-                f"the folder {folder} holds something other than a saved model: name another "
-                "folder, or remove it"
+                f"the folder {folder} holds something other than a saved model: choose "
+                "another folder, or move its content"
             )
     folder.parent.mkdir(parents=True, exist_ok=True)
     tag = secrets.token_hex(4)

@@ -121,7 +121,9 @@ class RunFolder:
         link, new = self.path.parent / "latest", self.path.parent / f".latest.{self.path.name}"
         if link.exists() and not link.is_symlink():
             logger.warning(
-                "%s is not a link, so it is not changed: this run is %s", link, self.path
+                "%s is not a link, so it does not point to this run: this run's folder is %s",
+                link,
+                self.path,
             )
             return
         try:

@@ -231,14 +231,14 @@ def _cache_folder(
     if weights != teacher.weights_id:
         raise RunFolderError(
             f"the teacher {teacher.name} has the weights {teacher.weights_id[:12]}, but "
-            f"{parent.path} was trained with other weights ({weights[:12]}): pass their file by "
-            "--teacher_weights"
+            f"{parent.path} was trained with other weights ({weights[:12]}): pass the "
+            "file of those weights with --teacher_weights"
         )
     digest = fingerprint(dataset, teacher, precision).digest
     if digest in (parent.config["learns_from"], *(e["digest"] for e in parent.extensions)):
         raise RunFolderError(
-            f"{embedding.dataset} holds the same samples as {parent.path}: pass new samples by "
-            "--dataset"
+            f"{embedding.dataset} holds the same samples as {parent.path}: pass new samples "
+            "with --dataset"
         )
     folder = Path(embedding.embeddings_root) / f"extend-{digest[:12]}"
     logger.info("the embeddings of %s are stored in %s", embedding.dataset, folder)

@@ -142,7 +142,7 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
         raise damaged(path, "marginal is not [1, cluster]")
     targets, expected = tensors.get("given"), (*views.shape[:2], marginal.shape[1])
     if targets is not None and (targets.dtype != torch.float32 or targets.shape != expected):
-        raise damaged(path, "given is not float32 [view, batch, cluster]")
+        raise damaged(path, "the tensor `given` is not float32 [view, batch, cluster]")
     if odd := settings.keys() ^ VisionSettings.rules().keys():
         names = ", ".join(sorted(map(str, odd)))
         raise damaged(path, f"its settings are not those of this version: {names}")

@@ -141,9 +141,9 @@ class Samples:
         store = EmbeddingStore.open(folder, name, verify=False)
         if store.n != len(rows) or digest not in (None, store.fingerprint.digest):
             raise RunFolderError(
-                f"{folder} holds embeddings of {store.n} other samples than the {len(rows)} of "
-                f"{self.path}, because a later run replaced them: use a separate --embeddings_dir "
-                "for each data set"
+                f"{folder} holds {store.n} embeddings, but not those of the {len(rows)} samples of "
+                f"{self.path}, which a later run replaced: extract them again, with a separate "
+                "--embeddings_dir for each data set"
             )
         store.relabel(*self._labels(split))
         self._stores[split] = store

@@ -212,7 +212,7 @@ def test_every_head_bad_stops_with_a_diagnosis_and_a_good_checkpoint(
     path = Path(sick.runs_dir) / "a"
     assert code == 3 and "LEARNING_RATE (now 0.004)" in line and "step 80" in line
     assert "test_nan_issues.py" in line and "the loss is not finite" in line
-    assert f"ssl_kd replay {path / 'faults' / 'head-0-step60.pt'} explains" in line
+    assert f"ssl_kd replay {path / 'faults' / 'head-0-step60.pt'}" in line
     assert not (path / "metrics.json").exists()
     last = events(path)[-1]
     assert (last["step"], last["part"], last["action"]) == (79, "run", "stopped")

@@ -281,7 +281,11 @@ def test_fewer_samples_than_clusters_says_what_is_needed(settings, tmp_path, dig
     few = settings(dataset=_features(tmp_path, digits, n), n_clusters=6)
     code, error = train_py(few)
     line = one_line(error)
-    assert code == 2 and "N_CLUSTERS is 6" in line and f"the number of samples, {n}" in line
+    assert (
+        code == 2
+        and "N_CLUSTERS is 6" in line
+        and f"expected 2 to {n}, the number of samples" in line
+    )
     assert no_run(few)
 
 

@@ -83,7 +83,7 @@ def test_the_cache_of_such_a_teacher_is_refused_with_its_weight(world, tmp_path)
     asked = world.settings(
         teacher_model=str(world.spoilt("teacher", poison)), teacher_cache=str(tmp_path / "cache")
     )
-    with pytest.raises(InputError, match=rf"gives NaN .* teacher weight {UP} came in not finite"):
+    with pytest.raises(InputError, match=rf"is NaN .* teacher weight {UP} came in not finite"):
         cache_teacher(asked)
 
 
@@ -141,7 +141,7 @@ def test_a_student_that_is_not_finite_is_refused(world, distill, changes):
     folder = world.spoilt("student", poison)
     code, error = distill(world.settings(student_model=str(folder), **changes))
     line = one_line(error)
-    assert code == 2 and f"the student {folder} is not finite before step 0" in line
+    assert code == 2 and f"the student {folder} has NaN or infinity before step 0" in line
     assert f"student weight {UP} came in not finite" in line and "use another copy" in line
     assert "attend to each other" not in error
     assert no_run(world.settings())

@@ -98,5 +98,5 @@ def test_a_field_that_holds_the_text(settings, tmp_path, tiny):
     folder = run(settings(data_path=str(path), text_field="body", max_steps=1))
     documents = json.loads((folder / "config.json").read_text())["data"]["documents"]
     assert 40 < documents < 60
-    with pytest.raises(ValueError, match="expected a string in boddy, the field that --text_field"):
+    with pytest.raises(ValueError, match="expected a string in the field boddy"):
         run(settings(data_path=str(path), text_field="boddy", run_name="b"))

@@ -292,7 +292,7 @@ def test_no_head_of_a_file_is_imported_unasked(parent, settings, tmp_path):
     own = changed(
         parent, tmp_path, "config.json", lambda c: c["settings"].update(HEAD="evil.module.Head")
     )
-    with pytest.raises(InputError, match="would run its code.*--head evil.module.Head"):
+    with pytest.raises(InputError, match="would execute its code.*--head evil.module.Head"):
         settings("new.npz", extend=own)
     assert settings("new.npz", extend=own, head="evil.module.Head").head == "evil.module.Head"
 

@@ -106,7 +106,8 @@ class ClusterState:
             )
         if len({new for _, new in masks}) < len(masks):
             raise InputError(
-                f"a split has the parts {line['parts']}; expected a different new number for each"
+                f"a split of cluster {cluster} has the parts {line['parts']}; expected a different "
+                "new cluster number for each"
             )
         for mask, new in masks:
             self._assign(np.flatnonzero(mask), new)

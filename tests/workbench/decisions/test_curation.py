@@ -247,7 +247,7 @@ HOSTILE = {
         lambda a: b"[" + b"9" * 5000 + b"]",
         "line is damaged .Exceeds",
     ),
-    "NaN": (lambda a: a.replace(b'"cluster": 0', b'"cluster": NaN'), "NaN is not a number"),
+    "NaN": (lambda a: a.replace(b'"cluster": 0', b'"cluster": NaN'), "NaN is not valid JSON"),
     "a key twice": (lambda a: a.replace(b"{", b'{"cluster": 1, ', 1), "a key occurs twice"),
     "invalid UTF-8": (
         lambda a: a.replace(b"zeros", b"\xff\xfe"),
