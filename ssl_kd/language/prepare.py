@@ -50,6 +50,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import (
     CausalLM,
     CausalLMUnavailable,
+    llm_module,
     load_tokenizer,
     without_adapters,
 )
