@@ -186,7 +186,6 @@ def _kl_near_0(a: Tensor, b: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def _difference_(a: Tensor, b: Tensor) -> Tensor:
-    """Compute `a - b` in the memory of b."""
     import torch
 
     return torch.sub(a, b, out=b)

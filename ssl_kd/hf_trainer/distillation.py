@@ -127,7 +127,6 @@ class DistillationTrainer(Trainer):
         self._sums: dict[str, Tensor] = {}
 
     def _answer(self, teacher: Any) -> Any:
-        """Return a teacher as an `Answer`."""
         if isinstance(teacher, str | os.PathLike):
             lm = load_causal_lm(teacher, dtype=Precision.for_device(self.args.device).teacher)
             tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)

@@ -213,7 +213,6 @@ def _head(head: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_names(run: RunResults) -> list[str]:
-    """Return the name of each class, or its number if it has no name."""
     names = run.metrics.get("dataset", {}).get("class_names") or []
     labels = run.arrays.get("map_label", np.array([-1]))
     n_classes = max(len(names), int(labels.max(initial=-1)) + 1)

@@ -77,7 +77,6 @@ class Projection(nn.Module):
 
 
 def _principal_directions(centered: Tensor, dim: int) -> Tensor:
-    """Return the first `dim` principal directions of centered rows `[n, D]`, as `[D, dim]`."""
     n, in_dim = centered.shape
     if max(n, dim) >= in_dim:
         return torch.linalg.eigh(centered.T @ centered).eigenvectors[:, -dim:].flip(1)

@@ -214,7 +214,6 @@ def near_duplicates(
 
 
 def _first_equal(store: EmbeddingStore, spacing: Spacing) -> Rows:
-    """Return the first row with an equal embedding, for each row `[n]`."""
     suspects = np.flatnonzero(spacing.nearest <= SAME)
     seen: dict[bytes, int] = {}
     first = np.arange(store.n)
