@@ -229,7 +229,6 @@ def _chat(record: Mapping[str, Any], where: str, images: _Images) -> Example | N
 
 
 def _listed(record: Mapping[str, Any], field: str) -> list[Any] | None:
-    """Return a field that is a list, or a JSON string of a list; otherwise None."""
     value = record.get(field)
     if isinstance(value, str) and value.strip():
         value = _parsed(value, field)

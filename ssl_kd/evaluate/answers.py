@@ -179,7 +179,6 @@ class _Number(NamedTuple):
 
 
 def _last_box(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}` that is closed."""
     for start in reversed([m.end() for m in re.finditer(r"\\(?:boxed|fbox) *\{", text)]):
         depth = 1
         for end in range(start, len(text)):

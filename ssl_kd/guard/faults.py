@@ -70,9 +70,9 @@ class Thresholds:
         _check_number("spike_factor", self.spike_factor, 1, "a finite number > 1")
         if self.max_norm is not None:
             _check_number("max_norm", self.max_norm, 0, "a finite number > 0, or None")
-        for field in fields(self)[1:-1]:
-            value = getattr(self, field.name)
-            if value is None and field.name == "stop_after":
+        for field in fields(self):
+            value, kind = getattr(self, field.name), str(field.type)
+            if not kind.startswith("int") or (value is None and kind.endswith("None")):
                 continue
             # NumPy's integers are allowed; booleans are not.
             if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:

@@ -91,7 +91,6 @@ def _table(
     chosen: Tensor,
     baselines: list[Baseline],
 ) -> list[dict[str, Any]]:
-    """Return the table of scores for one split: consensus, heads, and baselines."""
     rows, best = [], int(chosen[0])
 
     def row(name: str, values: dict[str, Any], note: str | None = None) -> None:

@@ -47,6 +47,13 @@ def test_every_step_of_every_part_is_counted_once_healthy_or_not():
     assert bench.recovery.counts[:, Stage.LOSS].tolist() == [0, 1, 0]
 
 
+def test_counts_load_that_were_saved_before_a_kind_of_fault_was_added():
+    bench, later = Bench(), Bench()
+    bench.step(0, {1})
+    later.recovery.load({"counts": bench.recovery.counts[:, :-1].clone()})
+    assert torch.equal(later.recovery.counts, bench.recovery.counts)
+
+
 def test_an_event_names_its_part_and_the_number_that_was_bad():
     (event,) = Bench().step(4, {2}, Stage.SPIKE)
     assert (event.step, event.part, event.stage, event.value) == (4, "part 2", "spike", 9.0)

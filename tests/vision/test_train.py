@@ -119,6 +119,10 @@ def test_what_a_checkpoint_holds_is_taken_over_whole():
     new.load(old.tensors())
     for name, tensor in new.tensors().items():
         assert torch.equal(tensor, old.tensors()[name]), name
+    counts = old.tensors()["recovery.counts"]  # saved before a kind of fault was added
+    new.load(old.tensors() | {"recovery.counts": counts[:, :-1]})
+    assert torch.equal(new.recovery.counts[:, :-1], counts[:, :-1])
+    assert not new.recovery.counts[:, -1].any()
 
 
 @pytest.mark.parametrize("name", ["student", "marginal", "health.level", "good.exp_avg"])

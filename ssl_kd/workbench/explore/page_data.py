@@ -201,7 +201,6 @@ def _lines(names: NDArray[Any]) -> str:
 
 
 def _first_picture(samples: Samples) -> Image.Image | None:
-    """Return the first readable picture among the first samples, or None."""
     reason: Exception | None = None
     for row in range(min(len(samples), TRIED)):
         try:
