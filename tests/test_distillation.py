@@ -146,7 +146,7 @@ def test_texts_in_memory_are_kept_by_their_content(here):
         ([], "texts is empty"),
         ([" a", 3], r"texts\[1\] is of type int; expected a string or a record"),
         ([{"text": {1}}], r"texts\[0\] cannot be written as JSON: .* set"),
-        ({"train": ["a"]}, "texts is of type dict; .*of a mapping of splits"),
+        ({"train": ["a"]}, "texts is of type dict; .*have a mapping of splits"),
         (3, "texts is of type int"),
     ],
 )

@@ -254,7 +254,7 @@ def test_a_run_stops_at_stop_after_bad_steps_of_every_part_and_no_earlier():
         bad_steps(health, 1, impatient)
         assert health.escalate(impatient) == {}  # part 1 was well not so long ago
     bad_steps(health, 1, impatient)
-    with pytest.raises(TooFewHealthyParts, match="no part had a healthy step in the last 5$"):
+    with pytest.raises(TooFewHealthyParts, match="no part had a healthy step in the last 5 steps$"):
         health.escalate(impatient)
 
 

@@ -76,7 +76,7 @@ def test_a_step_towards_fixed_targets_is_run_again_with_them(tmp_path):
     content = torch.load(path)
     content["tensors"]["given"] = targets[:, :, :2]
     torch.save(content, path)
-    with pytest.raises(CorruptFileError, match="given is not float32"):
+    with pytest.raises(CorruptFileError, match="`given` is not float32"):
         replay(path)
 
 

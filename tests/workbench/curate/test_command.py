@@ -122,4 +122,4 @@ def test_a_run_with_embeddings_of_other_samples(photo_run, tmp_path, capsys):
     (copy / "config.json").write_text(text.replace(folder, str(tmp_path / "other")))
     write(Path(tmp_path / "other"), distinct(50)[0])
     assert main(["curate", str(copy)]) == 2
-    assert "holds embeddings of 50 other samples than" in error_of(capsys)
+    assert "holds 50 embeddings, but not those of" in error_of(capsys)
