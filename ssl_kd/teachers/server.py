@@ -274,7 +274,7 @@ def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> Promp
     for token, entry in enumerate(entries[1:], 1):
         if not isinstance(entry, dict) or not entry:
             raise _Invalid(
-                f"returns no log-probabilities but {short(entry)}; expected {{id: {{...}}}}",
+                f"returns no log-probabilities: {short(entry)}; expected {{id: {{...}}}}",
                 token,
             )
     k, rows, own = min(k, vocabulary), [], []

@@ -230,7 +230,7 @@ def test_a_split_cannot_leave_its_folder(tmp_path, split):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ids": IDS[:3]}, "3 ids"),
+        ({"ids": IDS[:3]}, "ids has 3 entries"),
         ({"labels": LABELS[:3]}, r"shape \(3,\)"),
         ({"dtype": torch.int64}, "dtype is torch.int64"),
         ({"shard_rows": 0}, "shard_rows is 0"),
