@@ -161,9 +161,9 @@ def test_other_data_under_the_same_name_are_refused(settings, tmp_path, digits, 
     resumed = settings(run_name="parts", resume=True)
     np.savez(tmp_path / "digits.npz", features=np.random.rand(64, 64), labels=digits[1][:64])
     code, error = train_py(resumed)
-    assert code == 2 and "the data or the teacher are not those" in one_line(error)
+    assert code == 2 and "the data or the teacher has changed" in one_line(error)
     code, error = train_py(resumed, "--force-recompute")
-    assert code == 2 and "the data or the teacher are not those" in one_line(error)
+    assert code == 2 and "the data or the teacher has changed" in one_line(error)
     assert content(path / "checkpoint") == before and not (path / "metrics.json").exists()
 
 

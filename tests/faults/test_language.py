@@ -555,7 +555,7 @@ def test_clamps_whose_gradient_is_zero_everywhere_are_refused_with_what_they_all
     lowest = LegacyClamp(0.5).lowest_perplexity(len(world.tokenizer))
     line = one_line(error)
     assert code in (1, 2) and f"no perplexity below {lowest:.3g}" in line
-    assert "the loss the constant 1" in line and "Leave the clamp out" in line
+    assert "the loss the constant 1" in line and "remove the clamp" in line
     assert no_run(world.settings())
 
 

@@ -275,7 +275,7 @@ def test_code_of_ones_own_that_has_changed_is_not_resumed_with(
     own = {what: f"own_{what}.Own"}
     stopped(settings, "a", **own)
     file.write_text(text + "    # another head now\n")
-    with pytest.raises(RunFolderError, match=f"{file}, where own_{what}.Own comes from, has ch"):
+    with pytest.raises(RunFolderError, match=f"{file}, which defines own_{what}.Own, has ch"):
         run(settings(resume=True, **own))
     file.write_text(text)
     assert (run(settings(resume=True, **own)).path / "metrics.json").exists()

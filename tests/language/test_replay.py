@@ -237,7 +237,7 @@ DAMAGES = [
     ("indices", lambda i: i.fill_(-1), "indices are not all from 0 to"),
     ("indices", lambda i: i.resize_(0), "indices are not all from 0 to"),
     ("indices", lambda i: i.unsqueeze_(0), "indices are not int64"),
-    ("event", _without("part"), "a field of the bundle is missing"),
+    ("event", _without("part"), "a field is missing"),
 ]
 
 

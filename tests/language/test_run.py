@@ -492,11 +492,11 @@ def test_other_settings_and_other_data_are_refused_on_a_resume(settings, text_fi
         run(settings(student_model=student, resume=True, temperature=3.0))
     lines = Path(text_file).read_text()
     Path(text_file).write_text(lines + json.dumps({"text": "One more line."}) + "\n")
-    with pytest.raises(RunFolderError, match="the data or the teacher are not those"):
+    with pytest.raises(RunFolderError, match="the data or the teacher has changed"):
         run(settings(student_model=student, resume=True))
     Path(text_file).write_text(lines)
     tiny.folder(student, seed=6)
-    with pytest.raises(RunFolderError, match="not those that it began with"):
+    with pytest.raises(RunFolderError, match="has changed since the run began"):
         run(settings(student_model=student, resume=True))
     tiny.folder(student, seed=5)
     # What changes no number may change.
@@ -509,12 +509,12 @@ def test_another_cache_or_router_is_refused_on_a_resume(settings, models, tmp_pa
     cache_teacher(settings(**own))
     interrupted(settings, **own)
     cache_teacher(settings(**own, force_recompute=True).replace(cache_method="topk:20"))
-    with pytest.raises(RunFolderError, match="not those that it began with"):
+    with pytest.raises(RunFolderError, match="has changed since the run began"):
         run(settings(**own, resume=True))
     routed = {"teacher_model": models("mixture"), "router_weights": router_file(1), "run_name": "b"}
     interrupted(settings, **routed)
     router_file(2)
-    with pytest.raises(RunFolderError, match="not those that it began with"):
+    with pytest.raises(RunFolderError, match="has changed since the run began"):
         run(settings(**routed, resume=True))
 
 
