@@ -164,7 +164,9 @@ def prepare(
     else:
         assert isinstance(blocks, Blocks)  # both are aligned, or neither
         sides = eval_blocks, eval_blocks
-        _check_same_tokens(settings, student, teachers, blocks, eval_blocks)
+        _check_same_tokens(size, student, teachers, blocks, eval_blocks)
+        if settings.teacher_cache is not None and teachers:
+            check_rows(student, teachers[0])
     progress("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
     _log_rows(train_set, blocks)
 
@@ -231,7 +233,7 @@ def _models(
 
 
 def _check_same_tokens(
-    settings: LanguageSettings,
+    block_size: int,
     student: CausalLM,
     teachers: Sequence[CausalLM],
     blocks: Blocks,
@@ -239,11 +241,9 @@ def _check_same_tokens(
 ) -> None:
     for lm in teachers[1:]:
         check_family(student, lm)
-        check_room(lm, settings.block_size)
+        check_room(lm, block_size)
     for lm in teachers:
         check_ids_are_known(student, lm, blocks, eval_blocks)
-    if settings.teacher_cache is not None and teachers:
-        check_rows(student, teachers[0])
 
 
 def _teacher(
