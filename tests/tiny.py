@@ -120,9 +120,13 @@ def tiny():
 
 @pytest.fixture
 def text_file(tmp_path, tiny):
-    """A `.jsonl` to learn from, with another beside it that is held out."""
-    for name, start, n in (("train", 0, 48), ("test", 1000, 12)):
+    return save_texts(tiny, tmp_path, 48, 12)
+
+
+def save_texts(tiny, folder, n_train, n_test):
+    """Save a `.jsonl` to learn from, with another beside it that is held out; return its path."""
+    for name, start, n in (("train", 0, n_train), ("test", 1000, n_test)):
         rows = [{"text": example.text} for example in tiny.texts(n, start).examples]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"tiny_{name}.jsonl").write_text(lines)
-    return str(tmp_path / "tiny_train.jsonl")
+        (folder / f"tiny_{name}.jsonl").write_text(lines)
+    return str(folder / "tiny_train.jsonl")

@@ -27,6 +27,7 @@ from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.test_ranks import assert_near, by  # noqa: E402
 from tests.language.test_run import config, log_lines, table, weights  # noqa: E402
 from tests.served import Server  # noqa: E402
+from tests.tiny import save_texts  # noqa: E402
 
 K = 8
 
@@ -34,11 +35,7 @@ K = 8
 @pytest.fixture
 def text_file(tmp_path, tiny):
     """A short text, since each document is a request."""
-    for name, start, n in (("train", 0, 12), ("test", 1000, 6)):
-        rows = [{"text": example.text} for example in tiny.texts(n, start).examples]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"tiny_{name}.jsonl").write_text(lines)
-    return str(tmp_path / "tiny_train.jsonl")
+    return save_texts(tiny, tmp_path, 12, 6)
 
 
 @pytest.fixture
