@@ -121,21 +121,21 @@ _CHANGES: dict[Cause, dict[str, Any]] = {
 
 def diagnose(
     fault: Fault,
-    settings: Mapping[str, Any] | None = None,
+    current: Mapping[str, Any] | None = None,
     usual: Mapping[str, float] | None = None,
 ) -> Diagnosis:
     """Return the likely cause of a fault, and the settings or code to change.
 
     Args:
         fault: the result of `Microscope.fault`.
-        settings: lower-case name -> current value. Only these settings are advised, and among them
-            only temperatures, `learning_rate`, `clip_grad`, `use_fp16`, `model_dtype` and
+        current: lower-case name of a setting -> its value. Only these settings are advised, and
+            of them only temperatures, `learning_rate`, `clip_grad`, `use_fp16`, `model_dtype` and
             `rebuild_damaged`.
         usual: setting -> largest value to advise, because a tenth of a learning rate that is far
             too large may still be too large.
     """
     cause, sentence = _judge(fault)
-    advice = _advice(cause, fault, settings or {}, usual or {})
+    advice = _advice(cause, fault, current or {}, usual or {})
     return Diagnosis(cause, sentence, _REMEDIES[cause], tuple(advice))
 
 
@@ -276,19 +276,19 @@ def _round_up(x: float) -> float:
 
 
 def _advice(
-    cause: Cause, fault: Fault, settings: Mapping[str, Any], usual: Mapping[str, float]
+    cause: Cause, fault: Fault, current: Mapping[str, Any], usual: Mapping[str, float]
 ) -> list[Advice]:
     changes = _CHANGES.get(cause, {})
     if cause in _ZEROS and not any(facts.dtype == "float16" for facts in fault.inputs):
         changes = {}
     if cause == Cause.TEMPERATURE:
         factor, _, enough = _temperature(fault)
-        names = [n for n in _TEMPERATURES if settings.get(n, math.inf) < enough]
-        exact = [n for n in names if math.isclose(settings[n], 1 / factor, rel_tol=1e-3)]
+        names = [n for n in _TEMPERATURES if current.get(n, math.inf) < enough]
+        exact = [n for n in names if math.isclose(current[n], 1 / factor, rel_tol=1e-3)]
         changes = {name: enough for name in exact or names}
-    known = {name: change for name, change in changes.items() if name in settings}
+    known = {name: change for name, change in changes.items() if name in current}
     wanted: dict[str, Any] = {
-        n: change(settings[n]) if callable(change) else change for n, change in known.items()
+        n: change(current[n]) if callable(change) else change for n, change in known.items()
     }
     wanted |= {n: min(v, usual[n]) for n, v in wanted.items() if n in usual and v is not None}
-    return [Advice(n, settings[n], v) for n, v in wanted.items() if settings[n] != v]
+    return [Advice(n, current[n], v) for n, v in wanted.items() if current[n] != v]

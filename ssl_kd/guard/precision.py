@@ -304,11 +304,7 @@ def _run_kernels(place: torch.device, dtype: torch.dtype) -> None:
 
 
 def _try_kernels(place: torch.device, dtype: torch.dtype, info: DeviceInfo) -> None:
-    """Run a few kernels, because torch's list of architectures may be wrong.
-
-    Raises:
-        UnsupportedDevice: a kernel fails.
-    """
+    """Raise UnsupportedDevice if a few kernels fail; torch's list of architectures may be wrong."""
     try:
         _run_kernels(place, dtype)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage, Thresholds
@@ -164,6 +164,10 @@ class Recovery:
         return {"counts": self.counts}
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        """Load what `tensors` returned; kinds of fault may have been added since, at the end."""
-        saved = tensors["counts"]
-        self.counts.zero_()[:, : saved.shape[1]] = saved
+        """Load what `tensors` returned."""
+        self.counts.copy_(with_all_kinds(tensors["counts"]))
+
+
+def with_all_kinds(counts: Tensor) -> Tensor:
+    """Return saved counts `[part, stage]` with zeros for kinds of fault that were added since."""
+    return nn.functional.pad(counts, (0, max(0, len(Stage) - counts.shape[1])))

@@ -58,11 +58,11 @@ class Verdicts:
 
     @classmethod
     def between(
-        cls, group: dist.ProcessGroup | Literal[False] | None, parts: ModuleParts, settings: object
+        cls, group: dist.ProcessGroup | Literal[False] | None, parts: ModuleParts, rules: object
     ) -> Verdicts | None:
         """Return the `Verdicts` of several ranks; None if this process decides alone."""
         shapes = [[tuple(p.shape) for p in part.weights] for part in parts]
-        made = f"parts {', '.join(parts.names)} of the shapes {shapes}; {settings}"
+        made = f"parts {', '.join(parts.names)} of the shapes {shapes}; {rules}"
         n_buffers = sum(len(buffers) for _, buffers in parts.buffers)
         device = parts[0].weights[0].device
         ranks = Agreement.between(group, device, made, 5 * len(parts) + n_buffers)

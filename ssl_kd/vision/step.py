@@ -15,7 +15,7 @@ from ssl_kd.guard.health import Health, is_healthy
 from ssl_kd.guard.memory import to_device_async
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, RowParts
 from ssl_kd.guard.precision import Precision
-from ssl_kd.guard.recovery import Recovery
+from ssl_kd.guard.recovery import Recovery, with_all_kinds
 from ssl_kd.guard.seeds import seed_of
 from ssl_kd.guard.update import AdamWState, adamw_, clip_factors, only_healthy, part_norms, rescale_
 from ssl_kd.heads.bank import HeadBank
@@ -195,8 +195,8 @@ class HeadTrainer:
         """
         for name, mine in self.tensors().items():
             saved = tensors.get(name)
-            if name == "recovery.counts" and saved is not None:  # before a kind of fault was added
-                saved = torch.nn.functional.pad(saved, (0, max(0, mine.shape[1] - saved.shape[1])))
+            if name == "recovery.counts" and saved is not None:
+                saved = with_all_kinds(saved)
             if saved is None or saved.shape != mine.shape:
                 actual = "is missing" if saved is None else f"is {list(saved.shape)}"
                 raise ValueError(f"{name} {actual}, expected {list(mine.shape)}")
