@@ -121,21 +121,21 @@ _CHANGES: dict[Cause, dict[str, Any]] = {
 
 def diagnose(
     fault: Fault,
-    current: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
     usual: Mapping[str, float] | None = None,
 ) -> Diagnosis:
     """Return the likely cause of a fault, and the settings or code to change.
 
     Args:
         fault: the result of `Microscope.fault`.
-        current: lower-case name of a setting -> its value. Only these settings are advised, and
+        settings: lower-case name of a setting -> its value. Only these settings are advised, and
             of them only temperatures, `learning_rate`, `clip_grad`, `use_fp16`, `model_dtype` and
             `rebuild_damaged`.
         usual: setting -> largest value to advise, because a tenth of a learning rate that is far
             too large may still be too large.
     """
     cause, sentence = _judge(fault)
-    advice = _advice(cause, fault, current or {}, usual or {})
+    advice = _advice(cause, fault, settings or {}, usual or {})
     return Diagnosis(cause, sentence, _REMEDIES[cause], tuple(advice))
 
 
