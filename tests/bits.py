@@ -1,10 +1,10 @@
-"""Equal to the bit, whatever the values are kept in."""
+"""Bitwise comparison of tensors, numbers, and containers of them."""
 
 import torch
 
 
 def same(a, b):
-    """Whether two tensors or numbers, or mappings or sequences of them, are equal to the bit."""
+    """Return whether two tensors, numbers, or nested containers of them are bit-identical."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -15,5 +15,5 @@ def same(a, b):
 
 
 def changed(before, after):
-    """The names in a mapping whose tensors are not equal to the bit any more."""
+    """Return the names whose tensors differ between two mappings."""
     return {name for name, x in before.items() if not torch.equal(x, after[name])}

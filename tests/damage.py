@@ -1,4 +1,4 @@
-"""Files that are damaged or malicious, and a disk that is full."""
+"""A malicious pickle and a full disk."""
 
 import errno
 import io
@@ -6,7 +6,7 @@ import os
 
 
 class Payload:
-    """Unpickling it makes a folder: the trace of code that was executed."""
+    """Create a folder when it is unpickled, which shows that code was executed."""
 
     def __init__(self, trace):
         self.trace = trace
@@ -16,7 +16,7 @@ class Payload:
 
 
 class FullDisk(io.BytesIO):
-    """A file on a disk that is full after some bytes."""
+    """A file that raises ENOSPC after `room` bytes."""
 
     def __init__(self, file, room):
         super().__init__()

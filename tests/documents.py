@@ -1,4 +1,4 @@
-"""The pages that people read, and the code in them."""
+"""Read the pages and notebooks of the documentation, and run their code blocks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Block:
     """A block of code.
 
     Attributes:
-        page: the file it is in.
-        line: where, from 1; in a notebook its cell.
+        page: path of its file.
+        line: first line, from 1; in a notebook the index of the cell.
         kind: python, sh, ...
-        body: what it is.
-        needs: what this machine may not have, so that it is read and not run; None for nothing.
-        printed: what it says it prints; None where it says nothing.
+        body: the code.
+        needs: what the block needs and this machine may lack; only its imports are run then.
+        printed: the output that the page shows; None where it shows none.
     """
 
     page: Path
@@ -47,7 +47,7 @@ class Block:
 
 
 def blocks(page: Path, *kinds: str) -> list[Block]:
-    """The blocks of these kinds in a page, from the top."""
+    """Return the blocks of the given kinds in a page, from the top."""
     if page.suffix == ".ipynb":
         cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
         code = [(i, "".join(c["source"])) for i, c in enumerate(cells) if c["cell_type"] == "code"]
@@ -68,10 +68,7 @@ def blocks(page: Path, *kinds: str) -> list[Block]:
 
 
 def run(block: Block, names: dict[str, Any]) -> None:
-    """Run a block of Python in these names and compare what it prints with what it says.
-
-    Of a block that needs something only the imports are run.
-    """
+    """Run a Python block in the namespace `names`, and compare its output with the page."""
     tree = ast.parse(block.body)
     if block.needs is not None:
         tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -83,11 +80,11 @@ def run(block: Block, names: dict[str, Any]) -> None:
     want = block.printed
     if want is not None:
         same = _OUTPUT.check_output(want, out.getvalue(), ELLIPSIS | NORMALIZE_WHITESPACE)
-        assert same, f"{block.page}:{block.line} says\n{want}and printed\n{out.getvalue()}"
+        assert same, f"{block.page}:{block.line} shows\n{want}but prints\n{out.getvalue()}"
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of every line of a block of shell."""
+    """Yield the arguments of each command of a shell block."""
     for line in block.body.replace("\\\n", " ").splitlines():
         words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
         if words:

@@ -1,7 +1,7 @@
-"""Imported last: until the process ends, nothing that is there by then is looked at as garbage."""
+"""Exempt all present objects from garbage collection; to be imported last."""
 
 import atexit
 import gc
 
 gc.freeze()
-atexit.register(gc.unfreeze)  # some modules look for what leaked
+atexit.register(gc.unfreeze)  # some modules look for leaks

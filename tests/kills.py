@@ -1,8 +1,7 @@
-"""Real kills of jobs that write files, at a position in the work: no test here looks at a clock.
+"""Kill jobs that write files at random positions of their work; no clock is involved.
 
-A position is a count of changes to files: how often a file was opened to be written, renamed or
-removed. A process is killed (-9) before such a change, or by the kernel in the middle of what it
-writes then. The machine may be as slow as it likes.
+A position is the number of changes to files so far: opened for writing, renamed or removed. The
+process is killed with SIGKILL before such a change, or by the kernel in the middle of a write.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 @dataclass
 class Killed:
-    """What came of `kill_again_and_again`.
+    """Result of `kill_again_and_again`.
 
     Attributes:
-        straight: the folder of the job that was left alone.
-        folders: those of the jobs that were killed again and again, and then finished.
-        kills: how many there were.
-        resumed: how often a job began with something that one before it had finished.
+        straight: folder of the job that was never killed.
+        folders: folders of the jobs that were killed repeatedly before they finished.
+        kills: number of kills.
+        resumed: number of starts that found finished work of an earlier start.
     """
 
     straight: Path
@@ -49,27 +48,27 @@ def kill_again_and_again(
     *words: Any,
     kills: int,
 ) -> Killed:
-    """Let a job be killed and begun again until it was killed often enough and has ended.
+    """Kill a job and start it again, until there were enough kills and the job has ended.
 
-    It runs in forks of a process of its own, which has no threads. What is finished must outlive
-    every kill.
+    The job runs in forks of a process without threads. Finished work must survive each kill.
 
     Args:
-        job: `job(folder, *words)` of a test module: begins, goes on, and ends in that folder.
-        finished: `finished(folder)` is a set that never loses a member.
-        folder: where the jobs' folders are made.
+        job: `job(folder, *words)` at the top level of a module; resumes the work in the folder.
+        finished: `finished(folder)` returns the set of finished items, which must only grow.
+        folder: where the jobs' folders are created.
         words: further arguments of the job.
-        kills: how many, at positions drawn from the first half of the whole work.
+        kills: number of kills, at positions drawn from the first half of the work.
     """
     return answer(_kill, job, finished, folder, words, kills)
 
 
-def on_change(tell: Callable[[int, str, bool], object], folder: str | Path) -> None:
-    """Call `tell(position, path, written)` before every change below a folder, for good.
+def on_change(callback: Callable[[int, str, bool], object], folder: str | Path) -> None:
+    """Call `callback(position, path, written)` before each change of a file in a folder.
 
     Args:
-        tell: gets the count of changes, the file's path, and whether it is opened to be written.
-        folder: changes elsewhere do not count.
+        callback: called with the number of changes so far, the path of the file, and whether it is
+            opened for writing.
+        folder: changes elsewhere are ignored.
     """
     below, position = str(folder), 0
 
@@ -80,13 +79,13 @@ def on_change(tell: Callable[[int, str, bool], object], folder: str | Path) -> N
         path, opened = os.fspath(arguments[0]), event == "open"
         if str(path).startswith(below) and (not opened or arguments[2] & _TO_WRITE):
             position += 1
-            tell(position, str(path), opened)
+            callback(position, str(path), opened)
 
     sys.addaudithook(hook)
 
 
 def _work(job: Callable, folder: Path, words: tuple, at: int, size: int | None) -> None:
-    """The job, killed before its change number `at`, or when it then has written `size` bytes."""
+    """Run the job; kill it before change `at`, or once it has then written `size` bytes."""
 
     def die(position: int, path: str, written: bool) -> None:
         if position == at and (size is None or not written):
@@ -114,21 +113,21 @@ def _kill(job: Callable, finished: Callable, root: Path, words: tuple, n: int) -
 
     on_change(count, root / "straight")
     job(root / "straight", *words)
-    found = Killed(root / "straight", [], 0, 0)
-    while found.kills < n:
-        place, known, ended = root / str(len(found.folders)), set(), False
-        found.folders.append(place)
+    result = Killed(root / "straight", [], 0, 0)
+    while result.kills < n:
+        place, known, ended = root / str(len(result.folders)), set(), False
+        result.folders.append(place)
         while not ended:
-            at = draw.randint(1, changes // 2) if found.kills < n else 0
+            at = draw.randint(1, changes // 2) if result.kills < n else 0
             size = draw.choice([None, draw.randint(1, 4000)])
             child = os.fork()
             if child == 0:
                 _work(job, place, words, at, size)
             status = os.waitpid(child, 0)[1]
-            found.resumed += bool(known)
+            result.resumed += bool(known)
             now = finished(place)
             assert known <= now, f"lost by a kill at change {at} ({size}): {known - now}"
             ended, known = status == 0, now
             assert ended or os.WIFSIGNALED(status) and os.WTERMSIG(status) in _DEATHS, status
-            found.kills += not ended
-    return found
+            result.kills += not ended
+    return result

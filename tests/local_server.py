@@ -1,17 +1,13 @@
-"""A server of the tests on this machine: a context manager, with a thread of its own."""
+"""An HTTP server on this machine, in a thread, as a context manager."""
 
 import threading
 from http.server import ThreadingHTTPServer
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Answers on a free port of 127.0.0.1 while it is entered.
+    """Serves on a free port of 127.0.0.1 inside a `with` block."""
 
-    Args:
-        handler: the class of its requests.
-    """
-
-    daemon_threads, request_queue_size = True, 64  # a connection beyond waits a second
+    daemon_threads, request_queue_size = True, 64  # further connections wait a second
 
     def __init__(self, handler):
         super().__init__(("127.0.0.1", 0), handler)
@@ -25,7 +21,7 @@ class LocalServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request, client_address):
-        """A client that has gone is no news."""
+        """Ignore clients that disconnect."""
 
     @property
     def url(self):

@@ -1,4 +1,4 @@
-"""Modes of torch that a caller may be in."""
+"""Global states of torch in which a caller may call a function."""
 
 import contextlib
 
@@ -22,4 +22,4 @@ MODES = {
     "float64": _float64,
     "meta": lambda: torch.device("meta"),
 }
-"""Name -> the context."""
+"""Name -> function that returns the context manager."""

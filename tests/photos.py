@@ -1,4 +1,4 @@
-"""A finished run on a folder of real pictures, which tests read and never change."""
+"""A finished run on a folder of real images, shared by tests that only read it."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ QUICK = {
 
 
 def save_digits(folder: Path, split: str, wanted: slice, classes: tuple[int, ...]) -> None:
-    """Scikit-learn's digits as `folder/split/<class>/<number>.png`."""
+    """Save digits of scikit-learn as `folder/split/<class>/<index>.png`."""
     data = load_digits()
     images, labels = data.images, data.target  # pyright: ignore[reportAttributeAccessIssue]
     for number in range(len(labels))[wanted]:
@@ -35,8 +35,8 @@ def save_digits(folder: Path, split: str, wanted: slice, classes: tuple[int, ...
 
 
 def photo_settings(root: Path, **changes: object) -> VisionSettings:
-    """Settings of a quick run on the pictures in `root/photos`."""
-    given: dict[str, Any] = {
+    """Return the settings of a quick run on the images in `root/photos`."""
+    settings: dict[str, Any] = {
         **QUICK,
         "teacher": "pixels",
         "dataset": str(root / "photos"),
@@ -45,12 +45,12 @@ def photo_settings(root: Path, **changes: object) -> VisionSettings:
         "runs_dir": str(root / "runs"),
         "run_name": "photos",
     }
-    return VisionSettings(**(given | changes))
+    return VisionSettings(**(settings | changes))
 
 
 @pytest.fixture(scope="session")
 def photo_run(tmp_path_factory) -> Path:
-    """The folder of a finished run: digits 0, 1 and 4 as files, `train` and `test`, with report."""
+    """Return the folder of a run with report: digits 0, 1 and 4, splits `train` and `test`."""
     root = tmp_path_factory.mktemp("photo_run")
     save_digits(root / "photos", "train", slice(0, 600), (0, 1, 4))
     save_digits(root / "photos", "test", slice(600, 750), (0, 1, 4))

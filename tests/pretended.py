@@ -1,9 +1,9 @@
-"""A CUDA device that is not there: its code path runs, and what it costs is counted.
+"""Run the code path of a CUDA device on any machine, and count kernels, bytes and waits.
 
-Tensors on `cuda` are fake: shapes, dtypes and strides without numbers, so this runs on any machine.
-Those on the CPU are real. What is copied from the device is 0, and so is a number that is read
-there; two tensors there are equal, and `nonzero` finds nothing: a step in which all is well. What
-else has a shape that numbers there decide, as `x[mask]`, raises DynamicOutputShapeException.
+Tensors on `cuda` are fake: they have a shape, dtype and strides, and no values. Tensors on the CPU
+are real. Values read or copied from the device are 0, two tensors there compare equal, and
+`nonzero` returns no index, as in a healthy step. Other operations whose output shape depends on
+values, such as `x[mask]`, raise DynamicOutputShapeException.
 """
 
 import traceback
@@ -30,8 +30,8 @@ READS = {
     aten.equal.default: True,
     aten.allclose.default: True,
 }
-"""What waits to answer with a number, and what it answers here."""
-# They get memory from the cache, or look at what is there already.
+"""Operation that reads a value from the device -> the value that it returns here."""
+# These allocate from the cache, or return a view.
 NO_KERNEL = {
     aten.empty,
     aten.empty_like,
@@ -46,13 +46,13 @@ NO_KERNEL = {
 
 @dataclass
 class Device:
-    """What happened on the device so far.
+    """Counts of what happened on the device.
 
     Attributes:
-        waits: what waited for it: the line of the library, and how.
-        pageable: what was sent to it from memory that is not pinned, likewise.
-        launches: operation -> how often it ran a kernel there, one at least.
-        bytes: what these read and wrote, each tensor once.
+        waits: line of the library and operation of each wait for the device.
+        pageable: the same for each copy to the device from memory that is not pinned.
+        launches: operation -> number of kernel launches, a lower bound.
+        bytes: operation -> bytes read and written, each tensor counted once.
     """
 
     waits: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ class _Watch(TorchDispatchMode):
             with unset_fake_temporarily():
                 return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         for sent in tensors:
-            # A number of no dimensions travels with the launch.
+            # A CPU scalar is passed with the launch.
             if not isinstance(sent, FakeTensor) and (sent.ndim or func is aten._to_copy.default):
                 if sent not in self.pinned:
                     self._note(self.device.pageable, func)
@@ -107,7 +107,7 @@ class _Watch(TorchDispatchMode):
         return out
 
     def stream(self, device):
-        """A stream whose events are waited for where nothing was since they were recorded."""
+        """Return a stream whose events count as a wait unless another wait came in between."""
 
         def record_event():
             seen = len(self.device.waits)
@@ -147,7 +147,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _bytes(value):
-    """Of the tensors in it, each entry in memory once."""
+    """Sum the bytes of all tensors in `value`, without those that a stride of 0 repeats."""
     total = 0
     for x in tree_leaves(value):
         if isinstance(x, torch.Tensor) and x.device.type == "cuda":
@@ -158,10 +158,7 @@ def _bytes(value):
 
 @contextmanager
 def pretended_cuda():
-    """Inside, tensors on `cuda` can be made and computed with, and their gradients asked for.
-
-    Yields the `Device`.
-    """
+    """Allow tensors on `cuda`, their operations and gradients; yields the `Device`."""
     with FakeTensorMode():
         try:
             torch.empty(1, device="cuda").copy_(torch.empty(1, device="cuda"))
@@ -173,15 +170,15 @@ def pretended_cuda():
             watch.pinned[pinned := tensor.clone()] = True
             return pinned
 
-        patch.setattr(loop, "_GUARDS", weakref.WeakSet())  # others ask these later how they are
-        # A module is made where it is to be: fake weights cannot take the place of others.
+        patch.setattr(loop, "_GUARDS", weakref.WeakSet())  # later tests check all guards in it
+        # Modules are created on their device: fake weights cannot replace real ones.
         patch.setattr(torch.nn.Module, "to", lambda module, *args, **kwargs: module)
-        # Seed and offset of the device's generator are kept by the host.
+        # Seed and offset of the device's generator live on the host.
         patch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
         patch.setattr(torch.cuda, "manual_seed", lambda seed: None)
         patch.setattr(torch.cuda, "device", nullcontext)
-        # Autocast asks whether there is a device, and for what it can do.
+        # Autocast checks for a device and its capabilities.
         patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True)
         patch.setattr(torch.cuda, "current_stream", watch.stream)
@@ -190,12 +187,12 @@ def pretended_cuda():
         patch.setattr(torch.Tensor, "backward", lambda loss: _backward([loss]))
         patch.setattr(torch.autograd, "backward", _backward)
         patch.setattr(torch.autograd, "grad", _grad)
-        # A real device is waited for once for all numbers.
+        # A real device is waited for once for all values.
         patch.setattr(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist())
         yield watch.device
 
 
-# -- torch's own engine looks for a driver --------------------------------------------------------
+# -- autograd without torch's engine, which needs a driver --------------------------------------
 
 
 def _backward(outputs):
@@ -218,8 +215,8 @@ def _grad(output, inputs, *, materialize_grads=False, retain_graph=False, allow_
 
 
 def _gradients(outputs, wanted=()):
-    """Of the sum of some numbers: leaf -> gradient; (node, slot) -> gradient, of those wanted."""
-    on_their_way = Counter()  # node -> gradients that have not arrived yet
+    """Differentiate a sum: leaf -> gradient, and (node, slot) -> gradient of those wanted."""
+    on_their_way = Counter()  # node -> number of gradients still to come
     arrived, leaves, inner = {}, {}, {}
     for output in outputs:
         slots = arrived.setdefault(output.grad_fn, {})
@@ -243,7 +240,7 @@ def _gradients(outputs, wanted=()):
             continue
         for (after, slot), gradient in _through(node, given):
             if gradient is not None:
-                meta = after._input_metadata[slot]  # of what was broadcast or cast, before that
+                meta = after._input_metadata[slot]  # shape and dtype before broadcasting or casting
                 gradient = gradient.sum_to_size(meta.shape).to(meta.dtype)
                 slots = arrived.setdefault(after, {})
                 slots[slot] = slots[slot] + gradient if slot in slots else gradient
@@ -255,11 +252,11 @@ def _gradients(outputs, wanted=()):
 
 @torch.no_grad()
 def _through(node, given):
-    """Where each gradient of a node goes, and the gradient; None where there is none."""
+    """Return (next node and slot, gradient or None) for each input of a node."""
     gradients = [None] * len(node.next_functions)
     if given:
-        # A node of a torch.autograd.Function has its backward pass in `apply`, which returns a
-        # gradient for each argument: None for those that are no tensors, here the last ones.
+        # The node of a torch.autograd.Function has its backward pass in `apply`, which returns a
+        # gradient for each argument: None for those that are not tensors, here the last ones.
         backward = node if callable(node) else node.apply
         found = backward(*(given.get(slot) for slot in range(len(node._input_metadata))))
         gradients = [found] if isinstance(found, torch.Tensor) else found

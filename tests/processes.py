@@ -1,4 +1,4 @@
-"""Other processes for tests: forks of one that has imported everything and has no threads."""
+"""Processes for tests, forked from a server that has imported everything and has no threads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 HANG = 20 * 60
-"""Seconds after which a process of a test hangs; far more than any needs on any machine."""
+"""Seconds after which a process counts as hung; far more than any test needs."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(  # whatever of this is missing is left out
+_context.set_forkserver_preload(  # modules that are not installed are skipped
     [
         "ssl_kd.cli",
         "tests.faults.inject",
@@ -33,11 +33,11 @@ _context.set_forkserver_preload(  # whatever of this is missing is left out
 
 
 def start(target: Callable[..., object], *arguments: Any) -> BaseProcess:
-    """Start a process with one thread for products; it ends with this one at the latest.
+    """Start a daemon process with one thread.
 
     Args:
-        target: a function of a module.
-        arguments: of it; what `multiprocessing` can send, such as a `pipe`'s end.
+        target: a function at the top level of a module.
+        arguments: picklable arguments of `target`, or ends of a `pipe`.
     """
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)):
         forkserver.ensure_running()
@@ -47,28 +47,28 @@ def start(target: Callable[..., object], *arguments: Any) -> BaseProcess:
 
 
 def pipe() -> Any:
-    """Two connected ends: one to keep, one for the other process."""
+    """Return two connected ends: one to keep, one for the other process."""
     return _context.Pipe()
 
 
 def answer(target: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in another process.
+    """Call a function in another process, and return its value.
 
     Raises:
-        AssertionError: it failed, with its traceback, or hangs.
+        AssertionError: the function raised (with its traceback), or hangs.
     """
     mine, theirs = pipe()
     process = start(_answer, theirs, target, arguments)
     theirs.close()
     assert mine.poll(HANG), f"{target.__name__} hangs"
     try:
-        done, told = mine.recv()
+        succeeded, value = mine.recv()
     except EOFError:
         process.join(HANG)
         raise AssertionError(f"{target.__name__} died: {process.exitcode}") from None
     process.join(HANG)
-    assert done, told
-    return told
+    assert succeeded, value
+    return value
 
 
 def _answer(pipe: Any, target: Callable[..., Any], arguments: tuple) -> None:

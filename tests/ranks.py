@@ -1,4 +1,4 @@
-"""Several ranks on this machine: real processes that talk by gloo, each with a rank's work."""
+"""Several ranks on this machine: real processes that communicate over gloo."""
 
 from __future__ import annotations
 
@@ -22,60 +22,60 @@ from tests.processes import pipe, start
 
 NAN, INF = float("nan"), float("inf")
 TIMEOUT = 60.0
-"""Seconds that a rank waits for the others; a test that needs them all has failed."""
+"""Timeout of the process group in seconds."""
 in_pieces = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
-    reason="before torch 2.7 FSDP2 asks the CPU for streams",
+    reason="before torch 2.7, FSDP2 needs streams on the CPU",
 )
 
 
 def run_ranks(
-    work: Callable[..., Any], world: int, *words: Any, timeout: float = TIMEOUT
+    work: Callable[..., Any], world: int, *arguments: Any, timeout: float = TIMEOUT
 ) -> list[Any]:
-    """What each rank's `work(rank, *words)` returns; an exception is returned, too.
+    """Call `work(rank, *arguments)` in each rank of a process group.
 
     Args:
-        work: a function of a module; `torch.distributed` is initialised around it.
-        world: how many ranks.
-        words: further arguments.
+        work: a function at the top level of a module.
+        world: number of ranks.
+        arguments: further arguments of `work`.
         timeout: of the process group, in seconds.
 
     Returns:
-        Rank -> what came of it: a value, the text of an exception, None where the process died.
+        For each rank the value, the text of the exception, or None where the process died.
     """
     with tempfile.TemporaryDirectory() as folder:
         ends, ranks = [], []
         for rank in range(world):
             mine, theirs = pipe()
-            where = str(Path(folder) / "store")
-            ranks.append(start(_rank, theirs, where, rank, world, timeout, work, words))
+            store = str(Path(folder) / "store")
+            ranks.append(start(_rank, theirs, store, rank, world, timeout, work, arguments))
             theirs.close()
             ends.append(mine)
-        told = [_received(end, f"rank {rank} of {work.__name__}") for rank, end in enumerate(ends)]
+        values = [_receive(end, f"rank {rank} of {work.__name__}") for rank, end in enumerate(ends)]
         for process in ranks:
             process.join(TIMEOUT)
-        return told
+        return values
 
 
-def run_joined(work: Callable[..., Any], world: int, *words: Any) -> list[Any]:
-    """As `run_ranks`, of processes with torchrun's variables that have joined no group yet."""
+def run_joined(work: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+    """Do the same as `run_ranks`, with torchrun's variables and no process group yet."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     ends = []
     for rank in range(world):
         mine, theirs = pipe()
-        told = {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
-        told |= {"MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
-        variables = {name: str(value) for name, value in told.items()}
-        start(_joined, theirs, variables, work, (rank, *words))
+        values = {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        values |= {"MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
+        variables = {name: str(value) for name, value in values.items()}
+        start(_joined, theirs, variables, work, (rank, *arguments))
         theirs.close()
         ends.append(mine)
-    return [_received(end, f"rank {rank} of {work.__name__}") for rank, end in enumerate(ends)]
+    return [_receive(end, f"rank {rank} of {work.__name__}") for rank, end in enumerate(ends)]
 
 
-def _received(end: Any, who: str) -> Any:
-    assert end.poll(3 * TIMEOUT), f"{who} hangs"
+def _receive(end: Any, name: str) -> Any:
+    assert end.poll(3 * TIMEOUT), f"{name} hangs"
     try:
         return end.recv()
     except EOFError:
@@ -83,16 +83,16 @@ def _received(end: Any, who: str) -> Any:
 
 
 def as_torchrun(rank: int, world: int) -> None:
-    """Set what torchrun sets, in a process that is in a group already."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": 0}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(v) for name, v in told.items()}
+    """Set the variables of torchrun in a process that is already in a group."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": 0}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(v) for name, v in numbers.items()}
 
 
-def _joined(end: Any, variables: dict[str, str], work: Callable, words: tuple) -> None:
+def _joined(end: Any, variables: dict[str, str], work: Callable, arguments: tuple) -> None:
     torch.set_num_threads(1)
     os.environ.update(variables)
     try:
-        end.send(work(*words))
+        end.send(work(*arguments))
     except BaseException as error:
         end.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     end.close()
@@ -100,7 +100,7 @@ def _joined(end: Any, variables: dict[str, str], work: Callable, words: tuple) -
 
 
 def _rank(
-    end: Any, store: str, rank: int, world: int, timeout: float, work: Callable, words: tuple
+    end: Any, store: str, rank: int, world: int, timeout: float, work: Callable, arguments: tuple
 ) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -112,15 +112,15 @@ def _rank(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        end.send(work(rank, *words))
+        end.send(work(rank, *arguments))
     except BaseException as error:
         end.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     end.close()
-    os._exit(0)  # a group whose rank died cannot be taken down
+    os._exit(0)  # a group of which a rank died cannot be destroyed
 
 
 class TwoHeads(nn.Module):
-    """A trunk with a head for each of two loss terms, so that one term's weights are its own."""
+    """A trunk with one head for each of two loss terms."""
 
     def __init__(self):
         super().__init__()
@@ -133,20 +133,20 @@ class TwoHeads(nn.Module):
 
 
 def batch(rank, step):
-    """Inputs and targets of a rank in a step."""
+    """Return the inputs and targets of a rank in a step."""
     g = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(4, 6, generator=g), torch.randn(4, 2, generator=g)
 
 
 def losses_of(outputs, y, bad=()):
-    """The tensor that both loss terms come from, and the terms; those in `bad` are NaN."""
+    """Return the features and the two loss terms; the terms named in `bad` are NaN."""
     features, a, b = outputs
     losses = {"a": (a - y).square().mean(), "b": (b + y).abs().mean()}
     return features, {k: x * NAN if k in bad else x for k, x in losses.items()}
 
 
 def build(**options):
-    """A model that is the same on every rank, in DDP, its optimizer and its guard."""
+    """Build the same model on each rank, wrapped in DDP, with optimizer and guard."""
     torch.manual_seed(0)
     model = TwoHeads()
     ddp = DistributedDataParallel(model)
@@ -155,7 +155,7 @@ def build(**options):
 
 
 def seen(model, optimizer, guard):
-    """All that has to be the same on every rank."""
+    """Return all state that must be the same on each rank."""
     state = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
     health = {name: term.tensors() for name, term in guard.terms.items()}
     return {
@@ -167,22 +167,22 @@ def seen(model, optimizer, guard):
     }
 
 
-def agreed(told):
-    """What the ranks told, which is the same of all."""
-    for rank, one in enumerate(told):
-        assert isinstance(one, dict), f"rank {rank}: {one}"
-        for key, value in one.items():
-            assert value == told[0][key], (rank, key)
-    return told[0]
+def agreed(values):
+    """Check that all ranks returned the same values, and return them."""
+    for rank, state in enumerate(values):
+        assert isinstance(state, dict), f"rank {rank}: {state}"
+        for key, value in state.items():
+            assert value == values[0][key], (rank, key)
+    return values[0]
 
 
-def reasons(one):
-    """All events of what `seen` gave, as one text."""
-    return "\n".join(one["events"])
+def reasons(state):
+    """Return the events in a state of `seen` as one text."""
+    return "\n".join(state["events"])
 
 
 class Spoil(torch.autograd.Function):
-    """The identity, with a gradient that is infinite."""
+    """The identity with an infinite gradient."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Tiny models of images and text, of real architectures with random weights, and what they read."""
+"""Tiny image-text models of real architectures with random weights, and data for them."""
 
 import json
 
@@ -39,7 +39,7 @@ def tokenizer_of(kind):
 
 
 def processor_of(kind):
-    """A processor built from its parts."""
+    """Build the processor of one of `KINDS` from its parts."""
     import transformers as hf
 
     tokenizer = tokenizer_of(kind)
@@ -54,7 +54,7 @@ def processor_of(kind):
             num_additional_image_tokens=1,
             chat_template=LLAVA_CHAT,
         )
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(  # puts no BOS before a text
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(  # adds no BOS token
         single="$A", pair="$A $B", special_tokens=[]
     )
     limits = {"shortest_edge": 28 * 28, "longest_edge": 56 * 84}
@@ -65,7 +65,7 @@ def processor_of(kind):
 
 
 def model_of(kind, processor, seed=0, spread=0.2, layers=3):
-    """A model with new weights, large enough that they matter; `layers` of the language part."""
+    """Build a model with weights of standard deviation `spread`, and `layers` language layers."""
     import transformers as hf
 
     ids = processor.tokenizer.convert_tokens_to_ids
@@ -86,7 +86,7 @@ def model_of(kind, processor, seed=0, spread=0.2, layers=3):
         tower = hf.CLIPVisionConfig(
             hidden_size=16,
             intermediate_size=24,
-            num_hidden_layers=layers,  # as many as the language part: they must not be confused
+            num_hidden_layers=layers,  # as in the language model: the two must not be confused
             num_attention_heads=2,
             image_size=28,
             patch_size=14,
@@ -120,7 +120,7 @@ def model_of(kind, processor, seed=0, spread=0.2, layers=3):
 
 
 def folder_of(path, kind, seed=0, **changes):
-    """A saved model with its processor."""
+    """Save a model with its processor, and return the folder."""
     processor = processor_of(kind)
     model_of(kind, processor, seed, **changes).save_pretrained(path)
     processor.save_pretrained(path)
@@ -128,7 +128,7 @@ def folder_of(path, kind, seed=0, **changes):
 
 
 def draw(path, i):
-    """An image of one colour, with a corner of another; of several sizes."""
+    """Save an image of one color with a corner of another; its size depends on `i`."""
     size = ((28, 28), (60, 30), (40, 90))[i % 3]
     image = Image.new("RGB", size, COLOURS[i % 6])
     image.paste(COLOURS[(i + 1 + i // 6) % 6], (0, 0, size[0] // 2, size[1] // 2))
@@ -137,7 +137,7 @@ def draw(path, i):
 
 
 def records(folder, n=24, start=0, images=lambda i: i % 3):
-    """Chats about no image, one or two."""
+    """Return chat records with `images(i)` images each."""
     made = []
     for i in range(start, start + n):
         parts = []

@@ -1,4 +1,4 @@
-"""A server of a tiny model over HTTP: what vLLM 0.32 says, word for word; and its faults."""
+"""An HTTP server of a tiny model with the responses of vLLM 0.32, and injected faults."""
 
 import json
 import math
@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(words, 404)
         try:
             self.answer(json.dumps(served.completion(asked), allow_nan=False).encode())
-        except ValueError as error:  # of a NaN, JSON's own words: vLLM passes them on
+        except ValueError as error:  # NaN in JSON: vLLM responds with the error of the json module
             self.refuse(str(error), 400)
 
     def refuse(self, words, code):
@@ -55,17 +55,18 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(LocalServer):
-    """Serves a model as vLLM does: fields, order and refusals are those that 0.32 gave.
+    """Serves a model with the fields, their order, and the errors of vLLM 0.32.
 
     Args:
         model: a causal LM of transformers.
-        name: by which it is known.
-        most: its --max-logprobs.
+        name: model name in requests.
+        most: --max-logprobs.
 
     Attributes:
         asked: the bodies of all requests.
-        fault: called as `fault(handler, asked, number)` before a completion; true: it has answered.
-        change: called with the logits `[token, vocab]` of a prompt; what is served in their place.
+        fault: `fault(handler, body, index)` is called before each completion, and returns true if
+            it has sent a response.
+        change: maps the logits `[token, vocab]` of a prompt to those that are served.
     """
 
     def __init__(self, model, name="teacher", most=1000, room=4096, tokenizer=None):
@@ -86,7 +87,7 @@ class Server(LocalServer):
         found = [None]
         for row, own in zip(log_p[:-1], prompt[1:], strict=True):
             values, tokens = row.topk(min(k, len(row)))
-            # The prompt's own token first, wherever it ranks; then the k likeliest.
+            # The prompt's own token first, whatever its rank; then the k likeliest tokens.
             rank = int((row > row[own]).sum()) + 1
             entry = {str(own): {"logprob": float(row[own]), "rank": rank}}
             for at, (value, token) in enumerate(zip(values, tokens, strict=True), 1):

@@ -1,4 +1,4 @@
-"""Tiny random models of real architectures, a tokenizer trained on the spot, and texts."""
+"""Tiny random language models of real architectures, with a tokenizer, texts and settings."""
 
 import json
 from dataclasses import replace
@@ -27,13 +27,13 @@ def sentence(i: int) -> str:
 
 
 class Tiny:
-    """Makes models of two layers, dimension 32, and what they learn from."""
+    """Makes models of two layers and width 32, and their data."""
 
     precision = Precision.for_device("cpu")
 
     @staticmethod
     def texts(n=40, start=0, name="tiny") -> TextDataset:
-        # Of very different lengths: one to four sentences.
+        # One to four sentences: their lengths differ much.
         lines = [" ".join(map(sentence, range(i, i + 1 + i % 4))) for i in range(start, start + n)]
         examples = tuple(Example(f"tiny:{i}", text=line) for i, line in enumerate(lines, 1))
         return TextDataset(name, "train", examples, f"{name} {start} {n}", ())
@@ -44,7 +44,7 @@ class Tiny:
 
     @cached_property
     def other_tokenizer(self):
-        """Of another vocabulary, trained on other text."""
+        """A tokenizer with another vocabulary, trained on other text."""
         lines = (
             "import os\nfor name in os.listdir(): print(name)\nreturn sea, garden, under",
             "    ",
@@ -53,7 +53,7 @@ class Tiny:
         return train_tokenizer(TextDataset("code", "train", examples, "", ()), 290)
 
     def model(self, kind="Llama", seed=0, tokenizer=None, spread=None, **changes):
-        """A causal LM with new weights, in evaluation mode; `spread`: of weights that matter."""
+        """Build a causal LM in evaluation mode; `spread`: standard deviation of its weights."""
         transformers = pytest.importorskip("transformers")
         size = {
             "vocab_size": len(tokenizer or self.tokenizer),
@@ -81,7 +81,7 @@ class Tiny:
         return model
 
     def folder(self, path, kind="Llama", seed=0, tokenizer=None, **changes) -> str:
-        """A saved model with its tokenizer."""
+        """Save a model with its tokenizer, and return the folder."""
         self.model(kind, seed, tokenizer, spread=0.3, **changes).save_pretrained(path)
         (tokenizer or self.tokenizer).save_pretrained(path)
         return str(path)
@@ -101,7 +101,7 @@ class Tiny:
         return LanguageSettings(**{**fast, **changes})
 
     def distiller(self, teacher=None, student=None, precision=None, source=None, **changes):
-        """Ready to step; `teacher` answers a batch as a `FrozenTeacher` does."""
+        """Build a `Distiller`; `teacher` maps a batch to its outputs, as `FrozenTeacher` does."""
         return Distiller(
             self.model(seed=1) if student is None else student,
             self.settings(**changes),
@@ -124,7 +124,7 @@ def text_file(tmp_path, tiny):
 
 
 def save_texts(tiny, folder, n_train, n_test):
-    """Save a `.jsonl` to learn from, with another beside it that is held out; return its path."""
+    """Save a training `.jsonl` with a held-out one beside it; return the path of the first."""
     for name, start, n in (("train", 0, n_train), ("test", 1000, n_test)):
         rows = [{"text": example.text} for example in tiny.texts(n, start).examples]
         lines = "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,11 +1,11 @@
-"""Train heads in a test without a run folder."""
+"""Train heads without a run folder."""
 
 from ssl_kd.training.loop import run_loop
 from ssl_kd.vision.train import HeadsLearner, Plan
 
 
 def train(trainer, sampler, gather, steps, *, convergence=None, **options):
-    """Train on pairs; `options` are those of the learner and of the loop."""
+    """Train on pairs; `options` go to `HeadsLearner` or `run_loop`."""
     names = {"clusters", "on_events", "on_fault"} & options.keys()
     of_learner = {name: options.pop(name) for name in names}
     plan = Plan(sampler, steps, convergence)

@@ -1,4 +1,4 @@
-"""Shared by the fault tests: a fast run's settings, and a look at every byte that is left."""
+"""Settings of a fast run and readers of its files, shared by the fault tests."""
 
 import contextlib
 import csv
@@ -45,7 +45,7 @@ FAST = {
 
 
 def flags_of(settings, **more):
-    """The flags that make these settings, and more of them, out of the defaults."""
+    """Return the flags that give these settings, and `more`, from the defaults."""
     default = type(settings)().to_dict()
     changed = {name: v for name, v in settings.to_dict().items() if v != default[name]}
     return [
@@ -57,14 +57,14 @@ def flags_of(settings, **more):
 
 
 def one_line(error):
-    """The one line that the command line said of a failure, without what went before."""
+    """Return the one line that the command printed about a failure; it must be the last."""
     (line,) = [line for line in error.splitlines() if line.startswith("ssl_kd: ")]
     assert error.rstrip().endswith(line) and "Traceback" not in error
     return line
 
 
 def cache(settings, shard_rows=16, **changes):
-    """Embed the data of `settings` into shards of 16 rows, as a run would."""
+    """Embed the data of `settings` as a run does, in shards of 16 rows."""
     data = open_dataset(settings.dataset, "train")
     teacher = load_teacher("features", dataset=data)
     folder, precision = settings.embeddings_dir, Precision.for_device("cpu")
@@ -78,7 +78,7 @@ def opened(settings, **changes):
 
 
 def content(folder):
-    """Every byte below a folder: relative path -> content; locks hold a process id and are not."""
+    """Return relative path -> content of all files in a folder, without locks."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(Path(folder).rglob("*"))
@@ -87,7 +87,7 @@ def content(folder):
 
 
 def no_run(settings):
-    """Whether no run has left anything."""
+    """Return whether the folder of runs is empty."""
     runs = Path(settings.runs_dir)
     return not runs.exists() or not list(runs.iterdir())
 
