@@ -87,9 +87,8 @@ ALPHA_CE = 0.5
 # Clamp as older scripts did, to measure what it costs: "2.5" (logits) or "2.5:0.1:5.0" (logits, and
 # lowest and highest loss); None: no clamp. float32 arithmetic needs no clamp.
 LEGACY_CLAMP = None
-# How to align a teacher with another tokenizer: auto (the tokenizers are the same) | hidden (hidden
-# states at common boundaries) | uld (sorted probabilities) | chunks (distributions and likelihoods
-# of common pieces of text).
+# How to align a teacher with another tokenizer: auto (the tokenizers are the same) | chunks
+# (distributions and likelihoods of common pieces of text) | uld (sorted probabilities).
 ALIGN = "auto"
 
 # --- Generated text -------------------------------------------------------------------------------

@@ -36,8 +36,6 @@ def examine(
     `part` is the name of a loss term, or `model` for all of them. No weight changes.
     """
     weights = {f"student weight {name}": p for name, p in objective.student.named_parameters()}
-    for who, module in objective.extra.items():
-        weights |= {f"{who} weight {name}": p for name, p in module.named_parameters()}
     leaves = [p for p in weights.values() if p.requires_grad]
     source: Any = objective.source if objective.aligned is None else objective.aligned
     teachers = getattr(source, "models", {"teacher": getattr(source, "model", None)})
@@ -62,13 +60,10 @@ def examine(
 
 
 def trained(objective: Objective) -> dict[str, Tensor]:
-    """Return all trained tensors by name: weights of the student, the projection and the router."""
-    tensors: dict[str, Tensor] = {}
-    tensors |= {
+    """Return all trained tensors by name: weights of the student and of the router."""
+    tensors: dict[str, Tensor] = {
         f"student {n}": p for n, p in objective.student.named_parameters() if p.requires_grad
     }
-    for who, module in objective.extra.items():
-        tensors |= {f"{who} {name}": t for name, t in module.state_dict().items()}
     if isinstance(objective.source, RoutedTeacher) and objective.source.router is not None:
         routers = objective.source.mixture.router_parameters()
         tensors |= {f"router {name}": p for name, p in routers.items()}

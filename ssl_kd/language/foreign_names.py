@@ -105,7 +105,7 @@ _REMOVED: Mapping[str, str] = {
     "Removed: compare with a second run of --alpha_kd 0 --alpha_ce 1.": "baseline",
     "Removed: use --teacher_cache, or --quantization nf4, to save memory.": "teacher_offload",
     "Removed: temperature and weights are constant, see --temperature and --alpha_kd.": "schedule",
-    "Removed: use --alpha_kd, or --align hidden for a teacher with another tokenizer.": """
+    "Removed: use --alpha_kd, or --align chunks for a teacher with another tokenizer.": """
         alpha_attention alpha_hidden layer_map""",
     "Removed: float16 runs only on a GPU that supports it, see --model_dtype.": "emulate_fp16",
     "Removed: --router_mode sets how experts are used; its other parameters are constants.": """

@@ -16,7 +16,7 @@ from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.memory import to_device_async
 from ssl_kd.guard.precision import Precision, promote_to_fp32
-from ssl_kd.language.aligned import Aligned, unfit_for_hidden
+from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass, SickRows, overwritten, without
 from ssl_kd.language.sources import Source
@@ -54,17 +54,12 @@ class Objective:
     ) -> None:
         self.settings, self.precision, self.source = settings, precision, source
         self.aligned = aligned
-        self.extra: dict[str, nn.Module] = {}  # trained with the student
-        if aligned is not None:
-            self.extra["aligned"] = aligned.to(precision.device)
         self.student = student.to(precision.device).train()
         if (line := promote_to_fp32(student)) is not None:
             logger.info("%s", line)
         if settings.gradient_checkpointing:
             _checkpoint_activations(student)
         self._linear = linear_head(student) is not None
-        if aligned is not None and aligned.projection is not None and not self._linear:
-            raise unfit_for_hidden("student", student)
         self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
         ce = settings.alpha_ce if settings.learns_text else 0.0
         weights = {"ce": ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
@@ -183,7 +178,7 @@ class Objective:
         if isinstance(batch, AlignedBatch) and self.aligned is not None:
             ce = distillation_terms(student.x, *head, targets, **options)[0]
             healthy = without(batch, sick["kd"]) if sick else batch
-            kd = self.aligned(healthy, outputs.hidden, outputs.all_logits)
+            kd = self.aligned(healthy, outputs.all_logits)
             return {"ce": ce, "kd": kd.float()}
         teacher_weights = getattr(self.source, "weights", None)
         sums = []

@@ -439,14 +439,6 @@ def _source(prepared: Prepared) -> tuple[Source | None, Aligned | None]:
         source = Plain(frozen)
     if not isinstance(prepared.blocks, AlignedBlocks):
         return source, None
-    configs = [without_adapters(m).config for m in (prepared.student.model, frozen.model)]
-    width, teacher_width = (config.get_text_config().hidden_size for config in configs)
-    aligned = Aligned(
-        source.answer if isinstance(source, RoutedTeacher) else frozen,
-        settings,
-        (width, teacher_width),
-        divergence=settings.kind_of_divergence,
-        draws=settings.draws,
-        seed=settings.seed,
-    )
-    return None, aligned
+    answer = source.answer if isinstance(source, RoutedTeacher) else frozen
+    kind = settings.kind_of_divergence
+    return None, Aligned(answer, settings, divergence=kind, draws=settings.draws)

@@ -101,7 +101,7 @@ def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[
 
 @torch.no_grad()
 def _load(path: str | Path, bundle: Bundle, distiller: Distiller) -> None:
-    """Load the bundle's weights into the student and the modules trained with it."""
+    """Load the bundle's weights into the student and the router."""
     for name, tensor in trained(distiller).items():
         saved = bundle.tensors.get(name)
         if saved is None or _layout(saved) != _layout(tensor):

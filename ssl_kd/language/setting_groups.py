@@ -234,9 +234,9 @@ class LossSettings(Settings):
     align: str = setting(
         "auto",
         "how to align a teacher with another tokenizer: auto (the tokenizers are the same) |"
-        " hidden (hidden states at common boundaries) | uld (sorted probabilities) | chunks"
-        " (distributions and likelihoods of common pieces of text)",
-        choices=("auto", "hidden", "uld", "chunks"),
+        " chunks (distributions and likelihoods of common pieces of text) | uld (sorted"
+        " probabilities)",
+        choices=("auto", "chunks", "uld"),
     )
 
     def check_together(self) -> None:
@@ -244,11 +244,6 @@ class LossSettings(Settings):
         super().check_together()
         if self.alpha_kd == self.alpha_ce == 0:
             raise SettingsError("ALPHA_KD and ALPHA_CE are both 0: set at least one above 0.")
-        if self.align == "hidden" and self.alpha_ce == 0:
-            raise SettingsError(
-                "ALIGN is 'hidden' and ALPHA_CE is 0, which leaves the student's output head"
-                " untrained: set ALPHA_CE above 0."
-            )
         if self.legacy_clamp is not None:
             self._check_clamp(self.legacy_clamp)
 

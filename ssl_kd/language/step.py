@@ -101,11 +101,11 @@ class StudentStep:
 
 
 class DistributedStudent:
-    """A student and `extra` modules that all ranks train together; DDP averages gradients."""
+    """A student that all ranks train together; DDP averages its gradients."""
 
-    def __init__(self, student: nn.Module, extra: list[nn.Module], ranks: ProcessGroup) -> None:
+    def __init__(self, student: nn.Module, ranks: ProcessGroup) -> None:
         self.ranks = ranks
-        self._root: Any = _Root(student, extra)
+        self._root: Any = _Root(student)
         if ranks.world > 1:
             # Buffers are constants here; DDP would send them before each forward pass.
             names = [name for name, _ in self._root.named_buffers()]
@@ -128,9 +128,9 @@ class DistributedStudent:
 class _Root(nn.Module):
     """A module whose forward pass calls a function, so that DDP's hooks also cover the head."""
 
-    def __init__(self, student: nn.Module, extra: list[nn.Module]) -> None:
+    def __init__(self, student: nn.Module) -> None:
         super().__init__()
-        self.student, self.extra = student, nn.ModuleList(extra)
+        self.student = student
 
     def forward(self, work: Callable[..., T], *arguments: Any) -> T:
         return work(*arguments)
@@ -168,11 +168,10 @@ class Distiller(Objective):
         recorder: FlightRecorder | None = None,
     ) -> None:
         super().__init__(student, settings, precision, source, aligned)
-        extra, device = [*self.extra.values()], precision.device
+        device = precision.device
         self.ranks = ProcessGroup(device)
-        self.distributed = DistributedStudent(student, extra, self.ranks)
-        modules = (student, *extra)
-        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+        self.distributed = DistributedStudent(student, self.ranks)
+        trained = [p for p in student.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -343,7 +342,6 @@ class Distiller(Objective):
             "learned": self.learned,
             "recent": [dataclasses.asdict(result) for result in self.recent],
             "explained": sorted(self.explainer.explained),
-            "beside": {name: module.state_dict() for name, module in self.extra.items()},
             "router": self.source.state() if isinstance(self.source, RoutedTeacher) else {},
         }
 
@@ -358,8 +356,5 @@ class Distiller(Objective):
         self.tokens, self.explainer.explained = state["tokens"], set(state["explained"])
         self.learned |= state["learned"]
         self.recent = [StudentStep(**row) for row in state["recent"]]
-        for name, module in self.extra.items():
-            for key, p in module.state_dict().items():
-                p.copy_(state["beside"][name][key])
         if isinstance(self.source, RoutedTeacher):
             self.source.load(state["router"])

@@ -116,8 +116,8 @@ def check_family(student: CausalLM, teacher: CausalLM) -> None:
     raise SettingsError(
         f"the teacher {teacher.name} and the student {student.name} have different tokenizers "
         f"({len(other)} and {len(own)} tokens), and ALIGN is 'auto': choose how to align them by"
-        " --align chunks, uld or hidden; or use a student with the teacher's tokenizer, or one cut"
-        " from the teacher (--student_model layers:N)"
+        " --align chunks or uld; or use a student with the teacher's tokenizer, or one cut from the"
+        " teacher (--student_model layers:N)"
     )
 
 

@@ -213,39 +213,3 @@ def chunk_matching(
     rest = likelihood_matching(*likelihoods, temperature=likelihood_temperature)
     values = rest.new_zeros(n_groups).index_copy(0, alike, divergences)
     return values.index_copy(0, others, rest)
-
-
-def hidden_matching(projected_student: Tensor, teacher_hidden: Tensor) -> Tensor:
-    r"""Compute the mean squared distance of hidden states at the same boundaries of the text.
-
-    The loss of boundary i is $\frac{1}{H} \| W h_i - g_i / \mathrm{rms}(g_i) \|^2$ with the
-    student's hidden state h, the teacher's g, the projection W and the teacher's width H. Only the
-    student is projected, because learned projections of both models could map all states to one
-    point. The teacher's states are scaled to unit root mean square, so that the loss starts near 1
-    for any teacher. States are comparable only at common token boundaries, where both models have
-    read the same text.
-
-    Args:
-        projected_student: `[group, H]`, the student's projected hidden states W h.
-        teacher_hidden: `[group, H]`, the teacher's hidden states; no gradient flows into them.
-
-    References:
-        Romero et al., FitNets: Hints for Thin Deep Nets, 2015, equation 3, a linear map in place of
-        the regressor.
-
-    >>> hidden_matching(torch.tensor([[1.0, 0.0]]), torch.tensor([[30.0, -30.0]]))
-    tensor([0.5000])
-    """
-    _check_rows(projected_student, teacher_hidden, "aligned positions")
-    if projected_student.shape[-1] != teacher_hidden.shape[-1]:
-        raise ValueError(
-            f"projected_student has hidden size {projected_student.shape[-1]} and teacher_hidden "
-            f"{teacher_hidden.shape[-1]}; expected equal sizes: change the student's projection"
-        )
-    dtype = compute_dtype(projected_student)
-    tiny = torch.finfo(dtype).tiny
-    target = teacher_hidden.detach().to(dtype)
-    # By the largest first: the squares of bfloat16's largest states overflow.
-    target = target / target.abs().amax(-1, keepdim=True).clamp(min=tiny)
-    target = target * target.square().mean(-1, keepdim=True).clamp(min=tiny).rsqrt()
-    return (projected_student.to(dtype) - target).square().mean(-1)

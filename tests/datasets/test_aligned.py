@@ -19,7 +19,6 @@ from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
 from ssl_kd.datasets.segmentation import TextReader, align, partition  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.datasets.vocabulary import shared_vocabulary, token_texts  # noqa: E402
-from ssl_kd.language.aligned import HiddenProjection  # noqa: E402
 from ssl_kd.losses.cross_tokenizer import chunk_log_likelihood  # noqa: E402
 
 STORY = (
@@ -396,11 +395,3 @@ def test_bad_arguments_are_named(trained):
 
     with pytest.raises(ValueError, match="Slow returns no token offsets"):
         TextReader(Slow())
-
-
-def test_the_projection_stays_in_float32():
-    projection = HiddenProjection(3, 2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = projection(torch.full((4, 3), 3e4, dtype=torch.float16))
-    assert out.dtype == torch.float32 and out.shape == (4, 2)
-    torch.testing.assert_close(out[0], 3e4 * projection.weight.sum(1), rtol=1e-3, atol=1)

@@ -135,8 +135,6 @@ def owned(distiller):
     """All that a step may change: the trained weights, moments, step counts, and the router's."""
     state = distiller.state()
     found = {f"student {name}": p.clone() for name, p in state["student"].items()}
-    for who, module in state["beside"].items():
-        found |= {f"{who} {name}": p.clone() for name, p in module.items()}
     found |= {f"router {name}": p.clone() for name, p in state["router"].get("routers", {}).items()}
     for who in ("optimizer", "router"):
         optimizer = state["router"].get("optimizer", {}) if who == "router" else state[who]

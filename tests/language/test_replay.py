@@ -138,23 +138,10 @@ def test_a_poisoned_student_is_found_again_in_every_term(recorded, strike):
         assert "student weight model.layers.0.mlp.up_proj.weight came in not" in str(report)
 
 
-@pytest.mark.parametrize("how", ["chunks", "hidden"])
-def test_a_teacher_with_another_tokenizer(recorded, models, sick, how):
+def test_a_teacher_with_another_tokenizer(recorded, models, sick):
     foreign = {"teacher_model": sick("foreign"), "student_model": models("student")}
-    words, bundles = recorded(align=how, max_steps=2, **foreign)
+    words, bundles = recorded(align="chunks", max_steps=2, **foreign)
     check(replay(bundles["kd"]), words["kd"], Cause.POISONED_WEIGHT, "aten.mm")
-
-
-def test_the_projection_beside_the_student_is_recorded(recorded, models, strike):
-    def spoil(distiller):
-        distiller.aligned.projection.weight.data[2, 1] = math.nan
-
-    strike(spoil, steps=(1,))
-    foreign = {"teacher_model": models("foreign"), "student_model": models("student")}
-    words, bundles = recorded(align="hidden", max_steps=2, **foreign)
-    report = replay(bundles["kd"])
-    check(report, words["kd"], Cause.POISONED_WEIGHT, "aten.mm")
-    assert "aligned weight projection.weight came in not finite" in str(report)
 
 
 def test_a_router_that_learns_is_recorded_and_learns_nothing_from_a_replay(

@@ -212,7 +212,6 @@ def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path
         ),
         ({"teacher_cache": "c", "align": "uld"}, "needs a live teacher: set TEACHER_CACHE"),
         ({"router_mode": "sar", "align": "chunks"}, "or ALIGN to 'auto'"),
-        ({"align": "hidden", "alpha_ce": 0}, "set ALPHA_CE above 0"),
         ({"legacy_clamp": "banana"}, "LEGACY_CLAMP: legacy_clamp is 'banana'"),
         ({"legacy_clamp": "-1"}, "LEGACY_CLAMP: the clamp of logits is -1.0"),
         ({"legacy_clamp": "5", "align": "chunks"}, "set ALIGN to 'auto', because"),

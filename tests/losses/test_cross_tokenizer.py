@@ -11,7 +11,6 @@ from ssl_kd.losses.cross_tokenizer import (
     chunk_log_likelihood,
     chunk_matching,
     class_log_probabilities,
-    hidden_matching,
     likelihood_matching,
     uld,
 )
@@ -154,35 +153,6 @@ def test_logits_that_overflowed_can_be_unlearned(value):
         assert student_logits.grad[0, 3] < 0 and student_logits.grad[1, 0] < 0
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
-def test_hidden_states_are_compared_at_the_size_of_one(scale):
-    student, teacher = logits(5, 4), logits(5, 4, seed=1) * scale
-    teacher.requires_grad_()
-    size = teacher.detach().square().mean(-1, keepdim=True).sqrt()
-    each = (student - teacher.detach() / size).square().mean(-1)
-    torch.testing.assert_close(hidden_matching(student, teacher), each)
-    hidden_matching(student.requires_grad_(), teacher).sum().backward()
-    assert teacher.grad is None and student.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_the_largest_and_the_smallest_hidden_states_are_finite(dtype):
-    info = torch.finfo(dtype)
-    teacher = torch.tensor([[info.max, -info.max], [info.tiny, 0], [0, 0]], dtype=dtype)
-    student = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
-    values = hidden_matching(student, teacher)
-    assert values.dtype == torch.float32
-    torch.testing.assert_close(values, torch.tensor([1.0, 1.0, 0.0]))
-    values.sum().backward()
-    assert student.grad.isfinite().all()
-    teacher[0, 1] = torch.nan
-    assert hidden_matching(student, teacher).isnan().tolist() == [
-        True,
-        False,
-        False,
-    ]
-
-
 def test_finite_logits_beyond_half_precision_count_as_its_largest():
     huge = (logits(3, 7).sign().float() * 3e38).requires_grad_()
     classes = VocabularyMap(torch.tensor([0, 0, 1, 2, 2, 3, 3]), 4)
@@ -248,7 +218,6 @@ LIKELY = -logits(4, seed=2).abs() - 0.1
         ],
         (lambda z: uld(z, logits(4, 6, seed=1)), logits(4, 5)),
         (lambda z: likelihood_matching(z, LIKELY, temperature=3.0), -logits(4).abs() - 0.1),
-        (lambda z: hidden_matching(z, logits(4, 3, seed=1)), logits(4, 3)),
     ],
 )
 def test_gradcheck(loss, student):
@@ -289,7 +258,7 @@ def test_nothing_to_compare_is_empty_and_part_of_the_graph():
     side = Positions(none, none, none, none)
     same = VocabularyMap(torch.arange(5), 5)
     nothing = chunk_matching(empty, empty, side, side, none.bool(), same, same)
-    for loss in (nothing, uld(empty, empty), hidden_matching(empty, empty)):
+    for loss in (nothing, uld(empty, empty)):
         assert loss.shape == (0,) and loss.requires_grad
         loss.sum().backward()
 
@@ -313,8 +282,6 @@ FEWER = T_POSITIONS._replace(first=T_POSITIONS.first[:4])
             lambda: chunk_matching(*case()[:-1], VocabularyMap(T_MAP.classes, 9)),
             "student_vocabulary has 3 classes and teacher_vocabulary 9",
         ),
-        (lambda: hidden_matching(Z, T[:7]), "hidden size 6 and teacher_hidden 8"),
-        (lambda: hidden_matching(Z, T), "7 aligned positions of the student and 8"),
     ],
 )
 def test_bad_arguments_are_named(call, message):

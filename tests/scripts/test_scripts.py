@@ -76,7 +76,7 @@ def test_what_a_user_gets_wrong_is_one_line(script, house, name):
             ["--teacher_model", str(house / "foreign"), "--student_model", str(house / "dense")]
             + text,
             2,
-            "--align chunks, uld or hidden",
+            "--align chunks or uld",
         ),
     ):
         came, _, err = script(name, *words)
