@@ -50,8 +50,7 @@ from ssl_kd.vision.settings import EmbeddingSettings, VisionSettings
 
 logger = logging.getLogger(__name__)
 
-# Files with decisions about clusters and their names, which are copied to the extended run.
-DECIDED = ("curation.jsonl", "names.json")
+DECIDED = "curation.jsonl"  # the decisions about clusters, which are copied to the extended run
 # Settings that an extension does not take from the run.
 OWN = {"dataset", "device", "download", "extend", "force_recompute"}
 OWN |= {"rebuild_damaged", "resume", "run_name", "runs_dir", "workers"}
@@ -191,9 +190,8 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Run
             data = about_data(dataset, {"train": store}, extended.n_clusters)
             data["pictured"] |= has_pictures(parent.metrics)
             metrics |= {"dataset": data, "teacher": parent.metrics["teacher"]}
-            for name in DECIDED:
-                if (parent.path / name).is_file():
-                    shutil.copyfile(parent.path / name, folder.path / name)
+            if (parent.path / DECIDED).is_file():
+                shutil.copyfile(parent.path / DECIDED, folder.path / DECIDED)
             folder.update_json("metrics.json", **metrics, seconds=clock.seconds)
         folder.path = _move(folder.path, runs, settings.run_name)
     folder.become_latest()

@@ -1,1 +1,1 @@
-"""Work with finished clusters: explore, curate, name and export them."""
+"""Work with finished clusters: explore, curate and export them."""

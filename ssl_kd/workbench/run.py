@@ -1,9 +1,9 @@
-"""Work with a finished clustering run from Python: inspect, curate, name and export clusters."""
+"""Work with a finished clustering run from Python: inspect, curate and export clusters."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from ssl_kd.workbench.explore import serve, write_site
 from ssl_kd.workbench.export import export
 from ssl_kd.workbench.export.cards import push_run
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.naming import Names, name_samples
 
 TYPICAL = 8  # default number of samples that represent a cluster
 SHOWN = 30  # number of clusters that a notebook shows
@@ -71,7 +70,7 @@ class Cluster:
 
 
 class Run:
-    """A finished clustering run: its clusters, scores, names, curation and exports.
+    """A finished clustering run: its clusters, scores, curation and exports.
 
     Samples are numbered from 0 across all splits.
 
@@ -123,19 +122,13 @@ class Run:
     @property
     def clusters(self) -> list[Cluster]:
         """All clusters that are not empty, sorted by number."""
-        clusters, names = self.curation.clusters, self.names.levels.get("cluster", {})
+        clusters, names = self.curation.clusters, self.curation.names
         order = np.argsort(clusters, kind="stable")
         numbers, first = np.unique(clusters[order], return_index=True)
         parts = dict(zip(numbers.tolist(), np.split(order, first[1:]), strict=True))
         confidence = self.samples.column("confidence")
         return [
-            Cluster(
-                self,
-                number,
-                names[number].text if number in names else "",
-                rows,
-                float(confidence[rows].mean()),
-            )
+            Cluster(self, number, names.get(number, ""), rows, float(confidence[rows].mean()))
             for number, rows in parts.items()
             if number >= 0
         ]
@@ -157,8 +150,8 @@ class Run:
         """Return a pandas data frame with one row per sample that is not excluded.
 
         The first column, `row`, is the number of the sample; the columns of the assignments follow.
-        `cluster` is the cluster after all decisions. If decisions changed clusters, the original
-        ones are in `cluster_of_run`. Names are in `cluster_name`, and so on for each tree level.
+        `cluster` and `cluster_name` are the cluster and its name after all decisions. If decisions
+        changed clusters, the original ones are in `cluster_of_run`.
         """
         content = Content.of(self.samples)
         table = arrow.Table.from_batches(content.batches(max(len(content), 1)))
@@ -211,16 +204,6 @@ class Run:
             return write_site(self.samples, folder)
         return serve(self.samples, port)
 
-    @property
-    def names(self) -> Names:
-        """Names of the clusters of every level, after the decisions of people."""
-        return Names.load(self.path).edited({"cluster": self.curation.names})
-
-    def name(self, captions: str | Path | Sequence[str]) -> Names:
-        """Name the clusters by words and write `names.json` (`workbench.naming.name_samples`)."""
-        name_samples(self.samples, captions).save(self.path)
-        return self.names
-
     def export(
         self,
         to: str = "parquet",
@@ -228,7 +211,6 @@ class Run:
         *,
         splits: Sequence[str] = (),
         clusters: Sequence[int] = (),
-        columns: Mapping[str, NDArray[Any]] | None = None,
         **options: Any,
     ) -> Path:
         """Export the run in another program's format, and return the path of the output.
@@ -238,10 +220,9 @@ class Run:
             out: path of the output; None for a default name in the run's folder.
             splits: splits to export; empty for all.
             clusters: numbers of the clusters to export; empty for all.
-            columns: columns to add: name -> value for every sample of the run `[n]`.
             **options: `force`, and the options of the format (`ssl_kd.workbench.export`).
         """
-        content = Content.of(self.samples, splits=splits, clusters=clusters, columns=columns)
+        content = Content.of(self.samples, splits=splits, clusters=clusters)
         return export(content, to, out, **options)
 
     def push_to_hub(

@@ -22,7 +22,6 @@ from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.workbench.decisions import Curation, curation
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.naming import names
 from tests.faults.matrix import row as fault
 from tests.kills import kill_again_and_again
 from tests.vision.test_run import FAST, assignments, metrics
@@ -144,7 +143,7 @@ def test_copies_of_one_sample_are_no_cluster(settings, tmp_path):
 
 @fault(176)
 def test_what_people_decided_about_a_run_holds_in_the_extended_one(parent, settings, tmp_path):
-    assert set(DECIDED) == {curation.FILE, names.FILE}
+    assert DECIDED == curation.FILE
     decided = shutil.copytree(parent, tmp_path / "decided")
     people = Curation.open(decided)
     people.rename(2, "the third")
@@ -152,7 +151,6 @@ def test_what_people_decided_about_a_run_holds_in_the_extended_one(parent, setti
     people.exclude([5, 7])
     row = int(np.flatnonzero(people.clusters == 2)[0])
     made = people.split(2, [row])["new"]
-    names.Names({"cluster": {2: names.Name("found", "found")}}).save(decided)
     new = save(tmp_path, "new.npz", range(4), 40, 1)
     path = extend(settings(new, extend=str(decided))).path
     grown = Curation.open(path)

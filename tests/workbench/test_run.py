@@ -42,11 +42,7 @@ def test_clusters_and_frame_follow_decisions(run):
     assert len(run.cluster("round ones")) == len(largest)
 
 
-def test_names_and_export(run, tmp_path):
-    words = ["apple", "brick", "cloud"]
-    names = run.name([f"a {words[k]} seen" for k in run.samples.column("cluster")])
-    assert [cluster.name for cluster in run.clusters] == words
-    assert names.of("cluster", 1) == "brick"
+def test_export(run, tmp_path):
     run.curation.rename(0, "mine")
     assert Run.open(run.path).cluster("mine").number == 0
     path = run.export("parquet", tmp_path / "one.parquet", clusters=[0], splits=["train"])

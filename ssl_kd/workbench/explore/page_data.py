@@ -23,7 +23,6 @@ from ssl_kd.training.clock import Progress
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore.map_layout import map_of
-from ssl_kd.workbench.naming import Names
 from ssl_kd.workbench.output_files import new_folder
 
 logger = logging.getLogger(__name__)
@@ -133,15 +132,9 @@ def decision_files(curation: Curation) -> dict[str, bytes]:
     for line in lines:
         if "rows" in line:
             line["rows"] = len(line["rows"])
-    stored = Names.load(curation.samples.path).levels
-    names = {level: {k: name.text for k, name in of.items()} for level, of in stored.items()}
-    renamed = curation.names
-    taken = {name.casefold() for name in renamed.values()}
-    others = {k: n for k, n in names.get("cluster", {}).items() if n.casefold() not in taken}
-    names["cluster"] = others | renamed
     return {
         "clusters.i32": curation.clusters.astype("<i4").tobytes(),
-        "decisions.json": as_json({"lines": lines, "names": names}),
+        "decisions.json": as_json({"lines": lines, "names": curation.names}),
     }
 
 

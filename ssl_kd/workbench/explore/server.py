@@ -104,7 +104,6 @@ class ExploreServer(ThreadingHTTPServer):
             self.cookie = f"ssl_kd_explore_{self.server_port}"
             self.data: dict[str, bytes] = {}
             write_page_data(samples, self.data.__setitem__, progress=progress)
-            decision_files(self.curation)  # raises here if names.json is damaged
         except BaseException:
             self.server_close()
             raise

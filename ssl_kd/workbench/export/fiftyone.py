@@ -10,22 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.workbench.export.content import Content, refuse_columns
+from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.output_files import new_folder, write_list
-
-_OWN_FIELDS = ("id", "filepath", "tags", "metadata", "created_at", "last_modified_at")
 
 
 def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -> Path:
     """Write one FiftyOne sample per picture, with levels and label as Classifications.
 
     Numbers become fields, and the split becomes a tag.
-
-    Raises:
-        InputError: `out` exists, pictures are missing, or a column has the name of a field that
-            FiftyOne itself uses.
     """
-    refuse_columns(content.columns, _OWN_FIELDS, "fiftyone")
     content, files = content.with_pictures(skip_missing=skip_missing)
     with new_folder(out) as folder:
         write_list(folder / "samples.json", _samples(content, files), '{"samples": [', "]}")
@@ -33,14 +26,14 @@ def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -
 
 
 def _samples(content: Content, files: list[Path]) -> Iterator[dict[str, Any]]:
-    levels = content.samples.levels
     for file, row in zip(files, content.records(), strict=True):
         sample = {"filepath": str(file), "tags": [row.pop("split")]}
         confidence = row.pop("confidence")
         del row["file"]
-        for level in levels:
-            sample[level] = _classification(row.pop(f"{level}_name"))
-            del row[level]
+        for level in content.samples.levels:
+            number = row.pop(level)
+            sample[level] = _classification(str(number) if number >= 0 else None)
+        sample["cluster"] = _classification(row.pop("cluster_name"))
         if sample["cluster"] is not None:
             sample["cluster"]["confidence"] = confidence
         if "label" in row:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-import pyarrow as arrow
 from pyarrow import parquet
 
 from ssl_kd.files import atomic_write
@@ -15,15 +15,10 @@ from ssl_kd.workbench.output_files import refuse_existing
 
 
 def write_parquet(content: Content, out: Path) -> Path:
-    """Write a Parquet file with the assignments, cluster names and added columns of the samples.
+    """Write a Parquet file with the assignments and cluster names of the samples.
 
     The column `cluster` has the clusters after all decisions. If a decision changed a cluster, the
-    column `cluster_of_run` has the original ones. Memory stays small: row groups are written one by
-    one.
-
-    Raises:
-        InputError: `out` exists.
-        OSError: the file cannot be written; no part of it is left behind.
+    column `cluster_of_run` has the original ones. Row groups are written one by one to save memory.
     """
     refuse_existing(out)
     batches = content.batches(ROWS_PER_GROUP)
@@ -31,9 +26,8 @@ def write_parquet(content: Content, out: Path) -> Path:
     def write(file: BinaryIO) -> None:
         first = next(batches)
         with parquet.ParquetWriter(file, first.schema, compression="zstd") as writer:
-            writer.write_batch(first)
-            for batch in batches:
-                writer.write_table(arrow.Table.from_batches([batch]).cast(first.schema))
+            for batch in chain([first], batches):
+                writer.write_batch(batch)
         refuse_existing(out)  # another process may have written it meanwhile
 
     atomic_write(out, write)

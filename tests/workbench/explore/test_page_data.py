@@ -13,7 +13,6 @@ from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore import page_data, write_site
-from ssl_kd.workbench.naming import Name, Names
 from tests.faults.matrix import row as fault
 
 
@@ -24,10 +23,8 @@ def run(mapped_run, tmp_path):
 
 def test_the_data_are_those_of_the_run_after_decisions(run, tmp_path):
     samples = Samples(run)
-    names = {1: Name("brick", "brick"), 2: Name("Zeros", "edited by hand")}
-    Names({"cluster": names, samples.levels[-1]: {0: Name("all", "all")}}).save(run)
     curation = Curation(samples)
-    curation.rename(0, "zeros")  # an equal name from names.json gives way
+    curation.rename(0, "zeros")
     curation.exclude([3, 4])
     html = write_site(samples, tmp_path / "out")
     page, data = tmp_path / "out", tmp_path / "out" / "data"
@@ -53,8 +50,7 @@ def test_the_data_are_those_of_the_run_after_decisions(run, tmp_path):
     clusters = np.fromfile(data / "clusters.i32", np.int32)
     assert np.array_equal(clusters, curation.clusters) and (clusters[[3, 4]] == -1).all()
     decisions = json.loads((data / "decisions.json").read_text())
-    assert decisions["names"]["cluster"] == {"0": "zeros", "1": "brick"}
-    assert decisions["names"][samples.levels[-1]] == {"0": "all"}
+    assert decisions["names"] == {"0": "zeros"}
     assert [line["do"] for line in decisions["lines"]] == ["rename", "exclude"]
     assert decisions["lines"][1]["rows"] == 2 and not decisions["lines"][1]["undone"]
 

@@ -14,7 +14,6 @@ from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.export import export
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.naming import Name, Names
 from tests.faults.matrix import row as fault
 
 
@@ -36,20 +35,15 @@ def full(*_):
 
 def test_parquet_has_every_column(copied):
     samples = Samples(copied)
-    Names({"cluster": {1: Name("ring", "ring")}, "level_4": {0: Name("low")}}).save(copied)
-    group = np.arange(len(samples)) // 2
-    where = np.array([f"place {i}" for i in range(len(samples))], dtype=object)
-    path = export(Content.of(samples, columns={"group": group, "where": where}), "parquet")
+    Curation(samples).rename(1, "ring")
+    path = export(Content.of(samples), "parquet")
     assert path == copied / "export" / "clusters.parquet"
     table = parquet.read_table(path)
     for name in samples.table.column_names:
         assert table.column(name).to_pylist() == samples.table.column(name).to_pylist(), name
-    assert table.column("group").to_pylist() == group.tolist()
-    assert table.column("where").to_pylist() == where.tolist()
     clusters = samples.column("cluster").tolist()
     names = ["ring" if c == 1 else str(c) for c in clusters]
     assert table.column("cluster_name").to_pylist() == names
-    assert set(table.column("level_4_name").to_pylist()) >= {"low", "1"}
     assert "cluster_of_run" not in table.column_names
 
 
@@ -85,7 +79,6 @@ def test_invalid_selections_and_options(photo_run, tmp_path):
 
     refused("no split 'tset'; expected train, test", lambda: Content.of(samples, splits=["tset"]))
     refused("no cluster 9; expected one of 0, 1, 2", lambda: Content.of(samples, clusters=[9]))
-    refused(r"'x' has shape \[2\]", lambda: Content.of(samples, columns={"x": np.zeros(2)}))
     refused("expected parquet, .*parquet", lambda: export(content, "parqet"))
     refused(
         "the format parquet has no option --link",
@@ -180,13 +173,3 @@ def test_a_file_that_appears_during_an_export_is_not_replaced(photo_run, tmp_pat
     with pytest.raises(OSError, match="No space"):
         export(Content.of(Samples(photo_run)), "parquet", out, force=True)
     assert out.read_text() == "mine" and list(tmp_path.iterdir()) == [out]
-
-
-@fault(173)
-@pytest.mark.parametrize("name", ["tags", "filepath"])
-def test_a_column_named_like_a_field_of_the_format_is_refused(photo_run, tmp_path, name):
-    samples = Samples(photo_run)
-    content = Content.of(samples, columns={name: np.zeros(len(samples))})
-    with pytest.raises(InputError, match=f"fiftyone has a column '{name}' already"):
-        export(content, "fiftyone", tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,14 +12,13 @@ from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.export import export, folders
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.naming import Name, Names
 from tests.faults.matrix import row as fault
 
 
 @pytest.fixture
 def content(photo_run):
-    names = {0: Name("a/b\n.."), 1: Name("ring"), 2: Name("ü" * 200)}
-    return Content.of(Samples(photo_run), names=Names({"cluster": names}))
+    names = {0: "a/b\n..", 1: "ring", 2: "ü" * 200}
+    return replace(Content.of(Samples(photo_run)), names=names)
 
 
 @pytest.mark.parametrize("link", ["symlink", "copy"])

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
@@ -19,7 +20,6 @@ from ssl_kd.vision.estimator import MultiHeadClusterer
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.export import export
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.naming import Name, Names
 from tests.faults.matrix import row as fault
 
 RING = 'ring "o" <&>'
@@ -27,7 +27,7 @@ RING = 'ring "o" <&>'
 
 @pytest.fixture
 def content(photo_run):
-    return Content.of(Samples(photo_run), names=Names({"cluster": {1: Name(RING)}}))
+    return replace(Content.of(Samples(photo_run)), names={1: RING})
 
 
 def rows_of(content):
@@ -35,14 +35,9 @@ def rows_of(content):
 
 
 def test_fiftyone_samples(photo_run, content, tmp_path):
-    samples = content.samples
-    scores = np.array([None, np.nan, *map(float, range(2, len(samples)))], dtype=object)
-    nothing = np.full(len(samples), None)
-    columns = {"score": scores, "nothing": nothing}
-    content = Content.of(samples, names=content.names, columns=columns)
     out = export(content, "fiftyone", tmp_path / "out")
     written = json.loads((out / "samples.json").read_text())["samples"]
-    for number, (sample, row) in enumerate(zip(written, rows_of(content), strict=True)):
+    for sample, row in zip(written, rows_of(content), strict=True):
         assert sample["filepath"].endswith(row["file"]) and sample["tags"] == [row["split"]]
         assert sample["cluster"] == {
             "_cls": "Classification",
@@ -50,8 +45,8 @@ def test_fiftyone_samples(photo_run, content, tmp_path):
             "confidence": row["confidence"],
         }
         assert sample["label"]["label"] == row["label"] and sample["outlier"] == row["outlier"]
-        assert sample["second"] == row["second"] and "nothing" not in sample
-        assert sample.get("score") == (row["score"] if number > 1 else None)
+        assert sample["second"] == row["second"]
+        assert sample["level_4"]["label"] == str(row["level_4"])
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other program

@@ -12,7 +12,7 @@ const SHOWN_PICTURES = 60, SHOWN_CLUSTERS = 400, SHOWN_EXAMPLES = 40, SHOWN_VALU
 let meta, table, pictures, plot, ready = false;
 let color = "cluster", chosen = [], isChosen; // rows of the selected samples; isChosen: [n]
 let ticked = new Set(); // numbers of the ticked clusters
-let decisions; // { clusters: [n], sizes: number -> samples, names: level -> number -> name, lines }
+let decisions; // { clusters: [n], sizes: number -> samples, names: number -> name, lines }
 
 // --- Decisions ----------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ const lastActive = () => decisions.lines.findLast((line) => !line.undone && line
 const undo = (id = lastActive()?.id) =>
   (id ? decide({ do: "undo", of: id }) : showMessage("There is nothing to undo"));
 
-const nameOf = (k) => (k < 0 ? "no cluster" : decisions.names.cluster?.[k] ?? `Cluster ${k}`);
+const nameOf = (k) => (k < 0 ? "no cluster" : decisions.names[k] ?? `Cluster ${k}`);
 
 // --- The map ------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ async function showSample(row) {
   lines.push(["cluster", nameOf(decisions.clusters[row])]);
   for (const [name, { kind, values }] of Object.entries(meta.columns)) {
     const value = (await table.column(name))[row];
-    if (kind === "cluster") lines.push([name, decisions.names[name]?.[value] ?? value]);
+    if (kind === "cluster") lines.push([name, value]);
     else if (kind === "number") lines.push([name, Number.isNaN(value) ? "unknown" : value.toFixed(3)]);
     else lines.push([name, values[value] ?? "unknown"]);
   }
@@ -312,7 +312,7 @@ const sortedRows = () => [...chosen.slice().sort()];
 async function rename() {
   const k = [...ticked][0];
   if (ticked.size !== 1) return showMessage("Tick one cluster to rename it");
-  const name = await ask(`Name of ${nameOf(k)} (empty: none)`, decisions.names.cluster?.[k] ?? "");
+  const name = await ask(`Name of ${nameOf(k)} (empty: none)`, decisions.names[k] ?? "");
   if (name !== null) await decide({ do: "rename", cluster: k, name });
 }
 
