@@ -17,30 +17,16 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Sweeps of the local search, at most; it usually ends long before.
-SWEEPS = 40
+SWEEPS = 40  # of the local search, at most; it usually ends long before
 LEAST_GAIN = 1e-7
-# Default power of the entropy.
-ALPHA = 0.5
-# Samples times clusters whose preferences are in memory at once.
-CELLS = 2**24
+ALPHA = 0.5  # default power of the entropy
+CELLS = 2**24  # samples times clusters whose preferences are in memory at once
 LEAST_ENTROPY = 1e-9
 SPARSE = 256  # from this K on a sparse product is faster
 
 
 class Graph:
-    """An undirected weighted graph; each edge is stored in both directions.
-
-    Args:
-        matrix: `[n, n]` CSR, symmetric, nonnegative weights.
-
-    Attributes:
-        matrix: `[n, n]`, the weights scaled to sum to 1.
-        rows: `[edge]`, first node of each edge, ascending.
-        columns: `[edge]`, second node of each edge.
-        weights: `[edge]` float64, weight of each edge.
-        degree: `[n]`, sum of the weights at each node.
-    """
+    """An undirected graph from a symmetric, nonnegative CSR matrix `[n, n]`; weights sum to 1."""
 
     def __init__(self, matrix: Any) -> None:
         self.n = matrix.shape[0]
@@ -80,15 +66,11 @@ def _joint(ties: Any, clusters: Ints) -> Floats:
 
 
 def partition_value(joint: Floats, alpha: float = ALPHA) -> float:
-    """Return the value `I / H^alpha` of a partition; 0 for a single cluster.
+    """Return the value `I / H^alpha` of a partition with cells J `[K, K]`; 0 for one cluster.
 
     `I = sum J log(J / p p')` is the mutual information of the clusters at the two ends of an edge
-    (also the log-likelihood of a degree-corrected block model), and H the entropy of a cluster. The
-    value is the mutual information for `alpha` 0 and the uncertainty coefficient for `alpha` 1.
-
-    Args:
-        joint: J, `[K, K]`, from `joint`.
-        alpha: in [0, 1]; larger values weaken the preference for clusters of equal size.
+    (also the log-likelihood of a degree-corrected block model), and H the entropy of a cluster. A
+    larger `alpha` in [0, 1] weakens the preference for clusters of equal size.
 
     References:
         Karrer & Newman, Stochastic blockmodels and community structure in networks, 2011, eq. 25;
@@ -109,10 +91,9 @@ def _value(information: Floats | float, entropy: Floats | float, alpha: float) -
 def refine(
     graph: Graph, clusters: Ints, n_clusters: int, alpha: float = ALPHA, sweeps: int = SWEEPS
 ) -> Ints:
-    """Improve a partition: move each node to its best cluster, until the value stops growing.
+    """Move each node to its best cluster, in sweeps over all nodes, until the value stops growing.
 
-    The best cluster of a node is that with the largest derivative of the value, so that a sweep
-    over all nodes is one pass over the edges.
+    The best cluster has the largest derivative of the value: a sweep is one pass over the edges.
     """
     best, clusters, highest = clusters, np.asarray(clusters, np.int64), -np.inf
     for _ in range(sweeps):
@@ -130,10 +111,9 @@ def refine(
 
 
 def merge_losses(joint: Floats, alpha: float = ALPHA, most: int | None = None) -> Floats:
-    """Return how much the value drops if two clusters are merged, `[k, k]`.
+    """Return the drop in value from merging two clusters, `[k, k]`, infinite up to the diagonal.
 
-    Entries on and below the diagonal are infinite. With `most`, only the `most` pairs that lose
-    least modularity are computed, and the other entries are infinite.
+    With `most`, only that many pairs that lose least modularity are computed; others are infinite.
     """
     a, b = np.triu_indices(len(joint), 1)
     if most is not None and most < len(a):
@@ -155,10 +135,7 @@ def merge_losses(joint: Floats, alpha: float = ALPHA, most: int | None = None) -
 
 
 def modularity_losses(joint: Floats) -> Floats:
-    """Return how much modularity drops if two clusters are merged, `[k, k]`.
-
-    Entries on and below the diagonal are infinite.
-    """
+    """Return the modularity lost if two clusters merge, `[k, k]`, infinite up to the diagonal."""
     share = joint.sum(1)
     losses = 2 * (np.outer(share, share) - joint)
     return np.where(np.tri(len(joint), dtype=bool), np.inf, losses)

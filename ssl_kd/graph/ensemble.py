@@ -29,7 +29,6 @@ from ssl_kd.graph.layout import Density, low_dimensional
 from ssl_kd.graph.levels import MANY, communities, in_order
 from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
 
-Rows = NDArray[np.float32]
 Kind = Literal["even", "between", "uneven"]
 
 # Methods without a preference for even clusters tell how even the clusters are: the entropy of
@@ -37,10 +36,8 @@ Kind = Literal["even", "between", "uneven"]
 # consensus has no such preference, either. Chosen by `benchmarks.regret` with families of sets left
 # out; OF_TWO, in place of both for K = 2, was not fitted.
 EVEN, UNEVEN, OF_TWO = 0.95, 0.9, 0.8
-POWERS, MIDDLE_POWER = (
-    (0.0, 0.3, 0.5),
-    (0.3,),
-)  # of the entropy in the value that communities maximize
+# Powers of the entropy in the value that communities maximize.
+POWERS, MIDDLE_POWER = (0.0, 0.3, 0.5), (0.3,)
 WIDER = 1.25  # times K eigenvectors, for k-means
 DIMENSIONS = (8, 4)
 STARTS = 3
@@ -53,15 +50,10 @@ LINKED = 2000  # samples, at most, of which all pairs are compared
 
 @dataclass(frozen=True)
 class View:
-    """Features of the samples under one metric, and their neighbor graphs.
+    """Features of the samples under one metric, and their neighbor graphs."""
 
-    Attributes:
-        rows: `[n, d]` float32, input of k-means.
-        graphs: neighbor graphs, by number of neighbors.
-    """
-
-    rows: Rows
-    graphs: Mapping[int, sp.csr_matrix]
+    rows: NDArray[np.float32]  # `[n, d]`, input of k-means
+    graphs: Mapping[int, sp.csr_matrix]  # by number of neighbors
 
     @cached_property
     def densities(self) -> list[Density]:
@@ -72,35 +64,21 @@ class View:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A partition of the samples that may vote in the consensus.
+    """A partition of the samples that may vote in the consensus."""
 
-    Attributes:
-        family: name of the clustering method.
-        clusters: `[n]` int64, numbered in the order of their first samples.
-        any_size: whether the method finds clusters of any size; if False, it prefers equal sizes.
-    """
-
-    family: str
-    clusters: Ints
-    any_size: bool = False
+    family: str  # name of the clustering method
+    clusters: Ints  # `[n]`, numbered in the order of their first samples
+    any_size: bool = False  # whether the method finds clusters of any size; if not, it prefers even
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """A consensus partition, and the partitions it was formed from.
+    """A consensus partition, and the partitions it was formed from."""
 
-    Attributes:
-        clusters: `[n]` int64, at most K clusters, numbered in the order of their first samples.
-        candidates: all partitions, including those that did not vote.
-        evenness: how equal the cluster sizes are: entropy of the consensus of the methods without a
-            preferred size, divided by log K.
-        kind: class of evenness, which decides which candidates vote and how votes are counted.
-    """
-
-    clusters: Ints
-    candidates: list[Candidate]
-    evenness: float
-    kind: Kind
+    clusters: Ints  # `[n]`, at most K, numbered in the order of their first samples
+    candidates: list[Candidate]  # all partitions, including those that did not vote
+    evenness: float  # entropy of the consensus of methods without a preferred size, over log K
+    kind: Kind  # class of evenness, which decides who votes and how votes are counted
 
     @property
     def voters(self) -> list[Candidate]:
@@ -117,11 +95,6 @@ def agreement(candidates: Iterable[Candidate], answer: Ints) -> dict[str, float]
     return {family: float(np.mean(of_family)) for family, of_family in shares.items()}
 
 
-def n_partitions(n_clusters: int) -> int:
-    """Return the number of partitions in an ensemble, which is smaller from 60 clusters on."""
-    return 26 if n_clusters >= MANY else 34
-
-
 def form_ensemble(
     cosine: View,
     euclidean: View,
@@ -130,18 +103,14 @@ def form_ensemble(
     progress: Callable[[int, int], object] = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Ensemble:
-    """Cluster samples by all methods with fixed seeds, and form the consensus.
+    """Cluster samples into `n_clusters` (2 or more) with all methods, and form the consensus.
 
-    Args:
-        cosine: rows of length 1, with graphs of 10, 15 and 20 neighbors.
-        euclidean: centered rows, with the graph of 15 neighbors.
-        together: sum of the 15-neighbor graphs of all views.
-        n_clusters: K, at least 2.
-        progress: called with the number of finished partitions and the number of all partitions.
-        should_stop: called after each partition; if it returns True, the consensus is formed from
-            the partitions so far.
+    `cosine` has rows of length 1 and graphs of 10, 15 and 20 neighbors; `euclidean` has centered
+    rows and a graph of 15 neighbors; `together` sums the 15-neighbor graphs of all views.
+    `progress` is called with the numbers of finished and of all partitions. `should_stop` is called
+    after each partition: if true, the consensus is formed from the partitions so far.
     """
-    candidates, total = list[Candidate](), n_partitions(n_clusters)
+    candidates, total = list[Candidate](), 26 if n_clusters >= MANY else 34
     # Small products are faster with one thread.
     with threadpool_limits(1):
         for candidate in _candidates(cosine, euclidean, together, n_clusters):
@@ -175,8 +144,7 @@ def vote(candidates: Sequence[Candidate], kind: Kind, n_clusters: int) -> Ints:
 def voters(candidates: Iterable[Candidate], kind: Kind) -> list[Candidate]:
     """Return the candidates that vote for this kind of evenness.
 
-    For `even` these are all but density peaks and density mass; for `between` and `uneven` only
-    candidates of any size, with density mass only for `uneven`.
+    For `between` and `uneven`, only candidates that find clusters of any size vote.
     """
     left_out = {"even": (PEAKS, MASS), "between": (MASS,), "uneven": ()}[kind]
     return [c for c in candidates if c.family not in left_out and (kind == "even" or c.any_size)]
@@ -203,15 +171,11 @@ def _candidates(
 
 
 def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
-    """Return the consensus `[n]` of partitions by spectral clustering and majority votes.
+    """Return the consensus `[n]` of partitions from spectral clustering and majority votes.
 
     The first consensus is a spectral clustering of the joint cluster assignments. Then the clusters
     of each partition are paired with those of the consensus, and each sample moves to the cluster
-    with most votes, for at most five rounds.
-
-    Args:
-        candidates: partitions; clusters are numbered without gaps, and their numbers may differ.
-        n_clusters: K, number of clusters of the consensus, at most n.
+    with most votes. Clusters of each partition must be numbered without gaps.
 
     References:
         Strehl & Ghosh, Cluster ensembles, 2002; Fern & Brodley, Solving cluster ensemble problems
@@ -246,16 +210,12 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
 
 
 def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
-    """Return the consensus `[n]` of partitions by average linkage, with clusters of any size.
+    """Return the consensus `[n]` of partitions from average linkage, with clusters of any size.
 
     The distance of two samples is the share of partitions that separate them. With more than 2,000
     samples, linkage uses 2,000 of them, including one of each cluster of each partition; the other
-    samples then join the nearest clusters.
-
-    Args:
-        candidates: partitions; clusters are numbered without gaps, and their numbers may differ.
-        n_clusters: K, largest number of clusters of the consensus. There are fewer if the
-            partitions separate fewer groups of samples.
+    samples then join the nearest clusters. There are fewer than K clusters if the partitions
+    separate fewer groups of samples.
 
     References:
         Fred & Jain, Combining multiple clusterings using evidence accumulation, 2005.
@@ -286,10 +246,9 @@ def _joint(candidates: Sequence[Candidate]) -> Any:
 
 
 def aligned(clusters: Ints, answer: Ints) -> Ints:
-    """Renumber the clusters `[n]` to match those of `answer` `[n]`.
+    """Renumber the clusters `[n]` to match those of `answer` `[n]`, paired to share most samples.
 
-    Clusters are paired one to one by the Hungarian method, to share as many samples as possible. An
-    unpaired cluster gets the number of the `answer` cluster with which it shares the most samples.
+    An unpaired cluster gets the number of the `answer` cluster that shares most samples with it.
     """
     k, size = int(answer.max()) + 1, int(clusters.max()) + 1
     shared = np.bincount(clusters * k + answer, minlength=size * k).reshape(size, k)

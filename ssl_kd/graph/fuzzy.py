@@ -6,34 +6,20 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-# Bisection steps for a neighborhood's scale; after 40 the error is below that of float32.
-BISECTIONS = 40
-# Smallest scale as a share of the mean distance: among duplicates it would be 0.
-MIN_SCALE = 1e-3
+BISECTIONS = 40  # for a neighborhood's scale; then the error is below that of float32
+MIN_SCALE = 1e-3  # as a share of the mean distance: among duplicates the scale would be 0
 
 
 def fuzzy_graph(neighbors: NDArray[np.integer], distances: NDArray[np.floating]) -> sp.csr_matrix:
-    """Return UMAP's weighted, symmetric neighbor graph.
+    """Return UMAP's weighted, symmetric neighbor graph, sparse `[n, n]` float32.
 
     Weights are `w_ij = exp(-max(d_ij - rho_i, 0) / sigma_i)`, where `rho_i` is the distance to the
     nearest neighbor and `sigma_i` makes each row sum to `log2 k`. Samples in dense and in sparse
     regions are thereby connected equally well. The weights a and b of the two directions of an edge
-    are combined to `a + b - a b`.
-
-    Args:
-        neighbors: `[n, k]`, row numbers of each sample's neighbors, nearest first, without itself.
-        distances: `[n, k]`, distances to these neighbors, at least 0.
-
-    Returns:
-        The weights, sparse `[n, n]` float32.
+    are combined to `a + b - a b`. Neighbors `[n, k]` are sorted, nearest first, without the sample.
 
     References:
         McInnes, Healy & Melville, UMAP, 2018, section 3.1.
-
-    Example:
-        >>> import numpy as np
-        >>> fuzzy_graph(np.array([[1], [0]]), np.array([[0.5], [0.5]])).toarray().tolist()
-        [[0.0, 1.0], [1.0, 0.0]]
     """
     n, k = neighbors.shape
     beyond = np.maximum(distances - distances[:, :1], 0).astype(np.float64)

@@ -20,10 +20,7 @@ def kmeans(
     max_iter: int = 50,
     init: Literal["k-means++", "random"] = "k-means++",
 ) -> NDArray[np.int64]:
-    """Return k-means clusters `[n]`, numbered without gaps.
-
-    There are fewer than `n_clusters` if `x` `[n, d]` has fewer distinct rows.
-    """
+    """Return at most `n_clusters` clusters `[n]` of the rows of `x`, numbered without gaps."""
     starts: Any = n_init  # scikit-learn's stubs allow only a string
     model = KMeans(n_clusters, init=init, n_init=starts, max_iter=max_iter, random_state=seed)
     with warnings.catch_warnings():

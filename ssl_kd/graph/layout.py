@@ -28,18 +28,10 @@ VOTERS = 5
 
 
 def low_dimensional(graph: Any, dim: int, seed: int) -> Floats:
-    """Return UMAP's layout of a graph, optimized on all edges in each step.
+    """Return UMAP's layout `[n, dim]` float32 of a graph, optimized on all edges in each step.
 
     The layout starts from the leading eigenvectors. In each step, each edge pulls its two nodes
     together and pushes the first node away from a random node, with the forces of EVoC.
-
-    Args:
-        graph: `[n, n]` sparse, symmetric, nonnegative weights.
-        dim: number of dimensions of the layout.
-        seed: seed of the initial noise and of the random nodes.
-
-    Returns:
-        Coordinates `[n, dim]` float32.
 
     References:
         McInnes, Healy & Melville, UMAP, 2018, section 3.2; Healy & McInnes, EVoC, 2025.
@@ -83,13 +75,8 @@ class Density:
         """Return the leaves of HDBSCAN's tree, with the minimum cluster size that gives K leaves.
 
         A merge in the single-linkage tree separates two clusters if both sides have at least the
-        minimum size. Therefore the minimum size is chosen as the (K - 1)-th largest smaller side of
-        a merge. A sample outside all leaves gets the most frequent cluster of its five nearest
-        samples in leaves.
-
-        Args:
-            n_clusters: K, at least 2. The number of leaves may differ if several merges have the
-                same smaller side.
+        minimum size. Therefore the minimum size is the (K - 1)-th largest smaller side of a merge;
+        if several merges tie there, the number of leaves may differ from K.
 
         References:
             Campello et al., Density-based clustering based on hierarchical density estimates, 2013.
@@ -110,11 +97,8 @@ class Density:
 
         The excess of mass measures over which range of densities a cluster persists. HDBSCAN also
         maximizes it, but with any number of clusters; here dynamic programming over the tree finds
-        the best K clusters. Their sizes may differ widely: a dense cluster of half of all samples
-        can stay whole beside clusters of five samples.
-
-        Args:
-            n_clusters: K. There are fewer clusters if the tree has fewer leaves of five samples.
+        the best K (fewer if the tree has fewer leaves of five samples). A dense cluster of half of
+        all samples can stay whole beside clusters of five samples.
 
         References:
             Campello et al., Hierarchical density estimates for data clustering, 2015, section 5.
@@ -155,14 +139,10 @@ class Density:
     def peaks(self, n_clusters: int) -> Ints:
         """Return the basins of attraction of the K most prominent density peaks.
 
-        The density at a sample is the inverse root mean square distance to its 15 nearest
-        neighbors. Each sample belongs to the basin of its densest neighbor, up to a peak. The
-        prominence of a peak is the difference in log density between the peak and the highest
-        saddle towards a higher peak.
-
-        Args:
-            n_clusters: K. There are more clusters if the neighbor graph has more components, and
-                fewer if there are fewer peaks.
+        Each sample belongs to the basin of its densest neighbor, up to a peak. The prominence of a
+        peak is the difference in log density between it and the highest saddle towards a higher
+        peak. There are more than K clusters if the neighbor graph has more components, and fewer if
+        there are fewer peaks.
 
         References:
             Chazal et al., Persistence-based clustering in Riemannian manifolds (ToMATo), 2013.
@@ -214,10 +194,7 @@ class Density:
         return np.array(children), size, lengths
 
     def _members(self, chosen: Iterable[int]) -> Ints:
-        """Return clusters `[n]`: the position in `chosen` of the node above each sample.
-
-        A sample below none of these nodes gets the most frequent cluster of its nearest samples.
-        """
+        """Return clusters `[n]`: the position in `chosen` of the tree node above each sample."""
         children, n = self._tree[0], len(self.places)
         clusters = np.full(2 * n - 1, -1)
         for number, node in enumerate(chosen):
@@ -230,8 +207,8 @@ class Density:
     def _spanning_tree(self) -> tuple[Ints, Ints, NDArray[np.float64]]:
         """Return nodes and lengths of the edges of a minimum spanning tree, shortest first.
 
-        Lengths are mutual reachability distances of the neighbor graph. Edges between components
-        of this graph are longer than all others, by the distance of the components' means.
+        Lengths are mutual reachability distances. Edges between components of the neighbor graph
+        are longer than all others, by the distance of the components' means.
         """
         n, distances, near = len(self.places), self._distances, self._near
         core = distances[:, min(CORE_NEIGHBORS, near.shape[1]) - 1]

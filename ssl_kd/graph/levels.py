@@ -80,19 +80,11 @@ def descend(
     refined: int = 0,
     alpha: float = ALPHA,
 ) -> Iterator[tuple[int, Ints]]:
-    """Merge the cheapest pairs of clusters repeatedly, until `n_clusters` are left.
+    """Merge the cheapest pairs of clusters in rounds, until `n_clusters` are left.
 
-    Args:
-        graph: a graph of few nodes.
-        clusters: `[node]`, numbered without gaps.
-        n_clusters: final number of clusters; merging ends earlier if all costs are infinite.
-        losses: returns the cost of merging each pair, `[k, k]`, infinite below the diagonal.
-        pace: each round performs 1 / pace of the remaining merges.
-        refined: once there are at most this many clusters, each round ends with `refine`.
-        alpha: power of the entropy in the value that `refine` maximizes.
-
-    Yields:
-        After each round, the number of clusters and the clusters `[node]`.
+    Each round performs 1 / `pace` of the remaining merges and yields the number of clusters and the
+    clusters `[node]`. From `refined` clusters on, each round ends with `refine`. Merging ends early
+    if all costs are infinite.
     """
     k = int(clusters.max()) + 1
     while k > n_clusters:
@@ -117,8 +109,7 @@ def descend(
 def pair_losses(exact: int, alpha: float = ALPHA) -> Losses:
     """Return a function that computes the costs of merging pairs of clusters.
 
-    The cost is the loss of modularity if there are more clusters than `exact`, or more than 180.
-    Otherwise it is the loss of the value, for the 20 pairs per cluster that lose least modularity.
+    Above `exact` or 180 clusters the cost is the loss of modularity, below the loss of the value.
     """
 
     def losses(table: Floats, clusters: Ints) -> Floats:
@@ -131,58 +122,35 @@ def pair_losses(exact: int, alpha: float = ALPHA) -> Losses:
 
 @dataclass(frozen=True)
 class Level:
-    """Score of a number of clusters.
-
-    Attributes:
-        n_clusters: K, the number of clusters.
-        worth: the score, `modularity * agreement ** (1/3)`.
-        modularity: modularity of the partition into K clusters.
-        agreement: adjusted Rand index between partitions of two random halves of the samples,
-            averaged over several halvings.
-    """
+    """Score of a number of clusters."""
 
     n_clusters: int
-    worth: float
+    worth: float  # the score, `modularity * agreement ** (1/3)`
     modularity: float
-    agreement: float
+    agreement: float  # adjusted Rand index of partitions of two random halves, mean of 4 halvings
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The number of clusters found in a graph, and alternatives.
+    """The number of clusters found in a graph, and alternatives."""
 
-    Attributes:
-        n_clusters: the number at which all methods find the same clusters; if they never do, the
-            number with the highest score.
-        interval: plausible range, from 2/3 of the smallest to 3/2 of the largest number chosen by a
-            single split into halves, or around `n_clusters` if all methods find the same clusters.
-            On 21 data sets, it contained the number of classes in 55 of 63 cases.
-        ranked: numbers of clusters at which the score has a local maximum, best first.
-    """
-
-    n_clusters: int
+    n_clusters: int  # at which all methods find the same clusters, else that with the highest score
+    # From 2/3 of the smallest to 3/2 of the largest number chosen by a single split into halves, or
+    # around a unanimous number. On 21 data sets, it contained the number of classes in 55 of 63.
     interval: tuple[int, int]
-    ranked: list[Level]
+    ranked: list[Level]  # local maxima of the score, best first
 
 
-def number_of_clusters(graph: Graph, densities: Sequence[Density] = (), seed: int = 0) -> Evidence:
+def number_of_clusters(graph: Graph, densities: Sequence[Density] = ()) -> Evidence:
     """Find the number of clusters of a neighbor graph, between 2 and 250.
 
-    Clusters have at least 16 samples on average.
-
-    Args:
-        graph: neighbor graph of the samples.
-        densities: densities of layouts of the graph, whose clusters are compared with those of the
-            graph to detect well-separated clusters.
-        seed: seed of the halvings and of k-means.
-
-    Raises:
-        InputError: there are fewer than 64 samples.
+    Clusters have at least 16 samples on average. The clusters of `densities`, of layouts of the
+    graph, are compared with those of the graph to detect well-separated clusters.
     """
     check_enough(graph.n)
     most = min(MOST, graph.n // MIN_SIZE)
-    partitions = levels(graph, most, seed)
-    agreed = [_agreement(graph, most, np.random.default_rng([seed, h])) for h in range(HALVINGS)]
+    partitions = levels(graph, most, seed=0)
+    agreed = [_agreement(graph, most, np.random.default_rng([0, h])) for h in range(HALVINGS)]
     known = [k for k in sorted(partitions) if all(k in halving for halving in agreed)] or [2]
     quality = np.array(
         [_modularity(graph, partitions[k], k) if k in partitions else 0.0 for k in known]
@@ -207,15 +175,9 @@ def number_of_clusters(graph: Graph, densities: Sequence[Density] = (), seed: in
 
 
 def unanimous(partitions: Mapping[int, Ints], densities: Sequence[Density]) -> int | None:
-    """Return the number of clusters at which partitions of all methods are most similar.
+    """Return the number of clusters, up to 30, at which partitions of all methods are most similar.
 
-    Args:
-        partitions: partitions `[n]` of the graph, by their number of clusters; those with more than
-            30 clusters are ignored.
-        densities: densities of layouts of the graph.
-
-    Returns:
-        The number; None if the mean adjusted Rand index is below 0.97 at all numbers.
+    It is None if the mean adjusted Rand index is below 0.97 at all numbers.
     """
     best, number = UNANIMOUS, None
     for k, clusters in sorted(partitions.items()):
@@ -254,9 +216,8 @@ def levels(graph: Graph, most: int, seed: int) -> dict[int, Ints]:
     partitions = {}
     start, losses = np.arange(m), pair_losses(most)
     for _, clusters in descend(small, start, 2, losses, pace=20, refined=most):
-        by_sample = np.unique(clusters[atoms], return_inverse=True)[
-            1
-        ]  # refining may leave some empty
+        # Refining may leave some clusters empty.
+        by_sample = np.unique(clusters[atoms], return_inverse=True)[1]
         if 1 < (k := int(by_sample.max()) + 1) <= most:
             partitions[k] = by_sample
     return partitions
@@ -274,14 +235,8 @@ def _atoms(graph: Graph, least: int, seed: int) -> Ints:
 def communities(graph: Graph, n_clusters: int, powers: Sequence[float]) -> list[Ints]:
     """Find communities: merge groups of close nodes to K clusters, then refine them.
 
-    Args:
-        graph: neighbor graph of the samples.
-        n_clusters: K; there are fewer clusters if refinement leaves some empty.
-        powers: powers of the entropy in the value, one for each partition to return: 0 prefers
-            clusters of equal size, 0.5 keeps small clusters separate.
-
-    Returns:
-        For each power, clusters `[n]` int64, numbered without gaps.
+    Returns a partition `[n]` for each power of the entropy in the value: 0 prefers clusters of
+    equal size, 0.5 keeps small clusters separate. Refinement may leave some clusters empty.
     """
     atoms = _atoms(graph, ATOMS_PER_CLUSTER * n_clusters, seed=0)
     m = int(atoms.max()) + 1
@@ -304,9 +259,9 @@ def _modularity(graph: Graph, clusters: Ints, k: int) -> float:
 
 
 def _agreement(graph: Graph, most: int, random: np.random.Generator) -> dict[int, float]:
-    """Return how well the partitions of random halves of the samples agree, for each K to `most`.
+    """Return how well partitions of random halves of the samples agree, for each K up to `most`.
 
-    Clusters of one half are transferred along the edges to the other half and compared there.
+    Clusters of one half are carried along the edges to the other half and compared there.
     """
     order = random.permutation(graph.n)
     halves = [np.sort(order[: graph.n // 2]), np.sort(order[graph.n // 2 :])]
@@ -336,22 +291,15 @@ def _diffused(graph: Graph, random: np.random.Generator) -> NDArray[np.float32]:
     return on_sphere((places - places.mean(0)).astype(np.float32))
 
 
-def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
-    """Return a hierarchy around a partition into K clusters, from 3 K down to 5 clusters.
+def nested_levels(graph: Graph, clusters: Ints) -> list[Ints]:
+    """Return a hierarchy of partitions `[n]` around K clusters, from 3 K down to 5 clusters.
 
-    Args:
-        graph: neighbor graph of the samples.
-        clusters: `[n]`, the partition, numbered without gaps.
-        seed: seed of k-means, which forms the groups that the finest clusters consist of.
-
-    Returns:
-        Partitions `[n]`, finest first. Each is formed by merging clusters of the previous one; the
-        given partition lies between them and is included only if no finer one exists. Clusters are
-        numbered in the order of their first samples.
+    The finest comes first; each is formed by merging clusters of the previous one. The given
+    partition lies between them, and is included only if no finer one exists.
     """
     k = int(clusters.max()) + 1
     finest = min(FINEST * k, graph.n)
-    groups = np.unique(_atoms(graph, finest, seed) * k + clusters, return_inverse=True)[1]
+    groups = np.unique(_atoms(graph, finest, seed=0) * k + clusters, return_inverse=True)[1]
     m = int(groups.max()) + 1
     small, owner = graph.of_groups(groups, m), np.zeros(m, np.int64)
     owner[groups] = clusters
@@ -387,10 +335,7 @@ def _ward_costs(joint: Floats) -> Floats:
 
 
 def level_sizes(n_clusters: int) -> list[int]:
-    """Return the numbers of clusters in a hierarchy around K, largest first.
-
-    They are 3 K, then about 2/3 of the previous number, down to 5; K itself is left out.
-    """
+    """Return the sizes of a hierarchy around K clusters: 3 K, then each about 2/3, down to 5."""
     least = min(COARSEST, n_clusters)
     near = {round(n_clusters * 1.5**step) for step in range(-20, 3)} | {FINEST * n_clusters, least}
     others = sorted((size for size in near - {n_clusters} if least <= size), reverse=True)

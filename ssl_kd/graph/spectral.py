@@ -15,17 +15,10 @@ DENSE_ROWS = 200
 
 
 def spectral_coordinates(graph: Any, n_vectors: int) -> NDArray[np.float32]:
-    """Return the leading eigenvectors of `D^-1/2 A D^-1/2`, largest eigenvalue first.
+    """Return the `n_vectors` leading eigenvectors of `D^-1/2 A D^-1/2`, largest eigenvalue first.
 
-    The result is deterministic: the iteration starts from a fixed vector, and signs are chosen such
-    that the entry of largest magnitude in each eigenvector is positive.
-
-    Args:
-        graph: A, sparse `[n, n]`, symmetric, nonnegative weights.
-        n_vectors: number of eigenvectors; at most n are returned.
-
-    Returns:
-        `[n, m]` float32.
+    The result `[n, m]` is deterministic: the iteration starts from a fixed vector, and the entry of
+    largest magnitude in each eigenvector is positive.
 
     References:
         Ng, Jordan & Weiss, On spectral clustering, 2001.
@@ -61,8 +54,8 @@ def _leading(
     """Return the largest eigenvalues and their eigenvectors `[n, n_vectors]`.
 
     The iteration would need thousands of steps to find several eigenvectors of one eigenvalue.
-    Therefore the `known` eigenvectors (eigenvalue 1) are removed from the matrix first. They are
-    returned in a random rotation, in which a few of them suffice to separate the components.
+    Therefore the `known` eigenvectors (eigenvalue 1) are removed first. They are returned in a
+    random rotation, in which a few of them suffice to separate the components.
     """
     n, n_known = known.shape
     shape = n_known, min(n_known, n_vectors)
