@@ -13,7 +13,6 @@ from benchmarks.__main__ import table
 from benchmarks.results_page import PAGE, with_section
 from ssl_kd import cli
 from ssl_kd.cli.flags import read_settings
-from ssl_kd.guard import precision_table
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.vision.settings import VisionSettings
@@ -145,7 +144,3 @@ def test_links_of_a_page_lead_somewhere(path):
 def test_the_table_of_benchmarks_is_that_of_their_docstrings():
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_section("benchmarks", table(), page), "run: python -m benchmarks --write"
-
-
-def test_the_table_of_precisions_is_that_of_the_policy():
-    assert precision_table() in (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")

@@ -10,7 +10,6 @@ from ssl_kd.guard.precision import (
     DeviceInfo,
     Precision,
     UnsupportedDevice,
-    precision_table,
     promote_to_fp32,
 )
 
@@ -24,7 +23,6 @@ __all__ = [
     "Thresholds",
     "TooFewHealthyParts",
     "UnsupportedDevice",
-    "precision_table",
     "promote_to_fp32",
     "safe_normalize",
     "safe_normalize_weights",

@@ -49,48 +49,23 @@ class DeviceInfo:
         type: "cpu", "cuda" or "mps".
         name: name of the device, such as "Tesla T4".
         capability: CUDA compute capability, `(7, 5)` for a T4; None for other devices.
-        arch_list: `torch.cuda.get_arch_list()`, such as `("sm_75", "compute_90")`.
         bf16_products: whether a CPU multiplies matrices in bfloat16 in hardware.
     """
 
     type: str
     name: str = ""
     capability: tuple[int, int] | None = None
-    arch_list: tuple[str, ...] = ()
     bf16_products: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceInfo:
         """Describe a device of this machine."""
         if device.type == "cuda":
-            return cls(
-                "cuda",
-                torch.cuda.get_device_name(device),
-                torch.cuda.get_device_capability(device),
-                tuple(torch.cuda.get_arch_list()),
-            )
+            name = torch.cuda.get_device_name(device)
+            return cls("cuda", name, torch.cuda.get_device_capability(device))
         if device.type == "cpu":
             return cls("cpu", "CPU", bf16_products=_cpu_has_bf16_products())
         return cls(device.type, device.type.upper())
-
-    def has_kernels(self) -> bool:
-        """Return whether `arch_list` has kernels for this compute capability.
-
-        Binary code (`sm_XY`) runs on the same or a later minor version of its major version
-        (`sm_90a` only on 9.0); `compute_XY` is portable code that newer GPUs compile.
-        """
-        built = [arch.partition("_") for arch in self.arch_list if "_" in arch]
-        if self.capability is None or not built:  # AMD's names (gfx90a) are not ordered
-            return True
-        for kind, _, digits in built:
-            number = digits.rstrip("abcdefghijklmnopqrstuvwxyz")
-            made_for = (int(number[:-1]), int(number[-1]))
-            same_major = made_for[0] == self.capability[0] or kind != "sm"
-            if digits.endswith("a"):
-                same_major = made_for == self.capability
-            if same_major and made_for <= self.capability:
-                return True
-        return False
 
     def halves(self) -> tuple[tuple[torch.dtype, ...], str]:
         """Return the half precisions with fast matrix products, best first, and the reason."""
@@ -121,7 +96,7 @@ def _cpu_has_bf16_products() -> bool:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a run on one device.
+    """The dtypes of a run on one device; trainable weights and losses are always float32.
 
     Attributes:
         device: the device of the run.
@@ -129,8 +104,6 @@ class Precision:
         student: dtype of the students' matrix products (autocast).
         scale: whether losses are scaled before the backward pass (float16 products only).
         why: the reason for these dtypes, and any difference from the requested ones.
-        weights: dtype of trainable weights; always float32.
-        losses: dtype in which losses are computed; always float32.
     """
 
     device: torch.device
@@ -138,8 +111,6 @@ class Precision:
     student: torch.dtype
     scale: bool
     why: str
-    weights: torch.dtype = torch.float32
-    losses: torch.dtype = torch.float32
 
     @classmethod
     def for_device(
@@ -169,9 +140,6 @@ class Precision:
         described = isinstance(device, DeviceInfo)
         place = torch.device(device.type) if described else _resolve(device)
         info = device if described else DeviceInfo.of(place)
-        if not info.has_kernels():
-            raise UnsupportedDevice(_no_kernels(info))
-
         full = torch.float32
         halves, why = info.halves()
         student = full
@@ -200,36 +168,8 @@ class Precision:
         scale = "loss scaled per part" if self.scale else "no loss scale"
         return (
             f"{self.device}: teacher {_short(self.teacher)}, students {_short(self.student)}, "
-            f"weights and losses {_short(self.weights)}, {scale} ({self.why})"
+            f"weights and losses fp32, {scale} ({self.why})"
         )
-
-
-def precision_table() -> str:
-    """Return the chosen dtypes as a Markdown table, one row for each kind of device.
-
-    `python -c "from ssl_kd.guard import precision; print(precision.precision_table())"`
-    """
-    devices = (
-        DeviceInfo("cuda", "P100", (6, 0)),
-        DeviceInfo("cuda", "V100", (7, 0)),
-        DeviceInfo("cuda", "T4", (7, 5)),
-        DeviceInfo("cuda", "A100", (8, 0)),
-        DeviceInfo("cuda", "H100", (9, 0)),
-        DeviceInfo("cpu", "CPU with bf16 products", bf16_products=True),
-        DeviceInfo("cpu", "other CPUs"),
-        DeviceInfo("mps", "Apple GPU"),
-    )
-    columns = "device|frozen teacher|students by default|students with `--use_fp16`|loss scale|why"
-    rows = [columns.split("|"), ["---"] * 6]
-    for info in devices:
-        plain, half = Precision.for_device(info), Precision.for_device(info, use_fp16=True)
-        teacher = _short(plain.teacher)
-        if half.teacher != plain.teacher:
-            teacher += f" ({_short(half.teacher)} with `--use_fp16`)"
-        scale = "per part" if half.scale else "none"
-        students = (_short(plain.student), _short(half.student))
-        rows.append([str(info), teacher, *students, scale, info.halves()[1]])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def promote_to_fp32(model: nn.Module) -> str | None:
@@ -304,7 +244,7 @@ def _run_kernels(place: torch.device, dtype: torch.dtype) -> None:
 
 
 def _try_kernels(place: torch.device, dtype: torch.dtype, info: DeviceInfo) -> None:
-    """Raise UnsupportedDevice if a few kernels fail; torch's list of architectures may be wrong."""
+    """Raise UnsupportedDevice if a few kernels fail."""
     try:
         _run_kernels(place, dtype)
     except RuntimeError as error:
@@ -320,16 +260,15 @@ def _try_kernels(place: torch.device, dtype: torch.dtype, info: DeviceInfo) -> N
         raise
 
 
-def _no_kernels(info: DeviceInfo, error: str = "") -> str:
+def _no_kernels(info: DeviceInfo, error: str) -> str:
     way = "Install the newest torch"
     if info.capability is not None and info.capability < (7, 5):
         way = (
             "Install a build against CUDA 12.6 (torch 2.6 to 2.14 have one): pip install "
             "'torch<2.15' torchvision --index-url https://download.pytorch.org/whl/cu126"
         )
-    failure = f", and a first kernel fails with {error!r}" if error else " only"
-    architectures = ", ".join(info.arch_list) or "no GPU"
+    architectures = ", ".join(torch.cuda.get_arch_list()) or "no GPU"
     return (
-        f"{info}: the installed torch has kernels for {architectures}{failure}. "
-        f"{way}, or run with --device cpu"
+        f"{info}: the installed torch has kernels for {architectures}, and a first kernel fails "
+        f"with {error!r}. {way}, or run with --device cpu"
     )

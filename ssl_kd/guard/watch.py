@@ -3,8 +3,7 @@
 For each forward pass of a model, a `Watch` keeps the arguments, the state of the random number
 generators, and the gradients at the outputs. After a bad step it runs the model again from there,
 forward and backward, and checks every operation with a `Microscope`; it needs neither the loop nor
-the loss. With `record=True` it also keeps each module's ranges, to locate the fault of a step that
-cannot be repeated.
+the loss.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.microscope import Fault, Microscope, TensorFacts
 from ssl_kd.guard.norms import is_sharded
-from ssl_kd.guard.ranges import ModuleRanges, floating, is_first_run
 
 if TYPE_CHECKING:
     from ssl_kd.guard.verdicts import Verdicts
@@ -56,7 +54,7 @@ class Finding:
     diagnosis: Diagnosis | None = None
     rows: tuple[int, ...] = ()
     note: str = ""
-    rank: int | None = None
+    rank: int | None = field(default_factory=lambda: _rank())
 
     @property
     def headline(self) -> str:
@@ -85,8 +83,8 @@ class Finding:
 
 
 def finding_of(fault: Fault, module: str | None, rows: tuple[int, ...] = ()) -> Finding:
-    """Return the `Finding` for a fault, with its diagnosis and the rank of this process."""
-    return Finding(module, fault, diagnose(fault), rows, rank=_rank())
+    """Return the `Finding` for a fault, with its diagnosis."""
+    return Finding(module, fault, diagnose(fault), rows)
 
 
 @dataclass
@@ -126,8 +124,7 @@ class Watch:
 
     `explain` runs the model again from its original arguments, so the loop must not overwrite their
     tensors. Dropout draws the same numbers, and hooks on modules run a second time. A model that
-    communicates with other ranks (FSDP2's sharded weights, SyncBatchNorm) is not run again; with
-    `record=True`, `explain` names its module instead of the operation.
+    communicates with other ranks (FSDP2's sharded weights, SyncBatchNorm) is not run again.
 
     Until `forget`, the arguments and output gradients of the last eight forward passes stay in
     memory. If the model returns its own loss, only the gradient of the loss is kept.
@@ -135,11 +132,10 @@ class Watch:
     Args:
         model: the module that the loop calls; DistributedDataParallel and compiled models are
             unwrapped.
-        record: also keep the largest magnitude of each module's outputs in this step.
     """
 
-    def __init__(self, model: nn.Module, *, record: bool = False) -> None:
-        self.model, self.ranges = model, ModuleRanges(_inner(model)) if record else None
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self._calls: deque[_Call] = deque(maxlen=_CALLS)
         self._replaying = False
         watch: weakref.ref[Watch] = weakref.ref(self)
@@ -154,15 +150,11 @@ class Watch:
         """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
-        if self.ranges is not None:
-            self.ranges.close()
         self._calls.clear()
 
     def forget(self) -> None:
         """Forget the forward passes of the step."""
         self._calls.clear()
-        if self.ranges is not None:
-            self.ranges.end_step()
 
     def explain(self) -> Finding | None:
         """Find the first NaN or infinity of this step; return None if all values are finite."""
@@ -172,10 +164,7 @@ class Watch:
             if isinstance(answer, Finding):
                 return answer
             notes += [answer] if answer else []
-        if self.ranges is not None and (origin := self.ranges.origin()) is not None:
-            module, note = origin
-            return Finding(module, note="; ".join([note, *notes[:1]]), rank=_rank())
-        return Finding(None, note=notes[0], rank=_rank()) if notes else None
+        return Finding(None, note=notes[0]) if notes else None
 
     def _explain(self, call: _Call) -> Finding | str | None:
         """Repeat a forward pass; return its fault, why it cannot run again, or None if healthy."""
@@ -201,23 +190,19 @@ class Watch:
         fault = scope.fault(*outputs)
         outside = [g for g in call.gradients.values() if not bool(torch.isfinite(g).all())]
         if fault is None and outside:
-            ranges = "; ".join(str(TensorFacts.of(x)) for x in outputs)
-            note = f"the model's outputs are finite ({ranges}), but the gradient there is not"
-            return Finding(None, rows=TensorFacts.of(outside[0]).bad_rows, note=note, rank=_rank())
+            facts = "; ".join(str(TensorFacts.of(x)) for x in outputs)
+            note = f"the model's outputs are finite ({facts}), but the gradient there is not"
+            return Finding(None, rows=TensorFacts.of(outside[0]).bad_rows, note=note)
         fault = fault or scope.fault(*gradients)
         return fault and finding_of(fault, fault.module or top, _rows(fault, call))
 
 
 class Locator:
-    """Run a `Watch` in the first step of a series of bad steps, at most eight times in a run.
-
-    Attributes:
-        findings: step -> the `Finding` of this rank.
-    """
+    """Run a `Watch` in the first step of a series of bad steps, at most eight times in a run."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._watch = None if model is None else Watch(model)
-        self.findings: dict[int, Finding] = {}
+        self.findings: dict[int, Finding] = {}  # by step, of this rank
         self._n_located = 0
         self._lines: list[str] = []  # of this step, on all ranks
 
@@ -228,20 +213,16 @@ class Locator:
             self._watch.forget()
 
     def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Verdicts | None) -> None:
-        """Locate the fault of parts that are not finite now but were healthy in the last step.
-
-        With several ranks, each one runs its own `Watch`, and all share their results.
-        """
+        """Locate the fault of parts that have just become not finite; ranks share the results."""
         new = [Stage(number).kind for number in stage[streak == 0].tolist()]
-        if self._watch is None or not any(kind.not_finite for kind in new):
-            return
-        if self._n_located == _FINDINGS:
+        is_due = self._n_located < _FINDINGS and any(kind.not_finite for kind in new)
+        if self._watch is None or not is_due:
             return
         self._n_located += 1
-        finding = self._watch.explain()
-        if finding is not None:
+        line = ""
+        if (finding := self._watch.explain()) is not None:
             self.findings[step] = finding
-        line = "" if finding is None else f"{finding.headline}: {finding.why}"
+            line = f"{finding.headline}: {finding.why}"
         lines = [line] if ranks is None else ranks.share(step, line)
         self._lines = [line for line in lines if line]
 
@@ -378,12 +359,10 @@ def _named(model: nn.Module, call: _Call) -> dict[str, Tensor]:
 
 
 def _rows(fault: Fault, call: _Call) -> tuple[int, ...]:
-    sizes = {len(x) for x in call.inputs if x.ndim}
     facts = fault.outputs[0]
-    known = (
-        len(facts.shape) > 1 and len(facts.bad_rows) < facts.shape[0] and facts.shape[0] in sizes
-    )
-    return facts.bad_rows if known else ()
+    size = facts.shape[0] if len(facts.shape) > 1 else 0
+    is_batch = size in {len(x) for x in call.inputs if x.ndim}
+    return facts.bad_rows if is_batch and len(facts.bad_rows) < size else ()
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -419,3 +398,21 @@ def _autocast() -> dict[str, torch.dtype]:
 def _rank() -> int | None:
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if initialized else None
+
+
+def is_first_run() -> bool:
+    """Return False while a compiler traces the hook or checkpointing recomputes the pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+
+
+def floating(values: object) -> list[Tensor]:
+    """Return the floating-point tensors in a module's output (a tensor, a tree or an object)."""
+    tensors = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            tensors += [leaf] if leaf.is_floating_point() or leaf.is_complex() else []
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+            tensors += [
+                x for x in vars(leaf).values() if isinstance(x, Tensor) and x.is_floating_point()
+            ]
+    return tensors
