@@ -27,22 +27,13 @@ SLICE = 256  # rows processed at once by `statistics`
 
 @dataclass(frozen=True)
 class AlignedBatch:
-    """A batch of rows that contain the same text for the student and the teacher.
-
-    Attributes:
-        student: inputs of the student, and targets of the cross-entropy.
-        teacher: inputs of the teacher.
-        ids: token ids of the student `[B, T]` and of the teacher `[B, T']`, on the CPU.
-        ends: for each token of `ids`, the end of its piece of text; see `AlignedBlocks`.
-        counts: `[B, T]`, whether each student token is a target.
-        vocabulary: token texts that both vocabularies contain.
-    """
+    """A batch of rows that contain the same text for the student and the teacher."""
 
     student: Batch
     teacher: Batch
-    ids: tuple[np.ndarray, np.ndarray]
-    ends: tuple[np.ndarray, np.ndarray]
-    counts: np.ndarray
+    ids: tuple[np.ndarray, np.ndarray]  # of student [B, T] and teacher [B, T'], on the CPU
+    ends: tuple[np.ndarray, np.ndarray]  # of the same shapes, see `AlignedBlocks`
+    counts: np.ndarray  # [B, T], whether each student token is a target
     vocabulary: SharedVocabulary
 
     @property
@@ -101,21 +92,13 @@ class AlignedBatch:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of student and teacher tokens that cover the same characters.
+    """Groups of student and teacher tokens that cover the same characters."""
 
-    Attributes:
-        student: positions where the student predicts the tokens of the groups.
-        teacher: positions where the teacher predicts the tokens of the groups.
-        matched: bool `[G]`, whether the group is one student and one teacher token of equal text.
-        one_to_one: bool `[G]`, whether the group is one student and one teacher token.
-        characters: int64 `[G]`, number of characters in each group.
-    """
-
-    student: Positions
-    teacher: Positions
-    matched: Tensor
-    one_to_one: Tensor
-    characters: Tensor
+    student: Positions  # where the student predicts the tokens of the groups
+    teacher: Positions  # where the teacher predicts the tokens of the groups
+    matched: Tensor  # bool [G], one student and one teacher token of equal text
+    one_to_one: Tensor  # bool [G], one student and one teacher token
+    characters: Tensor  # int64 [G], number of characters in each group
 
     def __len__(self) -> int:
         return len(self.matched)
@@ -125,21 +108,16 @@ class Groups:
 class AlignedBlocks:
     """Token rows of a student and a teacher; row i contains the same text for both.
 
-    Attributes:
-        student: rows of the student, as `make_blocks` creates them without packing.
-        teacher: rows of the teacher.
-        ends: int32 `[n, T]` of the student and `[n, T']` of the teacher: for each token, the end of
-            the smallest piece of the row's text whose boundaries no token crosses; 0 for special
-            tokens, context and padding.
-        vocabulary: token texts that both vocabularies contain.
-        characters: number of characters to train on, including those that fit in no row.
+    `ends` is int32 `[n, T]` of the student and `[n, T']` of the teacher: for each token, the end of
+    the smallest piece of the row's text whose boundaries no token crosses; 0 for special tokens,
+    context and padding.
     """
 
     student: Blocks
     teacher: Blocks
     ends: tuple[Tensor, Tensor]
     vocabulary: SharedVocabulary
-    characters: int
+    characters: int  # to train on, including those that fit in no row
 
     def __len__(self) -> int:
         return len(self.student)
@@ -168,11 +146,9 @@ class AlignedBlocks:
     def statistics(self) -> dict[str, float]:
         """Measure over all rows how well the two tokenizations match.
 
-        Returns:
-            - `coverage`: fraction of the characters to train on that are in a group.
-            - `one_to_one`: fraction in a group of one student and one teacher token.
-            - `matched`: fraction in a group of one student and one teacher token of equal text.
-            - `student_tokens_per_group`, `teacher_tokens_per_group`, `characters_per_group`: means.
+        `coverage`, `one_to_one` and `matched` are fractions of the characters to train on: in any
+        group, in a group of one student and one teacher token, and in such a group of equal text.
+        The others are means.
         """
         n = students = teachers = covered = one_to_one = matched = 0
         for rows in torch.arange(len(self)).split(SLICE):
@@ -211,18 +187,7 @@ def aligned_blocks(
     Both tokenizations follow `make_blocks` with `packing=False`. If a document is too long for
     either, the beginning of its prompt is cut off; if it is still too long, it is split where both
     have a token boundary. Each further part begins with the token before it, as context that is not
-    a target.
-
-    Args:
-        dataset: texts, or prompts with completions. Chat messages are left out, since the two chat
-            templates produce different text.
-        student_tokenizer: a fast tokenizer with EOS.
-        teacher_tokenizer: a fast tokenizer with EOS.
-        block_size: tokens in a row of the student and of the teacher, at least 3.
-
-    Raises:
-        ValueError: a tokenizer is not fast or has no EOS, the vocabularies have no token text in
-            common, the block size is below 3, or the data set has images or no usable document.
+    a target. Chat messages are left out, since the two chat templates produce different text.
     """
     if block_size < 3:
         raise ValueError(f"block_size is {block_size}; expected at least 3 (context, token, EOS)")

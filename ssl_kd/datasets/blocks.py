@@ -32,29 +32,16 @@ _BATCH = 256  # documents tokenized at once
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of token rows, truncated to the longest row.
+    """A batch of token rows, truncated to the longest row."""
 
-    Attributes:
-        input_ids: int64 `[B, T]`; padding is an arbitrary valid token.
-        position_ids: int64 `[B, T]`, starting at 0 in each document.
-        counts: bool `[B, T]` on the CPU, True for targets; the first token of a document is none.
-        documents: int32 `[B, T]`, number of the document within the row, from 1; 0 for padding.
-        rows: int64 `[B]` on the CPU, row numbers in the data set.
-        characters: number of characters that the targets represent.
-        packed: whether a row contains more than one document.
-        written: number of rows at the end that the student generated; they are used for
-            distillation but not for cross-entropy.
-        pictures: images of the rows, or None.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    counts: Tensor
-    documents: Tensor
-    rows: Tensor
-    characters: int
-    packed: bool
-    written: int = 0
+    input_ids: Tensor  # int64 [B, T]; padding is an arbitrary valid token
+    position_ids: Tensor  # int64 [B, T], starting at 0 in each document
+    counts: Tensor  # bool [B, T] on the CPU, whether each token is a target
+    documents: Tensor  # int32 [B, T], counted within the row from 1; 0 for padding
+    rows: Tensor  # int64 [B] on the CPU, indices in the data set
+    characters: int  # that the targets represent
+    packed: bool  # whether a row contains more than one document
+    written: int = 0  # last rows that the student generated, not used for cross-entropy
     pictures: Pictures | None = None
 
     @property
@@ -77,25 +64,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Token rows of one length.
+    """Token rows of one length."""
 
-    Attributes:
-        ids: token ids, int64 `[n, T]`.
-        counts: bool `[n, T]`, whether the token at the same position is a target (not shifted).
-        documents: int32 `[n, T]`, number of the document within the row, from 1; 0 for padding.
-        row_characters: int64 `[n]`, number of characters that the targets of a row represent.
-        left_out: messages about the first documents that were left out, shortened or split.
-        digest: SHA-256 of ids, counts and documents.
-        turns: counts of assistant turns, as in `Rendered`.
-    """
-
-    ids: Tensor
-    counts: Tensor
-    documents: Tensor
-    row_characters: Tensor
+    ids: Tensor  # int64 [n, T]
+    counts: Tensor  # bool [n, T], whether the token at the same position is a target (not shifted)
+    documents: Tensor  # int32 [n, T], counted within the row from 1; 0 for padding
+    row_characters: Tensor  # int64 [n], characters that the targets of a row represent
+    # messages about the first documents that were left out, shortened or split
     left_out: tuple[str, ...]
-    digest: str
-    turns: Counter[str] = field(default_factory=Counter)
+    digest: str  # SHA-256 of ids, counts and documents
+    turns: Counter[str] = field(default_factory=Counter)  # assistant turns, as in `Rendered`
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -139,17 +117,11 @@ class Blocks:
 
 
 class Frame(NamedTuple):
-    """The special tokens around a document.
-
-    Attributes:
-        before_text: tokens before a text.
-        before_prompt: tokens before a prompt; empty if the tokenizer itself adds none.
-        end: token after a text or a completion.
-    """
+    """The special tokens around a document."""
 
     before_text: list[int]
-    before_prompt: list[int]
-    end: int
+    before_prompt: list[int]  # empty if the tokenizer itself adds none
+    end: int  # after a text or a completion
 
     @classmethod
     def of(cls, tokenizer: Any) -> Frame:
@@ -212,7 +184,7 @@ def make_blocks(
     *,
     packing: bool = True,
 ) -> Blocks:
-    """Tokenize documents into rows of one length.
+    """Tokenize documents into rows of one length, padded with EOS.
 
     - A text is preceded by BOS (or EOS, if the tokenizer has no BOS) and followed by EOS. All
       tokens except the first one are targets.
@@ -228,18 +200,8 @@ def make_blocks(
 
     The number of `characters` covers texts, completions and assistant messages, without prompts,
     special tokens and the template. It does not depend on the tokenizer, so bits per character are
-    comparable: (nats summed over the targets) / characters / ln 2.
-
-    Args:
-        dataset: the documents.
-        tokenizer: a fast tokenizer, which is not modified. Rows are padded with EOS.
-        block_size: tokens in a row, at least 2.
-        packing: whether to put several complete documents in a row, by best fit decreasing.
-
-    Raises:
-        ValueError: the tokenizer is not fast or lacks EOS or a chat template, the block size is too
-            small, there are images or no targets, or more than 1 % of the assistant turns cannot be
-            located.
+    comparable: (nats summed over the targets) / characters / ln 2. With `packing`, several complete
+    documents share a row.
     """
     if block_size < 2:
         raise ValueError(
@@ -309,12 +271,7 @@ def _tokenize(
 def count_targets(
     offsets: Sequence[tuple[int, int]], rendered: Rendered
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens are targets, and how many characters each token represents.
-
-    Args:
-        offsets: begin and end of each token in the text.
-        rendered: the text, with spans that are trained on.
-    """
+    """Return which tokens are targets, and how many characters each token represents."""
     # A token represents all characters up to its end, since some tokenizers skip spaces.
     ends = np.array(offsets, dtype=np.int64)[:, 1]
     counts = np.zeros(len(ends), dtype=bool)
@@ -371,15 +328,7 @@ def _describe_cut(document: Document, parts: Sequence[_Part], block_size: int, w
 
 
 def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
-    """Pack pieces into rows: the longest first, each into the fullest row with enough space.
-
-    Args:
-        lengths: tokens of each piece.
-        block_size: tokens in a row.
-
-    Returns:
-        For each row, the indices of its pieces.
-    """
+    """Pack pieces into rows: the longest first, each into the fullest row with enough space."""
     open_rows: dict[int, list[list[int]]] = {}
     rooms: list[int] = []  # the keys of open_rows, sorted
     rows: list[list[int]] = []
@@ -418,15 +367,7 @@ def in_rows(
     padding: int,
     left_out: tuple[str, ...],
 ) -> Blocks:
-    """Create blocks from pieces.
-
-    Args:
-        pieces: documents, or parts of documents.
-        rows: for each row, the indices of its pieces.
-        block_size: tokens in a row.
-        padding: token id after the last piece of a row.
-        left_out: messages for `Blocks.left_out`.
-    """
+    """Create blocks; each entry of `rows` lists the indices of the pieces in a row."""
     shape = len(rows), block_size
     ids = filled_array(*shape, np.int64, padding)
     counts, documents = filled_array(*shape, np.bool_), filled_array(*shape, np.int32)
@@ -457,10 +398,6 @@ def isolates_documents(model: Any) -> bool:
     be the same except for rounding. Models fail if their attention ignores positions, or if they
     detect packed documents only in batches of one (FlashAttention). Such a model needs
     `packing=False`, and a warning with the reason is logged.
-
-    Args:
-        model: a causal language model of transformers, on any device. The model and all random
-            states are left unchanged.
     """
     if reason := _reason_not_to_pack(model):
         logger.warning("each row contains only one document, since %s", reason)

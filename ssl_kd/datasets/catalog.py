@@ -55,11 +55,6 @@ def open_dataset(
         labels: `folders` uses the subfolders of an image folder as classes; `auto` gives image
             folders no labels. Other data sets always have their own labels.
         column: array or list column of a feature file with the features.
-
-    Raises:
-        NoSuchSplit: the data set does not have this split.
-        DatasetUnavailable: the data set does not exist.
-        ValueError: the split or the column is unknown.
     """
     if split not in _FOLDER_OF_SPLIT:
         raise ValueError(f"split is {split!r}; expected 'train' or 'test'")

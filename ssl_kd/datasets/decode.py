@@ -29,21 +29,11 @@ class UnreadableImage(UserError, ValueError):
 
 
 def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -> Image.Image:
-    """Decode an image file as a viewer would show it.
+    """Decode an image file, or its content, to mode `L` or `RGB` as a viewer would show it.
 
     The first frame is used, the EXIF rotation is applied, transparent pixels are blended with
     white, 16-bit values are scaled (not clipped) to 8 bits, and CMYK and palettes become RGB.
-
-    Args:
-        source: path of the file, or its content.
-        id: name of the image in errors; None: the path.
-
-    Returns:
-        An image in mode `L` (for gray, 1-bit and 16-bit sources) or `RGB`.
-
-    Raises:
-        UnreadableImage: the image cannot be decoded, has another format than `FORMATS`, or needs
-            more than `LARGEST` bytes.
+    UnreadableImage names the image by `id`, or by its path.
     """
     try:
         with Image.open(source, formats=FORMATS) as image:

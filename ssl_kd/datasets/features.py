@@ -31,17 +31,10 @@ _PREVIEW_ROWS = 20  # rows in which a column of image paths is detected
 
 
 class FeatureDataset:
-    """A data set of feature vectors with names and, if known, classes.
+    """A data set of feature vectors `[n, d]` with names and, if known, classes.
 
-    Attributes:
-        name: name or path of the data set.
-        split: `train` or `test`.
-        features: numbers `[n, d]`, possibly memory-mapped.
-        ids: name of each row, computed on access.
-        labels: int64 `[n]`, -1 where unknown; None if no row is labeled.
-        class_names: name of each class, or None.
-        root: folder of relative `paths`.
-        paths: image file of each row, or None if the feature file has no column of image paths.
+    `labels` are int64 `[n]`, -1 where unknown, or None if no row is labeled. `paths` are the image
+    files of the rows, relative to `root`.
     """
 
     def __init__(
@@ -128,20 +121,10 @@ class FeatureDataset:
 def class_numbers(
     labels: np.ndarray | Sequence[Any], class_names: tuple[str, ...] | None = None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Convert labels to class numbers 0 to C-1, in sorted order of the classes.
+    """Convert labels to class numbers int64 `[n]` from 0 to C-1 in sorted order, and class names.
 
     Negative numbers, NaN, None and empty strings are unknown and become -1. However, -1 is a class
-    if all numbers are -1 or 1, or if `class_names` contains it.
-
-    Args:
-        labels: integers, strings or bytes (UTF-8) `[n]`.
-        class_names: order of the classes, if another split has determined it.
-
-    Returns:
-        The class numbers int64 `[n]`, and the class names.
-
-    Raises:
-        ValueError: the labels have a wrong shape or type, or are not in `class_names`.
+    if all numbers are -1 or 1, or if `class_names`, the order of another split, contains it.
 
     >>> class_numbers(["dog", "", "cat"])
     (array([ 1, -1,  0]), ('cat', 'dog'))
@@ -200,15 +183,7 @@ def open_features(
       numbers or booleans per feature. Other columns are ignored with a warning. A column of image
       paths, relative to the folder of the file, provides the images of the rows.
 
-    Args:
-        path: the file.
-        split: name of the split.
-        class_names: order of the classes, if another split has determined it.
-        column: name of the array or list column with the features; None: one of the names above.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file cannot be read or contains no features.
+    `column` names the array or list column with the features.
     """
     path = Path(path)
     if not path.is_file():
@@ -244,9 +219,6 @@ def as_array(X: Any) -> Any:
     """Convert a dense tensor to a NumPy array; return any other value unchanged.
 
     Dtypes that NumPy lacks, such as bfloat16, become float32.
-
-    Raises:
-        TypeError: the tensor is sparse, quantized or on the meta device.
     """
     if not isinstance(X, torch.Tensor):
         return X

@@ -30,14 +30,8 @@ BLOCK = 1 << 20
 class ImageDataset:
     """A data set of images with names and, if known, classes.
 
-    Attributes:
-        name: name or path of the data set.
-        split: `train` or `test`.
-        ids: unique name of each image; for folders the path relative to the root.
-        labels: int64 `[n]`, -1 where unknown; None if no image is labeled.
-        class_names: name of each class, or None.
-        arrays: decoded images, uint8 `[n, h, w]` or `[n, h, w, 3]`; None for image files.
-        fingerprint: SHA-256 of the content.
+    `ids` are unique; for folders the path relative to the root. `labels` are int64 `[n]`, -1 where
+    unknown. `arrays` are decoded images, uint8 `[n, h, w]` or `[n, h, w, 3]`, or None for files.
     """
 
     def __init__(
@@ -73,16 +67,7 @@ class ImageDataset:
 
 
 class ArrayDataset(ImageDataset):
-    """A data set of decoded images in one array.
-
-    Args:
-        name: name of the data set.
-        split: `train` or `test`.
-        arrays: images, uint8 `[n, h, w]` or `[n, h, w, 3]`.
-        labels: integers `[n]`, or None.
-        class_names: name of each class.
-        ids: name of each image; None: `name/split/number`.
-    """
+    """A data set of decoded images in one array, uint8 `[n, h, w]` or `[n, h, w, 3]`."""
 
     def __init__(
         self,
@@ -115,23 +100,9 @@ class FolderDataset(ImageDataset):
     """A data set of all image files in a folder and its subfolders.
 
     Hidden files are skipped. Symbolic links that leave the folder are listed but not followed:
-    reading such an image raises UnreadableImage.
-
-    Args:
-        root: the folder.
-        name: name or path of the data set.
-        split: `train` or `test`.
-        labelled: whether the subfolders of `root` are classes. Images directly in `root` then have
-            the label -1. The fingerprint does not depend on it.
-        class_names: order of the classes, if another split has determined it.
-
-    Attributes:
-        folders: sorted names of the subfolders that contain images.
-
-    Raises:
-        FileNotFoundError: the folder does not exist or contains no images.
-        PermissionError: the folder cannot be listed.
-        ValueError: a class is not in `class_names`.
+    reading such an image raises UnreadableImage. If `labelled`, the subfolders of `root` are
+    classes, in the order of `class_names`, and images directly in `root` have the label -1; the
+    fingerprint does not depend on it.
     """
 
     def __init__(

@@ -13,18 +13,7 @@ if TYPE_CHECKING:
 
 
 def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer deterministically.
-
-    Args:
-        dataset: text, prompts with completions, or messages.
-        vocab_size: largest number of tokens, at least 259 (256 bytes, `<s>`, `</s>` and `<pad>`).
-
-    Returns:
-        A tokenizer that adds `<s>` before a text, and can be loaded by `AutoTokenizer`.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: `vocab_size` is below 259.
+    """Train a byte-level BPE tokenizer deterministically; it adds `<s>` before a text.
 
     References:
         Sennrich, Haddow, Birch (2016), Neural machine translation of rare words with subword units.

@@ -37,14 +37,7 @@ _AROUND_IMAGE = ("<|vision_start|>", "<|vision_end|>")  # in templates of Qwen-V
 
 @dataclass(frozen=True)
 class PictureBlocks(Blocks):
-    """Token rows with one document each, and their images.
-
-    Images are decoded and preprocessed when a batch is created.
-
-    Attributes:
-        processor: processor of transformers, which preprocesses images for the model.
-        pictures: images of each row.
-    """
+    """Token rows with one document each, and the images of each row, decoded with a batch."""
 
     processor: Any = None
     pictures: tuple[tuple[Picture, ...], ...] = ()
@@ -78,11 +71,7 @@ class PictureBlocks(Blocks):
 
 
 def image_tokens(of: Any) -> list[int]:
-    """Return the ids of the tokens that stand for images and videos.
-
-    Args:
-        of: a processor of transformers, or the configuration of a model.
-    """
+    """Return the IDs that stand for images and videos in a processor or a model's configuration."""
     names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
     ids = {getattr(of, name, None) for name in names}
     return sorted(number for number in ids if isinstance(number, int) and number >= 0)
@@ -100,15 +89,6 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
 
     The processor expands each image to several tokens, which are never targets. A document with
     images that is longer than a row is left out, so that no image is cut.
-
-    Args:
-        dataset: the documents.
-        processor: processor of transformers, with an image processor, a fast tokenizer and a chat
-            template.
-        block_size: tokens in a row, including image tokens, at least 2.
-
-    Raises:
-        InputError: the processor is not supported, or there are no targets.
     """
     if block_size < 2:
         raise ValueError(f"block_size is {block_size}; expected at least 2")

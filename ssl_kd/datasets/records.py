@@ -49,15 +49,10 @@ _EXPECTED = (
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image of a record, not decoded yet.
+    """An image of a record, not decoded yet."""
 
-    Attributes:
-        source: path of the image file, or its content.
-        digest: SHA-256 of the content.
-    """
-
-    source: Path | bytes
-    digest: str
+    source: Path | bytes  # path of the image file, or its content
+    digest: str  # SHA-256 of the content
 
     @classmethod
     def of(cls, source: Path | bytes) -> Picture:
@@ -74,50 +69,32 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of a batch.
+    """The images of a batch."""
 
-    Attributes:
-        inputs: image inputs of the model, by argument name.
-        of: for each row, the digests of its images, joined by spaces.
-    """
-
-    inputs: Mapping[str, Tensor]
-    of: tuple[str, ...]
+    inputs: Mapping[str, Tensor]  # image inputs of the model, by argument name
+    of: tuple[str, ...]  # for each row, the digests of its images, joined by spaces
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """A training example: a `text`, a `prompt` with a `completion`, or chat `messages`.
 
-    Attributes:
-        where: position in the data, such as `file.jsonl:17`.
-        text: document, all of which is trained on.
-        prompt: text before `completion`, which is not trained on.
-        completion: text after `prompt`, which is trained on.
-        messages: chat messages with `role` and `content` (a string, or a list of parts if there are
-            images). Assistant messages are trained on, including `tool_calls`
-            (`{"type", "function": {"name", "arguments"}}`).
-        given: number of messages at the beginning that are not trained on.
-        tools: JSON schemas of the tools, for the chat template.
-        images: images in order of their positions: IMAGE in strings, parts `{"type": "image"}` in
-            messages.
+    Text, completion and assistant messages are trained on, including `tool_calls`
+    (`{"type", "function": {"name", "arguments"}}`).
     """
 
-    where: str
+    where: str  # position in the data, such as `file.jsonl:17`
     text: str | None = None
     prompt: str | None = None
     completion: str | None = None
+    # with `role` and `content`, a string or a list of parts
     messages: tuple[Mapping[str, Any], ...] | None = None
-    given: int = 0
-    tools: tuple[Any, ...] | None = None
-    images: tuple[Picture, ...] = ()
+    given: int = 0  # number of messages at the beginning that are not trained on
+    tools: tuple[Any, ...] | None = None  # JSON schemas of the tools, for the chat template
+    images: tuple[Picture, ...] = ()  # in order of IMAGE in strings, or of parts {"type": "image"}
 
     def content(self) -> bytes:
-        """Return everything except `where` as bytes, which are equal for duplicates.
-
-        Raises:
-            UnicodeEncodeError: the text contains half a surrogate pair.
-        """
+        """Return all except `where` as bytes; UnicodeEncodeError for half a surrogate pair."""
         parts = self.text or (self.prompt, self.completion, self.messages)
         if self.given or self.tools:
             parts = (*parts, self.given, self.tools)
@@ -133,9 +110,9 @@ class _Unusable(Exception):
 def as_example(
     record: Any, where: str, field: str | None = None, folder: Path | None = None
 ) -> Example | str:
-    """Convert a record to an example.
+    """Convert a record to an example, or return a message that says why it cannot be used.
 
-    The first form that fits is used:
+    The first form that fits is used, unless `field` names the field with the text:
 
     1. `messages`, optionally with `tools`.
     2. `conversations` with `from` and `value`, optionally with `system` (ShareGPT).
@@ -147,16 +124,7 @@ def as_example(
     Images are parts of messages (`{"type": "image", "image": ...}`, or `path`, `url`, or OpenAI's
     `image_url`), or are in the fields `image` or `images` of the record. The latter fill the image
     parts without a source, or each IMAGE in the strings; without such positions, they are inserted
-    before the first user message.
-
-    Args:
-        record: the record, a mapping.
-        where: position of the record in the data.
-        field: name of the field with the text; None: choose one of the forms above.
-        folder: folder of relative image paths; None: the working directory.
-
-    Returns:
-        The example, or a message that says why the record cannot be used.
+    before the first user message. Their paths are relative to `folder`.
     """
     if not isinstance(record, Mapping):
         return f"{where}: the record is {type(record).__name__}; expected an object"
@@ -284,11 +252,9 @@ def _part(part: Any, images: _Images) -> dict[str, str]:
 
 
 class _Images:
-    """Collects the images of a record.
+    """The images of a record: `listed` in its fields, and `parts` in its messages.
 
-    Attributes:
-        listed: images in the fields `image` and `images`.
-        parts: images of the message parts, in order; None stands for the next listed image.
+    A None in `parts` stands for the next listed image.
     """
 
     def __init__(self, record: Mapping[str, Any], folder: Path) -> None:
@@ -383,15 +349,10 @@ def _plain(value: Any) -> Any:
 
 
 def picture_of(value: Any, folder: Path) -> Picture:
-    """Read an image from a field of a record.
+    """Read an image from a field of a record; raise ValueError if that fails.
 
-    Args:
-        value: a path, a `data:` URL, bytes, a PIL image, or a mapping that contains one of these as
-            in `datasets` and OpenAI's API.
-        folder: folder of relative paths.
-
-    Raises:
-        ValueError: the value is something else, the URL of a server, or a file that cannot be read.
+    The value is a path relative to `folder`, a `data:` URL, bytes, a PIL image, or a mapping that
+    contains one of these as in `datasets` and OpenAI's API.
     """
     if isinstance(value, Mapping):
         inner = next((value[key] for key in _IMAGE_KEYS if value.get(key)), None)

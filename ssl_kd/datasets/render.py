@@ -47,35 +47,20 @@ _Mark = tuple[int, int, str]  # position, number of the message, part: c(ontent)
 
 @dataclass(frozen=True)
 class Rendered:
-    """A formatted example.
-
-    Attributes:
-        text: the example as a string.
-        spans: parts of `text` to train on, as (begin, end, number of characters of the content).
-        left_out: messages about turns that are not trained on.
-        turns: number of assistant turns: all (`there`), trained on (`learned`), not located
-            (`lost`), and earlier ones whose reasoning the template omits (`hidden`).
-    """
+    """A formatted example."""
 
     text: str
+    # to train on: (begin, end, number of characters of the content)
     spans: tuple[tuple[int, int, int], ...] = ()
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # messages about turns that are not trained on
+    # assistant turns: there (all), learned, lost (not located), hidden (reasoning omitted)
     turns: Counter[str] = field(default_factory=Counter)
 
 
 def render(
     example: Example, tokenizer: PreTrainedTokenizerFast, template: str | None = None
 ) -> Rendered:
-    """Format an example as a string.
-
-    Args:
-        example: text, prompt and completion, or messages.
-        tokenizer: tokenizer of transformers.
-        template: chat template to use instead of the tokenizer's.
-
-    Raises:
-        InputError: messages without a chat template.
-    """
+    """Format an example as a string, with the tokenizer's chat template or another one."""
     if example.messages is None:
         prompt, learned = example.prompt or "", example.text or example.completion or ""
         text = prompt + learned
@@ -96,13 +81,7 @@ def render(
 
 
 def check_located(name: str, turns: Counter[str], left_out: Sequence[str]) -> None:
-    """Raise InputError if more than 1 % of the assistant turns of a data set were not located.
-
-    Args:
-        name: name of the data set.
-        turns: counts of turns, as in `Rendered`.
-        left_out: messages about turns that are not trained on.
-    """
+    """Raise InputError if more than 1 % of the assistant turns of a data set were not located."""
     if 100 * turns["lost"] > turns["there"]:
         first = next(line for line in left_out if _NOT_LOCATED in line)
         raise InputError(
@@ -132,20 +111,9 @@ def show_chat(
     *,
     prompt: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Apply a chat template.
+    """Apply a chat template; return the text and the positions of its `{% generation %}` blocks.
 
-    Args:
-        messages: messages of the chat.
-        tools: JSON schemas of the tools.
-        tokenizer: tokenizer of transformers with a chat template.
-        template: chat template to use instead of the tokenizer's.
-        prompt: whether to add the generation prompt.
-
-    Returns:
-        The text, and the positions of its `{% generation %}` blocks.
-
-    Raises:
-        TemplateError: the template fails.
+    With `prompt`, the generation prompt is added. TemplateError is raised if the template fails.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -24,15 +24,8 @@ def partition(text: str, offsets: np.ndarray) -> np.ndarray:
 
     Overlapping tokens, such as the bytes of one character, are in the same piece. Characters
     without a token (skipped spaces, marks composed by normalization) belong to the token before
-    them up to the first space, and from the space on to the token after them.
-
-    Args:
-        text: the tokenized text.
-        offsets: `[token, 2]`, begin and end of each token in code points.
-
-    Returns:
-        int64 `[token]`, the end of the piece that contains each token, in ascending order. The last
-        one is `len(text)`.
+    them up to the first space, and from the space on to the token after them. Offsets `[token, 2]`
+    are in code points; the result is the end of each token's piece, int64 `[token]`.
 
     >>> partition("a cat", np.array([[0, 1], [2, 4], [3, 5]]))  # no token contains the space
     array([1, 5, 5])
@@ -53,25 +46,15 @@ def partition(text: str, offsets: np.ndarray) -> np.ndarray:
 
 
 class Alignment(NamedTuple):
-    """The finest segmentation that two tokenizations have in common.
+    """The finest segmentation that two tokenizations have in common."""
 
-    Attributes:
-        ends: `[group]`, end of each group, ascending.
-        student: `[student token]`, group of each token, ascending; -1 for special tokens.
-        teacher: `[teacher token]`, group of each token, ascending; -1 for special tokens.
-    """
-
-    ends: np.ndarray
-    student: np.ndarray
-    teacher: np.ndarray
+    ends: np.ndarray  # [group], ascending
+    student: np.ndarray  # group of each token, ascending; -1 for special tokens
+    teacher: np.ndarray  # group of each token
 
 
 def align(student_ends: np.ndarray, teacher_ends: np.ndarray) -> Alignment:
-    """Group the tokens of two tokenizations so that each group covers the same characters.
-
-    Args:
-        student_ends: `[student token]`, result of `partition`; 0 for special tokens.
-        teacher_ends: `[teacher token]`, result of `partition` for the same text.
+    """Group the tokens of two tokenizations, as from `partition`, by the characters they cover.
 
     >>> # BOS, "ab", "c", "de" and "a", "bc", "de"
     >>> align(np.array([0, 2, 3, 5]), np.array([1, 3, 5]))
@@ -109,14 +92,7 @@ class TextReader:
         self._dropped: dict[str, bool] = {}
 
     def read(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokenize a text without special tokens.
-
-        Args:
-            text: valid Unicode, without half surrogate pairs.
-
-        Returns:
-            Token ids and the result of `partition`, int64 `[token]` each.
-        """
+        """Tokenize a text without special tokens; return the IDs and the result of `partition`."""
         dropped = self._drops(text)
         places = [i for i, c in enumerate(text) if c not in dropped]
         encoded: Any = self.tokenizer(

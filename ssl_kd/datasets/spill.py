@@ -23,16 +23,7 @@ T = TypeVar("T")
 
 
 class LazyStrings(Sequence[str]):
-    """A sequence of strings that are computed on access.
-
-    Args:
-        n: length of the sequence.
-        read: function that returns the string at an index from 0 to n - 1.
-
-    >>> names = LazyStrings(1000, str)
-    >>> names[-1], names[2:4], len(names)
-    ('999', ['2', '3'], 1000)
-    """
+    """A sequence of strings that are computed on access."""
 
     def __init__(self, n: int, read: Callable[[int], str]) -> None:
         self._rows, self._read = range(n), read
@@ -49,14 +40,7 @@ class LazyStrings(Sequence[str]):
 
 
 class SpilledSequence(Sequence[T]):
-    """An immutable sequence of items, pickled in memory or, if large, in a temporary file.
-
-    Args:
-        items: picklable items, which are iterated once.
-
-    Raises:
-        InputError: the disk is full.
-    """
+    """An immutable sequence of items, pickled in memory or, if large, in a temporary file."""
 
     def __init__(self, items: Iterable[T] = ()) -> None:
         self._file = tempfile.SpooledTemporaryFile(IN_MEMORY)

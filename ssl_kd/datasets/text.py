@@ -36,21 +36,13 @@ _ROWS = 256  # rows of a table in memory at once
 
 @dataclass(frozen=True)
 class TextDataset:
-    """Documents in a fixed order.
-
-    Attributes:
-        name: name or path of the source.
-        split: `train`, `test` or `all`.
-        examples: the documents.
-        digest: SHA-256 of the content of all examples, in order.
-        left_out: messages about the first unusable records, such as `file.jsonl:17: text is empty`.
-    """
+    """Documents in a fixed order."""
 
     name: str
     split: TextSplit
     examples: Sequence[Example]
-    digest: str
-    left_out: tuple[str, ...]
+    digest: str  # SHA-256 of the content of all examples, in order
+    left_out: tuple[str, ...]  # about the first unusable records: `file.jsonl:17: text is empty`
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -69,11 +61,7 @@ class TextDataset:
             )
 
     def without(self, held_out: TextDataset) -> TextDataset:
-        """Return this data set without the documents that `held_out` also contains.
-
-        Raises:
-            InputError: no document is left.
-        """
+        """Return this data set without the documents that `held_out` also contains."""
         others = {_identity(example) for example in held_out.examples}
         remaining = (e for e in self.examples if _identity(e) not in others)
         examples = SpilledSequence(remaining)
@@ -119,8 +107,6 @@ def open_text(
     split is the fraction `held_out` of the documents, selected by a hash of the content, so that
     duplicates are in the same split.
 
-    Documents of more than 1 GiB are stored in a temporary file in TMPDIR.
-
     Args:
         source: a file, a folder of files, a folder written by `save_to_disk` of `datasets`,
             `hf:NAME` or `hf:NAME:CONFIG`, or `stdlib` (the installed Python standard library
@@ -129,12 +115,6 @@ def open_text(
         field: name of the field with the text; None: choose one of the forms of `as_example`.
         held_out: fraction of the documents in the test split, if the source has no splits.
         max_bytes: stop reading before the documents exceed this size; None: read all.
-
-    Raises:
-        DatasetUnavailable: the source does not exist.
-        DatasetUnreachable: the data set cannot be downloaded or loaded.
-        ImportError: the package `datasets` is needed but not installed.
-        ValueError: an argument is out of range, or there is no usable document.
     """
     if split not in ("train", "test", "all"):
         raise ValueError(f"split is {split!r}; expected 'train', 'test' or 'all'")

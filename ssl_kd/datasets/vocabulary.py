@@ -66,18 +66,12 @@ class SharedVocabulary(NamedTuple):
     common text. For example, if the teacher has " Lily" and the student only " L", the teacher's
     probability of " Lily" is added to that of " L". Dropping it would train the student never to
     predict names.
-
-    Attributes:
-        student: class of each student token.
-        teacher: class of each teacher token.
-        student_exact: bool `[student tokens]`, whether the text equals that of the class.
-        teacher_exact: bool `[teacher tokens]`, whether the text equals that of the class.
     """
 
     student: VocabularyMap
     teacher: VocabularyMap
-    student_exact: Tensor
-    teacher_exact: Tensor
+    student_exact: Tensor  # [token], whether the text equals that of the class
+    teacher_exact: Tensor  # [token]
 
     def same_text(self, student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
         """Return for each pair of tokens whether the texts are equal, bool `[n]`."""

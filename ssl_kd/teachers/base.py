@@ -70,13 +70,7 @@ class Teacher:
 
 
 class Pixels(Teacher):
-    """Embed an image as its pixels, scaled to [0, 1]: a baseline that needs no download.
-
-    Args:
-        height: height of the input; images of another size are resized (bicubic).
-        width: width of the input.
-        color: use three channels instead of one.
-    """
+    """Embed an image as its pixels, scaled to [0, 1]: a baseline that needs no download."""
 
     def __init__(self, height: int, width: int, color: bool) -> None:
         self.name = "pixels"
@@ -107,11 +101,7 @@ class Pixels(Teacher):
 
 
 class Features(Teacher):
-    """Placeholder for the unknown teacher that computed the features in a data file.
-
-    Args:
-        dim: length of a feature vector.
-    """
+    """Placeholder for the unknown teacher that computed the features in a data file."""
 
     def __init__(self, dim: int) -> None:
         self.name = "features"

@@ -20,14 +20,8 @@ def model_card(
 ) -> str:
     """Return a model card in Markdown with the Hub's front matter.
 
-    Args:
-        title: name of the student.
-        card: text of the card in Markdown, or the rows of its table.
-        base: folder or Hub name of the model that the student was initialized from; empty for a
-            student with new weights.
-        adapters: whether only adapters are saved.
-        images: whether the student accepts images.
-        made: origin of the student, such as its teacher, data and settings.
+    `card` is the text or the rows of a table, `base` is empty for a student with new weights, and
+    `made` lists the student's origin.
     """
     hub = llm_module("huggingface_hub")
     folder, hub_name = Path(base).expanduser(), base or None

@@ -44,21 +44,13 @@ class CausalLMUnavailable(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A causal language model and its tokenizer.
+    """A causal language model and its tokenizer."""
 
-    Attributes:
-        model: model of transformers whose output has `logits`.
-        tokenizer: its tokenizer, of transformers.
-        name: path or name that the model was loaded from, or specification it was built from.
-        weights_id: hexadecimal digest of configuration and weights.
-        processor: processor of a model of images and text; None for a model of text alone.
-    """
-
-    model: Any
+    model: Any  # of transformers, with `logits` in its output
     tokenizer: Any
-    name: str
-    weights_id: str
-    processor: Any = None
+    name: str  # path or Hub name, or the specification that it was built from
+    weights_id: str  # hexadecimal digest of configuration and weights
+    processor: Any = None  # of a model of images and text
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, name: str, processor: Any = None) -> CausalLM:
@@ -77,22 +69,8 @@ def load_causal_lm(
     """Load a causal language model and its tokenizer, in evaluation mode on the CPU.
 
     A model of images and text is loaded with its processor. A folder of LoRA adapters is loaded
-    with its base model in float32, merged into the base, and then cast to `dtype`.
-
-    Args:
-        name_or_path: folder written by `save_pretrained`, or a name on the Hugging Face Hub.
-        dtype: dtype in which the weights are read; None for the dtype of the file. Buffers, such
-            as rotary frequencies, keep their dtype.
-        remote_code: whether Python files that come with the model may run.
-        quantization: how the linear layers are quantized, and on which device; None for no
-            quantization.
-
-    Raises:
-        ImportError: transformers is not installed.
-        FileNotFoundError: the folder does not exist or holds no model.
-        CausalLMUnavailable: the Hub cannot be reached or has no such model.
-        ValueError: the model is not a causal language model, has no tokenizer, or its weights are
-            damaged or incomplete.
+    with its base model in float32, merged into the base, and then cast to `dtype` (None: the dtype
+    of the file). Buffers, such as rotary frequencies, keep their dtype.
     """
     name = os.fspath(name_or_path)
     transformers = llm_module("transformers")
@@ -137,11 +115,7 @@ def auto_model(config: Any) -> Any:
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
-    """Load a model's tokenizer from a folder or from the Hub, without loading the model.
-
-    Raises:
-        ValueError: there is no readable tokenizer.
-    """
+    """Load a model's tokenizer from a folder or from the Hub."""
     source = os.fspath(name_or_path)
     transformers = llm_module("transformers")
     try:
@@ -160,17 +134,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = 
 
 
 def files_id(name_or_path: str | os.PathLike[str]) -> str:
-    """Return a shortened SHA-256 of the configuration and weight files of a model.
-
-    The model itself is not loaded, so this is cheap in memory.
-
-    Args:
-        name_or_path: folder of a model or of adapters, or a name on the Hugging Face Hub.
-
-    Raises:
-        FileNotFoundError: the folder does not exist or holds no model.
-        CausalLMUnavailable: the Hub cannot be reached or has no such model.
-    """
+    """Return a shortened SHA-256 of the configuration and weight files of a model or adapters."""
     name = os.fspath(name_or_path)
     folder = _local_folder(name)
     if folder is None:

@@ -19,22 +19,15 @@ from ssl_kd.errors import MissingPackage
 
 @dataclass(frozen=True)
 class Quantization:
-    """NF4 quantization by bitsandbytes of the linear layers of a frozen model.
+    """NF4 quantization with bitsandbytes of a frozen model's linear layers, 4.1 bits per weight.
 
-    A weight takes about 4.1 bits. Embeddings, norms and the output head keep their dtype. 8 bits
-    are not offered, because bitsandbytes rounds the input of such a layer to float16, where it may
-    overflow, and the result of a row depends on the other rows of the batch.
-
-    Args:
-        device: device of the model, since weights are packed for their device.
-        compute: dtype of the matrix products.
-
-    Raises:
-        MissingPackage: bitsandbytes is not installed.
+    Embeddings, norms and the output head keep their dtype. 8 bits are not offered, because
+    bitsandbytes rounds the input of such a layer to float16, where it may overflow, and the result
+    of a row depends on the other rows of the batch.
     """
 
-    device: torch.device
-    compute: torch.dtype
+    device: torch.device  # of the model, because weights are packed for their device
+    compute: torch.dtype  # of the matrix products
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("bitsandbytes") is None:
@@ -73,15 +66,12 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def halve_products(model: Any, dtype: torch.dtype) -> None:
-    """Cast the frozen weights of a model's linear layers to half precision, in place.
+    """Cast the frozen weights of a model's linear layers to float16 or bfloat16, in place.
 
-    Autocast to `dtype` would round these weights at each matrix product anyway, so every result is
-    bit-identical to the result with float32 weights, at half the memory. Embeddings, norms and the
-    output head become float32, because the residual stream overflows in float16.
-
-    Args:
-        model: causal language model of transformers. Trainable weights (adapters) become float32.
-        dtype: float16 or bfloat16.
+    Autocast would round these weights at each matrix product anyway, so every result is
+    bit-identical to the result with float32 weights, at half the memory. Embeddings, norms,
+    trainable weights and the output head become float32, because the residual stream overflows in
+    float16.
     """
     head = model.get_output_embeddings()
     halved: set[Tensor] = set()

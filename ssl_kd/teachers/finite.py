@@ -23,11 +23,7 @@ def not_finite(model: nn.Module) -> str | None:
 
 
 def suspect_weights(model: nn.Module, owner: str) -> dict[str, Tensor]:
-    """Return the weights that are not finite or larger than any plausible weight.
-
-    The microscope examines these in float64, for which all weights of a model would be too many.
-    The keys are `owner weight name`, where `owner` is `teacher` or `student`.
-    """
+    """Return the weights, named `owner weight name`, that are not finite or implausibly large."""
     return {
         f"{owner} weight {name}": p.detach()
         for name, p in model.named_parameters()
@@ -44,21 +40,10 @@ def first_fault(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     known: Mapping[str, Any] | None = None,
 ) -> tuple[Fault, Diagnosis] | None:
-    """Run a model on batches until its logits contain a NaN, and find the operation that made it.
+    """Run a model on small batches until its logits contain a NaN, and find its operation.
 
     An infinity among the logits is not a fault, because losses and scores treat it as a saturated
-    overflow.
-
-    Args:
-        model: causal language model of transformers.
-        batches: small batches of tokens, since all logits of a batch are in memory at once.
-        owner: `teacher` or `student`, for the names of the weights.
-        autocast: function that returns the context in which the model runs.
-        known: values of settings by name in lower case, from which the diagnosis gives advice.
-
-    Returns:
-        The first operation whose NaN reached the logits, and its diagnosis; None if no logits
-        contain a NaN.
+    overflow. `known` holds settings by name in lower case, from which the diagnosis gives advice.
     """
     with evaluating(model):
         for batch in batches:

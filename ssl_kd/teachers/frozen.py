@@ -25,30 +25,14 @@ REMEMBERED = 64  # rows: with 512 tokens and 4,096 dimensions in bfloat16, 256 M
 
 @dataclass(frozen=True)
 class LinearHead:
-    """An output head with `logits = hidden @ weight.T + bias`.
+    """The model's own parameters of an output head with `logits = hidden @ weight.T + bias`."""
 
-    Attributes:
-        weight: parameter of the model, `[vocab, hidden]`.
-        bias: parameter of the model, `[vocab]`, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # [vocab, hidden]
+    bias: Tensor | None  # [vocab]
 
 
 def hidden_states(model: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """Run the backbone of a model and return the input of the output head.
-
-    Args:
-        model: causal language model of transformers, with or without adapters.
-        inputs: keyword arguments of the model, such as `input_ids` `[batch, token]`.
-
-    Returns:
-        Hidden states `[batch, token, hidden]`, in the dtype of the model's last layer.
-
-    Raises:
-        ValueError: the model has no separate backbone.
-    """
+    """Return the input of a model's output head, `[batch, token, hidden]`."""
     causal = without_adapters(model)
     if causal.base_model is causal:
         raise InputError(
@@ -64,12 +48,6 @@ def linear_head(model: Any) -> LinearHead | None:
     The model runs on four tokens, and the output of the head is replaced by large known numbers.
     The model must return these unchanged, which excludes a soft cap (Gemma 2) or a scale (Cohere,
     Granite) however small the logits are. The input of the head must be `hidden_states(model)`.
-
-    Args:
-        model: causal language model of transformers, with or without adapters.
-
-    Returns:
-        The head with the model's own parameters, or None if the logits are not linear.
     """
     causal = without_adapters(model)
     head = causal.get_output_embeddings()
@@ -104,16 +82,8 @@ def linear_head(model: Any) -> LinearHead | None:
 class FrozenTeacher:
     """Run a causal language model without dropout, KV cache or gradients.
 
-    The model is frozen and moved to the device in place. Each call sets it to evaluation mode, in
-    case `.train()` was called on it.
-
-    Args:
-        model: causal language model of transformers.
-        device: device on which the model runs.
-        dtype: dtype to cast the weights to; None keeps their dtype.
-
-    Attributes:
-        linear: whether outputs are hidden states with a head instead of logits.
+    The model is frozen, cast to `dtype` and moved to the device in place. Each call sets it to
+    evaluation mode, in case `.train()` was called on it.
     """
 
     def __init__(
@@ -159,19 +129,10 @@ class FrozenTeacher:
 
 
 class RememberedTeacher:
-    """Keep a teacher's outputs for a few rows in CPU memory, after the teacher itself is freed.
+    """Keep a teacher's outputs for the first rows in CPU memory, after the teacher itself is freed.
 
     The outputs are stored in the teacher's dtype, so they are bit-identical to the teacher's: as
     hidden states and one output head, or as logits if the logits are not linear.
-
-    Args:
-        teacher: teacher that is called once for each row.
-        blocks: rows of tokens.
-        rows: largest number of rows to store, counted from the first.
-        batch_size: number of rows in a call of the teacher.
-
-    Attributes:
-        bytes: size of the stored outputs.
     """
 
     def __init__(
@@ -196,15 +157,7 @@ class RememberedTeacher:
         self.bytes = sum(x.numel() * x.element_size() for x in tensors)
 
     def __call__(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher | None:
-        """Return the teacher's output at some positions of a batch.
-
-        Args:
-            batch: rows of tokens.
-            rows: int64 indices `[n]` of real tokens in the flattened `[batch * token]` positions.
-
-        Returns:
-            The output of `FrozenTeacher`, or None if a row of the batch is not stored.
-        """
+        """Return the output at the positions `rows` of a batch; None if a row is not stored."""
         outputs = [self._outputs.get(key) for key in _keys(batch)]
         known = [output for output in outputs if output is not None]
         if len(known) < len(outputs):

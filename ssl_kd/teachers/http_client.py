@@ -45,20 +45,11 @@ class NoAnswer(UserError):
 
 
 def exchange(url: str, body: bytes | None, *, timeout: float, largest: int) -> Answer:
-    """Send one request and return the complete response.
+    """Send one request, a POST if there is a JSON body, and return the complete response.
 
     Redirects are not followed, and proxies and .netrc are ignored, so that the key from the
-    environment is sent to the host of the URL and to no other.
-
-    Args:
-        url: address that passed `check_url`.
-        body: JSON to POST; None for a GET request.
-        timeout: seconds for the whole exchange, from the DNS lookup to the last byte.
-        largest: largest size of the response in bytes.
-
-    Raises:
-        NoAnswer: no response arrived, or the response is larger than `largest`.
-        InputError: the key has characters that a header cannot hold.
+    environment is sent to the host of the URL and to no other. The timeout in seconds covers the
+    whole exchange, from the DNS lookup to the last byte of at most `largest`.
     """
     answer: Future[Answer] = Future()
 
@@ -112,11 +103,7 @@ async def _whole(stream: Any, largest: int) -> bytes:
 
 
 def api_key() -> str | None:
-    """Return the key from the environment, or None if it is not set.
-
-    Raises:
-        InputError: the key has characters that a header cannot hold.
-    """
+    """Return the key from the environment, or None; raise InputError if a header cannot hold it."""
     key = os.environ.get(KEY, "")
     if not re.fullmatch("[!-~]*", key):
         raise InputError(

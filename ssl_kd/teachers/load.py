@@ -69,9 +69,6 @@ def load_teacher(
 
     Raises:
         TeacherUnavailable: the weights cannot be downloaded; the message lists alternatives.
-        FileNotFoundError: the weights file does not exist.
-        ValueError: the name is unknown, the weights do not fit, or the image size or the token is
-            not supported.
     """
     if token not in ("class", "patch", "both"):
         raise InputError(f"TOKEN is {token!r}; expected 'class', 'patch' or 'both'")

@@ -51,37 +51,28 @@ _LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|MoEGate|TopKGating)$")
 class Routing:
     """Choice of the experts that are active for a token.
 
-    Attributes:
-        mode: `native` for the original model, bit for bit; `all` for every expert; `sar` for every
-            expert, with a router in training; `ka` for all experts except one. In `ka` the active
-            experts of a token in a layer are, with probability `lam`, sampled without replacement
-            from the gate, and otherwise the experts with the largest gates.
-        lam: probability of sampling in `ka`, from 0 to 1.
-        generator: random numbers for `ka`, on any device; a resumed run must restore its state.
+    `native` is the original model, bit for bit; `all` uses every expert; `sar` too, with a router
+    in training; `ka` uses all experts except one. In `ka` the active experts of a token in a layer
+    are, with probability `lam`, sampled without replacement from the gate, and otherwise the
+    experts with the largest gates.
     """
 
     mode: Literal["native", "all", "ka", "sar"] = "native"
     lam: float = 0.05
-    generator: torch.Generator | None = None
+    generator: torch.Generator | None = None  # for `ka`; a resumed run must restore its state
 
 
 @dataclass
 class Gates:
-    """Gates of one forward pass, recorded by `Mixture.watch`, and statistics of real tokens.
+    """Gates of one forward pass, recorded by `Mixture.watch`, and statistics of real tokens."""
 
-    Attributes:
-        mask: boolean `[token]`, the real tokens of the flattened batch; None if all are real.
-        n_experts: number of experts in a layer.
-        logits: gate logits of each layer, `[token, expert]`, with gradient.
-        chosen: indices of the active experts of each layer, `[token, chosen]`.
-        original: gate logits of the original router of each layer, `[token, expert]`.
-    """
-
-    mask: Tensor | None
+    mask: Tensor | None  # boolean [token], the real tokens of the flattened batch
     n_experts: int
+    # by layer, [token, expert], with gradient
     logits: dict[int, Tensor] = field(default_factory=dict)
+    # active experts by layer, [token, chosen]
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    original: dict[int, Tensor] = field(default_factory=dict)
+    original: dict[int, Tensor] = field(default_factory=dict)  # logits of the original routers
 
     def _real(self, values: dict[int, Tensor]) -> list[Tensor]:
         layers = [values[layer] for layer in sorted(values)]
@@ -136,22 +127,8 @@ class Mixture:
     experts, 2 of them active, trained on stories, lost 0.094 and 0.047 nats per byte in mode `all`
     with that sum (two seeds), and 0.058 and 0.030 with the sum used here.
 
-    Shared experts are unchanged. Sigmoid gates (DeepSeek-V3, GLM-4-MoE) are not supported.
-
-    Args:
-        model: Hugging Face causal language model with routers in `ROUTERS`. Hooks are added to the
-            model, and copies of the model keep them.
-
-    Attributes:
-        model: the model.
-        routing: which experts are active; assign another `Routing` to change the choice.
-        routers: routers by name, in the order of the layers.
-        layers: number of routers.
-        n_experts: number of experts in a layer, without shared experts.
-        k: number of active experts in the original model.
-
-    Raises:
-        ValueError: the model is dense, its routers are not supported, or their sizes differ.
+    Hooks are added to the model, and copies of the model keep them. Shared experts are unchanged.
+    Sigmoid gates (DeepSeek-V3, GLM-4-MoE) are not supported.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -205,14 +182,9 @@ class Mixture:
 
     @contextmanager
     def watch(self, mask: Tensor | None = None, *, original: bool = False) -> Iterator[Gates]:
-        """Record the gates of the first forward pass in the block.
+        """Record the gates of the first forward pass in the block, for the real tokens of a mask.
 
-        Args:
-            mask: boolean `[batch, token]`, the real tokens; None if all are real.
-            original: whether to record also the original routers' logits on the same inputs.
-
-        Raises:
-            ValueError: the forward pass has another number of tokens than the mask.
+        With `original`, the logits of the original routers on the same inputs are recorded too.
         """
         flat = None if mask is None else mask.reshape(-1).bool()
         self._gates, self._watch_original = Gates(flat, self.n_experts), original
@@ -296,12 +268,7 @@ class Mixture:
         atomic_write_bytes(Path(path), save(tensors, metadata=metadata))
 
     def load_router(self, path: str | os.PathLike[str]) -> None:
-        """Load routers that `save_router` wrote, in the dtype of the file.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: the file holds no routers, or the routers of another teacher.
-        """
+        """Load routers that `save_router` wrote for the same teacher, in the dtype of the file."""
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():

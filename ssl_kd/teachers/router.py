@@ -26,23 +26,14 @@ _FIRST_SCALE = 2.0**12
 
 @dataclass(frozen=True)
 class RouterRecord:
-    """Outcome of one router step.
+    """Outcome of one router step."""
 
-    Attributes:
-        applied: whether the weights changed.
-        loss: objective plus load balance, possibly NaN or infinite.
-        grad_norm: norm of all router gradients before clipping; NaN without a backward pass.
-        drift: KL(original gate || gate) before the update, mean over layers and real tokens.
-        entropy: entropy of the gates in nats, mean over layers and real tokens.
-        event: event for the log, if the step had a fault or the router was stopped.
-    """
-
-    applied: bool
-    loss: float
-    grad_norm: float
-    drift: float
-    entropy: float
-    event: Event | None = None
+    applied: bool  # whether the weights changed
+    loss: float  # objective plus load balance, possibly NaN or infinite
+    grad_norm: float  # of all routers before clipping; NaN without a backward pass
+    drift: float  # KL(original gate || gate) before the update, mean over layers and real tokens
+    entropy: float  # of the gates in nats, mean over layers and real tokens
+    event: Event | None = None  # if the step had a fault or the router was stopped
 
 
 class RouterStep:
@@ -53,22 +44,13 @@ class RouterStep:
     second term is summed over layers. The backward pass runs through the frozen teacher, since the
     gradient of a router depends on the layers above it. A step that is not finite is skipped.
 
-    A router could reduce this loss by making the teacher imitate the student. Therefore
-    KL(original gate || gate) is measured at every step, and a router that exceeds `drift_limit` is
-    not trained any further.
+    A router could reduce this loss by making the teacher imitate the student. Therefore KL(original
+    gate || gate) is measured at every step in nats, and a router that exceeds `drift_limit` is not
+    trained any further. A float16 teacher needs `scale_loss`, a loss scale that is halved after an
+    overflow.
 
     Call `step` for a loss of one batch. For several batches, call `backward` with each loss and
     with `regularization` inside `routed`, and then `update`.
-
-    Args:
-        mixture: mixture whose model is frozen, except for the routers, which become float32.
-        learning_rate: learning rate of AdamW.
-        balance: weight of the load balance, beta in the paper.
-        max_norm: norm to which the gradient of all routers is clipped.
-        drift_limit: largest drift in nats, mean over layers and real tokens.
-        gradient_checkpointing: whether to recompute layers in the backward pass to save memory.
-        scale_loss: whether to scale the loss, for a float16 teacher. The scale is halved after an
-            overflow.
 
     References:
         Every Expert Matters, arXiv 2502.12947, 2025, equation 9.
@@ -104,12 +86,9 @@ class RouterStep:
 
     @contextmanager
     def routed(self, mask: Tensor | None = None) -> Iterator[Gates]:
-        """Activate every expert and record the gates in the block.
+        """Activate every expert and record the gates in the block, for the real tokens of a mask.
 
         The block must include the forward and the backward pass.
-
-        Args:
-            mask: boolean `[batch, token]`, the real tokens; None if all are real.
         """
         with (
             self.mixture.using(Routing("sar")),
@@ -125,21 +104,10 @@ class RouterStep:
     def step(
         self, objective: Callable[[], Tensor], mask: Tensor | None = None, *, step: int = 0
     ) -> RouterRecord:
-        """Update the routers once.
+        """Update the routers once with the scalar `objective()`, KL(p || q) without gradient to q.
 
-        Args:
-            objective: function that runs the teacher with gradients and returns the scalar
-                KL(p || q), such as `token_kd(p_logits, q_logits, divergence="reverse_kl")`, without
-                gradient to q.
-            mask: boolean `[batch, token]`, the real tokens; None if all are real.
-            step: number of the step, for the event that reports bad gradients.
-
-        Raises:
-            ValueError: the objective did not run the teacher, or ran it without gradients.
-
-        Returns:
-            The outcome. If the loss or a gradient is not finite, or the drift is too large, routers
-            and optimizer are bit-identical to their state before, and `event` has the reason.
+        If the loss or a gradient is not finite, or the drift is too large, routers and optimizer
+        are bit-identical to their state before, and the record's `event` has the reason.
         """
         self.optimizer.zero_grad()
         with self.routed(mask) as gates:
@@ -160,13 +128,7 @@ class RouterStep:
 
     @torch.no_grad()
     def update(self, loss: Tensor, gates: Gates, *, step: int = 0) -> RouterRecord:
-        """Check the gradients that `backward` computed, and update the routers with them.
-
-        Args:
-            loss: loss that the gradients belong to.
-            gates: gates of the forward pass.
-            step: number of the step, for the event that reports bad gradients.
-        """
+        """Check the gradients that `backward` computed, and update the routers with them."""
         drift, entropy = (float(x.mean()) for x in (gates.drift(), gates.entropy()))
         record = partial(RouterRecord, loss=float(loss), drift=drift, entropy=entropy)
         if self.stopped:

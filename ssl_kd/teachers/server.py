@@ -47,17 +47,11 @@ class ServerFailed(UserError, RuntimeError):
 
 
 class PromptTopK(NamedTuple):
-    """The most likely next tokens at the first n - 1 positions of a prompt of n tokens.
+    """The most likely next tokens at the first n - 1 positions of a prompt of n tokens."""
 
-    Attributes:
-        tokens: token ids, the most likely first, int64 `[n - 1, k]`.
-        log_probs: their natural log-probabilities at temperature 1, float64 `[n - 1, k]`.
-        own: log-probabilities of the prompt's own next tokens, float64 `[n - 1]`.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    own: Tensor
+    tokens: Tensor  # the most likely first, int64 [n - 1, k]
+    log_probs: Tensor  # natural, at temperature 1, float64 [n - 1, k]
+    own: Tensor  # log-probabilities of the prompt's own next tokens, float64 [n - 1]
 
 
 @dataclass
@@ -79,20 +73,12 @@ class _Invalid(Exception):
 class CompletionServer:
     """Client of a server with OpenAI's completions API and `prompt_logprobs`, such as vLLM.
 
-    Prompts are sent as token ids, so the server does not tokenize. vLLM returns log-probabilities
-    at temperature 1, before any sampling settings apply.
+    Prompts are sent as token IDs, so the server does not tokenize. vLLM returns log-probabilities
+    at temperature 1, before any sampling settings apply. The key in the environment variable
+    TEACHER_API_KEY, if set, is sent to the server as a bearer token.
 
-    Args:
-        url: address of the API, such as `http://host:8000/v1`. The key in the environment variable
-            TEACHER_API_KEY, if set, is sent to this host as a bearer token.
-        model: name of the teacher on the server.
-        timeout: seconds after which an attempt without a complete response has failed.
-        patience: seconds during which failed attempts are repeated, at growing intervals or as
-            requested by the server's Retry-After header.
-
-    Raises:
-        InputError: the address or the key in the environment is invalid.
-        MissingPackage: aiohttp is not installed.
+    An attempt fails after `timeout` seconds; failed attempts are repeated for `patience` seconds,
+    at growing intervals or as requested by the server's Retry-After header.
     """
 
     def __init__(
@@ -109,11 +95,7 @@ class CompletionServer:
         return f"CompletionServer({self.url!r}, {self.model!r})"
 
     def check(self, tokens: int) -> None:
-        """Raise ServerFailed unless the server has the model and accepts prompts of this length.
-
-        Args:
-            tokens: length of the longest prompt.
-        """
+        """Raise ServerFailed unless the server has the model and accepts prompts of this length."""
         answer = self._parse(self._request("models"))
         models = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(models, list) or not all(isinstance(m, dict) for m in models):
@@ -135,20 +117,12 @@ class CompletionServer:
     def top_k(
         self, prompt: Sequence[int], k: int, vocabulary: int, where: str = "prompt", first: int = 0
     ) -> PromptTopK:
-        """Return the k most likely tokens after each token of a prompt.
+        """Return the k most likely tokens after each token of a prompt of at least two tokens.
 
-        Args:
-            prompt: ids of at least two tokens.
-            k: number of tokens; vLLM allows at most its `--max-logprobs`, by default 20.
-            vocabulary: number of ids of the teacher's tokenizer.
-            where: name of the text that the prompt is cut from, for error messages.
-            first: position of the prompt's first token in that text, for error messages.
-
-        Raises:
-            ServerFailed: the server did not respond in time or refused the request, or its response
-                is invalid: from another model, misaligned, with too few tokens or unknown ids, with
-                log-probabilities that are NaN, above 0 or out of order, or with probabilities that
-                cannot sum to 1.
+        Raises ServerFailed also for an invalid response: from another model, misaligned, with too
+        few tokens or unknown IDs, with log-probabilities that are NaN, above 0 or out of order, or
+        with probabilities that cannot sum to 1. The message names the token from the text `where`,
+        in which the prompt begins at the token `first`.
         """
         request = {
             "model": self.model,

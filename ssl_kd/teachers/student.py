@@ -85,11 +85,6 @@ def build_student(
         dtype: dtype of the weights; None for the dtype of the file, or float32 for new weights.
         remote_code: whether Python files that come with a saved student may run.
         quantization: quantization of a saved student, as the frozen base of adapters.
-
-    Raises:
-        ValueError: `spec` is invalid, or a student of this size cannot be built.
-        FileNotFoundError: the student's folder does not exist or holds no model.
-        CausalLMUnavailable: the Hub cannot be reached or has no such model.
     """
     kind, _, size = spec.partition(":")
     if kind not in ("layers", "fresh", "llama"):
@@ -123,21 +118,10 @@ def build_student(
 
 
 def add_lora(model: Any, rank: int, alpha: float = 16.0, *, seed: int = 0) -> Any:
-    """Freeze a model and add trainable low-rank adapters to its linear layers, in place.
+    """Freeze a model and add trainable float32 low-rank adapters to its linear layers, in place.
 
-    Args:
-        model: causal language model of transformers.
-        rank: rank of the adapters, at least 1.
-        alpha: LoRA's alpha; the output of the adapters is scaled by alpha / rank.
-        seed: seed of the adapters' weights, which are float32; the global random state is not
-            changed.
-
-    Returns:
-        PEFT's wrapper of the model. Until the adapters are trained, its logits are the model's.
-
-    Raises:
-        ImportError: peft is not installed.
-        ValueError: the rank is less than 1 or larger than the width of the model.
+    The output of the adapters is scaled by alpha / rank. Until they are trained, the logits of
+    PEFT's wrapper are the model's. The global random state is not changed.
     """
     if rank < 1:
         raise InputError(f"LORA_RANK is {rank}; expected at least 1")
@@ -160,10 +144,6 @@ def freeze_tower(model: Any, *, images: bool) -> None:
     """Select the weights of a vision-language model that are trained; leave other models unchanged.
 
     The language model is trained, the projector only if there are images, the vision tower never.
-
-    Args:
-        model: a transformers model without adapters, changed in place.
-        images: whether the training data contain images.
     """
     if not sees(model):
         return
@@ -186,12 +166,7 @@ def _trained_linears(model: Any) -> list[str]:
 
 
 def check_rank(rank: int, config: Any) -> None:
-    """Raise InputError if adapters have a larger rank than the matrices that they adapt.
-
-    Args:
-        rank: rank of the adapters.
-        config: configuration of the model, or its width.
-    """
+    """Raise InputError if a rank exceeds the width of a model, given its configuration or width."""
     width = config
     if not isinstance(config, int):
         towers = [config.get_text_config(), getattr(config, "vision_config", None)]
@@ -214,25 +189,12 @@ def save_student(
     base: str = "",
     made: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Save a student so that transformers or peft can load it.
+    """Save a student so that transformers or peft can load it; raise NotFinite for a bad weight.
 
     Weights (safetensors), configurations, tokenizer and model card are written to a temporary
     folder, which replaces `folder` when it is complete. Adapters are saved without their base model
     if that can be loaded again; if the base was built in memory, a merged copy is saved instead.
-
-    Args:
-        model: student, with or without adapters.
-        tokenizer: tokenizer of the student.
-        folder: folder to write.
-        card: text of the model card in Markdown, or the rows of its table.
-        processor: processor of a model of images and text.
-        base: name of the model that a student built in memory was cut from.
-        made: origin of the student for the model card, such as its teacher, data and settings.
-
-    Raises:
-        NotFinite: a weight holds a NaN or an infinity; nothing is written.
-        FileExistsError: the folder holds something other than a saved model.
-        OSError: the disk is full or failed; an existing folder is unchanged.
+    `base` names the model that such a student was cut from; `made` lists its origin for the card.
     """
     folder = Path(folder)
     if (name := not_finite(model)) is not None:
@@ -306,11 +268,7 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
 
 
 def stack_of(model: Any) -> str:
-    """Return the name of the list of a causal model's decoder layers, such as `model.layers`.
-
-    Raises:
-        ValueError: no list has as many entries as the configuration has layers.
-    """
+    """Return the name of the list of a causal model's decoder layers, such as `model.layers`."""
     causal, start = without_adapters(model), ""
     if sees(causal):  # a vision tower has its own layers
         decoder = causal.get_decoder()

@@ -33,11 +33,7 @@ def read_weights(path: str | os.PathLike[str]) -> State:
     """Read a state dict from a `.pth`, `.pt` or `.safetensors` file.
 
     A state dict may be nested in the file, as under `model` or `state_dict`. The prefixes `module.`
-    and `backbone.` of names are removed.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file holds no weights. A pickle that contains code is refused, not run.
+    and `backbone.` of names are removed. A pickle that contains code is refused, not run.
     """
     path = Path(path)
     if not path.is_file():
@@ -73,9 +69,6 @@ def model_files(folder: Path) -> list[Path]:
 
     The list holds `model*.safetensors`, or else `pytorch_model*.bin`. If the configuration or an
     index of shards names files with other names, the index and those files are appended.
-
-    Raises:
-        CorruptFileError: the index or the configuration is damaged.
     """
     usual = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     names = _file_names(folder / "config.json", "transformers_weights")
