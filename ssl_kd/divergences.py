@@ -32,15 +32,13 @@ class Divergence:
     formulas in this file multiply probabilities by finite logarithms, so that 0 times infinity
     cannot occur.
 
-    Attributes:
-        compute: called as `compute(log_p, p, log_q, q, gradient, exact)`. The tensors are
-            `[n, vocab]` and finite; the teacher's (`log_p`, `p`) may be overwritten, the student's
-            (`log_q`, `q`) may not. Returns D `[n]`, and the gradient with respect to the student's
-            logits `[n, vocab]`, or None if `gradient` is False. With `exact`, values near 0 are
-            computed again by a formula without cancellation, which waits for the device.
-        from_samples: estimates D without bias from tokens sampled from the teacher. It is called
-            as `from_samples(indices, weights, entropy, log_q, q, gradient)` with the fields of a
-            `SampledTeacher`; None if this divergence has no such estimate.
+    `compute(log_p, p, log_q, q, gradient, exact)` takes finite `[n, vocab]`; it may overwrite the
+    teacher's `log_p` and `p`. It returns D `[n]`, and the gradient with respect to the student's
+    logits `[n, vocab]`, or None without `gradient`. With `exact`, values near 0 are computed again
+    from a formula without cancellation, which waits for the device.
+
+    `from_samples(indices, weights, entropy, log_q, q, gradient)` estimates D without bias from the
+    fields of a `SampledTeacher`; None if this divergence has no such estimate.
     """
 
     compute: Callable[..., ValueAndGradient]
@@ -200,7 +198,6 @@ def _log_mixture(x: Tensor, share: float) -> Tensor:
     """Compute `log(1 + share * (e^x - 1))`, exact near x = 0.
 
     For x = log(b / a) this is the logarithm of the mixture `(1 - share) a + share b`, divided by a.
-    x is clamped to 80, because e^x would overflow; a is negligible there.
     """
     return x.clamp(max=80).expm1_().mul_(share).log1p_()
 
@@ -223,9 +220,6 @@ def divergence_named(name: str) -> Divergence:
     `js:BETA` is GKD's generalized Jensen-Shannon divergence, `BETA KL(p, m) + (1 - BETA) KL(q, m)`
     with m = BETA p + (1 - BETA) q. Divided by BETA it tends to `forward_kl` for BETA near 0;
     divided by 1 - BETA, to `reverse_kl` for BETA near 1.
-
-    Raises:
-        ValueError: the name is unknown; the message lists the known names.
 
     References:
         Agarwal et al., On-Policy Distillation of Language Models (GKD), ICLR 2024, equation 3.

@@ -20,32 +20,19 @@ from ssl_kd.losses.rows import lifted, row_divergences, saturated
 
 
 class Positions(NamedTuple):
-    """Positions of one model (student or teacher) that predict target tokens, ordered by group.
+    """Positions of one model that predict target tokens, ordered by group."""
 
-    Attributes:
-        rows: `[n]` int64, indices into the flattened `[batch * token]` hidden states or logits.
-        targets: `[n]` int64, the next token at each of these positions.
-        groups: `[n]` int64 in `[0, G)`, ascending: the group of each target token.
-        first: `[G]` int64, indices into `rows`: the position that predicts each group's first
-            token.
-    """
-
-    rows: Tensor
-    targets: Tensor
-    groups: Tensor
-    first: Tensor
+    rows: Tensor  # `[n]` int64, indices into the flattened `[batch * token]` logits
+    targets: Tensor  # `[n]` int64, the next token at each of these positions
+    groups: Tensor  # `[n]` int64 in `[0, G)`, ascending: the group of each target token
+    first: Tensor  # `[G]` int64, indices into `rows` of each group's first token
 
 
 class VocabularyMap(NamedTuple):
-    """A map from the tokens of one model to the classes of a common vocabulary.
+    """A map from the tokens of one model to the classes of a common vocabulary."""
 
-    Attributes:
-        classes: `[tokens]` int64, the class of each token; `size` for a token without a class.
-        size: number of classes.
-    """
-
-    classes: Tensor
-    size: int
+    classes: Tensor  # `[token]` int64; `size` for a token without a class
+    size: int  # number of classes
 
 
 def _check_rows(student: Tensor, teacher: Tensor, kind: str) -> None:
@@ -59,21 +46,14 @@ def _check_rows(student: Tensor, teacher: Tensor, kind: str) -> None:
 def uld(student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     r"""Compute universal logit distillation: the L1 distance of sorted next-token probabilities.
 
-    The loss is $\sum_i |q_{(i)} - p_{(i)}|$, in [0, 2], with the probabilities of student $q$ and
-    teacher $p$ in descending order and the smaller vocabulary padded with zeros. It needs no
-    correspondence between the vocabularies.
-
-    Args:
-        student_logits: `[group, vocabulary]`, at the positions that predict a group's first token.
-        teacher_logits: `[group, vocabulary']`, at the same character boundaries of the text.
-        temperature: divides the logits of student and teacher.
+    The loss `[group]` is $\sum_i |q_{(i)} - p_{(i)}|$, in [0, 2], with the probabilities of student
+    $q$ and teacher $p$ in descending order and the smaller vocabulary padded with zeros. It needs
+    no correspondence between the vocabularies. Row g of both logits `[group, vocabulary]` predicts
+    at the same character boundary of the text.
 
     References:
         Boizard et al., Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss
         for LLMs, 2024, equation 5 (there by token index, here at common character boundaries).
-
-    >>> uld(torch.zeros(1, 2), torch.zeros(1, 4))  # |1/2 - 1/4| twice, |0 - 1/4| twice
-    tensor([1.])
     """
     check_temperature("temperature", temperature)
     _check_rows(student_logits, teacher_logits, "aligned positions")
@@ -90,8 +70,8 @@ def uld(student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 
 def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor:
     """Return the log-probability `log sum_{v in class} softmax(logits)_v` of each class.
 
-    The logits are `[row, vocabulary]`; entries beyond the map (padding of the output layer) are
-    ignored. The result is `[row, class]`, normalized over the classes, -inf for an empty class.
+    It is `[row, class]`, -inf for an empty class. Logits beyond the map (padding of the output
+    layer) are ignored.
     """
     known = min(logits.shape[-1], len(vocabulary.classes))
     logits = saturated(logits[:, :known])
@@ -105,11 +85,7 @@ def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor
 
 
 def chunk_log_likelihood(logits: Tensor, targets: Tensor, groups: Tensor, size: int) -> Tensor:
-    r"""Return each group's log-likelihood $\sum_t \log p(x_t \mid x_{<t})$ `[size]`.
-
-    Each row of logits `[row, vocabulary]` predicts the token `targets[row]`, which belongs to the
-    group `groups[row]`, an integer in `[0, size)`. A group without rows has log-likelihood 0.
-    """
+    r"""Return each group's log-likelihood $\sum_t \log p(x_t \mid x_{<t})$ `[size]`."""
     token = torch.log_softmax(saturated(logits), -1).gather(1, targets.unsqueeze(1)).squeeze(1)
     return token.new_zeros(size).index_add(0, groups, token)
 
@@ -119,27 +95,19 @@ def likelihood_matching(
 ) -> Tensor:
     r"""Compute approximate likelihood matching: compare the probabilities of a chunk of text.
 
-    With $a = p(c)^{1/\tau}$ for the teacher and $b = q(c)^{1/\tau}$ for the student, the loss is
-    the binary divergence of "this chunk or another one",
+    With $a = p(c)^{1/\tau}$ for the teacher and $b = q(c)^{1/\tau}$ for the student, the loss
+    `[group]` is the binary divergence of "this chunk or another one",
     $\tau \, [a \log \frac{a}{b} + (1 - a) \log \frac{1 - a}{1 - b}]$.
 
-    The loss is zero only if both probabilities are equal; maximum likelihood would also raise the
-    probability of a chunk that is unlikely for the teacher. At a large temperature, a and b are far
-    from 0, where the gradient would vanish. Because of the factor tau, the loss has a limit for
+    It is zero only if both probabilities are equal; maximum likelihood would also raise the
+    probability of a chunk that is unlikely for the teacher. At a large temperature tau, a and b are
+    far from 0, where the gradient would vanish. Because of the factor tau, the loss has a limit for
     large tau, $u \log(u / v) + v - u$ with the surprisals $u = -\log p(c)$ and $v = -\log q(c)$, in
     nats, which needs no normalization by length.
-
-    Args:
-        student_log_likelihood: `[group]`, from `chunk_log_likelihood`.
-        teacher_log_likelihood: `[group]`, from `chunk_log_likelihood`; no gradient flows into it.
-        temperature: tau.
 
     References:
         Minixhofer et al., Universal Cross-Tokenizer Distillation via Approximate Likelihood
         Matching, 2025, section 3 (there without the factor tau, at tau = 100 in their code).
-
-    >>> likelihood_matching(torch.tensor([-1.0]), torch.tensor([-2.0]), temperature=1e4)
-    tensor([0.3863])
     """
     check_temperature("temperature", temperature)
     _check_rows(student_log_likelihood, teacher_log_likelihood, "groups")
@@ -167,22 +135,10 @@ def chunk_matching(
 ) -> Tensor:
     """Compute a divergence for one-token groups and likelihood matching for other groups.
 
-    The loss of a matched group is T^2 times the divergence of the next-token distributions over the
-    common vocabulary (`class_log_probabilities`). The loss of any other group is
-    `likelihood_matching` of its log-likelihoods. All values are in nats per group. If student and
-    teacher have the same tokenizer, all groups are matched and the loss equals `token_kd`.
-
-    Args:
-        student_logits: `[n, vocabulary]`, the logits at `student.rows`.
-        teacher_logits: `[n', vocabulary']`, the logits at `teacher.rows`.
-        student: the student's positions in G groups.
-        teacher: the teacher's positions in the same groups.
-        matched: `[G]` bool, whether the group is one token of the student and one of the teacher.
-        student_vocabulary: map from the student's tokens to the common classes.
-        teacher_vocabulary: map from the teacher's tokens to the same classes.
-        temperature: T, temperature of the divergence.
-        likelihood_temperature: temperature of the likelihood matching.
-        divergence: a name in `ssl_kd.divergences.DIVERGENCES`, or `js:BETA`.
+    The loss of a `matched` group (one token of each model) is T^2 times the divergence of the
+    next-token distributions over the common vocabulary. The loss of any other group is
+    `likelihood_matching`. All values `[group]` are in nats. If student and teacher have the same
+    tokenizer, all groups are matched and the loss equals `token_kd`.
     """
     check_temperature("temperature", temperature)
     kind = divergence_named(divergence)

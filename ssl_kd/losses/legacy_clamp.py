@@ -17,20 +17,9 @@ from ssl_kd.losses.token_terms import TokenObjective
 
 @dataclass(frozen=True)
 class LegacyClamp:
-    """Bounds for logits, [-c, c], and for each token's loss terms, [low, high].
+    """Bounds [-c, c] of logits, and optionally [low, high] of each token's cross-entropy and T^2 D.
 
-    Clamped values have no gradient, and a model with clamped logits cannot reach a low perplexity
-    (`lowest_perplexity`).
-
-    Args:
-        logits: c, positive.
-        low: lower bound of each token's cross-entropy and of its distillation term (temperature
-            squared times the divergence); None for no bounds.
-        high: upper bound of the same terms; None if `low` is None.
-
-    Raises:
-        ValueError: c is not positive, only one of `low` and `high` is None, or `low` is not below
-            `high`.
+    Clamped values have no gradient, and a model with clamped logits cannot reach a low perplexity.
     """
 
     logits: float
@@ -42,22 +31,15 @@ class LegacyClamp:
             raise ValueError(
                 f"the clamp of logits is {self.logits!r}; expected a finite number above 0"
             )
-        if (self.low is None) != (self.high is None):
-            raise ValueError(
-                f"the loss window is {self.low!r} to {self.high!r}; expected two numbers"
-            )
-        if self.low is not None and self.high is not None and not self.low < self.high:
-            raise ValueError(
-                f"the loss window is {self.low!r} to {self.high!r}; expected LOW < HIGH"
-            )
+        low, high = self.low, self.high
+        if low is None and high is None:
+            return
+        if low is None or high is None or not low < high:
+            raise ValueError(f"the loss window is {low!r} to {high!r}; expected LOW < HIGH")
 
     @classmethod
     def parse(cls, text: str) -> LegacyClamp:
-        """Parse `"C"`, such as `"2.5"`, or `"C:LOW:HIGH"`, such as `"2.5:0.1:5.0"`.
-
-        Raises:
-            ValueError: the text has another form, or the numbers are invalid.
-        """
+        """Parse `"C"`, such as `"2.5"`, or `"C:LOW:HIGH"`, such as `"2.5:0.1:5.0"`."""
         try:
             numbers = [float(part) for part in text.split(":")]
         except ValueError:
@@ -69,24 +51,11 @@ class LegacyClamp:
         return cls(*numbers)
 
     def lowest_perplexity(self, vocab: int) -> float:
-        """Return the lowest possible perplexity: the target's logit is c, all other logits are -c.
-
-        >>> round(LegacyClamp(2.5).lowest_perplexity(50257))
-        340
-        """
+        """Return the lowest perplexity: the target's logit is c, all other logits are -c."""
         return 1 + (vocab - 1) * math.exp(-2 * self.logits)
 
     def check(self, vocab: int) -> None:
-        """Check that some cross-entropy of clamped logits is inside the loss window.
-
-        Otherwise the clamped loss would be constant and its gradient 0 for all models.
-
-        Args:
-            vocab: size of the vocabulary.
-
-        Raises:
-            InputError: the loss is constant; the message has the range of possible cross-entropies.
-        """
+        """Raise InputError if the clamped loss is constant, with gradient 0, for all models."""
         if self.low is None or self.high is None:
             return
         perplexity = self.lowest_perplexity(vocab)

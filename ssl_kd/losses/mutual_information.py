@@ -47,8 +47,7 @@ class _BetaMI(torch.autograd.Function):
 
     The gradient with respect to the student's logits is `beta / T (p - r)`, where r is the softmax
     over k of the logarithms of the summands. It is finite for finite logits, cannot underflow to
-    zero, and does not depend on `clip_min`. Computing it in the forward pass saves three tensors of
-    the logits' size.
+    zero, and does not depend on `clip_min`. Computing it in the forward pass saves three tensors.
     """
 
     @staticmethod
@@ -148,16 +147,10 @@ def beta_mi(
 
 
 def agreement(teacher_log_probs: Tensor) -> Tensor:
-    """Compute the teacher's agreement on pairs of views of a sample, `sum_k q1_k q2_k`.
+    """Compute the teacher's agreement on pairs of views of a sample, the mean of `sum_k q1_k q2_k`.
 
-    Args:
-        teacher_log_probs: `[head, view, batch, cluster]`, two views or more.
-
-    Returns:
-        `[head, batch]` in [0, 1], the mean over unordered pairs of views.
-
-    References:
-        Adaloglou et al., BMVC 2023, equation 8.
+    The result `[head, batch]` of log-probabilities `[head, view, batch, cluster]` is in [0, 1]
+    (Adaloglou et al., BMVC 2023, equation 8).
     """
     probs = teacher_log_probs.exp()
     views = probs.shape[1]

@@ -19,21 +19,12 @@ _EPS = 1e-10
 def load_balance(mass: Tensor, counts: Tensor) -> Tensor:
     """Compute a load-balance loss `CV(m)^2 + CV(P)^2`, with CV = standard deviation / mean.
 
-    Args:
-        mass: P, `[..., expert]`, gate probabilities summed over real tokens (not over padding).
-        counts: m, `[..., expert]`, number of real tokens routed to each expert; no gradient flows
-            into it.
-
-    Returns:
-        `[...]`, float32 (float64 for float64): 0 if all experts have the same load or there are no
-        tokens, otherwise positive.
+    P is `mass` `[..., expert]`, gate probabilities summed over real tokens; m is `counts`, the
+    number of tokens routed to each expert, without gradient. The loss `[...]` is 0 for equal loads.
 
     References:
         Shazeer et al., Outrageously Large Neural Networks, 2017, section 4 and appendix A. Every
         Expert Matters, arXiv 2502.12947, 2025, weights the loss of each layer by 0.01.
-
-    >>> load_balance(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0]))
-    tensor(0.5000)
     """
     if mass.shape != counts.shape or mass.ndim < 1 or mass.shape[-1] < 2:
         raise ValueError(
@@ -50,20 +41,13 @@ def _squared_variation(x: Tensor) -> Tensor:
 
 
 def gate_entropy(logits: Tensor) -> Tensor:
-    """Compute the entropy `[token]` of gate logits `[token, expert]`, in nats.
-
-    The entropy is 0 if one expert has all the weight, and log N for N experts of equal weight.
-    """
+    """Compute the entropy `[token]`, in nats, of gate logits `[token, expert]`."""
     log_p = torch.log_softmax(saturated(logits, infinities=False), dim=-1)
     return -_times_log(log_p.exp(), log_p)
 
 
 def gate_kl(original_logits: Tensor, logits: Tensor) -> Tensor:
-    """Compute KL(original || current) `[token]` of gate logits `[token, expert]`, in nats.
-
-    Both gates must have had the same hidden states as input. No gradient flows into
-    `original_logits`.
-    """
+    """Compute KL(original || current) `[token]`, in nats, of two gates with equal inputs."""
     original = original_logits.detach().to(compute_dtype(logits))
     log_p = torch.log_softmax(saturated(original, infinities=False), dim=-1)
     log_q = torch.log_softmax(saturated(logits, infinities=False), dim=-1)

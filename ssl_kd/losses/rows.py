@@ -20,8 +20,7 @@ NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, an
 def along_clusters(function: Callable[..., Tensor], logits: Tensor) -> Tensor:
     """Apply a softmax function to logits `[head, ..., cluster]` along the cluster axis.
 
-    With few clusters, the function runs on logits with samples contiguous in memory, which is the
-    layout of `TEMIHead.stacked` and faster.
+    Few clusters run with samples contiguous in memory, as in `TEMIHead.stacked`: it is faster.
     """
     if logits.ndim > 2 and logits.shape[-1] < SHORT:
         return function(logits.movedim(-1, 1), dim=1).movedim(1, -1)
@@ -77,15 +76,10 @@ def saturate_(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Outside:
-    """Vocabulary entries that are excluded from the comparison of two models.
+    """Vocabulary entries that are excluded from the comparison of two models."""
 
-    Attributes:
-        entries: `[k]`, indices of the excluded entries.
-        at: `[n, k]` bool, whether the entry is excluded at the token; None: at every token.
-    """
-
-    entries: Tensor
-    at: Tensor | None = None
+    entries: Tensor  # `[k]`, indices of the excluded entries
+    at: Tensor | None = None  # `[n, k]` bool, whether excluded at the token; None: at every token
 
     def of(self, tokens: slice | Tensor) -> Outside:
         """Return the excluded entries of a subset of the tokens."""
@@ -100,20 +94,14 @@ class Outside:
 
 
 def outside_of(sides: Sequence[tuple[Tensor, bool]]) -> Outside | None:
-    """Find the vocabulary entries that are outside the common vocabulary of several models.
+    """Find the vocabulary entries outside the common vocabulary of several models, or None.
 
+    Each side is `(logits [n, vocab] or output bias [1, vocab], whether it is a teacher's logits)`.
     In a padded vocabulary, the logits of a few entries are -inf at every token; these entries are
     excluded. A top-k or top-p filter sets most logits to -inf, at different entries for each token;
     these entries stay in the vocabulary with probability 0. A teacher's logits count as filtered at
     a token if more than half of them are -inf there, and at all tokens if most of the -inf entries
     are -inf at some tokens only.
-
-    Args:
-        sides: for each model the logits `[n, vocab]` or the output bias `[1, vocab]`, and whether
-            these are a teacher's logits, which may be filtered.
-
-    Returns:
-        The excluded entries; None if there are none.
     """
     masks = [logits.amax(0) == -torch.inf for logits, _ in sides if len(logits)]
     if not masks:
@@ -142,9 +130,8 @@ def log_softmax_(
 ) -> tuple[Tensor, Tensor]:
     """Compute `log softmax(logits / temperature)` in place; return it and the probabilities.
 
-    The maximum is subtracted before the division by the temperature, because differences of large
-    logits are exact and differences of their quotients are not. Entries in `outside` get
-    log-probability -1e9 and probability 0.
+    The maximum is subtracted before the division, because differences of large logits are exact and
+    differences of their quotients are not. `outside` entries get log-probability -1e9.
     """
     if outside is not None:
         outside.fill_(logits, -torch.inf)
@@ -174,8 +161,7 @@ class _Saturated(torch.autograd.Function):
 def saturated(logits: Tensor, *, infinities: bool = True) -> Tensor:
     """Clamp logits to +-65504 in float32 (float64 for float64), with an unchanged gradient.
 
-    If `infinities` is False, infinite logits stay infinite: -inf may be a mask, and the guard must
-    find an overflow.
+    Without `infinities`, infinite logits stay: -inf may be a mask, and the guard finds overflows.
     """
     return _Saturated.apply(logits.to(compute_dtype(logits)), infinities)  # pyright: ignore[reportReturnType]
 

@@ -26,11 +26,8 @@ from ssl_kd.losses.rows import (
 def centered_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> Tensor:
     """Return the teacher's targets `softmax((logits - center) / temperature)`.
 
-    Args:
-        teacher_logits: `[head, ..., cluster]`.
-        center: `[head, cluster]`, a running mean of the teacher's logits. Subtracting it prevents
-            that all samples are assigned to one cluster.
-        temperature: positive; lower than the student's, so that targets are sharper.
+    The center `[head, cluster]` is a running mean of the teacher's logits `[head, ..., cluster]`;
+    subtracting it prevents that all samples are assigned to one cluster.
 
     References:
         Caron et al., Emerging Properties in Self-Supervised Vision Transformers, 2021, section 3.1.
@@ -44,13 +41,8 @@ def centered_targets(teacher_logits: Tensor, center: Tensor, temperature: float)
 def sinkhorn_targets(teacher_logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
     """Return the teacher's targets, balanced so that a batch uses all clusters equally.
 
-    The Sinkhorn-Knopp algorithm normalizes over samples and over clusters in turn. It runs in log
-    space, so that no exponential overflows.
-
-    Args:
-        teacher_logits: `[head, ..., cluster]`; all axes between head and cluster form one batch.
-        temperature: positive; lower than the student's.
-        iterations: number of normalizations, at least 1; three are enough in practice.
+    The Sinkhorn-Knopp algorithm normalizes over samples (all axes between head and cluster) and
+    over clusters in turn, in log space so that no exponential overflows. Three iterations suffice.
 
     References:
         Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,

@@ -13,18 +13,11 @@ from ssl_kd.divergences import DIVERGENCES
 
 @dataclass(frozen=True)
 class LinearTeacher:
-    """Hidden states and output layer of a teacher, from which logits are computed in chunks.
+    """Hidden states and output layer of a teacher, from which logits are computed in chunks."""
 
-    Args:
-        hidden: `[n, teacher_dim]`, the last hidden states.
-        weight: `[vocab, teacher_dim]`, output weights. The vocabulary may be padded differently
-            from the student's.
-        bias: `[vocab]` or None; -inf excludes an entry from the vocabulary.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
+    hidden: Tensor  # `[n, teacher_dim]`, the last hidden states
+    weight: Tensor  # `[vocab, teacher_dim]`; may be padded differently from the student's
+    bias: Tensor | None = None  # `[vocab]`; -inf excludes an entry from the vocabulary
 
 
 @dataclass(frozen=True)
@@ -39,32 +32,20 @@ class TopKTeacher:
     """The k likeliest tokens of a teacher, and the total probability of all other tokens.
 
     The loss compares k + 1 outcomes: the k tokens, and "any other token".
-
-    Args:
-        indices: `[n, k]`, integer, ids of the tokens.
-        log_probs: `[n, k]`, logarithms of `softmax(logits / temperature)` at the tokens.
-        log_tail: `[n]`, logarithm of the total probability of all other tokens; may be -inf.
     """
 
-    indices: Tensor
-    log_probs: Tensor
-    log_tail: Tensor
+    indices: Tensor  # `[n, k]`, integer, IDs of the tokens
+    log_probs: Tensor  # `[n, k]`, logarithms of `softmax(logits / temperature)` at the tokens
+    log_tail: Tensor  # `[n]`, logarithm of the probability of all other tokens; may be -inf
 
 
 @dataclass(frozen=True)
 class SampledTeacher:
-    """Tokens sampled from a teacher, for an unbiased estimate of `forward_kl`.
+    """Tokens sampled from a teacher, for an unbiased estimate of `forward_kl`."""
 
-    Args:
-        indices: `[n, k]`, integer, ids of the sampled tokens; a token may occur more than once.
-        weights: `[n, k]`, importance weights of the samples: the expected sum of the weights of a
-            token is its probability.
-        entropy: `[n]`, entropy of `softmax(logits / temperature)`, in nats.
-    """
-
-    indices: Tensor
-    weights: Tensor
-    entropy: Tensor
+    indices: Tensor  # `[n, k]`, integer, IDs of the sampled tokens; may be repeated
+    weights: Tensor  # `[n, k]`: the expected sum of a token's weights is its probability
+    entropy: Tensor  # `[n]`, entropy of `softmax(logits / temperature)`, in nats
 
 
 TeacherOutput: TypeAlias = LinearTeacher | LogitsTeacher | TopKTeacher | SampledTeacher

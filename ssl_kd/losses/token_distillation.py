@@ -298,12 +298,11 @@ def distillation_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of `linear_distillation`, or of `logits_distillation` if `weight` is None.
 
-    Given a list of `corrections`, this call does not wait for a GPU if all heads are linear and
-    have no bias; the backward pass does not wait either if the sums were read before. In this mode
-    the incoming gradients of the two sums must be proportional to `weights`, or None for an
-    excluded sum; otherwise the resulting gradients are NaN. This call may append a tensor to
-    `corrections`; the backward pass writes into it the number to add to the second sum, which makes
-    that sum exact near 0.
+    With a list of `corrections`, this call does not wait for a GPU if all heads are linear and have
+    no bias; the backward pass does not wait either if the sums were read before. The incoming
+    gradients of the two sums must then be proportional to `weights`, or None for an excluded sum;
+    otherwise the gradients are NaN. This call may append a tensor to `corrections`; the backward
+    pass writes into it the number to add to the second sum, which makes that sum exact near 0.
     """
     n, vocab = len(x), x.shape[-1] if weight is None else len(weight)
     kind = divergence_named(divergence)

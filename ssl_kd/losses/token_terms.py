@@ -3,11 +3,11 @@
 The logits `[n, vocab]` would be the largest tensor of a language model's training step, so they are
 never in memory as a whole. `compute_terms` loops over chunks of tokens. For each chunk it computes
 the logits of the student and of each `LinearTeacher` from hidden states and output weights, then
-both loss terms and their gradient with respect to the student's logits (`_chunk_terms`). From this
-gradient it accumulates the gradients of hidden states, weight and bias.
+both loss terms and their gradient with respect to the student's logits. From this gradient it
+accumulates the gradients of hidden states, weight and bias.
 
-The backward pass (`_Distillation`) only scales these gradients. It computes them again if the loss
-has other weights than the forward pass expected, for example because the guard excluded one term.
+The backward pass only scales these gradients. It computes them again if the loss has other weights
+than the forward pass expected, for example because the guard excluded one term.
 """
 
 from __future__ import annotations
@@ -72,13 +72,8 @@ def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 class ChunkedLogits:
     """Compute logits `hidden @ weight.T + bias` in chunks of rows, and accumulate gradients.
 
-    Args:
-        hidden: `[n, dim]`.
-        weight: `[vocab, dim]`.
-        bias: `[vocab]` or None.
-        chunk: largest number of rows in a chunk.
-        autocast: dtype of the matrix products; None for the dtype of `weight`.
-        needs: whether hidden, weight and bias need a gradient.
+    `autocast` is the dtype of the products (None: that of `weight`); `needs` says whether hidden,
+    weight and bias need a gradient.
     """
 
     def __init__(
@@ -166,13 +161,7 @@ class WholeLogits:
 def compute_terms(
     student: ChunkedLogits | WholeLogits, objective: TokenObjective, weights: tuple[float, float]
 ) -> Tensor:
-    """Return cross-entropy and `T^2 D` of each token `[2, n]`, and add to `student.gradients`.
-
-    Args:
-        student: source of the student's logits, and destination of the gradients.
-        objective: targets, teachers and options.
-        weights: weights of the two terms in the gradient.
-    """
+    """Return cross-entropy and `T^2 D` of each token `[2, n]`; add to `student.gradients`."""
     n, vocab = student.shape
     chunk, targets = objective.chunk, objective.targets
     terms = torch.zeros((2, n), dtype=student.dtype, device=student.device)
@@ -233,11 +222,8 @@ def _chunk_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return cross-entropy and `T^2 D` of each row, and write their weighted gradient.
 
-    Args:
-        logits: `[r, vocab]`, float32 or float64; overwritten.
-        objective: targets and teachers of these rows.
-        weights: weights of the two terms in the gradient; a term of weight 0 is left out.
-        gradient: `[r, vocab]`, overwritten by the gradient; None to compute no gradient.
+    The logits `[r, vocab]`, float32 or float64, are overwritten, as is `gradient` `[r, vocab]`
+    (None to compute none). A term of weight 0 has no part in the gradient.
     """
     saturate_(logits)
     ce = kd = logits.new_zeros(len(logits))
@@ -323,15 +309,9 @@ def summed_terms(
     weights: tuple[float, float],
     corrections: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of cross-entropies and of `T^2 D`, for autograd.
+    """Return the sums of cross-entropies and of `T^2 D` of `x`, for autograd.
 
-    Args:
-        x: hidden states `[n, dim]`; logits `[n, vocab]` if `weight` is None.
-        weight: `[vocab, dim]`, the student's output weights, or None.
-        bias: `[vocab]` or None.
-        objective: targets, teachers and options.
-        weights: weights of the two sums in the loss, up to a common factor.
-        corrections: as in `distillation_terms`.
+    `x` are hidden states `[n, dim]`, or logits `[n, vocab]` if `weight` is None.
     """
     needs = tuple(
         torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)
@@ -452,8 +432,8 @@ def _scale(
 ) -> tuple[tuple[float, ...], float]:
     """Write the incoming gradients as weights times a factor; this waits for the device.
 
-    If possible, the weights are `weights`, with 0 for excluded terms. A single remaining term then
-    has, to the bit, the same gradient as without the other term.
+    If possible the weights are `weights`, with 0 for excluded terms: a single remaining term then
+    has, to the bit, the same gradient as alone.
     """
     given = [g for g in incoming if g is not None]
     values = iter(torch.stack(given).tolist() if given else ())
