@@ -44,7 +44,6 @@ class LanguageSettings(
     """Every setting of `scripts/distill.py`; `scripts/config.py` holds them in UPPER_CASE."""
 
     free_on_resume: ClassVar[frozenset[str]] = FREE_ON_RESUME
-    extended_by: ClassVar[str | None] = "max_steps"
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     per_process: ClassVar[frozenset[str]] = PER_PROCESS
     instead: ClassVar[Mapping[str, str]] = INSTEAD

@@ -301,9 +301,6 @@ class RunSettings(Settings):
     # Settings that may differ between a run and its continuation: they do not change the result.
     free_on_resume: typing.ClassVar[frozenset[str]] = frozenset({"resume", "run_name", "runs_dir"})
 
-    # The setting of its steps by which a finished run can be extended; None: none.
-    extended_by: typing.ClassVar[str | None] = None
-
     aliases: typing.ClassVar[Mapping[str, str]] = ALIASES
     instead: typing.ClassVar[Mapping[str, str]] = INSTEAD
 

@@ -30,16 +30,9 @@ def check_boards(names: Collection[str]) -> None:
 
 
 class Board:
-    """Log the metrics of a run to its trackers; a context manager.
+    """Log a run to TensorBoard files in its folder, or to the project `ssl_kd` of a tracker.
 
-    Args:
-        path: the run folder; its name becomes the name of the run in each tracker.
-        names: any of `tensorboard` (files in the folder), `wandb` and `trackio` (in the project
-            `ssl_kd`).
-        config: settings to store in wandb and trackio.
-
-    Raises:
-        BoardUnavailable: a tracker cannot be reached, or its credentials are missing.
+    The run is named after its folder.
     """
 
     def __init__(

@@ -32,34 +32,19 @@ _MOST = 8  # largest number of bundles per run
 
 @dataclass(frozen=True)
 class Bundle:
-    """A step in which a part of the model failed, with everything needed to run it again.
+    """A step in which a part of the model failed, with everything needed to run it again."""
 
-    Attributes:
-        event: the fault, with the name of the part and the step.
-        indices: indices of the samples or tokens in the batch.
-        tensors: inputs of the step: the batch (`views`) and the state before the step.
-        settings: the run's settings: numbers, strings, and lists and dictionaries of these.
-        left_out: names of tensors that were dropped to stay below the size limit.
-    """
-
-    event: Event
-    indices: Tensor
-    tensors: dict[str, Tensor]
+    event: Event  # the fault
+    indices: Tensor  # of the samples or tokens in the batch
+    tensors: dict[str, Tensor]  # the batch (`views`) and the state before the step
     settings: dict[str, Any]
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # tensors dropped for the size limit
 
 
 def save_bundle(path: str | Path, bundle: Bundle, limit_mib: float = 64) -> None:
-    """Write a bundle to a file atomically.
+    """Write a bundle to a file atomically; above the limit, drop `views`, then the largest tensor.
 
-    Args:
-        path: the file; a missing parent folder is created.
-        bundle: the bundle. Tensors are copied to the CPU. In the settings, NumPy numbers become
-            Python numbers, and objects of other types become their `str`.
-        limit_mib: size limit of all tensors together. `views` is dropped first, then the largest.
-
-    Raises:
-        OSError: the disk is full or the folder is not writable.
+    In the settings, NumPy numbers become Python numbers, and objects of other types become `str`.
     """
     tensors = dict(bundle.tensors)
     first = sorted(tensors, key=lambda name: (name == "views", tensors[name].nbytes), reverse=True)
@@ -93,12 +78,9 @@ def _plain(value: Any) -> Any:
 
 
 def load_bundle(path: str | Path) -> Bundle:
-    """Read a bundle without executing code from the file.
+    """Read a bundle, and execute no code from the file.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        InputError: the file is not a zip file, so it cannot be a bundle.
-        CorruptFileError: the file is damaged, or holds something other than a bundle.
+    Raises InputError if the file cannot be a bundle, and CorruptFileError if it is damaged.
     """
     with open(path, "rb") as file:
         if (start := file.read(2)) and start != b"PK":  # torch writes a bundle as a zip file
@@ -139,9 +121,7 @@ def has_fields(values: object, kinds: Mapping[str, Any]) -> bool:
 class FlightRecorder:
     """Save the first fault of each part of the model, and at most eight bundles per run.
 
-    Args:
-        folder: where bundles such as `head-3-step300.pt` are written; created with the first one.
-            Existing bundles count, so a resumed run records no part twice.
+    The bundles in `folder`, such as `head-3-step300.pt`, count after a resume, too.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -157,10 +137,7 @@ class FlightRecorder:
         return sorted(self.folder.glob("*.pt"), key=lambda file: file.stat().st_mtime_ns)
 
     def record(self, bundle: Bundle) -> Path | None:
-        """Save a fault and return the path, or None if `wants` is false or the write fails.
-
-        A failed write, for example on a full disk, is logged as a warning and does not end the run.
-        """
+        """Save a fault and return the path; None if `wants` is false or the write fails."""
         part, step = bundle.event.part, bundle.event.step
         if not self.wants(part):
             return None
@@ -185,23 +162,14 @@ def damaged(path: str | Path, reason: str) -> CorruptFileError:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of running a recorded step again; `str()` gives a report of a few lines.
-
-    Attributes:
-        bundle: the recorded step.
-        reproduced: whether the step failed again.
-        fault: the first operation with an output that is not finite; None if there is none.
-        diagnosis: the likely cause, and what to change; None without `fault`.
-        sample: the sample that caused the fault; empty if the data did not cause it.
-        seen: (label, text) of other observations, for a step without a `fault`.
-    """
+    """The result of running a recorded step again; `str()` gives a report of a few lines."""
 
     bundle: Bundle
-    reproduced: bool
-    fault: Fault | None
-    diagnosis: Diagnosis | None
-    sample: str = ""
-    seen: tuple[tuple[str, str], ...] = ()
+    reproduced: bool  # whether the step failed again
+    fault: Fault | None  # the first operation with an output that is not finite
+    diagnosis: Diagnosis | None  # None without `fault`
+    sample: str = ""  # the sample that caused the fault; empty if the data did not cause it
+    seen: tuple[tuple[str, str], ...] = ()  # (label, text) of a step without a `fault`
 
     def __str__(self) -> str:
         """Return the report: the fault, its place, inputs and cause, and what to change."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -48,10 +49,10 @@ _VERSIONS += ("transformers", "tokenizers", "peft")
 class RunFinished(RunFolderError):
     """The run to resume is already finished; `path` is its folder."""
 
-    def __init__(self, path: Path, hint: str = "") -> None:
+    def __init__(self, path: Path) -> None:
         report, missing = path / "report.html", "its report is missing: ssl_kd.report.write_report"
         state = f"its report is {report}" if report.exists() else f"{missing} writes it"
-        super().__init__(f"{path} is finished; {state}{hint}")
+        super().__init__(f"{path} is finished; {state}")
         self.path = path
 
 
@@ -61,28 +62,19 @@ class RunFolder:
     The folder of a new run that fails before any training is removed: there is nothing to resume.
     Leaving the context waits until the last checkpoint is written.
 
-    Args:
-        run: `runs_dir`, `run_name` and `resume` select the folder. A finished run is continued if
-            `run_name` names it and the setting that `extended_by` names exceeds the steps done;
-            its results are then kept as `metrics_STEPS.json`.
-
     Raises:
         RunFolderError: the run is finished, was written by another version of this library, or
             there is no run to resume.
         SettingsError: a setting that affects the result differs from the run to resume.
         OSError: the folder cannot be written.
-
-    Attributes:
-        writes: whether this rank writes files; if False, the writing methods do nothing.
     """
 
-    writes = True
+    writes = True  # on this rank; otherwise the writing methods do nothing
 
     def __init__(self, run: RunSettings) -> None:
         runs = Path(run.runs_dir)
         self.path = _to_resume(runs, run) if run.resume else _fresh(runs, run)
         self._resumed = run.resume
-        self._extends = _extends(self.path, run) if run.resume else None
         self.events = EventLog(self.path / "events.jsonl", announce=True)
         self._lock = Lock(self.path / ".lock")
         self._checkpoints = self.path / "checkpoint"
@@ -157,8 +149,7 @@ class RunFolder:
     def check_code(self, own: Mapping[str, tuple[Path, str]]) -> None:
         """Store digests of the files that define user classes; raise RunFolderError if one changed.
 
-        Args:
-            own: import path of each user class -> the file that defines it, and its digest.
+        `own`: import path of each user class -> the file that defines it, and its digest.
         """
         before = _read_json(self.path / "config.json").get("own_code", {})
         for name, (file, digest) in own.items():
@@ -194,18 +185,9 @@ class RunFolder:
         """Start writing `checkpoint/step_N.pt` and its checksum; keep the previous checkpoint.
 
         A thread writes a copy of the tensors in host memory, one checkpoint at a time. If the copy
-        does not fit into memory, this method returns after the checkpoint is written.
-
-        Args:
-            step: number of steps done.
-            tensors: tensors and numbers in dictionaries, lists and tuples.
-
-        Returns:
-            A function that waits until the checkpoint is on disk; it raises errors of the write.
-
-        Raises:
-            OSError: the previous checkpoint could not be written, or this one, if its copy does not
-                fit into memory.
+        does not fit into memory, this method returns after the checkpoint is written. The result
+        waits until the checkpoint is on disk; it raises OSError if the write failed, and so does
+        the next call.
         """
         if not self.writes:
             return lambda: None
@@ -238,8 +220,7 @@ class RunFolder:
     def load_checkpoint(self) -> tuple[int, dict[str, Any]]:
         """Return the step and tensors of the newest intact checkpoint, or (0, {}) if there is none.
 
-        Raises:
-            RunFolderError: another version of the library wrote it in another format.
+        Raises RunFolderError if another version of the library wrote it in another format.
         """
         self._written()
         for partial in list(self.path.rglob(".*.tmp")):  # left by a killed run
@@ -266,19 +247,9 @@ class RunFolder:
         return 0, {}
 
     def rewind(self, step: int) -> None:
-        """Remove log lines of steps after `step`, because these steps will be logged again.
-
-        If a finished run is extended, also rename `metrics.json`, so that the run is unfinished.
-        """
+        """Remove log lines of steps after `step`, because these steps will be logged again."""
         if not self.writes:
             return
-        if self._extends is not None:
-            done, total = self._extends
-            before = _read_json(self.path / "config.json").get("extended", [])
-            self.update_json("config.json", extended=[*before, {"from": step, "to": total}])
-            (self.path / "metrics.json").replace(self.path / f"metrics_{done}.json")
-            message = "%s goes on from step %d to %d; learning rates are those of %d steps in all"
-            logger.info(message, self.path, step, total, total)
         for name, last in (("metrics.jsonl", step), ("events.jsonl", step - 1)):
             path = self.path / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -379,9 +350,8 @@ def _to_resume(runs: Path, run: RunSettings) -> Path:
     if run.run_name is not None:
         path = runs / run.run_name
         check_run_name(path, resume=True)
-        if _finished(path) and _extends(path, run) is None:
-            by = run.extended_by
-            raise RunFinished(path, f"; a larger --{by} extends it" if by else "")
+        if _finished(path):
+            raise RunFinished(path)
         return path
     paths = [path.parent for path in runs.glob("*/config.json") if not path.parent.is_symlink()]
     unfinished = [path for path in paths if not _finished(path) and not _in_use(path)]
@@ -393,26 +363,6 @@ def _to_resume(runs: Path, run: RunSettings) -> Path:
     if _finished(path):
         raise RunFinished(path)
     return path
-
-
-def _extends(path: Path, run: RunSettings) -> tuple[int, int] | None:
-    """Return (steps done, steps wanted) for a finished run to extend; None for any other run.
-
-    Raises:
-        RunFolderError: the checkpoints of the run were removed.
-    """
-    if run.extended_by is None or not _finished(path):
-        return None
-    done = _read_json(path / "metrics.json")["steps"]
-    total = getattr(run, run.extended_by)
-    if total <= done or getattr(run, "epochs", None) is not None:
-        return None
-    if not any((path / "checkpoint").glob("step_*.pt")):
-        raise RunFolderError(
-            f"{path} cannot be extended, because its checkpoints are gone: start a new run, with "
-            f"{path / 'student'} as its student"
-        )
-    return done, total
 
 
 def _in_use(path: Path) -> bool:
@@ -434,8 +384,6 @@ def _check_same(path: Path, run: RunSettings) -> None:
         ) from error
     check_version(path, config, type(run))
     free = {name.upper() for name in run.free_on_resume}
-    if _extends(path, run):
-        free.add(str(run.extended_by).upper())
     differ = [
         f"{name} was {saved[name]!r} and is now {value!r}"
         for name, value in run.to_dict().items()
@@ -465,12 +413,9 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of packages that affect results, and the thread count."""
     found = {"python": platform.python_version(), "ssl_kd": __version__}
     for name in _VERSIONS:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    found["threads"] = str(torch.get_num_threads())
-    return found
+    return found | {"threads": str(torch.get_num_threads())}
 
 
 def commit() -> str | None:

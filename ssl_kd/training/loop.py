@@ -42,11 +42,7 @@ class Pace:
 
 
 class Learner(Protocol[R_co]):
-    """Interface of the object that `run_loop` trains.
-
-    Attributes:
-        pace: measures the speed of its steps.
-    """
+    """Interface of the object that `run_loop` trains."""
 
     pace: Pace
 
@@ -58,17 +54,15 @@ class Learner(Protocol[R_co]):
     def learn(self, step: int) -> None:
         """Do one training step, with random numbers that depend only on the seed and the step.
 
-        Raises:
-            TooFewHealthyParts: training cannot continue; failed parts of the model were restored to
-                their last good state.
+        Raises TooFewHealthyParts if training cannot continue; failed parts of the model were then
+        restored to their last good state.
         """
         ...
 
     def look(self, done: int, *, at_once: bool = False) -> None:
         """Read the faults that the guard recorded, if a reading is due or `at_once` is true.
 
-        Raises:
-            TooFewHealthyParts: training cannot continue, as in `learn`.
+        Raises TooFewHealthyParts as `learn` does.
         """
         ...
 
@@ -79,6 +73,38 @@ class Learner(Protocol[R_co]):
     def record(self, done: int) -> R_co:
         """Return the log record of the steps since the last call."""
         ...
+
+
+class _Checkpoints:
+    """Call `on_checkpoint`, whose result, if it is a function, waits until the file is written."""
+
+    def __init__(self, on_checkpoint: Callable[[int], object]) -> None:
+        self._on_checkpoint = on_checkpoint
+        self._pending: Callable[[], object] | None = None
+
+    def wait(self) -> None:
+        """Wait for the last checkpoint; raise OSError if it could not be written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def save(self, done: int) -> None:
+        """Wait for the checkpoint before, and start to save one."""
+        self.wait()
+        if callable(result := self._on_checkpoint(done)):
+            self._pending = result
+
+    def save_last(self, done: int) -> None:
+        """Save a checkpoint and wait for it; log a write that fails, since the run ends anyway."""
+        try:
+            self.wait()
+        except OSError as error:
+            logger.warning("a checkpoint before the last could not be written: %s", error)
+        try:
+            self.save(done)
+            self.wait()
+        except OSError as error:
+            logger.warning("the last checkpoint, of step %d, could not be written: %s", done, error)
 
 
 @default_torch_state()
@@ -94,49 +120,20 @@ def run_loop(
     on_checkpoint: Callable[[int], object] = lambda done: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train from step `start` until `learner.steps` steps are done.
+    """Train from step `start` until `learner.steps` steps are done; return the number of steps.
 
-    Args:
-        learner: the object to train; it is changed in place.
-        start: number of steps already done.
-        log_every: steps between two calls of `on_log(record)`, also called after the last step.
-        checkpoint_every: steps between two calls of `on_checkpoint(steps done)`.
-        eval_every: steps between two calls of `on_eval(steps done)`; None to never call it.
-        on_log: writes a log record.
-        on_eval: evaluates the model.
-        on_checkpoint: saves a checkpoint, or starts to save one and returns a function that waits
-            for it. That function is called before the next checkpoint and before the loop returns.
-        should_stop: called before every step; if true, a checkpoint is saved and the loop returns.
-
-    Returns:
-        The number of steps done.
+    After each `log_every`, `eval_every` (None: never) and `checkpoint_every` steps, and after the
+    last step, calls `on_log(record)`, `on_eval(steps done)` and `on_checkpoint(steps done)`. If
+    `should_stop()` is true before a step, a checkpoint is saved and the loop returns. If
+    `on_checkpoint` returns a function, it waits for the checkpoint: the loop calls it before the
+    next checkpoint and before it returns.
 
     Raises:
         TooFewHealthyParts: training cannot continue; a checkpoint of the last good state was saved.
         OSError: a checkpoint could not be written. After the last step this is only a warning,
             because the caller still saves the trained model.
     """
-    pending: list[Callable[[], object]] = []
-
-    def wait() -> None:
-        while pending:
-            pending.pop()()
-
-    def save(done: int) -> None:
-        wait()
-        if callable(result := on_checkpoint(done)):
-            pending.append(result)
-
-    def save_last(done: int) -> None:
-        try:
-            wait()
-        except OSError as error:
-            logger.warning("a checkpoint before the last could not be written: %s", error)
-        try:
-            save(done)
-            wait()
-        except OSError as error:
-            logger.warning("the last checkpoint, of step %d, could not be written: %s", done, error)
+    checkpoints = _Checkpoints(on_checkpoint)
 
     def is_due(done: int, every: int) -> bool:
         return done % every == 0 or done == learner.steps
@@ -144,14 +141,14 @@ def run_loop(
     def checkpoint(done: int) -> None:
         learner.look(done, at_once=True)
         learner.before_checkpoint(done)
-        (save_last if done == learner.steps else save)(done)
+        (checkpoints.save_last if done == learner.steps else checkpoints.save)(done)
 
     done = start
     try:
         while (step := done) < learner.steps:
             if should_stop():
                 checkpoint(step)
-                wait()
+                checkpoints.wait()
                 return step
             done = step + 1
             learner.learn(step)
@@ -164,6 +161,6 @@ def run_loop(
                 if is_due(done, checkpoint_every):
                     checkpoint(done)
     except TooFewHealthyParts:
-        save_last(done)
+        checkpoints.save_last(done)
         raise
     return done

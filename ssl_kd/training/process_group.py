@@ -27,13 +27,6 @@ class ProcessGroup:
 
     All ranks must create the object and call its methods in the same order. A method that waits
     for another rank raises RankLost if that rank does not respond.
-
-    Args:
-        device: the backend for this device is used.
-
-    Attributes:
-        rank: number of this process, from 0.
-        world: number of processes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -97,11 +90,7 @@ class ProcessGroup:
 
 
 class ReadOnlyRunFolder(RunFolder):
-    """Read the run folder on every rank except rank 0.
-
-    Args:
-        path: the folder that rank 0 writes, on a shared file system.
-    """
+    """Read the folder that rank 0 writes, on the other ranks; on a shared file system."""
 
     writes = False
 
@@ -126,9 +115,7 @@ class ReadOnlyRunFolder(RunFolder):
 def run_folder(run: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
     """Open the run folder for writing on rank 0, and for reading on the other ranks.
 
-    Raises:
-        RunFolderError, SettingsError, OSError: on rank 0, as in `RunFolder`.
-        RankStopped: on the other ranks, if rank 0 raised one of these errors.
+    If `RunFolder` raises an error on rank 0, the other ranks raise RankStopped.
     """
     with contextlib.ExitStack() as stack:
         opened: list[RunFolder] = []

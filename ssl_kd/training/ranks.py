@@ -93,17 +93,11 @@ def following() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank and device of this process, and its connection to the other ranks.
-
-    Attributes:
-        rank: number of this process, from 0.
-        world: number of processes.
-        device: device of this process, such as `cpu` or `cuda:1`; may be `auto` if `world` is 1.
-    """
+    """The rank and device of this process, and its connection to the other ranks."""
 
     rank: int
     world: int
-    device: str
+    device: str  # such as `cpu` or `cuda:1`; may be `auto` if `world` is 1
     _stop: Store | None = None  # under torchrun, this store outlives the ranks
     _first: Store | None = None  # runs in rank 0, so other ranks notice when rank 0 ends
 
@@ -111,10 +105,6 @@ class Ranks:
         """Run `work` on rank 0 and return its result on every rank, without a time limit.
 
         All ranks must call it in the same order. The result is pickled, with tensors on the CPU.
-
-        Raises:
-            RankLost: rank 0 died.
-            RankStopped: rank 0 stopped with an error or a signal.
         """
         result: list[Any] = [None]
         if self.rank == 0:
@@ -203,16 +193,8 @@ def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[
     """Join the process group that torchrun describes, for the `with` block.
 
     A single process creates no group. Several use gloo for CPU tensors and NCCL for GPU tensors,
-    with one GPU for each process of a machine.
-
-    Args:
-        device: the setting DEVICE: `auto`, `cpu` or `cuda`.
-        timeout: time limit of a collective operation; `Ranks.from_first` may wait longer.
-
-    Raises:
-        InputError: torchrun's environment variables are missing, `device` is not one of the
-            above or has too few GPUs, or torch was built without `torch.distributed`.
-        RankStopped: another rank stopped before this one.
+    with one GPU for each process of a machine. `timeout` limits a collective operation, but not
+    `Ranks.from_first`. Raises RankStopped if another rank stopped before this one.
     """
     launcher = _launcher()
     if launcher is None:
@@ -286,11 +268,7 @@ def _store_of_first(rank: int, store: Store, timeout: timedelta) -> TCPStore:
 
 
 def _device(device: str, size: str, count: int) -> torch.device:
-    """Return the device of this process; `size` is the variable that holds `count`.
-
-    Raises:
-        InputError: as in `joined`.
-    """
+    """Return the device of this process; `size` is the variable that holds `count`."""
     if size != "WORLD_SIZE" or any(name not in os.environ for name in _JOINED_BY):
         raise InputError(
             f"This is rank {os.environ.get(LAUNCHERS[size], 'unknown')} of {count} ({size}), but"
