@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scipy.stats import binomtest
-
 TOLERANCE = 1e-4  # relative
 
 _DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
@@ -168,6 +166,8 @@ class AnswerScores:
         """95 % confidence interval of the accuracy (Wilson, 1927); None without questions."""
         if not self.n:
             return None
+        from scipy.stats import binomtest
+
         bounds = binomtest(self.right, self.n).proportion_ci(method="wilson")
         return float(bounds.low), float(bounds.high)
 

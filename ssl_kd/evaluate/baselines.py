@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans, MiniBatchKMeans, SpectralClustering
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.neighbors import KNeighborsClassifier
-from sklearn.preprocessing import normalize
 
 from ssl_kd.evaluate.sample import in_range, random_rows
 
@@ -53,6 +49,9 @@ def kmeans(
         test_x: `[m, d]` held-out embeddings, assigned to the nearest center.
         max_rows: With more rows than this, mini-batch k-means runs instead, and the note says so.
     """
+    from sklearn.cluster import KMeans, MiniBatchKMeans
+    from sklearn.exceptions import ConvergenceWarning
+
     start = time.perf_counter()
     x, *test = in_range(x, test_x)
     large = len(x) > max_rows
@@ -92,6 +91,10 @@ def spectral(
     References:
         von Luxburg, "A Tutorial on Spectral Clustering", 2007.
     """
+    from sklearn.cluster import SpectralClustering
+    from sklearn.neighbors import KNeighborsClassifier
+    from sklearn.preprocessing import normalize
+
     name = "spectral clustering"
     if n_clusters >= min(len(x), max_rows):
         return Baseline(name, None, note=f"not run: {n_clusters} clusters for {len(x)} samples")

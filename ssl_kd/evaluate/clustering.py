@@ -9,12 +9,6 @@ import math
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import linear_sum_assignment
-from sklearn.metrics import (
-    adjusted_mutual_info_score,
-    adjusted_rand_score,
-    normalized_mutual_info_score,
-)
 
 Ints = NDArray[np.int64]
 
@@ -70,7 +64,7 @@ def match(labels: ArrayLike, clusters: ArrayLike) -> dict[int, int]:
         >>> match([0, 0, 1], [1, 1, 0])
         {1: 0, 0: 1}
     """
-    classes, columns = linear_sum_assignment(contingency(labels, clusters), maximize=True)
+    classes, columns = _pairs(contingency(labels, clusters))
     return {int(k): int(c) for c, k in zip(classes, columns, strict=True)}
 
 
@@ -95,7 +89,7 @@ def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
         0.75
     """
     table = contingency(labels, clusters)
-    paired = table[linear_sum_assignment(table, maximize=True)].sum()
+    paired = table[_pairs(table)].sum()
     return float(paired / (np.asarray(labels) >= 0).sum())
 
 
@@ -115,12 +109,14 @@ def clustering_scores(labels: ArrayLike | None, clusters: ArrayLike) -> dict[str
     """
     if labels is None or not (np.asarray(labels) >= 0).any():
         return dict.fromkeys(("acc", "nmi", "ari", "ami"))
+    from sklearn import metrics
+
     known = _known(labels, clusters)
     return {
         "acc": accuracy(*known),
-        "nmi": float(normalized_mutual_info_score(*known)),
-        "ari": float(adjusted_rand_score(*known)),
-        "ami": float(adjusted_mutual_info_score(*known)),
+        "nmi": float(metrics.normalized_mutual_info_score(*known)),
+        "ari": float(metrics.adjusted_rand_score(*known)),
+        "ami": float(metrics.adjusted_mutual_info_score(*known)),
     }
 
 
@@ -138,7 +134,7 @@ def confusion(
         ([[2, 0], [0, 1]], [1, 0])
     """
     table = contingency(labels, clusters, n_classes, n_clusters)
-    _, matched = linear_sum_assignment(table, maximize=True)
+    _, matched = _pairs(table)
     rest = np.setdiff1d(np.arange(table.shape[1]), matched)
     order = np.concatenate([matched, rest[np.argsort(-table[:, rest].sum(0), kind="stable")]])
     return table[:, order], order
@@ -208,6 +204,13 @@ def collapsed(sizes: ArrayLike) -> NDArray[np.bool_]:
         [False, True]
     """
     return effective_clusters(sizes) < 0.5 * np.asarray(sizes).shape[-1]
+
+
+def _pairs(table: Ints) -> tuple[Ints, Ints]:
+    """Pair the rows and columns of a table one to one with the largest sum."""
+    from scipy.optimize import linear_sum_assignment
+
+    return linear_sum_assignment(table, maximize=True)
 
 
 def _known(labels: ArrayLike, clusters: ArrayLike) -> tuple[Ints, Ints]:

@@ -2,8 +2,6 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.neighbors import KNeighborsClassifier
-from sklearn.preprocessing import normalize
 
 from ssl_kd.evaluate.sample import labelled_sample
 
@@ -48,6 +46,9 @@ def knn_accuracy(
         >>> knn_accuracy(np.eye(2)[[0, 0, 1, 1]], np.array([5, 5, 7, 7]), k=1)
         1.0
     """
+    from sklearn.neighbors import KNeighborsClassifier
+    from sklearn.preprocessing import normalize
+
     if k < 1 or not temperature > 0:
         raise ValueError(
             f"k is {k} and temperature {temperature}; expected k of at least 1 and a positive "

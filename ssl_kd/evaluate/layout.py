@@ -2,8 +2,6 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.decomposition import PCA
-from sklearn.manifold import TSNE
 
 from ssl_kd.evaluate.sample import in_range, random_rows
 
@@ -28,6 +26,9 @@ def embedding_map(
     References:
         van der Maaten and Hinton, "Visualizing Data using t-SNE", 2008.
     """
+    from sklearn.decomposition import PCA
+    from sklearn.manifold import TSNE
+
     rows = random_rows(len(x), max_points, seed)
     (z,) = in_range(x[rows])
     if len(z) < 4 or np.ptp(z, axis=0).max() == 0:  # too few, or all equal

@@ -6,10 +6,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import train_test_split
-from sklearn.preprocessing import StandardScaler
 
 from ssl_kd.evaluate.sample import labelled_sample
 
@@ -49,6 +45,9 @@ def linear_probe(
         `rows`, the number of training rows, `converged`, whether the final fit converged, and
         `note`, one sentence on deviations from this procedure, or None.
     """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
     if (test_x is None) != (test_y is None):
         raise ValueError(
             "one of test_x and test_y is None; expected both, or neither to hold out training data"
@@ -101,8 +100,10 @@ def linear_probe(
     }
 
 
-def _fit(classifier: LogisticRegression, x: NDArray, y: NDArray) -> bool:
+def _fit(classifier: Any, x: NDArray, y: NDArray) -> bool:
     """Fit, and return whether L-BFGS converged."""
+    from sklearn.exceptions import ConvergenceWarning
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
         classifier.fit(x, y)
@@ -111,6 +112,8 @@ def _fit(classifier: LogisticRegression, x: NDArray, y: NDArray) -> bool:
 
 def _split(x: NDArray, y: NDArray, share: float, seed: int) -> list[NDArray]:
     """Split at random, stratified by class if every class is large enough on both sides."""
+    from sklearn.model_selection import train_test_split
+
     _, inverse, counts = np.unique(y, return_inverse=True, return_counts=True)
     smaller_side = int(np.ceil(share * len(y)))
     stratify = inverse if counts.min() >= 2 and smaller_side >= len(counts) else None

@@ -16,10 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
-from scipy.cluster.hierarchy import cut_tree, linkage
-from scipy.optimize import linear_sum_assignment
 from scipy.sparse.linalg import ArpackError, eigsh
-from scipy.spatial.distance import squareform
 from scipy.special import entr
 from threadpoolctl import threadpool_limits
 
@@ -220,6 +217,9 @@ def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     References:
         Fred & Jain, Combining multiple clusterings using evidence accumulation, 2005.
     """
+    from scipy.cluster.hierarchy import cut_tree, linkage
+    from scipy.spatial.distance import squareform
+
     joint = _joint(candidates)
     n = joint.shape[0]
     order = np.random.default_rng(0).permutation(n)
@@ -250,6 +250,8 @@ def aligned(clusters: Ints, answer: Ints) -> Ints:
 
     An unpaired cluster gets the number of the `answer` cluster that shares most samples with it.
     """
+    from scipy.optimize import linear_sum_assignment
+
     k, size = int(answer.max()) + 1, int(clusters.max()) + 1
     shared = np.bincount(clusters * k + answer, minlength=size * k).reshape(size, k)
     names = shared.argmax(1)

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
-from sklearn.exceptions import ConvergenceWarning
 
 
 def kmeans(
@@ -21,6 +19,9 @@ def kmeans(
     init: Literal["k-means++", "random"] = "k-means++",
 ) -> NDArray[np.int64]:
     """Return at most `n_clusters` clusters `[n]` of the rows of `x`, numbered without gaps."""
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
     starts: Any = n_init  # scikit-learn's stubs allow only a string
     model = KMeans(n_clusters, init=init, n_init=starts, max_iter=max_iter, random_state=seed)
     with warnings.catch_warnings():

@@ -10,7 +10,6 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
-from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 
 from ssl_kd.graph.spectral import spectral_coordinates
 
@@ -67,6 +66,8 @@ class Density:
     """Cluster points `[n, dim]` by their density, in three ways."""
 
     def __init__(self, places: Floats) -> None:
+        from sklearn.neighbors import NearestNeighbors
+
         self.places, k = places, min(NEIGHBORS, len(places) - 1)
         # `[n, k]` each, nearest first, without the sample itself.
         self._distances, self._near = NearestNeighbors(n_neighbors=k).fit(places).kneighbors()
@@ -249,6 +250,8 @@ def _root(parent: Any, node: int) -> int:
 
 
 def _without_noise(places: Floats, clusters: Ints) -> Ints:
+    from sklearn.neighbors import KNeighborsClassifier
+
     noise = clusters < 0
     if not noise.any() or noise.all():
         return np.maximum(clusters, 0)

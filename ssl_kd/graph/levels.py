@@ -22,7 +22,6 @@ from itertools import combinations
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
-from sklearn.metrics import adjusted_rand_score
 
 from ssl_kd.errors import InputError
 from ssl_kd.graph.criterion import (
@@ -179,6 +178,8 @@ def unanimous(partitions: Mapping[int, Ints], densities: Sequence[Density]) -> i
 
     It is None if the mean adjusted Rand index is below 0.97 at all numbers.
     """
+    from sklearn.metrics import adjusted_rand_score
+
     best, number = UNANIMOUS, None
     for k, clusters in sorted(partitions.items()):
         if k > FEW:
@@ -263,6 +264,8 @@ def _agreement(graph: Graph, most: int, random: np.random.Generator) -> dict[int
 
     Clusters of one half are carried along the edges to the other half and compared there.
     """
+    from sklearn.metrics import adjusted_rand_score
+
     order = random.permutation(graph.n)
     halves = [np.sort(order[: graph.n // 2]), np.sort(order[graph.n // 2 :])]
     seed = int(random.integers(2**31))

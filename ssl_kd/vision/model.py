@@ -11,8 +11,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -403,6 +401,9 @@ def folder_of(name: str | Path) -> Path:
     Raises:
         FileNotFoundError: there is neither a folder nor a model of that name.
     """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
         return Path(name)
     try:

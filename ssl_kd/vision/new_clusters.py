@@ -9,7 +9,6 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
-from scipy.stats import binom
 from torch import Tensor, nn
 
 from ssl_kd.store import nearest_neighbors
@@ -107,6 +106,8 @@ def find_new_clusters(
         Schilling, Multivariate two-sample tests based on nearest neighbors, JASA 1986.
         Hoeffding, On the distribution of the number of successes in independent trials, 1956.
     """
+    from scipy.stats import binom
+
     result = torch.full((len(new),), -1)
     if len(new) < MIN_SIZE:
         return result
