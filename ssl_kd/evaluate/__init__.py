@@ -1,7 +1,6 @@
-"""Score clusters, embeddings, predicted tokens and generated answers; run baselines."""
+"""Score clusters and embeddings, and run baselines; `language` judges language models."""
 
-from ssl_kd.evaluate.answers import AnswerScores, extract_answer, same_answer
-from ssl_kd.evaluate.baselines import Baseline, kmeans, spectral
+from ssl_kd.evaluate.baselines import kmeans, spectral
 from ssl_kd.evaluate.calibration import calibration, rightly_placed
 from ssl_kd.evaluate.clustering import (
     accuracy,
@@ -16,13 +15,8 @@ from ssl_kd.evaluate.clustering import (
 from ssl_kd.evaluate.knn import knn_accuracy
 from ssl_kd.evaluate.layout import embedding_map
 from ssl_kd.evaluate.probe import linear_probe
-from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
 
 __all__ = [
-    "AnswerScores",
-    "Baseline",
-    "TokenScores",
-    "TokenValues",
     "accuracy",
     "calibration",
     "cluster_sizes",
@@ -32,13 +26,10 @@ __all__ = [
     "contingency",
     "effective_clusters",
     "embedding_map",
-    "extract_answer",
     "kmeans",
     "knn_accuracy",
     "linear_probe",
     "match",
     "rightly_placed",
-    "same_answer",
     "spectral",
-    "token_values",
 ]

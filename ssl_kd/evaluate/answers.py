@@ -122,20 +122,12 @@ def same_answer(a: str, b: str, tolerance: float = TOLERANCE) -> bool:
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """Numbers of questions, answers and correct answers of a model.
+    """Counts of a model's questions, answers and correct answers."""
 
-    Args:
-        n: Number of questions.
-        answered: Number of generated texts that contain an answer (`extract_answer`).
-        right: Number of correct answers.
-        faults: One sentence for each question whose generation failed. These questions count as
-            unanswered in `n`.
-    """
-
-    n: int
-    answered: int
+    n: int  # questions, including those whose generation failed
+    answered: int  # generated texts that contain an answer (`extract_answer`)
     right: int
-    faults: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()  # one sentence for each question whose generation failed
 
     @classmethod
     def of(

@@ -51,16 +51,10 @@ class NewClusters(nn.Module):
         self.register_buffer("clusters", torch.zeros(n, dtype=torch.int64))
 
     def claims(self, z: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the added cluster of each row, if any.
+        """Find the added cluster of each row of `z` `[batch, d]`, if any.
 
-        Args:
-            z: rows `[batch, d]`.
-            reference: stored training samples `[r, d]`.
-
-        Returns:
-            The added cluster of each row, `[batch]` int64, counted from 0, -1 for none; and the
-            share of the row's nearest five rows that belong to the same cluster as the nearest one,
-            `[batch]` in [0, 1].
+        The clusters, `[batch]` int64, are counted from 0, with -1 for none. Also return the share
+        of the row's nearest five rows that belong to the cluster of the nearest one, `[batch]`.
         """
         pool = torch.cat([reference, self.rows])
         owner = torch.cat([self.clusters.new_full((len(reference),), -1), self.clusters])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssl_kd.evaluate import AnswerScores, extract_answer, same_answer
+from ssl_kd.evaluate.answers import AnswerScores, extract_answer, same_answer
 
 SAME = [
     ("42", "42.0"),

@@ -12,7 +12,6 @@ from ssl_kd.evaluate import (
     embedding_map,
     kmeans,
     knn_accuracy,
-    layout,
     linear_probe,
     spectral,
 )
@@ -150,7 +149,9 @@ def test_kmeans_of_large_sets_uses_mini_batches():
 def test_map_keeps_digits_together_and_is_quick(monkeypatch):
     """By counts and not by the clock: 500 rounds, each of n log n and not n * n."""
     made = []
-    monkeypatch.setattr(layout, "TSNE", lambda **asked: made.append(TSNE(**asked)) or made[0])
+    monkeypatch.setattr(
+        "sklearn.manifold.TSNE", lambda **asked: made.append(TSNE(**asked)) or made[0]
+    )
     x, y = X[:500], Y[:500]
     rows, places = embedding_map(x, 0)
     assert made[0].n_iter_ < 500 and made[0].method == "barnes_hut"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ssl_kd.evaluate import TokenScores, token_values
+from ssl_kd.evaluate.tokens import TokenScores, token_values
 
 INF = math.inf
 
