@@ -110,8 +110,8 @@ MAX_NEW_TOKENS = 128
 # --- Routers of mixtures --------------------------------------------------------------------------
 
 # Experts of a mixture-of-experts teacher: native (unchanged) | all | ka (all but one, some sampled)
-# | sar (all, with a router that learns from the student) | auto (sar for a mixture, native for a
-# dense teacher; used by the presets).
+# | sar (all, with a router that learns from the student, in one process) | auto (sar for a mixture,
+# native for a dense teacher; used by the presets).
 ROUTER_MODE = "native"
 # Learning rate of the router in sar, at least 0, at most 100.
 ROUTER_LR = 1e-5

@@ -30,7 +30,8 @@ class Aligned:
         divergence: str = "forward_kl",
         draws: int = 1,
     ) -> None:
-        self.answer, self.align, self.temperature = answer, loss.align, loss.temperature
+        self.answer: Any = answer
+        self.align, self.temperature = loss.align, loss.temperature
         self.divergence, self.draws = divergence, draws
 
     @property

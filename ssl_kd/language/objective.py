@@ -244,11 +244,6 @@ class Objective:
         hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
         return _Outputs(hidden, None, head)
 
-    @torch.no_grad()
-    def answer(self, batch: Batch, rows: Tensor) -> TeacherOutput:
-        """Return the student's output at `rows`, in the form of a teacher's output."""
-        return self._forward(batch).at(rows).as_teacher()
-
 
 @dataclass(frozen=True)
 class _Outputs:

@@ -26,7 +26,7 @@ from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain, Source
-from ssl_kd.language.step import Distiller
+from ssl_kd.language.step import Distiller, check_ranks
 from ssl_kd.language.teacher_cache import TeacherCache
 from ssl_kd.language.teachers import (
     ONE_RANK,
@@ -187,6 +187,7 @@ def prepare(
         live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
         settings = settings.replace(router_mode="sar" if live else "native")
         logger.info("ROUTER_MODE auto is %s for this teacher", settings.router_mode)
+        check_ranks(ranks, settings.batch_size, settings.router_mode)
     test, validation = split_held_out(len(eval_blocks), settings.eval_rows)
     return Prepared(
         settings=settings,

@@ -70,7 +70,7 @@ def run(
         progress = progress if ranks.rank == 0 else no_progress
         clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
         logger.info("%s", precision)
-        check_ranks(ranks, settings.batch_size)
+        check_ranks(ranks, settings.batch_size, settings.router_mode)
         check_boards(settings.boards)
         settings.check_packages()
         with run_folder(settings, ranks) as folder, Signals(folder) as signals:

@@ -302,8 +302,8 @@ class RouterSettings(Settings):
     router_mode: str = setting(
         "native",
         "experts of a mixture-of-experts teacher: native (unchanged) | all | ka (all but one, some"
-        " sampled) | sar (all, with a router that learns from the student) | auto (sar for"
-        " a mixture, native for a dense teacher; used by the presets)",
+        " sampled) | sar (all, with a router that learns from the student, in one process) | auto"
+        " (sar for a mixture, native for a dense teacher; used by the presets)",
         choices=("native", "all", "ka", "sar", "auto"),
         section="Routers of mixtures",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -38,8 +38,13 @@ T = TypeVar("T")
 RESTORE_AFTER = 20  # bad steps in a row before the student is restored, see STOP_AFTER
 
 
-def check_ranks(ranks: Ranks, batch_size: int) -> None:
-    """Raise SettingsError if BATCH_SIZE is smaller than the number of ranks."""
+def check_ranks(ranks: Ranks, batch_size: int, router_mode: str = "native") -> None:
+    """Raise SettingsError if BATCH_SIZE or ROUTER_MODE does not support the number of ranks."""
+    if router_mode == "sar" and ranks.world > 1:
+        raise SettingsError(
+            f"ROUTER_MODE is 'sar', but {ranks.world} processes train together, and the router"
+            " learns in a single one: start one process, or set ROUTER_MODE to 'all' or 'ka'"
+        )
     if batch_size < ranks.world:
         raise SettingsError(
             f"BATCH_SIZE is {batch_size}, the rows of all {ranks.world} ranks together:"
@@ -218,11 +223,10 @@ class Distiller(Objective):
             event = Event(self.guard.steps, "batch", "input", "no target token", "skipped")
             self.guard.events.extend([event])
             batches = []
-        with self._router_moves_once(batches):
-            for i, batch in enumerate(batches):
-                with self.distributed.averaged(last=i == len(batches) - 1):
-                    terms = self._learn_from(batch, divisors)
-                sums |= {name: sums[name] + term for name, term in terms.items()}
+        for i, batch in enumerate(batches):
+            with self.distributed.averaged(last=i == len(batches) - 1):
+                terms = self._learn_from(batch, divisors)
+            sums |= {name: sums[name] + term for name, term in terms.items()}
         self.tokens += tokens
         router = self._router_events()
         # Copied while the guard waits for the device anyway.
@@ -305,12 +309,6 @@ class Distiller(Objective):
         totals = dict(zip(local, counts, strict=True))
         divisors = {name: max(n, 1) / self.ranks.world for name, n in totals.items()}
         return totals["ce"], text, divisors
-
-    def _router_moves_once(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
-        single = len(batches) == self.ranks.world == 1
-        if single or not isinstance(self.source, RoutedTeacher):
-            return nullcontext()
-        return self.source.router_moves_once(batches, self.answer, self.precision.autocast)
 
     def _router_events(self) -> dict[str, float | None]:
         """Add the events of the teacher's router to the guard's; return the values to log."""

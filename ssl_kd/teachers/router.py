@@ -49,9 +49,6 @@ class RouterStep:
     trained any further. A float16 teacher needs `scale_loss`, a loss scale that is halved after an
     overflow.
 
-    Call `step` for a loss of one batch. For several batches, call `backward` with each loss and
-    with `regularization` inside `routed`, and then `update`.
-
     References:
         Every Expert Matters, arXiv 2502.12947, 2025, equation 9.
     """
@@ -97,10 +94,6 @@ class RouterStep:
         ):
             yield gates
 
-    def regularization(self, gates: Gates) -> Tensor:
-        """Return the weighted load balance, a scalar with gradient that is added to the loss."""
-        return self.balance * load_balance(gates.mass(), gates.counts()).sum()
-
     def step(
         self, objective: Callable[[], Tensor], mask: Tensor | None = None, *, step: int = 0
     ) -> RouterRecord:
@@ -117,18 +110,14 @@ class RouterStep:
                     "objective() has no gradient to the router: run this teacher in it with "
                     "gradients, not from a cache or under torch.no_grad()"
                 )
-            loss = divergence + self.regularization(gates)
+            loss = divergence + self.balance * load_balance(gates.mass(), gates.counts()).sum()
             if not self.stopped:
-                self.backward(loss)
-        return self.update(loss, gates, step=step)
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a loss, scaled if `scale_loss` is set, inside `routed`."""
-        self.guard.backward({_PART: loss})
+                self.guard.backward({_PART: loss})
+        return self._update(loss, gates, step=step)
 
     @torch.no_grad()
-    def update(self, loss: Tensor, gates: Gates, *, step: int = 0) -> RouterRecord:
-        """Check the gradients that `backward` computed, and update the routers with them."""
+    def _update(self, loss: Tensor, gates: Gates, *, step: int) -> RouterRecord:
+        """Check the gradients of the loss, and update the routers with them."""
         drift, entropy = (float(x.mean()) for x in (gates.drift(), gates.entropy()))
         record = partial(RouterRecord, loss=float(loss), drift=drift, entropy=entropy)
         if self.stopped:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ssl_kd.files import load_tensors
 from ssl_kd.guard.agreement import Agreement
@@ -74,19 +73,6 @@ class ProcessGroup:
         if caught and not signals.caught:
             signals.caught.append(caught[0])
         return bool(caught)
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients over the ranks, in place; a gradient that is None counts as 0."""
-        if self._agreement is None:
-            return
-        parameters = list(parameters)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        with self._agreement.waiting("the gradients", always=True):
-            dist.all_reduce(flat)
-        sizes = [p.numel() for p in parameters]
-        for p, gradient in zip(parameters, flat.split(sizes), strict=True):
-            p.grad = gradient.view_as(p)
 
 
 class ReadOnlyRunFolder(RunFolder):

@@ -135,6 +135,12 @@ def test_a_batch_without_a_row_for_each_rank_is_refused(settings):
 
 
 @row(105)
+def test_a_router_that_several_ranks_would_train_is_refused(settings):
+    first, _ = run_joined(work, 2, settings(router_mode="sar"))
+    assert first.startswith("SettingsError: ROUTER_MODE is 'sar', but 2 processes"), first
+
+
+@row(105)
 @pytest.mark.parametrize(
     "words",
     [

@@ -80,7 +80,6 @@ KINDS = {
     "kd": {},
     "accumulation": {"batch_size": 3, "gradient_accumulation_steps": 2},
     "chunks": {"teacher_model": "foreign", "align": "chunks", "student_model": "student"},
-    "router": {"teacher_model": "mixture", "router_mode": "sar", "router_lr": 1e-2},
     "adapters": {"student_model": "student", "lora_rank": 2},
     "on-policy": {"on_policy": 0.5, "max_new_tokens": 6},
 }
@@ -93,14 +92,14 @@ def of_kind(settings, models):
     def get(kind, **changes):
         own = {**KINDS[kind], **changes}
         for name in ("teacher_model", "student_model"):
-            if own.get(name) in ("foreign", "mixture", "student"):
+            if own.get(name) in ("foreign", "student"):
                 own[name] = models(own[name])
         return settings(**own)
 
     return get
 
 
-@pytest.mark.parametrize("kind", ["accumulation", "adapters", "chunks", "on-policy", "router"])
+@pytest.mark.parametrize("kind", ["accumulation", "adapters", "chunks", "on-policy"])
 def test_two_ranks_learn_what_one_process_learns(of_kind, kind):
     one, two = by(1, of_kind(kind, run_name="one")), by(2, of_kind(kind, run_name="two"))
     # Left padding is as wide as the longest prompt of a rank.
@@ -133,15 +132,14 @@ def stopped(rank, settings, at, by_rank):
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
 def test_a_run_goes_on_with_another_number_of_ranks(of_kind, first, then):
-    name = "router" if first == 1 else "chunks"
-    half, last = of_kind(name, run_name="half", checkpoint_every=100), first - 1
+    half, last = of_kind("chunks", run_name="half", checkpoint_every=100), first - 1
     told = run_joined(stopped, first, half, 3, last)
     assert "stopped by signal 15" in told[0] and len(told) == first, told
     assert all("RankStopped" in words and "stopped by signal 15" in words for words in told[1:])
     folder = Path(half.runs_dir) / "half"
     assert [path.stem for path in (folder / "checkpoint").glob("*.pt")] == ["step_000000004"]
     by(then, half.replace(resume=True))
-    assert_near(by(1, of_kind(name, run_name="whole")), folder)
+    assert_near(by(1, of_kind("chunks", run_name="whole")), folder)
 
 
 # --- the command ----------------------------------------------------------------------------------
