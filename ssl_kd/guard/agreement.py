@@ -40,21 +40,7 @@ class Agreement:
 
     Every rank makes the same exchanges in the same order. Each message starts with a checksum of
     its purpose, so that ranks at different points of their loops get an error that names the points
-    instead of wrong numbers.
-
-    Args:
-        group: the process group; None for all ranks.
-        device: where the weights are; a backend that cannot send from the CPU sends from there.
-        made: a description of the guard; ranks with different descriptions are refused.
-        numbers: how many numbers one message should hold.
-
-    Attributes:
-        rank: rank of this process in the group.
-        world: number of ranks.
-
-    Raises:
-        ValueError: the ranks' descriptions differ, or this process is not in the group.
-        RankLost: another rank does not create its `Agreement`.
+    instead of wrong numbers. Ranks with different descriptions `made` of the guard are refused.
     """
 
     def __init__(
@@ -90,13 +76,7 @@ class Agreement:
     def exchange(self, what: str, numbers: Tensor) -> Tensor:
         """Gather `[n]` numbers of each rank as `[rank, n]` float32 on the CPU of every rank.
 
-        Args:
-            what: names the numbers and their step; the same on every rank.
-            numbers: this rank's `[n]`.
-
-        Raises:
-            ValueError: the ranks are at different points of their loops.
-            RankLost: another rank does not respond.
+        `what` names the numbers and their step: the same on every rank, else ValueError is raised.
         """
         return torch.cat([self._exchange(what, x) for x in numbers.split(self._width)], dim=1)
 

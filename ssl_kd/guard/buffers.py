@@ -44,15 +44,8 @@ class Buffers:
     a forward pass that is compiled as a whole.
 
     A buffer counts as spoiled if it holds a NaN or infinity and did not before. So a mask of -inf,
-    or an observer's bounds that start infinite, do not count.
-
-    Args:
-        modules: (name, module) pairs; only persistent buffers are kept, since others are caches
-            that may change their shape.
-        weight: a parameter whose device new buffers are put on.
-
-    Attributes:
-        kept: the copied values; None where a buffer had no tensor.
+    or an observer's bounds that start infinite, do not count. Buffers that are not persistent are
+    caches, whose shape may change; they are not kept.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], weight: nn.Parameter) -> None:

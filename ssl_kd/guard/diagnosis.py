@@ -50,13 +50,7 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting to change, with its current value and the value to try.
-
-    Attributes:
-        setting: name of the setting.
-        now: its current value.
-        value: the value to try.
-    """
+    """A setting to change, with its current value and the value to try."""
 
     setting: str
     now: Any

@@ -30,8 +30,7 @@ JUMP, FIRST_JUMP = 1e4, 1e5
 FIRST_PATIENCE = 2
 """Number of spikes in a row, before `FEW` norms, that become the new normal."""
 
-SKIPPED = "skipped"
-"""Action for most faults: the part is not updated in this step."""
+SKIPPED = "skipped"  # the part is not updated in this step
 
 
 @dataclass(frozen=True)
@@ -87,18 +86,14 @@ def _check_number(name: str, value: Any, above: float, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Observation:
-    """The measurements of one step, and statistics of earlier steps, that the detectors use.
-
-    Tensors have shape `[part]`. `teacher` is true where the EMA teacher's probabilities are finite,
-    or None without an EMA teacher; `scale` is the loss scale, or None without loss scaling.
-    """
+    """The measurements of one step, tensors `[part]`, and statistics of earlier steps."""
 
     health: Health
     loss: Tensor
-    norm: Tensor
+    norm: Tensor  # of the gradient, before clipping
     thresholds: Thresholds
-    teacher: Tensor | None = None
-    scale: Tensor | None = None
+    teacher: Tensor | None = None  # whether the EMA teacher's probabilities are finite
+    scale: Tensor | None = None  # of the loss; above 1, an infinite gradient is an overflow
 
 
 def _dead(step: Observation) -> Tensor:
@@ -141,28 +136,17 @@ def _retired(step: Observation) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of one kind of fault.
+    """The properties of one kind of fault."""
 
-    Attributes:
-        number: the value of the `Stage` member, which is stored in checkpoints.
-        reason: format string for the description of the fault in an event; empty for no fault.
-        detect: returns a boolean `[part]`, true for each faulty part, or None if the fault cannot
-            occur; None for a fault that other code detects.
-        value: the measurement that the event reports.
-        action: the immediate action that the event reports.
-        updates: whether the part is updated despite the fault.
-        not_finite: whether an operation produced a NaN or infinity, which a replay can locate.
-        advice: what the user should change, for the report.
-    """
-
-    number: int
-    reason: str = ""
+    number: int  # stored in checkpoints
+    reason: str = ""  # format string for the event; empty for no fault
+    # Returns boolean `[part]`, or None if the fault cannot occur; None: other code detects it.
     detect: Callable[[Observation], Tensor | None] | None = None
-    value: Literal["loss", "norm"] = "norm"
+    value: Literal["loss", "norm"] = "norm"  # the measurement that the event reports
     action: str = SKIPPED
-    updates: bool = False
-    not_finite: bool = False
-    advice: str = ""
+    updates: bool = False  # whether the part is updated despite the fault
+    not_finite: bool = False  # whether a replay can locate the operation
+    advice: str = ""  # what the user should change
 
 
 @unique  # a repeated number would be an alias of another kind
@@ -272,11 +256,7 @@ class Stage(IntEnum):
         detail: str = "",
         **fill: object,
     ) -> Event:
-        """Return the event that reports this fault.
-
-        `action` replaces the default action, `detail` is appended to the reason, and `fill` has the
-        values for the format fields in the reason.
-        """
+        """Return the event that reports this fault; `fill` has the reason's format fields."""
         reason = self.kind.reason.format(**fill) + detail
         return Event(step, part, self.name.lower(), reason, action or self.kind.action, value)
 
@@ -286,18 +266,8 @@ class Stage(IntEnum):
         return cls.__members__.get(event.stage.upper())
 
 
-_DETECTORS = [(int(stage), stage.kind.detect) for stage in Stage if stage.kind.detect is not None]
+DETECTORS = [(int(stage), stage.kind.detect) for stage in Stage if stage.kind.detect is not None]
 _UPDATED = [int(stage) for stage in Stage if stage.kind.updates]
-
-
-def judge(step: Observation) -> Tensor:
-    """Return the `Stage` of each part in a step, `[part]` int8."""
-    stage = torch.zeros_like(step.norm, dtype=torch.int8)
-    for number, detect in _DETECTORS:
-        where = detect(step)
-        if where is not None:
-            stage = stage.masked_fill(where, number)
-    return stage
 
 
 def is_healthy(stage: Tensor) -> Tensor:

@@ -107,10 +107,7 @@ def safe_normalize_weights(weights: Tensor, dim: int = -1) -> Tensor:
 def masked_mean(values: Tensor, mask: Tensor, dim: int = -1) -> Tensor:
     """Return the mean of the entries of `values` where `mask` is true, or 0 if it is empty.
 
-    Args:
-        values: any floating-point tensor; entries outside the mask may be NaN.
-        mask: boolean, broadcastable to `values`.
-        dim: the axis to average.
+    Entries outside the boolean `mask`, which broadcasts to `values`, may be NaN.
     """
     kept = torch.where(mask, values, 0).sum(dim)
     return kept / mask.expand_as(values).sum(dim).clamp(min=1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.guard.faults import (
+    DETECTORS,
     FEW,
     FIRST_PATIENCE,
     WARM_UP,
@@ -21,7 +22,6 @@ from ssl_kd.guard.faults import (
     Stage,
     Thresholds,
     is_healthy,
-    judge,
 )
 from ssl_kd.guard.parts import TooFewHealthyParts
 
@@ -30,23 +30,13 @@ _SHORTEST = 0.05  # nats by which the running median moves per step once it has 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of parts, by which the guard decides whether training can continue.
-
-    The tallies of several processes are summed.
-
-    Attributes:
-        parts: all parts.
-        active: parts that are not retired.
-        late: active parts that were bad for too many steps in a row.
-        tried: active parts that were restored and have not recovered since.
-        left: active parts that remain, because they are not about to be retired.
-    """
+    """Counts of parts, summed over processes, that decide whether training can continue."""
 
     parts: int
-    active: int
-    late: int
-    tried: int
-    left: int
+    active: int  # not retired
+    late: int  # active, and bad for too many steps in a row
+    tried: int  # active, restored, and not recovered since
+    left: int  # active, and not about to be retired
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -68,31 +58,18 @@ class Tally:
 
 @dataclass
 class Health:
-    """Memory of each part's earlier steps, tensors `[part]`.
+    """Memory of each part's earlier steps, tensors `[part]`."""
 
-    Attributes:
-        level: running median of the logarithm of the gradient norm.
-        seen: number of gradient norms in that median.
-        spikes: number of spikes in a row.
-        zeros: number of exactly zero gradients in a row.
-        skipped: number of all steps that left the part out.
-        streak: number of the latest steps in a row that left the part out.
-        run: number of healthy steps in a row.
-        restored: whether the part was restored and has not recovered since.
-        reinitialised: whether the part was ever re-initialized.
-        retired: whether the part is left out for good.
-    """
-
-    level: Tensor
-    seen: Tensor
-    spikes: Tensor
-    zeros: Tensor
-    skipped: Tensor
-    streak: Tensor
-    run: Tensor
-    restored: Tensor
-    reinitialised: Tensor
-    retired: Tensor
+    level: Tensor  # running median of the logarithm of the gradient norm
+    seen: Tensor  # count of gradient norms in that median
+    spikes: Tensor  # in a row
+    zeros: Tensor  # exactly zero gradients in a row
+    skipped: Tensor  # count of all steps that left the part out
+    streak: Tensor  # latest steps in a row that left the part out
+    run: Tensor  # healthy steps in a row
+    restored: Tensor  # whether the part was restored and has not recovered since
+    reinitialised: Tensor  # whether the part was ever re-initialized
+    retired: Tensor  # whether the part is left out for good
 
     @classmethod
     def fresh(cls, parts: int, device: torch.device | str = "cpu") -> Health:
@@ -119,16 +96,16 @@ class Health:
         teacher: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """Return the fault of each part in this step, as `Stage` values `[part]` int8.
+        """Return the fault of each part in this step, `Stage` values `[part]` int8.
 
-        Args:
-            loss: `[part]`.
-            norm: gradient norm `[part]`, before clipping.
-            thresholds: when a norm is a spike, and a part dead.
-            teacher: boolean `[part]`, whether the EMA teacher's probabilities are finite.
-            scale: `[part]`, the loss scale; above 1 an infinite gradient is an expected overflow.
+        For the measurements see `Observation`.
         """
-        return judge(Observation(self, loss, norm, thresholds, teacher, scale))
+        step = Observation(self, loss, norm, thresholds, teacher, scale)
+        stage = torch.zeros_like(norm, dtype=torch.int8)
+        for number, detect in DETECTORS:
+            if (where := detect(step)) is not None:
+                stage = stage.masked_fill(where, number)
+        return stage
 
     def record_(
         self, stage: Tensor, norm: Tensor, thresholds: Thresholds, absent: Tensor | None = None
@@ -171,20 +148,10 @@ class Health:
     ) -> dict[int, str]:
         """Decide what to do with parts that were bad for too many steps in a row.
 
-        Waits for the device, so do not call it in every step of a run on a GPU.
-
-        Args:
-            thresholds: after how many bad steps to act, and how many parts must be left.
-            shared: parts that the others depend on; they are restored, but not counted as left.
-            report: called with the tally if other processes hold more parts; the caller then
-                decides whether too few are left.
-
-        Returns:
-            part -> "restore", "reinitialise" or "retire", which the caller carries out; the
-            counters are updated here.
-
-        Raises:
-            TooFewHealthyParts: no part is healthy although all were restored, or too few are left.
+        Waits for the device. Returns part -> "restore", "reinitialise" or "retire", for the caller
+        to carry out. `shared` parts, which the others depend on, are restored, but not counted as
+        left. If other processes hold more parts, `report` is called with the tally, and the caller
+        decides whether too few are left; without it, TooFewHealthyParts is raised.
         """
         late = (self.streak >= thresholds.restore_after).tolist()
         patience = thresholds.stop_after or thresholds.restore_after

@@ -34,34 +34,21 @@ _UNINITIALIZED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empt
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Statistics of a tensor.
-
-    Attributes:
-        shape: shape of the tensor.
-        dtype: name of its dtype, such as `float32`.
-        low: smallest finite entry; None without a finite entry.
-        high: largest finite entry; None without a finite entry.
-        nans: number of NaN entries.
-        infs: number of infinite entries.
-        zeros: number of entries that are exactly 0.
-        first_bad: index of the first entry that is not finite; None if all are finite.
-        rms: root mean square of the finite entries.
-        outliers: number of implausibly large entries, whose magnitude is above 1e3 and also above
-            1e4 times the median of the nonzero ones (0 if at least 7/8 of the entries are 0).
-        bad_rows: first eight indices of the first dimension with an entry that is not finite.
-    """
+    """Statistics of a tensor."""
 
     shape: tuple[int, ...]
-    dtype: str
-    low: float | None
+    dtype: str  # such as `float32`
+    low: float | None  # smallest finite entry; None without a finite entry
     high: float | None
     nans: int
     infs: int
     zeros: int
-    first_bad: tuple[int, ...] | None
-    rms: float
+    first_bad: tuple[int, ...] | None  # index of the first entry that is not finite
+    rms: float  # of the finite entries
+    # Entries whose magnitude is above 1e3 and above 1e4 times the median of the nonzero ones; 0 if
+    # at least 7/8 of the entries are 0.
     outliers: int
-    bad_rows: tuple[int, ...] = ()
+    bad_rows: tuple[int, ...] = ()  # first eight indices of the first dimension with a bad entry
 
     @classmethod
     def of(cls, x: Tensor) -> TensorFacts:
@@ -126,12 +113,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Made:
-    """How a tensor was made: its operation, the scalar arguments, and how its inputs were made."""
+    """How a tensor was made."""
 
     op: str
-    numbers: tuple[float, ...]
-    parents: tuple[Made, ...]
-    largest: float
+    numbers: tuple[float, ...]  # the scalar arguments
+    parents: tuple[Made, ...]  # how the inputs were made
+    largest: float  # magnitude among the inputs
 
 
 @dataclass(frozen=True)

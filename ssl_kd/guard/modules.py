@@ -41,16 +41,9 @@ class ModulePart:
 
 
 class ModuleParts:
-    """The parts of a model, with their optimizer state and buffers.
+    """The parts of a model, with their optimizer state and buffers; takes the arguments of `Guard`.
 
-    Takes the arguments of `Guard`. Raises ValueError if parts and optimizer do not fit, or if a
-    trained parameter is complex or float16.
-
-    Attributes:
-        names: name of each part; the last is `shared` if some trained weights are in no named part.
-        buffers: (name, buffers) for each part, then one more pair for the buffers of no part.
-        everywhere: function that returns which flags are true on every rank.
-        note: text appended to the event of a restored part.
+    The last part is `shared` if some trained weights are in no named part.
     """
 
     def __init__(
@@ -65,9 +58,10 @@ class ModuleParts:
         self._parts, shared = _divide(model, optimizer, parts)
         self._owned = {id(p) for part in self._parts for p in part.weights}
         self.names = [part.name for part in self._parts]
+        # Of each part, then the buffers of no part.
         self.buffers = [(part.name, part.buffers) for part in self._parts] + [(SHARED, shared)]
-        self.note = ", with a fresh optimizer" if fresh_optimizer else ""
-        self.everywhere: Callable[[list[bool]], list[bool]] = list
+        self.note = ", with a fresh optimizer" if fresh_optimizer else ""  # for events
+        self.everywhere: Callable[[list[bool]], list[bool]] = list  # true on every rank
 
     def __len__(self) -> int:
         return len(self._parts)

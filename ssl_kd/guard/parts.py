@@ -25,20 +25,12 @@ class TooFewHealthyParts(UserError, RuntimeError):
 
 
 class RowParts:
-    """Parts that are rows: row `i` of every tensor `[part, ...]` belongs to part `i`.
+    """Parts that are rows: row `i` of every `live` tensor `[part, ...]` belongs to part `i`.
 
-    Args:
-        names: name of each part, such as `head 3`.
-        live: name -> tensor `[part, ...]` that training changes in place.
-        fresh: function of part and seed that returns name -> re-initialized row.
-
-    Attributes:
-        good: name -> last good state of every part; before any snapshot, the initial state.
-        good_step: `[part]`, the step before which each last good state was taken.
-        note: text appended to the event of a restored part.
+    Training changes `live` in place. `fresh(part, seed)` returns name -> re-initialized row.
     """
 
-    note = ""
+    note = ""  # for the event of a restored part
 
     def __init__(
         self,

@@ -23,15 +23,8 @@ from ssl_kd.guard.seeds import seed_of
 class Recovery:
     """Report the faults of parts, and restore parts that stay unhealthy.
 
-    Args:
-        parts: the parts, rows of a matrix or modules.
-        health: health of each part; changed in place.
-        shared: parts that the others depend on; they are restored, but not
-            counted among the parts that remain.
-        first: index of the first part, if other processes hold the parts before it.
-
-    Attributes:
-        counts: `[part, stage]` int64, how often each fault was seen.
+    `health` is changed in place; `first` is the index of the first part, if other processes hold
+    the parts before it; `shared` is as in `Health.escalate`.
     """
 
     def __init__(
@@ -42,6 +35,7 @@ class Recovery:
         first: int = 0,
     ) -> None:
         self.parts, self.health, self.shared, self.first = parts, health, shared, first
+        # How often each fault was seen, `[part, stage]`.
         self.counts = torch.zeros(len(parts.names), len(Stage), dtype=torch.int64)
         self._ranks: dict[tuple[int, Stage], str] = {}  # the ranks that last saw each fault
 
@@ -76,11 +70,8 @@ class Recovery:
     ) -> tuple[list[Event], str]:
         """Restore, re-initialize or retire parts that stay unhealthy; waits for the device.
 
-        For `thresholds` and `report` see `Health.escalate`.
-
-        Returns:
-            The events, and the reason why training cannot continue (empty if it can). If it cannot,
-            every unhealthy part is restored to its last good state.
+        Returns the events, and why training cannot continue ("" if it can). If it cannot, every
+        unhealthy part is restored to its last good state. `report` is as in `Health.escalate`.
         """
         streaks = self.health.streak.tolist()
         try:

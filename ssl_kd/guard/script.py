@@ -41,10 +41,6 @@ class ScriptWatch:
     """Watch every model, loss and optimizer of this process inside the block of `watching`.
 
     The options are the flags of the command; `report` is called with the text of each report.
-
-    Attributes:
-        steps: number of optimizer steps so far.
-        bad: number of steps that were not finite.
     """
 
     def __init__(
@@ -55,7 +51,7 @@ class ScriptWatch:
         report: Callable[[str], object] = logger.warning,
     ) -> None:
         self.on_bad, self.every_op, self.report = on_bad, every_op, report
-        self.steps, self.bad = 0, 0
+        self.steps, self.bad = 0, 0  # counts of optimizer steps, and of those not finite
         self._watches: dict[int, Watch] = {}  # in the order of the first calls
         self._losses: list[Tensor] = []
         self._overflows = 0
@@ -184,11 +180,7 @@ def _are_finite(numbers: list[Tensor]) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a script and report its first step that is not finite.
-
-    Returns:
-        0, or the script's exit code; 3 where a step was not finite and `--on-bad` is `stop`.
-    """
+    """Run a script, report its steps that are not finite, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m ssl_kd.guard",
         description="Run a PyTorch training script unchanged; at the first step whose loss or "

@@ -20,12 +20,7 @@ def seed_of(*key: int) -> int:
 
 @contextlib.contextmanager
 def seeded(seed: int, devices: Iterable[torch.device | int] = ()) -> Iterator[None]:
-    """Seed torch's global generators inside the block, and restore their states afterwards.
-
-    Args:
-        seed: 0 to 2**64 - 1.
-        devices: GPUs whose generators are seeded too.
-    """
+    """Seed torch's global generators, of the CPU and of GPU `devices`, inside the block."""
     devices = list(devices)
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed)

@@ -22,14 +22,11 @@ class LossTerms:
 
     A term computed on several batches of a step is bad if any of them is; the first bad batch is
     reported. The threshold `max_norm` does not apply to terms; it limits whole parts.
-
-    Attributes:
-        health: name of each term -> its health, in tensors of shape `[1]`.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
         self._thresholds = replace(thresholds, max_norm=None)
-        self.health: dict[str, Health] = {}
+        self.health: dict[str, Health] = {}  # of each term, tensors `[1]`
         self.forget()
 
     def look(
@@ -42,11 +39,8 @@ class LossTerms:
     ) -> tuple[list[Tensor], list[Tensor], list[bool]]:
         """Check the terms of one batch, with the same result on all `ranks`.
 
-        `losses`, `through` and `again` are as in `Guard.backward`.
-
-        Returns:
-            The healthy losses, the bad ones, and for each healthy loss whether it needs a gradient
-            on some rank.
+        Takes the arguments of `Guard.backward`. Returns the healthy losses, the bad ones, and for
+        each healthy loss whether it needs a gradient on some rank.
         """
         loss, norm, needs, where = self._numbers(losses, through, ranks, step)
         if again is not None and not bool(loss.isfinite().all()):

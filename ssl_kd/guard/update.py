@@ -100,14 +100,9 @@ def adamw_(
 
     A zero gradient does not protect an unhealthy part: momentum and decay still move its weights.
 
-    Args:
-        weights: `[part, parameter]` float32, changed in place.
-        gradients: the same shape, already clipped.
-        state: changed in place.
-        learning_rate: step size; a number, or a tensor without dimensions.
-        weight_decay: `[parameter]`, the decoupled decay of each parameter (0 for biases).
-        betas: decay rates of both moments.
-        eps: added to the root of the second moment.
+    `weights` and the clipped `gradients` are `[part, parameter]` float32; `weight_decay`
+    `[parameter]` is the decoupled decay of each parameter (0 for biases); `learning_rate` may be a
+    tensor without dimensions. `weights` and `state` change in place.
 
     References:
         Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
@@ -134,14 +129,8 @@ def rescale_(
     """Halve the loss scale of parts that overflowed; double it after many good steps.
 
     Parts do not affect each other's scale, and the scale stays >= 1, so that a part that is always
-    NaN cannot lower it until healthy gradients underflow.
-
-    Args:
-        scale: `[part]`, changed in place; stays in [1, 65536].
-        healthy: boolean `[part]`.
-        overflow: boolean `[part]`: the gradient was not finite.
-        steps: `[part]`, number of updates of each part.
-        grow_every: updates between two doublings.
+    NaN cannot lower it until healthy gradients underflow. All tensors are `[part]`; `steps` counts
+    each part's updates.
     """
     grown = torch.where(steps % grow_every == grow_every - 1, scale * 2, scale)
     kept = torch.where(healthy, grown, scale)

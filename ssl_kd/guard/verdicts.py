@@ -35,11 +35,6 @@ class Verdicts:
 
     Methods that exchange numbers raise ValueError if the ranks are at different points of their
     loops, and RankLost if another rank does not respond.
-
-    Attributes:
-        first: whether this is rank 0.
-        probes: largest gradient entry of each part on this rank before the average over ranks,
-            float32 on the part's device. (After the average, every rank has the NaN of one.)
     """
 
     def __init__(self, ranks: Agreement, parts: ModuleParts) -> None:
@@ -72,6 +67,7 @@ class Verdicts:
         """Forget the previous step."""
         self._bad = torch.zeros(self._ranks.world, len(self._parts), dtype=torch.bool)
         self._evidence: list[Tensor] = []
+        # Largest gradient entry of each part before the average over ranks, which spreads a NaN.
         self.probes = [torch.zeros((), device=part.weights[0].device) for part in self._parts]
 
     def _exchange_flags(self, what: str, flags: Sequence[bool]) -> Tensor:
@@ -115,9 +111,8 @@ class Verdicts:
     ) -> tuple[Tensor, Tensor, list[bool], list[Callable[[], str]]]:
         """Agree on loss terms, given this rank's losses and norms `[loss]`.
 
-        Returns:
-            Loss and norm `[loss]`; whether each term needs a gradient on some rank; for each term,
-            a function that returns the ranks on which the term is bad.
+        Returns loss and norm `[loss]`; whether each term needs a gradient on some rank; for each
+        term, a function that names the ranks on which the term is bad.
         """
         needs = torch.tensor([term.requires_grad for term in losses.values()])
         what = f"step {step}, the loss terms {', '.join(losses)}"
@@ -168,14 +163,10 @@ class Verdicts:
     ) -> tuple[Tensor, Tensor, Tensor, list[list[int]], list[tuple[int, str]]]:
         """Agree on the losses, gradients and buffers of a step.
 
-        Args:
-            step: its number.
-            seen: loss, gradient norm, absence and probe of each part on this rank, `[part]`.
-            spoiled: for each part, the indices of its buffers that are not finite on this rank.
-
-        Returns:
-            Loss, gradient norm and absence `[part]`; the buffers that are not finite on some rank;
-            (part, buffer names) of the buffers that were put back since the last step.
+        Takes this rank's loss, gradient norm, absence and probe `[part]`, and the indices of each
+        part's buffers that are not finite. Returns loss, gradient norm and absence `[part]`; the
+        buffers that are not finite on some rank; (part, names) of buffers put back since the last
+        step.
         """
         loss, norm, absent, probe = seen
         sizes = [len(buffers) for _, buffers in self._parts.buffers]
