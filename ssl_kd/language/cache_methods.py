@@ -41,34 +41,24 @@ LiveAnswer = FullAnswer | TopKTeacher  # a server returns only its top k
 
 
 class CacheMethod(ABC):
-    """Base class of the ways to store a teacher's answer in columns and to read it back.
-
-    Attributes:
-        columns: shape and dtype of each column at one position.
-        header: entries of the manifest that describe the method.
-        bounds: smallest and largest valid value of each column with a limited range.
-    """
+    """Base class of the ways to store a teacher's answer in columns and to read it back."""
 
     name: ClassVar[str]  # value of CACHE_METHOD
     finite: ClassVar[tuple[str, ...]] = ()  # columns of finite numbers
     below_inf: ClassVar[tuple[str, ...]] = ()  # columns of logarithms, which may be -inf
 
-    columns: Columns
-    header: Manifest
+    columns: Columns  # shape and dtype at one position
+    header: Manifest  # entries of the manifest that describe the method
+    # Smallest and largest valid value of each column with a limited range.
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
 
     @classmethod
     @abstractmethod
     def plan(cls, answer: LiveAnswer, fingerprint: Manifest, vocabulary: int | None) -> Self:
-        """Return the method for storing the answers of a teacher.
+        """Return the method for a teacher's answers, or raise InputError if it cannot store them.
 
-        Args:
-            answer: answer of the teacher at some positions.
-            fingerprint: fields of the cache's `TeacherFingerprint`.
-            vocabulary: number of tokens of the tokenizer; None for all that the teacher has.
-
-        Raises:
-            InputError: this method cannot store such an answer.
+        `fingerprint` has the fields of a `TeacherFingerprint`; `vocabulary` is the tokenizer's
+        token count, None for all tokens of the teacher.
         """
 
     @classmethod
@@ -83,16 +73,10 @@ class CacheMethod(ABC):
 
     @abstractmethod
     def content(self, answer: LiveAnswer, batch: Batch, rows: Tensor) -> Content:
-        """Return the columns to store for an answer at some positions.
+        """Return the columns to store for an answer at the positions `rows` of a batch, `[n, ...]`.
 
-        Args:
-            answer: answer of the teacher at n positions.
-            batch: batch that was answered.
-            rows: the positions, indices `[n]` into the flattened `[batch * token]`.
-
-        Returns:
-            The `columns`, `[n, ...]`, and two more values for each position: `lost`, the
-            probability mass that is not stored, and `error` in nats, NaN for a faulty answer.
+        Two more values describe each position: `lost`, the probability mass that is not stored, and
+        `error` in nats, NaN for a faulty answer.
         """
 
     @abstractmethod
@@ -161,10 +145,9 @@ class _StoredTokens(CacheMethod):
     def _in_chunks(
         self, answer: FullAnswer, select: Callable[[Tensor, Tensor, slice], Content]
     ) -> Content:
-        """Apply `select(log_probs, probs, positions)` to the distributions in chunks.
+        """Apply `select(log_probs, probs, positions)` in chunks; it may overwrite its arguments.
 
-        Logits beyond the vocabulary are padding and get no probability. `select` may overwrite its
-        arguments.
+        Logits beyond the vocabulary are padding and get no probability.
         """
         rows = answer.logits if isinstance(answer, LogitsTeacher) else answer.hidden
         logits, n = _logits(answer, self.vocabulary), len(rows)
@@ -182,8 +165,7 @@ class TopK(_StoredTokens):
     """CACHE_METHOD topk: store the k most likely tokens, and the total mass of all others.
 
     The columns are `tokens` `[k]`, `log_probs` `[k]` (float16, of `softmax(logits / temperature)`)
-    and `log_tail` (float32, log of the mass of all other tokens). Reading rescales `log_probs` so
-    that all probabilities sum to 1.
+    and `log_tail` (float32, log of the mass of all other tokens).
     """
 
     name = "topk"
@@ -215,8 +197,7 @@ class TopK(_StoredTokens):
     def _content_of_top_k(self, answer: TopKTeacher) -> Content:
         """Return the columns of a server's answer; `error` is an upper bound.
 
-        The distribution of the tail is unknown, but none of its tokens is more likely than the
-        last of the top k.
+        No token of the tail is more likely than the last of the top k.
         """
         top, log_tail = answer.log_probs, answer.log_tail
         error = (top.exp() * (top - as_cached(answer).log_probs)).sum(-1)
@@ -232,7 +213,7 @@ class TopK(_StoredTokens):
         }
 
     def answer(self, column: Callable[[str], Tensor]) -> TopKTeacher:
-        """Return the most likely tokens with rescaled log-probabilities."""
+        """Return the most likely tokens, rescaled so that all probabilities sum to 1."""
         log_tail = column("log_tail")
         log_probs = _rescaled(column("log_probs"), log_tail)
         return TopKTeacher(widened(column("tokens")), log_probs, log_tail)
@@ -242,17 +223,15 @@ class Sampled(_StoredTokens):
     """CACHE_METHOD sample: store k sampled tokens, whose expected weights are the probabilities.
 
     Token i is drawn with probability min(1, p_i / t) and gets the weight max(p_i, t). The threshold
-    t is chosen such that k tokens are drawn. A token with p_i above t is therefore always drawn and
-    keeps its probability. Tokens are drawn without replacement, and the weights sum to 1. If fewer
+    t is chosen such that k tokens are drawn without replacement, so the weights sum to 1. If fewer
     than k tokens have any probability, the remaining weights are 0.
 
     The columns are `tokens` `[k]`, `weights` `[k]` (float16) and `entropy` (float32, of the full
     distribution).
 
     References:
-        Anshumann et al., "Sparse Logit Sampling: Accelerating Knowledge Distillation in LLMs",
-        2025: advantage of samples over the top k (with k independent draws).
-        Madow, "On the theory of systematic sampling, II", 1949: the sampling scheme.
+        Anshumann et al., Sparse Logit Sampling, 2025, with k independent draws.
+        Madow, On the theory of systematic sampling, II, 1949.
     """
 
     name = "sample"
@@ -278,11 +257,8 @@ class Sampled(_StoredTokens):
 class LastHidden(CacheMethod):
     """CACHE_METHOD hidden: store the last hidden state at each position, and the output head once.
 
-    The answer is bit-identical to the live teacher's answer to the same batch, and supports every
-    divergence and temperature.
-
-    The column is `hidden` `[dim]`. The head has its own file with `weight` and `bias`, whose name
-    contains a digest, so that a cache stays readable while another one replaces it.
+    The answer is bit-identical to the live teacher's. The column is `hidden` `[dim]`. The name of
+    the head's file contains its digest, so a cache stays readable while another one replaces it.
     """
 
     name = "hidden"

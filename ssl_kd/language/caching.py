@@ -31,12 +31,8 @@ SERVED_TOKENS = 2**18  # in a file, and so the most that are requested again aft
 def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progress) -> TeacherCache:
     """Run the teacher over the full text once, and write its predictions to TEACHER_CACHE.
 
-    Runs with the same settings then learn from the cache, without the teacher in memory. Processes
-    started by torchrun split the text; BATCH_SIZE is the batch of each of them.
-
-    Args:
-        settings: settings of the later runs, with CACHE_METHOD.
-        progress: function that is called as `progress(stage, done, total, info)`.
+    Runs with the same settings then learn from the cache. Processes started by torchrun split the
+    text; BATCH_SIZE is the batch of each of them.
 
     Raises:
         SettingsError: TEACHER_MODEL or TEACHER_CACHE is not set.

@@ -81,13 +81,7 @@ class _SecondRun:
 
 
 class FaultExplainer:
-    """Finds the rows and the operation that caused a fault, once per part, and records the step.
-
-    Attributes:
-        explained: parts for which a cause was found, in this process or before a resume.
-        diagnoses: the causes that were found in this process.
-        facts: identities of text and models that a replay compares; saved in the bundle.
-    """
+    """Finds the rows and the operation that caused a fault, once per part, and records the step."""
 
     def __init__(
         self,
@@ -98,9 +92,9 @@ class FaultExplainer:
     ) -> None:
         self._objective, self._guard, self._ranks = objective, guard, ranks
         self._recorder = recorder
-        self.explained: set[str] = set()
-        self.diagnoses: list[Diagnosis] = []
-        self.facts: dict[str, Any] = {}
+        self.explained: set[str] = set()  # parts, in this process or before a resume
+        self.diagnoses: list[Diagnosis] = []  # of this process
+        self.facts: dict[str, Any] = {}  # identities of text and models that a replay compares
         self._read = 0
 
     def bundles(self) -> list[Path]:
@@ -110,8 +104,7 @@ class FaultExplainer:
     def explain(self, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]) -> None:
         """Explain the guard's new events by running the step again.
 
-        The weights must still be those before the update; `rng` is the random state before the
-        step.
+        The weights are still those before the update; `rng` is the random state before the step.
         """
         log = self._guard.events
         new, self._read = log.events[self._read :], len(log)

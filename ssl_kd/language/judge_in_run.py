@@ -102,11 +102,7 @@ def judge_teachers(prepared: Prepared) -> tuple[Prepared, list[Row], dict[str, l
 
 
 def judge_student(prepared: Prepared, judge: LanguageJudge) -> tuple[Row, list[str]]:
-    """Return the student's scores before step 0, and the texts that it generates.
-
-    Raises:
-        InputError: the student's weights or its output are not finite.
-    """
+    """Return the student's scores before step 0, and the texts that it generates."""
     student = prepared.student.model
     (row, texts), weight = judge.row("student before", student), not_finite(student)
     if row["nll"] is not None and weight is None:

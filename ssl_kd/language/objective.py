@@ -33,15 +33,9 @@ class Objective:
     """The loss terms of a student: `ce`, cross-entropy with the text, and `kd`, with the teacher.
 
     The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`. Text that the student generated
-    itself has no `ce`.
-
-    Args:
-        student: a causal language model; its trainable weights are cast to float32.
-        settings: weights of the terms, temperature and divergence, among others.
-        precision: dtypes and device of the forward pass.
-        source: computes the teacher's output for a batch; None for cross-entropy alone.
-        aligned: replaces `source` for a teacher with another tokenizer; the batches must then be
-            of type `AlignedBatch`.
+    itself has no `ce`. Trainable weights are cast to float32. `source` computes the teacher's
+    output for a batch; None means cross-entropy alone. `aligned` replaces it for a teacher with
+    another tokenizer; batches are then of type `AlignedBatch`.
     """
 
     def __init__(
@@ -101,11 +95,8 @@ class Objective:
     ) -> dict[str, Tensor]:
         """Return the unweighted sum of each term over the batch, in float32.
 
-        Args:
-            batch: the rows of a forward pass.
-            late: receives a number to add to `kd` after the backward pass, see
-                `distillation_terms`.
-            first: stores the teacher's outputs, so that `without_sick_rows` can use them again.
+        `late` receives a number to add to `kd` after the backward pass (see `distillation_terms`).
+        `first` stores the teacher's outputs, so that `without_sick_rows` can use them again.
         """
         with self.precision.autocast():
             text = student_side(batch)
@@ -124,8 +115,8 @@ class Objective:
         """Compute the terms of a batch again, each without the rows in which it is not finite.
 
         A row with non-finite hidden states or cross-entropy is left out of every term and of the
-        student's forward pass. The rows are stored in `first.sick`. A batch in
-        which these rows have no targets gives a result with the same bits.
+        student's forward pass. The rows are stored in `first.sick`. The bits are those of a batch
+        in which these rows have no targets.
         """
         batch, device = first.batch, self.precision.device
         text, answers = student_side(batch), first.answers or ()
@@ -202,10 +193,10 @@ class Objective:
         return {"ce": ce, "kd": kd} if self.has_teacher else {"ce": ce}
 
     def _parts(self, text: Batch, n: int, sick: SickRows) -> list[tuple[Any, bool, str | None]]:
-        """Divide `n` positions into parts: (positions, whether `ce` applies, divergence or None).
+        """Divide `n` positions into parts of (positions or None for all, is `ce` used, divergence).
 
-        None instead of positions means all of them. Positions of text precede those that the
-        student generated. Rows in which `kd` is not finite have no divergence.
+        Positions of text precede those that the student generated. Rows in which `kd` is not finite
+        have no divergence (None).
         """
         kind, on_policy = self.settings.kind_of_divergence, self.settings.kind_on_policy
         n_text = text.text_tokens

@@ -139,11 +139,7 @@ def prepare(
     ranks: Ranks = ONE_RANK,
     models: InMemoryModels = NO_MODELS,
 ) -> Prepared:
-    """Open the text, load or build teacher and student, and lay the text out in rows of tokens.
-
-    Raises:
-        SettingsError: teacher, student, cache and text do not fit together.
-    """
+    """Open the text, load or build teacher and student, and lay the text out in rows of tokens."""
     settings = settings.with_cache_router()
     progress("prepare", 0, 3, {})
     train_set, eval_set = texts_of(settings)

@@ -31,12 +31,11 @@ _CPU = torch.device("cpu")
 def replay(path: str | Path) -> Replay:
     """Run the step of a bundle again on the CPU, and find the first operation that fails.
 
-    Text, teacher and tokenizers are opened by the run's settings, so call this in the folder in
-    which the run was started. The student's trained weights come from the bundle. If they exceeded
-    the size limit of a bundle, the explanation that the run recorded is returned instead.
+    Call this in the folder in which the run was started: its settings open text and teachers. If
+    the student's weights exceeded the size limit of a bundle, the explanation that the run recorded
+    is returned instead.
 
     Raises:
-        FileNotFoundError: there is no file at `path`.
         CorruptFileError: the file is damaged, is not a bundle, or has settings of another version.
         InputError: the bundle is not of the language mode, or text or teacher have changed.
     """

@@ -1,18 +1,12 @@
 """Let a model continue rows of text: the student in each step, or the teacher before training.
 
 In on-policy distillation (ON_POLICY), the student continues some rows of each step, so that it is
-trained on the prefixes that it generates itself. The chosen rows and their continuations depend on
-the seed, the step, the row and the weights, but not on other rows, the number of ranks, or a
-resume.
+trained on the prefixes that it generates itself (Agarwal et al., GKD, ICLR 2024, algorithm 1; no
+gradient flows through the sampling). The chosen rows and their continuations depend on the seed,
+the step, the row and the weights, but not on other rows, the number of ranks, or a resume.
 
-In sequence-level distillation (TEACHER_TEXT), the teacher continues rows once. The student is
-trained on the continuations by cross-entropy, and with ALPHA_KD above 0 also by the teacher's
-distributions.
-
-References:
-    Kim and Rush, Sequence-Level Knowledge Distillation, EMNLP 2016.
-    Agarwal et al., On-Policy Distillation of Language Models (GKD), ICLR 2024, algorithm 1: a
-    sequence is the student's with probability lambda; no gradient flows through the sampling.
+In sequence-level distillation (TEACHER_TEXT), the teacher continues rows once, and the student is
+trained on the continuations (Kim and Rush, EMNLP 2016).
 """
 
 from __future__ import annotations
@@ -61,18 +55,8 @@ class Sampler:
 
     Each prompt has its own random generator. A token is drawn from `softmax(logits / temperature)`
     by inverting its distribution function at a uniform number; temperature 0 takes the most likely
-    token. A row ends where its logits are not finite.
-
-    Args:
-        model: causal language model of transformers, with or without adapters.
-        ends: ids of the tokens that end a continuation.
-        vocabulary: number of tokens; larger ids are padding and never drawn.
-        temperature: temperature of the softmax.
-        batch_size: largest number of prompts in a batch.
-        autocast: function that returns the context in which the model runs.
-
-    Attributes:
-        sick: number of rows that ended because their logits were not finite.
+    token. A row ends where its logits are not finite; `sick` counts these rows. Token ids from
+    `vocabulary` on are padding and never drawn.
     """
 
     def __init__(
@@ -94,10 +78,7 @@ class Sampler:
     ) -> list[list[int]]:
         """Return the continuation of each prompt, which depends on its seed and the model alone.
 
-        Args:
-            prompts: token ids of each prompt.
-            rooms: largest length of each continuation, with its end token.
-            seeds: seed of each prompt.
+        `rooms` are the largest lengths of the continuations, end tokens included.
         """
         continuations: list[list[int]] = [[] for _ in prompts]
         with evaluating(self.model), self.autocast():
@@ -201,9 +182,8 @@ def _generator(seed: int) -> torch.Generator:
 def prompt_length(blocks: Blocks, row: int) -> int:
     """Return the number of tokens in the prompt of a row that holds one document.
 
-    The prompt is all tokens before the first target, or all tokens of a row without targets. If at
-    most a start token precedes the first target, the row is plain text, and the prompt is its first
-    PROMPT_TOKENS tokens, or fewer such that at least one token is left.
+    The prompt ends before the first target. Plain text, in which at most a start token precedes it,
+    has a prompt of PROMPT_TOKENS tokens, or fewer such that at least one token is left.
     """
     length, counts = int((blocks.documents[row] > 0).sum()), blocks.counts[row]
     if not counts.any():
@@ -223,18 +203,8 @@ def continue_rows(
 ) -> tuple[Blocks, list[list[int]]]:
     """Replace the text after the prompts of some rows by continuations, which become the targets.
 
-    Args:
-        blocks: rows of text, each of one document.
-        rows: indices of the rows to continue.
-        seeds: seed of each of these rows.
-        sample: function that samples the continuations.
-        max_new_tokens: largest number of tokens of a continuation.
-
-    Returns:
-        The continued rows with the digest of `blocks`, and the continuations alone.
-
-    Raises:
-        InputError: a prompt fills its row.
+    Return the continued rows with the digest of `blocks`, and the continuations alone. Raise
+    InputError if a prompt fills its row.
     """
     width = blocks.ids.shape[1]
     lengths = [prompt_length(blocks, row) for row in rows]
@@ -260,13 +230,8 @@ def continue_rows(
 class RolloutBatches:
     """Make the batches of a step, in which the student continues the share ON_POLICY of the rows.
 
-    Args:
-        rollout: ON_POLICY and the other settings of continuations.
-        blocks: rows of text, each of one document.
-        sample: function that samples the student's continuations.
-        ends: ids of the tokens that end a continuation.
-        seed: seed of the run.
-        keep_text: whether the text of continued rows stays in the batch, too.
+    The rows of `blocks` hold one document each. `ends` are the tokens that end a continuation. With
+    `keep_text`, the text of continued rows stays in the batch, too.
     """
 
     def __init__(
@@ -292,14 +257,9 @@ class RolloutBatches:
     ) -> tuple[list[Batch], dict[str, float]]:
         """Return the batches of a step, in which rows of text precede the continued rows.
 
-        Args:
-            step: number of the step.
-            shares: indices of the rows in each batch.
-            device: device of the batches.
-
-        Returns:
-            The batches, and counts over all of them: `rows`, `written` (continued rows), `tokens`
-            (generated tokens) and `ended` (continuations that reached an end token).
+        `shares` are the indices of the rows in each batch. The second result has counts over all
+        batches: `rows`, `written` (continued rows), `tokens` (generated tokens) and `ended`
+        (continuations that reached an end token).
         """
         distinct = dict.fromkeys(row for share in shares for row in share.tolist())
         rows = [row for row in distinct if self.chosen(step, row)]
@@ -380,10 +340,6 @@ def with_teacher_text(
     The continuations are stored below `data/teacher_text`, and used again for the same teacher,
     text and settings. The first rank writes only the rows that training reads, in that order. An
     interrupted run continues after the last complete file.
-
-    Raises:
-        InputError: the teacher's logits are not finite.
-        CorruptFileError: a file is damaged and must be deleted.
     """
     rows = _rows(settings, settings.teacher_text, len(blocks))
     decisive = ("max_new_tokens", "rollout_temperature", "seed", "teacher_text")

@@ -52,12 +52,8 @@ def run(
     """Train, score and save a student; return the run folder.
 
     With torchrun, every process calls this with the same settings. All of them train one student:
-    they divide the BATCH_SIZE rows among them, and the first one writes the folder.
-
-    Args:
-        settings: all settings of the run.
-        progress: called as `progress(stage, done, total, info)`.
-        models: teacher and student, if they are passed in memory and not named in the settings.
+    they divide the BATCH_SIZE rows among them, and the first one writes the folder. `progress` is
+    called as `progress(stage, done, total, info)`.
 
     Raises:
         SettingsError: teacher, student, text and settings do not fit together.

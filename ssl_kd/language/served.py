@@ -31,13 +31,8 @@ def served_lm(tokenizer_of: str, served_as: str | None) -> CausalLM:
 class ServedTeacher:
     """Return a server's answers to a batch; each document of the batch is a prompt.
 
-    Args:
-        server: client of the server.
-        k: number of most likely tokens at each position; all others are one more outcome.
-        vocabulary: number of token ids of the tokenizer.
-        device: device of the answers.
-        rounded: whether to round as a `topk` cache does, so that an answer is bit-identical to a
-            cached one. False to write that cache.
+    The `k` most likely tokens are returned, and all others are one more outcome. `rounded` answers
+    are bit-identical to those of a `topk` cache; False writes that cache.
     """
 
     def __init__(
@@ -71,12 +66,7 @@ class ServedTeacher:
         return cls(server, teacher.cache_spec[1], n_ids(tokenizer), device=device, **options)
 
     def __call__(self, batch: Batch, rows: Tensor) -> TopKTeacher:
-        """Return the k most likely tokens at some positions, or raise ServerFailed.
-
-        Args:
-            batch: rows of tokens.
-            rows: ascending int64 indices `[n]` into the flattened `[batch * token]` positions.
-        """
+        """Return the k most likely tokens at ascending positions, or raise ServerFailed."""
         top_k = self.top_k_at(batch, rows)
         answer = _with_tail(top_k.tokens, top_k.log_probs, self.vocabulary)
         if self._rounded:

@@ -66,18 +66,12 @@ class FirstPass(Generic[AnyBatch]):
         """Decide on all ranks together which terms to use without some of their rows.
 
         A term is not used if it is not finite in any row of any rank, or if its fault does not
-        reappear in the second pass: the guard then cuts out the whole term.
-
-        Args:
-            ranks: the processes that train together.
-            step: number of the step, for the events.
-            before: the terms of the first pass.
-            terms: the terms of the second pass.
-            lost: computes how much of each term's divisor belongs to rows that were left out.
+        reappear in the second pass: the guard then cuts out the whole term. `before` are the terms
+        of the first pass, `terms` those of the second.
 
         Returns:
             The terms of the second pass to use; an event for each term that lost rows; and how much
-            of its divisor each of these terms lost on this rank.
+            of its divisor, which `lost` computes, each of these terms lost on this rank.
         """
         named = {name: self._named(rows) for name, rows in self.sick.items() if bool(rows.any())}
         without_rows = [name for name, rows in self.sick.items() if bool(rows.all())]
@@ -116,8 +110,7 @@ def without(batch: AnyBatch, rows: Tensor) -> AnyBatch:
 def overwritten(batch: AnyBatch, rows: Tensor) -> AnyBatch:
     """Return a copy of the batch in which `rows` have no targets and the tokens of another row.
 
-    The student's output in these rows is then finite, and its gradient is 0. In a batch with
-    images, the rows keep their tokens.
+    The student's output there is then finite, and its gradient is 0. Rows with images keep theirs.
     """
     if isinstance(batch, AlignedBatch):
         student = overwritten(batch.student, rows)

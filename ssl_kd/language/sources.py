@@ -19,12 +19,9 @@ class Source(Protocol):
     """Interface of an object that returns the teachers' outputs for a batch."""
 
     def __call__(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
-        """Return answers whose divergences to the student are averaged.
+        """Return answers at `rows` whose divergences to the student are averaged.
 
-        Args:
-            batch: tokens on the teachers' device.
-            rows: positions to answer, indices into the flattened `[batch * token]`.
-            student: the student's own answer at these positions, without gradient.
+        `student` is the student's own answer at these positions, without gradient.
         """
         ...
 
@@ -32,10 +29,7 @@ class Source(Protocol):
 class Plain:
     """Return the answers of live teachers, a cache or a server, which ignore the student.
 
-    Args:
-        answers: functions that return the answers, one for each teacher.
-        names: names of several teachers, for messages about faults.
-        weights: weights of several teachers in the average; None for equal weights.
+    `names` of several teachers are for messages about faults; `weights` are theirs in the average.
     """
 
     def __init__(

@@ -70,24 +70,17 @@ def precision_of(run: TrainingSettings) -> Precision:
 class StudentStep:
     """The result of a training step.
 
-    Attributes:
-        terms: mean of each loss term, NaN if it was not finite. `ce`, in nats per token, is absent
-            if the step had no text; `kd`, absent without a teacher, is the divergence times
-            temperature squared in nats per token, or the distance of ALIGN per group of tokens.
-        loss: the weighted sum of the finite terms.
-        grad_norm: norm of the gradient before clipping.
-        updated: whether the student's weights changed.
-        tokens: number of target tokens in the batches of all ranks.
-        router: loss, drift and entropy of the teacher's router, if the router is trained.
-        rollouts: share, length and completion of the student's continuations, if there are any.
+    `ce`, in nats per token, is absent if the step had no text. `kd`, absent without a teacher, is
+    the divergence times temperature squared in nats per token, or the distance of ALIGN per group
+    of tokens.
     """
 
-    terms: dict[str, float]
-    loss: float
-    grad_norm: float
-    updated: bool
-    tokens: int
-    router: dict[str, float | None]
+    terms: dict[str, float]  # mean of each loss term, NaN if it was not finite
+    loss: float  # weighted sum of the finite terms
+    grad_norm: float  # before clipping
+    updated: bool  # whether the student's weights changed
+    tokens: int  # target tokens in the batches of all ranks
+    router: dict[str, float | None]  # loss, drift and entropy of a router that is trained
     rollouts: dict[str, float | None] = field(default_factory=dict)
 
     @property
@@ -155,11 +148,6 @@ class Distiller(Objective):
       in which the student was not updated.
 
     With `torch.distributed`, every rank creates a distiller and calls `step` equally often.
-
-    Args:
-        student, settings, precision, source, aligned: see `Objective`.
-        events: file for the guard's events, or an `EventLog`.
-        recorder: saves the first fault of each part for a replay.
     """
 
     def __init__(
@@ -209,9 +197,8 @@ class Distiller(Objective):
     def step(self, batches: Sequence[Batch | AlignedBatch], learning_rate: float) -> StudentStep:
         """Train on some batches as if they were one large batch.
 
-        Raises:
-            TooFewHealthyParts: training cannot continue. The student is restored to its last good
-                state.
+        Raise TooFewHealthyParts if training cannot continue; the student is then restored to its
+        last good state.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -301,7 +288,7 @@ class Distiller(Objective):
     ) -> tuple[int, int, dict[str, float]]:
         """Return the target tokens and the text tokens of all ranks, and each term's divisor.
 
-        The divisor of a term is the mean count per rank, because gradients are averaged over ranks.
+        The divisor is the mean count per rank, because gradients are averaged over ranks.
         """
         local, what = self.counts(batches), f"step {self.guard.steps}, the tokens"
         local_text = sum(student_side(batch).text_tokens for batch in batches)

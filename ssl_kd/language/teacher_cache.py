@@ -39,10 +39,9 @@ _BELOW_INF = {name for method in METHODS.values() for name in method.below_inf}
 
 @dataclass(frozen=True)
 class TeacherFingerprint(BaseFingerprint):
-    """Identity of a cache of a teacher's answers: all inputs that its content depends on.
+    """All inputs that the content of a cache depends on.
 
-    For the method `hidden`, `k` and `temperature` are set to None, because hidden states do not
-    depend on them.
+    `k` and `temperature` are None for the method `hidden`, which does not depend on them.
     """
 
     way_out = (
@@ -98,13 +97,9 @@ LiveTeacher = Callable[[Batch, Tensor], Any]
 class TeacherCache(ShardStore):
     """Cache of a teacher's answers at all positions of some rows of tokens whose next token counts.
 
-    Use `open` or `write` to get one. A row of the store belongs to one row of tokens and has the
-    same length; positions whose next token does not count hold zeros. The columns depend on
-    CACHE_METHOD (see `ssl_kd.language.cache_methods`). Each row also stores the number of `real`
-    positions, and the sums over them of the mass `lost` and of the `error`.
-
-    Attributes:
-        method: method by which answers are stored.
+    A row of the store belongs to one row of tokens and has the same length; positions whose next
+    token does not count hold zeros. The columns are those of the CACHE_METHOD, the number of `real`
+    positions of the row, and the sums over them of the mass `lost` and of the `error`.
     """
 
     fingerprint_type = TeacherFingerprint
@@ -115,13 +110,9 @@ class TeacherCache(ShardStore):
     def open(
         cls, folder: str | Path, expect: Mapping[str, Any] | None = None, *, verify: bool = True
     ) -> TeacherCache:
-        """Open a cache.
+        """Open a cache whose `TeacherFingerprint` has the fields `expect`.
 
-        Args:
-            folder: folder of the cache.
-            expect: fields that the cache's `TeacherFingerprint` must have.
-            verify: whether to check checksums, and every row for NaN, infinities and values out of
-                range.
+        `verify` checks checksums, and every row for NaN, infinities and values out of range.
 
         Raises:
             FileNotFoundError: the folder holds no complete cache.
@@ -198,13 +189,11 @@ class TeacherCache(ShardStore):
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
 
     def facts(self) -> dict[str, Any]:
-        """Return properties of the cache for a report.
+        """Return properties of the cache for a report: of its method, and means over its tokens.
 
-        These are `method`, the properties of the method, and means over all tokens without padding:
-        `bytes_per_token` on disk (without the output head), `tail_mass` of the tokens that are not
-        stored, and `fidelity_kl` in nats. With `topk`, `fidelity_kl` is the KL from the full to the
-        cached distribution; with `sample`, the estimated KL of a student that equals the teacher,
-        ideally 0; with `hidden`, 0.
+        `bytes_per_token` excludes the output head, `tail_mass` is not stored, and `fidelity_kl` in
+        nats is the KL from the full to the cached distribution; with `sample`, it is the estimated
+        KL of a student that equals the teacher.
         """
         statistics = self.manifest["statistics"]
         names = ("bytes_per_token", "tail_mass", "fidelity_kl")
@@ -215,12 +204,7 @@ class TeacherCache(ShardStore):
         return f"TeacherCache({str(self.folder)!r}, n={self.n}, {self.facts()})"
 
     def __call__(self, batch: Batch, rows: Tensor) -> TeacherOutput:
-        """Return the teacher's answer at some positions, on the device of `rows`.
-
-        Args:
-            batch: some of the rows that the cache was written for.
-            rows: int64 indices `[n]` of real positions in the flattened `[batch * token]`.
-        """
+        """Return the teacher's answer at real positions, as a `FrozenTeacher` does."""
         width = batch.input_ids.shape[1]
 
         def column(name: str) -> Tensor:
@@ -246,27 +230,28 @@ def write(
 ) -> TeacherCache:
     """Write a cache of a teacher's answers at every real position.
 
-    An interrupted run continues after its last complete file, with the same batches.
+    An interrupted run continues after its last complete file, with the same batches. With `ranks`,
+    each process writes every n-th file.
 
     Args:
         teacher: teacher that computes in `fingerprint.dtype`.
         blocks: rows of tokens.
         folder: folder of the cache.
         fingerprint: identity of the cache, with its method, k and temperature.
-        vocabulary: number of tokens of the tokenizer. Logits beyond it are padding without mass,
-            but `hidden` stores the full output head. None for no padding.
-        batch_size: number of rows in a forward pass.
-        shard_rows: number of rows in a file; None for files of about 256 MiB.
+        vocabulary: the tokenizer's token count. Logits beyond it are padding without mass, but
+            `hidden` stores the full output head. None for no padding.
+        batch_size: rows in a forward pass.
+        shard_rows: rows in a file; None for files of about 256 MiB.
         force: whether to recompute all files.
         rebuild: whether to recompute damaged files.
-        progress: function that is called with (rows done, rows) after each batch.
-        ranks: processes that write the same files as one process would, each every n-th file.
+        progress: called with (rows done, rows) after each batch.
+        ranks: the processes that write together.
 
     Raises:
-        ValueError: an answer of the teacher is NaN, or this method cannot store the answers.
+        InputError: an answer of the teacher is NaN, or the method cannot store the answers.
         FingerprintMismatch: the folder holds another cache, and `force` is not set.
-        CorruptFileError: a file is damaged, and neither `force` nor `rebuild` is set.
-        NonFiniteRow: a row is invalid, and neither `force` nor `rebuild` is set.
+        CorruptFileError, NonFiniteRow: a file is damaged or a row is invalid, and neither `force`
+            nor `rebuild` is set.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected at least 1")

@@ -63,12 +63,9 @@ def trained_teacher(
     progress: Progress,
     ranks: Ranks = ONE_RANK,
 ) -> Path:
-    """Train a small teacher by cross-entropy for TEACHER_MODEL `train`, on all ranks together.
+    """Train a small teacher by cross-entropy for TEACHER_MODEL `train`; return its folder.
 
     A teacher that was trained earlier on the same text with the same settings is used again.
-
-    Returns:
-        Folder of the teacher, below `data/teachers`.
     """
     assert settings.to_train is not None
     size, steps = settings.to_train

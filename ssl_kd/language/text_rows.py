@@ -58,18 +58,10 @@ def lay_out(
     *,
     aligned: bool = False,
 ) -> Blocks | AlignedBlocks:
-    """Tokenize text, with its images if there are any, and lay it out in rows.
+    """Tokenize text, with its images if there are any, and lay it out in rows of tokens.
 
-    Args:
-        block_size: number of tokens in a row.
-        packing: put several documents in a row if all models can mask attention between them.
-        texts: the documents.
-        student: provides the tokenizer or processor.
-        teachers: all teachers, to check whether they can read the rows.
-        aligned: whether to tokenize the text for student and first teacher separately.
-
-    Raises:
-        SettingsError: the text holds images that a model cannot read, or prepares differently.
+    With `packing`, a row holds several documents if all models can mask attention between them.
+    With `aligned`, the text is tokenized for the student and the first teacher separately.
     """
     _check_images_are_seen(texts, student, teachers)
     if aligned and teachers:

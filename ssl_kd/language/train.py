@@ -42,24 +42,12 @@ def train(
     on_checkpoint: Callable[[int], object] = lambda step: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train a student until step `steps`, and call the given functions on the way.
+    """Train a student until step `steps`; return the number of steps done.
 
-    Args:
-        distiller: the student with its loss, optimizer and guard; changed in place.
-        blocks: the rows of text, for two tokenizers if the teacher has another one.
-        steps: number of steps in total.
-        start: number of steps that were done before.
-        rollouts: builds the batches if ON_POLICY is above 0, see `rollout_batches`.
-        on_step: called with the number of each step, from 0, and its result.
-        on_log: called with a row of mean values every LOG_EVERY steps, and at the end.
-        on_eval: called with the number of steps done, every EVAL_EVERY steps and at the end.
-        on_checkpoint: called with the number of steps done, every CHECKPOINT_EVERY steps and at the
-            end, to save the state.
-        should_stop: called before every step; if it returns True, a checkpoint is saved and
-            training ends.
-
-    Returns:
-        The number of steps done; fewer than `steps` if `should_stop` ended the training.
+    `rollouts` makes the batches if ON_POLICY is above 0. `on_step` gets each step, from 0, and its
+    result; `on_log` a row of means every LOG_EVERY steps; `on_eval` and `on_checkpoint` the number
+    of steps done. If `should_stop` returns True before a step, a checkpoint is saved and training
+    ends.
 
     Raises:
         TooFewHealthyParts: training cannot continue, or no step changed the student. The last good
