@@ -84,11 +84,7 @@ class HeadBank:
         return torch.stack([self.new_row(seed * 100_003 + i) for i in heads])
 
     def new_row(self, seed: int) -> Tensor:
-        """Return initial weights `[parameter]` float32 of one head, which depend on `seed` only.
-
-        Raises:
-            ValueError: the head's initial weights are not finite.
-        """
+        """Return initial weights `[parameter]` float32 of one head, which depend on `seed` only."""
         with drawing(seed):
             row = self.flatten(self.make_head())
         if not torch.isfinite(row).all():
@@ -157,10 +153,6 @@ def head_maker(path: str, in_dim: int, n_clusters: int, **options: int) -> Calla
     """Return a function that builds a head `Class(in_dim, n_clusters)` from its import path.
 
     `options` are layer widths; those that the head's constructor accepts are passed to it.
-
-    Raises:
-        ValueError: the head cannot be imported. The returned function raises it if the head cannot
-            be built.
     """
     head = import_head(path)
     known = inspect.signature(head).parameters
@@ -190,17 +182,7 @@ class _Maker:
 
 
 def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) -> None:
-    """Check that a bank's heads map embeddings to one differentiable logit per cluster.
-
-    Args:
-        bank: the heads.
-        weights: `[head, parameter]`, of which the first row is used.
-        in_dim: width of the embeddings.
-        n_clusters: expected number of logits.
-
-    Raises:
-        ValueError: the output is wrong or the forward pass fails; the message names the head class.
-    """
+    """Check that a bank's heads map embeddings to one differentiable logit per cluster."""
     name, expected = type(bank._template).__name__, (1, 2, n_clusters)
     x = torch.zeros(2, in_dim, device=weights.device)
     rows = {n: p.detach().requires_grad_() for n, p in bank.unflatten(weights[:1]).items()}
@@ -245,9 +227,5 @@ def parameters_of(make_head: Callable[[], nn.Module]) -> int | None:
 
 
 def import_head(path: str) -> type[nn.Module]:
-    """Import a head class by its path, such as `heads.cosine_head.CosineHead`.
-
-    Raises:
-        ValueError: the path has no dot, cannot be imported, or is not an `nn.Module` class.
-    """
+    """Import a head class by its path, such as `heads.cosine_head.CosineHead`."""
     return import_class(path, nn.Module, "head")

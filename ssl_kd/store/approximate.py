@@ -44,7 +44,6 @@ from ssl_kd.training.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-SEARCHES = ("auto", "exact", "ivf")
 EXACT_ROWS = 100_000  # largest set for which all pairs are compared, in minutes
 CELLS_PER_ROOT, MOST_CELLS = 2, 65_536
 POINTS_PER_CELL = 64  # of k-means
@@ -63,35 +62,27 @@ def find_neighbors(
     store: EmbeddingStore,
     k: int,
     *,
-    search: str = "auto",
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Find the k nearest other rows by cosine similarity, and save them in the store's folder.
 
-    An `ivf` search needs memory for the sample of k-means, 128 sqrt(n) rows, and a few bytes per
-    row. It saves the neighbors in `neighbours_{split}.npy`, and the record in
-    `neighbours_{split}.json`. The same embeddings and number of threads give the same neighbors.
-
-    Args:
-        store: the embeddings.
-        k: number of neighbors, from 1 to n - 1.
-        search: `exact`, `ivf`, or `auto` (exact up to `EXACT_ROWS` rows).
-        device: device of an exact search; an `ivf` search runs on the CPU.
-        progress: called with (rows done, n).
+    All pairs are compared up to `EXACT_ROWS` rows. From there on an index on disk is searched, on
+    the CPU; it needs memory for the sample of k-means, 128 sqrt(n) rows, and a few bytes per row.
+    The same embeddings and number of threads give the same neighbors. `progress` is called with
+    (rows done, n).
 
     Returns:
-        The neighbors, integers `[n, k]`, nearest first, and a record of the search. An `ivf` search
-        returns int32 (int64 from 2^31 rows on), memory-mapped from the file. The record contains
-        `index` and `recall`; for an `ivf` search also `nlist`, `nprobe`, `queries` (number of rows
-        on which the recall was measured), `compared` (fraction of all pairs) and `seconds`.
+        The neighbors, integers `[n, k]`, nearest first, and a record of the search: `index` and
+        `recall`; of an index also `nlist`, `nprobe`, `queries` (rows on which the recall was
+        measured), `compared` (fraction of all pairs) and `seconds`. Neighbors from an index are
+        int32 (int64 from 2^31 rows on), memory-mapped from `neighbours_{split}.npy`.
 
     Raises:
-        ValueError: `search` is unknown.
         InputError: k is out of range, or the disk has too little space for the index.
         LockHeld: another process is searching in this folder.
     """
-    if not by_index(store, search):
+    if not by_index(store):
         neighbors = cached_neighbors(store, k, device=device, progress=progress)
         return neighbors, {"index": "exact", "recall": 1.0}
     check_k(k, store.n)
@@ -117,27 +108,19 @@ def find_neighbors(
     return neighbors, record
 
 
-def by_index(store: EmbeddingStore, search: str = "auto") -> bool:
+def by_index(store: EmbeddingStore) -> bool:
     """Return whether `find_neighbors` searches with an index instead of comparing all pairs."""
-    if search not in SEARCHES:
-        raise ValueError(f"search is {search!r}; expected one of {', '.join(SEARCHES)}")
-    return search == "ivf" or (search == "auto" and store.n > EXACT_ROWS)
+    return store.n > EXACT_ROWS
 
 
-def kept_neighbors(
-    store: EmbeddingStore, k: int, *, search: str = "auto", verify: bool = True
-) -> Tensor | None:
+def kept_neighbors(store: EmbeddingStore, k: int) -> Tensor | None:
     """Load the neighbors that `find_neighbors` saved for a store; return None if there are none.
 
-    Args:
-        store: the embeddings.
-        k: number of neighbors.
-        search: `exact`, `ivf` or `auto`, as in `find_neighbors`.
-        verify: whether to read a mapped file once to check its checksum.
+    The checksum of a mapped file is not verified, which would read the whole file.
     """
-    if not by_index(store, search):
+    if not by_index(store):
         return saved_exact(store, k)
-    saved = _saved(store, k, verify)
+    saved = _saved(store, k, verify=False)
     return None if saved is None else saved[0]
 
 

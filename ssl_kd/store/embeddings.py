@@ -52,17 +52,11 @@ def is_bad(peaks: Tensor) -> Tensor:
 
 
 def odd_rows(blocks: Iterable[Tensor], n_clusters: int) -> str:
-    """Describe problems of finite embeddings that make clustering meaningless.
+    """Describe problems of finite embeddings that make clustering meaningless, in one line or "".
 
-    Reported are rows that outweigh all others together, rows of zeros, fewer distinct rows than
-    clusters, and rows that all point in nearly the same direction.
-
-    Args:
-        blocks: all rows in order, `[b, D]` each.
-        n_clusters: number of clusters to find.
-
-    Returns:
-        The problems in one line; empty if there are none.
+    They are rows that outweigh all others together, rows of zeros, fewer distinct rows than
+    clusters, and rows that all point in nearly the same direction. The blocks `[b, D]` are all
+    rows in order.
     """
     peaks, distinct, n_units, units = [], set(), 0, torch.zeros((), dtype=torch.float64)
     enough = max(2, n_clusters)
@@ -125,17 +119,6 @@ class EmbeddingStore(ShardStore):
 
     Rows are numbered 0 to n - 1 in the order of the data set; samples that could not be read have
     no row.
-
-    Attributes:
-        folder: folder of the files.
-        split: name of the split.
-        manifest: content of the manifest.
-        n: number of rows.
-        dim: length of a row.
-        labels: int64 [n], -1 where unknown; None if the data set has no labels.
-        indices: int64 [n], each row's index in the data set.
-        class_names: names of the classes, or None.
-        fingerprint: identity of the teacher and the data.
     """
 
     fingerprint_type = Fingerprint
@@ -151,12 +134,12 @@ class EmbeddingStore(ShardStore):
     def __init__(self, folder: str | Path, name: str, **settings: Any):
         super().__init__(folder, name, **settings)
         self.split: str = self.manifest["split"]
-        self.dim: int = self.manifest["dim"]
-        names = self.manifest["class_names"]
+        self.dim: int = self.manifest["dim"]  # length of a row
+        names, labels = self.manifest["class_names"], self._held["labels"]
         self.class_names: tuple[str, ...] | None = None if names is None else tuple(names)
-        self.labels = self._held["labels"] if self.manifest["labelled"] else None
+        # int64 `[n]`, -1 where unknown; None if the data set has no labels.
+        self.labels = labels if self.manifest["labelled"] else None
         known = torch.iinfo(torch.int64).max if names is None else len(names)
-        labels = self._held["labels"]
         if (
             not all(isinstance(n, str) for n in names or ())
             or len(labels)
@@ -177,19 +160,15 @@ class EmbeddingStore(ShardStore):
         verify: bool = True,
         exclude_bad: bool = False,
     ) -> EmbeddingStore:
-        """Open the cache of one split.
+        """Open the cache of one split, `train` or `test`.
 
-        Args:
-            folder: folder of the cache.
-            split: `train` or `test`.
-            expect: the required fingerprint; None accepts any.
-            verify: whether to read all files once, and check their checksums and all rows for NaN,
-                infinities and implausibly large values. Sizes and shapes are always checked.
-            exclude_bad: whether to exclude bad rows instead of raising.
+        With `verify`, all files are read once, to check their checksums and all rows for NaN,
+        infinities and implausibly large values; sizes and shapes are always checked. With
+        `exclude_bad`, bad rows are excluded instead of raising.
 
         Raises:
             FileNotFoundError: there is no complete cache.
-            FingerprintMismatch: the cache was computed from other inputs.
+            FingerprintMismatch: the cache was computed from other inputs than `expect`.
             CorruptFileError: a file is damaged.
             NonFiniteRow: a row is bad, and `exclude_bad` is false.
         """
@@ -283,23 +262,15 @@ class EmbeddingStore(ShardStore):
 
 
 class EmbeddingWriter(ShardWriter[EmbeddingStore]):
-    """Write the embeddings and labels of one split.
+    """Write the embeddings and labels of one split of n samples, including unreadable ones.
 
     Args:
-        folder: folder of the cache.
-        split: `train` or `test`.
-        fingerprint: identity of the teacher and the data.
-        n: number of samples in the data set, including unreadable ones.
-        dim: length of an embedding.
         dtype: stored dtype, float32, float16 or bfloat16; rows are always read as float32. None:
             the dtype of an existing cache of the same fingerprint, otherwise `fingerprint.dtype`.
         labels: int64 [n], -1 where unknown; None if there are no labels.
         ids: names of the n samples.
         class_names: names of the classes 0, 1, ...
-        options: other arguments of `ShardWriter`.
-
-    Raises:
-        FingerprintMismatch, CorruptFileError, NonFiniteRow, LockHeld: see `ShardWriter`.
+        options: other arguments of `ShardWriter`, which also lists the errors.
     """
 
     def __init__(

@@ -65,13 +65,6 @@ class BaseFingerprint:
 class Fingerprint(BaseFingerprint):
     """The inputs that determine a teacher's embeddings.
 
-    Args:
-        teacher: name of the teacher.
-        weights: identity of the teacher's weights.
-        transform: identity of the preprocessing, including the image size.
-        dtype: dtype in which the teacher computes.
-        data: identity of the data set: samples, order and labels.
-
     >>> a = Fingerprint("pixels", "none", "none", "float32", "digits")
     >>> a.differences(Fingerprint("dinov2_vits14", "none", "none", "float32", "digits"))
     ["teacher: cache has 'pixels', this run needs 'dinov2_vits14'"]
@@ -82,8 +75,8 @@ class Fingerprint(BaseFingerprint):
         "data and teacher). To replace it, use --force-recompute."
     )
 
-    teacher: str
-    weights: str
-    transform: str
-    dtype: str
-    data: str
+    teacher: str  # name of the teacher
+    weights: str  # identity of the teacher's weights
+    transform: str  # identity of the preprocessing, including the image size
+    dtype: str  # dtype in which the teacher computes
+    data: str  # identity of the data set: samples, order and labels

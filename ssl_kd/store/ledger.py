@@ -25,15 +25,8 @@ class Ledger:
 
     The finished cache is in `folder`. The unfinished one is in `partial`, with a manifest that
     lists the complete shards. Manifests are changed under a lock, so no entry is lost; if two
-    writers compute the same shard, the first one is kept.
-
-    `shared` says whether other writers store other shards; see `ShardWriter` for the other
-    arguments.
-
-    Attributes:
-        partial: folder of the unfinished cache.
-        header: fields of the manifest; `look` updates those in `adopt`.
-        shard_rows: rows per shard; `look` takes them from an existing cache.
+    writers compute the same shard, the first one is kept. `shared` says whether other writers store
+    other shards; see `ShardWriter` for the other arguments.
     """
 
     def __init__(
@@ -51,11 +44,11 @@ class Ledger:
         shared: bool = False,
     ):
         self.kind, self.folder, self.name, self.fingerprint = kind, folder, name, fingerprint
-        self.header, self.shard_rows = header, shard_rows
+        self.header, self._adopt = header, adopt  # `look` updates the fields in `adopt`
+        self.shard_rows = shard_rows  # `look` takes it from an existing cache
         self.force, self.rebuild, self._shared = force, rebuild, shared
         self._anew: dict[str, bool] = {}  # marks an unfinished cache that replaces the finished one
         self.partial = folder / f"{name}.partial"
-        self._adopt = adopt
         self._refused: Collection[Manifest] = ()
         self._changing = Lock(folder / f".{name}.change.lock", wait=SECONDS_TO_WAIT)
 
@@ -85,9 +78,8 @@ class Ledger:
     def look(self) -> dict[Path, Manifest]:
         """Read the manifests of this cache, by folder, and adopt the shard size of the first one.
 
-        Raises:
-            FingerprintMismatch: without `force`, the existing cache was computed from other inputs.
-            CorruptFileError: without `force`, the manifest of the finished cache is damaged.
+        Without `force`, raises FingerprintMismatch if the existing cache was computed from other
+        inputs and CorruptFileError if the manifest of the finished cache is damaged.
         """
         same, foreign = self._read(begin=True)
         if self.force:  # a writer of some shards joins the new cache of the others
@@ -101,12 +93,7 @@ class Ledger:
         return self._fitting(same)
 
     def begin_anew(self, shards: Collection[int], join: bool) -> None:
-        """Start a new cache, even if a complete one exists.
-
-        Args:
-            shards: numbers of the shards that this writer computes.
-            join: whether to keep the other shards of an unfinished new cache.
-        """
+        """Start a new cache; with `join`, keep the shards of other writers of an unfinished one."""
         with self._changing:
             same = self.look() if join else {}
             if not same:
@@ -119,9 +106,7 @@ class Ledger:
     def begin(self, stored: Mapping[int, Manifest], refused: Collection[Manifest]) -> None:
         """Start writing: join the unfinished cache of other writers, or start a new one.
 
-        Args:
-            stored: manifest entries of intact shards, by shard number.
-            refused: manifest entries of shards that have to be recomputed.
+        `stored` are intact shards by number, `refused` those that have to be recomputed.
         """
         self._refused = refused
         with self._changing:
@@ -130,19 +115,12 @@ class Ledger:
                 self._join(same, stored, refused)
 
     def add(self, ready: Path, entry: Manifest, stored: Mapping[int, Manifest]) -> Manifest:
-        """Add a shard to the manifest, unless another writer has already added it.
+        """Add the shard in the file `ready` to the manifest, unless another writer has done so.
 
-        Args:
-            ready: file of the shard, which is moved to its place or removed.
-            entry: manifest entry of the shard.
-            stored: entries of other shards, in case the manifest was removed.
-
-        Returns:
-            The entry that the manifest now contains for this shard.
-
-        Raises:
-            FingerprintMismatch: other writers have replaced the cache by one of other inputs.
-            FileNotFoundError: another writer has published the cache and removed `ready`.
+        Returns the entry that the manifest now contains. `stored` are the entries of other shards,
+        in case the manifest was removed. Raises FingerprintMismatch if other writers have replaced
+        the cache by one of other inputs, and FileNotFoundError if another writer has published the
+        cache and removed `ready`.
         """
         shard = self.shard_of(entry)
         with self._changing:
@@ -164,11 +142,7 @@ class Ledger:
         return entries.get(shard, entry)
 
     def publish(self) -> Manifest | None:
-        """Move the cache to its final folder if all shards are stored.
-
-        Returns:
-            The manifest, or None if a shard is missing.
-        """
+        """Move a complete cache to its final folder; return the manifest, or None if incomplete."""
         with self._changing:
             same = self._fitting(self._read()[0])
             listed = [(entry, place) for place in same for entry in same[place]["shards"]]

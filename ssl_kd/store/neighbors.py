@@ -54,21 +54,12 @@ def nearest_neighbors(
     device: str | torch.device = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Find the k nearest other rows of every row by comparing all pairs.
+    """Find the k nearest other rows of every row by comparing all pairs: int64 `[n, k]` on the CPU.
 
     A row is never its own neighbor, but duplicates of it are neighbors like any other. A row of
-    zeros is equally far from all rows.
-
-    Args:
-        embeddings: a store, or finite floating-point rows [n, D].
-        k: number of neighbors, from 1 to n - 1.
-        metric: `cosine` or `euclidean`. For `euclidean`, center the rows first, since distances are
-            computed in float32.
-        device: device of the computation.
-        progress: called with (rows done, n) after each block.
-
-    Returns:
-        int64 [n, k] on the CPU, nearest first; the order of ties is arbitrary.
+    zeros is equally far from all rows. The nearest comes first; the order of ties is arbitrary.
+    For `metric="euclidean"`, center the rows first, since distances are computed in float32.
+    `progress` is called with (rows done, n) after each block.
 
     Raises:
         InputError: k is out of range, or a row is not finite.
@@ -117,15 +108,9 @@ def nearest_among(
 ) -> Tensor:
     """Find the k candidates with the largest dot products with each query, except the query itself.
 
-    Args:
-        queries: float32 `[b, D]`.
-        itself: int64 `[b]`, the row number of each query.
-        candidates: blocks `(first row number, rows [c, D])`.
-        k: number of neighbors.
-        search: the function returned by `search_on`.
-
-    Returns:
-        Row numbers int64 `[b, k]`, nearest first; fewer columns if there are fewer candidates.
+    The queries are `[b, D]` and `itself` their row numbers `[b]`; candidates are blocks of
+    `(first row number, rows [c, D])`. Returns row numbers `[b, k]`, nearest first, or fewer columns
+    if there are fewer candidates.
     """
     best = queries.new_empty(len(queries), 0)
     rows = itself.new_empty(len(queries), 0)
@@ -149,8 +134,7 @@ def cached_neighbors(
 ) -> Tensor:
     """Return the `nearest_neighbors` of a store, and save them in `neighbours_{split}.pt`.
 
-    A saved file is reused if it has the same embeddings and at least k neighbors, and is replaced
-    otherwise or if it is damaged.
+    A saved file is reused if it has the same embeddings and at least k neighbors.
     """
     check_k(k, store.n)
     if (saved := saved_exact(store, k)) is not None:

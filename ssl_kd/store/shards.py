@@ -38,13 +38,7 @@ Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class NonFiniteRow(UserError, ValueError):
-    """Raised for a row that is NaN, infinite or implausibly large.
-
-    Attributes:
-        file: name of the shard that contains the row.
-        row: index of the sample in the data set.
-        sample: name of the sample.
-    """
+    """Raised for a row that is NaN, infinite or implausibly large: sample `row` of the data set."""
 
     def __init__(self, file: str, position: int, row: int, sample: str, what: str):
         self.file, self.row, self.sample = file, row, sample
@@ -67,9 +61,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path) -> Manifest:
     """Read and verify a manifest.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CorruptFileError: the file is damaged, or was written by another version.
+    Raises CorruptFileError if it is damaged or was written by another version.
     """
     size_of(path)
     try:
@@ -133,14 +125,6 @@ class ShardStore:
 
     A subclass defines the columns, and which rows count as bad. Rows are numbered 0 to n - 1 in the
     order of the data set; samples that were left out have no row.
-
-    Attributes:
-        folder: folder of the files.
-        name: prefix of the file names.
-        manifest: content of the manifest.
-        n: number of rows.
-        indices: int64 [n], each row's index in the data set.
-        fingerprint: identity of the teacher and the data that the content was computed from.
     """
 
     fingerprint_type: ClassVar[type[BaseFingerprint]]
@@ -149,12 +133,7 @@ class ShardStore:
 
     @classmethod
     def describe(cls, path: Path) -> tuple[Manifest, BaseFingerprint]:
-        """Read a manifest, and return it with its fingerprint.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            CorruptFileError: the file is damaged, or was written by another version.
-        """
+        """Read a manifest, and return it with its fingerprint."""
         manifest = read_manifest(path)
         try:
             if odd := cls._odd(manifest):
@@ -195,12 +174,7 @@ class ShardStore:
 
     @classmethod
     def faults(cls, content: Content, whole: bool) -> dict[int, str]:
-        """Return the reason for each bad row, by position.
-
-        Args:
-            content: columns of some rows.
-            whole: whether these are all rows of a shard.
-        """
+        """Return the reason for each bad row, by position, of a `whole` shard or a part of it."""
         raise NotImplementedError
 
     @classmethod
@@ -287,8 +261,7 @@ class ShardStore:
     def check_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> dict[int, str]:
         """Verify a shard's checksum, and return the reason for each bad row, by position.
 
-        Raises:
-            CorruptFileError: the file is missing or has changed since it was written.
+        Raises CorruptFileError if the file is missing or has changed since it was written.
         """
         fault = ""
         faults: dict[int, str] = {}
@@ -344,18 +317,7 @@ class ShardStore:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def take(self, column: str, rows: Tensor) -> Tensor:
-        """Read some rows of a column.
-
-        Args:
-            column: name of the column.
-            rows: integers [b] from 0 to n - 1, in any order, possibly repeated.
-
-        Returns:
-            A copy of the rows, [b, ...] in the stored dtype.
-
-        Raises:
-            IndexError: a row number is out of range.
-        """
+        """Return a copy of some rows of a column, `[b, ...]` in the stored dtype."""
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
         if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < self.n):
             low, high = int(rows.min()), int(rows.max())

@@ -41,9 +41,6 @@ class ShardWriter(Generic[S]):
 
     Args:
         kind: store class that reads the cache and defines its columns and bad rows.
-        folder: folder of the cache.
-        name: prefix of the file names.
-        fingerprint: identity of the teacher and the data.
         header: further fields of the manifest, in JSON's types. They determine the columns.
         adopt: fields of `header` that an existing cache of the same fingerprint overrides.
         ids: sample names, one for each row of the data set.
@@ -53,7 +50,7 @@ class ShardWriter(Generic[S]):
         force: recompute all shards. With `only`, the writer joins an unfinished new cache and drops
             only its own shards; `slice(0)` starts a new cache for writers without `force` to join.
         rebuild: recompute damaged shards; `missing` lists their rows.
-        back: function that decides, given the manifest entry of a sample that was skipped earlier,
+        back: function that decides, from the manifest entry of a sample that was skipped earlier,
             whether the sample is available now. If so, its shard is recomputed.
 
     Raises:
@@ -188,16 +185,10 @@ class ShardWriter(Generic[S]):
         return [range(at, min(at + batch_size, self.n)) for at in sorted(starts)]
 
     def put(self, content: Content, rows: Tensor) -> None:
-        """Add some rows, ignoring those in shards that this writer does not have to compute.
+        """Add columns `[b, ...]` of increasing rows `[b]`, ignoring shards of other writers.
 
-        Args:
-            content: columns, each [b, ...], on any device.
-            rows: int64 [b], increasing indices of the rows in the data set.
-
-        Raises:
-            ValueError: rows are repeated or out of order, or an earlier row is missing.
-            NonFiniteRow: a row is bad; none of the rows was added.
-            OSError: the disk is full; complete shards are kept.
+        Raises ValueError if rows are repeated or an earlier one is missing, and NonFiniteRow for a
+        bad row; then none was added. Complete shards are kept, also if the disk is full (OSError).
         """
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
         self._check_rows(rows)
@@ -230,23 +221,15 @@ class ShardWriter(Generic[S]):
             self._write_complete()
 
     def publish(self) -> Manifest | None:
-        """Publish the cache if all shards, including those of other writers, are stored.
+        """Publish the cache and return its manifest; None if a shard of another writer is missing.
 
-        Returns:
-            The manifest, or None if a shard of another writer is missing.
-
-        Raises:
-            ValueError: some rows of this writer were neither added nor skipped.
+        Raises ValueError if some rows of this writer were neither added nor skipped.
         """
         self._check_complete(self.n)
         return self._ledger.publish()
 
     def close(self) -> S:
-        """Publish the finished cache and open it.
-
-        Raises:
-            ValueError: some rows were neither added nor skipped; complete shards are kept.
-        """
+        """Publish the finished cache and open it; raise ValueError if rows are missing."""
         if self._store is None:
             try:
                 if self.publish() is None:

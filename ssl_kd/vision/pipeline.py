@@ -320,7 +320,7 @@ def _leader_neighbors(k: int, store: EmbeddingStore, leader: LeaderResult) -> Te
     """Return the neighbors that rank 0 sent, or has stored beside the embeddings."""
     if leader.neighbors is not None:
         return leader.neighbors
-    neighbors = kept_neighbors(store, min(k, store.n - 1), verify=False)
+    neighbors = kept_neighbors(store, min(k, store.n - 1))
     if neighbors is None:
         raise InputError(
             f"{store.folder} lacks the neighbors that rank 0 has stored: set EMBEDDINGS_DIR to a"

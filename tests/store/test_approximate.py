@@ -26,7 +26,12 @@ def x():
 
 
 @pytest.fixture
-def small(monkeypatch):
+def indexed(monkeypatch):
+    monkeypatch.setattr(ivf, "EXACT_ROWS", 0)
+
+
+@pytest.fixture
+def small(indexed, monkeypatch):
     """Sizes of blocks and parts that a few thousand rows fill many times."""
     monkeypatch.setattr(ivf, "BLOCK_BYTES", 350 * 4 * DIM)
     monkeypatch.setattr(ivf, "PART_BYTES", 700 * (2 * DIM + 8))
@@ -42,7 +47,7 @@ def files(folder):
 
 def test_it_finds_nearly_all_in_a_part_of_the_pairs_and_says_so(tmp_path, x, small):
     store = write(tmp_path, x, shard_rows=800)
-    found, record = find_neighbors(store, K, search="ivf")
+    found, record = find_neighbors(store, K)
     assert found.shape == (N, K) and found.dtype == torch.int32
     assert not (found == torch.arange(N).unsqueeze(1)).any(), "a row is its own neighbour"
     assert all(len(set(row)) == K for row in found.tolist())
@@ -53,30 +58,31 @@ def test_it_finds_nearly_all_in_a_part_of_the_pairs_and_says_so(tmp_path, x, sma
     assert files(tmp_path) == {"neighbours_train.npy", "neighbours_train.json"}
 
 
-@pytest.mark.parametrize("search", ["exact", "ivf"])
-def test_what_is_kept_is_found_without_a_search(tmp_path, x, search):
+@pytest.mark.parametrize("exact_rows", [0, 200])
+def test_what_is_kept_is_found_without_a_search(tmp_path, x, monkeypatch, exact_rows):
+    monkeypatch.setattr(ivf, "EXACT_ROWS", exact_rows)
     store = write(tmp_path, x[:200])
-    assert kept_neighbors(store, K, search=search) is None
-    found = find_neighbors(store, K, search=search)[0]
-    for k, verify in ((K, True), (3, False)):
-        kept = kept_neighbors(store, k, search=search, verify=verify)
+    assert kept_neighbors(store, K) is None
+    found = find_neighbors(store, K)[0]
+    for k in (K, 3):
+        kept = kept_neighbors(store, k)
         assert kept is not None and torch.equal(kept, found[:, :k])
-    other = "exact" if search == "ivf" else "ivf"
-    assert kept_neighbors(store, K + 1, search=search) is None
-    assert kept_neighbors(store, K, search=other) is None
+    assert kept_neighbors(store, K + 1) is None
+    monkeypatch.setattr(ivf, "EXACT_ROWS", 200 - exact_rows)
+    assert kept_neighbors(store, K) is None
 
 
 def test_where_all_cells_are_probed_it_is_the_exact_search(tmp_path, x, small, monkeypatch):
     x = x[:400].half().float()  # what the index keeps is rounded no further
     monkeypatch.setattr(ivf, "_unit", lambda embeddings: embeddings)
     monkeypatch.setattr(ivf, "_probes", lambda index, *_: index.nlist)
-    found, record = find_neighbors(write(tmp_path, x), K, search="ivf")
+    found, record = find_neighbors(write(tmp_path, x), K)
     products = (x @ x.T).fill_diagonal_(-torch.inf)
     torch.testing.assert_close(products.gather(1, found.long()), products.topk(K).values)
     assert record["compared"] == pytest.approx(400 / 399) and record["nprobe"] == 40
 
 
-def test_few_rows_are_searched_exactly_unless_told_otherwise(tmp_path, x, monkeypatch):
+def test_few_rows_are_searched_exactly(tmp_path, x, monkeypatch):
     store = write(tmp_path, x[:200])
     found, record = find_neighbors(store, K)
     assert record == {"index": "exact", "recall": 1.0} and found.dtype == torch.int64
@@ -84,9 +90,6 @@ def test_few_rows_are_searched_exactly_unless_told_otherwise(tmp_path, x, monkey
     assert files(tmp_path) == {"neighbours_train.pt"}
     monkeypatch.setattr(ivf, "EXACT_ROWS", 199)
     assert find_neighbors(store, K)[1]["index"] == "IVF28,SQfp16"
-    assert find_neighbors(store, K, search="exact")[1]["index"] == "exact"
-    with pytest.raises(ValueError, match="search is 'hnsw'; expected one of auto, exact, ivf"):
-        find_neighbors(store, K, search="hnsw")
     with pytest.raises(InputError, match="k is 200; expected 1 to 199"):
         find_neighbors(store, 200)
 
@@ -95,7 +98,7 @@ def test_duplicates_zeros_and_empty_cells(tmp_path, x, small):
     x = x[:600].clone()
     x[100:400] = x[3]
     x[500:520] = 0
-    found, _ = find_neighbors(write(tmp_path, x), K, search="ivf")
+    found, _ = find_neighbors(write(tmp_path, x), K)
     assert not (found == torch.arange(600).unsqueeze(1)).any()
     assert all(len(set(row)) == K for row in found.tolist()) and found.min() >= 0
     same = {3, *range(100, 400)}
@@ -114,25 +117,25 @@ def test_a_row_that_is_not_finite_ends_the_search_with_its_number(x):
 def test_kept_for_the_next_time_and_for_nothing_else(tmp_path, x, small, monkeypatch, caplog):
     x = x[:500]
     store = write(tmp_path, x)
-    first, record = find_neighbors(store, K, search="ivf")
+    first, record = find_neighbors(store, K)
     first = first.clone()  # it is mapped from the file that will be damaged
     searches, search = [], ivf._searched
     monkeypatch.setattr(ivf, "_searched", lambda *a: searches.append(1) or search(*a))
-    again, kept = find_neighbors(EmbeddingStore.open(tmp_path, "train"), K, search="ivf")
+    again, kept = find_neighbors(EmbeddingStore.open(tmp_path, "train"), K)
     assert torch.equal(first, again) and kept == record and not searches
-    fewer, _ = find_neighbors(store, 3, search="ivf")
+    fewer, _ = find_neighbors(store, 3)
     assert torch.equal(fewer, first[:, :3]) and not searches
     path = tmp_path / "neighbours_train.npy"
     damaged = bytearray(path.read_bytes())
     damaged[-3] ^= 1
     path.write_bytes(damaged)
-    assert torch.equal(find_neighbors(store, K, search="ivf")[0], first) and len(searches) == 1
+    assert torch.equal(find_neighbors(store, K)[0], first) and len(searches) == 1
     assert "computed again" in caplog.text
-    find_neighbors(store, K + 1, search="ivf")
+    find_neighbors(store, K + 1)
     assert len(searches) == 2
     y = x + torch.randn(500, DIM)
     shutil.rmtree(tmp_path)
-    find_neighbors(write(tmp_path, y, fingerprint=FINGERPRINT), K, search="ivf")
+    find_neighbors(write(tmp_path, y, fingerprint=FINGERPRINT), K)
     assert len(searches) == 3
 
 
@@ -145,22 +148,22 @@ def test_an_interrupted_search_leaves_nothing_and_starts_anew(tmp_path, x, small
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        find_neighbors(store, K, search="ivf", progress=interrupt)
+        find_neighbors(store, K, progress=interrupt)
     assert not files(tmp_path)
     work = tmp_path / "neighbours_train.partial"  # of a killed process
     work.mkdir()
     (work / "cells.bin").write_bytes(b"half")
-    assert find_neighbors(store, K, search="ivf")[1]["recall"] > 0.97 and not work.exists()
+    assert find_neighbors(store, K)[1]["recall"] > 0.97 and not work.exists()
 
 
-def test_two_searches_at_once_and_a_full_disk_are_refused(tmp_path, x, monkeypatch):
+def test_two_searches_at_once_and_a_full_disk_are_refused(tmp_path, x, indexed, monkeypatch):
     store = write(tmp_path, x[:300])
     with Lock(tmp_path / ".neighbours_train.lock"), pytest.raises(LockHeld, match="one writer"):
-        find_neighbors(store, K, search="ivf")
+        find_neighbors(store, K)
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(InputError, match="the neighbors of 300 rows takes .* are free"):
-        find_neighbors(store, K, search="ivf")
+        find_neighbors(store, K)
     assert not files(tmp_path)
 
 
@@ -170,7 +173,7 @@ from pathlib import Path
 from ssl_kd.store import EmbeddingStore, approximate as ivf
 torch.set_num_threads(1)
 store = EmbeddingStore.open(sys.argv[1], "train", verify=False)
-ivf.BLOCK_BYTES, ivf.PART_BYTES, ivf.POINTS_PER_CELL = 1 << 20, 1 << 22, 4
+ivf.EXACT_ROWS, ivf.BLOCK_BYTES, ivf.PART_BYTES, ivf.POINTS_PER_CELL = 0, 1 << 20, 1 << 22, 4
 def resident():
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
@@ -182,7 +185,7 @@ def watch():
         peak = max(peak, resident())
         time.sleep(0.002)
 threading.Thread(target=watch, daemon=True).start()
-ivf.find_neighbors(store, 5, search="ivf")
+ivf.find_neighbors(store, 5)
 print(peak - before)
 """
 

@@ -182,7 +182,7 @@ def near_duplicates(
         none, empty = np.empty(0, np.int64), np.empty(0)
         return Duplicates(store, none, none, empty, empty, np.arange(n), floor or 0.0)
     k = min(NEIGHBORS, n - 1)
-    neighbors, _ = find_neighbors(store, k, search="auto")
+    neighbors, _ = find_neighbors(store, k)
     spacing = Spacing.measure(store, neighbors, progress)
     equal = _first_equal(store, spacing)
     max_distance, max_closeness = _limits(spacing, floor)

@@ -80,7 +80,7 @@ def mislabelled(
     if clusters is not None:
         parts.append(_by_cluster(np.asarray(clusters)[known], known_codes, len(classes)))
     k = min(NEIGHBORS, store.n - 1)
-    neighbors, _ = find_neighbors(store, k, search="auto")
+    neighbors, _ = find_neighbors(store, k)
     mean, belief = parts[0], np.ones(store.n)
     for _ in range(ROUNDS):
         votes = _by_neighbors(store, neighbors, codes, len(classes), belief)[known]
