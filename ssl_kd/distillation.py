@@ -135,7 +135,7 @@ class Distillation:
             def start(progress: Progress) -> tuple[Path, None]:
                 return run(self.settings, progress=progress, models=self._models), None
 
-            return DistilledRun(reported(start, lambda path: None, progress))
+            return DistilledRun(reported(start, progress))
 
     def resume(self, *, progress: Progress = no_progress) -> DistilledRun:
         """Continue the last interrupted run; see `run` for arguments and errors."""

@@ -75,7 +75,7 @@ def _train(settings: VisionSettings) -> int:
     from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
 
     screen = open_screen()
-    from ssl_kd.report import reported, run_images
+    from ssl_kd.report import reported
     from ssl_kd.report.tables import extension_text, next_commands, number_text, results_table
     from ssl_kd.training.ranks import follows
     from ssl_kd.vision.assignments import assignments_of
@@ -93,7 +93,7 @@ def _train(settings: VisionSettings) -> int:
         return finished.path, finished.images
 
     with ProgressBars(screen) as progress:
-        path = reported(start, run_images, progress)
+        path = reported(start, progress)
     metrics = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
     if any(row.get("acc") is not None for row in metrics["table"]):
         result: Any = results_table(metrics)

@@ -120,26 +120,6 @@ def clustering_scores(labels: ArrayLike | None, clusters: ArrayLike) -> dict[str
     }
 
 
-def confusion(
-    labels: ArrayLike, clusters: ArrayLike, n_classes: int, n_clusters: int
-) -> tuple[Ints, Ints]:
-    """Return the contingency table with paired clusters and classes on the diagonal.
-
-    Also return the cluster of each column, `[n_clusters]`. Unpaired clusters come last, the largest
-    first. The arguments are the same as for `contingency`.
-
-    Example:
-        >>> table, order = confusion([0, 0, 1], [1, 1, 0], 2, 2)
-        >>> table.tolist(), order.tolist()
-        ([[2, 0], [0, 1]], [1, 0])
-    """
-    table = contingency(labels, clusters, n_classes, n_clusters)
-    _, matched = _pairs(table)
-    rest = np.setdiff1d(np.arange(table.shape[1]), matched)
-    order = np.concatenate([matched, rest[np.argsort(-table[:, rest].sum(0), kind="stable")]])
-    return table[:, order], order
-
-
 def cluster_sizes(clusters: ArrayLike, n_clusters: int) -> Ints:
     """Count the samples in each cluster.
 

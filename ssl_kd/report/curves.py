@@ -18,15 +18,7 @@ SIZE = (5.6, 3.5)
 
 
 def head_curves(steps: Sequence[dict[str, Any]], chosen: Sequence[int]) -> Markup | None:
-    """Draw the loss of each head over the steps, chosen heads in color.
-
-    Args:
-        steps: Lines of `metrics.jsonl`.
-        chosen: Numbers of the heads that form the answer.
-
-    Returns:
-        SVG, or None if no loss was logged.
-    """
+    """Draw the loss of each head over the steps, chosen heads in color; None without a loss."""
     lines = [s for s in steps if isinstance(s.get("loss"), list) and s["loss"] and "step" in s]
     if not lines:
         return None
@@ -51,13 +43,9 @@ def head_curves(steps: Sequence[dict[str, Any]], chosen: Sequence[int]) -> Marku
 
 
 def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:
-    """Draw each term of the training loss over the steps.
+    """Draw each term of the training loss over the steps; None if no term was ever finite.
 
-    Args:
-        steps: Lines of `metrics.jsonl`. Terms are `ce`, `kd`, and each with a `_success_rate`.
-
-    Returns:
-        SVG, or None if no term was ever finite.
+    The terms are `ce`, `kd`, and each with a `_success_rate` in `metrics.jsonl`.
     """
     ending = "_success_rate"
     rates = {key.removesuffix(ending) for line in steps for key in line if key.endswith(ending)}
@@ -86,16 +74,7 @@ def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:
 def perplexity_curve(
     points: Sequence[tuple[float, float]], best: float | None, teacher: float | None
 ) -> Markup | None:
-    """Draw the held-out perplexity over the steps, with the best step marked.
-
-    Args:
-        points: Step and finite perplexity of each evaluation.
-        best: The step whose weights were kept.
-        teacher: The teacher's perplexity, drawn as a dashed line; None: no line.
-
-    Returns:
-        SVG, or None without a point.
-    """
+    """Draw the perplexity at each evaluated step, the best step and the teacher's perplexity."""
     if not points:
         return None
     x, y = zip(*sorted(points), strict=True)

@@ -3,8 +3,7 @@
 import io
 import math
 import re
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from colorsys import hls_to_rgb
 from typing import Any
 
@@ -13,9 +12,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
-
-from ssl_kd.evaluate import match
+from numpy.typing import NDArray
 
 # Ten colors that color-blind readers can tell apart (Petroff, arXiv 2107.02270).
 PALETTE = (
@@ -43,7 +40,7 @@ PAGE_COLORS = {
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "ssl_kd",
-    "text.parse_math": False,  # a class may be called "$x$"
+    "text.parse_math": False,  # a loss term may be called "$x$"
     "font.size": 11,
     "text.color": INK,
     "axes.edgecolor": GRID,
@@ -77,28 +74,18 @@ def tint(cluster: int) -> str:
     return to_hex(hls_to_rgb(cluster * 137.508 % 360 / 360, light, full))
 
 
-def embedding_scatter(
-    points: ArrayLike, groups: ArrayLike, colors: Sequence[str], names: Sequence[str], title: str
-) -> Markup | None:
-    """Draw a 2-D map of points colored by group, with each group's name at its center.
+def cluster_map(points: NDArray, clusters: NDArray) -> Markup | None:
+    """Draw points `[m, 2]` colored by cluster `[m]` (-1: none, faint), with the clusters' numbers.
 
-    Args:
-        points: Coordinates `[m, 2]`.
-        groups: Group of each point `[m]`; -1: unknown, drawn faint.
-        colors: A color for each group.
-        names: The name to write at the center of each group.
-        title: A description for screen readers.
-
-    Returns:
-        SVG, or None without a point.
+    Return None without a point.
     """
-    points, groups = np.asarray(points, float), np.asarray(groups)
     if not len(points):
         return None
-    largest_first = np.argsort(-np.bincount(groups[groups >= 0], minlength=len(names)))
+    known = clusters >= 0
+    sizes = np.bincount(clusters[known])
     width, height = np.ptp(points, axis=0) + 1e-12
-    gap = 0.07 * max(width, height)  # a name that would cover a larger group's is left out
-    shuffled = np.random.default_rng(0).permutation(len(points))  # no group covers all others
+    gap = 0.07 * max(width, height)  # a number that would cover a larger cluster's is left out
+    shuffled = np.random.default_rng(0).permutation(len(points))  # no cluster covers all others
     style = {"boxstyle": "round,pad=0.22", "fc": CARD, "ec": "none", "alpha": 0.82}
 
     def draw(figure: Figure) -> None:
@@ -106,56 +93,33 @@ def embedding_scatter(
         axes.set_axis_off()
         axes.set_aspect("equal")
         rgba = np.tile((0.5, 0.5, 0.5, 0.25), (len(points), 1))
-        known = groups >= 0
-        rgba[known, :3] = np.array([to_rgb(c) for c in colors])[groups[known]]
+        colors = np.array([to_rgb(tint(k)) for k in range(len(sizes))]).reshape(-1, 3)
+        rgba[known, :3] = colors[clusters[known]]
         rgba[known, 3] = 0.85
         size = float(np.clip(14_000 / len(points), 4, 26))
         axes.scatter(*points[shuffled].T, c=rgba[shuffled], s=size, lw=0, rasterized=True)
         named: list[tuple[float, float]] = []
-        for k in largest_first:
-            members = points[groups == k]
-            if not len(members):
-                continue
+        for k in np.argsort(-sizes)[: np.count_nonzero(sizes)]:
+            members = points[clusters == k]
             distance = np.square(members - np.median(members, axis=0)).sum(1)
             x, y = members[distance.argmin()]
             if all(math.hypot(x - a, y - b) > gap for a, b in named):
                 named.append((x, y))
-                name = shorten(names[int(k)], 14)
-                axes.text(x, y, name, ha="center", va="center", fontsize=10.5, weight="bold",
+                axes.text(x, y, str(k), ha="center", va="center", fontsize=10.5, weight="bold",
                           bbox=style)  # fmt: skip
         axes.margins(0.03)
 
+    title = "map of the embeddings, colored by cluster"
     return svg(draw, (5.2, float(np.clip(5.2 * height / width, 3.4, 5.4))), title)
 
 
-def class_colors(
-    n_classes: int, colors: Sequence[str], labels: ArrayLike, clusters: ArrayLike
-) -> list[str]:
-    """Return a color for each class: that of the cluster it matches, or gray without a match.
-
-    Args:
-        n_classes: Number of classes.
-        colors: A color for each cluster.
-        labels: Labels of the map's points `[m]`; -1: unknown.
-        clusters: Clusters of the same points `[m]`.
-    """
-    matched = ["#808080"] * n_classes
-    for cluster, label in match(labels, clusters).items():
-        matched[label] = colors[cluster]
-    return matched
-
-
 def svg(draw: Callable[[Figure], None], size: tuple[float, float], title: str) -> Markup:
-    """Return a figure as inline SVG with ids that are unique on the page.
+    """Return a figure of `size` (inches) as inline SVG with ids that are unique on the page.
 
-    Args:
-        draw: Draws into the figure.
-        size: Width and height in inches.
-        title: A description for screen readers; unique on the page.
+    The title, a description for screen readers, is part of the ids.
     """
     target = io.StringIO()
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has the glyph
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         figure.patch.set_alpha(0)
         draw(figure)
@@ -174,9 +138,3 @@ def svg(draw: Callable[[Figure], None], size: tuple[float, float], title: str) -
     head = re.sub(r' (?:width|height)="[^"]*pt"', "", text[: text.index(">") + 1])
     head = head.replace("<svg", f'<svg role="img" aria-label="{Markup.escape(title)}"', 1)
     return Markup(head + text[text.index(">") + 1 :])
-
-
-def shorten(text: str, length: int) -> str:
-    """Return a text without unprintable characters, cut to a length."""
-    text = "".join(c if c.isprintable() else "?" for c in str(text))
-    return text if len(text) <= length else text[: length - 1] + "…"

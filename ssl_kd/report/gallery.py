@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from ssl_kd.datasets.decode import decoded
+from ssl_kd.report.figures import tint
 from ssl_kd.report.results import RunResults
 from ssl_kd.vision.model import has_pictures
 from ssl_kd.vision.samples import Samples
@@ -24,14 +25,9 @@ MAX_CLUSTERS, MAX_PICTURES = 100, 600
 
 
 def run_images(run_dir: Path) -> Images | None:
-    """Return a function that loads pictures of a finished run, for a report written later.
+    """Return a function that loads pictures of a finished run, or None if the run has no pictures.
 
-    Args:
-        run_dir: The run folder; its settings say where the data set is.
-
-    Returns:
-        A function that opens the data set when it is called, and raises if that fails; None if the
-        run trained on features without images, or on text.
+    The function opens the data set when it is called, and raises if that fails.
     """
     run = RunResults.read(Path(run_dir))
     if run.is_language or not has_pictures(run.metrics):
@@ -45,25 +41,10 @@ def run_images(run_dir: Path) -> Images | None:
     return images
 
 
-def gallery(
-    run: RunResults,
-    images: Images | None,
-    sizes: Sequence[int],
-    colors: Sequence[str],
-    label_names: dict[str, str],
-) -> dict[str, Any]:
-    """Return what the page shows of each cluster: caption, size, color and typical pictures.
+def gallery(run: RunResults, images: Images | None, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return caption, color and typical pictures of each cluster, as the page shows them.
 
-    Args:
-        run: The run; `typical` in its arrays holds row numbers of the shown split.
-        images: Loads the pictures of rows; None if the data has no pictures.
-        sizes: Size of each cluster.
-        colors: Color of each cluster.
-        label_names: Name of each label as written in the file of assignments.
-
-    Returns:
-        `clusters`, `hidden` (number of clusters left out), and `missing`: the sentence to show if
-        there are no pictures.
+    `hidden` counts the clusters that are left out; `missing` says why there are no pictures.
     """
     typical = run.arrays.get("typical")
     if images is None:
@@ -85,19 +66,17 @@ def gallery(
         logger.warning("the report lacks %d of %d pictures: unreadable", lost, len({*rows}))
     if not pictures:
         return _no_pictures("none of them can be read")
-    for row, name in zip(rows, run.assignments.names(rows), strict=True):
-        if row in pictures:
-            pictures[row]["name"] = name
-    members: dict[str, Counter[str]] = {}
-    for (cluster, label), count in run.assignments.members().items():
-        if name := label_names.get(label):
-            members.setdefault(cluster, Counter())[name] += count
+    samples = run.assignments
+    for row, picture in pictures.items():
+        is_listed = row < samples.num_rows
+        picture["name"] = str(samples.column("file")[row]) if is_listed else f"row {row}"
+    labels = _label_counts(run)
     new = {c["cluster"] for c in run.metrics.get("extended", {}).get("new_clusters", [])}
     clusters = [
         {
-            **_caption(k, counts[k], members.get(str(k)), k in new),
+            **_caption(k, counts[k], labels.get(k), k in new),
             "size": counts[k],
-            "color": colors[k] if k < len(colors) else "#808080",
+            "color": tint(k),
             "pictures": [pictures[row] for row in rows_of[k] if row in pictures],
         }
         for k in shown
@@ -111,6 +90,22 @@ def gallery(
 
 def _no_pictures(reason: str) -> dict[str, Any]:
     return {"clusters": [], "missing": f"There are no pictures: {reason}."}
+
+
+def _label_counts(run: RunResults) -> dict[int, Counter[str]]:
+    """Count the samples of each class in each cluster; unknown labels are left out."""
+    counts: dict[int, Counter[str]] = {}
+    if "label" not in run.assignments.column_names:
+        return counts
+    class_names = run.metrics.get("dataset", {}).get("class_names") or []
+    names = {str(number): str(name) for number, name in enumerate(class_names)}
+    pairs = run.assignments.group_by(["cluster", "label"]).aggregate([([], "count_all")])
+    for pair in pairs.to_pylist():
+        label = str(pair["label"] or "-1")
+        if label != "-1":
+            name = names.get(label, label)
+            counts.setdefault(pair["cluster"], Counter())[name] += pair["count_all"]
+    return counts
 
 
 def _caption(cluster: int, size: int, labels: Counter[str] | None, new: bool) -> dict[str, Any]:

@@ -26,12 +26,10 @@ SCORES: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def language_table(metrics: dict[str, Any]) -> Table:
-    """Return a table of the scores of language models, with a column for each model.
+    """Return a table of the scores in `metrics.json`, with a column for each language model.
 
-    Args:
-        metrics: The content of `metrics.json`. Its `table` has a row for each model. If its
-            `alignment` is true, teacher and student have different tokenizers: perplexities do not
-            compare then, and are left out.
+    With an `alignment`, teacher and student have different tokenizers; their perplexities do not
+    compare and are left out.
     """
     rows, apart = metrics["table"], bool(metrics.get("alignment"))
     table = _table("Held-out text, two tokenizers" if apart else "Held-out text", "score")
@@ -46,11 +44,7 @@ def language_table(metrics: dict[str, Any]) -> Table:
 
 
 def extension_text(metrics: dict[str, Any]) -> str:
-    """Return a sentence on how the samples that extended a run were assigned to clusters.
-
-    Args:
-        metrics: The content of `metrics.json` of the extended run.
-    """
+    """Return a sentence on how the samples that extended a run were assigned to clusters."""
     about = metrics["extended"]
     new = [f"{c['cluster']} ({c['size']:,} samples)" for c in about["new_clusters"]]
     text = f"{about['joined']:,} of {about['n']:,} new samples joined existing clusters"
@@ -86,11 +80,7 @@ def next_commands(path: Path) -> list[str]:
 
 
 def results_table(metrics: dict[str, Any]) -> Table:
-    """Return a table of the accuracy, NMI and ARI of a clustering run, in percent.
-
-    Args:
-        metrics: The content of `metrics.json`.
-    """
+    """Return a table of the accuracy, NMI and ARI of a clustering run, in percent."""
     title = "Clusters against the labels, in percent" if metrics["table"] else None
     data = metrics["dataset"]
     if title and data["n_labelled"] != data["n_train"]:

@@ -27,20 +27,16 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
     noun = "image" if images is not None else "sample"
     sizes = [int(size) for size in metrics.get("cluster_sizes", [])]
     heads = sorted(metrics.get("heads", []), key=lambda head: _descending(head.get("criterion")))
-    on_map = run.arrays.get("map_cluster", np.array([-1]))
-    n_colors = max(len(sizes), 1 + int(on_map.max(initial=-1)))
-    names, colors = _class_names(run), [figures.tint(cluster) for cluster in range(n_colors)]
-    label_names = {str(i): name for i, name in enumerate(names)}
-    unnamed = set(run.assignments.labels) - {"", "-1", *label_names}
-    label_names |= {label: label for label in unnamed}
+    points, on_map = (run.arrays.get(name, np.empty(0)) for name in ("map", "map_cluster"))
     return {
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
         **_header(run, labelled, noun),
         "labelled": labelled,
         "noun": noun,
         "table": _table(metrics.get("table", [])) if labelled else {"rows": [], "splits": []},
-        **_maps(run, colors, names),
-        "gallery": gallery(run, images, sizes, colors, label_names),
+        "map": figures.cluster_map(points, on_map),
+        "map_points": f"{len(points):,}",
+        "gallery": gallery(run, images, sizes),
         **_sizes(sizes, metrics),
         "calibration": _calibration(run),
         "curves": head_curves(run.steps, [int(h["head"]) for h in heads if h.get("chosen")]),
@@ -49,27 +45,6 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "heads_judged": any(finite(head.get("acc")) for head in heads),
         "next_commands": next_commands(run.path),
     }
-
-
-def _maps(run: RunResults, colors: list[str], names: list[str]) -> dict[str, Any]:
-    """Return two maps of the embeddings: colored by cluster, and by true class if known."""
-    points, clusters = run.arrays.get("map"), run.arrays.get("map_cluster")
-    labels = run.arrays.get("map_label")
-    maps: dict[str, Any] = {"map_clusters": None, "map_labels": None, "map_points": ""}
-    if points is None or clusters is None:
-        return maps
-    numbers = [str(cluster) for cluster in range(len(colors))]
-    title = "map of the embeddings, colored by"
-    maps["map_points"] = f"{len(points):,}"
-    maps["map_clusters"] = figures.embedding_scatter(
-        points, clusters, colors, numbers, f"{title} cluster"
-    )
-    if labels is not None and (labels >= 0).any():
-        of_classes = figures.class_colors(len(names), colors, labels, clusters)
-        maps["map_labels"] = figures.embedding_scatter(
-            points, labels, of_classes, names, f"{title} true class"
-        )
-    return maps
 
 
 def _calibration(run: RunResults) -> str:
@@ -212,16 +187,9 @@ def _head(head: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _class_names(run: RunResults) -> list[str]:
-    names = run.metrics.get("dataset", {}).get("class_names") or []
-    labels = run.arrays.get("map_label", np.array([-1]))
-    n_classes = max(len(names), int(labels.max(initial=-1)) + 1)
-    return [*map(str, names), *map(str, range(len(names), n_classes))]
-
-
 def _confidence(run: RunResults) -> float | None:
-    values = run.assignments.confidence
-    return None if values is None or not len(values) else float(np.nanmean(values))
+    samples = run.assignments
+    return float(np.nanmean(samples.column("confidence"))) if samples.num_rows else None
 
 
 def _descending(value: Any) -> float:

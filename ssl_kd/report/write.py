@@ -11,7 +11,7 @@ import jinja2
 
 from ssl_kd.files import atomic_write_text
 from ssl_kd.report import language, vision
-from ssl_kd.report.gallery import Images
+from ssl_kd.report.gallery import Images, run_images
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import DASH, number
 from ssl_kd.training.clock import Progress
@@ -20,20 +20,10 @@ from ssl_kd.training.stop import Interrupted
 
 
 def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
-    """Write `report.html` from the files of a run folder, of a clustering or a language run.
+    """Write `report.html` from the files of a run folder, and return its path.
 
-    A section whose data is missing is replaced by a sentence that says so.
-
-    Args:
-        run_dir: The run folder.
-        images: Loads the pictures of rows of the training split; None if the data has no pictures.
-            If it raises, the page says why it has no pictures.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        FileNotFoundError: If `run_dir` is not a folder.
+    A section whose data is missing is replaced by a sentence that says so. `images` loads the
+    pictures of rows of the training split; if it raises, the page says why it has no pictures.
     """
     run = RunResults.read(Path(run_dir))
     if run.is_language:
@@ -51,30 +41,17 @@ def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
     return path
 
 
-def reported(
-    start: Callable[[Progress], tuple[Path, Images | None]],
-    images_of: Callable[[Path], Images | None],
-    progress: Progress,
-) -> Path:
-    """Train, then write the report; if a finished run without a report is resumed, write it.
+def reported(start: Callable[[Progress], tuple[Path, Images | None]], progress: Progress) -> Path:
+    """Train with `start`, write the report, and return the run folder.
 
-    Args:
-        start: Trains to the end; returns the run folder, and a loader of pictures for the report.
-        images_of: Returns a loader of pictures for a run that was finished before.
-        progress: Called as `progress(stage, done, total, info)`.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        RunFinished: If the run to resume is finished and has a report.
+    A finished run that is resumed gets its report if it has none; RunFinished is raised if it has.
     """
     try:
         path, images = start(progress)
     except RunFinished as error:  # it may lack a report
         if (error.path / "report.html").exists():
             raise
-        path, images = error.path, images_of(error.path)
+        path, images = error.path, run_images(error.path)
     progress("report", 0, 1, {})
     try:
         write_report(path, images=images)

@@ -202,12 +202,11 @@ def _embedding_scores(
 def write_arrays(
     folder: RunFolder, split: SplitAssignments, n_clusters: int, seed: int
 ) -> NDArray[np.int64]:
-    """Write `arrays.npz`: a 2-D map of the embeddings, typical samples, and a confusion matrix.
+    """Write `arrays.npz`: a 2-D map of the embeddings, and typical samples.
 
     Returns:
         Row numbers of the typical samples, `[cluster, 8]`; -1 fills up small clusters.
     """
-    class_names = split.store.class_names
     rows, positions = evaluate.embedding_map(split.x, seed)
     mapped = split.rows.numpy()[rows]
     arrays = {"map": positions, "map_cluster": split.clusters[mapped].astype(np.int64)}
@@ -217,12 +216,5 @@ def write_arrays(
         top = members[np.argsort(-split.confidence[members], kind="stable")[:TYPICAL]]
         typical[k, : len(top)] = top
     arrays["typical"] = typical
-    labels = split.all_labels
-    if labels is not None:
-        arrays["map_label"] = labels[mapped]
-        if (labels >= 0).any():
-            n_classes = len(class_names) if class_names is not None else int(labels.max()) + 1
-            table, order = evaluate.confusion(labels, split.clusters, n_classes, n_clusters)
-            arrays |= {"confusion": table, "confusion_clusters": order}
     atomic_write(folder.path / "arrays.npz", lambda file: np.savez_compressed(file, **arrays))
     return typical

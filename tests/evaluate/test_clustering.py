@@ -17,7 +17,6 @@ from ssl_kd.evaluate import (
     cluster_sizes,
     clustering_scores,
     collapsed,
-    confusion,
     contingency,
     effective_clusters,
     match,
@@ -70,15 +69,6 @@ def test_no_known_label_gives_none_and_accuracy_refuses():
     assert clustering_scores(None, [0, 1]) == nothing
     with pytest.raises(ValueError, match="no label is known"):
         accuracy([-1, -1], [0, 1])
-
-
-@given(pairs)
-def test_confusion_puts_the_matched_pairs_on_the_diagonal(rows):
-    labels, clusters = map(np.array, zip(*rows, strict=True))
-    table, order = confusion(labels, clusters, 4, 5)
-    assert sorted(order) == list(range(5))
-    assert np.array_equal(table, contingency(labels, clusters, 4, 5)[:, order])
-    assert np.trace(table) / table.sum() == pytest.approx(accuracy(labels, clusters))
 
 
 def test_noise_is_wrong_in_accuracies_and_one_more_cluster_in_the_others():
