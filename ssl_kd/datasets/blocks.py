@@ -224,13 +224,8 @@ def make_blocks(
                     yield piece
 
     pieces = SpilledSequence(cut_up())
-    check_located(dataset.name, turns, left_out)
-    if not pieces:
-        reasons = "; ".join(first_few(left_out, 3))
-        raise InputError(f"{dataset.name} contains no token to train on: {reasons}")
     rows = best_fit(lengths, block_size) if packing else [[i] for i in range(len(pieces))]
-    notes = (*first_few(left_out), *first_few(cut, 5))
-    return replace(in_rows(pieces, rows, block_size, frame.end, notes), turns=turns)
+    return in_rows(dataset.name, pieces, rows, block_size, frame.end, left_out, cut, turns)
 
 
 def _tokenize(
@@ -295,7 +290,11 @@ def cut_to_fit(
     if not parts:
         left_out.append(f"{where}: the document has no token to train on")
     elif len(document.ids) > block_size:
-        cut.append(_describe_cut(document, parts, block_size, where))
+        first = int(np.flatnonzero(document.counts)[0]) - int(np.flatnonzero(parts[0].counts)[0])
+        cut.append(
+            f"{where}: the document has {len(document.ids)} tokens (block_size {block_size}); "
+            f"prompt tokens cut off: {first}; parts: {len(parts)}"
+        )
     return parts
 
 
@@ -315,16 +314,6 @@ def _fit(document: Document, block_size: int) -> list[_Part]:
             characters = int(document.characters[part][counts].sum())
             pieces.append(_Part(document.ids[part].astype(np.int32), counts, characters))
     return pieces
-
-
-def _describe_cut(document: Document, parts: Sequence[_Part], block_size: int, where: str) -> str:
-    first = int(np.flatnonzero(document.counts)[0]) - int(np.flatnonzero(parts[0].counts)[0])
-    lost = f"loses the first {first} tokens of its prompt" if first else ""
-    split = f"is split into {len(parts)} parts" if len(parts) > 1 else ""
-    what = " and ".join(filter(None, (lost, split)))
-    return (
-        f"{where}: the document has {len(document.ids)} tokens (block_size {block_size}) and {what}"
-    )
 
 
 def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
@@ -361,13 +350,23 @@ def digest_of(*columns: np.ndarray) -> str:
 
 
 def in_rows(
+    name: str,
     pieces: Sequence[_Part],
     rows: Sequence[Sequence[int]],
     block_size: int,
     padding: int,
-    left_out: tuple[str, ...],
+    left_out: list[str],
+    cut: list[str],
+    turns: Counter[str],
 ) -> Blocks:
-    """Create blocks; each entry of `rows` lists the indices of the pieces in a row."""
+    """Create blocks of the data set `name`; each entry of `rows` lists the pieces of a row.
+
+    InputError is raised if there are no pieces, or too many assistant turns were not located.
+    """
+    check_located(name, turns, left_out)
+    if not pieces:
+        reasons = "; ".join(first_few(left_out, 3))
+        raise InputError(f"{name} contains no token to train on: {reasons}")
     shape = len(rows), block_size
     ids = filled_array(*shape, np.int64, padding)
     counts, documents = filled_array(*shape, np.bool_), filled_array(*shape, np.int32)
@@ -386,8 +385,9 @@ def in_rows(
         torch.from_numpy(counts),
         torch.from_numpy(documents),
         torch.from_numpy(characters),
-        left_out,
+        (*first_few(left_out), *first_few(cut, 5)),
         digest_of(ids, counts, documents),
+        turns,
     )
 
 

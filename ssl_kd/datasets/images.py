@@ -7,7 +7,9 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
@@ -27,32 +29,19 @@ BLOCK = 1 << 20
 """Number of bytes to read at once."""
 
 
+@dataclass(eq=False)
 class ImageDataset:
-    """A data set of images with names and, if known, classes.
+    """A data set of images with names and, if known, classes."""
 
-    `ids` are unique; for folders the path relative to the root. `labels` are int64 `[n]`, -1 where
-    unknown. `arrays` are decoded images, uint8 `[n, h, w]` or `[n, h, w, 3]`, or None for files.
-    """
+    name: str  # name or path
+    split: str  # train or test
+    ids: Sequence[str]  # unique; for folders the path relative to the root
+    labels: np.ndarray | None  # int64 [n], -1 where unknown; None if no image is labeled
+    class_names: tuple[str, ...] | None
+    fingerprint: str  # SHA-256 of the content
+    arrays: np.ndarray | None = None  # uint8 [n, h, w] or [n, h, w, 3]; None for image files
 
-    def __init__(
-        self,
-        name: str,
-        split: str,
-        ids: Sequence[str],
-        labels: np.ndarray | None,
-        class_names: tuple[str, ...] | None,
-        fingerprint: str,
-        arrays: np.ndarray | None = None,
-    ) -> None:
-        self.name = name
-        self.split = split
-        self.ids = list(ids)
-        self.labels = labels
-        self.class_names = class_names
-        self.fingerprint = fingerprint
-        self.arrays = arrays
-
-    pictured = True  # whether there are images, as in FeatureDataset
+    pictured: ClassVar[bool] = True  # as in FeatureDataset
 
     def __len__(self) -> int:
         return len(self.ids)

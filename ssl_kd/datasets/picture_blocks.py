@@ -26,9 +26,9 @@ from ssl_kd.datasets.blocks import (
 )
 from ssl_kd.datasets.decode import UnreadableImage
 from ssl_kd.datasets.records import IMAGE, Example, Picture, Pictures
-from ssl_kd.datasets.render import check_located, render, show_chat
+from ssl_kd.datasets.render import render, show_chat
 from ssl_kd.datasets.segmentation import check_fast
-from ssl_kd.datasets.text import TextDataset, first_few
+from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import to_device_async
 
@@ -112,23 +112,14 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
         parts = cut_to_fit(document, block_size, example.where, left_out, cut)
         pieces += parts
         pictures += [example.images] * len(parts)
-    left_out = [*reader.lost, *left_out]
-    check_located(dataset.name, reader.turns, left_out)
-    if not pieces:
-        reasons = "; ".join(first_few(left_out, 3))
-        raise InputError(f"{dataset.name} contains no token to train on: {reasons}")
     rows = [[i] for i in range(len(pieces))]
-    notes = (*first_few(left_out), *first_few(cut, 5))
-    blocks = in_rows(pieces, rows, block_size, reader.frame.end, notes)
+    left_out, end = [*reader.lost, *left_out], reader.frame.end
+    blocks = in_rows(dataset.name, pieces, rows, block_size, end, left_out, cut, reader.turns)
     digests = [[picture.digest for picture in images] for images in pictures]
     identity = json.dumps(
         [blocks.digest, digests, processor_state(processor)], default=str, sort_keys=True
     )
-    fields = {
-        **vars(blocks),
-        "digest": hashlib.sha256(identity.encode()).hexdigest(),
-        "turns": reader.turns,
-    }
+    fields = {**vars(blocks), "digest": hashlib.sha256(identity.encode()).hexdigest()}
     return PictureBlocks(**fields, processor=processor, pictures=tuple(pictures))
 
 

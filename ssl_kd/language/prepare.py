@@ -54,7 +54,7 @@ from ssl_kd.teachers.causal import (
     load_tokenizer,
     without_adapters,
 )
-from ssl_kd.teachers.dtypes import Quantization, halve_products
+from ssl_kd.teachers.dtypes import halve_products, nf4
 from ssl_kd.teachers.frozen import FrozenTeacher, RememberedTeacher
 from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import add_lora, build_student, check_rank, freeze_tower
@@ -328,7 +328,7 @@ def _student(
         dtype=None if half else torch.float32,
         remote_code=settings.trust_remote_code,
         quantization=(
-            Quantization(precision.device, precision.student)
+            nf4(precision.device, precision.student)
             if settings.quantization and settings.lora_rank
             else None
         ),

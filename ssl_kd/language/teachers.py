@@ -18,7 +18,7 @@ from ssl_kd.language.step import Distiller, StudentStep, check_ranks
 from ssl_kd.language.train import train
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
-from ssl_kd.teachers.dtypes import Quantization
+from ssl_kd.teachers.dtypes import nf4
 from ssl_kd.teachers.student import build_student, save_student
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.ranks import Ranks
@@ -39,7 +39,7 @@ def load_teacher(
         name,
         dtype=None if as_saved else dtype,
         remote_code=teacher.trust_remote_code,
-        quantization=Quantization(precision.device, dtype) if teacher.quantization else None,
+        quantization=nf4(precision.device, dtype) if teacher.quantization else None,
     )
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import nn
 from ssl_kd.errors import InputError, MissingPackage, UserError
 from ssl_kd.files import sha256_file, why_refused
 from ssl_kd.guard.memory import is_out_of_memory
-from ssl_kd.teachers.dtypes import Quantization, cast_weights, keep_gradients
+from ssl_kd.teachers.dtypes import cast_weights, keep_gradients
 from ssl_kd.teachers.weights import model_files, weights_id
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def load_causal_lm(
     *,
     dtype: torch.dtype | None = torch.float32,
     remote_code: bool = False,
-    quantization: Quantization | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> CausalLM:
     """Load a causal language model and its tokenizer, in evaluation mode on the CPU.
 
@@ -254,7 +254,7 @@ def _load_model(
     source: str,
     dtype: torch.dtype | None,
     remote_code: bool,
-    quantization: Quantization | None,
+    quantization: Mapping[str, Any] | None,
 ) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=remote_code)
@@ -264,7 +264,7 @@ def _load_model(
             trust_remote_code=remote_code,  # None would ask on the terminal
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # raised below, with the tensor's name
-            **({} if quantization is None else quantization.arguments()),
+            **(quantization or {}),
         )
     except OSError as error:
         raise CausalLMUnavailable(source, error) from error

@@ -8,7 +8,6 @@ References:
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,35 +16,25 @@ from torch import Tensor, nn
 from ssl_kd.errors import MissingPackage
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """NF4 quantization with bitsandbytes of a frozen model's linear layers, 4.1 bits per weight.
+def nf4(device: torch.device, compute: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that quantize a frozen model's linear layers.
 
-    Embeddings, norms and the output head keep their dtype. 8 bits are not offered, because
-    bitsandbytes rounds the input of such a layer to float16, where it may overflow, and the result
-    of a row depends on the other rows of the batch.
+    bitsandbytes packs the weights for the device, in about 4.1 bits each, and computes products in
+    `compute`. Embeddings, norms and the output head keep their dtype. 8 bits are not offered,
+    because bitsandbytes rounds the input of such a layer to float16, where it may overflow, and the
+    result of a row depends on the other rows of the batch.
     """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingPackage("QUANTIZATION nf4 needs bitsandbytes: pip install 'ssl_kd[quantized]'")
+    from transformers import BitsAndBytesConfig
 
-    device: torch.device  # of the model, because weights are packed for their device
-    compute: torch.dtype  # of the matrix products
-
-    def __post_init__(self) -> None:
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise MissingPackage(
-                "QUANTIZATION nf4 needs bitsandbytes: pip install 'ssl_kd[quantized]'"
-            )
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of `from_pretrained`."""
-        from transformers import BitsAndBytesConfig
-
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=self.compute,
-        )
-        return {"quantization_config": config, "device_map": {"": self.device}}
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def keep_gradients(model: Any) -> None:

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
@@ -35,7 +34,6 @@ DINOV2_MODELS = {
     for reg in ("", "_reg")
 }
 """Maps the name of each DINOv2 model on torch.hub to its name in timm."""
-_DINOV2_WIDTHS = {384: "s", 768: "b", 1024: "l", 1536: "g"}
 _PIXELS_OF_FOLDERS = 32
 
 
@@ -167,7 +165,6 @@ def _dinov2(name: str, state: State | None, image_size: int, token: str) -> Teac
         )
     from_timm = partial(_timm, DINOV2_MODELS[name], f"{name} (timm)", state, image_size, token)
     if state is not None:
-        _check_dinov2(name, state)
         return from_timm()
     try:
         return _hub(name, image_size, token)
@@ -176,23 +173,6 @@ def _dinov2(name: str, state: State | None, image_size: int, token: str) -> Teac
             return from_timm()
         except TeacherUnavailable as timm:
             raise TeacherUnavailable(name, f"{hub.reason}; timm: {timm.reason}") from None
-
-
-def _check_dinov2(name: str, state: State) -> None:
-    """Raise InputError if the weights belong to another DINOv2 model, which the message names."""
-    token = state.get("cls_token")
-    if token is None or token.shape[-1] not in _DINOV2_WIDTHS:
-        raise InputError(
-            "TEACHER_WEIGHTS holds no DINOv2 model: expected a tensor cls_token, but the tensors "
-            f"are {', '.join(list(state)[:3])}, ..."
-        )
-    registers = "_reg" if "register_tokens" in state or "reg_token" in state else ""
-    actual = f"dinov2_vit{_DINOV2_WIDTHS[token.shape[-1]]}14{registers}"
-    if actual != name:
-        raise InputError(
-            f"TEACHER_WEIGHTS holds {actual}, not {name}: set --teacher {actual}, or use another "
-            "file"
-        )
 
 
 def _hub(name: str, image_size: int, token: str) -> Teacher:
@@ -225,15 +205,14 @@ def _pooled(token: str, pooled: Tensor, patch: Tensor) -> Tensor:
 
 
 def _timm_config(model_name: str) -> Any:
-    """Return timm's configuration of a model, or None for `hf-hub:` and `local-dir:` names."""
+    """Return timm's configuration of a model, or None for `hf-hub:` names."""
     import timm
 
     if ":" in model_name:
-        if model_name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
+        if model_name.startswith(("hf-hub:", "hf_hub:")):
             return None  # the configuration comes with the weights
         raise InputError(
-            f"timm:{model_name}: expected the name of a model, hf-hub:OWNER/NAME or "
-            "local-dir:FOLDER after timm:"
+            f"timm:{model_name}: expected the name of a model or hf-hub:OWNER/NAME after timm:"
         )
     if not timm.is_model(model_name):
         raise InputError(_unknown("timm", model_name, timm.list_models()))
@@ -262,8 +241,8 @@ def _timm(
             with _offline_without_network():
                 model = timm.create_model(model_name, pretrained=True, num_classes=0, **kwargs)
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            if config is None:
-                _check_timm_path(model_name, error)
+            if config is None and isinstance(error, ValueError):  # an impossible name
+                raise InputError(f"timm:{model_name}: {' '.join(str(error).split())}") from error
             raise TeacherUnavailable(name, error) from error
     else:
         model = _timm_from_file(model_name, state, config, kwargs)
@@ -306,21 +285,6 @@ def _timm_from_file(model_name: str, state: State, config: Any, kwargs: dict[str
         raise _misfit(model_name, error) from error
     model.reset_classifier(0)
     return model
-
-
-def _check_timm_path(model_name: str, error: Exception) -> None:
-    """Raise InputError if the `hf-hub:` name or the `local-dir:` folder is invalid."""
-    source, _, path = model_name.partition(":")
-    if source == "hf-hub" and path and Path(path).is_dir():
-        raise InputError(f"timm:{model_name} names a folder: use timm:local-dir:{path}") from error
-    reason = " ".join(str(error).split())[:300]
-    files = sorted([*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")])
-    if source == "local-dir" and files:
-        if "weights_only" in reason:  # timm advises to load the file without this protection
-            reason = "it contains more than tensors, so it was not loaded; nothing was executed"
-        raise InputError(f"{files[0]} is not a readable weights file: {reason}") from error
-    if isinstance(error, ValueError):  # an impossible name
-        raise InputError(f"timm:{model_name}: {reason}") from error
 
 
 def _misfit(model: str, error: Exception) -> InputError:

@@ -37,7 +37,7 @@ from ssl_kd.teachers.causal import (
     tokenizer_id,
     without_adapters,
 )
-from ssl_kd.teachers.dtypes import Quantization, cast_weights
+from ssl_kd.teachers.dtypes import cast_weights
 from ssl_kd.teachers.finite import not_finite
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def build_student(
     seed: int,
     dtype: torch.dtype | None = torch.float32,
     remote_code: bool = False,
-    quantization: Quantization | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> CausalLM:
     """Build or load a student, in evaluation mode on the CPU.
 
@@ -84,7 +84,7 @@ def build_student(
         seed: seed of new weights; the global random state is not changed.
         dtype: dtype of the weights; None for the dtype of the file, or float32 for new weights.
         remote_code: whether Python files that come with a saved student may run.
-        quantization: quantization of a saved student, as the frozen base of adapters.
+        quantization: arguments from `nf4` for a saved student, as the frozen base of adapters.
     """
     kind, _, size = spec.partition(":")
     if kind not in ("layers", "fresh", "llama"):

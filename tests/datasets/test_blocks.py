@@ -184,14 +184,14 @@ def test_the_beginning_of_a_long_prompt_goes_first(tokenizer):
     assert blocks.characters == len(completion)
     lost = len(whole) - 24
     assert blocks.left_out == (
-        f"f:1: the document has {len(whole)} tokens (block_size 24) and loses the first {lost} "
-        "tokens of its prompt",
+        f"f:1: the document has {len(whole)} tokens (block_size 24); prompt tokens cut off: "
+        f"{lost}; parts: 1",
     )
     # A completion that is itself too long keeps one token of the prompt, and is split.
     short = make_blocks(dataset((prompt, completion)), tokenizer, 4, packing=False)
     assert short.ids[short.counts].tolist() == tail
     assert short.ids[0, 0] == whole[-len(tail) - 1]
-    assert f"and is split into {len(short)} parts" in short.left_out[0]
+    assert f"; parts: {len(short)}" in short.left_out[0]
 
 
 def test_only_what_the_assistant_says_counts(tokenizer, monkeypatch):

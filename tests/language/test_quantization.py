@@ -10,7 +10,7 @@ from ssl_kd.errors import MissingPackage
 from ssl_kd.language.caching import cache_teacher
 from ssl_kd.language.run import run
 from ssl_kd.teachers.causal import load_causal_lm
-from ssl_kd.teachers.dtypes import Quantization
+from ssl_kd.teachers.dtypes import nf4
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.student import add_lora
 from tests.language.test_run import log_lines
@@ -27,7 +27,7 @@ def bits():
 
 def both(path, bits):
     """A model in few bits, and one of plain weights that have the same values."""
-    found = load_causal_lm(path, quantization=Quantization(CPU, torch.float32)).model
+    found = load_causal_lm(path, quantization=nf4(CPU, torch.float32)).model
     plain = load_causal_lm(path).model
     for name, module in found.named_modules():
         weight = getattr(module, "weight", None)
@@ -82,11 +82,11 @@ def test_a_run_learns_by_adapters_from_such_a_teacher(settings, models, bits, tm
 
 
 def test_experts_that_stay_whole_are_said(models, bits, caplog):
-    load_causal_lm(models("mixture"), quantization=Quantization(CPU, torch.float32))
+    load_causal_lm(models("mixture"), quantization=nf4(CPU, torch.float32))
     assert "are not linear layers" in caplog.text
 
 
 def test_without_bitsandbytes_the_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage, match=r"pip install 'ssl_kd\[quantized\]'"):
-        Quantization(CPU, torch.float32)
+        nf4(CPU, torch.float32)

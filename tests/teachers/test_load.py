@@ -17,7 +17,6 @@ from ssl_kd.teachers.load import load_teacher
 from ssl_kd.teachers.weights import read_weights
 from ssl_kd.vision.extract import extract
 from ssl_kd.vision.settings import VisionSettings
-from tests.damage import Payload
 
 timm = pytest.importorskip("timm")
 SMALL = {"depth": 1, "img_size": 28}
@@ -201,18 +200,6 @@ def test_dinov2_is_224_px_and_resamples_its_positions(tmp_path, shallow):
     assert teacher.model.pos_embed.shape[1] == 1 + 16 * 16  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("saved", "name"),
-    [("dinov2_vits14_reg", "dinov2_vits14"), ("dinov2_vits14", "dinov2_vits14_reg")],
-)
-@pytest.mark.parametrize("published", [True, False])
-def test_another_dinov2_in_the_file_is_named(tmp_path, saved, name, published):
-    model = small_dinov2(saved)
-    torch.save(as_published(model) if published else model.state_dict(), tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=f"holds {saved}, not {name}: set --teacher {saved}"):
-        load_teacher(name, weights=tmp_path / "w.pth")
-
-
 class FakeHub(nn.Module):
     """A small network with the outputs of DINOv2's hub model."""
 
@@ -265,12 +252,10 @@ def test_timm_from_a_file_with_any_classifier(tmp_path, classes):
 
 def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path):
     torch.save(timm.create_model("resnet34", pretrained=False).state_dict(), tmp_path / "w.pth")
-    for name in ("timm:resnet18", "torchvision:resnet18"):
-        with pytest.raises(ValueError, match="do not fit.*(nexpected).*layer1.2") as error:
+    for name in ("timm:resnet18", "torchvision:resnet18", "dinov2"):
+        with pytest.raises(ValueError, match="do not fit") as error:
             load_teacher(name, weights=tmp_path / "w.pth")
         assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="holds no DINOv2 model"):
-        load_teacher("dinov2", weights=tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
@@ -310,9 +295,6 @@ def test_real_efficientnet_classifies_real_photographs(shared_data):
     logits = teacher.embed(batch) @ classifier["classifier.weight"].float().T
     best = (logits + classifier["classifier.bias"].float()).argmax(1)
     assert best.tolist() == [698, 985]  # palace, daisy
-    same = load_teacher(f"timm:local-dir:{file.parent}")
-    assert same.weights_id == teacher.weights_id
-    assert torch.equal(same.embed(batch), teacher.embed(batch))
 
 
 # --- by import path -------------------------------------------------------------------------------
@@ -452,37 +434,8 @@ def test_an_import_path_is_a_value_for_the_setting():
             VisionSettings(teacher=value)
 
 
-@pytest.fixture
-def timm_folder(tmp_path):
-    timm = pytest.importorskip("timm")
-    from timm.models import save_for_hf
-
-    model = timm.create_model("test_resnet")
-    save_for_hf(model, tmp_path / "mine", {"num_classes": 1000}, safe_serialization=True)
-    return tmp_path / "mine"
-
-
-def test_a_timm_folder_loads_and_hf_hub_names_the_right_prefix(timm_folder):
-    assert load_teacher(f"timm:local-dir:{timm_folder}").dim > 1
-    with pytest.raises(ValueError, match=f"use timm:local-dir:{timm_folder}"):
-        load_teacher(f"timm:hf-hub:{timm_folder}")
-
-
 @pytest.mark.parametrize("name", ["hf-hub:", "hf-hub:../../etc", "nowhere:x"])
 def test_an_invalid_timm_path_is_one_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where ../../etc is nothing
     with pytest.raises(ValueError, match=f"^timm:{name}: "):
         load_teacher(f"timm:{name}")
-
-
-def test_a_damaged_file_in_a_timm_folder_is_named(timm_folder):
-    file = timm_folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="model.safetensors is not a readable weights file"):
-        load_teacher(f"timm:local-dir:{timm_folder}")
-    file.unlink()
-    trace = timm_folder / "executed"
-    torch.save({"x": Payload(str(trace))}, timm_folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="pytorch_model.bin .* nothing was executed") as refused:
-        load_teacher(f"timm:local-dir:{timm_folder}")
-    assert "weights_only" not in str(refused.value) and not trace.exists()
