@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ssl_kd.errors import UserError
 
-LOST = re.compile("gloo|NCCL|[Cc]onnection|[Ss]ocket|timed? ?out", re.IGNORECASE)
-"""Matches the error message of a process group whose connection to another rank broke."""
+_LOST = re.compile("gloo|NCCL|connection|socket|timed? ?out", re.IGNORECASE)
 _WIDTH = 64  # least number of values in one message
 _NAMED = 8  # most ranks that an event names
 _WAY_OUT = (
@@ -116,7 +115,7 @@ class Agreement:
         try:
             yield
         except RuntimeError as error:
-            if not (always or isinstance(error, dist.DistError) or LOST.search(str(error))):
+            if not (always or is_lost(error)):
                 raise
             line = str(error).strip().splitlines()[0]
             raise RankLost(
@@ -139,6 +138,13 @@ class Agreement:
                 names = ", ".join(map(str, ranks))
                 return f" on rank{'s' * (len(ranks) > 1)} {names} of {self.world}"
         return ""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether an error says that the process group lost its connection to another rank."""
+    if isinstance(error, dist.DistError):  # pyright: ignore[reportPrivateImportUsage]
+        return True
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 def several_ranks(group: dist.ProcessGroup | None = None) -> bool:

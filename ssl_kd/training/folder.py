@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import shlex
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ssl_kd import __version__
 from ssl_kd.errors import BAD_INPUT, RunFolderError, code_of
@@ -174,7 +176,7 @@ class RunFolder:
         if not self.writes:
             return
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(row)) + "\n")
+            file.write(json.dumps(tree_map(_finite, dict(row))) + "\n")
 
     def count_events(self) -> int:
         """Return the number of events in `events.jsonl`, including events from before a resume."""
@@ -193,9 +195,9 @@ class RunFolder:
             return lambda: None
         self._written()
         self._checkpoints.mkdir(parents=True, exist_ok=True)
-        size = sum(tensor.nbytes for tensor in _tensors(tensors))
+        size = sum(x.nbytes for x in tree_leaves(tensors) if isinstance(x, Tensor))
         has_room = 2 * size < free_memory(torch.device("cpu"))
-        state = _on_host(tensors) if has_room else tensors
+        state = tree_map_only(Tensor, _on_host, tensors) if has_room else tensors
         self._writing = self._writer.submit(self._write_checkpoint, step, state)
         if not has_room:
             logger.info("training waits: no memory to copy a %.3g GiB checkpoint", size / 2**30)
@@ -264,33 +266,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested dictionaries, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(inner)
-
-
-def _on_host(value: Any) -> Any:
-    """Copy tensors and their containers to CPU memory, so that later steps do not change them."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {name: _on_host(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_on_host(inner) for inner in value)
-    return value
+def _on_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to CPU memory, so that later steps do not change it."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _finite(value: Any) -> Any:
     """Replace NaN and infinity, which JSON cannot represent, with None."""
-    if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step(line: bytes) -> int | None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
 from ssl_kd.errors import FAILED, InputError, Interrupted, UserError
-from ssl_kd.guard.agreement import LOST, RankLost
+from ssl_kd.guard.agreement import RankLost, is_lost
 from ssl_kd.settings.early import LAUNCHERS
 
 if TYPE_CHECKING:  # not in builds of torch without torch.distributed
@@ -132,11 +132,8 @@ class Ranks:
 
     def _lost(self, error: BaseException) -> RankLost | None:
         """Return a RankLost for an error of the process group; None for any other error."""
-        if not isinstance(error, DistError):
-            if isinstance(error, UserError) or not isinstance(error, RuntimeError):
-                return None
-            if not LOST.search(str(error)):
-                return None
+        if isinstance(error, UserError) or not is_lost(error):
+            return None
         line = str(error).strip().splitlines()[0].partition(" This is typically")[0].rstrip(".")
         return RankLost(f"rank {self.rank} of {self.world} lost other ranks: {line}. {_WAY_OUT}")
 
