@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import scipy  # its modules are imported on first use
+
 TOLERANCE = 1e-4  # relative
 
 _DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
@@ -158,9 +160,7 @@ class AnswerScores:
         """95 % confidence interval of the accuracy (Wilson, 1927); None without questions."""
         if not self.n:
             return None
-        from scipy.stats import binomtest
-
-        bounds = binomtest(self.right, self.n).proportion_ci(method="wilson")
+        bounds = scipy.stats.binomtest(self.right, self.n).proportion_ci(method="wilson")
         return float(bounds.low), float(bounds.high)
 
 

@@ -8,6 +8,7 @@ scikit-learn does.
 import math
 
 import numpy as np
+import scipy  # its modules are imported on first use
 from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int64]
@@ -64,7 +65,9 @@ def match(labels: ArrayLike, clusters: ArrayLike) -> dict[int, int]:
         >>> match([0, 0, 1], [1, 1, 0])
         {1: 0, 0: 1}
     """
-    classes, columns = _pairs(contingency(labels, clusters))
+    classes, columns = scipy.optimize.linear_sum_assignment(
+        contingency(labels, clusters), maximize=True
+    )
     return {int(k): int(c) for c, k in zip(classes, columns, strict=True)}
 
 
@@ -89,7 +92,7 @@ def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
         0.75
     """
     table = contingency(labels, clusters)
-    paired = table[_pairs(table)].sum()
+    paired = table[scipy.optimize.linear_sum_assignment(table, maximize=True)].sum()
     return float(paired / (np.asarray(labels) >= 0).sum())
 
 
@@ -184,13 +187,6 @@ def collapsed(sizes: ArrayLike) -> NDArray[np.bool_]:
         [False, True]
     """
     return effective_clusters(sizes) < 0.5 * np.asarray(sizes).shape[-1]
-
-
-def _pairs(table: Ints) -> tuple[Ints, Ints]:
-    """Pair the rows and columns of a table one to one with the largest sum."""
-    from scipy.optimize import linear_sum_assignment
-
-    return linear_sum_assignment(table, maximize=True)
 
 
 def _known(labels: ArrayLike, clusters: ArrayLike) -> tuple[Ints, Ints]:

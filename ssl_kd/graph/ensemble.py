@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import scipy  # its modules are imported on first use
 import scipy.sparse as sp
 from numpy.typing import NDArray
 from scipy.sparse.linalg import ArpackError, eigsh
-from scipy.special import entr
 from threadpoolctl import threadpool_limits
 
 from ssl_kd.graph.criterion import Graph, Ints, one_hot
@@ -119,7 +119,7 @@ def form_ensemble(
         if voters(candidates, "between"):
             clusters = vote(candidates, "between", n_clusters)
             shares = np.bincount(clusters) / len(clusters)
-            evenness = float(entr(shares).sum() / np.log(n_clusters))
+            evenness = float(scipy.special.entr(shares).sum() / np.log(n_clusters))
         if (kind := kind_of(evenness, n_clusters)) != "between":
             clusters = vote(candidates, kind, n_clusters)
         return Ensemble(in_order(clusters), candidates, evenness, kind)
@@ -217,9 +217,6 @@ def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     References:
         Fred & Jain, Combining multiple clusterings using evidence accumulation, 2005.
     """
-    from scipy.cluster.hierarchy import cut_tree, linkage
-    from scipy.spatial.distance import squareform
-
     joint = _joint(candidates)
     n = joint.shape[0]
     order = np.random.default_rng(0).permutation(n)
@@ -228,9 +225,10 @@ def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     linked = np.sort([*every][:LINKED])
     rows = joint[linked]
     shared = (rows @ rows.T).toarray() / len(candidates)
-    tree = linkage(squareform(1 - shared, checks=False), "average")
+    distances = scipy.spatial.distance.squareform(1 - shared, checks=False)
+    tree = scipy.cluster.hierarchy.linkage(distances, "average")
     k = min(n_clusters, 1 + int((tree[:, 2] > MIN_DISTANCE).sum()))
-    clusters = cut_tree(tree, k).ravel()
+    clusters = scipy.cluster.hierarchy.cut_tree(tree, k).ravel()
     if n == len(linked):
         return clusters
     members = one_hot(clusters, k)
@@ -250,11 +248,9 @@ def aligned(clusters: Ints, answer: Ints) -> Ints:
 
     An unpaired cluster gets the number of the `answer` cluster that shares most samples with it.
     """
-    from scipy.optimize import linear_sum_assignment
-
     k, size = int(answer.max()) + 1, int(clusters.max()) + 1
     shared = np.bincount(clusters * k + answer, minlength=size * k).reshape(size, k)
     names = shared.argmax(1)
-    rows, columns = linear_sum_assignment(shared, maximize=True)
+    rows, columns = scipy.optimize.linear_sum_assignment(shared, maximize=True)
     names[rows] = columns
     return names[clusters]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
-from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 
 from ssl_kd.graph.spectral import spectral_coordinates
 
@@ -217,13 +216,13 @@ class Density:
         reach = np.maximum(np.maximum(distances.ravel(), core[rows]), core[near.ravel()]) + 1e-12
         graph = sp.csr_matrix((reach, (rows, near.ravel())), shape=(n, n))
         graph = graph.maximum(graph.T)
-        tree = minimum_spanning_tree(graph).tocoo()
+        tree = sp.csgraph.minimum_spanning_tree(graph).tocoo()
         heads, tails, lengths = tree.row, tree.col, tree.data
-        n_pieces, piece = connected_components(graph, directed=False)
+        n_pieces, piece = sp.csgraph.connected_components(graph, directed=False)
         if n_pieces > 1:
             means = np.stack([self.places[piece == p].mean(0) for p in range(n_pieces)])
             apart = np.linalg.norm(means[:, None] - means, axis=-1) + 1e-12
-            joins = minimum_spanning_tree(apart).tocoo()
+            joins = sp.csgraph.minimum_spanning_tree(apart).tocoo()
             first = np.unique(piece, return_index=True)[1]
             heads, tails = np.r_[heads, first[joins.row]], np.r_[tails, first[joins.col]]
             lengths = np.r_[lengths, lengths.max(initial=0) + joins.data]

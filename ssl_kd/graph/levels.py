@@ -106,10 +106,7 @@ def descend(
 
 
 def pair_losses(exact: int, alpha: float = ALPHA) -> Losses:
-    """Return a function that computes the costs of merging pairs of clusters.
-
-    Above `exact` or 180 clusters the cost is the loss of modularity, below the loss of the value.
-    """
+    """Return costs of merges: loss of modularity above `exact` or 180 clusters, else of value."""
 
     def losses(table: Floats, clusters: Ints) -> Floats:
         if len(table) <= min(exact, 3 * MANY):

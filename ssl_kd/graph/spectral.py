@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
-from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import ArpackNoConvergence, aslinearoperator, eigsh
 
 # Up to this many rows, or for nearly all eigenvectors, a dense solver is faster.
@@ -41,7 +40,7 @@ def spectral_coordinates(graph: Any, n_vectors: int) -> NDArray[np.float32]:
 
 def _of_components(walk: Any, lengths: NDArray[np.float64]) -> Any:
     """Return the eigenvectors of eigenvalue 1, `[n, c]`: one for each of c connected components."""
-    n_parts, part = connected_components(walk, directed=False)
+    n_parts, part = sp.csgraph.connected_components(walk, directed=False)
     unit = lengths / np.sqrt(np.bincount(part, lengths**2, n_parts))[part]
     known = sp.csr_array((unit, part, np.arange(len(part) + 1)), shape=(len(part), n_parts))
     tied = np.bincount(part, np.diff(walk.indptr), n_parts) > 0

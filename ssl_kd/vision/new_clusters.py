@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import scipy
 import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
@@ -100,8 +101,6 @@ def find_new_clusters(
         Schilling, Multivariate two-sample tests based on nearest neighbors, JASA 1986.
         Hoeffding, On the distribution of the number of successes in independent trials, 1956.
     """
-    from scipy.stats import binom
-
     result = torch.full((len(new),), -1)
     if len(new) < MIN_SIZE:
         return result
@@ -116,7 +115,7 @@ def find_new_clusters(
     pool = torch.cat([reference, new[rows]])
     near = nearest_neighbors(pool, k, metric="euclidean", device=device)[r:].numpy()
 
-    chance = binom.sf((near >= r).sum(1) - 1, k, share[clusters[near]].mean(1))
+    chance = scipy.stats.binom.sf((near >= r).sum(1) - 1, k, share[clusters[near]].mean(1))
     seeds = np.flatnonzero(chance < CHANCE / n)
     groups = _grown(_groups(seeds, near - r, n), near - r)
     sizes = np.bincount(groups[groups >= 0], minlength=1)
