@@ -77,7 +77,8 @@ _TRL: Mapping[str, str] = {
     " set them.": "lora_* target_modules use_dora use_rslora",
     "Use --quantization nf4.": """
         bnb_* load_in_4bit load_in_8bit use_bnb_nested_quant""",
-    "Use --teacher_text 1.": "seq_kd",
+    "Let the teacher write the text first, for example with vLLM, and name it by --data_path.": """
+        seq_kd""",
     "The student generates one continuation per row and step: see --on_policy, --max_new_tokens."
     " --generations is the number of answers in the report.": """
         generation_batch_size max_tool_calling_iterations num_generations steps_per_generation""",

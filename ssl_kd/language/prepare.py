@@ -21,7 +21,6 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_identity, check_divergence
 from ssl_kd.language.foreign_names import IN_MEMORY
-from ssl_kd.language.rollouts import with_teacher_text
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
@@ -151,7 +150,7 @@ def prepare(
     teachers = [lm for lm in (teacher, *others) if lm is not None]
     aligned = teacher is not None and settings.align != "auto"
     size, packing = settings.block_size, settings.packing
-    packed = packing and not (settings.on_policy or settings.teacher_text)
+    packed = packing and not settings.on_policy
     blocks = lay_out(size, packed, train_set, student, teachers, aligned=aligned)
     eval_blocks = lay_out(size, packing, eval_set, student, teachers, aligned=aligned)
     check_ranks_see(blocks, ranks.world)
@@ -176,9 +175,6 @@ def prepare(
         served = ServedTeacher.of(settings, size, teacher.tokenizer, precision.device)
     else:
         frozen = FrozenTeacher(teacher.model, **placement)
-        if settings.teacher_text:
-            assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-            blocks = with_teacher_text(settings, blocks, teacher, frozen, ranks, progress)
     if settings.router_mode == "auto":
         live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
         settings = settings.replace(router_mode="sar" if live else "native")
