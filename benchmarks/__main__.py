@@ -1,4 +1,4 @@
-"""List the benchmarks, from their docstrings.
+"""List the benchmarks with their summaries and commands.
 
 python -m benchmarks          # prints the table
 python -m benchmarks --write  # writes it to docs/results.md
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 
 
 def benchmarks() -> dict[str, str]:
-    """Return the docstring of every file that is a command, by name."""
+    """Return the docstring of every runnable benchmark, keyed by module name."""
     docstrings = {}
     for file in sorted(FOLDER.glob("[a-z]*.py")):
         source = file.read_text(encoding="utf-8")
@@ -27,13 +27,13 @@ def benchmarks() -> dict[str, str]:
 
 
 def commands(name: str, docstring: str) -> list[str]:
-    """Return the lines of the docstring that call the benchmark, without their comments."""
+    """Return the commands in a benchmark's docstring, without their comments."""
     pattern = rf"^\s*((?:python|torchrun)\b.*\bbenchmarks[./]{name}\b.*?)(?:\s*#.*)?$"
     return re.findall(pattern, docstring, re.M) or [f"python -m benchmarks.{name}"]
 
 
 def table() -> str:
-    """Return a table: the first line of each docstring, and the commands."""
+    """Return a Markdown table with the summary line and the commands of each benchmark."""
     rows = ["| what it measures | command |", "|---|---|"]
     for name, docstring in benchmarks().items():
         first, *more = docstring.splitlines()

@@ -1,13 +1,12 @@
-"""Measure how often the microscope names the right operation and the right cause of a fault.
+"""Measure how often the diagnosis of an injected fault names the right operation and cause.
 
     python -m benchmarks.diagnosis    # 200 and 100 injections; writes docs/results.md
 
-The 200 are of heads, here; the 100 of students, in `benchmarks.diagnosis_language`. Each injection
-puts one fault of a known cause into a step of random sizes, depth, activation and loss. The truth
-is fixed by the injection, never by the diagnosis: the cause is what was put in; the operation
-follows from how the step was built, or, for overflows, from running its stages in float64 and
-seeing which is the first to leave the range of its dtype. A draw that happens to leave loss and
-gradients finite holds no fault, and is drawn again.
+This file injects 200 faults into the heads; `benchmarks.diagnosis_language` injects 100 into
+language students. Each injection puts one fault of known cause into a training step with random
+sizes, depth, activation and loss. The true operation is known from how the step was built or, for
+overflows, from running its stages in float64: it is the first stage whose exact result exceeds the
+range of its dtype. A draw that leaves the loss and the gradients finite is repeated.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ SETTINGS = {
 }
 Stage = tuple[str, Callable[[Tensor], Tensor]]
 Drawn = tuple[Cause, str, Cause, str, int]
-"""The truth, cause and operation; what was said; and how many draws before it held no fault."""
+"""The true cause and operation, the diagnosed ones, and the count of draws without a fault."""
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Case:
     x: Tensor
     stages: list[Stage]
     weights: dict[str, Tensor] = field(default_factory=dict)
-    op: str | None = None  # None: the first stage that leaves its dtype's range in float64
+    op: str | None = None  # None: the first stage whose float64 result overflows its dtype
     scale: float = 1.0
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
@@ -69,7 +68,7 @@ class Case:
 
     @torch.no_grad()
     def overflows_at(self) -> str | None:
-        """Return the first stage with an exact value beyond the range of its dtype."""
+        """Return the first stage whose float64 result exceeds the range of its dtype."""
         weights = {name: w.detach().clone() for name, w in self.weights.items()}
         exact, x = self.x.double(), self.x
         try:
@@ -121,10 +120,10 @@ def network(r: random.Random, dim: int, dtype=torch.float32, bias=True):
 def sound_loss(r: random.Random, rows: int, width: int) -> list[Stage]:
     """Return a loss that is finite for any reasonable input."""
     target = torch.randint(width, (rows,))
-    wanted = torch.randn(rows, width)
+    regression_target = torch.randn(rows, width)
     return r.choice(
         [
-            [("aten.mse_loss", lambda x: F.mse_loss(x, wanted.to(x.dtype)))],
+            [("aten.mse_loss", lambda x: F.mse_loss(x, regression_target.to(x.dtype)))],
             [("aten.pow", lambda x: x.pow(2)), ("aten.mean", lambda x: x.mean())],
             [
                 ("aten._log_softmax", lambda x: F.log_softmax(x, -1)),
@@ -142,7 +141,7 @@ def poisoned_weight(r: random.Random) -> Case:
     name = r.choice(list(weights))
     weights[name].data.view(-1)[r.randrange(weights[name].numel())] = value
     if value != 1e30:
-        case.op = "aten.addmm"  # the product that reads it
+        case.op = "aten.addmm"  # the operation that reads it
     return case
 
 
@@ -226,7 +225,7 @@ def zero_norm(r: random.Random) -> Case:
 
 
 def temperature(r: random.Random) -> Case:
-    """Logits that a temperature of 1 would have left finite: that is what makes it too low."""
+    """Return a step that overflows at a low temperature and is finite at a temperature of 1."""
     while True:
         low, sane = _temperatures(r, uniform(r, 1e-3, 0.05))
         if low.is_sick() and not sane.is_sick():
@@ -255,7 +254,7 @@ def _temperatures(r: random.Random, t: float) -> tuple[Case, Case]:
 
 
 def learning_rate(r: random.Random) -> Case:
-    """Take real steps of SGD or AdamW at a huge learning rate, until the loss overflows."""
+    """Take SGD or AdamW steps at a huge learning rate until the loss overflows."""
     x = batch(r)
     stages, weights, width = network(r, x.shape[1])
     case = Case(Cause.LEARNING_RATE, x, stages + sound_loss(r, len(x), width), weights)
@@ -283,7 +282,7 @@ KINDS = (
 
 
 def inspect(case: Case) -> tuple[Cause, str]:
-    """Return the cause and the operation that the microscope names."""
+    """Return the diagnosed cause and operation."""
     with Microscope({"input": case.x} | case.weights) as scope:
         loss, gradients = case.run()
     fault = scope.fault(loss, *gradients)
@@ -293,24 +292,24 @@ def inspect(case: Case) -> tuple[Cause, str]:
 
 
 def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
-    """Return a case with a fault, and the diagnosis of it."""
+    """Draw cases until one has a fault; return its truth and diagnosis."""
     for redrawn in range(200):
         torch.manual_seed(r.randrange(2**31))
         case = kind(r)
         weights = case.weights.values()
         if case.cause == Cause.LEARNING_RATE and not all(torch.isfinite(w).all() for w in weights):
-            continue  # the update itself overflowed: from then on it is a poisoned weight
+            continue  # the update itself overflowed: the cause is now a poisoned weight
         if not case.is_sick():
             continue
         op = case.op or case.overflows_at()
         if op is not None:
             return case.cause, op, *inspect(case), redrawn
-    raise RuntimeError(f"{kind.__name__}: 200 draws held no fault")
+    raise RuntimeError(f"{kind.__name__}: none of 200 draws had a fault")
 
 
 @dataclass
 class Score:
-    """Counts of right diagnoses over all injections."""
+    """Counts of correct diagnoses over all injections."""
 
     table: Counter[tuple[Cause, Cause]] = field(default_factory=Counter)
     misses: list[str] = field(default_factory=list)
@@ -324,25 +323,25 @@ class Score:
 def measure(
     kinds: Sequence[Any], draw: Callable[[Any, random.Random], Drawn], injections: int, seed: int
 ) -> Score:
-    """Inject faults of each kind, and compare the diagnosis with the truth."""
+    """Inject faults of each kind and compare the diagnoses with the truth."""
     r, score = random.Random(seed), Score()
     for i in range(injections):
-        cause, op, said_cause, said_op, redrawn = draw(kinds[i % len(kinds)], r)
+        cause, op, diagnosis, diagnosed_op, redrawn = draw(kinds[i % len(kinds)], r)
         score.total += 1
         score.redrawn += redrawn
-        score.table[cause, said_cause] += 1
-        score.right_op += said_op == op
-        score.right_cause += said_cause == cause
-        score.right += said_op == op and said_cause == cause
-        if said_op != op or said_cause != cause:
+        score.table[cause, diagnosis] += 1
+        score.right_op += diagnosed_op == op
+        score.right_cause += diagnosis == cause
+        score.right += diagnosed_op == op and diagnosis == cause
+        if diagnosed_op != op or diagnosis != cause:
             score.misses.append(
-                f"{i}: {cause.value} at {op}, found {said_cause.value} at {said_op}"
+                f"{i}: {cause.value} at {op}, diagnosed {diagnosis.value} at {diagnosed_op}"
             )
     return score
 
 
 def section(score: Score) -> list[str]:
-    """Return the counts and the table of one mode as text."""
+    """Return the counts and the confusion matrix of one mode as Markdown lines."""
     causes = [c for c in Cause if any(c in pair for pair in score.table)]
 
     def share(count: int) -> str:
@@ -359,7 +358,7 @@ def section(score: Score) -> list[str]:
         "|---|" + "---|" * len(causes),
     ]
     for truth in causes:
-        row = [str(score.table[truth, said] or "") for said in causes]
+        row = [str(score.table[truth, cause] or "") for cause in causes]
         if any(row):
             lines.append(f"| {truth.value} | " + " | ".join(row) + " |")
     return lines
@@ -392,15 +391,15 @@ def report(heads: Score, students: Score) -> str:
 
 
 def main() -> None:
-    from benchmarks import diagnosis_language as language  # needs transformers, the rest does not
+    from benchmarks import diagnosis_language as language  # needs transformers
 
-    parser = argparse.ArgumentParser(description="Accuracy of the diagnosis of injected faults.")
-    parser.add_argument("--injections", type=int, default=200, help="of heads")
-    parser.add_argument("--students", type=int, default=100, help="injections of students")
+    parser = argparse.ArgumentParser(description="Measure the diagnosis of injected faults.")
+    parser.add_argument("--injections", type=int, default=200, help="faults in heads")
+    parser.add_argument("--students", type=int, default=100, help="faults in students")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     began = time.perf_counter()
-    logging.disable(logging.WARNING)  # of every guard that finds what was injected
+    logging.disable(logging.WARNING)  # the guards' warnings about injected faults
     heads = measure(KINDS, draw, args.injections, args.seed)
     students = measure(language.KINDS, language.draw, args.students, args.seed)
     text = report(heads, students)

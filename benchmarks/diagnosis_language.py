@@ -1,9 +1,9 @@
 """Inject faults of known cause into steps of random language models, for `benchmarks.diagnosis`.
 
-Each goes through `Distiller.step`, whose witness explains it; what its event says is what counts.
-The cause is what was put in. The operation is the one that reads a poisoned weight, the last one of
-a layer that was put in, or, for overflows, the only one of the whole step that makes something not
-finite out of finite numbers; where several do, the truth is not certain, and the draw repeated.
+Each fault goes through `Distiller.step`; the event of its fault explainer is the diagnosis. The
+true operation is the one that reads a poisoned weight, the last one of an inserted layer, or, for
+overflows, the only one of the step with finite inputs and a non-finite output. A draw with several
+such operations is repeated, because its true operation is uncertain.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case:
     cause: Cause
     distiller: Distiller
     batch: Batch
-    op: str | None = None  # None: the only one that its numbers become infinite in
+    op: str | None = None  # None: the only operation that turns finite inputs non-finite
 
     def run(self) -> tuple[Cause, str] | None:
         """Return the diagnosed cause and operation; None if the step is healthy."""
@@ -50,26 +50,22 @@ class Case:
         events = [e for e in self.distiller.guard.events.events if e.stage == "replay"]
         if not events:
             return None
-        said = re.match(r"rows [\d, ]+: (\S+), (?:forward|backward) pass", events[0].reason)
+        match = re.match(r"rows [\d, ]+: (\S+), (?:forward|backward) pass", events[0].reason)
         causes = [cause for cause in Cause if f": {cause.value}: " in events[0].reason]
-        return (causes[0], said[1]) if said and causes else (Cause.UNKNOWN, "none")
+        return (causes[0], match[1]) if match and causes else (Cause.UNKNOWN, "none")
 
     def origin(self) -> str | None:
-        """Return the one operation that produced a non-finite value; None if there are several."""
+        """Return the only operation that produced a non-finite value; None if several did."""
         student = self.distiller.student
-        with Origins() as seen, torch.random.fork_rng():
+        with Origins() as origins, torch.random.fork_rng():
             terms = self.distiller.weighted(self.distiller.terms(self.batch))
             total = sum(terms.values(), torch.zeros(()))
             torch.autograd.grad(total, list(student.parameters()), allow_unused=True)
-        return seen.ops.pop() if len(seen.ops) == 1 else None
+        return origins.ops.pop() if len(origins.ops) == 1 else None
 
 
 class Origins(TorchDispatchMode):
-    """Records operations with finite inputs and an output that is not finite.
-
-    Attributes:
-        ops: their names.
-    """
+    """Records the names of operations with finite inputs and a non-finite output in `ops`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,10 +73,10 @@ class Origins(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204, D105
         kwargs = kwargs or {}
-        read = all(map(_is_finite, tree_leaves((args, kwargs))))  # before it writes in place
+        finite_inputs = all(map(_is_finite, tree_leaves((args, kwargs))))  # before in-place writes
         out = func(*args, **kwargs)
         op = str(func.overloadpacket)
-        if read and "empty" not in op and not all(map(_is_finite, tree_leaves(out))):
+        if finite_inputs and "empty" not in op and not all(map(_is_finite, tree_leaves(out))):
             self.ops.add(op)
         return out
 
@@ -108,18 +104,18 @@ def model(r: random.Random, kind: str, vocabulary: int) -> Any:
     if kind == "Mixtral":
         size |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = getattr(transformers, f"{kind}Config")(**size, attn_implementation="eager")
-    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    lm = transformers.AutoModelForCausalLM.from_config(config).eval()
     spread = uniform(r, 0.05, 0.3)
-    for p in made.parameters():
+    for p in lm.parameters():
         if p.ndim > 1:
             nn.init.normal_(p, 0, spread)
-    return made
+    return lm
 
 
 def step(
     r: random.Random, cause: Cause, precision: Precision = CPU, kinds=("Llama", "GPT2", "Mixtral")
 ) -> Case:
-    """Return a healthy step, into which the caller injects a fault."""
+    """Return a healthy step for the caller to inject a fault into."""
     vocabulary, rows, length = r.randint(20, 200), r.randint(1, 6), r.randint(6, 20)
     alpha = uniform(r, 0.1, 0.9)
     settings = LanguageSettings(
@@ -151,8 +147,8 @@ def layers_of(lm: Any) -> Any:
 
 
 def readers(lm: Any) -> list[tuple[Tensor, str]]:
-    """Weights, each with the operation that reads it; embeddings are another kind's."""
-    found: list[tuple[Tensor, str]] = []
+    """Return all weights but the embeddings, each with the operation that reads it."""
+    weights: list[tuple[Tensor, str]] = []
     for name, module in lm.named_modules():
         kind, op = type(module).__name__, None
         if isinstance(module, nn.Linear) and not (name == "lm_head" and hasattr(lm, "transformer")):
@@ -167,12 +163,12 @@ def readers(lm: Any) -> list[tuple[Tensor, str]]:
             op = "aten.mm"
         elif kind == "MixtralExperts":
             op = "aten._grouped_mm"
-        found += [(p, op) for p in module.parameters(recurse=False) if op is not None]
-    return found
+        weights += [(p, op) for p in module.parameters(recurse=False) if op is not None]
+    return weights
 
 
 def poison(r: random.Random, case: Case, lm: Any) -> Case:
-    """One entry of a weight, or a row of it, is not finite; or one is far too large."""
+    """Make one entry or row of a weight non-finite, or one entry far too large."""
     weight, op = r.choice(readers(lm))
     value = r.choice([float("nan"), float("inf"), -float("inf"), 1e30, 3e38])
     if abs(value) < float("inf") or r.random() < 0.5:
@@ -193,7 +189,7 @@ def poisoned_teacher(r: random.Random) -> Case:
 
 
 def poisoned_embedding(r: random.Random) -> Case:
-    """Of a token that stands in the batch."""
+    """Poison the embedding of a token in the batch."""
     case = step(r, Cause.POISONED_WEIGHT)
     lm: Any = r.choice([case.distiller.student, teacher_of(case)])
     row = lm.get_input_embeddings().weight.data[int(case.batch.input_ids[0, 0])]
@@ -204,7 +200,7 @@ def poisoned_embedding(r: random.Random) -> Case:
 
 
 def learning_rate(r: random.Random) -> Case:
-    """Take real steps at a huge learning rate, until the next one overflows."""
+    """Take real steps at a huge learning rate until the next one overflows."""
     case = step(r, Cause.LEARNING_RATE)
     rate = uniform(r, 1e4, 1e17)
     for _ in range(3):
@@ -219,11 +215,11 @@ def learning_rate(r: random.Random) -> Case:
     return replace(case, distiller=fresh)
 
 
-# --- layers that are put in -----------------------------------------------------------------------
+# --- inserted layers ------------------------------------------------------------------------------
 
 
-def put_in(r: random.Random, lm: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """After the feed-forward part of a layer."""
+def insert(r: random.Random, lm: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Apply a change to the feed-forward output of a random layer."""
     module = r.choice(list(layers_of(lm))).mlp
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
@@ -234,7 +230,7 @@ def put_in(r: random.Random, lm: Any, change: Callable[[Tensor], Tensor]) -> Non
 
 
 def fp16_overflow(r: random.Random) -> Case:
-    """Activations that grow too loud somewhere in a layer, in the student or in the teacher."""
+    """Scale up the activations inside a random layer of the student or the teacher."""
     case = step(r, Cause.FP16_OVERFLOW, HALF, kinds=("Llama", "GPT2"))
     lm = r.choice([case.distiller.student, teacher_of(case)])
     loud = torch.full((1,), uniform(r, 1e3, 6e4), dtype=torch.float16)
@@ -247,7 +243,7 @@ def fp16_overflow(r: random.Random) -> Case:
 def log_of_zero(r: random.Random) -> Case:
     case = step(r, Cause.LOG_OF_ZERO)
     sharp = torch.full((1,), uniform(r, 1e4, 1e6))
-    put_in(r, case.distiller.student, lambda x: x + 0 * torch.softmax(x * sharp, -1).log())
+    insert(r, case.distiller.student, lambda x: x + 0 * torch.softmax(x * sharp, -1).log())
     case.op = "aten.log"
     return case
 
@@ -258,17 +254,17 @@ def zero_norm(r: random.Random) -> Case:
         ("aten.div", lambda z: z / z.norm(dim=-1, keepdim=True)),
         ("aten.div", lambda z: z / z.square().sum(-1, keepdim=True).sqrt()),
         ("aten.rsqrt", lambda z: z * z.square().sum(-1, keepdim=True).rsqrt()),
-        ("aten.div", lambda z: z.square().sum(-1, keepdim=True).sqrt()),  # its gradient alone
+        ("aten.div", lambda z: z.square().sum(-1, keepdim=True).sqrt()),  # only its gradient
     ]
     case.op, form = r.choice(forms)
     keep = torch.ones(case.batch.input_ids.shape[1], 1)
     keep[r.randrange(max(1, len(keep) // 2))] = 0
-    put_in(r, case.distiller.student, lambda x: x + form(x * keep))
+    insert(r, case.distiller.student, lambda x: x + form(x * keep))
     return case
 
 
 def temperature(r: random.Random) -> Case:
-    """A gate in a layer, whose exponential would be finite at a temperature of 1."""
+    """Insert a gate whose exponential overflows, but would not at a temperature of 1."""
     case = step(r, Cause.TEMPERATURE)
     t = uniform(r, 1e-3, 0.3)
     multiplies = r.random() < 0.3
@@ -277,7 +273,7 @@ def temperature(r: random.Random) -> Case:
         z = torch.tanh(x) * 40
         return x * ((z * (1 / t)) if multiplies else (z / t)).exp()
 
-    put_in(r, case.distiller.student, gate)
+    insert(r, case.distiller.student, gate)
     case.op = "aten.exp"
     return case
 
@@ -295,14 +291,14 @@ KINDS = (
 
 
 def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
-    """Return a case with a fault, and the diagnosis of it."""
+    """Draw cases until one has a fault; return its truth and diagnosis."""
     for redrawn in range(200):
         torch.manual_seed(r.randrange(2**31))
         case = kind(r)
         weights = case.distiller.student.parameters()
         if case.cause == Cause.LEARNING_RATE and not all(w.isfinite().all() for w in weights):
-            continue  # the update itself overflowed: from then on it is a poisoned weight
+            continue  # the update itself overflowed: the cause is now a poisoned weight
         op = case.op or case.origin()
-        if op is not None and (said := case.run()) is not None:
-            return case.cause, op, *said, redrawn
-    raise RuntimeError(f"{kind.__name__}: 200 draws held no fault")
+        if op is not None and (diagnosis := case.run()) is not None:
+            return case.cause, op, *diagnosis, redrawn
+    raise RuntimeError(f"{kind.__name__}: none of 200 draws had a fault")

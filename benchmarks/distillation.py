@@ -3,15 +3,14 @@
     python -m benchmarks.distillation --teacher_model FOLDER --data_path FILE.jsonl --seeds 3
     python -m benchmarks.distillation --grid --teacher_model FOLDER --data_path FILE.jsonl
 
-Each row is a whole run on the same steps, batches and start; the held-out perplexity is of the best
-look at held-out text. `clamp` rows hold the logits as older scripts did, to show what that costs.
-Without --teacher_model a teacher is trained on the standard library first.
+Each row is a complete run with the same initialization, batches and steps; its held-out perplexity
+is that of its best evaluation. The `clamp` rows clamp the logits as the older scripts did, to show
+the cost. Without --teacher_model, a teacher is trained on the standard library first.
 
-With `--grid` the student is distilled, and trained by cross-entropy alone, at every learning rate
-of the grid and with every seed. Each way's learning rate is the one with the lowest perplexity on
-validation rows (the best look at them in a run, geometric mean over seeds); what is reported of it
-is the perplexity on test rows, which no choice is made on. A best one at an end of the grid is
-marked: the grid should then be longer.
+`--grid` distills the student and trains it with cross-entropy alone, at every learning rate of the
+grid and with every seed. For each of the two, the learning rate with the lowest validation
+perplexity wins (best evaluation of a run, geometric mean over seeds); its perplexity on separate
+test rows is reported. A winner at an end of the grid is marked, because the grid is too short then.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
 
 
 def old(name: str) -> dict[str, Any]:
-    """What a preset says of learning; rows and their length stay those of the others."""
+    """Return a preset's learning settings; batch and block size stay those of the other runs."""
     kept = ("learning_rate", "temperature", "alpha_kd", "alpha_ce", "clip_grad")
     return {key: value for key, value in PRESETS[name].items() if key in kept}
 
@@ -60,12 +59,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 GRID = (1e-3, 3e-3, 1e-2, 3e-2)
 WAYS: dict[str, dict[str, Any]] = {"distilled": {}, "CE alone": ALONE}
 
-Found = dict[tuple[str, float], list[dict[str, Any]]]
-"""Way and learning rate -> a row for each seed."""
+Results = dict[tuple[str, float], list[dict[str, Any]]]
+"""(way, learning rate) -> a row for each seed."""
 
 
 def add_settings(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Add settings as flags, with the library's defaults except for those given here."""
+    """Add settings as flags; `defaults` override the library's defaults."""
     for name in (*names, *defaults):
         default = defaults.get(name, getattr(LanguageSettings, name))
         kind = partial(LanguageSettings.parse, name)
@@ -73,13 +72,13 @@ def add_settings(parser: argparse.ArgumentParser, *names: str, **defaults: Any) 
 
 
 def spread(values: Iterable[float], form: str = ".3f") -> str:
-    """`median (lowest to highest)`."""
-    found = sorted(values)
-    return f"{median(found):{form}} ({found[0]:{form}} to {found[-1]:{form}})"
+    """Return `median (lowest to highest)`."""
+    ordered = sorted(values)
+    return f"{median(ordered):{form}} ({ordered[0]:{form}} to {ordered[-1]:{form}})"
 
 
 def with_teacher(settings: LanguageSettings) -> LanguageSettings:
-    """Train the teacher once for all runs and seeds, if it is to be trained."""
+    """Train the teacher, if the settings ask for it, once for all runs and seeds."""
     if settings.to_train is None:
         return settings
     folder = trained_teacher(
@@ -92,7 +91,7 @@ _BLOCKS: dict[Any, Blocks] = {}
 
 
 def blocks_once(text: TextDataset, tokenizer: Any, *rest: Any, **options: Any) -> Blocks:
-    """Return what `make_blocks` returns, laid out once for all runs."""
+    """Return the result of `make_blocks`, computed once for all runs."""
     key = (text.digest, tokenizer_id(tokenizer), *rest, *options.values())
     if key not in _BLOCKS:
         _BLOCKS[key] = make_blocks(text, tokenizer, *rest, **options)
@@ -100,20 +99,20 @@ def blocks_once(text: TextDataset, tokenizer: Any, *rest: Any, **options: Any) -
 
 
 def measure(
-    settings: LanguageSettings, look: Callable[[Path], dict[str, Any]] = lambda folder: {}
+    settings: LanguageSettings, inspect: Callable[[Path], dict[str, Any]] = lambda folder: {}
 ) -> dict[str, Any]:
-    """One run; the student's row, what it began with, and what `look` sees in the run folder."""
+    """Run once; return the scores of student, start and teacher, and those of `inspect(folder)`."""
     with (
         tempfile.TemporaryDirectory() as folder,
         patch("ssl_kd.language.text_rows.make_blocks", blocks_once),
     ):
         path = run(settings.replace(runs_dir=folder))
         metrics = json.loads((path / "metrics.json").read_text())
-        seen = look(path)
+        extra = inspect(path)
     rows = {row["name"]: row for row in metrics["table"]}
     return (
         rows["student"]
-        | seen
+        | extra
         | {
             "before": rows["student before"]["perplexity"],
             "teacher": rows.get("teacher", {}).get("perplexity"),
@@ -123,63 +122,62 @@ def measure(
     )
 
 
-def best_look(folder: Path) -> dict[str, Any]:
+def best_evaluation(folder: Path) -> dict[str, Any]:
     """Return the lowest validation loss of a run, in nats per token."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     losses = [line["eval"]["nll"] for line in lines if "eval" in line]
     return {"validation": min((loss for loss in losses if loss is not None), default=math.inf)}
 
 
-def chosen(found: Found, way: str) -> float:
+def best_rate(results: Results, way: str) -> float:
     """Return the learning rate with the lowest validation loss."""
     means = {
         rate: fmean(row["validation"] for row in rows)
-        for (name, rate), rows in found.items()
+        for (name, rate), rows in results.items()
         if name == way
     }
     return min(means, key=means.__getitem__)
 
 
-def comparison(found: Found, grid: Sequence[float]) -> list[str]:
-    """The best of each way on test rows, and how far apart they are, seed by seed."""
-    best = {way: chosen(found, way) for way in WAYS}
+def comparison(results: Results, grid: Sequence[float]) -> list[str]:
+    """Return each way's test perplexity at its best rate, and their ratio over paired seeds."""
+    best = {way: best_rate(results, way) for way in WAYS}
     lines = []
     for way, rate in best.items():
-        rows = found[way, rate]
+        rows = results[way, rate]
         edge = " (an end of the grid)" if rate in (min(grid), max(grid)) else ""
         perplexity = spread((row["perplexity"] for row in rows), ".2f")
         lines.append(f"{way}, best at {rate:g}{edge}: {perplexity}")
-    ours, alone = (found[way, rate] for way, rate in best.items())
+    ours, alone = (results[way, rate] for way, rate in best.items())
     pairs = zip(ours, alone, strict=True)
     ratios = spread((a["perplexity"] / b["perplexity"] for a, b in pairs), ".3f")
-    return [*lines, f"distilled / CE alone, each at its best, seed by seed: {ratios}"]
+    return [*lines, f"distilled / CE alone, each at its best, paired by seed: {ratios}"]
 
 
 def search(settings: LanguageSettings, grid: Sequence[float], seeds: Sequence[int]) -> None:
-    """Print a table of both ways at each learning rate, and compare their best."""
-    found: Found = {}
+    """Print a table of both ways at each learning rate and compare their best."""
+    results: Results = {}
     header("way", "learning rate", "validation perplexity", "test perplexity", "seconds")
     for way, changes in WAYS.items():
         for rate in grid:
             changed = settings.replace(**changes, learning_rate=rate)
-            rows = [measure(changed.replace(seed=seed), best_look) for seed in seeds]
-            found[way, rate] = rows
+            rows = [measure(changed.replace(seed=seed), best_evaluation) for seed in seeds]
+            results[way, rate] = rows
             row(
                 *(way, f"{rate:g}"),
                 spread((math.exp(r["validation"]) for r in rows), ".2f"),
                 spread((r["perplexity"] for r in rows), ".2f"),
                 f"{fmean(r['seconds'] for r in rows):.0f}",
             )
-    print("", *comparison(found, grid), sep="\n")
+    print("", *comparison(results, grid), sep="\n")
 
 
 def main() -> None:
-    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--grid", type=float, nargs="*", help=f"learning rates; alone: {GRID}")
+    parser.add_argument("--grid", type=float, nargs="*", help=f"learning rates; default: {GRID}")
     add_settings(
         parser,
         *("teacher_model", "data_path", "eval_path"),
@@ -187,13 +185,13 @@ def main() -> None:
         *("learning_rate", "temperature", "alpha_kd", "alpha_ce"),
         student_model="fresh:2x96",
     )
-    given = vars(parser.parse_args())
-    seeds, first, only, grid = (given.pop(n) for n in ("seeds", "first_seed", "only", "grid"))
+    flags = vars(parser.parse_args())
+    seeds, first, only, grid = (flags.pop(n) for n in ("seeds", "first_seed", "only", "grid"))
     logging.basicConfig(level=logging.ERROR)
-    settings = LanguageSettings(**given, eval_every=max(1, given["max_steps"] // 5), generations=0)
+    settings = LanguageSettings(**flags, eval_every=max(1, flags["max_steps"] // 5), generations=0)
     if grid is not None:
         return search(with_teacher(settings), grid or list(GRID), range(first, first + seeds))
-    header("run", "held-out perplexity", "agreement with the teacher", "KL to it", "seconds")
+    header("run", "held-out perplexity", "agreement with teacher", "KL to teacher", "seconds")
     for name in only:
         rows = [
             measure(settings.replace(**VARIANTS[name], seed=seed))
@@ -201,7 +199,7 @@ def main() -> None:
         ]
         if name == only[0]:
             print(f"| teacher | {rows[0]['teacher']:.3f} | | | |")
-            print(f"| student, as it begins | {median(r['before'] for r in rows):.1f} | | | |")
+            print(f"| student, before training | {median(r['before'] for r in rows):.1f} | | | |")
         row(
             name,
             spread(r["perplexity"] for r in rows),

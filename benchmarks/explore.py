@@ -1,12 +1,12 @@
-"""Measure the explorer with very many samples: seconds until points show, memory, frame rate.
+"""Measure the explorer with many samples: seconds until points show, memory and frame rate.
 
-    python -m benchmarks.explore FOLDER --rows 1000000     # FOLDER keeps the made-up run
+    python -m benchmarks.explore FOLDER --rows 1000000     # FOLDER keeps the synthetic run
     python -m benchmarks.explore FOLDER --screenshot RUN explore.png
 
-Needs playwright and a Chromium. Each visit has a fresh browser with the same flags. Medians are
-shown. Memory is what all processes of the browser have more (PSS) than with an empty page, and that
-of the server; js is heap and typed arrays of the page. Frames are counted while the map is dragged.
-Without a graphics card Chromium draws on the processor, and all that else runs there shows.
+Needs playwright and a Chromium. Each visit uses a fresh browser with the same flags; medians are
+printed. Browser memory is the PSS of all its processes minus that with an empty page; server memory
+is its peak; js is the page's heap plus typed arrays. The frame rate is measured while the map is
+dragged. Without a graphics card Chromium renders on the CPU, so other load there slows it down.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ BLOCK, DIM, COARSE, FINE = 50_000, 32, 20, 200
 
 
 def made_run(folder: Path, rows: int) -> Path:
-    """Write a finished run of synthetic groups, if it does not exist yet.
+    """Write a finished run of synthetic groups unless it exists; return its folder.
 
-    The folder is as `python train.py` on a file of features leaves it: embeddings, configuration
-    and assignments, with a tree of two levels. Only the heads are missing.
+    It looks like a run of `python train.py` on a features file: embeddings, configuration and
+    assignments, with a cluster tree of two levels. Only the heads are missing.
     """
     run = folder / f"run_{rows}"
     if (run / "metrics.json").is_file():
         return run
     run.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
-    centres = 2 * random.standard_normal((COARSE, DIM))
-    centres = centres.repeat(FINE // COARSE, 0) + random.standard_normal((FINE, DIM))
+    centers = 2 * random.standard_normal((COARSE, DIM))
+    centers = centers.repeat(FINE // COARSE, 0) + random.standard_normal((FINE, DIM))
     clusters = random.integers(0, FINE, rows)
     ids = [f"photos/group {k:03}/IMG_{row:07}.jpg" for row, k in enumerate(clusters)]
-    of = Fingerprint("features", "none", "none", "float32", f"{rows} x {DIM}, made up")
+    source = Fingerprint("features", "none", "none", "float32", f"{rows} x {DIM}, made up")
     cache, far = folder / f"embeddings_{rows}", np.empty(rows, np.float32)
-    with EmbeddingWriter(cache, "train", of, rows, DIM, ids=ids, dtype=torch.float16) as writer:
+    with EmbeddingWriter(cache, "train", source, rows, DIM, ids=ids, dtype=torch.float16) as writer:
         for start in range(0, rows, BLOCK):
-            own = clusters[start : start + BLOCK]
-            noise = 0.7 * random.standard_normal((len(own), DIM))
+            members = clusters[start : start + BLOCK]
+            noise = 0.7 * random.standard_normal((len(members), DIM))
             far[start : start + BLOCK] = np.linalg.norm(noise, axis=1)
-            x = torch.from_numpy((centres[own] + noise).astype(np.float32))
-            writer.append(x, torch.arange(start, start + len(own)))
+            x = torch.from_numpy((centers[members] + noise).astype(np.float32))
+            writer.append(x, torch.arange(start, start + len(members)))
         writer.close()
     names = [f"group {k:02}" for k in range(COARSE)]
     table = arrow.table({
@@ -95,13 +95,13 @@ def made_run(folder: Path, rows: int) -> Path:
 
 
 def status(pid: int, key: str) -> float:
-    """Return a line of /proc/PID/status, in MiB."""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) / 1024 if found else 0.0
+    """Return a field of /proc/PID/status in MiB."""
+    match = re.search(rf"{key}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(match[1]) / 1024 if match else 0.0
 
 
 def browser_memory() -> float:
-    """Return the memory (PSS) of all browser processes that this one started, in MiB."""
+    """Return the memory (PSS, in MiB) of all browser processes started by this process."""
     total, mine = 0.0, {os.getpid()}
     for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda p: int(p.name)):
         try:
@@ -113,23 +113,23 @@ def browser_memory() -> float:
                 rollup = (process / "smaps_rollup").read_text()
                 total += sum(map(int, re.findall(r"^Pss:\s+(\d+)", rollup, re.M))) / 1024
         except (OSError, ValueError):
-            continue  # it has ended
+            continue  # the process has ended
     return total
 
 
 @contextmanager
 def served(run: Path) -> Iterator[tuple[float, int, str]]:
-    """Start `ssl_kd explore`; the seconds until it prints its address, its process, the address."""
+    """Start `ssl_kd explore` and yield its startup seconds, process ID and address."""
     started = time.perf_counter()
-    words = [sys.executable, "-u", "-m", "ssl_kd", "explore", str(run), "--port", "0"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    argv = [sys.executable, "-u", "-m", "ssl_kd", "explore", str(run), "--port", "0"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     try:
         for line in process.stdout:
             if url := re.search(r"http://\S+token=\S+", line):
                 yield time.perf_counter() - started, process.pid, url[0]
                 return
-        raise SystemExit(f"{' '.join(words)} prints no address")
+        raise SystemExit(f"{' '.join(argv)} ended before it printed an address")
     finally:
         process.terminate()
         process.wait(30)
@@ -160,17 +160,17 @@ def wait_for_points(page: Any) -> None:
     raise SystemExit(f"{page.url} shows no points after {LIMIT} s")
 
 
-def seconds_of(page: Any, act: str) -> float:
-    """Return the seconds until an action is done and drawn."""
+def seconds_of(page: Any, script: str) -> float:
+    """Return the seconds until an action has completed and been drawn."""
     page.evaluate(DRAWN)
     started = time.perf_counter()
-    page.evaluate(act)
+    page.evaluate(script)
     page.evaluate(DRAWN)
     return time.perf_counter() - started
 
 
 def lassoed(page: Any) -> dict[str, float]:
-    """How long it takes from the end of a line around most of the map until they are selected."""
+    """Draw a lasso around most of the map; return the seconds until its points are selected."""
     page.click("#lasso")
     page.mouse.move(40, 140)
     page.mouse.down()
@@ -193,21 +193,21 @@ def visit(playwright: Any, url: str, seconds: float) -> dict[str, float]:
     page.goto(url)
     until(page, "() => document.body.dataset.ready", seconds=LIMIT)
     wait_for_points(page)
-    found = {"load_s": time.perf_counter() - started}
+    results = {"load_s": time.perf_counter() - started}
     page.wait_for_timeout(3000)
     devtools = page.context.new_cdp_session(page)
     devtools.send("HeapProfiler.collectGarbage")
     used = devtools.send("Runtime.getHeapUsage")
-    found["js_MiB"] = (used["usedSize"] + used.get("backingStorageSize", 0)) / 2**20
-    found["browser_MiB"] = browser_memory() - empty
-    found["frames"] = dragged(page, seconds)
-    colour = "() => { const c = document.getElementById('color'); c.value = 'outlier'; "
-    found["colour_s"] = seconds_of(page, colour + "return c.onchange(); }")
-    found |= lassoed(page)
-    act = "() => { document.getElementById('query').value = '99999'; return explore.search(); }"
-    found["search_s"] = seconds_of(page, act)
+    results["js_MiB"] = (used["usedSize"] + used.get("backingStorageSize", 0)) / 2**20
+    results["browser_MiB"] = browser_memory() - empty
+    results["frames"] = dragged(page, seconds)
+    recolor = "() => { const c = document.getElementById('color'); c.value = 'outlier'; "
+    results["color_s"] = seconds_of(page, recolor + "return c.onchange(); }")
+    results |= lassoed(page)
+    search = "() => { document.getElementById('query').value = '99999'; return explore.search(); }"
+    results["search_s"] = seconds_of(page, search)
     browser.close()
-    return found
+    return results
 
 
 def screenshot(run: Path, file: Path) -> None:
@@ -243,10 +243,10 @@ def main() -> None:
     with sync_playwright() as playwright:
         for _ in range(args.rounds):
             with served(run) as (start, pid, url):
-                found = visit(playwright, url, args.seconds)
-                rounds.append(found | {"start_s": start, "server_MiB": status(pid, "VmHWM")})
+                results = visit(playwright, url, args.seconds)
+                rounds.append(results | {"start_s": start, "server_MiB": status(pid, "VmHWM")})
             print(json.dumps({k: round(v, 2) for k, v in rounds[-1].items()}), flush=True)
-    print(f"{args.rows:,} samples, the map {'was kept' if kept else 'is made in the first round'}")
+    print(f"{args.rows:,} samples, map {'cached' if kept else 'computed in the first round'}")
     median = {k: statistics.median(one[k] for one in rounds) for k in rounds[0]}
     print("median:", json.dumps({k: round(v, 2) for k, v in median.items()}))
 

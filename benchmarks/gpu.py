@@ -3,9 +3,9 @@
     python -m benchmarks.gpu
     python -m benchmarks.gpu --official PATH_OF_A_CHECKOUT --out DIR
 
-Times are wall time with the device waited for at both ends, the median of rounds. Leaves `gpu.md`
-and `gpu.json` in --out. What fails is a row that says why; the others are measured all the same.
-`--device cpu` runs this file's code at tiny shapes: its figures say nothing, and meet nothing.
+Times are wall times, synchronized with the device at both ends; medians over rounds. Writes
+`gpu.md` and `gpu.json` to --out. A measurement that fails becomes a row with the reason, and the
+others still run. `--device cpu` only tests this code at tiny shapes; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -44,42 +44,25 @@ from ssl_kd.vision.step import HeadTrainer
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: a figure, its target and the measured value.
-
-    Attributes:
-        what: is measured.
-        value: in words, with its unit.
-        target: in words.
-        met: whether it is; None where there is nothing to meet.
-    """
+    """A row of the table: a figure, its measured value with the unit, and its target."""
 
     what: str
     value: str
     target: str = ""
-    met: bool | None = None
+    met: bool | None = None  # None without a target
 
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of the measurements.
+    """The sizes of the measurements."""
 
-    Attributes:
-        large: batch, dim, K, heads of the large step.
-        default: those of the defaults on digits.
-        steps: in a round.
-        rounds: of which the median counts.
-        images: of the extraction.
-        side: of an image as the network sees it, in pixels.
-        text: LAYERSxDIM of teacher and student, vocabulary, batch and length of the language step.
-    """
-
-    large: tuple[int, int, int, int]
-    default: tuple[int, int, int, int]
-    steps: int
+    large: tuple[int, int, int, int]  # batch, dim, K, heads of the large vision step
+    default: tuple[int, int, int, int]  # batch, dim, K, heads of the defaults on digits
+    steps: int  # per round
     rounds: int
-    images: int
-    side: int
-    text: tuple[str, str, int, int, int]
+    images: int  # to extract
+    side: int  # height and width of the network's input, in pixels
+    text: tuple[str, str, int, int, int]  # teacher, student as LAYERSxDIM; V, batch, length
 
 
 WHOLE = Size(
@@ -92,27 +75,27 @@ WHOLE = Size(
     ("24x1024", "12x768", 128_256, 8, 1024),
 )
 TINY = Size((32, 16, 5, 4), (16, 8, 3, 2), 2, 2, 12, 32, ("1x64", "1x64", 500, 2, 16))
-# Seconds; times that of the official step; of bare forward passes.
+# Seconds; ratio to the official step; share of the pace of forward passes; ratio to our step.
 TARGETS = {"large": 3e-3, "default": 0.5e-3, "official": 50.0, "extraction": 0.95, "language": 1.0}
 
 
-def waited(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(step: Callable[[], object], size: Size, device: torch.device) -> float:
     """Return the median seconds of a step over rounds; the first round warms up."""
-    taken = []
+    times = []
     for _ in range(size.rounds + 1):
-        waited(device)
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(size.steps):
             step()
-        waited(device)
-        taken.append((time.perf_counter() - began) / size.steps)
-    return statistics.median(taken[1:])
+        synchronize(device)
+        times.append((time.perf_counter() - began) / size.steps)
+    return statistics.median(times[1:])
 
 
 def heads_of(
@@ -121,7 +104,7 @@ def heads_of(
     device: torch.device,
     products: str,
 ) -> tuple[HeadTrainer, Tensor]:
-    """Heads with the paper's instance weights, and views for a guarded step."""
+    """Return heads with the paper's instance weights, and views for a guarded step."""
     batch, dim, clusters, heads = shape
     bank = HeadBank(lambda: TEMIHead(dim, clusters, *widths), heads)
     settings = VisionSettings(batch_size=batch, instance_weight="mean")
@@ -131,15 +114,15 @@ def heads_of(
 
 
 def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iterator[Row]:
-    """The step of the heads, in each kind of products; beside the official."""
+    """Measure the step of the heads per precision of its products, and the official step."""
     for name, shape, widths in (("large", size.large, FULL), ("default", size.default, DEFAULT)):
         target, best, views = TARGETS[name], float("inf"), torch.empty(0)
         for products in ("fp32", "half"):
             trainer, views = heads_of(shape, widths, device, products)
-            taken = seconds(lambda: trainer.step(views, 1e-4), size, device)  # noqa: B023
-            best = min(best, taken)
+            median = seconds(lambda: trainer.step(views, 1e-4), size, device)  # noqa: B023
+            best = min(best, median)
             what = f"vision step {shape}, {products}"
-            yield Row(what, f"{1e3 * taken:.3f} ms", f"{1e3 * target:g} ms", taken <= target)
+            yield Row(what, f"{1e3 * median:.3f} ms", f"{1e3 * target:g} ms", median <= target)
         if official is None:
             continue
         batch, dim, clusters, heads = shape
@@ -150,14 +133,14 @@ def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iter
             module.to(device)
         ratio = seconds(lambda: peer.step(views), size, device) / best  # noqa: B023
         target = TARGETS["official"]
-        what = f"official TEMI {shape}, of 512 -> 256, beside our fastest"
-        yield Row(what, f"{ratio:.1f} times as long", f"{target:g} times", ratio >= target)
+        what = f"official TEMI {shape}, 512 -> 256, relative to our fastest"
+        yield Row(what, f"{ratio:.1f} times our time", f"{target:g} times", ratio >= target)
     if official is None:
-        yield Row("official TEMI", "not measured: --official names no checkout", "50 times", False)
+        yield Row("official TEMI", "not measured: set --official CHECKOUT", "50 times", False)
 
 
-def waits_rows(size: Size, device: torch.device) -> Iterator[Row]:
-    """Report whether a step ever waits for the device, according to its driver."""
+def sync_rows(size: Size, device: torch.device) -> Iterator[Row]:
+    """Fail if a vision step synchronizes with the device, as CUDA's sync debug mode reports it."""
     if device.type != "cuda":
         return
     trainer, views = heads_of(size.large, FULL, device, "fp32")
@@ -167,11 +150,11 @@ def waits_rows(size: Size, device: torch.device) -> Iterator[Row]:
         trainer.step(views, 1e-4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    yield Row("a vision step waits for the device", "never", "never", True)
+    yield Row("a vision step synchronizes with the device", "never", "never", True)
 
 
 def bare(teacher: Network, batches: list[Tensor], precision: Precision) -> float:
-    """Seconds for the network alone; each result is waited for only at the end."""
+    """Return the seconds of the forward passes alone, synchronized once at the end."""
     began = time.perf_counter()
     half = precision.teacher != torch.float32
     with (
@@ -188,7 +171,7 @@ def bare(teacher: Network, batches: list[Tensor], precision: Precision) -> float
 def whole(
     dataset: ImageDataset, teacher: Network, precision: Precision, batch_size: int, workers: int
 ) -> float:
-    """Seconds for the extraction into an empty folder, fsync and checksums included."""
+    """Return the seconds of an extraction into an empty folder, with fsync and checksums."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         extract(
@@ -204,7 +187,7 @@ def whole(
 
 
 def extraction_rows(size: Size, device: torch.device) -> Iterator[Row]:
-    """Images to a verified cache, beside bare forward passes of the same network."""
+    """Compare an extraction to a verified cache with the forward passes of the same network."""
     from torchvision.models import vit_b_16
 
     precision = Precision.for_device(device)
@@ -236,85 +219,84 @@ def extraction_rows(size: Size, device: torch.device) -> Iterator[Row]:
         ]
     share, target = statistics.median(a / b for a, b in pairs), TARGETS["extraction"]
     what = f"extraction, {size.images} JPEGs of {size.side} px, ViT-B/16, {precision}"
-    value = f"{100 * share:.1f} % of the bare forward's pace"
+    value = f"{100 * share:.1f} % of the pace of forward passes alone"
     yield Row(what, value, f"{100 * target:g} %", share >= target)
 
 
 def language_rows(size: Size, device: torch.device) -> Iterator[Row]:
-    """A step of whole trainings beside TRL's trainers, where TRL is installed."""
+    """Compare a step of whole trainings with TRL's trainers, if TRL is installed."""
     teacher_size, student_size, vocabulary, batch, length = size.text
     args = argparse.Namespace(batch=batch, length=length, device=device.type)
     args.steps, args.prompt, args.url, args.teacher_model = min(size.steps, 5), 1, "", None
-    teacher = language.made_up(teacher_size, vocabulary, 0)
-    student = language.made_up(student_size, vocabulary, 1)
+    teacher = language.random_llama(teacher_size, vocabulary, 0)
+    student = language.random_llama(student_size, vocabulary, 1)
     shape = f"{teacher_size} to {student_size}, V {vocabulary:,}, {batch} x {length}, fp32"
     times: dict[str, float] = {}
     for name, make in language.METHODS["off"].items():
         if not name.startswith("ours") and importlib.util.find_spec("trl") is None:
-            yield Row(f"language step, {name}", "not measured: trl is not installed", "", False)
+            yield Row(f"language step, {name}", "not measured: run pip install trl", "", False)
             continue
         run = make(args, teacher, copy.deepcopy(student))
         rounds = [language.seconds_of(run) for _ in range(size.rounds + 1)]
-        times[name] = taken = statistics.median(rounds[1:])
-        pace = f"{1e3 * taken:.1f} ms, {batch * (length - 1) / taken:,.0f} tokens/s"
+        times[name] = median = statistics.median(rounds[1:])
+        pace = f"{1e3 * median:.1f} ms, {batch * (length - 1) / median:,.0f} tokens/s"
         if name.startswith("ours"):
             yield Row(f"language step {shape}, ours", pace)
             continue
-        ratio, target = taken / next(iter(times.values())), TARGETS["language"]
-        value = f"{pace}: {ratio:.2f} times as long as ours"
-        yield Row(f"language step, {name}", value, "as long as ours or longer", ratio >= target)
+        ratio, target = median / next(iter(times.values())), TARGETS["language"]
+        value = f"{pace}: {ratio:.2f} times our time"
+        yield Row(f"language step, {name}", value, "our time or longer", ratio >= target)
 
 
 def test_rows(tests: str) -> Iterator[Row]:
     """Run the tests on this machine."""
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests.split()]
-    done = subprocess.run(words, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]]
-    yield Row(f"pytest {tests}".rstrip(), lines[-1].strip("= "), "all pass", done.returncode == 0)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests.split()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    lines = result.stdout.strip().splitlines() or [result.stderr.strip()[-200:]]
+    yield Row(f"pytest {tests}".rstrip(), lines[-1].strip("= "), "all pass", result.returncode == 0)
 
 
 def collected(parts: dict[str, Callable[[], Iterator[Row]]]) -> list[Row]:
-    """Return the rows of all parts; if a part fails, its rows so far and the reason."""
+    """Return the rows of all parts; a part that fails keeps its rows and adds the error."""
     rows = []
     for name, part in parts.items():
         try:
             for row in part():
                 rows.append(row)
                 print(f"{row.what}: {row.value}", file=sys.stderr, flush=True)
-        except Exception as error:  # noqa: BLE001 - the others are to be measured all the same
-            said = " ".join(str(error).split())[:300]
-            rows.append(Row(name, f"failed: {type(error).__name__}: {said}", "", False))
+        except Exception as error:  # noqa: BLE001 - the other parts are still measured
+            message = " ".join(str(error).split())[:300]
+            rows.append(Row(name, f"failed: {type(error).__name__}: {message}", "", False))
     return rows
 
 
 def table(rows: list[Row], heading: str) -> str:
-    """Return the whole table in Markdown."""
+    """Return the table in Markdown."""
     lines = [heading, "", "| what | measured | target | met |", "|---|---|---|---|"]
-    words = {True: "yes", False: "**no**", None: ""}
-    lines += [f"| {row.what} | {row.value} | {row.target} | {words[row.met]} |" for row in rows]
+    verdicts = {True: "yes", False: "**no**", None: ""}
+    lines += [f"| {row.what} | {row.value} | {row.target} | {verdicts[row.met]} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--official", type=Path, help="checkout of the official TEMI code")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the table")
-    parser.add_argument("--tests", default="tests", help="what pytest is given; '' for no tests")
-    parser.add_argument("--only", nargs="+", help="some of: vision waits extraction language tests")
+    parser.add_argument("--tests", default="tests", help="arguments of pytest; '' skips the tests")
+    parser.add_argument("--only", nargs="+", help="some of: vision sync extraction language tests")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            "benchmarks.gpu measures a CUDA device, and torch sees none: run it where there is one "
-            "(--device cpu runs its code at tiny shapes, whose figures say nothing)"
+            "benchmarks.gpu needs a CUDA device, and torch sees none: run it on a GPU machine "
+            "(--device cpu only tests its code at tiny shapes)"
         )
-    warnings.filterwarnings("ignore")  # TRL on its own experimental state
+    warnings.filterwarnings("ignore")  # TRL warns that its trainers are experimental
     device, real = torch.device(args.device), args.device == "cuda"
     size = WHOLE if real else TINY
     parts: dict[str, Callable[[], Iterator[Row]]] = {
         "vision": lambda: vision_rows(size, device, args.official),
-        "waits": lambda: waits_rows(size, device),
+        "sync": lambda: sync_rows(size, device),
         "extraction": lambda: extraction_rows(size, device),
         "language": lambda: language_rows(size, device),
         "tests": lambda: test_rows(args.tests) if args.tests else iter(()),
@@ -324,7 +306,7 @@ def main() -> None:
             raise SystemExit(f"--only {', '.join(odd)}: expected some of {', '.join(parts)}")
         parts = {name: part for name, part in parts.items() if name in args.only}
     rows = collected(parts)
-    name = torch.cuda.get_device_name() if real else "CPU, tiny shapes: these figures say nothing"
+    name = torch.cuda.get_device_name() if real else "CPU, tiny shapes: these figures mean nothing"
     if not real:
         rows = [Row(row.what, row.value, row.target) for row in rows]
     written = table(rows, f"{name}; {versions('triton', 'transformers', 'trl')}")

@@ -1,10 +1,10 @@
-"""Measure the cost of looking for NaN: the guard and other ways, against the same loop without.
+"""Measure the cost of NaN checks: the guard and other ways, relative to the same loop without.
 
     python -m benchmarks.guard_cost
 
-All ways take turns in one process, step by step, and each ratio is the median over pairs with the
-bare loop, so that a machine whose speed drifts does not matter. The bare loop still computes each
-head's gradient norm, since it clips by it.
+All ways alternate with the bare loop step by step in one process; ratios are medians over pairs, so
+a drift in the machine's speed cancels out. The bare loop still computes each head's gradient norm,
+because it clips with it.
 """
 
 from __future__ import annotations
@@ -49,22 +49,21 @@ def without_guard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def per_tensor(sizes: list[int]) -> Iterator[None]:
-    """`isfinite().all().item()` of each head's gradient of each parameter."""
+    """Call `isfinite().all().item()` on the gradient of each parameter of each head."""
 
-    def looking(gradients: Tensor) -> Tensor:
+    def checked_norms(gradients: Tensor) -> Tensor:
         for head in gradients:
             for piece in head.split(sizes):
                 if not torch.isfinite(piece).all().item():
                     raise FloatingPointError
         return part_norms(gradients)
 
-    with without_guard(), patch.object(guarded, "part_norms", looking):
+    with without_guard(), patch.object(guarded, "part_norms", checked_norms):
         yield
 
 
 @contextlib.contextmanager
 def anomaly() -> Iterator[None]:
-    """`torch.autograd.detect_anomaly`."""
     with without_guard(), torch.autograd.set_detect_anomaly(True):
         yield
 
@@ -79,18 +78,18 @@ class _EveryOutput(TorchDispatchMode):
 
 @contextlib.contextmanager
 def dispatch() -> Iterator[None]:
-    """`isfinite` on the output of every operation."""
+    """Call `isfinite` on the output of every operation."""
     with without_guard(), _EveryOutput():
         yield
 
 
 def hooks(dim: int, clusters: int, heads: int, views: Tensor) -> tuple[Callable, Callable]:
-    """The same heads as modules, one by one, forward and backward: bare, and with hooks."""
+    """Return steps of the same heads as separate modules: without hooks, and with forward hooks."""
 
     def build(hooked: bool) -> Callable[[], None]:
         modules = [TEMIHead(dim, clusters) for _ in range(heads)]
 
-        def look(module: object, given: object, out: Tensor) -> None:
+        def check(module: object, args: object, out: Tensor) -> None:
             if not torch.isfinite(out).all().item():
                 raise FloatingPointError(type(module).__name__)
 
@@ -101,17 +100,17 @@ def hooks(dim: int, clusters: int, heads: int, views: Tensor) -> tuple[Callable,
 
         for head in modules if hooked else ():
             for module in head.modules():
-                module.register_forward_hook(look)
+                module.register_forward_hook(check)
         return step
 
     return build(False), build(True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the guard costs, beside other ways.")
+    parser = argparse.ArgumentParser(description="Measure the cost of NaN checks.")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--shape", type=int, nargs=4, default=(512, 384, 10, 50))
-    parser.add_argument("--only_guard", action="store_true", help="leave the other ways out")
+    parser.add_argument("--only_guard", action="store_true", help="skip the other ways")
     args = parser.parse_args()
     batch, dim, clusters, heads = args.shape
 
@@ -142,36 +141,36 @@ def main() -> None:
 
     for way in (without_guard, *ways.values()):
         seconds(way)  # warm up
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    overheads: dict[str, list[float]] = {name: [] for name in ways}
     bare = []
     for pair in range(args.pairs):
         for name, way in ways.items():
-            # Which goes first alternates too.
+            # The order alternates.
             order = (without_guard, way) if pair % 2 else (way, without_guard)
             first, second = seconds(order[0]), seconds(order[1])
-            plain, looked = (first, second) if pair % 2 else (second, first)
+            plain, checked = (first, second) if pair % 2 else (second, first)
             bare.append(plain)
-            found[name].append(looked / plain - 1)
+            overheads[name].append(checked / plain - 1)
 
     if not args.only_guard:
         plain, hooked = hooks(dim, clusters, heads, views)
-        name = "forward hooks (the heads as modules, beside them without hooks)"
-        found[name] = []
+        name = "forward hooks (heads as modules, relative to the same without hooks)"
+        overheads[name] = []
         for _ in range(max(3, args.pairs // 4)):
             times = []
             for step in (plain, hooked):
                 began = time.perf_counter()
                 step()
                 times.append(time.perf_counter() - began)
-            found[name].append(times[1] / times[0] - 1)
+            overheads[name].append(times[1] / times[0] - 1)
 
     print(
         f"{heads} heads of {dim} -> 512 -> 256 -> {clusters}, batch {batch}, {args.pairs} pairs, "
-        f"{torch.get_num_threads()} threads; a step without looking: "
+        f"{torch.get_num_threads()} threads; a step without checks: "
         f"{1000 * statistics.median(bare):.0f} ms\n"
     )
-    header("way of looking", "share of the step (middle half of the pairs)")
-    for name, ratios in found.items():
+    header("check", "share of step time (middle half of the pairs)")
+    for name, ratios in overheads.items():
         row(name, middle_half((100 * ratio for ratio in ratios), ".1f", " %"))
 
 

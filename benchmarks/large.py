@@ -1,17 +1,16 @@
-"""Measure whole runs on ten million embeddings: memory, and the time of each stage.
+"""Measure whole runs on up to ten million embeddings: memory and the time of each stage.
 
     python -m benchmarks.large --rows 1000000 --dim 64              # both methods
     python -m benchmarks.large --rows 10000000 --dim 64 --methods heads --folder DISK
 
-Writes a mixture of Gaussians to the disk, a block at a time: 50 classes of 20 modes each, whose
-noise falls off with the dimension as the spectrum of real features does. Then `train.py` runs on
-that file: extraction into the store, neighbours, training, answer, judge, report. Nothing is made
-up for it. Memory is watched from outside, twenty times a second: anonymous pages (RssAnon: what the
-process itself holds) and pages of files that are mapped (RssFile: what the system may take back at
-any time) apart, and their sum.
+Writes a mixture of Gaussians to disk block by block: 50 classes with 20 modes each; the noise
+decays over the dimensions like the spectrum of real features. Then `train.py` runs on that file as
+usual: extraction into the store, neighbors, training, prediction, evaluation, report. Memory is
+sampled twenty times a second from outside the process: anonymous pages (RssAnon, its own memory),
+pages of mapped files (RssFile, reclaimable by the system at any time), and their sum.
 
-The disk has to hold the features three times: as given, in the store, and, while neighbours are
-searched, twice in float16; and the neighbours twice.
+The disk must hold the features three times (the input, the store, and two float16 copies during the
+neighbor search) and the neighbors twice.
 """
 
 from __future__ import annotations
@@ -36,57 +35,57 @@ GIB = 2**30
 
 
 def write(path: Path, n: int, dim: int) -> None:
-    """`path`, float32 [n, dim], and its labels beside it."""
+    """Write float32 embeddings `[n, dim]` to `path`, and their labels to a file beside it."""
     g = np.random.default_rng(0)
-    centres = g.normal(size=(CLASSES, 1, dim)) + 0.6 * g.normal(size=(CLASSES, MODES, dim))
-    centres = centres.reshape(CLASSES * MODES, dim).astype(np.float32)
+    centers = g.normal(size=(CLASSES, 1, dim)) + 0.6 * g.normal(size=(CLASSES, MODES, dim))
+    centers = centers.reshape(CLASSES * MODES, dim).astype(np.float32)
     spread = np.arange(1, dim + 1) ** -0.5
     spread = (0.6 * spread / np.sqrt(np.mean(spread**2))).astype(np.float32)
     labels = np.empty(n, np.int64)
     with open(path, "wb") as file:
-        about = {"descr": "<f4", "fortran_order": False, "shape": (n, dim)}
-        np.lib.format.write_array_header_1_0(file, about)
+        header = {"descr": "<f4", "fortran_order": False, "shape": (n, dim)}
+        np.lib.format.write_array_header_1_0(file, header)
         for start in range(0, n, ROWS_PER_BLOCK):
-            mode = g.integers(len(centres), size=min(ROWS_PER_BLOCK, n - start))
+            mode = g.integers(len(centers), size=min(ROWS_PER_BLOCK, n - start))
             noise = g.standard_normal((len(mode), dim), np.float32) * spread
-            file.write((centres[mode] + noise).data)
+            file.write((centers[mode] + noise).data)
             labels[start : start + len(mode)] = mode // MODES
     np.save(path.with_name(f"{path.stem}_labels.npy"), labels)
 
 
 def resident(process: int) -> dict[str, int]:
-    """Bytes of a process that are resident now: its own, those of files, and both."""
+    """Return the resident bytes of a process: anonymous, of mapped files, and both."""
     text = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
-    kept = {name: 1024 * int(kib) for name, kib in re.findall(r"(Rss\w+|VmRSS):\s+(\d+)", text)}
-    return {name: kept.get(name, 0) for name in ("RssAnon", "RssFile", "VmRSS")}
+    sizes = {name: 1024 * int(kib) for name, kib in re.findall(r"(Rss\w+|VmRSS):\s+(\d+)", text)}
+    return {name: sizes.get(name, 0) for name in ("RssAnon", "RssFile", "VmRSS")}
 
 
-def watched(words: list[str], log: Path, threads: int) -> tuple[float, dict[str, int]]:
-    """Return the seconds of a command, and its peak resident memory."""
+def run(command: list[str], log: Path, threads: int) -> tuple[float, dict[str, int]]:
+    """Run a command; return its seconds and its peak resident memory."""
     peak: dict[str, int] = {}
     began = time.perf_counter()
     with open(log, "w", encoding="utf-8") as out:
         env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=env)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None:
             for name, size in resident(process.pid).items():
                 peak[name] = max(size, peak.get(name, 0))
             time.sleep(0.05)
     seconds = time.perf_counter() - began
     if process.returncode:
-        sys.exit(f"{' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+        message = f"{' '.join(command)} exited with code {process.returncode}"
+        sys.exit(f"{message}:\n{log.read_text()[-2000:]}")
     return seconds, peak
 
 
 def whole(features: Path, method: str, threads: int, flags: list[str]) -> dict[str, Any]:
     """Run `train.py` on a file of features."""
     folder = features.parent
-    words = [sys.executable, "train.py", "--dataset", str(features), "--method", method]
-    words += ["--embeddings_dir", str(folder / "store"), "--runs_dir", str(folder / "runs")]
-    words += ["--run_name", method, *flags]
-    seconds, peak = watched(words, folder / f"{method}.log", threads)
-    run = folder / "runs" / method
-    metrics = json.loads((run / "metrics.json").read_text())
+    command = [sys.executable, "train.py", "--dataset", str(features), "--method", method]
+    command += ["--embeddings_dir", str(folder / "store"), "--runs_dir", str(folder / "runs")]
+    command += ["--run_name", method, *flags]
+    seconds, peak = run(command, folder / f"{method}.log", threads)
+    metrics = json.loads((folder / "runs" / method / "metrics.json").read_text())
     scores = {(row["name"], row["split"]): row["acc"] for row in metrics["table"]}
     return {
         "method": method,
@@ -102,25 +101,25 @@ def whole(features: Path, method: str, threads: int, flags: list[str]) -> dict[s
     }
 
 
-def beside_exact(n: int, found: dict[str, Any]) -> str:
-    """The search beside that of all pairs, which was timed on the rows that it is tuned by."""
-    rows, seconds = 2 * found["queries"], sum(found["seconds"].values())
-    exact = found["seconds"]["exact"] * n / rows
+def speedup(n: int, search: dict[str, Any]) -> str:
+    """Compare the neighbor search with all pairs, extrapolated from the rows used for tuning."""
+    rows, seconds = 2 * search["queries"], sum(search["seconds"].values())
+    exact = search["seconds"]["exact"] * n / rows
     return (
-        f"neighbours: {seconds:,.0f} s, recall {found['recall']:.3f}; all pairs {exact:,.0f} s, "
-        f"{n:,} / {rows:,} x {found['seconds']['exact']:.1f} s: x {exact / seconds:.0f}\n"
+        f"neighbors: {seconds:,.0f} s, recall {search['recall']:.3f}; all pairs {exact:,.0f} s "
+        f"({n:,} / {rows:,} x {search['seconds']['exact']:.1f} s): {exact / seconds:.0f} times\n"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Whole runs from disk; flags of train.py may follow.", allow_abbrev=False
+        description="Measure whole runs; other flags go to train.py.", allow_abbrev=False
     )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--methods", nargs="+", default=["heads", "graph"])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--folder", type=Path, help="on a disk with room; default: a temporary one")
+    parser.add_argument("--folder", type=Path, help="on a disk with space; default: temporary")
     args, flags = parser.parse_known_args()
     work = Path(tempfile.mkdtemp(dir=args.folder, prefix="large-"))
     try:
@@ -133,17 +132,17 @@ def main() -> None:
         runs = [whole(features, method, args.threads, flags) for method in args.methods]
     finally:
         shutil.rmtree(work)
-    for run in runs:
-        print(json.dumps(run))
-        stages = ", ".join(f"{name} {value:,.0f} s" for name, value in run["seconds"].items())
-        peak = {name: size / GIB for name, size in run["peak"].items()}
+    for result in runs:
+        print(json.dumps(result))
+        stages = ", ".join(f"{name} {value:,.0f} s" for name, value in result["seconds"].items())
+        peak = {name: size / GIB for name, size in result["peak"].items()}
         print(
-            f"METHOD {run['method']}: ACC {100 * run['acc']:.2f} %, {run['steps']:,} steps; "
-            f"{stages}; resident at most {peak['VmRSS']:.2f} GiB, of its own "
-            f"{peak['RssAnon']:.2f} GiB, of mapped files {peak['RssFile']:.2f} GiB\n"
+            f"METHOD {result['method']}: ACC {100 * result['acc']:.2f} %, "
+            f"{result['steps']:,} steps; {stages}; peak memory {peak['VmRSS']:.2f} GiB, anonymous "
+            f"{peak['RssAnon']:.2f} GiB, mapped files {peak['RssFile']:.2f} GiB\n"
         )
-        if run["neighbours"]["index"] != "exact":
-            print(beside_exact(args.rows, run["neighbours"]))
+        if result["neighbours"]["index"] != "exact":
+            print(speedup(args.rows, result["neighbours"]))
 
 
 if __name__ == "__main__":

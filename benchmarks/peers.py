@@ -2,9 +2,9 @@
 
     pip install evoc igraph leidenalg umap-learn
 
-Each runs as it comes. Leiden's graph joins every sample with its 15 nearest by cosine, without
-weights; with K given its resolution is searched by bisection, otherwise it is 1, which is
-modularity. HDBSCAN gets 50 principal components of the normalised embeddings.
+No method is tuned. Leiden's unweighted graph joins each sample to its 15 nearest neighbors by
+cosine; its resolution is found by bisection if K is given, and is 1 (modularity) otherwise. HDBSCAN
+gets 50 principal components of the normalized embeddings.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def _kmeans(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
 
 def _spectral(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
     assert n_clusters is not None
-    found = evaluate.spectral(x, n_clusters, seed)
-    if found.clusters is None:
-        raise ValueError(found.note)
-    return found.clusters
+    result = evaluate.spectral(x, n_clusters, seed)
+    if result.clusters is None:
+        raise ValueError(result.note)
+    return result.clusters
 
 
 def _evoc(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
@@ -61,20 +61,20 @@ def _leiden(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
 
     def communities(resolution: float) -> NDArray:
         kind = leidenalg.RBConfigurationVertexPartition
-        found = leidenalg.find_partition(graph, kind, resolution_parameter=resolution, seed=seed)
-        return np.array(found.membership)
+        best = leidenalg.find_partition(graph, kind, resolution_parameter=resolution, seed=seed)
+        return np.array(best.membership)
 
     if n_clusters is None:
         return communities(1.0)
-    low, high, found = -3.0, 3.0, []
+    low, high, partitions = -3.0, 3.0, []
     for _ in range(20):
         exponent = (low + high) / 2
-        found.append(communities(10**exponent))
-        k = found[-1].max() + 1
+        partitions.append(communities(10**exponent))
+        k = partitions[-1].max() + 1
         if k == n_clusters:
             break
         low, high = (exponent, high) if k < n_clusters else (low, exponent)
-    return min(found, key=lambda clusters: abs(clusters.max() + 1 - n_clusters))
+    return min(partitions, key=lambda clusters: abs(clusters.max() + 1 - n_clusters))
 
 
 def _hdbscan(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
@@ -93,7 +93,7 @@ def _umap(x: NDArray, seed: int) -> NDArray:
 
 def _umap_kmeans(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
     assert n_clusters is not None
-    starts: Any = 10  # scikit-learn's declaration knows n_init as a word only
+    starts: Any = 10  # scikit-learn declares n_init as a string only
     return KMeans(n_clusters, n_init=starts, random_state=seed).fit_predict(_umap(x, seed))
 
 
@@ -117,58 +117,54 @@ class Method:
     """A clustering method.
 
     Args:
-        title: what tables call it.
-        run: from `[n, d]` float32, K or None, and a seed to `[n]` clusters, -1 for noise.
-        given: whether it can be told K.
-        not_given: whether it can do without.
-        packages: what it needs besides this library.
+        title: Name in tables.
+        run: Function of `[n, d]` float32 embeddings, K or None, and a seed; returns `[n]` clusters,
+            -1 for noise.
+        takes_k: Whether K can be given.
+        finds_k: Whether K can be omitted.
+        packages: Modules it needs besides this library.
     """
 
     title: str
     run: Callable[[NDArray, int | None, int], NDArray]
-    given: bool = True
-    not_given: bool = True
+    takes_k: bool = True
+    finds_k: bool = True
     packages: tuple[str, ...] = ()
 
 
 METHODS = {
-    "kmeans": Method("k-means", _kmeans, not_given=False),
-    "spectral": Method("spectral clustering", _spectral, not_given=False),
+    "kmeans": Method("k-means", _kmeans, finds_k=False),
+    "spectral": Method("spectral clustering", _spectral, finds_k=False),
     "evoc": Method("EVoC", _evoc, packages=("evoc",)),
     "leiden": Method("Leiden", _leiden, packages=("igraph", "leidenalg")),
-    "hdbscan": Method("HDBSCAN", _hdbscan, given=False),
-    "umap_kmeans": Method("UMAP + k-means", _umap_kmeans, not_given=False, packages=("umap",)),
+    "hdbscan": Method("HDBSCAN", _hdbscan, takes_k=False),
+    "umap_kmeans": Method("UMAP + k-means", _umap_kmeans, finds_k=False, packages=("umap",)),
     "umap_hdbscan": Method("UMAP + HDBSCAN", _umap_hdbscan, packages=("umap",)),
-    "ward": Method("Ward", _ward, not_given=False),
+    "ward": Method("Ward", _ward, finds_k=False),
     OURS: Method("**ssl_kd**", _ours),
 }
 
 
 def installed(names: Iterable[str]) -> list[str]:
-    """Return the methods that are installed; name the others on stderr."""
+    """Return the installed methods; print the others to stderr."""
     missing = {n: [p for p in METHODS[n].packages if not find_spec(p)] for n in names}
     for name, packages in missing.items():
         if packages:
-            print(f"{name} is left out: pip install {' '.join(packages)}", file=sys.stderr)
+            print(f"{name} is skipped: pip install {' '.join(packages)}", file=sys.stderr)
     return [name for name in missing if not missing[name]]
 
 
 def warm_up(name: str, n_clusters: int | None) -> None:
-    """Run a method once on little data, so that imports and compilation are not measured."""
+    """Run a method once on little data, so that imports and compilation are not timed."""
     if name != OURS:
         x = np.asarray(make_blobs(1000, 32, centers=5, random_state=0)[0], np.float32)
         METHODS[name].run(x, None if n_clusters is None else 5, 0)
 
 
 def without_noise(x: NDArray, clusters: NDArray) -> NDArray[np.int64]:
-    """Give noise (-1) the commonest cluster of its five nearest clustered samples by cosine.
+    """Assign noise (-1) to the majority cluster of its five nearest clustered samples by cosine.
 
-    Args:
-        x: `[n, d]` embeddings.
-        clusters: `[n]` clusters from 0, -1 for noise.
-
-    Returns:
-        `[n]` int64 from 0; one cluster of all where everything is noise.
+    Takes embeddings `[n, d]` and clusters `[n]`; returns int64 `[n]`, all 0 if everything is noise.
     """
     clusters = np.asarray(clusters, np.int64)
     noise = clusters < 0

@@ -1,4 +1,4 @@
-"""Draw the picture at the top of the README from a finished run.
+"""Draw the figure at the top of the README from a finished run.
 
 `make train`, then
 
@@ -19,13 +19,13 @@ from ssl_kd.report.figures import PALETTE
 
 
 def picture(run: Path) -> Figure:
-    """The embeddings in the plane, coloured by cluster; beside it each cluster's typical images."""
+    """Draw the map of the embeddings colored by cluster, and typical images of each cluster."""
     with np.load(run / "arrays.npz") as file:
         places, clusters, typical = file["map"], file["map_cluster"], file["typical"]
     metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     dataset = open_dataset(metrics["dataset"]["name"], "train")
     if isinstance(dataset, FeatureDataset):
-        raise SystemExit(f"{run} was trained on features: there are no images to show")
+        raise SystemExit(f"{run} was trained on features, not images: use a run on images")
 
     figure = Figure(figsize=(10, 4.4), layout="constrained", facecolor="white")
     left, right = figure.add_gridspec(1, 2, width_ratios=(1.15, 1))
@@ -48,7 +48,7 @@ def picture(run: Path) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The README's picture, from a finished run.")
+    parser = argparse.ArgumentParser(description="Draw the README's figure from a finished run.")
     parser.add_argument("run", type=Path)
     parser.add_argument("png", type=Path)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Measure the cost of the agreement between ranks, against the same loop without a guard.
+"""Measure the cost of a guard that agrees across ranks, relative to the same loop without it.
 
     torchrun --nproc_per_node 2 -m benchmarks.ranks
 
-All ways take turns, step by step, under `DistributedDataParallel` (gloo on the CPU, NCCL on GPUs),
-and each ratio is the median over pairs with the bare loop, which clips by the whole gradient's norm
-as the guard does.
+All loops alternate step by step under `DistributedDataParallel` (gloo on CPUs, NCCL on GPUs), and
+each ratio is the median over pairs with the bare loop. The bare loop clips by the global gradient
+norm, as the guard does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Step = Callable[[Tensor], None]
 
 
 class TwoTerms(nn.Module):
-    """A stack of layers whose output gives two loss terms."""
+    """An MLP with two loss terms on its output."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class TwoTerms(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The features `[batch, width]` and the loss of each term."""
+        """Return the features `[batch, width]` and each loss term."""
         features = self.layers(x)
         return features, {"ce": features.square().mean(), "kd": (features - x).abs().mean()}
 
 
 def ways(width: int, depth: int, device: torch.device) -> dict[str, Step]:
-    """Name -> a training step on inputs `[batch, width]`."""
+    """Return training steps on inputs `[batch, width]` by name."""
 
     def built() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ def ways(width: int, depth: int, device: torch.device) -> dict[str, Step]:
 
         return step
 
-    def guarded(apart: bool, through: bool) -> Step:
+    def guarded(two_terms: bool, through: bool) -> Step:
         model, optimizer = built()
         guard = Guard(model, optimizer, clip_grad=1.0, snapshot_every=0)
 
@@ -69,7 +69,7 @@ def ways(width: int, depth: int, device: torch.device) -> dict[str, Step]:
             optimizer.zero_grad()
             features, losses = model(x)
             total = sum(losses.values(), torch.zeros((), device=device))
-            guard.backward(losses if apart else total, features if through else None)
+            guard.backward(losses if two_terms else total, features if through else None)
             guard.step()
 
         return step
@@ -83,13 +83,13 @@ def ways(width: int, depth: int, device: torch.device) -> dict[str, Step]:
 
 
 def measure(step: Step, x: Tensor) -> tuple[float, int]:
-    """Seconds of one step, and how many all-reduces it asked for besides the gradients' average."""
+    """Return the seconds of one step and the count of its all-reduces besides averaging."""
     count, real = 0, dist.all_reduce
 
-    def counted(*words: Any, **options: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         nonlocal count
         count += 1
-        return real(*words, **options)
+        return real(*args, **options)
 
     with patch.object(dist, "all_reduce", counted):
         dist.barrier()
@@ -101,39 +101,38 @@ def measure(step: Step, x: Tensor) -> tuple[float, int]:
 
 
 def main() -> None:
-    """Print a line for each way, on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=60)
-    given = parser.parse_args()
+    args = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it by torchrun: torchrun --nproc_per_node 2 -m benchmarks.ranks")
+        parser.error("needs torchrun: torchrun --nproc_per_node 2 -m benchmarks.ranks")
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    x = torch.randn(given.batch, given.width, device=device)
-    steps = ways(given.width, given.depth, device)
-    seen: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
-    for i in range(given.steps + 5):
+    x = torch.randn(args.batch, args.width, device=device)
+    steps = ways(args.width, args.depth, device)
+    measured: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
+    for i in range(args.steps + 5):
         for name, step in steps.items():
             once = measure(step, x)
             if i >= 5:
-                seen[name].append(once)
+                measured[name].append(once)
 
     if dist.get_rank() == 0:
-        weights = sum(p.numel() for p in TwoTerms(given.width, given.depth).parameters())
+        weights = sum(p.numel() for p in TwoTerms(args.width, args.depth).parameters())
         print(f"{dist.get_world_size()} ranks, {device.type}, {weights:,} weights, batch", end=" ")
-        print(f"{given.batch} a rank\n")
-        header("loop", "ms a step", "over bare", "all-reduces of its own")
-        for name, pairs in seen.items():
+        print(f"{args.batch} per rank\n")
+        header("loop", "ms per step", "relative to bare", "extra all-reduces")
+        for name, pairs in measured.items():
             seconds, counts = (statistics.median(column) for column in zip(*pairs, strict=True))
             over = statistics.median(
-                a / b for (a, _), (b, _) in zip(pairs, seen["bare"], strict=True)
+                a / b for (a, _), (b, _) in zip(pairs, measured["bare"], strict=True)
             )
             row(name, f"{1000 * seconds:.2f}", f"{over:.2f}", f"{counts:g}")
     dist.destroy_process_group()

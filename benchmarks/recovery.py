@@ -1,17 +1,17 @@
-"""Compare what happens to healthy heads when others fail: with the guard and three common ways.
+"""Compare the guard with three common ways to handle failing heads, by what healthy heads lose.
 
     python -m benchmarks.recovery                          # the table: 2,000 steps on digits
     python -m benchmarks.recovery --picture docs/guard.png # one NaN at step 300, four curves
 
-Fifty heads train on digits. Every 50 steps one of the first ten is struck: NaN in a weight, an
-infinite logit, a NaN or a 1e30 in its gradient. The other forty are looked at:
+Fifty heads train on digits. Every 50 steps, one of the first ten gets a fault: NaN in a weight, an
+infinite logit, or NaN or 1e30 in its gradient. The other forty are compared with a fault-free run:
 
-- guard: this library's step. Without coupling between heads they must equal, bit for bit, the run
-  in which nothing happened; with the paper's instance weight, which couples them, the run in which
-  the struck head was left out of that step by hand.
-- no guard: one global gradient clip over all heads, as training loops have it.
-- skip the step: nothing is updated in a step in which anything is not finite.
-- nan_to_num: the gradient's NaN become 0, its infinities large, then the global clip.
+- guard: this library's step. Uncoupled heads must be bit-identical to the fault-free run; heads
+  coupled by the paper's instance weight, to a run in which the faulty head was removed from that
+  step by hand.
+- no guard: one global gradient clip over all heads, as in most training loops.
+- skip the step: no update in a step with any non-finite value.
+- nan_to_num: NaN in the gradient becomes 0, infinities become large; then the global clip.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadsLearner, Plan
 
 HEADS, STRUCK, EVERY = 50, 10, 50
-Strike = tuple[int, str]  # which head, how
+Strike = tuple[int, str]  # head, kind of fault
 
 
 class _Sick(torch.autograd.Function):
-    """Lets logits pass and puts a value into one head's gradient."""
+    """Passes logits through and sets one head's gradient to a value."""
 
     @staticmethod
     def forward(ctx, x: Tensor, head: int, value: float) -> Tensor:  # noqa: ANN001
@@ -65,29 +65,29 @@ class _Sick(torch.autograd.Function):
 
 
 class StruckBank(HeadBank):
-    """A bank in which one head can be corrupted in the next step."""
+    """A bank that corrupts one head in the next step if `strike` is set."""
 
     strike: Strike | None = None
 
     def __call__(self, parameters: dict[str, Tensor], x: Tensor, *, training: bool = False):
         logits = super().__call__(parameters, x, training=training)
-        head, how = self.strike or (0, "nothing")
-        if how == "infinite logit":
+        head, kind = self.strike or (0, "nothing")
+        if kind == "infinite logit":
             return logits.index_fill(0, torch.tensor([head]), torch.inf)
-        if training and how in ("NaN gradient", "1e30 gradient"):
-            return _Sick.apply(logits, head, torch.nan if how == "NaN gradient" else 1e30)
+        if training and kind in ("NaN gradient", "1e30 gradient"):
+            return _Sick.apply(logits, head, torch.nan if kind == "NaN gradient" else 1e30)
         return logits
 
 
 def strikes(steps: int, kinds: list[str], seed: int = 0) -> dict[int, Strike]:
-    """Return for each step the head that is corrupted, and how."""
+    """Return the head to corrupt and the kind of fault, by step."""
     draw = random.Random(seed)
     return {s: (draw.randrange(STRUCK), draw.choice(kinds)) for s in range(EVERY, steps, EVERY)}
 
 
 @contextlib.contextmanager
 def unguarded(norm: Callable[[Tensor], Tensor]):
-    """The loop without the guard, all heads in one chunk and clipped by one norm."""
+    """Run the loop without the guard, and clip by `norm`."""
     with without_guard(), patch.object(guarded, "part_norms", norm):
         yield
 
@@ -129,7 +129,7 @@ WAYS = {
 
 
 class Digits:
-    """Digits as pixels, projected, with neighbours; and a run of fifty heads on them."""
+    """Projected pixels of digits with their neighbors, to train fifty heads on."""
 
     def __init__(self) -> None:
         dataset = open_dataset("digits", "train")
@@ -137,7 +137,7 @@ class Digits:
         assert dataset.labels is not None
         x = torch.from_numpy(dataset.arrays).flatten(1).float() / 16
         self.labels = dataset.labels
-        self.neighbours = nearest_neighbors(x, 20)
+        self.neighbors = nearest_neighbors(x, 20)
         projection = Projection.fit(x, None)
         self.x, self.dim = projection(x), projection.dim
 
@@ -150,9 +150,9 @@ class Digits:
         seed: int = 0,
         weight: str = "none",
         by_hand: bool = False,
-        look_every: int | None = None,
+        evaluate_every: int | None = None,
     ) -> tuple[HeadTrainer, list[tuple[int, list[float]]]]:
-        """Train, and return the trainer and the accuracy of every head after some steps."""
+        """Train; return the trainer and the accuracy of every head at regular steps."""
         settings = VisionSettings(
             n_clusters=10, n_heads=HEADS, max_steps=steps, epochs=steps, seed=seed,
             instance_weight=weight,
@@ -160,22 +160,22 @@ class Digits:
         trainer = make_trainer(settings, self.dim, 10, Precision.for_device("cpu"))
         bank = StruckBank(trainer.bank.make_head, HEADS)
         trainer.bank = bank
-        looks: list[tuple[int, list[float]]] = []
+        curve: list[tuple[int, list[float]]] = []
         retired = trainer.state.health.retired
 
         def gather(rows: Tensor) -> Tensor:
             step = gather.step
             gather.step += 1
-            if look_every and step % look_every == 0:
-                looks.append((step, self.accuracies(trainer)))
+            if evaluate_every and step % evaluate_every == 0:
+                curve.append((step, self.accuracies(trainer)))
             bank.strike = None
             if by_hand:
                 retired.zero_()
             if step in struck:
-                head, how = struck[step]
+                head, kind = struck[step]
                 if by_hand:
                     retired[head] = True
-                elif how == "NaN weight":
+                elif kind == "NaN weight":
                     trainer.state.student[head, 0] = torch.nan
                     trainer.state.teacher[head, 0] = torch.nan
                 else:
@@ -183,17 +183,17 @@ class Digits:
             return self.x[rows]
 
         gather.step = 0
-        sampler = make_plan(settings, trainer, self.neighbours, self.x.__getitem__).sampler
+        sampler = make_plan(settings, trainer, self.neighbors, self.x.__getitem__).sampler
         one_chunk = patch.object(guarded, "head_chunks", lambda n, size, device: [slice(0, n)])
         with one_chunk, WAYS[way](), contextlib.suppress(TooFewHealthyParts):
             learner = HeadsLearner(trainer, Plan(sampler, steps, None), gather)
             run_loop(learner, checkpoint_every=steps)
         bank.strike = None
-        looks.append((steps, self.accuracies(trainer)))
-        return trainer, looks
+        curve.append((steps, self.accuracies(trainer)))
+        return trainer, curve
 
     def accuracies(self, trainer: HeadTrainer) -> list[float]:
-        """Of every head, by the labels; one that is not finite puts all into cluster 0."""
+        """Return the accuracy of every head; a non-finite head assigns all samples to cluster 0."""
         bank = trainer.bank
         assert isinstance(bank, StruckBank)
         bank.strike = None
@@ -202,7 +202,7 @@ class Digits:
 
 
 def table(steps: int, seeds: int) -> None:
-    """The forty heads that were not struck, after all the strikes on the other ten."""
+    """Print what happened to the forty healthy heads after all faults in the other ten."""
     digits = Digits()
     kinds = ["NaN weight", "infinite logit", "NaN gradient", "1e30 gradient"]
     struck = strikes(steps, kinds)
@@ -215,33 +215,33 @@ def table(steps: int, seeds: int) -> None:
 
     clean, spread = None, []
     for seed in range(seeds):
-        trainer, looks = digits.run(steps, {}, seed=seed)
+        trainer, curve = digits.run(steps, {}, seed=seed)
         clean = clean or trainer
-        spread.append(float(np.mean(looks[-1][1][others])))
+        spread.append(float(np.mean(curve[-1][1][others])))
     assert clean is not None
-    print(f"{len(struck)} strikes in {steps} steps on heads 0 to {STRUCK - 1} of {HEADS}\n")
-    print("| way | ACC of the other forty | of them bit-identical to the fault-free run |")
+    print(f"{len(struck)} faults in {steps} steps, in heads 0 to {STRUCK - 1} of {HEADS}\n")
+    print("| handling | mean ACC of the other forty | bit-identical to the fault-free run |")
     print("|---|---|---|")
     low, high = min(spread), max(spread)
-    what = f"nothing happens, {seeds} seeds"
-    print(f"| {what} | {spread[0]:.1f} ({low:.1f} to {high:.1f}) | |", flush=True)
+    title = f"no fault, {seeds} seeds"
+    print(f"| {title} | {spread[0]:.1f} ({low:.1f} to {high:.1f}) | |", flush=True)
     for way in WAYS:
-        trainer, looks = digits.run(steps, struck, way)
-        acc = np.mean(looks[-1][1][others])
+        trainer, curve = digits.run(steps, struck, way)
+        acc = np.mean(curve[-1][1][others])
         print(f"| {way} | {acc:.1f} | {equal(clean, trainer)} of 40 |", flush=True)
 
-    # Coupled by the paper's instance weight, the honest twin is the run without the struck head.
+    # Instance weights couple the heads: compare with a run without the faulty head in its step.
     struck = strikes(steps, ["infinite logit"])
     guarded, _ = digits.run(steps, struck, weight="mean")
     twin, _ = digits.run(steps, struck, weight="mean", by_hand=True)
     print(
         f"\ncoupled by instance weights: {equal(guarded, twin)} of 40 bit-identical to the run in"
     )
-    print("which each struck head was left out of its step by hand")
+    print("which each faulty head was removed from its step by hand")
 
 
 def picture(path: Path, steps: int, at: int) -> None:
-    """One NaN in a weight of one head at step `at`: that head and the other 49, four ways."""
+    """Plot the accuracy after one NaN in a weight of one head at step `at`, for all four ways."""
     from matplotlib.figure import Figure
 
     digits = Digits()
@@ -253,15 +253,15 @@ def picture(path: Path, steps: int, at: int) -> None:
         "skip the step": ("#e69f00", 1.6, "-"),
         "nan_to_num": ("#009e73", 1.6, "--"),
     }
-    for way, (colour, width, line) in styles.items():
-        _, looks = digits.run(steps, {at: (0, "NaN weight")}, way, look_every=10)
-        done = [step for step, _ in looks]
+    for way, (color, width, line) in styles.items():
+        _, curve = digits.run(steps, {at: (0, "NaN weight")}, way, evaluate_every=10)
+        done = [step for step, _ in curve]
         for axes, pick in ((left, slice(1, None)), (right, slice(0, 1))):
-            curve = [np.mean(accs[pick]) for _, accs in looks]
-            axes.plot(done, curve, label=way, color=colour, linewidth=width, linestyle=line)
-            print(f"{way}: {curve[-1]:.1f} after step {done[-1]}", flush=True)
+            means = [np.mean(accs[pick]) for _, accs in curve]
+            axes.plot(done, means, label=way, color=color, linewidth=width, linestyle=line)
+            print(f"{way}: {means[-1]:.1f} after step {done[-1]}", flush=True)
     left.set(title="the other 49 heads, mean", ylabel="ACC", ylim=(0, 100))
-    right.set_title("the head that was struck")
+    right.set_title("the faulty head")
     left.annotate("one NaN in one weight\nof one head", (at, 20), (8, 0),
                   textcoords="offset points", color="#555555")  # fmt: skip
     for axes in (left, right):
@@ -273,7 +273,7 @@ def picture(path: Path, steps: int, at: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The healthy heads, when others are struck.")
+    parser = argparse.ArgumentParser(description="Measure healthy heads while others fail.")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--picture", type=Path)

@@ -1,17 +1,17 @@
-"""Measure how far each method is behind the best one, on many data sets and random draws.
+"""Measure how far each method is behind the best one, over many data sets and random draws.
 
     pip install evoc igraph leidenalg umap-learn
-    python -m benchmarks.regret --features FOLDER --json regret.jsonl   # may be continued
-    python -m benchmarks.regret --unknown --draws 3 ...                 # K not given, too
-    python -m benchmarks.regret --table regret.jsonl                    # only the tables
+    python -m benchmarks.regret --features FOLDER --json regret.jsonl   # can resume
+    python -m benchmarks.regret --unknown --draws 3 ...                 # also without K
+    python -m benchmarks.regret --table regret.jsonl                    # only print tables
 
-A draw is a random four fifths of a set, at most 2,500 rows; of small folders some classes, at
-random and of uneven sizes. All methods get the same rows at unit length and K; noise that a peer
-leaves goes to its nearest clusters. Regret is in points of a score behind the best of the other
-methods in the same draw, negative where ours is ahead. "Left out" is the consensus with the one
-rule that was fitted, below which evenness other partitions vote, and how, chosen anew for each
-family of sets on all other families (which partitions there are was chosen once, on three draws
-of these sets).
+A draw is a random four fifths of a set (at most 2,500 rows) or, for `_folder_` sets, some random
+classes with uneven sizes. All methods get the same unit-length rows and K; a method's noise is
+assigned to the nearest clusters. Regret is the distance to the best other method in the same draw,
+in points of a score, negative if the method is ahead. "Refitted" is the consensus with its one
+fitted rule (two evenness thresholds that decide which partitions vote) fitted for each family of
+sets on all other families. The list of partitions itself was chosen once, on three draws of
+these sets.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TAILED = (
     "fashion10k",
     "fashion10k_efficientnet",
 )
-OWN = (  # of `benchmarks.sets`
+OWN = (  # from `benchmarks.sets`
     "digits",
     "fashion10k",
     "fashion10k_efficientnet",
@@ -62,18 +62,18 @@ FOLDERS = {
 }
 SCORES = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "balanced": "balanced ACC"}
 CROWD: dict[Kind, str] = {
-    "even": "the voters for even clusters alone",
-    "between": "peaks and communities alone",
-    "uneven": "the voters for uneven ones alone",
+    "even": "only the voters for even clusters",
+    "between": "only peaks and communities",
+    "uneven": "only the voters for uneven clusters",
 }
-UNKNOWN = " without K"  # after the name of a method
+UNKNOWN = " without K"  # suffix of a method's name
 THRESHOLDS = np.arange(0.86, 0.98, 0.01)
 PEERS = set(METHODS) - {OURS}
 Row = dict[str, Any]
 
 
 def family(name: str) -> str:
-    """Sets of one family are left out together."""
+    """Return the family of a set; its sets are left out together."""
     for images in ("fashion", "cifar"):
         if images in name:
             return images
@@ -81,7 +81,7 @@ def family(name: str) -> str:
 
 
 def sets(features: Path | None, sources: Sources) -> Iterator[tuple[str, Labelled]]:
-    """Return the available data sets by name; name the others on stderr."""
+    """Yield the available data sets by name; print the missing ones to stderr."""
     files = sorted(features.glob("*.npz")) if features else []
     makers: dict[str, Callable[[], Labelled]] = {
         file.stem: lambda file=file: (np.load(file)["x"], np.load(file)["y"]) for file in files
@@ -92,7 +92,7 @@ def sets(features: Path | None, sources: Sources) -> Iterator[tuple[str, Labelle
         try:
             x, y = make()
         except Absent as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
+            print(f"{name} is skipped: {error}", file=sys.stderr)
             continue
         yield name, (x, y)
         if name in TAILED:
@@ -103,7 +103,7 @@ def sets(features: Path | None, sources: Sources) -> Iterator[tuple[str, Labelle
 
 
 def draw_of(name: str, x: NDArray, y: NDArray, seed: int) -> Labelled:
-    """A random draw of a set, its classes numbered without gaps."""
+    """Return a random draw of a set with contiguous class labels."""
     random = np.random.default_rng(seed)
     if "_folder_" in name:
         k, n = map(int, name.split("_")[-2:])
@@ -121,31 +121,31 @@ def draw_of(name: str, x: NDArray, y: NDArray, seed: int) -> Labelled:
 
 
 def balanced_accuracy(y: NDArray, clusters: NDArray) -> float:
-    """Mean recall over classes, for the best one-to-one pairing of clusters with classes."""
+    """Return the mean class recall for the best one-to-one matching of clusters and classes."""
     sizes = np.bincount(y)
     recall = evaluate.contingency(y, clusters)[sizes > 0] / sizes[sizes > 0, None]
     return float(recall[linear_sum_assignment(recall, maximize=True)].sum() / len(recall))
 
 
 def scores_of(y: NDArray, clusters: NDArray) -> dict[str, float]:
-    found = evaluate.clustering_scores(y, clusters)
-    found["balanced"] = balanced_accuracy(y, clusters)
-    return {key: round(100 * (found[key] or 0.0), 2) for key in SCORES}
+    scores = evaluate.clustering_scores(y, clusters)
+    scores["balanced"] = balanced_accuracy(y, clusters)
+    return {key: round(100 * (scores[key] or 0.0), 2) for key in SCORES}
 
 
 def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
-    """The answers of the ensemble, before any head, and the evenness that chooses among them."""
+    """Return the ensemble's partitions before any head, and the evenness that selects one."""
     rows = torch.from_numpy(x)
     near = nearest_neighbors(rows, min(20, len(x) - 1))
     projected = Projection.fit(rows, 256)(rows)
     cosine, euclidean, white = views(near, rows.__getitem__, projected, torch.device("cpu"))
     crowd = form_ensemble(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
-    answers = {kind: vote(crowd.candidates, kind, n_clusters) for kind in CROWD}
-    return {**answers, "evenness": crowd.evenness}
+    partitions = {kind: vote(crowd.candidates, kind, n_clusters) for kind in CROWD}
+    return {**partitions, "evenness": crowd.evenness}
 
 
 def without_k(method: str, x: NDArray, seed: int) -> tuple[NDArray, Row]:
-    """Clusters `[n]` of a method that is not told how many, and the interval that ours names."""
+    """Return a method's clusters `[n]` without K, and the interval of K that ours reports."""
     if method != OURS:
         return METHODS[method].run(x, None, seed), {}
     clusterer = MultiHeadClusterer(None, random_state=seed).fit(x)
@@ -154,11 +154,11 @@ def without_k(method: str, x: NDArray, seed: int) -> tuple[NDArray, Row]:
 
 
 def run(args: argparse.Namespace, rows: list[Row]) -> None:
-    """Measure the missing rows, and append each to the file at once."""
+    """Measure the missing rows; append each to the file immediately."""
     done = {(row["set"], row["draw"], row["method"]) for row in rows}
-    here = installed(METHODS)
-    methods = [name for name in here if METHODS[name].given]
-    free = [name for name in here if METHODS[name].not_given] if args.unknown else []
+    names = installed(METHODS)
+    methods = [name for name in names if METHODS[name].takes_k]
+    free = [name for name in names if METHODS[name].finds_k] if args.unknown else []
     for name in methods:
         warm_up(name, 5)
 
@@ -183,24 +183,24 @@ def run(args: argparse.Namespace, rows: list[Row]) -> None:
                     began = time.perf_counter()
                     clusters = METHODS[method].run(x, k, draw)
                     seconds = round(time.perf_counter() - began, 2)
-                    found = scores_of(y, without_noise(x, clusters))
-                    add({**about, "method": method, "seconds": seconds, **found})
+                    scores = scores_of(y, without_noise(x, clusters))
+                    add({**about, "method": method, "seconds": seconds, **scores})
             if (name, draw, "even") not in done:
                 crowd = crowd_of(x, k)
                 for part in CROWD:
-                    found = scores_of(y, crowd[part])
-                    add({**about, "method": part, "evenness": crowd["evenness"], **found})
+                    scores = scores_of(y, crowd[part])
+                    add({**about, "method": part, "evenness": crowd["evenness"], **scores})
             for method in free:
                 if "_lt" in name or "_folder" in name or (name, draw, method + UNKNOWN) in done:
                     continue
                 clusters, more = without_k(method, x, draw)
                 more["found"] = int(clusters.max()) + 1
-                found = scores_of(y, without_noise(x, clusters))
-                add({**about, "method": method + UNKNOWN, **more, **found})
+                scores = scores_of(y, without_noise(x, clusters))
+                add({**about, "method": method + UNKNOWN, **more, **scores})
 
 
 class Regrets:
-    """Regrets of rows: of one method against the best peer in each draw, mean over draws."""
+    """Regrets of a method against the best peer in each draw, averaged over the draws."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.by_draw: dict[tuple[str, int], dict[str, Row]] = {}
@@ -211,7 +211,7 @@ class Regrets:
         self.sets = sorted({name for name, _ in self.by_draw})
 
     def of(self, method: str | Callable[[str, dict[str, Row]], Row], key: str) -> dict[str, float]:
-        """Of each set: a method by name, or what picks a draw's row by the set's name."""
+        """Return the regret per set of a method: its name, or a function of set name and draw."""
         regrets: dict[str, list[float]] = {}
         for (name, _), draw in self.by_draw.items():
             row = draw[method] if isinstance(method, str) else method(name, draw)
@@ -220,21 +220,19 @@ class Regrets:
         return {name: float(np.mean(regrets[name])) for name in self.sets}
 
     def left_out(self) -> Callable[[str, dict[str, Row]], Row]:
-        """The rule whose two thresholds are best, by mean regret of ACC, on other families."""
+        """Return the rule with the thresholds of lowest mean ACC regret on other families."""
         pairs = [(a, b) for a in THRESHOLDS for b in THRESHOLDS if a <= b]
-        table = {
-            pair: self.of(lambda _, draw, pair=pair: chosen(draw, *pair), "acc") for pair in pairs
-        }
+        table = {p: self.of(lambda _, draw, p=p: row_of_rule(draw, *p), "acc") for p in pairs}
         best = {}
         for left in {family(name) for name in self.sets}:
             others = [name for name in self.sets if family(name) != left]
-            best[left] = (UNEVEN, EVEN)  # unless there are others to choose by
+            best[left] = (UNEVEN, EVEN)  # if there are no other families
             if others:
                 best[left] = min(table, key=lambda t: np.mean([table[t][name] for name in others]))
-        return lambda name, draw: chosen(draw, *best[family(name)])
+        return lambda name, draw: row_of_rule(draw, *best[family(name)])
 
 
-def chosen(draw: dict[str, Row], uneven: float, even: float) -> Row:
+def row_of_rule(draw: dict[str, Row], uneven: float, even: float) -> Row:
     row = draw["even"]
     return draw[kind_of(row["evenness"], row["classes"], uneven, even)]
 
@@ -245,23 +243,24 @@ def table_line(cells: Sequence[str]) -> str:
 
 
 def numbers(rows: Sequence[Row]) -> list[str]:
-    """Tables of the numbers of clusters that were found where K was not given."""
+    """Return tables of the cluster counts found without K."""
     free = [row for row in rows if row["method"].endswith(UNKNOWN)]
-    told = {(row["set"], row["draw"]): row["acc"] for row in rows if row["method"] == OURS}
+    with_k = {(row["set"], row["draw"]): row["acc"] for row in rows if row["method"] == OURS}
     methods = [name for name in METHODS if any(row["method"] == name + UNKNOWN for row in free)]
     if not methods:
         return []
     shown = [METHODS[name].title for name in methods]
     lines = ["", table_line(["set", "classes", *shown]), "|---" * (2 + len(methods)) + "|"]
-    of = {
+    by_set = {
         (name, method): [r for r in free if (r["set"], r["method"]) == (name, method + UNKNOWN)]
         for name in sorted({row["set"] for row in free})
         for method in methods
     }
-    for name in sorted({name for name, _ in of}):
-        found = [", ".join(str(r["found"]) for r in of[name, method]) for method in methods]
-        lines.append(table_line([name, str(of[name, methods[0]][0]["classes"]), *found]))
-    head = ["method", "within a fifth", "draws", "points behind K given, mean", "worst set"]
+    for name in sorted({name for name, _ in by_set}):
+        n_classes = str(by_set[name, methods[0]][0]["classes"])
+        counts = [", ".join(str(r["found"]) for r in by_set[name, method]) for method in methods]
+        lines.append(table_line([name, n_classes, *counts]))
+    head = ["method", "within 20 %", "draws", "mean points behind known K", "worst set"]
     lines += ["", table_line(head), "|---" * len(head) + "|"]
     for method in methods:
         mine = [row for row in free if row["method"] == method + UNKNOWN]
@@ -270,7 +269,7 @@ def numbers(rows: Sequence[Row]) -> list[str]:
         if method == OURS:
             behind: dict[str, list[float]] = {}
             for row in mine:
-                lost = told[row["set"], row["draw"]] - row["acc"]
+                lost = with_k[row["set"], row["draw"]] - row["acc"]
                 behind.setdefault(row["set"], []).append(lost)
             means = {name: np.mean(of_set) for name, of_set in behind.items()}
             worst = max(means, key=means.__getitem__)
@@ -278,21 +277,21 @@ def numbers(rows: Sequence[Row]) -> list[str]:
         lines.append(table_line(cells))
     mine = [row for row in free if "interval" in row]
     held = sum(row["interval"][0] <= row["classes"] <= row["interval"][1] for row in mine)
-    return [*lines, "", f"The interval holds the number of classes in {held} of {len(mine)} draws."]
+    return [*lines, "", f"The interval contains the true K in {held} of {len(mine)} draws."]
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Tables in Markdown: methods over all sets, and each set, worst first."""
+    """Return Markdown tables of the methods over all sets and of each set, worst first."""
     regrets = Regrets(rows)
     titles: dict[str, Any] = {METHODS[name].title: name for name in METHODS}
     present = {m for draw in regrets.by_draw.values() for m in draw}
     methods = {title: name for title, name in titles.items() if name in present}
     methods |= {
-        "consensus, rule left out": regrets.left_out(),
-        f"consensus, rule as shipped ({UNEVEN}, {EVEN})": lambda _, d: chosen(d, UNEVEN, EVEN),
+        "consensus, rule refitted": regrets.left_out(),
+        f"consensus, rule as shipped ({UNEVEN}, {EVEN})": lambda _, d: row_of_rule(d, UNEVEN, EVEN),
         **{title: name for name, title in CROWD.items()},
     }
-    head = "| method | mean regret | worst | median | NMI, mean | ARI, mean | median seconds |"
+    head = "| method | mean regret | worst | median | mean, NMI | mean, ARI | median seconds |"
     lines = [f"{len(regrets.sets)} sets, {len(regrets.by_draw)} draws", "", head, "|---" * 7 + "|"]
     for title, method in methods.items():
         acc = regrets.of(method, "acc")
@@ -308,7 +307,7 @@ def report(rows: Sequence[Row]) -> str:
         ]
         cells.append(f"{np.median(seconds):.1f}" if seconds else "")
         lines.append(table_line(cells))
-    lines += ["", "| set | best peer | its ACC | ours | left out | balanced ACC, behind |"]
+    lines += ["", "| set | best peer | its ACC | ours | rule refitted | ours, balanced ACC |"]
     lines.append("|---" * 6 + "|")
     ours, balanced = regrets.of(OURS, "acc"), regrets.of(OURS, "balanced")
     left = regrets.of(regrets.left_out(), "acc")
@@ -328,13 +327,13 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Points behind the best method, on many sets.")
-    parser.add_argument("--features", type=Path, help="a folder of NAME.npz with x and y")
+    parser = argparse.ArgumentParser(description="Measure regret over many data sets.")
+    parser.add_argument("--features", type=Path, help="folder of NAME.npz files with x and y")
     parser.add_argument("--sets", type=lambda text: text.split(","), help="only these")
     parser.add_argument("--draws", type=int, default=5)
-    parser.add_argument("--unknown", action="store_true", help="also without the number of classes")
-    parser.add_argument("--json", type=Path, help="file of rows, to continue and to add to")
-    parser.add_argument("--table", type=Path, nargs="+", help="only print the rows of these files")
+    parser.add_argument("--unknown", action="store_true", help="also measure without K")
+    parser.add_argument("--json", type=Path, help="file of rows to resume from and append to")
+    parser.add_argument("--table", type=Path, nargs="+", help="only print tables of these files")
     Sources.add_flags(parser)
     args = parser.parse_args()
     files = args.table or [file for file in (args.json,) if file and file.exists()]

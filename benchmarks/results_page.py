@@ -1,4 +1,4 @@
-"""Write sections of docs/results.md, each between `<!-- NAME: COMMAND -->` and `<!-- end -->`."""
+"""Write generated sections of docs/results.md, from `<!-- NAME: COMMAND -->` to `<!-- end -->`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def with_section(name: str, section: str, page: str) -> str:
     """Return the text of the page with the named section replaced.
 
     Raises:
-        ValueError: the page does not have exactly one section of this name.
+        ValueError: If the page does not have exactly one section of this name.
     """
     pattern = re.compile(rf"(<!-- {name}: [^\n]+ -->\n\n).*?(\n<!-- end -->)", re.S)
     text, n = pattern.subn(lambda match: match[1] + section + match[2], page)
     if n != 1:
-        raise ValueError(f"{PAGE} has {n} sections called {name!r}, expected 1")
+        raise ValueError(f"{PAGE} has {n} sections named {name!r}, expected 1")
     return text
 
 

@@ -1,9 +1,9 @@
-"""Load the data sets of the other benchmarks by name, as embeddings and true classes.
+"""Load the data sets of the other benchmarks by name, as embeddings with true classes.
 
-    python -m benchmarks.sets FOLDER --data_dir data --cifar PATH   # writes them there, NAME.npz
+    python -m benchmarks.sets FOLDER --data_dir data --cifar PATH   # writes NAME.npz files
 
-Every set is the same in every run. Of the synthetic ones the truth is known: the Bayes error of
-each is below five percent, and k-means does worse by much more than that.
+Every set is the same in every run. The Bayes error of each synthetic set is below 5 %; k-means is
+much worse.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Labelled = tuple[NDArray, NDArray]
 
 
 class Absent(Exception):
-    """The data of a set is missing; the message names the flag that provides it."""
+    """Raised if the data of a set is missing; the message names the flag that provides it."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The places of the data: folders and flags.
+    """The locations of the data.
 
     Args:
-        data_dir: torchvision's folder, with Fashion-MNIST in it.
-        cifar: a folder `train/<class>/*.png` of CIFAR-10, all of it or a part.
-        teacher_weights: a file of EfficientNet-Lite0's weights; None takes the package's.
-        cache: where embeddings are kept, which belong to one file of weights.
+        data_dir: Torchvision folder with Fashion-MNIST.
+        cifar: Folder `train/<class>/*.png` with CIFAR-10 or a part of it.
+        teacher_weights: Weights file of EfficientNet-Lite0; None uses the package's.
+        cache: Folder for the embeddings computed with these weights.
     """
 
     data_dir: Path = Path("data")
@@ -53,8 +53,8 @@ class Sources:
     def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--data_dir", type=Path, default=Sources.data_dir)
         parser.add_argument("--cifar", type=Path, help="CIFAR-10 as a folder train/<class>/*.png")
-        parser.add_argument("--teacher_weights", type=Path, help="of EfficientNet-Lite0")
-        parser.add_argument("--cache", type=Path, default=Sources.cache, help="of embeddings")
+        parser.add_argument("--teacher_weights", type=Path, help="EfficientNet-Lite0 weights")
+        parser.add_argument("--cache", type=Path, default=Sources.cache, help="embeddings cache")
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Sources:
@@ -73,7 +73,7 @@ def _open(name: str, flag: str, root: Path = Sources.data_dir) -> ImageDataset:
     try:
         dataset = open_dataset(name, "train", root=root, labels="folders")
     except DatasetUnavailable as error:
-        raise Absent(f"{error}; another folder: {flag} FOLDER") from error
+        raise Absent(f"{error}; use another folder with {flag} FOLDER") from error
     assert isinstance(dataset, ImageDataset)
     return dataset
 
@@ -91,12 +91,12 @@ def _fashion(sources: Sources, n: int = 60_000) -> Labelled:
 
 
 def _embedded(sources: Sources, dataset: ImageDataset, name: str, image_size: int) -> Labelled:
-    """A set through EfficientNet-Lite0, from the store after the first time."""
+    """Return a set embedded with EfficientNet-Lite0, from the cache after the first call."""
     try:
         weights = sources.teacher_weights
         teacher = load_teacher("efficientnet_lite0", weights=weights, image_size=image_size)
     except (TeacherUnavailable, FileNotFoundError) as error:
-        raise Absent(f"{error}; a file of its weights: --teacher_weights FILE") from error
+        raise Absent(f"{error}; set its weights file with --teacher_weights FILE") from error
     precision = Precision.for_device("cpu")
     store = extract(dataset, teacher, sources.cache / name, split="train", precision=precision)
     assert store.labels is not None
@@ -109,7 +109,7 @@ def _fashion_efficientnet(sources: Sources) -> Labelled:
 
 def _cifar_efficientnet(sources: Sources) -> Labelled:
     if sources.cifar is None:
-        raise Absent("there is no CIFAR-10: --cifar FOLDER, with train/<class>/*.png in it")
+        raise Absent("CIFAR-10 is missing: --cifar FOLDER, with train/<class>/*.png in it")
     return _embedded(sources, _open(str(sources.cifar), "--cifar"), "cifar_efficientnet", 224)
 
 
@@ -117,13 +117,13 @@ def _cifar_efficientnet(sources: Sources) -> Labelled:
 
 
 def long_tailed(x: NDArray, y: NDArray, imbalance: float, seed: int = 0) -> Labelled:
-    """The largest part of a set in which class k has `n_max * imbalance^(-k / (K - 1))` samples.
+    """Return the largest subset with `n_max * imbalance^(-k / (K - 1))` samples in class k.
 
     Args:
-        x: `[n, d]` embeddings.
-        y: `[n]` classes from 0, none empty.
-        imbalance: how many times larger the first class is than the last.
-        seed: draws the order of the classes and the samples of each.
+        x: Embeddings `[n, d]`.
+        y: Classes `[n]` from 0, none empty.
+        imbalance: Size ratio of the largest to the smallest class.
+        seed: Seed of the class order and of the samples drawn per class.
     """
     rng = np.random.default_rng(seed)
     counts = np.bincount(y)
@@ -144,16 +144,16 @@ def _tail(sources: Sources, of: str, imbalance: float) -> Labelled:
 def _blobs(
     seed: int, sizes: NDArray, dim: int, apart: float, spread: NDArray, long: float, rank: int
 ) -> Labelled:
-    """Gaussians around random centres, each stretched along `rank` directions of its own.
+    """Return Gaussians around random centers, each stretched along `rank` random directions.
 
     Args:
-        seed: draws everything.
-        sizes: `[K]` samples of each.
-        dim: width of the embeddings.
-        apart: standard deviation of a centre's coordinates.
-        spread: `[K]` standard deviation of each across its long directions.
-        long: how many times larger it is along them.
-        rank: how many of them.
+        seed: Seed of all draws.
+        sizes: Sample count of each Gaussian `[K]`.
+        dim: Width of the embeddings.
+        apart: Standard deviation of the center coordinates.
+        spread: Standard deviation of each Gaussian across its stretched directions `[K]`.
+        long: Stretch factor.
+        rank: Count of stretched directions.
     """
     rng, parts = np.random.default_rng(seed), []
     for size, width in zip(sizes, spread, strict=True):
@@ -167,7 +167,7 @@ def _blobs(
 
 
 def _unequal(sources: Sources) -> Labelled:
-    """Twelve blobs in 32 dimensions; sizes differ 20 times, spreads 4 times."""
+    """Return 12 blobs in 32 dimensions; sizes differ by a factor of 20, spreads by 4."""
     share = np.geomspace(1, 20, 12)
     sizes = np.round(6000 * share / share.sum()).astype(int)
     sizes[-1] += 6000 - sizes.sum()
@@ -176,12 +176,12 @@ def _unequal(sources: Sources) -> Labelled:
 
 
 def _many(sources: Sources) -> Labelled:
-    """Two hundred ellipsoids of fifty points in 64 dimensions."""
+    """Return 200 ellipsoids of 50 points in 64 dimensions."""
     return _blobs(1, np.full(200, 50), 64, 1.0, np.ones(200), 4.0, 4)
 
 
 def _two(sources: Sources) -> Labelled:
-    """Two moons in 32 dimensions, away from the origin, where the cosine sees their shape too."""
+    """Return two moons in 32 dimensions, off the origin so that cosine keeps their shape."""
     rng = np.random.default_rng(2)
     plane, y = map(np.asarray, make_moons(3000, noise=0.1, random_state=2))
     x = 0.1 * rng.normal(size=(3000, 32))
@@ -192,7 +192,7 @@ def _two(sources: Sources) -> Labelled:
 
 
 def _rare(sources: Sources) -> Labelled:
-    """Nine ellipsoids of 550 points in 32 dimensions, and one of 50."""
+    """Return 9 ellipsoids of 550 points and one of 50 in 32 dimensions."""
     return _blobs(3, np.r_[np.full(9, 550), 50], 32, 0.5, np.full(10, 0.6), 4.0, 2)
 
 
@@ -212,32 +212,32 @@ SETS: dict[str, Callable[[Sources], Labelled]] = {
     "two": _two,
     "rare": _rare,
 }
-"""What makes each set: `(x float32 [n, d], y int [n])`; raises `Absent` where data are missing."""
+"""Maps a name to a loader of `(x float32 [n, d], y int [n])`, which raises `Absent`."""
 
 
 def loaded(
     sets: Mapping[str, Callable[[Sources], Labelled]], sources: Sources
 ) -> Iterator[tuple[str, NDArray, NDArray]]:
-    """Yield name, embeddings and classes of each set; name sets without data on stderr."""
+    """Yield name, embeddings and classes of each set; print sets without data to stderr."""
     for name, make in sets.items():
         try:
             x, y = make(sources)
         except Absent as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
+            print(f"{name} is skipped: {error}", file=sys.stderr)
             continue
         yield name, x, y
 
 
 def names_of(known: Mapping[str, Any], text: str) -> list[str]:
-    """The names in a comma-separated flag, all of which are known."""
+    """Return the names in a comma-separated flag; raise on an unknown name."""
     names = text.split(",")
     if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: use {', '.join(known)}")
     return names
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the data sets as NAME.npz, keys x and y.")
+    parser = argparse.ArgumentParser(description="Write the data sets as NAME.npz with x and y.")
     parser.add_argument("folder", type=Path)
     Sources.add_flags(parser)
     args = parser.parse_args()

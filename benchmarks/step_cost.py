@@ -1,11 +1,11 @@
-"""Measure time and memory of one training step of the heads, against the official TEMI code.
+"""Measure time and memory of one training step of the heads, relative to the official TEMI code.
 
     python -m benchmarks.step_cost --official PATH_OF_A_CHECKOUT
 
 The official code (https://github.com/HHU-MMBS/TEMI-official-BMVC2023) trains the same number of
-full-size heads (512 -> 256) on the same batch. The two sides take turns in one process, and the
-ratio is the median over pairs, so that a machine whose speed drifts does not matter. Memory is the
-growth of the peak resident set over two steps, each side in a process of its own.
+full-size heads (512 -> 256) on the same batch. Both sides alternate in one process, and the ratio
+is the median over pairs, so a drift in the machine's speed cancels out. Memory is the growth of the
+peak resident set over two steps, with each side in a separate process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPES = [(512, 384, 10, 50), (512, 384, 1000, 50), (1024, 768, 1000, 50)]  # ba
 
 
 def ours(shape: tuple[int, ...], weight: InstanceWeight, half: bool = False):
-    """Return a step of ours, as a function of views."""
+    """Return our training step as a function of the views."""
     batch, dim, clusters, heads = shape
     trainer = HeadTrainer(
         HeadBank(lambda: TEMIHead(dim, clusters, *FULL), heads),
@@ -49,17 +49,17 @@ def ours(shape: tuple[int, ...], weight: InstanceWeight, half: bool = False):
 
 
 def official(shape: tuple[int, ...], checkout: Path):
-    """Return a step of the official code, as a function of views."""
+    """Return the official training step as a function of the views."""
     batch, dim, clusters, heads = shape
     peer = OfficialTEMI(checkout, in_dim=dim, n_clusters=clusters, n_heads=heads, batch_size=batch)
     return peer.step
 
 
 class OfficialTEMI:
-    """Student, EMA teacher, loss and AdamW of the official code, for two views of embeddings.
+    """The official student, EMA teacher, loss and AdamW on two views of embeddings.
 
-    Its heads, its loss and its optimizer step (`train_one_epoch` in its `train_main.py`) run as
-    they are in the checkout; only the copies to a GPU, which this does not need, are left out.
+    Heads, loss and optimizer step (`train_one_epoch` in `train_main.py`) are those of the checkout,
+    except for the copies to a GPU.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class OfficialTEMI:
         try:
             self._utils = importlib.import_module("utils")
             loss_class = importlib.import_module("losses").TEMI
-            # Its package __init__ wants CLIP; the heads alone do not.
+            # The package's __init__ needs CLIP; the module with the heads does not.
             file = checkout / "model_builders" / "multi_head.py"
             spec = importlib.util.spec_from_file_location("official_multi_head", file)
             assert spec is not None and spec.loader is not None
@@ -86,7 +86,7 @@ class OfficialTEMI:
         finally:
             sys.path.remove(str(checkout))
 
-        def build() -> Any:  # a class of the peer's
+        def build() -> Any:
             return heads.MultiHeadClassifier(
                 "precomputed",
                 embed_dim=in_dim,
@@ -116,13 +116,13 @@ class OfficialTEMI:
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4)
 
     def step(self, views: Tensor) -> Tensor:
-        """One step on views `[2, batch, dim]`; returns the loss of each head."""
+        """Train one step on views `[2, batch, dim]`; return the loss of each head."""
         images = list(views)
         teacher_out, student_out = self.teacher(images), self.student(images)
         head_losses = self.loss(student_out, teacher_out, epoch=0)
         loss = head_losses.mean()
         if not torch.isfinite(loss).item():
-            raise FloatingPointError(f"the official code's loss is {loss.item()}: it stops here")
+            raise FloatingPointError(f"the official code's loss is {loss.item()}, not finite")
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -134,7 +134,7 @@ class OfficialTEMI:
 
 
 def paired(a, b, views, runs: int) -> tuple[float, float, float]:
-    """Median seconds of a, of b, and the median of b / a over alternating pairs."""
+    """Return the median seconds of a and b, and the median of b / a over alternating pairs."""
     times: list[tuple[float, float]] = []
     for run in range(runs + 1):
         pair = []
@@ -150,22 +150,21 @@ def paired(a, b, views, runs: int) -> tuple[float, float, float]:
 
 
 def versions(*packages: str) -> str:
-    """Python, torch and those packages that are installed, with their versions."""
-    installed = {found.name.lower().replace("_", "-") for found in distributions()}
-    said = [f"{name} {version(name)}" for name in ("torch", *packages) if name in installed]
-    return ", ".join([f"Python {platform.python_version()}", *said])
+    """Return the versions of Python, torch and the installed ones of `packages`."""
+    installed = {package.name.lower().replace("_", "-") for package in distributions()}
+    names = [f"{name} {version(name)}" for name in ("torch", *packages) if name in installed]
+    return ", ".join([f"Python {platform.python_version()}", *names])
 
 
 def peak_mib() -> float:
-    """Peak resident set of this process so far, in MiB (Linux)."""
+    """Return the peak resident set of this process in MiB (Linux)."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+)", status).group(1)) / 1024  # type: ignore[union-attr]
 
 
 def main() -> None:
-    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--official", type=Path, required=True, help="checkout of the TEMI code")
+    parser.add_argument("--official", type=Path, required=True, help="official checkout")
     parser.add_argument("--runs", type=int, default=5, help="pairs per shape")
     parser.add_argument("--weight", default="mean", choices=["none", "own", "mean"])
     parser.add_argument("--memory-of", choices=["ours", "official"], help=argparse.SUPPRESS)

@@ -1,28 +1,26 @@
-"""Compare whole trainings with TRL's trainers: on text, on the student's output, with a server.
+"""Compare whole trainings with TRL's trainers: on text, on student samples, with a server.
 
     pip install trl
     python -m benchmarks.trl_trainer
     python -m benchmarks.trl_trainer --teacher_model FOLDER --student_model layers:2
 
-Each trains a copy of one student towards the same teacher, in fp32, on the CPU, through `train()`:
-the loop of transformers with data loading, clipping, AdamW and log lines as each comes, and ours
-with its guard and a cross-entropy that is computed and shown, but has no weight, as theirs have
-none.
+Every trainer trains a copy of one student on the same teacher, in fp32 on the CPU, through
+`train()`: TRL's with the unchanged transformers loop (data loading, clipping, AdamW, logging), ours
+with its guard. Our cross-entropy is computed and logged but has weight 0; TRL's trainers have none.
 
-- `off`: forward KL, off policy. TRL's DistillationTrainer is given the completions that it would
-  otherwise generate.
-- `on`: reverse KL; the student continues `--prompt` tokens of each row to `--length`, sampled at
-  temperature 1 from all tokens by transformers' `generate`. Ours is `ssl_kd distill`'s loop.
-- `served`: forward KL towards the `--top_k` likeliest tokens and the mass of all others, from one
-  server in a process of its own. It gives vLLM's `prompt_logprobs`, and what it was asked before
-  from memory: what is measured is who asks. TRL's client wants vLLM installed, which it does not
-  use for that, and is told that it is.
+- `off`: forward KL, off policy. TRL's DistillationTrainer gets the completions instead of
+  generating them.
+- `on`: reverse KL. The student continues the first `--prompt` tokens of each row up to `--length`,
+  sampled at temperature 1 from all tokens with transformers' `generate`. Ours is the loop of
+  `ssl_kd distill`.
+- `served`: forward KL to the `--top_k` likeliest tokens and the remaining mass. A server in another
+  process returns vLLM's `prompt_logprobs` and caches them, so only the clients are measured. TRL's
+  client requires vLLM without using it here; the check for it is patched.
 
-The rows are written by --teacher_model, or random where a teacher is made up. All take turns, and
-each ratio is the median over rounds (in brackets the middle half of them). Memory is by how much a
-training, in a process of its own, raises the peak resident set. Losses are those of the first step,
-before any update; in `on` of a training of its own, in which all write the likeliest tokens, so
-that the texts are the same.
+The teacher generates the rows with --teacher_model; otherwise teacher and rows are random. All
+trainers alternate; ratios are medians over rounds (middle half in parentheses). Memory is the
+increase of the peak resident set in a separate process. Losses are from the first step, before any
+update; for `on`, from a separate greedy training, so that all trainers see the same text.
 """
 
 from __future__ import annotations
@@ -76,11 +74,11 @@ from tests.served import Server
 RATE = 1e-4
 Row = dict[str, Tensor]
 Run = Callable[[bool], tuple[list[float], float]]
-"""One training, if true of the likeliest tokens; when each step ended, and the first loss."""
+"""Trains once, greedily if the argument is true; returns the steps' end times and first loss."""
 
 
-def made_up(size: str, vocabulary: int, seed: int) -> CausalLM:
-    """A Llama with new weights, and a tokenizer of two words, which is never called."""
+def random_llama(size: str, vocabulary: int, seed: int) -> CausalLM:
+    """Return a randomly initialized Llama and a placeholder tokenizer of two words."""
     layers, dim = map(int, size.split("x"))
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -100,23 +98,23 @@ def made_up(size: str, vocabulary: int, seed: int) -> CausalLM:
 
 
 def models(args: argparse.Namespace) -> tuple[CausalLM, CausalLM]:
-    """Teacher and student; no token that is ever likely ends a text, so that all are as long."""
+    """Return teacher and student; they practically never sample EOS, so texts are equally long."""
     if args.teacher_model:
         teacher = load_causal_lm(args.teacher_model, dtype=torch.float32)
         student = build_student(args.student_model, teacher, seed=1)
     else:
-        teacher = made_up(args.teacher_size, args.vocabulary, 0)
-        student = made_up(args.student_size, args.vocabulary, 1)
+        teacher = random_llama(args.teacher_size, args.vocabulary, 0)
+        student = random_llama(args.student_size, args.vocabulary, 1)
     for lm in (teacher, student):
         lm.model.generation_config.eos_token_id = lm.tokenizer.eos_token_id
     return teacher, student
 
 
 def rows_of(args: argparse.Namespace, teacher: CausalLM) -> Tensor:
-    """The text, `[batch, length]`, as the teacher writes it; of one that is made up random."""
+    """Return text `[batch, length]` sampled from the teacher, or random for a random teacher."""
     config, n = teacher.model.config, args.length - 1
     torch.manual_seed(0)
-    if not args.teacher_model:  # ids from 3: what is special is no text
+    if not args.teacher_model:  # IDs below 3 are special tokens
         return torch.randint(3, config.vocab_size, (args.batch, args.length))
     begin = torch.full((args.batch, 1), config.bos_token_id)
     length = {"min_new_tokens": n, "max_new_tokens": n}
@@ -131,23 +129,23 @@ class Pace(TrainerCallback):
         self.ends: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Note the time, with the device waited for."""
+        """Record the time after a synchronization with the device."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
 
 
 def through(trainer: Any, args: argparse.Namespace, rows: Any, collator: Any) -> Run:
-    """Trainings by a Trainer on these rows, the same in each step."""
+    """Return a run of a Trainer that uses the same rows in each step."""
     trainer.add_callback(pace := Pace())
     trainer.remove_callback(PrinterCallback)
     trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(
         DataLoader(rows, args.batch, collate_fn=collator)
     )
 
-    def run(likeliest: bool) -> tuple[list[float], float]:
+    def run(greedy: bool) -> tuple[list[float], float]:
         if hasattr(trainer, "generation_config"):
-            trainer.generation_config.do_sample = not likeliest
+            trainer.generation_config.do_sample = not greedy
         pace.ends.clear()
         trainer.train()
         return pace.ends, next(x["loss"] for x in trainer.state.log_history if "loss" in x)
@@ -155,9 +153,9 @@ def through(trainer: Any, args: argparse.Namespace, rows: Any, collator: Any) ->
     return run
 
 
-def arguments(args: argparse.Namespace, of: type = TrainingArguments, **options: Any) -> Any:
-    """Return the arguments that all trainers share."""
-    return of(
+def arguments(args: argparse.Namespace, cls: type = TrainingArguments, **options: Any) -> Any:
+    """Return the training arguments that all trainers share."""
+    return cls(
         output_dir=tempfile.gettempdir(),
         per_device_train_batch_size=args.batch,
         max_steps=args.steps + 1,
@@ -174,22 +172,22 @@ def arguments(args: argparse.Namespace, of: type = TrainingArguments, **options:
 
 
 def plain_rows(ids: Tensor) -> list[Row]:
-    """Samples as of any Trainer."""
+    """Return the samples in the format of any Trainer."""
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def completions(rows: list[Row]) -> Row:
-    """Rows as prompts of a token with their completions, as TRL makes them."""
+    """Collate rows in TRL's format, as prompts of one token with completions."""
     ids = collate(rows)["input_ids"]
     halves = {"prompt": ids[:, :1], "completion": ids[:, 1:]}
     masks = {f"{name}_mask": torch.ones_like(half) for name, half in halves.items()}
     real = torch.tensor(float(halves["completion"].numel()))
-    given = {f"{name}_ids": half for name, half in halves.items()}
-    return {**given, **masks, "num_items_in_batch": real}
+    ids_of = {f"{name}_ids": half for name, half in halves.items()}
+    return {**ids_of, **masks, "num_items_in_batch": real}
 
 
 def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """Return a training by this library's Trainer."""
+    """Return a run of this library's Trainer."""
     trainer = DistillationTrainer(
         student.model, teacher.model, arguments(args), alpha_kd=1.0, alpha_ce=0.0
     )
@@ -197,77 +195,77 @@ def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
 
 
 def ours_served(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """The loop of `ssl_kd distill`, whose teacher is on a server."""
+    """Return a run of `ssl_kd distill`'s loop with a teacher on a server."""
     server = CompletionServer(args.url, "teacher")
-    answers = ServedTeacher(server, args.top_k, teacher.model.config.vocab_size)
-    return _by_our_loop(args, teacher, student, answers)
+    served = ServedTeacher(server, args.top_k, teacher.model.config.vocab_size)
+    return _our_loop(args, teacher, student, served)
 
 
 def ours_on_policy(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """The loop of `ssl_kd distill`, in which the student writes all."""
-    chosen = {"on_policy": 1.0, "divergence": "reverse_kl"}
-    return _by_our_loop(args, teacher, student, FrozenTeacher(teacher.model), **chosen)
+    """Return a run of `ssl_kd distill`'s loop in which the student generates all text."""
+    changes = {"on_policy": 1.0, "divergence": "reverse_kl"}
+    return _our_loop(args, teacher, student, FrozenTeacher(teacher.model), **changes)
 
 
-def _by_our_loop(
-    args: argparse.Namespace, teacher: CausalLM, student: CausalLM, answers: Any, **chosen: Any
+def _our_loop(
+    args: argparse.Namespace, teacher: CausalLM, student: CausalLM, target: Any, **changes: Any
 ) -> Run:
     ids, n = rows_of(args, teacher), args.length - args.prompt
     counts = torch.zeros_like(ids, dtype=torch.bool)
-    counts[:, args.prompt if chosen else 1 :] = True
+    counts[:, args.prompt if changes else 1 :] = True
     documents = torch.ones_like(ids, dtype=torch.int32)
     blocks = Blocks(ids, counts, documents, torch.ones(len(ids)), (), "rows")
-    chosen |= {"alpha_kd": 1.0, "alpha_ce": 0.0, "learning_rate": RATE, "log_every": 1}
-    chosen |= {"batch_size": args.batch, "block_size": args.length, "max_new_tokens": n}
-    settings = LanguageSettings(**chosen)
+    changes |= {"alpha_kd": 1.0, "alpha_ce": 0.0, "learning_rate": RATE, "log_every": 1}
+    changes |= {"batch_size": args.batch, "block_size": args.length, "max_new_tokens": n}
+    settings = LanguageSettings(**changes)
     precision = Precision.for_device("cpu", False)
-    distiller = Distiller(student.model, settings, precision, Plain(answers))
+    distiller = Distiller(student.model, settings, precision, Plain(target))
     ends = [student.tokenizer.eos_token_id]
     rollouts = Sampler(student.model, ends, batch_size=args.batch)
-    written = RolloutBatches(settings, blocks, rollouts, ends, seed=settings.seed)
-    written = written if settings.on_policy else None
+    batches = RolloutBatches(settings, blocks, rollouts, ends, seed=settings.seed)
+    batches = batches if settings.on_policy else None
 
-    def run(likeliest: bool) -> tuple[list[float], float]:
+    def run(greedy: bool) -> tuple[list[float], float]:
         stamps, losses = [], []
-        rollouts.temperature = 0.0 if likeliest else 1.0
+        rollouts.temperature = 0.0 if greedy else 1.0
 
-        def note(step: int, result: Any) -> None:
+        def record(step: int, result: Any) -> None:
             stamps.append(time.perf_counter())
             losses.append(result.kd)
 
-        train(distiller, blocks, args.steps + 1, rollouts=written, on_step=note)
+        train(distiller, blocks, args.steps + 1, rollouts=batches, on_step=record)
         return stamps, losses[0]
 
     return run
 
 
-def _of_trl(of: type, config: Any, student: CausalLM, **teacher: Any) -> Any:
+def _of_trl(cls: type, config: Any, student: CausalLM, **teacher: Any) -> Any:
     from datasets import Dataset
 
-    says = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    return of(
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    return cls(
         model=student.model,
         args=config,
-        train_dataset=Dataset.from_list([{"messages": says, "prompt": "a"}]),  # not read
+        train_dataset=Dataset.from_list([{"messages": messages, "prompt": "a"}]),  # unused
         processing_class=student.tokenizer,
         **teacher,
     )
 
 
 def trl_gkd(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """TRL's GKDTrainer at lmbda 0: off policy, the loss from whole logits."""
+    """Return a run of TRL's GKDTrainer at lmbda 0: off policy, loss on full logits."""
     return _gkd(args, teacher, student, 0, collate)
 
 
 def trl_gkd_on_policy(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """TRL's GKDTrainer at lmbda 1: the student writes all."""
+    """Return a run of TRL's GKDTrainer at lmbda 1: the student generates all text."""
 
     def prompts(rows: list[Row]) -> Row:
-        found = collate(rows)
-        labels = found["input_ids"].clone()
-        labels[:, : args.prompt] = -100  # as many are left as will be generated
-        ids, mask = (found[name][:, : args.prompt] for name in ("input_ids", "attention_mask"))
-        return {**found, "labels": labels, "prompts": ids, "prompt_attention_mask": mask}
+        batch = collate(rows)
+        labels = batch["input_ids"].clone()
+        labels[:, : args.prompt] = -100  # the rest is as long as the generated text
+        ids, mask = (batch[name][:, : args.prompt] for name in ("input_ids", "attention_mask"))
+        return {**batch, "labels": labels, "prompts": ids, "prompt_attention_mask": mask}
 
     return _gkd(args, teacher, student, 1, prompts)
 
@@ -277,23 +275,23 @@ def _gkd(
 ) -> Run:
     from trl.experimental.gkd import GKDConfig, GKDTrainer  # pyright: ignore[reportMissingImports]
 
-    chosen = {"beta": float(policy), "lmbda": float(policy), "temperature": 1.0}
-    config = arguments(args, GKDConfig, max_new_tokens=args.length - args.prompt, **chosen)
+    options = {"beta": float(policy), "lmbda": float(policy), "temperature": 1.0}
+    config = arguments(args, GKDConfig, max_new_tokens=args.length - args.prompt, **options)
     trainer = _of_trl(GKDTrainer, config, student, teacher_model=teacher.model)
     return through(trainer, args, plain_rows(rows_of(args, teacher)), collator)
 
 
 def trl_distillation(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """TRL's DistillationTrainer with the completions given: the loss by chunks."""
+    """Return a run of TRL's DistillationTrainer on fixed completions: loss in chunks."""
     trainer = _trl_distillation(args, teacher, student, beta=0.0)
-    trainer._prepare_inputs = lambda batch: batch  # nothing is generated
+    trainer._prepare_inputs = lambda batch: batch  # generate nothing
     return through(trainer, args, plain_rows(rows_of(args, teacher)), completions)
 
 
 def trl_distillation_on_policy(
     args: argparse.Namespace, teacher: CausalLM, student: CausalLM
 ) -> Run:
-    """TRL's DistillationTrainer as it is meant, by transformers."""
+    """Return a run of TRL's unchanged DistillationTrainer, generating with transformers."""
     length = args.length - args.prompt
     trainer = _trl_distillation(args, teacher, student, beta=1.0, max_completion_length=length)
     trainer._tokenize_prompts = lambda prompts: (prompts, None, {})
@@ -314,18 +312,18 @@ def _trl_distillation(
 
 
 def trl_served(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """TRL's ServerDistillationTrainer with the completions given."""
+    """Return a run of TRL's ServerDistillationTrainer on fixed completions."""
     from trl.experimental.server_distillation import (  # pyright: ignore[reportMissingImports]
         ServerDistillationConfig,
         ServerDistillationTrainer,
     )
 
     url = args.url.removesuffix("/v1")
-    chosen = {"beta": 0.0, "temperature": 1.0, "loss_top_k": args.top_k}
-    config = arguments(args, ServerDistillationConfig, teacher_model_server_url=url, **chosen)
+    options = {"beta": 0.0, "temperature": 1.0, "loss_top_k": args.top_k}
+    config = arguments(args, ServerDistillationConfig, teacher_model_server_url=url, **options)
     with patch("trl.generation.vllm_client.is_vllm_available", lambda *_, **__: True):
         trainer = _of_trl(ServerDistillationTrainer, config, student)
-    trainer._prepare_inputs = lambda batch: batch  # nothing is generated
+    trainer._prepare_inputs = lambda batch: batch  # generate nothing
     return through(trainer, args, plain_rows(rows_of(args, teacher)), completions)
 
 
@@ -347,7 +345,7 @@ METHODS: dict[str, dict[str, Callable[..., Run]]] = {
 }
 
 
-class Remembering(Server):
+class CachingServer(Server):
     """A server that caches its responses."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -355,7 +353,7 @@ class Remembering(Server):
         self._known: dict[Any, Any] = {}
 
     def entries(self, prompt: Any, k: int) -> Any:
-        """Return the response to a prompt, from the cache if it was computed before."""
+        """Return the response to a prompt, from the cache if possible."""
         key = (*prompt, k)
         if key not in self._known:
             self._known[key] = super().entries(prompt, k)
@@ -363,42 +361,42 @@ class Remembering(Server):
 
 
 def _serve(args: argparse.Namespace, pipe: Any) -> None:
-    with Remembering(models(args)[0].model, room=args.length + 1) as server:
+    with CachingServer(models(args)[0].model, room=args.length + 1) as server:
         pipe.send(server.url)
         pipe.recv()
 
 
 @contextmanager
 def serving(args: argparse.Namespace) -> Iterator[str]:
-    """Start a server in another process, and return its address."""
+    """Start a server in another process and yield its address."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     context.Process(target=_serve, args=(args, there), daemon=True).start()
-    there.close()  # of a server that ends before it says anything, recv learns
+    there.close()  # recv then raises if the server dies before it sends its address
     yield here.recv()
     here.send(None)
 
 
-def seconds_of(run: Run, likeliest: bool = False) -> float:
-    """Return the seconds per step of one training, without its first step."""
-    ends, _ = run(likeliest)
+def seconds_of(run: Run, greedy: bool = False) -> float:
+    """Return the seconds per step of one training, excluding its first step."""
+    ends, _ = run(greedy)
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 def table(kind: str, args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> None:
-    """Measure one kind of training, and print its table."""
+    """Measure one kind of training and print its table."""
     runs = {
         name: make(args, teacher, copy.deepcopy(student)) for name, make in METHODS[kind].items()
     }
     losses = {name: run(True)[1] for name, run in runs.items()}  # warms up
-    taken = in_turns(
+    times = in_turns(
         {name: lambda run=run: seconds_of(run) for name, run in runs.items()}, args.rounds
     )
     tokens = args.batch * (args.length - (args.prompt if kind == "on" else 1))
-    first, *_ = taken.values()
-    columns = ["trainer", "ms a step", "tokens per second", "times the time of ours"]
+    first, *_ = times.values()
+    columns = ["trainer", "ms per step", "tokens per second", "time relative to ours"]
     header(f"{kind}: {columns[0]}", *columns[1:], "extra peak MiB", "first loss")
-    for name, seconds in taken.items():
+    for name, seconds in times.items():
         median = statistics.median(seconds)
         flags = ["--memory_of", kind, name, "--url", args.url]
         row(
@@ -409,28 +407,27 @@ def table(kind: str, args: argparse.Namespace, teacher: CausalLM, student: Causa
 
 
 def main() -> None:
-    """Measure, and print tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--teacher_model", help="folder or hub name; else a new Llama")
+    parser.add_argument("--teacher_model", help="folder or hub name; default: a new Llama")
     parser.add_argument("--student_model", default="layers:2", help="with --teacher_model")
-    parser.add_argument("--teacher_size", default="4x256", help="LAYERSxDIM of a new one")
-    parser.add_argument("--student_size", default="2x128", help="LAYERSxDIM")
-    parser.add_argument("--vocabulary", type=int, default=32_000, help="of new ones")
+    parser.add_argument("--teacher_size", default="4x256", help="LAYERSxDIM of a new teacher")
+    parser.add_argument("--student_size", default="2x128", help="LAYERSxDIM of a new student")
+    parser.add_argument("--vocabulary", type=int, default=32_000, help="of new models")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=16, help="of `on`")
-    parser.add_argument("--top_k", type=int, default=20, help="of `served`")
-    parser.add_argument("--rounds", type=int, default=5, help="timed, after one to warm up")
-    parser.add_argument("--steps", type=int, default=2, help="timed of each training")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens, for `on`")
+    parser.add_argument("--top_k", type=int, default=20, help="for `served`")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after a warm-up")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps per training")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda for `off` alone")
+    parser.add_argument("--device", default="cpu", help="cpu; `off` also runs on cuda")
     parser.add_argument("--kinds", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     parser.add_argument("--memory_of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")  # TRL on its own experimental state
+    warnings.filterwarnings("ignore")  # TRL warns that its trainers are experimental
     teacher, student = models(args)
     if args.memory_of:
         kind, name = args.memory_of

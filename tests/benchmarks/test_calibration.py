@@ -1,4 +1,4 @@
-"""The table of `benchmarks.calibration`, on a set that takes a second."""
+"""Test the table of `benchmarks.calibration` on a tiny data set."""
 
 import sys
 
@@ -18,16 +18,16 @@ def absent(sources):
     raise Absent("it is not here")
 
 
-def test_the_table_has_both_confidences_and_finds_what_was_left_out(monkeypatch, capsys):
+def test_the_table_has_both_confidences_and_detects_the_unseen_class(monkeypatch, capsys):
     monkeypatch.setattr(calibration, "SETS", {"three": three, "gone": absent})
     monkeypatch.setattr(sys, "argv", ["calibration"])
     calibration.main()
-    found = capsys.readouterr()
-    (line,) = [line for line in found.out.splitlines() if line.startswith("| three")]
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.out.splitlines() if line.startswith("| three")]
     name, acc, before, after, _, sure, area, above = [
         c.strip() for c in line.strip("| ").split("|")
     ]
     assert (name, acc) == ("three", "100.0")
     assert float(before) < 20 and float(after) < 20
     assert sure.startswith("100.0 of ") and float(area) > 99 and float(above) < 15
-    assert "- three, the vote: " in found.out and "gone is left out: it is not here" in found.err
+    assert "- three, raw: " in printed.out and "gone is skipped: it is not here" in printed.err

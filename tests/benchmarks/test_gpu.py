@@ -1,4 +1,4 @@
-"""The code of `benchmarks.gpu`, where there is no GPU."""
+"""Test `benchmarks.gpu` on a machine without a GPU."""
 
 import json
 import sys
@@ -9,10 +9,10 @@ import torch
 from benchmarks import gpu
 
 
-def test_without_a_gpu_it_says_so_in_a_line(monkeypatch):
+def test_without_a_gpu_one_line_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu"])
-    with pytest.raises(SystemExit, match="measures a CUDA device, and torch sees none"):
+    with pytest.raises(SystemExit, match="needs a CUDA device, and torch sees none"):
         gpu.main()
 
 
@@ -37,8 +37,8 @@ def test_its_code_runs_on_a_cpu_and_claims_nothing(monkeypatch, tmp_path, capsys
     rows = json.loads((tmp_path / "gpu.json").read_text())
     assert [row["met"] for row in rows] == [None] * 4
     assert (
-        (tmp_path / "gpu.md").read_text().startswith("CPU, tiny shapes: these figures say nothing")
+        (tmp_path / "gpu.md").read_text().startswith("CPU, tiny shapes: these figures mean nothing")
     )
     ours = next(row["value"] for row in rows if row["what"].endswith("fp32, ours"))
-    assert "tokens/s" in ours and "% of the bare forward's pace" in capsys.readouterr().out
+    assert "tokens/s" in ours and "% of the pace of forward passes" in capsys.readouterr().out
     assert not any("failed" in row["value"] for row in rows)

@@ -1,4 +1,4 @@
-"""The tables of regrets, and the rule that is chosen on families of sets left out."""
+"""Test the regret tables, and the rule fitted on the other families of sets."""
 
 import sys
 
@@ -26,18 +26,18 @@ def test_regret_is_behind_the_best_peer_and_negative_ahead_of_it():
     assert regrets.of("ssl_kd", "acc") == {"digits": 5, "umist": -5}
     assert regrets.of("ward", "nmi") == {"digits": 5, "umist": 5}  # a peer: behind the others
     half = rows("usps", 0.9, 1, 2, 3)[:3]
-    assert Regrets(half).sets == []  # a draw that is not whole does not count
+    assert Regrets(half).sets == []  # an incomplete draw does not count
 
 
 def test_a_rule_is_chosen_on_other_families_only():
     assert family("fashion10k_lt10") == family("fashion10k_efficientnet") == "fashion"
-    # Of every other family the second vote is better below 0.96; of fashion it is always worse.
+    # In all other families the second vote wins below 0.96; in fashion it always loses.
     others = [row for name in "abc" for row in rows(name, 0.955, 50, 60, 60)]
     others += [row for name in "de" for row in rows(name, 0.965, 60, 50, 60)]
     fashion = rows("fashion10k", 0.955, 60, 45, 60)
     regrets = Regrets([*others, *fashion])
     left_out = regrets.of(regrets.left_out(), "acc")
-    assert left_out["fashion10k"] == 15  # the rule that others speak for, though its own do not
+    assert left_out["fashion10k"] == 15  # the rule of the other families, not of its own
     assert left_out["a"] == 0 and left_out["d"] == 0
     text = report([*others, *fashion])
     assert "6 sets, 6 draws" in text and str(EVEN) in text
@@ -53,18 +53,18 @@ def test_draws_are_random_and_those_of_folders_have_some_classes(seed):
     assert not np.array_equal(rows[:3], draw_of("digits_folder_3_60", x, y, seed + 1)[0][:3])
 
 
-def test_without_k_the_numbers_found_stand_beside_the_classes():
-    told = rows("digits", 0.99, 70, 60, 80, ours=75)
-    about: dict = told[0] | {"acc": 65}
+def test_cluster_counts_without_k_are_shown_with_the_class_count():
+    with_k = rows("digits", 0.99, 70, 60, 80, ours=75)
+    about: dict = with_k[0] | {"acc": 65}
     free = [about | {"method": "evoc" + UNKNOWN, "found": 31}]
     free.append(about | {"method": "ssl_kd" + UNKNOWN, "found": 12, "interval": (8, 18)})
-    out = numbers([*told, *free])
+    out = numbers([*with_k, *free])
     assert "| digits | 10 | 31 | 12 |" in out
     assert "| **ssl_kd** | 1 | 1 | 10.0 | 10.0 (digits) |" in out
     assert "| EVoC | 0 | 1 |  |  |" in out
-    assert out[-1] == "The interval holds the number of classes in 1 of 1 draws."
-    assert Regrets([*told, *free]).of("ssl_kd", "acc") == {"digits": 5}  # of those that know K
-    assert numbers(told) == []
+    assert out[-1] == "The interval contains the true K in 1 of 1 draws."
+    assert Regrets([*with_k, *free]).of("ssl_kd", "acc") == {"digits": 5}  # only with K
+    assert numbers(with_k) == []
 
 
 def test_a_run_is_continued(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The data sets of the benchmarks, and the noise that peers leave."""
+"""Test the data sets of the benchmarks, and the clusters assigned to noise."""
 
 import numpy as np
 import pytest
@@ -43,12 +43,12 @@ def test_a_long_tail_takes_as_much_as_the_set_has():
         assert np.array_equal(kept[:, 0], labels) and len(set(kept[:, 1])) == len(kept)
         sizes = np.bincount(labels)
         orders.add(tuple(sizes.argsort()[::-1]))
-        # The class of 40 is enough for the second or third place, and all that the first can have.
+        # The class of 40 samples limits the tail only where it is drawn as the largest class.
         assert sorted(sizes) == ([1, 4, 40] if sizes.argmax() == 0 else [4, 40, 400])
     assert len(orders) > 3
 
 
-def test_data_that_are_missing_are_asked_for_by_their_flag(tmp_path):
+def test_an_error_about_missing_data_names_its_flag(tmp_path):
     image = tmp_path / "cifar" / "train" / "cat" / "1.png"
     image.parent.mkdir(parents=True)
     Image.new("RGB", (32, 32)).save(image)
@@ -65,13 +65,13 @@ def test_data_that_are_missing_are_asked_for_by_their_flag(tmp_path):
             SETS[name](sources)
 
 
-def test_noise_goes_to_the_commonest_of_its_five_nearest_by_cosine():
+def test_noise_joins_the_majority_of_its_five_nearest_by_cosine():
     angles = np.radians([0, 1, 2, 80, 81, 82, 83, 50, 3, 51])
     lengths = np.array([9, 9, 9, 1, 1, 1, 1, 1, 1, 1])
     x = lengths[:, None] * np.stack([np.cos(angles), np.sin(angles)], 1)
     clusters = np.array([0, 0, 0, 1, 1, 1, 1, 2, -1, -1])
-    # At 3 degrees the short ones of 1 and 2 are nearer by distance, the long ones of 0 by angle.
-    # At 51 the nearest is of 2, the next four of 1.
+    # At 3 degrees, clusters 1 and 2 are nearer by distance, cluster 0 by angle.
+    # At 51 degrees, the nearest sample is in cluster 2, the next four in cluster 1.
     assert without_noise(x, clusters).tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 0, 1]
     assert clusters[8] == -1
     assert without_noise(x, np.full(10, -1)).tolist() == [0] * 10
