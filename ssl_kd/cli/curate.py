@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ssl_kd.cli.flags import FlagParser
 from ssl_kd.errors import OK, InputError
 from ssl_kd.settings.early import home_resolved
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as arrow
+    from numpy.typing import NDArray
 
     from ssl_kd.store import EmbeddingStore
     from ssl_kd.training.clock import Progress
@@ -37,26 +39,30 @@ def curate(argv: Sequence[str]) -> int:
     from rich.table import Table
 
     from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
+    from ssl_kd.files import atomic_write
+    from ssl_kd.files.cells import one_line
     from ssl_kd.training.ranks import refuse_ranks
 
     screen = open_screen()
     refuse_ranks()
     with ProgressBars(screen) as progress:
-        curation = _Curation(folder, flags, progress)
-        tables = list(curation.tables())
+        run, store, test = _open(folder, flags)
+        tables, kept = _check(run, store, test, flags, progress)
     out.mkdir(parents=True, exist_ok=True)
-    title = f"{folder}, {flags.split}: {curation.store.n:,} samples"
-    shown = Table("", "found", "file", title=title)
+    shown = Table("", "found", "file", title=f"{folder}, {flags.split}: {store.n:,} samples")
     for name, summary, table in tables:
         path = out / f"{name}.csv"
         _write_table(path, table)
         shown.add_row(name, summary, path.name)
-    _write_names(out / "kept.txt", curation)
-    shown.add_row("kept", f"{int(curation.kept.sum()):,} samples", "kept.txt")
-    if flags.exclude:
-        shown.add_row(
-            "excluded", f"{curation.exclude():,} more samples", "curation.jsonl of the run"
-        )
+    names = (one_line(store.ids[row]) + "\n" for row in kept.nonzero()[0].tolist())
+    atomic_write(out / "kept.txt", lambda file: file.writelines(name.encode() for name in names))
+    shown.add_row("kept", f"{int(kept.sum()):,} samples", "kept.txt")
+    if flags.exclude and run is not None:
+        dropped = run.samples.splits[flags.split].start + (~kept).nonzero()[0]
+        dropped = dropped[~run.curation.excluded[dropped]]
+        if len(dropped):
+            run.curation.exclude(dropped)
+        shown.add_row("excluded", f"{len(dropped):,} more samples", "curation.jsonl of the run")
     print_result(shown, {"Tables": out})
     return OK
 
@@ -101,92 +107,78 @@ def _cosine(text: str) -> float | None:
     return cosine
 
 
-class _Curation:
-    """Finds problems in the embeddings of a run or a cache."""
+def _open(folder: Path, flags: Namespace) -> tuple[Run | None, EmbeddingStore, Any]:
+    """Return the run if `folder` is one, its embeddings, and those of its test split or None."""
+    from ssl_kd.store import EmbeddingStore
+    from ssl_kd.workbench.run import Run
 
-    def __init__(self, folder: Path, flags: Namespace, progress: Progress) -> None:
-        from ssl_kd.store import EmbeddingStore
-        from ssl_kd.workbench.run import Run
-
-        self.flags, self.progress = flags, progress
-        self.run: Run | None = None
-        self.test: EmbeddingStore | None = None
-        split = flags.split
-        if (folder / "config.json").is_file():
-            self.run = Run.open(folder)
-            samples = self.run.samples
-            self.store = samples.store(split)
-            if "test" in samples.splits and split != "test":
-                self.test = samples.store("test")
-            return
-        needs_run = {"--images": flags.images, "--rule largest": flags.rule == "largest"}
-        for flag, is_set in (needs_run | {"--exclude": flags.exclude}).items():
-            if is_set:
-                raise InputError(f"{flag} needs a run folder, but {folder} has no config.json")
-        if not _has_split(folder, split):
-            raise InputError(
-                f"{folder} is neither a run folder (no config.json) nor a cache of the split "
-                f"{split} (no embeddings_{split}.json)"
-            )
-        self.store = EmbeddingStore.open(folder, split)
-        if split != "test" and _has_split(folder, "test"):
-            self.test = EmbeddingStore.open(folder, "test")
-
-    def tables(self) -> Iterator[tuple[str, str, arrow.Table]]:
-        """Yield name, summary and table of each check; set `kept`, the samples to keep `[n]`."""
-        from ssl_kd.workbench.curate import leaks, mislabelled, near_duplicates, outliers
-
-        run, store, floor = self.run, self.store, self.flags.duplicates
-        split, rule = self.flags.split, self.flags.rule
-        pictures = None
-        if run is not None and (self.flags.images or rule == "largest"):
-            pictures = run.odd_images(split, progress=self._of("images"))
-        copies = near_duplicates(store, floor=floor, progress=self._of("copies"))
-        sizes = pictures.sizes if pictures is not None and rule == "largest" else None
-        self.kept = copies.kept(floor, sizes=sizes)
-        summary = (
-            f"{int((~self.kept).sum()):,} duplicates to drop, in {len(copies.groups(floor)):,} "
+    split = flags.split
+    if (folder / "config.json").is_file():
+        run = Run.open(folder)
+        has_test = "test" in run.samples.splits and split != "test"
+        return run, run.samples.store(split), run.samples.store("test") if has_test else None
+    needs_run = {"--images": flags.images, "--rule largest": flags.rule == "largest"}
+    for flag, is_set in (needs_run | {"--exclude": flags.exclude}).items():
+        if is_set:
+            raise InputError(f"{flag} needs a run folder, but {folder} has no config.json")
+    if not _has_split(folder, split):
+        raise InputError(
+            f"{folder} is neither a run folder (no config.json) nor a cache of the split "
+            f"{split} (no embeddings_{split}.json)"
         )
-        summary += f"groups; {len(copies.exact):,} groups are exactly equal"
-        yield "duplicates", summary, copies.frame(floor, self.kept)
-        ranked = outliers(store, progress=self._of("outliers"))
-        n_listed = min(len(ranked), MAX_LISTED)
-        summary = f"the {n_listed:,} most unusual of {len(ranked):,} samples, most unusual first"
-        yield "outliers", summary, ranked.top(MAX_LISTED).frame()
-        if pictures is not None:
-            self.kept[list(pictures.reasons)] = False
-            yield (
-                "images",
-                f"{len(pictures.reasons):,} corrupt, blank or tiny images",
-                pictures.frame(),
-            )
-        if self.test is not None:
-            leaked = leaks(store, self.test, floor, progress=self._of("leaks"))
-            summary = f"{len(leaked):,} of {self.test.n:,} test samples are also in {split}"
-            yield "leaks", summary, leaked.frame()
-        labels = None if store.labels is None else store.labels.numpy()
-        if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
-            clusters = None if run is None else run.samples.column("cluster", split)
-            suspect = mislabelled(store, clusters=clusters)
-            n_suspect = int((suspect.columns["label"] != suspect.columns["suggested"]).sum())
-            summary = f"{n_suspect:,} samples whose neighbors disagree with their label"
-            yield "labels", summary, suspect.top(MAX_LISTED).frame()
-
-    def exclude(self) -> int:
-        """Exclude the samples that are not kept from the run; return how many are new."""
-        assert self.run is not None
-        dropped = self.run.samples.splits[self.flags.split].start + (~self.kept).nonzero()[0]
-        dropped = dropped[~self.run.curation.excluded[dropped]]
-        if len(dropped):
-            self.run.curation.exclude(dropped)
-        return len(dropped)
-
-    def _of(self, stage: str) -> Callable[[int, int], None]:
-        return lambda done, total: self.progress(stage, done, total, {})
+    has_test = split != "test" and _has_split(folder, "test")
+    test = EmbeddingStore.open(folder, "test") if has_test else None
+    return None, EmbeddingStore.open(folder, split), test
 
 
 def _has_split(folder: Path, split: str) -> bool:
     return (folder / f"embeddings_{split}.json").is_file()
+
+
+def _check(
+    run: Run | None,
+    store: EmbeddingStore,
+    test: EmbeddingStore | None,
+    flags: Namespace,
+    progress: Progress,
+) -> tuple[list[tuple[str, str, arrow.Table]], NDArray[np.bool_]]:
+    """Return name, summary and table of each check, and a mask of the samples to keep `[n]`."""
+    from ssl_kd.workbench.curate import leaks, mislabelled, near_duplicates, outliers
+
+    def show(stage: str) -> Callable[[int, int], None]:
+        return lambda done, total: progress(stage, done, total, {})
+
+    floor, split, pictures = flags.duplicates, flags.split, None
+    if run is not None and (flags.images or flags.rule == "largest"):
+        pictures = run.odd_images(split, progress=show("images"))
+    copies = near_duplicates(store, floor=floor, progress=show("copies"))
+    sizes = pictures.sizes if pictures is not None and flags.rule == "largest" else None
+    kept = copies.kept(floor, sizes=sizes)
+    summary = (
+        f"{int((~kept).sum()):,} duplicates to drop, in {len(copies.groups(floor)):,} groups; "
+        f"{len(copies.exact):,} groups are exactly equal"
+    )
+    tables = [("duplicates", summary, copies.frame(floor, kept))]
+    ranked = outliers(store, progress=show("outliers"))
+    n_listed = min(len(ranked), MAX_LISTED)
+    summary = f"the {n_listed:,} most unusual of {len(ranked):,} samples, most unusual first"
+    tables.append(("outliers", summary, ranked.top(MAX_LISTED).frame()))
+    if pictures is not None:
+        kept[list(pictures.reasons)] = False
+        summary = f"{len(pictures.reasons):,} corrupt, blank or tiny images"
+        tables.append(("images", summary, pictures.frame()))
+    if test is not None:
+        leaked = leaks(store, test, floor, progress=show("leaks"))
+        summary = f"{len(leaked):,} of {test.n:,} test samples are also in {split}"
+        tables.append(("leaks", summary, leaked.frame()))
+    labels = None if store.labels is None else store.labels.numpy()
+    if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
+        clusters = None if run is None else run.samples.column("cluster", split)
+        suspect = mislabelled(store, clusters=clusters)
+        n_suspect = int((suspect.columns["label"] != suspect.columns["suggested"]).sum())
+        summary = f"{n_suspect:,} samples whose neighbors disagree with their label"
+        tables.append(("labels", summary, suspect.top(MAX_LISTED).frame()))
+    return tables, kept
 
 
 def _write_table(path: Path, table: arrow.Table) -> None:
@@ -196,13 +188,3 @@ def _write_table(path: Path, table: arrow.Table) -> None:
     from ssl_kd.files.cells import to_cells
 
     atomic_write(path, lambda file: csv.write_csv(to_cells(table), file))
-
-
-def _write_names(path: Path, curation: _Curation) -> None:
-    """Write the names of the samples to keep, one per line."""
-    from ssl_kd.files import atomic_write
-    from ssl_kd.files.cells import one_line
-
-    kept = curation.kept.nonzero()[0].tolist()
-    lines = (one_line(curation.store.ids[row]) + "\n" for row in kept)
-    atomic_write(path, lambda file: file.writelines(line.encode() for line in lines))

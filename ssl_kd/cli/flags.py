@@ -80,21 +80,11 @@ def resolve_settings(
 ) -> tuple[S, dict[str, Any]]:
     """Resolve settings: defaults, then the file, then the preset, then the flags.
 
-    Args:
-        cls: The settings class.
-        argv: The flags; `--learning_rate 1`, `--learning-rate 1` and `--learning_rate=1` are equal.
-        config: The settings file if `--config` is not given; it may be missing.
-        prog: The program name that `--help` shows.
-        presets: Preset -> the settings that it changes, for `--preset`.
-        preset: The preset if `--preset` is not given.
-        notes: Preset -> a line that the first process prints if that preset is used.
+    The file `config` may be missing. `presets` are the settings that each preset changes; a preset
+    with a note has it printed by the first process.
 
     Returns:
         The settings, and the values that came from the preset and the flags.
-
-    Raises:
-        SettingsError: A flag or a setting is unknown or invalid; the message says what is allowed.
-        SystemExit: With code 0, after `--help` or `--help-all`.
     """
     show_all = not cls.first or "--help-all" in map(hyphenated, argv)
     parser = _settings_parser(cls, config, prog, presets, preset, show_all)

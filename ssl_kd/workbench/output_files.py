@@ -28,11 +28,7 @@ def refuse_existing(path: Path, remedy: str = "move it away") -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, then rename it to `path`; on an error, remove it instead.
-
-    Raises:
-        InputError: something exists at `path`.
-    """
+    """Yield a temporary folder, then rename it to `path`; on an error, remove it instead."""
     from ssl_kd.files import sync_folder  # imports torch
 
     refuse_existing(path)

@@ -188,9 +188,7 @@ class Run:
         """Find unreadable, blank and tiny images of a split (`curate.odd_images`)."""
         samples = self.samples
         ids, rows = samples.column("file", split).tolist(), samples.splits[split]
-        return curate.odd_images(
-            ids, lambda row: samples.image(rows.start + row), progress=progress
-        )
+        return curate.odd_images(ids, lambda row: samples.image(rows.start + row), progress)
 
     def explore(self, folder: str | Path | None = None, *, port: int = 0) -> Path | None:
         """Show a map of all samples in a browser.

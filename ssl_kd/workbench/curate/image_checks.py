@@ -17,22 +17,16 @@ from ssl_kd.errors import InputError
 BLANK = 2.0  # largest standard deviation of the gray values (0 to 255) of a blank image
 TINY = 8  # largest shorter side in pixels of a tiny image, if the median one is four times as large
 ROWS = 256  # images that are decoded between two calls of `progress`
+WORKERS = 4  # threads
 
 
 class ImageChecks(NamedTuple):
-    """Sizes and gray values of all images, and the images that `odd_images` marked.
-
-    Attributes:
-        ids: names of the images.
-        sizes: number of pixels of each image `[n]`, 0 for an unreadable one.
-        spread: standard deviation of the gray values of each image `[n]`.
-        reasons: row -> reason, for each unreadable, blank or tiny image.
-    """
+    """Sizes and gray values of all images, and the images that `odd_images` marked."""
 
     ids: Sequence[str]
-    sizes: NDArray[np.int64]
-    spread: NDArray[np.float64]
-    reasons: dict[int, str]
+    sizes: NDArray[np.int64]  # pixels of each image [n], 0 for an unreadable one
+    spread: NDArray[np.float64]  # standard deviation of the gray values of each image [n]
+    reasons: dict[int, str]  # row -> reason, for each unreadable, blank or tiny image
 
     def frame(self) -> arrow.Table:
         """Return a table of the odd images: `row`, `file`, `reason`, `pixels`, `spread`."""
@@ -51,24 +45,13 @@ class ImageChecks(NamedTuple):
 def odd_images(
     ids: Sequence[str],
     open_image: Callable[[int], Image.Image | None],
-    *,
-    workers: int = 4,
     progress: Callable[[int, int], None] | None = None,
 ) -> ImageChecks:
     """Decode every image once, and find those that are unreadable, blank or tiny.
 
     An image is blank if its gray values have a standard deviation of 2 of 255 or less, and tiny if
-    its shorter side is 8 pixels or less where the median one is 32 or more.
-
-    Args:
-        ids: names of the images `[n]`.
-        open_image: called with a row number, returns the decoded image or raises
-            `UnreadableImage`, for example `Samples.image`.
-        workers: number of threads.
-        progress: called with (images done, n).
-
-    Raises:
-        InputError: `open_image` returned None because the samples have no images.
+    its shorter side is 8 pixels or less where the median one is 32 or more. `open_image`, for
+    example `Samples.image`, gets a row number and may raise `UnreadableImage`.
     """
     n = len(ids)
     sides, sizes, spread = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n)
@@ -87,7 +70,7 @@ def odd_images(
         gray = np.asarray(image.convert("L"), np.float32)
         return min(image.size), image.width * image.height, float(gray.std())
 
-    with ThreadPoolExecutor(workers, "decode") as pool:
+    with ThreadPoolExecutor(WORKERS, "decode") as pool:
         for start in range(0, n, ROWS):
             rows = range(start, min(start + ROWS, n))
             for row, result in zip(rows, pool.map(check, rows), strict=True):

@@ -31,21 +31,10 @@ def units(x: Tensor) -> Tensor:
 def neighbor_distances(
     store: EmbeddingStore, neighbors: Tensor, rows: NDArray[np.int64] | None = None
 ) -> Iterator[Block]:
-    """Yield blocks of rows with their neighbors and distances, nearest first.
+    """Yield blocks of rows `[b]`, their neighbors `[b, k]` and distances `[b, k]`, nearest first.
 
-    The distance of two rows is `sqrt(2 - 2 cos)`, 0 to 2. It is computed as the length of the
-    difference of their directions, which is exact for small distances as well.
-
-    Args:
-        store: n embeddings.
-        neighbors: row numbers of the neighbors, `[n, k]`, or `[m, k]` with `rows`.
-        rows: the rows that `neighbors` belong to `[m]`; None for all rows.
-
-    Yields:
-        Rows `[b]`, their neighbors `[b, k]`, and the distances `[b, k]`.
-
-    Raises:
-        InputError: an embedding is not finite.
+    `neighbors` `[m, k]` belong to `rows` `[m]`, or to all rows. The distance `sqrt(2 - 2 cos)` is
+    the length of the difference of the rows' directions, which is exact for small distances, too.
     """
     k = neighbors.shape[1]
     size = max(1, BLOCK_BYTES // (4 * store.dim * (k + 1)))
@@ -79,18 +68,9 @@ def similarity(distance: NDArray[np.float64]) -> NDArray[np.float64]:
 class Spacing:
     """Distances of rows to their neighbors, and the probability of such distances by chance.
 
-    Args:
-        nearest: distance of each row to its nearest neighbor `[n]`.
-        furthest: distance of each row to its k-th neighbor `[n]`.
-        inverse: estimated inverse of the local dimension of each row `[n]`.
-        k: number of neighbors.
-
-    Attributes:
-        nearest: distance of each row to its nearest neighbor `[n]`.
-        scale: the larger of `furthest` and the 5 % quantile of `furthest`, `[n]`.
-        k: number of neighbors.
-        dimension: mean local dimension. Estimates use the further half of the neighbors, because
-            copies of a row are among the nearer half.
+    `nearest` and `furthest` are the distances of each row to its nearest and k-th neighbor, and
+    `inverse` is the estimated inverse of its local dimension, `[n]` each. Estimates use the further
+    half of the neighbors, because copies of a row are among the nearer half.
 
     References:
         Levina and Bickel, Maximum likelihood estimation of intrinsic dimension, NeurIPS 2004; and
@@ -112,7 +92,7 @@ class Spacing:
 
     @classmethod
     def of(cls, distances: NDArray[np.float64]) -> Spacing:
-        """Return the spacing of rows with the given ascending distances to k neighbors `[n, k]`."""
+        """Return the spacing of rows with these ascending distances to neighbors, `[n, k]`."""
         inverse = _inverse_dimension(distances)
         return cls(distances[:, 0], distances[:, -1], inverse, distances.shape[1])
 
@@ -120,7 +100,7 @@ class Spacing:
     def measure(
         cls, store: EmbeddingStore, neighbors: Tensor, progress: Progress | None = None
     ) -> Spacing:
-        """Measure how far each row of a store is from its nearest neighbors, block by block."""
+        """Return the spacing of the rows of a store, computed block by block."""
         n, k = neighbors.shape
         nearest, furthest, inverse = np.empty(n), np.empty(n), np.empty(n)
         for rows, _, distance in neighbor_distances(store, neighbors):
@@ -150,11 +130,8 @@ class Spacing:
     def excess(self, closeness: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the false discovery rate at each closeness, `[m]`, 0 to 1.
 
-        That is the number of rows that chance brings so close, divided by the number that are.
-
-        References:
-            Benjamini and Hochberg, Controlling the false discovery rate, JRSS B 1995; here stepping
-            down from the closest pair, which is more conservative.
+        It is the number of rows that chance brings so close, divided by the number that are so
+        close (Benjamini and Hochberg, JRSS B 1995), stepping down from the closest pair.
         """
         ordered = np.sort(closeness)
         share = self.chance(ordered) * len(self.nearest) / np.arange(1, len(ordered) + 1)

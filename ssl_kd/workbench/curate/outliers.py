@@ -25,7 +25,7 @@ COMPARED = 1024  # rows that are compared at once
 SHORTEST = 1e-3  # added to lengths, in units of the typical length: log 0 is infinite
 
 
-def outliers(store: EmbeddingStore, *, seed: int = 0, progress: Progress | None = None) -> Ranked:
+def outliers(store: EmbeddingStore, *, progress: Progress | None = None) -> Ranked:
     """Rank all samples by their distance to random subsets of the others.
 
     Each row is replaced by its direction and log length, `z = (x / |x|, log |x|)`, because broken
@@ -35,7 +35,6 @@ def outliers(store: EmbeddingStore, *, seed: int = 0, progress: Progress | None 
 
     Args:
         store: n embeddings.
-        seed: seed of the random subsets.
         progress: called with (rows done, n).
 
     Returns:
@@ -52,7 +51,7 @@ def outliers(store: EmbeddingStore, *, seed: int = 0, progress: Progress | None 
     """
     distances = np.zeros(store.n)
     if store.n > 1:
-        rng, size = np.random.default_rng(seed), min(PART, store.n)
+        rng, size = np.random.default_rng(0), min(PART, store.n)
         parts = np.concatenate([rng.choice(store.n, size, replace=False) for _ in range(PARTS)])
         members = torch.from_numpy(parts)
         sample = store.gather(members)

@@ -12,11 +12,8 @@ from numpy.typing import NDArray
 class Ranked:
     """Samples sorted by score, highest first; samples with equal scores are sorted by row.
 
-    Args:
-        names: name of every sample of the store.
-        rows: row numbers of the ranked samples `[m]`.
-        scores: scores of the ranked samples `[m]`.
-        columns: further columns of the table: name -> values `[m]`.
+    `names` has the name of every sample of the store. `rows`, `scores` and each of the further
+    `columns` have a value for each ranked sample, `[m]`.
     """
 
     def __init__(

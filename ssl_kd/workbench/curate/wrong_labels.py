@@ -32,7 +32,6 @@ def mislabelled(
     labels: NDArray[np.integer] | None = None,
     *,
     clusters: NDArray[np.integer] | None = None,
-    seed: int = 0,
 ) -> Ranked:
     """Rank the labelled samples by how improbable their label is.
 
@@ -46,7 +45,6 @@ def mislabelled(
         store: n embeddings.
         labels: label of each sample `[n]`, -1 for unknown; None reads the labels of the store.
         clusters: cluster of each sample `[n]`, -1 for no cluster.
-        seed: seed of the random folds.
 
     Returns:
         The labelled samples, with the columns `label` and `suggested` (the most probable class).
@@ -74,9 +72,7 @@ def mislabelled(
     classes, known_codes = np.unique(labels[known], return_inverse=True)
     codes = np.full(store.n, -1)
     codes[known] = known_codes
-    parts: list[NDArray[np.floating]] = [
-        _by_regression(store, known, known_codes, len(classes), seed)
-    ]
+    parts: list[NDArray[np.floating]] = [_by_regression(store, known, known_codes, len(classes))]
     if clusters is not None:
         parts.append(_by_cluster(np.asarray(clusters)[known], known_codes, len(classes)))
     k = min(NEIGHBORS, store.n - 1)
@@ -116,15 +112,15 @@ def _by_neighbors(
 
 
 def _by_regression(
-    store: EmbeddingStore, known: NDArray[np.int64], known_codes: NDArray, n_classes: int, seed: int
+    store: EmbeddingStore, known: NDArray[np.int64], known_codes: NDArray, n_classes: int
 ) -> NDArray[np.float32]:
     """Return cross-validated class probabilities of the labelled samples, `[m, class]`."""
     probabilities = np.full((len(known), n_classes), 1 / n_classes, np.float32)
     if len(known) < FOLDS:
         return probabilities
     most = max(1000, BUDGET // (store.dim * n_classes))
-    rng = np.random.default_rng(seed)
-    for train, test in KFold(FOLDS, shuffle=True, random_state=seed).split(known):
+    rng = np.random.default_rng(0)
+    for train, test in KFold(FOLDS, shuffle=True, random_state=0).split(known):
         if len(train) > most:
             train = rng.choice(train, most, replace=False)
         if len(np.unique(known_codes[train])) < 2:

@@ -70,13 +70,8 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 def check_line(line: Any, *, is_request: bool = False) -> dict[str, Any]:
     """Return a decision unchanged after a check of its fields and their values.
 
-    Args:
-        line: the decision, parsed from JSON.
-        is_request: check a request of the page. A request has no id, time, samples and digest, null
-            for the number of a new cluster, and no parts for a split by the tree.
-
-    Raises:
-        InputError: a field is missing, unknown or has an invalid value; the message names it.
+    A request of the page has no id, time, samples and digest, null for the number of a new cluster,
+    and no parts for a split by the tree.
     """
     if not isinstance(line, dict):
         raise InputError(
@@ -125,11 +120,7 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_lines(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """Parse and check all lines of a `curation.jsonl`.
-
-    Raises:
-        CorruptFileError: a line is cut off, damaged or not valid; the message has its number.
-    """
+    """Parse and check all lines of a `curation.jsonl`; raise CorruptFileError for a bad one."""
     *complete, rest = content.split(b"\n")
     lines = []
     for number, text in enumerate([*complete, rest] if rest else complete, 1):

@@ -19,20 +19,13 @@ RESERVED = 100  # numbers above K that are left to the clusters that extensions 
 
 
 class ClusterState:
-    """Cluster of each sample and name of each cluster; `apply` changes them.
-
-    Attributes:
-        clusters: cluster of each sample, `[n]` int64; -1 for no cluster.
-        excluded: True for each sample that a decision excluded, `[n]`.
-        names: cluster number -> name, for the clusters that have a name.
-        sizes: cluster number -> number of samples; empty clusters are left out.
-    """
+    """Cluster of each sample and name of each cluster; `apply` changes them."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
-        self.clusters = samples.column("cluster").astype(np.int64)
-        self.excluded: NDArray[np.bool_] = np.zeros(len(self.clusters), bool)
-        self.names: dict[int, str] = {}
+        self.clusters = samples.column("cluster").astype(np.int64)  # [n], -1: no cluster
+        self.excluded: NDArray[np.bool_] = np.zeros(len(self.clusters), bool)  # by a decision
+        self.names: dict[int, str] = {}  # of the clusters that have a name
         self._count()
 
     def copy(self) -> Self:
@@ -43,11 +36,7 @@ class ClusterState:
         return other
 
     def tree_parts(self, cluster: int) -> tuple[str, list[int]]:
-        """Return the coarsest tree level that splits a cluster, and all parts but the largest.
-
-        Raises:
-            InputError: the cluster does not exist, or no level splits it.
-        """
+        """Return the coarsest tree level that splits a cluster, and all parts but the largest."""
         members = self.clusters == self._existing(cluster)
         for level in self._samples.levels:
             parts, sizes = np.unique(self._samples.column(level)[members], return_counts=True)
@@ -62,9 +51,7 @@ class ClusterState:
     def apply(self, line: Mapping[str, Any]) -> None:
         """Apply a decision that `line_format.check_line` accepted, except for an undo.
 
-        Raises:
-            InputError: the decision does not fit the clusters. The state may then be half changed
-                and must be discarded.
+        After an InputError the state may be half changed and must be discarded.
         """
         getattr(self, f"_{line['do']}")(line)
 
@@ -151,6 +138,7 @@ class ClusterState:
         self.names = {k: name for k, name in self.names.items() if k in self.sizes}
 
     def _count(self) -> None:
+        """Set `sizes`: cluster number -> number of samples, without empty clusters."""
         counts = np.bincount(self.clusters + 1)[1:]
         used = np.flatnonzero(counts)
         self.sizes = dict(zip(used.tolist(), counts[used].tolist(), strict=True))
@@ -195,18 +183,12 @@ class ClusterState:
 
 
 class History:
-    """All lines of a `curation.jsonl`, and the clusters after the lines that are not undone.
-
-    Attributes:
-        lines: all lines, oldest first.
-        active: ids of the lines that are not undone. An undo is a line and can be undone as well.
-        state: the clusters after the active lines.
-    """
+    """All lines of a `curation.jsonl`, and the clusters after the lines that are not undone."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
-        self.lines: list[dict[str, Any]] = []
-        self.active: set[str] = set()
+        self.lines: list[dict[str, Any]] = []  # oldest first
+        self.active: set[str] = set()  # IDs of the lines that are not undone; an undo is a line
         self._ids: set[str] = set()
         self._last_number = -1
         self.state = ClusterState(samples)
@@ -224,12 +206,7 @@ class History:
         return max(first, self._last_number + 1)
 
     def record(self, line: dict[str, Any]) -> None:
-        """Append a line without updating `state`; call `replay` after the last line.
-
-        Raises:
-            InputError: the line repeats an id or a cluster number, or undoes a line that does not
-                exist or is undone already.
-        """
+        """Append a line without updating `state`; call `replay` after the last line."""
         if line["id"] in self._ids:
             raise InputError(f"the id {line['id']} is the id of an earlier line; expected a new id")
         if line["do"] == "undo" and line["of"] not in self.active:
@@ -250,11 +227,7 @@ class History:
         self.active = active_ids(self.lines) if is_undo else self.active | {line["id"]}
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append a line and update `state`.
-
-        Raises:
-            InputError: the line is not valid here, or undoes a decision that a later one needs.
-        """
+        """Append a line and update `state`."""
         self.record(line)
         if line["do"] != "undo":
             self.state = self.state.copy()
@@ -270,11 +243,7 @@ class History:
             ) from error
 
     def replay(self) -> None:
-        """Compute `state` from the active lines.
-
-        Raises:
-            LineError: one of the lines is not valid; the error has its number.
-        """
+        """Compute `state` from the active lines; raise LineError for one that is not valid."""
         self.state = ClusterState(self._samples)
         for number, line in enumerate(self.lines, 1):
             if line["id"] in self.active and line["do"] != "undo":

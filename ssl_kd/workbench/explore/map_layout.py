@@ -24,22 +24,15 @@ logger = logging.getLogger(__name__)
 
 # Samples that t-SNE lays out; nearest landmarks of each other sample; rows that are read at once.
 LANDMARKS, NEAREST, BLOCK = 5000, 10, 8192
-FILE = "map.pt"
+FILE, SEED = "map.pt", 0
 Blocks = Callable[[], Iterable[tuple[int, Tensor]]]
 
 
-def map_of(
-    samples: Samples, seed: int = 0, progress: Progress | None = None
-) -> NDArray[np.float32]:
+def map_of(samples: Samples, progress: Progress | None = None) -> NDArray[np.float32]:
     """Return the coordinates of all samples on the map, `[n, 2]` within [-1, 1].
 
-    The map is stored as `map.pt` in the run's folder, and read from there if embeddings and seed
-    are the same.
-
-    Raises:
-        FileNotFoundError: the embeddings of the run are missing.
-        RunFolderError: the embeddings belong to other samples.
-        InputError: the splits have embeddings of different widths.
+    The map is stored as `map.pt` in the run's folder, and read from there if the embeddings are the
+    same.
     """
     stores = [(rows.start, samples.store(split)) for split, rows in samples.splits.items()]
     if len({store.dim for _, store in stores}) > 1:
@@ -47,7 +40,7 @@ def map_of(
             f"the splits of {samples.path} have embeddings of different widths, so there is no "
             "common map: train again, with all splits embedded by the same teacher"
         )
-    identity = " ".join([*(store.digest for _, store in stores), str(seed), str(LANDMARKS), "1"])
+    identity = " ".join([*(store.digest for _, store in stores), str(SEED), str(LANDMARKS), "1"])
     key, path = hashlib.sha256(identity.encode()).hexdigest(), samples.path / FILE
     remove_orphans(path)
     try:
@@ -66,8 +59,8 @@ def map_of(
             for start, x in store.blocks(BLOCK):
                 yield first + start, x
 
-    rows = random_rows(len(samples), LANDMARKS, seed)
-    places = lay_out(blocks, samples.embeddings(rows), rows, len(samples), seed, progress=progress)
+    rows = random_rows(len(samples), LANDMARKS, SEED)
+    places = lay_out(blocks, samples.embeddings(rows), rows, len(samples), progress)
     try:
         save_tensors(path, {"places": torch.from_numpy(places), "key": key})
     except OSError as error:
@@ -80,37 +73,25 @@ def lay_out(
     landmarks: Tensor,
     rows: NDArray[np.int64],
     n: int,
-    seed: int = 0,
-    *,
     progress: Progress | None = None,
 ) -> NDArray[np.float32]:
-    """Place landmarks by t-SNE, and every other sample near its most similar landmarks.
+    """Return coordinates `[n, 2]` within [-1, 1]: landmarks by t-SNE, others near their landmarks.
 
     Other samples are placed at the weighted mean of their nearest landmarks, without landmarks that
     are far from the nearest one on the map. A random shift of about the distance between landmarks
-    keeps samples from hiding each other. Memory holds the result and one block of embeddings.
-
-    Args:
-        blocks: called without arguments, yields (number of the first row, embeddings `[b, d]`)
-            for all samples.
-        landmarks: embeddings of the landmarks `[m, d]`.
-        rows: row numbers of the landmarks `[m]`, ascending.
-        n: number of samples.
-        seed: seed of t-SNE and of the shifts.
-        progress: called with ("map", rows done, n, {}).
-
-    Returns:
-        Coordinates `[n, 2]` float32, within [-1, 1].
+    keeps samples from hiding each other. Memory holds the result and one block of embeddings:
+    `blocks` yields the number of the first row and embeddings `[b, d]`. The landmarks `[m, d]` are
+    the samples in `rows` `[m]`, ascending.
 
     References:
         van der Maaten and Hinton, "Visualizing Data using t-SNE", 2008, section 5 (landmarks).
         Poličar et al., "openTSNE", 2024 (new samples start at the place of their neighbors).
     """
     units = safe_normalize(landmarks.float())
-    _, laid = embedding_map(units.numpy(), seed, max_points=len(units))
+    _, laid = embedding_map(units.numpy(), SEED, max_points=len(units))
     places = np.empty((n, 2), np.float32)
     if len(rows) < n:
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(SEED)
         search, k = search_on(torch.device("cpu")), min(NEAREST, len(units))
         gaps = _gaps(laid)
         for start, x in blocks():

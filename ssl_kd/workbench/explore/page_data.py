@@ -59,20 +59,9 @@ def write_site(
     pictures: int = PICTURES,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a folder with a static `explore.html`, which shows the run but makes no decisions.
+    """Write a new folder with a static `explore.html`, which makes no decisions; return its path.
 
-    Args:
-        samples: the samples of the run.
-        folder: path of a new folder, which is created when the page is complete.
-        pictures: number of samples with a picture of about 2 KB: examples first, then random ones.
-        progress: called with (stage, done, total, {}).
-
-    Returns:
-        The path of `explore.html`.
-
-    Raises:
-        InputError: `folder` exists.
-        FileNotFoundError: the embeddings of the run are missing.
+    `pictures` samples get a picture of about 2 KB: examples first, then random ones.
     """
     out = Path(folder).expanduser().absolute()
     with new_folder(out) as page:
@@ -98,13 +87,9 @@ def write_page_data(
 ) -> None:
     """Write the data of the page that decisions do not change: columns, file names, `meta.json`.
 
-    Args:
-        samples: the samples of the run.
-        put: called with the name and the content of each file.
-        pictures: number of pictures to write into sheets; 0 if a server serves single pictures.
-        progress: called with (stage, done, total, {}).
+    `pictures` are written into sheets; 0 if a server serves single pictures.
     """
-    places = map_of(samples, progress=progress)
+    places = map_of(samples, progress)
     put("places.f32", places.T.astype("<f4").tobytes())
     columns = {name: _write_column(samples, name, put) for name in _color_columns(samples)}
     put("files.txt", _lines(samples.column("file")).encode())
@@ -214,9 +199,8 @@ def _write_sheets(
 ) -> dict[str, Any]:
     """Write `sheet_0.webp`, `sheet_1.webp`, ... with 1,024 pictures each; missing ones are white.
 
-    Returns:
-        The layout for the page: `rows` (samples in the order of their pictures), `tile` (pixels of
-        a picture), `columns` (pictures in a row) and `per_sheet` (pictures in a sheet).
+    Return the layout for the page: samples in the order of their pictures, pixels of a picture, and
+    pictures in a row and in a sheet.
     """
     others = np.setdiff1d(np.arange(len(samples)), examples, assume_unique=True)
     drawn = others[random_rows(len(others), pictures - len(examples), 0)]

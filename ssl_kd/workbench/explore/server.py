@@ -44,6 +44,7 @@ from ssl_kd.workbench.explore.page_data import (
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 ADDRESS, LARGEST, IMAGE_SIDE = "127.0.0.1", 32 << 20, 320
 NEIGHBORS, BLOCK = 12, 65_536  # neighbors of a sample that the page shows; rows compared at once
 PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for the rest of a refused request
@@ -67,22 +68,7 @@ class _Refused(Exception):
 
 
 class ExploreServer(ThreadingHTTPServer):
-    """HTTP server of the explorer for one run: a context manager with `serve_forever`.
-
-    Args:
-        samples: the samples of the run.
-        port: port on 127.0.0.1; 0 for any free port.
-        progress: called while the data of the page are computed.
-
-    Attributes:
-        url: address of the page, with the token.
-        token: secret that a browser must send.
-        cookie: name of the cookie with the token. It contains the port, because browsers send the
-            cookies of all ports of a host.
-
-    Raises:
-        InputError: the port is invalid or in use.
-    """
+    """HTTP server of the explorer for one run, on 127.0.0.1."""
 
     daemon_threads = True
 
@@ -101,6 +87,7 @@ class ExploreServer(ThreadingHTTPServer):
             self.samples, self.curation = samples, Curation(samples)
             self.token = secrets.token_urlsafe(24)
             self.url = f"http://{ADDRESS}:{self.server_port}/?token={self.token}"
+            # Browsers send the cookies of all ports of a host.
             self.cookie = f"ssl_kd_explore_{self.server_port}"
             self.data: dict[str, bytes] = {}
             write_page_data(samples, self.data.__setitem__, progress=progress)
@@ -129,10 +116,7 @@ class ExploreServer(ThreadingHTTPServer):
                 for start, block in self.samples.store(split).blocks(BLOCK):
                     yield rows.start + start, safe_normalize(block)
 
-        query, search = (
-            safe_normalize(self.samples.embeddings([row])),
-            search_on(torch.device("cpu")),
-        )
+        query, search = safe_normalize(self.samples.embeddings([row])), search_on(CPU)
         nearest = nearest_among(query, torch.tensor([row]), candidates(), NEIGHBORS, search)
         return [neighbor for neighbor in nearest[0].tolist() if neighbor != row]
 
@@ -144,18 +128,7 @@ def serve(
     progress: Progress | None = None,
     opened: Callable[[str], object] = print,
 ) -> None:
-    """Serve the explorer page until Ctrl-C.
-
-    Args:
-        samples: the samples of the run.
-        port: port on 127.0.0.1; 0 for any free port.
-        progress: called while the data of the page are computed.
-        opened: called with the address of the page as soon as the server runs.
-
-    Raises:
-        InputError: the port is invalid or in use.
-        FileNotFoundError: the embeddings of the run are missing.
-    """
+    """Serve the explorer page until Ctrl-C; call `opened` with its address once the server runs."""
     with ExploreServer(samples, port, progress=progress) as server:
         opened(server.url)
         try:

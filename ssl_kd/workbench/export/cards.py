@@ -32,12 +32,7 @@ class HubRefused(UserError, RuntimeError):
 
 
 def write_model(content: Content, out: Path) -> Path:
-    """Write a folder with the files of a model repository, including the card README.md.
-
-    Raises:
-        InputError: `out` exists.
-        FileNotFoundError: the run has no model.
-    """
+    """Write a folder with the files of a model repository, including the card README.md."""
     return _write_model(content.samples, out, "USER/NAME")
 
 
@@ -55,11 +50,7 @@ def _write_model(samples: Samples, out: Path, repo_id: str) -> Path:
 
 
 def write_dataset(content: Content, out: Path) -> Path:
-    """Write a folder with the files of a dataset repository: README.md and clusters.parquet.
-
-    Raises:
-        InputError: `out` exists.
-    """
+    """Write a folder with the files of a dataset repository: README.md and clusters.parquet."""
     with new_folder(out) as folder:
         write_parquet(content, folder / "clusters.parquet")
         (folder / "README.md").write_text(str(dataset_card(content)), encoding="utf-8")
@@ -67,12 +58,7 @@ def write_dataset(content: Content, out: Path) -> Path:
 
 
 def model_card(samples: Samples, repo_id: str = "USER/NAME") -> ModelCard:
-    """Return the card of a run's model, with its scores, an example of use, and its training data.
-
-    Args:
-        samples: the samples of the run.
-        repo_id: name of the repository, which the example loads.
-    """
+    """Return the card of a run's model: its scores, training data, and an example of use."""
     n_train, name = len(samples.splits.get("train", ())), samples.path.resolve().name
     data = ModelCardData(library_name="ssl_kd", tags=TAGS, model_name=name)
     body = f"""# {name}
@@ -104,25 +90,9 @@ def push_run(
 ) -> str:
     """Upload a run's model and its card to the Hugging Face Hub; return the URL.
 
-    `MultiHeadClusterer.from_pretrained(repo_id)` loads the uploaded model.
-
-    Args:
-        samples: the samples of the run.
-        repo_id: name of the repository, `user/name`; created if it does not exist.
-        private: whether a new repository is private; None for the default of the account.
-        token: access token; None for the token that `hf auth login` stored.
-
-    Raises:
-        InputError: `repo_id` is not a valid name.
-        HubRefused: the Hub refused the upload.
+    A repository that does not exist is created; None stands for the account's default visibility,
+    and for the token that `hf auth login` stored.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = _write_model(samples, Path(temporary) / "model", repo_id)
-        return _push_folder(folder, repo_id, private, token)
-
-
-def _push_folder(folder: Path, repo_id: str, private: bool | None, token: str | None) -> str:
-    """Upload the files of a folder as a model, in one commit, and return the URL."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -130,16 +100,18 @@ def _push_folder(folder: Path, repo_id: str, private: bool | None, token: str | 
             f"{repo_id!r} is not a valid name on the Hugging Face Hub; expected user/name"
         ) from error
     api = HfApi(token=token)
-    try:
-        url = api.create_repo(repo_id, exist_ok=True, private=private)
-        message = "Written by ssl_kd"
-        api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message=message)
-    except (HfHubHTTPError, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise HubRefused(
-            f"the Hugging Face Hub refused the upload of {repo_id}: {reason}. Log in with `hf auth "
-            "login`, or pass a token with write access"
-        ) from error
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = _write_model(samples, Path(temporary) / "model", repo_id)
+        try:
+            url = api.create_repo(repo_id, exist_ok=True, private=private)
+            message = "Written by ssl_kd"
+            api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message=message)
+        except (HfHubHTTPError, OSError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise HubRefused(
+                f"the Hugging Face Hub refused the upload of {repo_id}: {reason}. Log in with `hf "
+                "auth login`, or pass a token with write access"
+            ) from error
     return str(url)
 
 

@@ -16,17 +16,7 @@ LINKS = ("symlink", "copy")
 def write_folders(
     content: Content, out: Path, *, link: str = "symlink", skip_missing: bool = False
 ) -> Path:
-    """Write a folder per cluster with a link to each of its pictures, as `OUT/03 cat/0001.jpg`.
-
-    Args:
-        content: the samples to export.
-        out: path of a new folder.
-        link: `symlink` or `copy`.
-        skip_missing: leave out missing pictures instead of raising.
-
-    Raises:
-        InputError: `link` is unknown, `out` exists, or pictures are missing.
-    """
+    """Write a folder per cluster with a link to each of its pictures, as `OUT/03 cat/0001.jpg`."""
     if link not in LINKS:
         raise InputError(f"--link is {link!r}; expected {', '.join(LINKS)}.{nearest(link, LINKS)}")
     content, files = content.with_pictures(skip_missing=skip_missing)

@@ -19,16 +19,8 @@ def write_label_studio(
 ) -> Path:
     """Write `tasks.json`, which Label Studio imports, and the interface `label_config.xml`.
 
-    Args:
-        content: the samples to export.
-        out: path of a new folder.
-        url: address that serves the common folder of all pictures, as `https://example.org/photos`.
-            None uses Label Studio's local files, with `LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT` set
-            to `/`.
-        skip_missing: leave out missing pictures instead of raising.
-
-    Raises:
-        InputError: `out` exists, or pictures are missing.
+    `url` serves the common folder of all pictures, as `https://example.org/photos`. None stands for
+    Label Studio's local files, with `LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT` set to `/`.
     """
     content, files = content.with_pictures(skip_missing=skip_missing)
     choices = [name for cluster, name in content.cluster_names().items() if cluster >= 0]

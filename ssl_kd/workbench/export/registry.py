@@ -20,21 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """Description of an export format.
+    """Description of an export format."""
 
-    Args:
-        what: short description for the help.
-        writer: module and function that write the format, `(content, out, **options) -> Path`.
-        name: default name of the output: a file if it has a suffix, else a folder.
-        options: names of the options of the writer.
-        how_to_read: code or a sentence about reading the output, with `{out}` for its path.
-    """
-
-    what: str
-    writer: str
-    name: str
-    options: tuple[str, ...] = ()
-    how_to_read: str = ""
+    what: str  # for the help
+    writer: str  # module and function that write the format, (content, out, **options) -> Path
+    name: str  # default name of the output: a file if it has a suffix, else a folder
+    options: tuple[str, ...] = ()  # of the writer
+    how_to_read: str = ""  # code or a sentence, with {out} for the path of the output
 
 
 FORMATS: Mapping[str, Format] = {
@@ -72,21 +64,10 @@ FORMATS: Mapping[str, Format] = {
 def export(
     content: Content, to: str, out: str | Path | None = None, *, force: bool = False, **options: Any
 ) -> Path:
-    """Write samples of a run in another program's format.
+    """Write samples of a run in the format `to`, a key of `FORMATS`, and return the output's path.
 
-    Args:
-        content: the samples to export (see `Content.of`).
-        to: name of the format, a key of `FORMATS`.
-        out: path of the output; None for the default name in `export/` of the run's folder.
-        force: replace an existing file, once the new one is complete; a folder is never replaced.
-        **options: options of the format.
-
-    Returns:
-        The path of the file or folder.
-
-    Raises:
-        InputError: the format or an option is unknown, something exists at `out`, or the writer of
-            the format refuses the content.
+    `out` is by default in `export/` of the run's folder. With `force`, an existing file is replaced
+    once the new one is complete; a folder is never replaced. The `options` are the format's own.
     """
     path = checked_path(content.samples.path, to, out, options, force=force)
     module, _, name = FORMATS[to].writer.rpartition(".")
@@ -105,11 +86,7 @@ def export(
 def checked_path(
     run: Path, to: str, out: str | Path | None, options: Iterable[str] = (), *, force: bool = False
 ) -> Path:
-    """Check format, options and path of an export, without reading the run; return the path.
-
-    Raises:
-        InputError: the format or an option is unknown, or the path is invalid or exists.
-    """
+    """Check format, options and path of an export before the run is read; return the path."""
     if to not in FORMATS:
         raise InputError(f"--to is {to!r}; expected {', '.join(FORMATS)}.{nearest(to, FORMATS)}")
     format = FORMATS[to]

@@ -29,11 +29,9 @@ def test_a_group_and_a_short_row_are_outliers_at_any_scale(tmp_path):
     group = -6 + 0.1 * np.random.default_rng(1).normal(size=(25, 16))
     rows = np.concatenate([x, group, 0.001 * x[:1]])
     ranked = outliers(write(tmp_path, rows))
-    again = outliers(write(tmp_path / "again", rows), seed=1)
     assert ranked.rows[0] == 2025
-    assert not np.array_equal(ranked.columns["distance"], again.columns["distance"])
     scaled = [outliers(write(tmp_path / f"{scale}", scale * rows)) for scale in (1e9, 1e-9)]
-    for one in (ranked, again, *scaled):
+    for one in (ranked, *scaled):
         assert set(one.top(26).rows) == set(range(2000, 2026))
 
 
