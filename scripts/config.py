@@ -116,8 +116,7 @@ ROUTER_WEIGHTS = None
 
 # --- Optimization ---------------------------------------------------------------------------------
 
-# Optimizer steps, at least 1. Extend a finished run with RESUME, RUN_NAME and a larger value; the
-# learning rate then follows the longer schedule.
+# Optimizer steps, at least 1.
 MAX_STEPS = 500
 # Passes over the data, above 0, at most 1000000; None: MAX_STEPS decides.
 EPOCHS = None

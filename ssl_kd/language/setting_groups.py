@@ -319,14 +319,7 @@ class RouterSettings(Settings):
 class TrainingSettings(RunSettings):
     """Configure the optimizer, guard, devices, evaluation and logging of a run."""
 
-    max_steps: int = setting(
-        500,
-        "optimizer steps",
-        "Extend a finished run with RESUME, RUN_NAME and a larger value; the learning rate then"
-        " follows the longer schedule.",
-        low=1,
-        section="Optimization",
-    )
+    max_steps: int = setting(500, "optimizer steps", low=1, section="Optimization")
     epochs: float | None = setting(
         None, "passes over the data; None: MAX_STEPS decides", above=0, high=1_000_000
     )
