@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding
 
 if TYPE_CHECKING:
-    from ssl_kd.guard.precision import Precision
+    from ssl_kd.precision import Precision
 
 # Import names; for optional packages also the extra that installs them.
 _NEEDED = (
@@ -94,7 +94,7 @@ def policy(name: str, use_fp16: bool) -> Generator[Finding, None, Precision | No
     """Report and return the precision for a device; None if the device cannot be used."""
     import torch
 
-    from ssl_kd.guard.precision import Precision
+    from ssl_kd.precision import Precision
 
     try:
         precision = Precision.for_device(name, use_fp16=use_fp16)
