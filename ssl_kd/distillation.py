@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import io
@@ -16,7 +15,7 @@ from typing import Any
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.language.foreign_names import IN_MEMORY
-from ssl_kd.language.prepare import InMemoryModels
+from ssl_kd.language.prepare import NO_MODELS, InMemoryModels
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
@@ -94,7 +93,7 @@ class Distillation:
             raise SettingsError(f"preset is {preset!r}; expected one of {known}.{hint}")
         teacher_model, teacher_in_memory = _model("teacher", teacher)
         student_model, student_in_memory = _model("student", student)
-        self._models, self._naming = InMemoryModels(teacher_in_memory, student_in_memory), _NAMING
+        self._models = InMemoryModels(teacher_in_memory, student_in_memory)
         checked = LanguageSettings(
             **{**PRESETS.get(preset or "", {}), **values},
             teacher_model=teacher_model,
@@ -104,14 +103,6 @@ class Distillation:
             data_path=_place("texts", texts),
             eval_path=None if eval_texts is None else _place("eval_texts", eval_texts),
         )
-
-    @classmethod
-    def of(cls, settings: LanguageSettings) -> Distillation:
-        """Return a distillation with the settings that the command line has parsed."""
-        distillation = cls.__new__(cls)
-        distillation.settings, distillation._models = settings, InMemoryModels()
-        distillation._naming = contextlib.nullcontext
-        return distillation
 
     def run(self, *, progress: Progress = no_progress) -> DistilledRun:
         """Train the student, score student and teacher, and write a run folder with a report.
@@ -127,21 +118,30 @@ class Distillation:
             Interrupted: Ctrl-C or SIGTERM stopped the run; `resume()` continues it.
             TooFewHealthyParts: the student did not recover from its faults; the message names them.
         """
-        with self._naming():
-            if follows():  # the first process reports
-                with following():
-                    return DistilledRun(run(self.settings, models=self._models))
-
-            def start(progress: Progress) -> tuple[Path, None]:
-                return run(self.settings, progress=progress, models=self._models), None
-
-            return DistilledRun(reported(start, progress))
+        with _NAMING():
+            return distilled(self.settings, self._models, progress)
 
     def resume(self, *, progress: Progress = no_progress) -> DistilledRun:
         """Continue the last interrupted run; see `run` for arguments and errors."""
         resumed = copy.copy(self)
         resumed.settings = self.settings.replace(resume=True)
         return resumed.run(progress=progress)
+
+
+def distilled(
+    settings: LanguageSettings,
+    models: InMemoryModels = NO_MODELS,
+    progress: Progress = no_progress,
+) -> DistilledRun:
+    """Train and score a student, and write the report in the first process."""
+    if follows():
+        with following():
+            return DistilledRun(run(settings, models=models))
+
+    def start(progress: Progress) -> tuple[Path, None]:
+        return run(settings, progress=progress, models=models), None
+
+    return DistilledRun(reported(start, progress))
 
 
 class DistilledRun:

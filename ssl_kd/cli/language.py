@@ -72,12 +72,12 @@ def distill_as(read: Callable[[], LanguageSettings], command: Sequence[str]) -> 
         from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
 
         screen = open_screen()
-        from ssl_kd.distillation import Distillation
+        from ssl_kd.distillation import distilled
         from ssl_kd.report.tables import language_table
         from ssl_kd.training.ranks import follows
 
         with ProgressBars(screen) as progress:
-            finished = Distillation.of(resolved).run(progress=progress)
+            finished = distilled(resolved, progress=progress)
         if not follows():
             files = {"Student": finished.path / "student", "Report": finished.report}
             print_result(language_table(finished.metrics), files)

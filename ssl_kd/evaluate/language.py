@@ -38,16 +38,13 @@ PROMPT_CHARACTERS = 120
 Predict = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher]
 """Map a batch and rows of its flattened `[batch * token]` positions to the model's output there."""
 
-Reference = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher | None]
-"""Map a batch and rows as `Predict` does, to a teacher's output; None for batches not cached."""
-
 
 @torch.no_grad()
 def judge_tokens(
     model: Any,
     blocks: Blocks,
     *,
-    teacher: Reference | None = None,
+    teacher: Predict | None = None,
     batch_size: int = 8,
     autocast: Autocast = nullcontext,
 ) -> TokenScores:
@@ -59,8 +56,8 @@ def judge_tokens(
     Args:
         model: a causal language model of transformers, or a `FrozenTeacher`.
         blocks: held-out text in the model's tokens.
-        teacher: a `FrozenTeacher` on the same device, or a `RememberedTeacher`, which has outputs
-            for cached batches only. Without one (None), agreement and divergence are None.
+        teacher: a `FrozenTeacher` on the same device. Without one (None), agreement and divergence
+            are None.
         batch_size: number of blocks in a forward pass.
         autocast: returns the autocast context for the model, such as `Precision.autocast`. It is
             not used for a `FrozenTeacher`, which runs in its own dtype.
@@ -269,7 +266,7 @@ class LanguageJudge:
     student: Reading
     teacher: Reading | None = None
     _: KW_ONLY
-    reference: Reference | None = None
+    reference: Predict | None = None
     validation_blocks: Blocks | None = None
     batch_size: int = 8
     answer_prompts: int = 100

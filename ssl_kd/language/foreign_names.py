@@ -29,7 +29,8 @@ ALIASES: Mapping[str, str] = {
 PER_PROCESS = frozenset({"per_device_train_batch_size", "per_device_batch_size"})
 """Aliases of BATCH_SIZE that count the rows of one process instead of all processes."""
 
-_TRL: Mapping[str, str] = {
+# Arguments of transformers, and the best known ones of TRL, that have another name or form here.
+_OTHERS: Mapping[str, str] = {
     "Use --model_dtype for the products; weights are trained and saved in float32.": """
         dtype torch_dtype""",
     "Use --model_dtype bfloat16.": "bf16 bf16_full_eval",
@@ -43,61 +44,30 @@ _TRL: Mapping[str, str] = {
     "The student with the best held-out likelihood is saved, see --eval_every.": """
         greater_is_better load_best_model_at_end metric_for_best_model""",
     "Use --data_path, and --eval_path for held-out text.": """
-        data dataloader_* dataset dataset_* datasets length_column_name mixtures
-        remove_unused_columns""",
-    "The loss covers only the answers if --data_path has messages, or prompt and completion, and"
-    " all tokens of plain text (see --text_field).": """
-        assistant_only_loss completion_only_loss train_on_inputs train_on_prompt""",
-    "Save the student's tokenizer with another chat_template and eos_token, and pass its folder as"
-    " --student_model.": "chat_* eos_token pad_token",
-    "Prompt and answer together have at most --block_size tokens; the first 16 tokens of plain text"
-    " are the prompt.": """
-        max_prompt_length truncation_mode vllm_max_model_length""",
-    "Use --packing; rows are --block_size long.": """
-        eval_packing pad_to_multiple_of packing_strategy padding_free""",
+        data dataloader_* dataset dataset_* datasets length_column_name remove_unused_columns""",
     "Start it by torchrun: its processes train one student, with a copy on each GPU. For models"
     " that do not fit on one, use --teacher_url or --teacher_cache, and --lora_rank with"
-    " --quantization nf4.": """
-        ddp_* deepspeed ds3_gather_for_generation fsdp fsdp_config local_rank shard""",
+    " --quantization nf4.": "ddp_* deepspeed fsdp fsdp_config local_rank shard",
     "Use --student_model, and --teacher_model for the teacher.": """
-        model model_init_kwargs model_name model_name_or_path model_revision
-        teacher_model_init_kwargs teacher_model_revision teacher_tokenizer_name_or_path""",
+        model model_name model_name_or_path""",
     "Use --teacher_url http://HOST:PORT/v1.": "teacher_model_server_url teacher_server_urls",
     "Use --divergence js:BETA, or forward_kl and reverse_kl for BETA 0 and 1.": "beta",
     "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.": "alpha kd_ratio",
-    "Use --temperature, for teacher and student, or --rollout_temperature, for sampling.": """
-        generation_kwargs teacher_temperature uld_student_temperature uld_teacher_temperature""",
-    "The loss on text is the mean cross-entropy per token; --alpha_ce weights it.": "loss_type",
-    "A live teacher's full distribution is compared; --cache_method topk:K limits a server or a"
-    " cache to K tokens and the mass of the rest.": """
-        add_tail_bucket loss_add_tail loss_top_k reverse_kl_top_1_mode""",
     "Use --align uld (or chunks), and --alpha_kd.": "uld_* use_extended_uld use_uld_loss",
     "Use --lora_rank above 0.": "peft use_lora use_peft",
     "Adapters are on every linear layer but the head, without dropout; --lora_rank and --lora_alpha"
-    " set them.": "lora_* target_modules use_dora use_rslora",
-    "Use --quantization nf4.": """
-        bnb_* load_in_4bit load_in_8bit use_bnb_nested_quant""",
+    " set them.": "lora_* target_modules",
+    "Use --quantization nf4.": "bnb_* load_in_4bit load_in_8bit",
     "Let the teacher write the text first, for example with vLLM, and name it by --data_path.": """
-        seq_kd""",
-    "The student generates one continuation per row and step: see --on_policy, --max_new_tokens."
-    " --generations is the number of answers in the report.": """
-        generation_batch_size max_tool_calling_iterations num_generations steps_per_generation""",
-    "Not supported: tokens are drawn from the full distribution at --rollout_temperature.": """
-        min_p repetition_penalty top_k top_p""",
+        seq_kd teacher_text""",
     "Not supported: the student generates with transformers.": """
-        cache_implementation rollout_engine rollout_memory use_vllm vllm_*""",
-    "Use --generations for the number of answers in the report.": """
-        log_completions log_completions_steps log_unique_prompts num_completions_to_print""",
+        rollout_engine rollout_memory use_vllm vllm_*""",
     "Against fragmented memory set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.": """
         clear_cache_every_step torch_empty_cache_steps""",
     "The logits of a batch are never stored; for less memory use --gradient_checkpointing.": """
         liger_kernel_config use_cache use_liger_kernel""",
     "Not supported here; use ssl_kd.hf_trainer.DistillationTrainer.": """
         torch_compile torch_compile_backend torch_compile_mode""",
-    "Set dropout and buffers in the student's config.json; name its folder by --student_model.": """
-        disable_dropout ignore_bias_buffers""",
-    "Not supported: config.json chooses how attention is computed.": "attn_implementation",
-    "Not supported: a student's router has no balancing loss.": "router_aux_loss_coef",
     "Use --lr_schedule and --warmup_fraction.": "lr_scheduler_kwargs",
 }
 # Settings of older scripts and versions.
@@ -122,7 +92,7 @@ _REMOVED: Mapping[str, str] = {
 }
 INSTEAD: Mapping[str, str] = {
     **RunSettings.instead,
-    **by_name(_TRL),
+    **by_name(_OTHERS),
     **by_name(_REMOVED),
 }
 

@@ -21,7 +21,7 @@ from ssl_kd.language.teachers import load_teacher
 from ssl_kd.precision import DeviceInfo
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
-from ssl_kd.teachers.frozen import REMEMBERED, FrozenTeacher, RememberedTeacher
+from ssl_kd.teachers.frozen import FrozenTeacher
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def make_judge(
         prepared.eval_set.examples,
         Reading(prepared.student.tokenizer, prepared.eval_blocks),
         teacher and Reading(teacher.tokenizer, prepared.teacher_eval_blocks),
-        reference=(prepared.frozen or prepared.remembered) if same_tokens else None,
+        reference=prepared.frozen if same_tokens else None,
         validation_blocks=prepared.validation_blocks,
         batch_size=-(-settings.batch_size // prepared.ranks.world),
         answer_prompts=min(ANSWER_PROMPTS, settings.eval_rows),
@@ -76,11 +76,6 @@ def judge_teachers(prepared: Prepared) -> tuple[Prepared, list[Row], dict[str, l
     if teacher is None:  # replaced by its cache, which is finite: it is scored only
         device, dtype = prepared.precision.device, prepared.precision.teacher
         teacher = FrozenTeacher(lm.model, device=device, dtype=dtype)
-        remembered = RememberedTeacher(teacher, prepared.eval_blocks)
-        prepared = dataclasses.replace(prepared, remembered=remembered)
-        message = "agreement and KL use the first %d held-out rows (%.3g MiB of teacher outputs)"
-        n_rows = min(REMEMBERED, len(prepared.eval_blocks))
-        logger.info(message, n_rows, remembered.bytes / 2**20)
     judge = make_judge(prepared)
     row, texts = judge.row("teacher", teacher)
     if row["left_out"] and prepared.frozen is not None and settings.alpha_kd:

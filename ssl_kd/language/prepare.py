@@ -54,7 +54,7 @@ from ssl_kd.teachers.causal import (
     without_adapters,
 )
 from ssl_kd.teachers.dtypes import halve_products, nf4
-from ssl_kd.teachers.frozen import FrozenTeacher, RememberedTeacher
+from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import add_lora, build_student, check_rank, freeze_tower
 from ssl_kd.training.clock import Progress
@@ -96,7 +96,6 @@ class Prepared:
     eval_blocks: Blocks  # the test rows, for the table
     teacher_eval_blocks: Blocks  # the same text, tokenized for the teacher
     validation_blocks: Blocks  # the rows by which the best student is chosen
-    remembered: RememberedTeacher | None = None  # a few outputs of a cached teacher
 
     @property
     def teachers(self) -> list[CausalLM]:

