@@ -189,8 +189,6 @@ def aligned_blocks(
     have a token boundary. Each further part begins with the token before it, as context that is not
     a target. Chat messages are left out, since the two chat templates produce different text.
     """
-    if block_size < 3:
-        raise ValueError(f"block_size is {block_size}; expected at least 3 (context, token, EOS)")
     dataset.check_text_alone()
     tokenizers = (student_tokenizer, teacher_tokenizer)
     readers = [TextReader(tokenizer) for tokenizer in tokenizers]

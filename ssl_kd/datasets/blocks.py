@@ -203,10 +203,6 @@ def make_blocks(
     comparable: (nats summed over the targets) / characters / ln 2. With `packing`, several complete
     documents share a row.
     """
-    if block_size < 2:
-        raise ValueError(
-            f"block_size is {block_size}; expected at least 2 (a token and its target)"
-        )
     check_fast(tokenizer)
     dataset.check_text_alone()
     frame = Frame.of(tokenizer)

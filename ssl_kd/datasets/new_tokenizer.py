@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ssl_kd.datasets.text import TextDataset
-from ssl_kd.errors import InputError, MissingPackage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -18,19 +17,10 @@ def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenize
     References:
         Sennrich, Haddow, Birch (2016), Neural machine translation of rare words with subword units.
     """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
     specials = ["<s>", "</s>", "<pad>"]
-    if vocab_size < 256 + len(specials):
-        raise InputError(
-            f"vocab_size is {vocab_size}; expected at least {256 + len(specials)} (256 bytes and "
-            f"{', '.join(specials)})"
-        )
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-        from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise MissingPackage(
-            "training a tokenizer needs transformers: pip install 'ssl_kd[llm]'"
-        ) from error
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     bpe.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]

@@ -90,8 +90,6 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
     The processor expands each image to several tokens, which are never targets. A document with
     images that is longer than a row is left out, so that no image is cut.
     """
-    if block_size < 2:
-        raise ValueError(f"block_size is {block_size}; expected at least 2")
     check_fast(processor.tokenizer)
     reader = _Reader(processor)
     left_out: list[str] = []

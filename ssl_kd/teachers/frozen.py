@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.errors import InputError
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.teachers.causal import evaluating, without_adapters
 from ssl_kd.teachers.dtypes import cast_weights
@@ -31,11 +30,6 @@ class LinearHead:
 def hidden_states(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     """Return the input of a model's output head, `[batch, token, hidden]`."""
     causal = without_adapters(model)
-    if causal.base_model is causal:
-        raise InputError(
-            f"{type(causal).__name__} has no backbone apart from its output head: use another "
-            "architecture"
-        )
     return causal.base_model(**inputs, use_cache=False).last_hidden_state
 
 
@@ -104,15 +98,10 @@ class FrozenTeacher:
     # Not inference_mode, whose tensors cannot be saved for a student's backward pass.
     @torch.no_grad()
     def answer(self, inputs: Mapping[str, Any], rows: Tensor) -> LinearTeacher | LogitsTeacher:
-        """Return the teacher's output at some positions of a batch.
+        """Return hidden states `[n, hidden]` with the head, or logits `[n, vocab]`.
 
-        Args:
-            inputs: keyword arguments of the model, such as `input_ids` `[batch, token]`.
-            rows: int64 indices `[n]` into the flattened `[batch * token]` positions.
-
-        Returns:
-            Hidden states `[n, hidden]` with the head, or logits `[n, vocab]`, in the teacher's
-            dtype even under autocast.
+        They are in the teacher's dtype even under autocast. `rows` are int64 indices `[n]` into the
+        flattened `[batch * token]` positions.
         """
         self.model.eval()
         with torch.autocast(self.device.type, enabled=False):

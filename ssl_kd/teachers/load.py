@@ -56,17 +56,13 @@ def load_teacher(
         name: `pixels`, `features`, `dinov2` (dinov2_vits14) or one of `DINOV2_MODELS`,
             `efficientnet_lite0`, `timm:<model>`, `torchvision:<model>`, or the import path of a
             subclass of `Teacher`.
-        weights: local file to use instead of a download. It must fit the model exactly, except for
-            the classifier.
+        weights: local file to use instead of a download, which must fit except for the classifier.
         image_size: side of the input in pixels. By default the model's own size; 224 for DINOv2;
             for `pixels` the size of the images in `dataset`, or 32 if they are files.
         token: `class` (the network's own pooling; for DINOv2 the class token), `patch` (the mean
             patch token) or `both` (concatenated). `patch` and `both` need a ViT.
         device: device on which the teacher runs.
         dataset: data to embed, which sets the input shape of `pixels` and the width of `features`.
-
-    Raises:
-        TeacherUnavailable: the weights cannot be downloaded; the message lists alternatives.
     """
     if token not in ("class", "patch", "both"):
         raise InputError(f"TOKEN is {token!r}; expected 'class', 'patch' or 'both'")

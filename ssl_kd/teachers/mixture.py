@@ -109,10 +109,6 @@ class Gates:
 
     def drift(self) -> Tensor:
         """Return the mean KL(original gate || gate) on the same inputs in nats, `[layer]`."""
-        if not self.original:
-            raise ValueError(
-                "the original gates were not recorded: record them with watch(mask, original=True)"
-            )
         pairs = zip(self._real(self.original), self._real(self.logits), strict=True)
         return self._mean([gate_kl(before, now) for before, now in pairs])
 
@@ -142,11 +138,6 @@ class Mixture:
             )
         self.layers = len(self.routers)
         self.n_experts, self.dim, self.k = shapes.pop()
-        if self.n_experts < 2:
-            raise InputError(
-                f"{type(model).__name__} has {self.n_experts} expert in a layer; expected at least "
-                "2: use ROUTER_MODE 'native'"
-            )
         self._renormalizes = _renormalizes(next(iter(self.routers.values())))
         self._original = {
             name: value.detach().to("cpu", copy=True)
@@ -243,10 +234,6 @@ class Mixture:
         # second run must have the same operations, so none with a gradient may be added here.
         if gates is None or layer in gates.logits:
             return
-        if gates.mask is not None and len(gates.mask) != len(logits):
-            raise ValueError(
-                f"mask has {len(gates.mask)} tokens; expected {len(logits)}, as in the forward pass"
-            )
         gates.logits[layer], gates.chosen[layer] = logits, index
         if self._watch_original:
             with torch.no_grad():

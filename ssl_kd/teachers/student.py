@@ -72,19 +72,14 @@ def build_student(
 ) -> CausalLM:
     """Build or load a student, in evaluation mode on the CPU.
 
-    Args:
-        spec: folder or name on the Hub of a saved student, which has its own tokenizer; or
-            `layers:N` for N evenly spaced layers of the teacher, including the first and the last,
-            with its embeddings, norm and head; or `fresh:LAYERSxDIM` for new weights in the
-            teacher's architecture (in Llama's without a teacher); or `llama:LAYERSxDIM` for new
-            weights in Llama's architecture.
-        teacher: model whose layers or architecture are used; it is not changed.
-        tokenizer: tokenizer of a student with new weights; None for the teacher's. Another
-            tokenizer than the teacher's sets the vocabulary size, rounded up to a multiple of 8.
-        seed: seed of new weights; the global random state is not changed.
-        dtype: dtype of the weights; None for the dtype of the file, or float32 for new weights.
-        remote_code: whether Python files that come with a saved student may run.
-        quantization: arguments from `nf4` for a saved student, as the frozen base of adapters.
+    `spec` is a folder or name on the Hub of a saved student, which has its own tokenizer; or
+    `layers:N` for N evenly spaced layers of the teacher, including the first and the last, with its
+    embeddings, norm and head; or `fresh:LAYERSxDIM` for new weights in the teacher's architecture
+    (in Llama's without a teacher); or `llama:LAYERSxDIM` for new weights in Llama's architecture.
+
+    Another tokenizer than the teacher's sets the vocabulary size of new weights, rounded up to a
+    multiple of 8. `dtype` None keeps the dtype of the file. `quantization` comes from `nf4`. The
+    teacher and the global random state are not changed.
     """
     kind, _, size = spec.partition(":")
     if kind not in ("layers", "fresh", "llama"):
@@ -123,8 +118,6 @@ def add_lora(model: Any, rank: int, alpha: float = 16.0, *, seed: int = 0) -> An
     The output of the adapters is scaled by alpha / rank. Until they are trained, the logits of
     PEFT's wrapper are the model's. The global random state is not changed.
     """
-    if rank < 1:
-        raise InputError(f"LORA_RANK is {rank}; expected at least 1")
     check_rank(rank, model.config)
     peft = llm_module("peft")
     config = peft.LoraConfig(

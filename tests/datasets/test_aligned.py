@@ -379,8 +379,6 @@ def test_token_texts_of_three_kinds(trained):
 
 def test_bad_arguments_are_named(trained):
     byte, other = trained["bytes"], trained["dropping"]
-    with pytest.raises(ValueError, match="at least 3"):
-        aligned_blocks(dataset(STORY), byte, other, 2)
     chat = TextDataset("chat", "all", (Example("c:1", messages=({"role": "user"},)),), "", ())
     with pytest.raises(ValueError, match="c:1: chat messages"):
         aligned_blocks(chat, byte, other, 32)

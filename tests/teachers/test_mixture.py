@@ -271,15 +271,6 @@ def test_padding_affects_neither_value_nor_gradient():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_mask_of_another_length_is_refused():
-    mixture = Mixture(model := _model())
-    with (
-        mixture.watch(torch.ones(3, 9)),
-        pytest.raises(ValueError, match="mask has 27 tokens; expected 30"),
-    ):
-        _logits(model)
-
-
 def test_drift_is_the_divergence_from_the_original_gate():
     mixture = Mixture(model := _model())
     router, hidden = model.model.layers[0].mlp.gate, torch.randn(30, 32)
@@ -411,7 +402,8 @@ def test_checkpointed_layers_run_twice_and_give_the_same_gradient():
         calls = []
         model.model.layers[0].mlp.gate.register_forward_hook(lambda *_, c=calls: c.append(1))
         with step.routed(torch.ones(3, 10)) as gates:
-            step.backward(_objective(model, _student())() + step.regularization(gates))
+            divergence = _objective(model, _student())()
+            (divergence + load_balance(gates.mass(), gates.counts()).sum()).backward()
         gradients.append([p.grad.clone() for p in mixture.router_parameters().values()])
         runs.append(len(calls))
         assert not any(module.training for module in model.modules())
@@ -483,16 +475,6 @@ def test_a_router_that_drifts_is_stopped():
     assert records[-1].drift == records[events[0].step].drift  # it changed no more
 
 
-def test_an_objective_that_does_not_train_the_teacher_is_refused():
-    model = _model()
-    step = RouterStep(Mixture(model))
-    cached = torch.randn(3, 10, VOCAB, requires_grad=True)
-    detached = torch.no_grad()(_objective(model, _student()))
-    for objective in (lambda: _kl(cached, _student()), detached):
-        with pytest.raises(ValueError, match="no gradient to the router: run this teacher"):
-            step.step(objective)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_routers_of_a_half_precision_teacher_are_float32(dtype, kind):
@@ -534,9 +516,6 @@ def test_resumed_is_uninterrupted_to_the_bit(tmp_path):
     for seed in (2, 3):
         resumed.step(_objective(again, _student(seed)))
     assert not changed(_bits(model.state_dict()), again.state_dict())
-    other = RouterStep(Mixture(_model(num_hidden_layers=1)))
-    with pytest.raises(ValueError, match="other routers, since model.layers.1"):
-        other.load_state_dict(step.state_dict())
 
 
 # --- the router file ------------------------------------------------------------------------------
