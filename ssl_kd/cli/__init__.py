@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     ),
     "distill": (partial(distill, prog="ssl_kd distill"), "distil a language model"),
     "judge": (judge, "score a finished student: perplexity, calibration, repetition"),
-    "verify": (verify, "compare the losses of live, cached and served teachers on your models"),
+    "verify": (verify, "compare the losses of live and cached teachers on your models"),
     "curate": (curate, "find duplicates, outliers, leaks and wrong labels"),
     "explore": (explore, "show a run's samples on a map; name, merge and split its clusters"),
     "export": (export, "write a finished run for other programs"),

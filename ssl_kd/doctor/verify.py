@@ -1,4 +1,4 @@
-"""Check that a plain, a live, a cached and a served loss agree on the user's models."""
+"""Check that a plain, a live and a cached loss agree on the user's models."""
 
 from __future__ import annotations
 
@@ -11,24 +11,18 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from ssl_kd.datasets.blocks import Batch, Blocks, make_blocks
-from ssl_kd.doctor.finding import Finding
+from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.language.cache_methods import LastHidden
 from ssl_kd.language.prepare import prepare
-from ssl_kd.language.served import ServedTeacher
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller, precision_of
-from ssl_kd.language.text_rows import texts_of
 from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import load_causal_lm, positions
 from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.server import ServerFailed
 from ssl_kd.training.clock import Progress, no_progress
 
 ROWS = 4  # of the text: all logits of both models must fit in memory
-SERVED_ROWS = 8
 
 Allowed = tuple[float, float]
 """The largest allowed relative difference of a value, and of a gradient."""
@@ -38,33 +32,18 @@ HALF: Allowed = (2e-2, 5e-2)  # half-precision products are rounded differently
 # The k most likely tokens give only a lower bound of the value, but the gradient is close.
 SHORTENED: Allowed = (1e-1, 1e-1)
 LEAST = 0.1  # nats; relative differences of smaller terms are taken relative to this
-# Allowed mean difference of a served teacher's log-probabilities in nats, weighted by probability;
-# bfloat16 and float32 differ by about 0.01.
-SERVED = 0.05
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The difference between one way to compute the loss and the plain one.
+    """The difference between one way to compute the loss and the plain one."""
 
-    Attributes:
-        way: `plain`, `live` or `cache` with its method.
-        ce: cross-entropy, nats a token.
-        kd: the divergence times temperature squared, nats a token.
-        ce_off: difference of `ce` from the plain value, relative to it, or to 0.1 nats if the plain
-            value is smaller.
-        kd_off: the same difference of `kd`.
-        gradient_off: norm of the difference of both gradients of the weighted loss, relative to
-            the norm of the plain one.
-        allowed: the largest allowed differences of the values and of the gradient.
-    """
-
-    way: str
-    ce: float
-    kd: float
-    ce_off: float
+    way: str  # `plain`, `live` or `cache` with its method
+    ce: float  # nats a token
+    kd: float  # the divergence times temperature squared, nats a token
+    ce_off: float  # relative to the plain value, or to 0.1 nats if that is smaller
     kd_off: float
-    gradient_off: float
+    gradient_off: float  # norm of the difference, relative to the norm of the plain gradient
     allowed: Allowed
 
     @property
@@ -75,47 +54,14 @@ class Agreement:
 
 
 def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> list[Agreement]:
-    """Compute the loss of a few rows in several ways, and compare them.
+    """Compute the loss of a few rows in several ways, the plain way first, and compare them.
 
     `plain` uses the logits of both models, `token_kd` and PyTorch's cross-entropy; `live` is the
     loss of a training step; `cache` reads the teacher from TEACHER_CACHE, if set. Dropout is off,
     and nothing is trained.
-
-    Args:
-        settings: the settings of a run.
-        progress: called as `progress(stage, done, total, info)`.
-
-    Returns:
-        The plain way first, then the others with their differences from it.
-
-    Raises:
-        SettingsError: there is no teacher, or it has another tokenizer, so there is only one way
-            to compute the loss; or the models and the text do not fit together.
     """
-    if settings.teacher_model == "none" or settings.align != "auto":
-        option = "TEACHER_MODEL 'none'" if settings.align == "auto" else f"ALIGN {settings.align!r}"
-        raise SettingsError(
-            f"{option} leaves nothing to compare: set TEACHER_MODEL to a teacher with the student's"
-            " tokenizer, and ALIGN to 'auto'."
-        )
-    if len(settings.teacher_names) > 1:
-        raise SettingsError(
-            f"TEACHER_MODEL names {len(settings.teacher_names)} teachers, expected one: verify them"
-            " one by one."
-        )
-    experts = settings.router_mode == "all" or settings.router_weights is not None
-    if settings.teacher_cache is not None and experts:
-        raise SettingsError(
-            f"TEACHER_CACHE was written with other experts or routers (ROUTER_MODE "
-            f"{settings.router_mode!r}, ROUTER_WEIGHTS {settings.router_weights!r}), and only the "
-            "original teacher is compared: set TEACHER_CACHE to None."
-        )
-    settings = settings.replace(
-        router_mode="native",
-        legacy_clamp=None,
-        teacher_url=None,  # `compare_served` compares it
-        teacher_cache=settings.teacher_cache if settings.teacher_url is None else None,
-    )
+    _refuse(settings)
+    settings = settings.replace(router_mode="native", legacy_clamp=None)
     precision = precision_of(settings)
     task = prepare(settings, precision, progress)
     assert isinstance(task.blocks, Blocks) and task.teacher is not None
@@ -137,26 +83,53 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         return terms.detach(), torch.cat([g.detach().flatten() for g in gradients if g is not None])
 
-    def compare(way: str, allowed: Allowed) -> None:
+    plain = measure(
+        _plain(distiller, frozen, batch, settings.temperature, settings.kind_of_divergence)
+    )
+
+    def compare(way: str, allowed: Allowed) -> Agreement:
         values, gradient = measure(torch.stack([*distiller.terms(batch).values()]))
         off = (values - plain[0]).abs() / plain[0].abs().clamp(min=LEAST)
         distance = (gradient - plain[1]).norm() / plain[1].norm().clamp(min=1e-30)
         (ce, kd), (ce_off, kd_off) = values.tolist(), off.tolist()
-        ways.append(Agreement(way, ce, kd, ce_off, kd_off, float(distance), allowed))
+        return Agreement(way, ce, kd, ce_off, kd_off, float(distance), allowed)
 
-    plain = measure(
-        _plain(distiller, frozen, batch, settings.temperature, settings.kind_of_divergence)
-    )
     ce, kd = plain[0].tolist()
-    ways = [Agreement("plain", ce, kd, 0.0, 0.0, 0.0, close)]
-    compare("live", close)
+    ways = [Agreement("plain", ce, kd, 0.0, 0.0, 0.0, close), compare("live", close)]
     if task.cache is not None:
         distiller.source, method = Plain(task.cache), task.cache.method
         allowed = SHORTENED
         if isinstance(method, LastHidden):
             allowed = close if method.stored == precision.teacher else HALF
-        compare(f"cache, {method}", allowed)
+        ways.append(compare(f"cache, {method}", allowed))
     return ways
+
+
+def _refuse(settings: LanguageSettings) -> None:
+    """Raise SettingsError if there is no single local teacher with the student's tokenizer."""
+    if settings.teacher_url is not None:
+        raise SettingsError(
+            f"TEACHER_URL is {settings.teacher_url!r}, but only a local teacher is compared: set"
+            " TEACHER_URL to None, and TEACHER_MODEL to a folder with weights."
+        )
+    if settings.teacher_model == "none" or settings.align != "auto":
+        option = "TEACHER_MODEL 'none'" if settings.align == "auto" else f"ALIGN {settings.align!r}"
+        raise SettingsError(
+            f"{option} leaves nothing to compare: set TEACHER_MODEL to a teacher with the student's"
+            " tokenizer, and ALIGN to 'auto'."
+        )
+    if len(settings.teacher_names) > 1:
+        raise SettingsError(
+            f"TEACHER_MODEL names {len(settings.teacher_names)} teachers, expected one: verify them"
+            " one by one."
+        )
+    experts = settings.router_mode == "all" or settings.router_weights is not None
+    if settings.teacher_cache is not None and experts:
+        raise SettingsError(
+            f"TEACHER_CACHE was written with other experts or routers (ROUTER_MODE "
+            f"{settings.router_mode!r}, ROUTER_WEIGHTS {settings.router_weights!r}), and only the "
+            "original teacher is compared: set TEACHER_CACHE to None."
+        )
 
 
 def agreement_table(agreements: Sequence[Agreement]) -> Table:
@@ -195,49 +168,3 @@ def _plain(
     kd = token_kd(logits, teacher_logits, mask=mask, temperature=temperature, divergence=divergence)
     ce = F.cross_entropy(logits.float().flatten(0, 1)[rows], targets)
     return torch.stack([ce, kd]) * len(rows)
-
-
-@torch.no_grad()
-def compare_served(settings: LanguageSettings) -> list[Finding]:
-    """Compare the log-probabilities from TEACHER_URL with those of a local copy, TEACHER_MODEL.
-
-    They agree if they differ by at most 0.05 nats on average, weighted by probability.
-
-    Args:
-        settings: the settings of a run, with TEACHER_URL and a TEACHER_MODEL that can be loaded.
-
-    Returns:
-        One finding: a fault if the log-probabilities do not agree.
-
-    Raises:
-        FileNotFoundError, CausalLMUnavailable: the weights of TEACHER_MODEL cannot be loaded.
-        SettingsError: the text cannot be read.
-    """
-    local = load_causal_lm(settings.teacher_model)
-    texts, _ = texts_of(settings)
-    size = min(settings.block_size, positions(local.model) or settings.block_size)
-    blocks = make_blocks(texts, local.tokenizer, size, packing=False).part(slice(SERVED_ROWS))
-    batch = blocks.batch(range(len(blocks)))
-    rows, _ = next_token_targets(batch.input_ids, batch.counts)
-    try:
-        served = ServedTeacher.of(settings, size, local.tokenizer, torch.device("cpu"))
-        top_k = served.top_k_at(batch, rows)
-    except ServerFailed as error:
-        return [Finding("the served teacher", str(error), "check the command of the server")]
-    logits = local.model(**batch.model_inputs(), use_cache=False).logits.flatten(0, 1)[rows]
-    log_p, weights = logits.double().log_softmax(-1), top_k.log_probs.exp()
-    differences = (top_k.log_probs - log_p.gather(-1, top_k.tokens)).abs()
-    off = float((weights * differences).sum() / weights.sum().clamp(min=1e-30))
-    same = float((log_p.argmax(-1) == top_k.tokens[:, 0]).double().mean())
-    n, k = top_k.tokens.shape
-    result = (
-        f"{n} positions, {k} tokens at each: off by {off:.3g} nats on average (allowed {SERVED:g}),"
-        f" the most likely token is the same at {same:.0%}"
-    )
-    change = (
-        "serve TEACHER_MODEL in the dtype of its file, with its tokenizer, and with "
-        "log-probabilities before sampling (vLLM: --logprobs-mode raw_logprobs), so that "
-        "prompt_logprobs[t] are those of token t given the tokens before it. Ignore this if the "
-        "server has another model on purpose"
-    )
-    return [Finding("the served teacher", result, "" if off <= SERVED else change)]
