@@ -1,4 +1,4 @@
-"""Is everything here, does it compute? `python test_installation.py [--verbose]` says, 0 or 1."""
+"""Is everything here, does it compute? `python test_installation.py` says, 0 or 1."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Will this run stay finite? `python test_nan_issues.py [--verbose]`: 0 healthy, 1 a problem."""
+"""Will this run stay finite? `python test_nan_issues.py`: 0 healthy, 1 a problem."""
 
 import sys
 

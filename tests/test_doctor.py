@@ -4,7 +4,6 @@ import importlib
 import re
 import runpy
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from ssl_kd import cli, doctor
-from ssl_kd.doctor import machine, numerics, own_data
+from ssl_kd.doctor import machine, own_data
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.events import Event
 from ssl_kd.precision import DeviceInfo, Precision
@@ -73,7 +72,7 @@ def test_the_example_head_is_healthy(config, capsys):
     config.write_text(config.read_text() + "HEAD = 'heads.cosine_head.CosineHead'\n")
     assert doctor.nan_issues(config) == 0
     text = capsys.readouterr().out
-    for check in ("forward", "fp16 logits of 6e4", "disjoint", "every head", "isolation", "cache"):
+    for check in ("forward", "every head", "isolation", "cache"):
         assert check in text
     assert "FAULT" not in text
 
@@ -97,8 +96,8 @@ def test_a_leaky_head_is_found(config, capsys, monkeypatch):
 
 
 def test_a_check_that_cannot_run_is_a_fault(config, capsys, monkeypatch):
-    monkeypatch.setattr("ssl_kd.losses.beta_mi", None)
-    assert "FAULT losses TypeError" in faults(config, capsys, doctor.nan_issues)
+    monkeypatch.setattr("ssl_kd.losses.temi", None)
+    assert "FAULT gradients TypeError" in faults(config, capsys, doctor.nan_issues)
 
 
 # --- the user's data ---- ---------------------------------------------------------------------
@@ -146,9 +145,9 @@ def plant(folder, shard, change):
     write_manifest(path, manifest)
 
 
-def ask(config, capsys, **options):
+def ask(config, capsys, check=doctor.nan_issues):
     """The exit code, and the output in one line."""
-    code = doctor.nan_issues(config, **options)
+    code = check(config)
     return code, " ".join(capsys.readouterr().out.split())
 
 
@@ -265,7 +264,7 @@ def test_a_loss_scale_may_adjust_in_the_first_steps(steps, status):
 def test_heads_beyond_a_handful_are_counted():
     events = [Event(0, f"head {i}", "loss", "not finite", "skipped") for i in range(48)]
     (finding,) = own_data.faults_of(events, [], Precision.for_device("cpu"))
-    assert "head 4 and 43 more: not finite, at step 0" in finding.result
+    assert "head 4, and 43 more: not finite, at step 0" in finding.result
 
 
 def test_a_row_that_goes_bad_at_run_time_is_named(cache, config, capsys, monkeypatch):
@@ -296,33 +295,12 @@ def test_what_the_run_itself_would_refuse_is_a_fault(cache, config, capsys):
 def test_fp16_that_is_not_available_is_a_note(config, capsys, monkeypatch):
     monkeypatch.setattr("ssl_kd.precision._cpu_has_bf16_products", lambda: False)
     config.write_text("USE_FP16 = True\nDEVICE = 'cpu'\n")
-    code, text = ask(config, capsys)
+    code, text = ask(config, capsys, doctor.installation)
     assert code == 0
     assert "note precision cpu:" in text and "fp16 was requested, fp32 is used" in text
 
 
 # --- output -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", ["installation", "nan_issues"])
-def test_each_warning_is_counted_and_printed_once_if_asked_for(
-    config, capsys, monkeypatch, command
-):
-    def noisy(*_):
-        for _ in range(500):
-            warnings.warn("the moon is full", stacklevel=1)
-        warnings.warn("once", UserWarning, stacklevel=1)
-        yield doctor.Finding("moon", "seen")
-
-    monkeypatch.setattr(machine, "device", noisy)
-    monkeypatch.setattr(numerics, "forward", noisy)
-    assert getattr(doctor, command)(config) == 0
-    text = capsys.readouterr().out
-    assert "moon is full" not in text and "501 warnings (--verbose lists them)" in text
-    assert getattr(doctor, command)(config, verbose=True) == 0
-    text = capsys.readouterr().out
-    assert text.count("the moon is full") == 1
-    assert "  500 x UserWarning: the moon is full\n  1 x UserWarning: once" in text
 
 
 @pytest.mark.parametrize(
@@ -332,7 +310,7 @@ def test_each_warning_is_counted_and_printed_once_if_asked_for(
 def test_the_scripts_pass_on_the_exit_code(script, command, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{script}.py"])
     for code in (0, 1):
-        monkeypatch.setattr(doctor, command, lambda code=code, **options: code)
+        monkeypatch.setattr(doctor, command, lambda code=code: code)
         with pytest.raises(SystemExit) as exit:
             runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
         assert exit.value.code == code

@@ -13,17 +13,16 @@ def doctor(argv: Sequence[str]) -> int:
     """Check numerics for NaN and infinity, or with `gradients`, a user's language model."""
     if argv[:1] == ["gradients"]:
         return _gradients(argv[1:])
-    verbose = _is_verbose("ssl_kd doctor", argv)
+    FlagParser(prog="ssl_kd doctor").parse_args(argv)
     from ssl_kd.doctor import nan_issues
 
-    return nan_issues(verbose=verbose)
+    return nan_issues()
 
 
 def _gradients(argv: Sequence[str]) -> int:
     prog = "ssl_kd doctor gradients --model FOLDER"
     parser = FlagParser(prog=prog, add_help=False)
     parser.add_argument("--model")
-    parser.add_argument("--verbose", action="store_true")
     flags, rest = parser.parse_known_args(argv)
     model = [] if flags.model is None else ["--student_model", flags.model]
     resolved = language_settings([*model, *rest], prog)
@@ -32,22 +31,15 @@ def _gradients(argv: Sequence[str]) -> int:
     open_screen()
     from ssl_kd.doctor import language_model
 
-    return language_model(resolved, verbose=flags.verbose)
+    return language_model(resolved)
 
 
 def install_check(argv: Sequence[str]) -> int:
     """Check packages, device, precision and folders."""
-    verbose = _is_verbose("ssl_kd install-check", argv)
+    FlagParser(prog="ssl_kd install-check").parse_args(argv)
     from ssl_kd.doctor import installation
 
-    return installation(verbose=verbose)
-
-
-def _is_verbose(prog: str, argv: Sequence[str]) -> bool:
-    parser = FlagParser(prog=prog)
-    about = "list each distinct warning with its count"
-    parser.add_argument("--verbose", action="store_true", help=about)
-    return parser.parse_args(argv).verbose
+    return installation()
 
 
 def config(argv: Sequence[str]) -> int:

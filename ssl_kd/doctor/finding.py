@@ -17,19 +17,12 @@ _STYLES = {"ok": "green", "note": "yellow", "FAULT": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: a row of the doctor's table.
-
-    Attributes:
-        check: the name of the check.
-        result: the result in words.
-        change: what to change; a finding with a change is a fault, unless it is a note.
-        note: whether this is only advice, or says why something was not checked.
-    """
+    """The result of one check: a row of the doctor's table."""
 
     check: str
     result: str
-    change: str = ""
-    note: bool = False
+    change: str = ""  # what to change; a finding with a change is a fault, unless it is a note
+    note: bool = False  # only advice, or the reason why something was not checked
 
     @property
     def status(self) -> str:
@@ -37,8 +30,19 @@ class Finding:
         return "note" if self.note else "FAULT" if self.change else "ok"
 
 
-def table(findings: Iterable[Finding]) -> Table:
-    """Return a table of checks and results, with the remedy below each fault."""
+def report(title: str, checks: Iterable[Iterator[Finding]]) -> int:
+    """Run the checks, print a table of their findings, and return 1 if there is a fault, else 0."""
+    findings: list[Finding] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for check in checks:
+            try:
+                for finding in check:
+                    findings.append(finding)
+            except Exception as error:  # a check that fails is a fault by itself
+                name = getattr(check, "__name__", "check").replace("_", " ")
+                change = "fix the faults above first; without any, please report this as a bug"
+                findings.append(Finding(name, f"{type(error).__name__}: {error}", change))
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column("status", no_wrap=True, min_width=7)
     rows.add_column("check", overflow="fold", max_width=40)
@@ -48,41 +52,11 @@ def table(findings: Iterable[Finding]) -> Table:
         status = Text(f"  {finding.status}", _STYLES[finding.status])
         # As Text, in which brackets are not markup.
         rows.add_row(status, Text(finding.check), Text(finding.result + change))
-    return rows
-
-
-def report(title: str, checks: Iterable[Iterator[Finding]], verbose: bool) -> int:
-    """Run the checks, print a table of their findings, and return 1 if there is a fault, else 0.
-
-    Args:
-        title: the line above the table.
-        checks: generators of findings.
-        verbose: print each distinct warning with its count, not only the number of warnings.
-    """
-    findings: list[Finding] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for check in checks:
-            try:
-                for finding in check:
-                    findings.append(finding)
-            except Exception as error:  # a check that fails is a fault by itself
-                name = getattr(check, "__name__", "check").replace("_", " ")
-                change = "fix the faults above first; without any, please report this as a bug"
-                findings.append(Finding(name, f"{type(error).__name__}: {error}", change))
     print(title)
-    Console().print(table(findings))
-
+    Console().print(rows)
     statuses = Counter(finding.status for finding in findings)
     counts = [count(len(findings), "check"), count(statuses["FAULT"], "fault")]
     counts += [count(statuses["note"], "note")] if statuses["note"] else []
-    if caught and verbose:
-        print("Warnings")
-        lines = (f"{w.category.__name__}: {' '.join(str(w.message).split())}" for w in caught)
-        for warning, times in Counter(lines).most_common():
-            print(f"  {times} x {warning}")
-    elif caught:
-        counts.append(f"{count(len(caught), 'warning')} (--verbose lists them)")
     print(f"{', '.join(counts)}.")
     return 1 if statuses["FAULT"] else 0
 

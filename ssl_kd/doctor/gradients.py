@@ -36,16 +36,7 @@ NOT_REPEATED = (
 
 
 def open_model(student: str, text: TextSettings) -> tuple[CausalLM, Blocks]:
-    """Load a model in the dtype of its file, and tokenize the beginning of the text.
-
-    Args:
-        student: STUDENT_MODEL.
-        text: the settings with the path of the text and the length of a row.
-
-    Raises:
-        SettingsError: STUDENT_MODEL is not the name of an existing model.
-        FileNotFoundError, CausalLMUnavailable, ValueError: the model or the text cannot be loaded.
-    """
+    """Load a model in the dtype of its file, and tokenize the beginning of the text."""
     if student.startswith(("fresh:", "layers:", "llama:")):
         raise SettingsError(
             f"STUDENT_MODEL is {student!r}, which only a run builds; expected an existing model: "
@@ -61,12 +52,9 @@ def open_model(student: str, text: TextSettings) -> tuple[CausalLM, Blocks]:
 
 
 def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Iterator[Finding]:
-    """Check the weights, the loss, the gradients and ten steps of training by cross-entropy.
+    """Check the weights, and train ten steps in place by cross-entropy on the first blocks.
 
-    Args:
-        settings: the settings of a run; those of teacher and router are ignored.
-        lm: the model, which is trained in place.
-        blocks: rows of text; the first ones form the batch.
+    The settings of teacher and router are ignored.
     """
     settings = settings.replace(
         teacher_model="none",

