@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from ssl_kd.cli.flags import FlagParser
 from ssl_kd.errors import OK, InputError
@@ -17,24 +16,26 @@ _FLAGS = {
     "clusters": "clusters to export, separated by commas: 3,7; default: all",
     "link": "for --to folders: symlink or copy; default: symlink",
     "url": "for --to label-studio: the address that serves the folder of pictures",
-    "push": "upload the model to the Hugging Face Hub under this name, user/name",
 }
 _SWITCHES = {
     "skip_missing": "leave out pictures that no longer exist",
     "force": "replace an existing file once the new one is complete; never a folder",
-    "private": "for --push: create a private repository",
 }
 _OPTIONS = ("link", "url", "skip_missing")  # which only some formats take
 PROG = "ssl_kd export"
 
 
 def export(argv: Sequence[str]) -> int:
-    """Write the run in a format, upload its model, or both."""
+    """Write the run in a format."""
+    from ssl_kd.workbench.export.registry import checked_path
+
     flags = _parser().parse_args(argv)
-    if flags.to is None and flags.push is None:
+    if flags.to is None:
         raise InputError(f"--to is required, for example: {PROG} {flags.run} --to parquet")
     options = {name: value for name in _OPTIONS if (value := getattr(flags, name))}
-    _check_paths(flags, options)
+    # Invalid paths and formats are refused before torch is imported.
+    checked_path(home_resolved(flags.run), flags.to, flags.out, options, force=flags.force)
+    run_folder(flags.run)
     splits = _parts(flags.split)
     clusters = [_cluster(part) for part in _parts(flags.clusters)]
 
@@ -43,18 +44,14 @@ def export(argv: Sequence[str]) -> int:
     open_screen()
     from ssl_kd.vision.samples import Samples
     from ssl_kd.workbench.export import FORMATS, export
-    from ssl_kd.workbench.export.cards import push_run
     from ssl_kd.workbench.export.content import Content
 
     samples = Samples(flags.run)
-    if flags.to is not None:
-        content = Content.of(samples, splits=splits, clusters=clusters)
-        path = export(content, flags.to, flags.out, force=flags.force, **options)
-        print(f"{flags.to}: {path}")
-        if how_to_read := FORMATS[flags.to].how_to_read:
-            print(f"Read it with: {how_to_read.format(out=str(path))}")
-    if flags.push is not None:
-        print(f"Hub: {push_run(samples, flags.push, private=flags.private or None)}")
+    content = Content.of(samples, splits=splits, clusters=clusters)
+    path = export(content, flags.to, flags.out, force=flags.force, **options)
+    print(f"{flags.to}: {path}")
+    if how_to_read := FORMATS[flags.to].how_to_read:
+        print(f"Read it with: {how_to_read.format(out=str(path))}")
     return OK
 
 
@@ -73,15 +70,6 @@ def _parser() -> FlagParser:
     for name, about in _SWITCHES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=about)
     return parser
-
-
-def _check_paths(flags: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Raise an error for invalid paths and formats; runs before torch is imported."""
-    from ssl_kd.workbench.export.registry import checked_path
-
-    if flags.to is not None:
-        checked_path(home_resolved(flags.run), flags.to, flags.out, options, force=flags.force)
-    run_folder(flags.run)
 
 
 def _parts(text: str | None) -> list[str]:

@@ -22,7 +22,6 @@ from ssl_kd.workbench.curate.image_checks import ImageChecks
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore import serve, write_site
 from ssl_kd.workbench.export import export
-from ssl_kd.workbench.export.cards import push_run
 from ssl_kd.workbench.export.content import Content
 
 TYPICAL = 8  # default number of samples that represent a cluster
@@ -222,12 +221,6 @@ class Run:
         """
         content = Content.of(self.samples, splits=splits, clusters=clusters)
         return export(content, to, out, **options)
-
-    def push_to_hub(
-        self, repo_id: str, *, private: bool | None = None, token: str | None = None
-    ) -> str:
-        """Upload the model and its card to the Hugging Face Hub, and return the URL."""
-        return push_run(self.samples, repo_id, private=private, token=token)
 
 
 def _table(clusters: Sequence[Cluster]) -> str:

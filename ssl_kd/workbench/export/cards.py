@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import inspect
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCard, DatasetCardData, HfApi, ModelCard, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub import DatasetCard, DatasetCardData, ModelCard, ModelCardData
 
 from ssl_kd import __version__
-from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import atomic_write_json
 from ssl_kd.vision.model import DIGEST, MODEL_FILES, ClusterModel
 from ssl_kd.vision.samples import Samples
@@ -27,16 +23,9 @@ TAGS = ["clustering", "self-distillation", "image-feature-extraction"]
 ANSWER = "consensus"  # name of the final clusters in the run's table of scores
 
 
-class HubRefused(UserError, RuntimeError):
-    """The Hugging Face Hub refused an upload: no token, no write access, or no connection."""
-
-
 def write_model(content: Content, out: Path) -> Path:
     """Write a folder with the files of a model repository, including the card README.md."""
-    return _write_model(content.samples, out, "USER/NAME")
-
-
-def _write_model(samples: Samples, out: Path, repo_id: str) -> Path:
+    samples = content.samples
     for name in MODEL_FILES:
         if not (samples.path / name).is_file():
             raise FileNotFoundError(
@@ -45,7 +34,7 @@ def _write_model(samples: Samples, out: Path, repo_id: str) -> Path:
     with new_folder(out) as folder:
         shutil.copyfile(samples.path / "model.safetensors", folder / "model.safetensors")
         atomic_write_json(folder / "config.json", _config(samples))
-        (folder / "README.md").write_text(str(model_card(samples, repo_id)), encoding="utf-8")
+        (folder / "README.md").write_text(str(model_card(samples)), encoding="utf-8")
     return out
 
 
@@ -57,7 +46,7 @@ def write_dataset(content: Content, out: Path) -> Path:
     return out
 
 
-def model_card(samples: Samples, repo_id: str = "USER/NAME") -> ModelCard:
+def model_card(samples: Samples) -> ModelCard:
     """Return the card of a run's model: its scores, training data, and an example of use."""
     n_train, name = len(samples.splits.get("train", ())), samples.path.resolve().name
     data = ModelCardData(library_name="ssl_kd", tags=TAGS, model_name=name)
@@ -73,7 +62,7 @@ Heads that cluster the embeddings of a frozen teacher, by ssl_kd {__version__}:
 ```python
 from ssl_kd import MultiHeadClusterer
 
-clusterer = MultiHeadClusterer.from_pretrained("{repo_id}")
+clusterer = MultiHeadClusterer.from_pretrained("USER/NAME")
 clusters = clusterer.predict(X)  # embeddings [n, {samples.config["in_dim"]}] of {_teacher(samples)}
 ```
 
@@ -83,36 +72,6 @@ classes that a person would choose.
 {_about(samples)}
 """
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
-
-
-def push_run(
-    samples: Samples, repo_id: str, *, private: bool | None = None, token: str | None = None
-) -> str:
-    """Upload a run's model and its card to the Hugging Face Hub; return the URL.
-
-    A repository that does not exist is created; None stands for the account's default visibility,
-    and for the token that `hf auth login` stored.
-    """
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise InputError(
-            f"{repo_id!r} is not a valid name on the Hugging Face Hub; expected user/name"
-        ) from error
-    api = HfApi(token=token)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = _write_model(samples, Path(temporary) / "model", repo_id)
-        try:
-            url = api.create_repo(repo_id, exist_ok=True, private=private)
-            message = "Written by ssl_kd"
-            api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message=message)
-        except (HfHubHTTPError, OSError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise HubRefused(
-                f"the Hugging Face Hub refused the upload of {repo_id}: {reason}. Log in with `hf "
-                "auth login`, or pass a token with write access"
-            ) from error
-    return str(url)
 
 
 def dataset_card(content: Content) -> DatasetCard:

@@ -56,8 +56,18 @@ FORMATS: Mapping[str, Format] = {
         ("url", "skip_missing"),
         "import tasks.json into a project with label_config.xml",
     ),
-    "hf-model": Format("the model with its card", "cards.write_model", "hf-model"),
-    "hf-dataset": Format("the clusters with a dataset card", "cards.write_dataset", "hf-dataset"),
+    "hf-model": Format(
+        "the model with its card",
+        "cards.write_model",
+        "hf-model",
+        how_to_read="MultiHeadClusterer.from_pretrained({out!r})",
+    ),
+    "hf-dataset": Format(
+        "the clusters with a dataset card",
+        "cards.write_dataset",
+        "hf-dataset",
+        how_to_read="datasets.load_dataset({out!r})",
+    ),
 }
 
 
