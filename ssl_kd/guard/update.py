@@ -8,10 +8,12 @@ operation mixes rows. Nothing here waits for the device: decisions are tensors, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
+_GROW_EVERY = 500  # updates between two doublings of the loss scale
 
 
 def _column(per_part: Tensor, like: Tensor) -> Tensor:
@@ -68,70 +70,48 @@ def clip_factors(norms: Tensor, max_norm: float | None) -> Tensor:
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
 
 
-@dataclass
-class AdamWState:
-    """Adam's moments `[part, parameter]` and step count `[part]` for many parts."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    steps: Tensor
-
-    @classmethod
-    def zeros_like(cls, weights: Tensor) -> AdamWState:
-        """Return the initial state for weights `[part, parameter]`."""
-        return cls(
-            torch.zeros_like(weights),
-            torch.zeros_like(weights),
-            torch.zeros(len(weights), device=weights.device),
-        )
-
-
 def adamw_(
     weights: Tensor,
     gradients: Tensor,
-    state: AdamWState,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    steps: Tensor,
     *,
     learning_rate: float | Tensor,
     weight_decay: Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
 ) -> None:
     """Take one AdamW step for every part, each with its own step count; use inside `only_healthy`.
 
     A zero gradient does not protect an unhealthy part: momentum and decay still move its weights.
-
-    `weights` and the clipped `gradients` are `[part, parameter]` float32; `weight_decay`
-    `[parameter]` is the decoupled decay of each parameter (0 for biases); `learning_rate` may be a
-    tensor without dimensions. `weights` and `state` change in place.
+    Weights, clipped gradients and moments are `[part, parameter]` float32, `steps` is `[part]`, and
+    `weight_decay` is `[parameter]`, the decoupled decay (0 for biases). `learning_rate` may be a
+    tensor without dimensions. All but the gradients and the last two change in place.
 
     References:
         Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
     """
-    beta1, beta2 = betas
-    state.steps.add_(1)
-    state.exp_avg.lerp_(gradients, 1 - beta1)
-    state.exp_avg_sq.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+    steps.add_(1)
+    exp_avg.lerp_(gradients, 1 - _BETA_1)
+    exp_avg_sq.mul_(_BETA_2).addcmul_(gradients, gradients, value=1 - _BETA_2)
     # Bias corrections are per part: a part that skipped steps is younger than the others. expm1,
     # since 1 - 0.999 ** 1 has lost half its digits in float32.
-    correct1 = _column(-torch.expm1(state.steps * math.log(beta1)), weights)
-    correct2 = _column(-torch.expm1(state.steps * math.log(beta2)), weights)
-    update = state.exp_avg_sq.sqrt()
-    torch.addcmul(correct2.new_full((), eps), update, correct2.rsqrt(), out=update)
-    torch.div(state.exp_avg, update, out=update)
+    correct1 = _column(-torch.expm1(steps * math.log(_BETA_1)), weights)
+    correct2 = _column(-torch.expm1(steps * math.log(_BETA_2)), weights)
+    update = exp_avg_sq.sqrt()
+    torch.addcmul(correct2.new_full((), _EPS), update, correct2.rsqrt(), out=update)
+    torch.div(exp_avg, update, out=update)
     weights.mul_(1 - learning_rate * weight_decay)
     # `reciprocal * rate` has the same bits for a rate on the device and for a number.
     weights.addcmul_(update, correct1.reciprocal() * learning_rate, value=-1)
 
 
-def rescale_(
-    scale: Tensor, healthy: Tensor, overflow: Tensor, steps: Tensor, *, grow_every: int = 500
-) -> None:
+def rescale_(scale: Tensor, healthy: Tensor, overflow: Tensor, steps: Tensor) -> None:
     """Halve the loss scale of parts that overflowed; double it after many good steps.
 
     Parts do not affect each other's scale, and the scale stays >= 1, so that a part that is always
     NaN cannot lower it until healthy gradients underflow. All tensors are `[part]`; `steps` counts
     each part's updates.
     """
-    grown = torch.where(steps % grow_every == grow_every - 1, scale * 2, scale)
+    grown = torch.where(steps % _GROW_EVERY == _GROW_EVERY - 1, scale * 2, scale)
     kept = torch.where(healthy, grown, scale)
     scale.copy_(torch.where(overflow, scale / 2, kept).clamp(1.0, 2.0**16))

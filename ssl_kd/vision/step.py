@@ -15,7 +15,7 @@ from ssl_kd.guard.health import Health, is_healthy
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, RowParts
 from ssl_kd.guard.recovery import Recovery, with_all_kinds
 from ssl_kd.guard.seeds import seed_of
-from ssl_kd.guard.update import AdamWState, adamw_, clip_factors, only_healthy, part_norms, rescale_
+from ssl_kd.guard.update import adamw_, clip_factors, only_healthy, part_norms, rescale_
 from ssl_kd.heads.bank import HeadBank
 from ssl_kd.memory import to_device_async
 from ssl_kd.precision import Precision
@@ -334,7 +334,9 @@ class HeadTrainer:
             adamw_(
                 state.student,
                 gradient,
-                AdamWState(state.exp_avg, state.exp_avg_sq, state.updates),
+                state.exp_avg,
+                state.exp_avg_sq,
+                state.updates,
                 learning_rate=learning_rate,
                 weight_decay=self.decay,
             )

@@ -28,27 +28,6 @@ def test_float16_weights_are_refused_with_the_way_out(given):
     ModuleParts(model, optimizer, None)
 
 
-def test_a_part_begun_anew_knows_no_good_state_and_takes_the_next_one():
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parts = ModuleParts(model, optimizer, None)
-    parts.snapshot([0], 4, every=100)
-    parts.reinitialise(0, 5, 6)
-    assert parts.restore(0) is None
-    parts.snapshot([0], 6, every=100)
-    assert parts.restore(0) == 6
-
-
-def test_a_snapshot_is_taken_when_it_is_due_and_not_before():
-    model = nn.Linear(3, 2)
-    parts = ModuleParts(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
-    seen = []
-    for step in range(7):
-        parts.snapshot([0], step, every=3)
-        seen.append(parts[0].good["step"])
-    assert seen == [0, 0, 0, 3, 3, 3, 6]
-
-
 def test_a_part_goes_back_with_its_moments_and_its_buffers():
     model = nn.BatchNorm1d(3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -61,31 +61,6 @@ def test_an_event_names_its_part_and_the_number_that_was_bad():
     assert event.part == "part 1" and math.isnan(event.value)
 
 
-def test_what_a_retired_part_misses_is_counted_but_no_event():
-    bench = Bench()
-    assert bench.step(0, {1}, Stage.RETIRED) == []
-    assert bench.recovery.counts[1, Stage.RETIRED] == 1
-
-
-def test_each_rung_is_told_with_its_reason_and_leaves_the_weights_that_it_says():
-    bench, told = Bench(), []
-    for step in range(9):
-        bench.weights[1] = 1.0 + step  # as if it were trained
-        bench.step(step, {1})
-        events, hopeless = bench.recovery.escalate(step, bench.thresholds)
-        assert not hopeless
-        if events:
-            (event,) = events
-            assert (event.part, event.reason) == ("part 1", "3 bad steps in a row")
-            told.append((event.step, event.action, bench.weights[1].tolist()))
-    assert told == [
-        (2, "restored to its state before step 0", [1.0, 1.0]),
-        (5, "re-initialized", [101.0, 101.0]),
-        (8, "retired", [101.0, 101.0]),
-    ]
-    assert bench.weights[0].tolist() == [0, 0] and bench.weights[2].tolist() == [2, 2]
-
-
 def test_a_part_is_begun_anew_by_another_seed_at_another_step_or_place():
     seeds = set()
     for step, part in ((5, 0), (5, 1), (6, 1)):

@@ -44,13 +44,3 @@ def test_a_dead_term_is_reported_but_not_cut_out():
     ((event,),) = events[3:4]
     assert (event.stage, event.action, event.value) == ("dead", "reported", 0.0)
     assert terms.health["kd"].skipped == 0
-
-
-def test_a_restored_memory_of_terms_is_its_own_and_goes_on_counting():
-    sick = [(math.nan, 1.0)]
-    first, _ = fed(sick, sick)
-    second = LossTerms(FEW)
-    second.load_state_dict(first.state_dict())
-    second.judge("kd", torch.tensor(math.nan), torch.tensor(1.0))
-    (event,) = second.record(2)
-    assert "3 times in a row" in event.action and first.health["kd"].streak == 2
