@@ -25,10 +25,10 @@ from benchmarks.diagnosis import Drawn, uniform
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.guard.diagnosis import Cause
+from ssl_kd.guard.precision import Precision
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
-from ssl_kd.precision import Precision
 from ssl_kd.teachers.frozen import FrozenTeacher
 
 CPU = Precision.for_device("cpu")

@@ -30,13 +30,12 @@ from torch import Tensor
 from benchmarks.guard_cost import without_guard
 from ssl_kd import evaluate
 from ssl_kd.datasets import ArrayDataset, open_dataset
-from ssl_kd.guard import TooFewHealthyParts
+from ssl_kd.guard import Precision, TooFewHealthyParts
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.health import Health
 from ssl_kd.guard.recovery import Recovery
 from ssl_kd.guard.update import part_norms
 from ssl_kd.heads import HeadBank
-from ssl_kd.precision import Precision
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.training.loop import run_loop
 from ssl_kd.vision import step as guarded

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.turns import header, number_of, row
+from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.losses import InstanceWeight
-from ssl_kd.precision import Precision
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 

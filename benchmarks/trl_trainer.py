@@ -56,6 +56,7 @@ from transformers import (
 from benchmarks.step_cost import peak_mib, versions
 from benchmarks.turns import header, in_turns, middle_half, number_of, row
 from ssl_kd.datasets.blocks import Blocks
+from ssl_kd.guard import Precision
 from ssl_kd.hf_trainer import DistillationTrainer
 from ssl_kd.hf_trainer.distillation import collate
 from ssl_kd.language.rollouts import RolloutBatches, Sampler
@@ -64,7 +65,6 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.train import train
-from ssl_kd.precision import Precision
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.server import CompletionServer

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ssl_kd.graph import form_ensemble
+from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.losses import linear_distillation
-from ssl_kd.precision import DeviceInfo
 from tests.photos import photo_run
 from tests.tiny import text_file, tiny
 

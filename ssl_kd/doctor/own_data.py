@@ -14,7 +14,7 @@ from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding, count
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.precision import Precision
+from ssl_kd.guard.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, NonFiniteRow, nearest_neighbors
 from ssl_kd.store.embeddings import is_bad, odd_rows, row_peaks

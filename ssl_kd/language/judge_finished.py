@@ -10,13 +10,13 @@ from ssl_kd.datasets.aligned import aligned_blocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.language import LanguageJudge, Reading
+from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.language.judge_in_run import ANSWER_PROMPTS
 from ssl_kd.language.setting_groups import TextSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teachers import load_teacher
 from ssl_kd.language.text_rows import lay_out, split_held_out, texts_of
-from ssl_kd.precision import default_torch_state
 from ssl_kd.teachers.causal import CausalLM, positions, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress

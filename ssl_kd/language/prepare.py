@@ -17,6 +17,7 @@ from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.render import describe_turns
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
+from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_identity, check_divergence
 from ssl_kd.language.foreign_names import IN_MEMORY
@@ -44,7 +45,6 @@ from ssl_kd.language.text_rows import (
     texts_of,
 )
 from ssl_kd.losses.legacy_clamp import LegacyClamp
-from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import (
     CausalLM,

@@ -11,6 +11,7 @@ from torch import Tensor
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.errors import InputError
+from ssl_kd.guard.precision import Precision
 from ssl_kd.language.fault_explainer import examine, trained
 from ssl_kd.language.prepare import Prepared, make_distiller, prepare
 from ssl_kd.language.rollouts import rollout_batches
@@ -18,7 +19,6 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import set_rng_state
 from ssl_kd.language.sources import named_rows
 from ssl_kd.language.step import Distiller
-from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.clock import no_progress
 from ssl_kd.training.fault_bundle import DTYPES, Bundle, Replay, damaged, has_fields, load_bundle

@@ -13,6 +13,7 @@ import torch
 from ssl_kd.evaluate.language import LanguageJudge
 from ssl_kd.evaluate.tokens import TokenScores
 from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.language.judge_in_run import judge_student, judge_teachers, make_judge
 from ssl_kd.language.prepare import NO_MODELS, InMemoryModels, Prepared, make_distiller, prepare
 from ssl_kd.language.rollouts import rollout_batches
@@ -30,7 +31,6 @@ from ssl_kd.language.run_record import (
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, check_ranks, precision_of
 from ssl_kd.language.train import Row, train
-from ssl_kd.precision import default_torch_state
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board, check_boards
 from ssl_kd.training.clock import Clock, Progress, no_progress

@@ -19,6 +19,7 @@ from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
+from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.fault_explainer import FaultExplainer, examine
 from ssl_kd.language.objective import Objective, student_side
@@ -27,7 +28,6 @@ from ssl_kd.language.setting_groups import TrainingSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass, rng_state
 from ssl_kd.language.sources import Source, named_rows
-from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.finite import in_words
 from ssl_kd.training.fault_bundle import FlightRecorder

@@ -30,7 +30,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, atomic_write_json, sha256_file
 from ssl_kd.files.lock import Lock
 from ssl_kd.guard.finite import safe_normalize
-from ssl_kd.memory import give_back_memory
+from ssl_kd.guard.memory import give_back_memory
 from ssl_kd.store.embeddings import EmbeddingStore
 from ssl_kd.store.neighbors import (
     cached_neighbors,

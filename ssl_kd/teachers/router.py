@@ -16,8 +16,8 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.losses.routing import load_balance
-from ssl_kd.precision import promote_to_fp32
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 
 _PART = "router"

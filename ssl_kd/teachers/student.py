@@ -23,8 +23,8 @@ from torch import nn
 
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import sync_folder
+from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.seeds import seeded
-from ssl_kd.memory import is_out_of_memory
 from ssl_kd.teachers.card import model_card
 from ssl_kd.teachers.causal import (
     CausalLM,

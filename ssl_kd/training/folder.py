@@ -36,7 +36,7 @@ from ssl_kd.files import (
 )
 from ssl_kd.files.lock import Lock, LockHeld
 from ssl_kd.guard.events import EventLog
-from ssl_kd.memory import free_memory
+from ssl_kd.guard.memory import free_memory
 from ssl_kd.settings import RunSettings, SettingsError
 from ssl_kd.settings.early import check_run_name
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.precision import default_torch_state
+from ssl_kd.guard.precision import default_torch_state
 
 logger = logging.getLogger(__name__)
 

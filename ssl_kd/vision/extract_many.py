@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssl_kd.precision import Precision
+from ssl_kd.guard.precision import Precision
 from ssl_kd.store.shards import Manifest
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.extract import Extraction

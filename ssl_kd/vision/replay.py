@@ -12,9 +12,9 @@ from ssl_kd.errors import InputError
 from ssl_kd.guard.diagnosis import diagnose
 from ssl_kd.guard.faults import Stage, is_healthy
 from ssl_kd.guard.microscope import Fault, Microscope
+from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.seeds import seed_of
 from ssl_kd.heads import OWN_HEADS
-from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.import_paths import path_of_file
 from ssl_kd.training.fault_bundle import (

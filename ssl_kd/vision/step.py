@@ -12,13 +12,13 @@ from torch import Tensor
 from ssl_kd import losses
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.guard.health import Health, is_healthy
+from ssl_kd.guard.memory import to_device_async
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, RowParts
+from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recovery import Recovery, with_all_kinds
 from ssl_kd.guard.seeds import seed_of
 from ssl_kd.guard.update import adamw_, clip_factors, only_healthy, part_norms, rescale_
 from ssl_kd.heads.bank import HeadBank
-from ssl_kd.memory import to_device_async
-from ssl_kd.precision import Precision
 from ssl_kd.vision.objectives import make_objective
 from ssl_kd.vision.settings import HeadSettings
 
@@ -313,11 +313,7 @@ class HeadTrainer:
         learning_rate: float,
         step: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Check gradients `[head, parameter]`, clip them, and update the healthy heads.
-
-        Returns:
-            Loss, gradient norm and stage, `[head]` each.
-        """
+        """Clip `[head, parameter]` gradients, update healthy heads; return loss, norm and stage."""
         state = self.state.rows(rows)
         norm = part_norms(gradient) / state.scale
         sound = torch.isfinite(marginal).all(1)

@@ -16,7 +16,7 @@ from PIL import Image
 from ssl_kd.datasets import FeatureDataset
 from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.files.lock import Lock
-from ssl_kd.precision import Precision
+from ssl_kd.guard import Precision
 from ssl_kd.store import NonFiniteRow, cached_neighbors
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Features

@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
+from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.teacher_cache import TeacherFingerprint, identity, write
 from ssl_kd.language.train import _StudentLearner
 from ssl_kd.losses import linear_distillation
-from ssl_kd.precision import DeviceInfo, Precision
 from ssl_kd.teachers.frozen import FrozenTeacher
 from tests.pretended import pretended_cuda
 

@@ -20,9 +20,9 @@ from torch import nn
 
 from ssl_kd.errors import BAD_INPUT
 from ssl_kd.files import sha256_file
+from ssl_kd.guard import Precision
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.precision import Precision
 from ssl_kd.store import approximate
 from ssl_kd.training.ranks import Ranks
 from ssl_kd.vision import fit

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from ssl_kd.files import CorruptFileError
-from ssl_kd.guard import Event
+from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.faults import Stage
-from ssl_kd.precision import Precision
 from ssl_kd.training.fault_bundle import FlightRecorder, save_bundle
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.replay import bundle_of, replay

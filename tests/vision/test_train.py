@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ssl_kd.guard import TooFewHealthyParts
+from ssl_kd.guard import Precision, TooFewHealthyParts
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.precision import Precision
 from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training

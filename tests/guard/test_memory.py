@@ -11,7 +11,7 @@ RESIDENT = """
 import re
 from pathlib import Path
 import numpy as np
-from ssl_kd.memory import give_back_memory
+from ssl_kd.guard.memory import give_back_memory
 
 def resident():
     text = Path("/proc/self/status").read_text()
@@ -29,7 +29,7 @@ print(held, resident() - before)
 
 
 def test_what_is_not_needed_is_given_back(tmp_path):
-    path = [str(Path(__file__).parents[1])]
+    path = [str(Path(__file__).parents[2])]
     result = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path += {path}\n{RESIDENT}{FREED}"],
         capture_output=True,
