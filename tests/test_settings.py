@@ -250,3 +250,9 @@ def test_a_number_may_also_be_a_word():
             Kitchen(ovens=value)
     with pytest.raises(SettingsError, match="Did you mean all?"):
         Kitchen.parse("ovens", "alll")
+
+
+def test_a_name_of_another_setting_cannot_become_a_field():
+    for names in ({"aliases": {"coal": "heat"}}, {"instead": {"coal": "Use --heat."}}):
+        with pytest.raises(TypeError, match="declares coal, listed in `aliases`"):
+            type("Grill", (Oven,), {"__annotations__": {"coal": str}, **names})

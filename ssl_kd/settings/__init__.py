@@ -41,8 +41,8 @@ class SettingsError(InputError):
 class Rule:
     """The documentation of a setting, and the values that it allows."""
 
-    help: str
-    more: str = ""  # sentences that follow `help` in the settings file
+    help: str  # one line on the effect of the setting, its unit, and the meaning of None
+    more: str = ""  # sentences that only the settings file shows: when and why to change it
     section: str = ""  # title of the section of that file that begins here
     low: float | None = None
     above: float | None = None  # as `low`, excluded
@@ -74,14 +74,7 @@ class Rule:
 
 
 def setting(default: Any, help: str, more: str = "", **rule: Any) -> Any:
-    """Declare a setting: a dataclass field that carries its :class:`Rule`.
-
-    Args:
-        default: The value if neither file nor command line gives one.
-        help: One line on the effect of the setting, its unit, and the meaning of None.
-        more: Sentences that only the settings file shows: when and why to change the setting.
-        **rule: `section`, `low`, `above`, `high`, `below`, `choices` and `forms` of :class:`Rule`.
-    """
+    """Declare a setting: a dataclass field that carries its :class:`Rule`."""
     return dataclasses.field(default=default, metadata={"rule": Rule(help, more, **rule)})
 
 
@@ -107,12 +100,7 @@ def _rules(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Base class of the settings of a mode; checks every field on construction.
-
-    Raises:
-        SettingsError: A value is invalid or a name unknown. The message names the setting, its
-            value, what is allowed, and for an unknown name the nearest one.
-    """
+    """Base class of the settings of a mode; checks every field on construction."""
 
     # Older and foreign names of settings: that name -> the setting's.
     aliases: typing.ClassVar[Mapping[str, str]] = {}
@@ -128,6 +116,15 @@ class Settings:
     file_heading: typing.ClassVar[str] = ""  # what the settings file says at its top
 
     first: typing.ClassVar[tuple[str, ...]] = ()  # settings that --help shows; all of them if empty
+
+    def __init_subclass__(cls) -> None:
+        """Refuse a field whose name is also that of an alias or of a removed setting."""
+        fields = {name for base in cls.__mro__ for name in inspect.get_annotations(base)}
+        if taken := sorted(fields & {*cls.aliases, *cls.instead, *cls.obsolete}):
+            raise TypeError(
+                f"{cls.__name__} declares {', '.join(taken)}, listed in `aliases`, `instead` or "
+                "`obsolete`, so no value would reach the field: remove the name from that list"
+            )
 
     def __post_init__(self) -> None:
         """Check every field, then the rules between fields."""
@@ -213,9 +210,7 @@ class Settings:
     def hint(cls, field: str, more: typing.Iterable[str] = ()) -> str:
         """Return a sentence with the flag to use instead of an unknown name, or an empty string.
 
-        Args:
-            field: The unknown name.
-            more: Known flags that are not settings.
+        `more` are known flags that are not settings.
         """
         if field in cls.instead:
             return f" {cls.instead[field]}"
@@ -264,10 +259,6 @@ class Settings:
         """Read settings from a file of UPPER_CASE literals; missing ones keep their defaults.
 
         The file is parsed, never executed.
-
-        Raises:
-            SettingsError: The file cannot be read, or a line is not `NAME = literal` with a valid
-                value.
         """
         assigned = _read_literals(Path(path))
         for name, (line, value) in assigned.items():
@@ -329,14 +320,11 @@ class RunSettings(Settings):
 
     def check_together(self) -> None:
         """Raise SettingsError if RUN_NAME cannot be the name of a folder in RUNS_DIR."""
-        if self.run_name is not None and self.run_name in (".", "..", "latest"):
+        name = self.run_name or ""
+        if name in (".", "..", "latest") or "/" in name or "\\" in name:
             raise SettingsError(
-                f"RUN_NAME is {self.run_name!r}, which is reserved: choose another."
-            )
-        if self.run_name is not None and ("/" in self.run_name or "\\" in self.run_name):
-            raise SettingsError(
-                f"RUN_NAME is {self.run_name!r}, but must be a name without slashes: the run folder"
-                " is created in RUNS_DIR."
+                f"RUN_NAME is {name!r}, but must be a name without slashes, and not '.', '..' or"
+                " 'latest': the run folder is created in RUNS_DIR."
             )
 
 
@@ -358,11 +346,8 @@ def nearest(
 ) -> str:
     """Return ``" Did you mean X?"`` with the known word closest to `word`, or an empty string.
 
-    Args:
-        word: The unknown word. If exactly one known word begins with it, that one is suggested.
-        known: The known words.
-        aliases: Known word -> the word to suggest instead.
-        shown: Formats the suggested word.
+    If exactly one known word begins with `word`, that one is suggested. `aliases` map known words
+    to the words to suggest instead, and `shown` formats the suggestion.
     """
     words = list(dict.fromkeys(known))
     close = [name for name in words if len(word) > 2 and name.startswith(word)]

@@ -17,9 +17,7 @@ _WORD = re.compile(r"""(?<![\w'"./=-])(--[a-z]\w*|[A-Z][A-Z0-9_]+)(?![\w'"./=-])
 def named_as_arguments(cls: type[Settings], **others: str) -> Iterator[None]:
     """Rewrite errors raised inside: `n_clusters` in place of N_CLUSTERS and --n_clusters.
 
-    Args:
-        cls: the class that declares the settings.
-        **others: setting -> argument, for those with different names: `seed="random_state"`.
+    `others` are arguments whose names differ from their settings': `seed="random_state"`.
     """
 
     def argument(word: re.Match[str]) -> str:

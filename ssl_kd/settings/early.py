@@ -30,11 +30,7 @@ def home_resolved(name: str) -> Path:
 
 
 def dataset_path(name: str) -> Path:
-    """Return the path of a data set that is a folder of images or a feature file.
-
-    Raises:
-        DatasetUnavailable: The path does not exist, or is a file with another suffix.
-    """
+    """Return the path of a data set that is a folder of images or a feature file."""
     path = home_resolved(name)
     if path.is_dir() or (path.suffix.lower() in FEATURE_FILES and path.is_file()):
         return path
@@ -53,11 +49,7 @@ def check_dataset(name: str | None) -> None:
 
 
 def run_folder(name: str | Path) -> Path:
-    """Return the path of a run folder, with `~` expanded.
-
-    Raises:
-        RunFolderError: The path is not a run folder: it has no `config.json`.
-    """
+    """Return the path of a run folder, with `~` expanded; raise RunFolderError if it is none."""
     path = home_resolved(str(name))
     if not (path / "config.json").is_file():
         raise RunFolderError(
@@ -67,15 +59,7 @@ def run_folder(name: str | Path) -> Path:
 
 
 def run_to_extend(name: str, runs: str) -> Path:
-    """Return the run folder that EXTEND names.
-
-    Args:
-        name: A path, or the name of a run in `runs`.
-        runs: RUNS_DIR.
-
-    Raises:
-        RunFolderError: Neither is a run folder.
-    """
+    """Return the run folder that EXTEND names: a path, or the name of a run in RUNS_DIR."""
     places = [home_resolved(name), Path(runs) / name]
     folder = next((place for place in places if (place / "config.json").is_file()), None)
     if folder is None:
@@ -87,15 +71,7 @@ def run_to_extend(name: str, runs: str) -> Path:
 
 
 def check_run_name(path: Path, resume: bool) -> None:
-    """Check that a run to resume exists, or that the folder of a new run is free.
-
-    Args:
-        path: The run folder that RUN_NAME names.
-        resume: Whether RESUME is set.
-
-    Raises:
-        RunFolderError: The run to resume does not exist, or the folder is taken.
-    """
+    """Check that a run to resume exists, or that the folder of a new run is free."""
     if resume:
         if not (path / "config.json").exists():
             raise RunFolderError(
@@ -115,11 +91,7 @@ def check_run_name(path: Path, resume: bool) -> None:
 def launched_as(environment: Mapping[str, str]) -> tuple[int, int, str] | None:
     """Return rank, number of processes, and the names of the variables that define them.
 
-    Args:
-        environment: The environment variables of this process.
-
-    Returns:
-        None if no launcher (torchrun, mpirun, srun) started several processes.
+    The result is None if no launcher (torchrun, mpirun, srun) started several processes.
     """
     for size, rank in LAUNCHERS.items():
         count, place = environment.get(size, ""), environment.get(rank, "")

@@ -30,21 +30,8 @@ def explain(error: BaseException) -> str:
 
 
 def check_installed(names: Collection[str], extra: str) -> None:
-    """Raise MissingPackage if a package is not installed; no package is imported.
-
-    Args:
-        names: Import names of the packages.
-        extra: The extra of ssl_kd that installs them, for the message.
-    """
-    missing = []
-    for name in names:
-        try:
-            is_installed = importlib.util.find_spec(name) is not None
-        except ImportError:
-            is_installed = False
-        if not is_installed:
-            missing.append(name)
-    if missing:
+    """Raise MissingPackage if a package is not installed; no package is imported."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         plural = "s" if len(missing) > 1 else ""
         raise MissingPackage(
             f"This needs the package{plural} {', '.join(missing)}: pip install 'ssl_kd[{extra}]'"
@@ -54,13 +41,7 @@ def check_installed(names: Collection[str], extra: str) -> None:
 def import_class(path: str, base: type[T], what: str) -> type[T]:
     """Import the class of an import path such as `heads.cosine_head.CosineHead`.
 
-    Args:
-        path: The import path, package.module.Class.
-        base: The class that it must inherit from.
-        what: The role of the class in messages, such as `head` or `teacher`.
-
-    Raises:
-        InputError: The path has no dot, cannot be imported, or is not a subclass of `base`.
+    It must be a subclass of `base`; `what` is its role in messages, such as `head`.
     """
     module, _, name = path.rpartition(".")
     if not module:
@@ -90,19 +71,9 @@ def path_of_file(
 ) -> str:
     """Return the import path of a class that a file names, if it is safe to import.
 
-    An import executes code, and a file from elsewhere can name any module. So only classes of this
-    library are imported, and those that the caller names.
-
-    Args:
-        recorded: The import path in the file.
-        trusted: The import path that the caller passed; None: the caller passed none.
-        own: The import paths of this library's classes.
-        what: The role of the class in the message, such as `head` or `loss`.
-        file: The file that names the class, for the message.
-        way: The argument to pass for a trusted class, such as `--head heads.mine.Head`.
-
-    Raises:
-        InputError: The file names a class outside the library, and the caller passed none.
+    An import executes code, and a file from elsewhere can name any module. So only the library's
+    `own` classes are imported, and the `trusted` one that the caller names. `what`, `file` and
+    `way`, the argument for a trusted class such as `--head heads.mine.Head`, are for the message.
     """
     if trusted is not None:
         return trusted

@@ -32,11 +32,7 @@ def test_report_to_a_tracker(settings, monkeypatch):
 BLOCKED = """
 import runpy, sys
 missing, *sys.argv = sys.argv[1:]
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == missing:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Blocked())
+sys.modules[missing] = None
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
