@@ -118,8 +118,6 @@ def open_text(
     """
     if split not in ("train", "test", "all"):
         raise ValueError(f"split is {split!r}; expected 'train', 'test' or 'all'")
-    if not 0 <= held_out < 1:
-        raise ValueError(f"held_out is {held_out}; expected a fraction from 0 to below 1")
     name = os.fspath(source)
     divided, items = _read(name, split, field)
 

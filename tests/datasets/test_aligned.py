@@ -12,7 +12,6 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
-from ssl_kd.datasets import aligned as alignment  # noqa: E402
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.datasets.blocks import make_blocks  # noqa: E402
 from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
@@ -228,15 +227,6 @@ def test_characters_dropped_in_silence_do_not_shift_what_follows(trained):
     for i, (written, said) in enumerate(pieces):
         kept = written.translate({ord("家"): None, ord("👩"): None})
         assert said == (f" {kept}" if i == 0 else kept)
-
-
-def test_statistics_do_not_depend_on_the_slices(trained, monkeypatch):
-    stories = dataset(*(STORY[: 20 + i] for i in range(120)))
-    blocks = aligned_blocks(stories, trained["bytes"], trained["word piece"], 256)
-    whole = blocks.statistics()
-    monkeypatch.setattr(alignment, "SLICE", 50)
-    assert blocks.statistics() == whole
-    assert 0 < whole["matched"] < whole["one_to_one"] < 1 < whole["student_tokens_per_group"]
 
 
 def test_one_tokenizer_on_both_sides_is_one_to_one(trained):

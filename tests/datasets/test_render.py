@@ -345,15 +345,6 @@ def test_arguments_of_every_kind_are_learned_as_they_are(name, arguments):
     assert second.count("f<b>") == 1 and "𓀀" not in first + second
 
 
-def test_the_report_says_how_many_turns_are_learned():
-    from ssl_kd.datasets.render import describe_turns
-
-    turns = describe_turns(Counter(there=1200, learned=1199, hidden=2))
-    about = "1,199 of 1,200 assistant turns are trained on; the template omits the"
-    assert turns == f"{about} reasoning of 2 earlier turns"
-    assert describe_turns(Counter()) == ""
-
-
 def test_named_templates_are_chosen_by_tools():
     tokenizer = tokenizer_with(TEMPLATES["llama3"])
     tokenizer.chat_template = {"default": TEMPLATES["llama3"], "tool_use": TEMPLATES["qwen3"]}
