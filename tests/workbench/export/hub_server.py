@@ -32,14 +32,22 @@ class Handler(BaseHTTPRequestHandler):
             siblings = [{"rfilename": name} for repo, name in files if repo == found[1]]
             if siblings:
                 return self._answer({"id": found[1], "sha": SHA, "siblings": siblings})
+        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/.*", path):
+            names = [(name, data) for (repo, name), data in files.items() if repo == found[1]]
+            return self._answer(
+                [{"type": "file", "path": n, "size": len(d), "oid": _etag(d)} for n, d in names]
+            )
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             data = files.get((found[1], found[2]))
             if data is not None:
-                etag = f'"{hashlib.sha1(data).hexdigest()}"'
-                return self._answer(data, ETag=etag, X_Repo_Commit=SHA)
+                return self._answer(data, ETag=f'"{_etag(data)}"', X_Repo_Commit=SHA)
         return self._answer({"error": "Not found"}, 404, X_Error_Code="RepoNotFound")
 
     do_HEAD = do_GET
+
+
+def _etag(data):
+    return hashlib.sha1(data).hexdigest()
 
 
 class Hub(LocalServer):
