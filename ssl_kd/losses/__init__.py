@@ -11,11 +11,7 @@ from ssl_kd.losses.mutual_information import (
     log_probabilities,
     temi,
 )
-from ssl_kd.losses.self_distillation import (
-    centered_targets,
-    sharpened_cross_entropy,
-    sinkhorn_targets,
-)
+from ssl_kd.losses.self_distillation import centered_targets, sharpened_cross_entropy
 from ssl_kd.losses.teacher_output import (
     LinearTeacher,
     LogitsTeacher,
@@ -50,7 +46,6 @@ __all__ = [
     "next_token_targets",
     "safe_normalize_weights",
     "sharpened_cross_entropy",
-    "sinkhorn_targets",
     "temi",
     "token_kd",
 ]

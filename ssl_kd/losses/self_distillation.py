@@ -1,4 +1,4 @@
-"""Self-distillation with sharpened teacher targets, centered (DINO) or balanced (Sinkhorn).
+"""Self-distillation with centered and sharpened teacher targets, as in DINO.
 
 Finite logits beyond +-65504 are clamped to it; infinite logits stay infinite, so that the guard
 finds the overflow. Results are float32 (float64 for float64 input).
@@ -38,27 +38,6 @@ def centered_targets(teacher_logits: Tensor, center: Tensor, temperature: float)
     return along_clusters(torch.softmax, (logits - center.detach().view(shape)) / temperature)
 
 
-def sinkhorn_targets(teacher_logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
-    """Return the teacher's targets, balanced so that a batch uses all clusters equally.
-
-    The Sinkhorn-Knopp algorithm normalizes over samples (all axes between head and cluster) and
-    over clusters in turn, in log space so that no exponential overflows. Three iterations suffice.
-
-    References:
-        Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,
-        2020, algorithm 1.
-    """
-    check_temperature("teacher_temperature", temperature)
-    if iterations < 1:
-        raise ValueError(f"iterations is {iterations}; expected at least 1")
-    logits = saturated(teacher_logits.detach(), infinities=False) / temperature
-    log_q = logits.flatten(1, -2)
-    for _ in range(iterations):
-        log_q = log_q - torch.logsumexp(log_q, dim=1, keepdim=True)  # every cluster the same mass
-        log_q = torch.log_softmax(log_q, dim=2)  # every sample mass one
-    return log_q.exp().view(logits.shape)
-
-
 class _CrossEntropy(torch.autograd.Function):
     """Compute `-sum_k q_k log p_k` of each sample; its gradient is `(p sum_k q_k - q) / T`."""
 
@@ -91,7 +70,7 @@ def sharpened_cross_entropy(
     Args:
         student_logits: `[head, view, batch, cluster]`, two views or more.
         targets: `[head, view, batch, cluster]`, or the same with one head; probabilities from
-            `centered_targets` or `sinkhorn_targets`. No gradient flows into them.
+            `centered_targets`. No gradient flows into them.
         weights: `[1 or head, batch]`, sample weights; each row sums to one. None for an unweighted
             mean.
         student_temperature: positive.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from ssl_kd.divergences import divergence_named
 from ssl_kd.guard.memory import to_device_async
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
-from ssl_kd.losses.rows import Outside, outside_of, row_divergences, saturated
+from ssl_kd.losses.rows import Outside, outside_of
 from ssl_kd.losses.teacher_output import (
     LinearTeacher,
     LogitsTeacher,
@@ -23,8 +23,6 @@ from ssl_kd.losses.teacher_output import (
     check_teacher,
 )
 from ssl_kd.losses.token_terms import TokenObjective, chunk_rows, summed_terms
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def token_kd(
@@ -34,7 +32,6 @@ def token_kd(
     mask: Tensor | None = None,
     temperature: float = 2.0,
     divergence: str = "forward_kl",
-    reduction: Literal["mean", "sum", "none"] = "mean",
     num_items_in_batch: float | Tensor | None = None,
 ) -> Tensor:
     r"""Return the mean of `T^2 D(p, q)` over real tokens, teacher p and student q at temperature T.
@@ -61,16 +58,14 @@ def token_kd(
             if all tokens are real.
         temperature: T, in [1e-4, 1e4].
         divergence: name of D in `ssl_kd.divergences.DIVERGENCES`, or `js:BETA`.
-        reduction: `mean` or `sum` over real tokens, or `none`, which keeps the gradient of all
-            logits in memory until the backward pass.
-        num_items_in_batch: divisor of the mean, in place of the number of real tokens in this call.
-            For gradient accumulation, pass the number of real tokens in all batches of the step (a
-            transformers Trainer passes it to `compute_loss`); the accumulated gradient then equals
-            that of one large batch.
+        num_items_in_batch: divisor of the mean, in place of the number of real tokens in this call;
+            1 gives the sum. For gradient accumulation, pass the number of real tokens in all
+            batches of the step (a transformers Trainer passes it to `compute_loss`); the
+            accumulated gradient then equals that of one large batch.
 
     Returns:
         A scalar, float32 (float64 for float64 input); if all tokens are masked, it is 0 and has a
-        gradient of 0. With `reduction="none"` `[batch, token]`, 0 at masked tokens.
+        gradient of 0.
 
     Raises:
         ValueError: an argument is out of range, or shapes do not fit; the message names them.
@@ -100,35 +95,7 @@ def token_kd(
                 "floating dtype and a vocabulary of one entry or more"
             )
     check_temperature("temperature", temperature)
-    _check_reduction(reduction, num_items_in_batch)
-    student = student_logits.flatten(0, 1)
-    teacher = teacher_logits.detach().flatten(0, 1)
-    rows = None
-    if mask is not None and not mask.all():
-        rows = mask.flatten().nonzero().flatten()
-        student, teacher = student[rows], teacher[rows]
-    if reduction == "none":
-        values = _row_losses(student, teacher, temperature, divergence)
-        if rows is not None:
-            values = values.new_zeros(shape.numel()).index_copy(0, rows, values)
-        return values.view(shape)
-    options: dict[str, Any] = {"temperature": temperature, "divergence": divergence}
-    total = distillation_terms(student, None, None, None, [LogitsTeacher(teacher)], **options)[1]
-    if reduction == "sum":
-        return total
-    if isinstance(num_items_in_batch, Tensor):  # 0 where all tokens of a step are masked
-        return total / num_items_in_batch.clamp(min=1)
-    return total / (max(1, len(student)) if num_items_in_batch is None else num_items_in_batch)
-
-
-def _check_reduction(reduction: str, items: float | Tensor | None) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
-    if items is not None and reduction != "mean":
-        raise ValueError(
-            f"num_items_in_batch is {items} and reduction {reduction!r}; expected reduction "
-            "'mean', because only the mean has a divisor"
-        )
+    items = num_items_in_batch
     if isinstance(items, Tensor):  # reading its value would wait for the device
         valid = items.ndim == 0
     else:
@@ -137,18 +104,16 @@ def _check_reduction(reduction: str, items: float | Tensor | None) -> None:
         raise ValueError(
             f"num_items_in_batch is {items!r}; expected the number of real tokens, finite and > 0"
         )
-
-
-def _row_losses(student: Tensor, teacher: Tensor, temperature: float, divergence: str) -> Tensor:
-    """Compute `T^2 D` of each row `[n]` over the common vocabulary."""
-    kind = divergence_named(divergence)
-    common = min(student.shape[-1], teacher.shape[-1])
-    student, teacher = student[:, :common], teacher[:, :common]
-    outside = outside_of([(student, False), (teacher, True)])
-    student, teacher = saturated(student), saturated(teacher)
-    if not len(student) or (outside and outside.at is None and len(outside.entries) == common):
-        return student[:, :0].sum(-1)
-    return row_divergences(student, teacher, temperature, kind, outside)
+    student = student_logits.flatten(0, 1)
+    teacher = teacher_logits.detach().flatten(0, 1)
+    if mask is not None and not mask.all():
+        rows = mask.flatten().nonzero().flatten()
+        student, teacher = student[rows], teacher[rows]
+    options: dict[str, Any] = {"temperature": temperature, "divergence": divergence}
+    total = distillation_terms(student, None, None, None, [LogitsTeacher(teacher)], **options)[1]
+    if isinstance(items, Tensor):  # 0 where all tokens of a step are masked
+        return total / items.clamp(min=1)
+    return total / (max(1, len(student)) if items is None else items)
 
 
 def next_token_targets(input_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

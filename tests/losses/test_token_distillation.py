@@ -229,15 +229,14 @@ def test_an_unlikely_outcome_far_apart_in_close_rows_keeps_its_share(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_finite_logits_beyond_half_precision_count_as_its_largest(name, reduction):
+def test_finite_logits_beyond_half_precision_count_as_its_largest(name):
     signs = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).sign()
-    options = {"divergence": name, "reduction": reduction}
+    options = {"divergence": name}
     held, huge = signs * 65504, (signs * 3e38).requires_grad_()
     value = token_kd(huge, huge.detach().flip(0), **options)
-    value.sum().backward()
+    value.backward()
     assert torch.equal(value, token_kd(held, held.flip(0), **options))
-    assert value.isfinite().all() and huge.grad.isfinite().all() and huge.grad.any()
+    assert value.isfinite() and huge.grad.isfinite().all() and huge.grad.any()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -245,25 +244,15 @@ def test_finite_logits_beyond_half_precision_count_as_its_largest(name, reductio
 def test_where_every_entry_is_outside_the_vocabulary_nothing_is_distilled(name, side):
     both = _case()
     both[side].fill_(-INF)
-    for reduction in ("mean", "none"):
-        value, gradient = _ours_of(*both, divergence=name, reduction=reduction)
-        assert not value.any() and not gradient.any()
+    value, gradient = _ours(*both, divergence=name)
+    assert not value.any() and not gradient.any()
 
 
-def _ours_of(student, teacher, **options):
-    student = student.detach().clone().requires_grad_()
-    value = token_kd(student, teacher, **options)
-    value.sum().backward()
-    return value, student.grad
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_entries_that_a_student_lacks_at_every_token_are_excluded_however_many(reduction):
+def test_entries_that_a_student_lacks_at_every_token_are_excluded_however_many():
     student, teacher = _case(vocab=9)
     student[..., 2:] = -INF
-    value, _ = _ours_of(student, teacher, reduction=reduction)
-    expected, _ = _ours_of(student[..., :2], teacher[..., :2], reduction=reduction)
-    torch.testing.assert_close(value, expected)
+    value, _ = _ours(student, teacher)
+    torch.testing.assert_close(value, _ours(student[..., :2], teacher[..., :2])[0])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "tvd"])  # it has no logarithm
@@ -274,23 +263,6 @@ def test_a_rare_entry_counts_fully_between_nearly_equal_distributions(name):
     expected, _ = oracle.token_kd(q.log(), p.log(), temperature=1.0, name=name)
     value = token_kd(q.log().float(), p.log().float(), **options)
     torch.testing.assert_close(value.double(), expected, rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_reductions_are_of_the_same_tokens(name):
-    student, teacher = _case()
-    student[..., 5] = teacher[..., 2] = -INF
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    student[1, 1] = float("nan")
-    options = {"mask": mask, "divergence": name}
-    mean, slope = _ours_of(student, teacher, **options)
-    total, of_total = _ours_of(student, teacher, reduction="sum", **options)
-    each, of_each = _ours_of(student, teacher, reduction="none", **options)
-    assert each.shape == (2, 3) and not each[mask == 0].any()
-    torch.testing.assert_close(total, mean * 3)
-    torch.testing.assert_close(each.sum(), total)
-    torch.testing.assert_close(of_total, slope.mul(3))
-    torch.testing.assert_close(of_each, of_total)
 
 
 @pytest.mark.parametrize("items", [float, torch.tensor])
@@ -307,11 +279,10 @@ def test_accumulated_batches_of_any_length_are_one_large_batch(items):
     torch.testing.assert_close(torch.cat([gradient for _, gradient in parts]), slope)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_second_derivative_is_refused_and_not_taken_for_0(reduction):
+def test_a_second_derivative_is_refused_and_not_taken_for_0():
     student, teacher = _case()
     student.requires_grad_()
-    loss = token_kd(student, teacher, reduction=reduction).sum()
+    loss = token_kd(student, teacher)
     (plain,) = torch.autograd.grad(loss, student, retain_graph=True)
     (slope,) = torch.autograd.grad(loss, student, create_graph=True)
     assert torch.equal(slope, plain) and slope.requires_grad
@@ -377,10 +348,9 @@ def test_a_filtered_teacher_is_exact_and_gives_other_entries_probability_0(name,
     padding=st.integers(0, 4),
     tokens=st.integers(1, 4),
     beside=st.sampled_from(["filtered", "otherwise filtered", "whole"]),
-    chunked=st.booleans(),
 )
 def test_the_loss_of_a_row_is_the_same_alone_and_in_any_batch(
-    name, seed, k, padding, tokens, beside, chunked
+    name, seed, k, padding, tokens, beside
 ):
     student, teacher = _case(batch=5, tokens=tokens, vocab=24, seed=seed)
     batch = torch.full_like(teacher, -INF)
@@ -389,21 +359,12 @@ def test_the_loss_of_a_row_is_the_same_alone_and_in_any_batch(
     batch[..., : 24 - padding] = others.get(beside, real)
     batch[:2, :, : 24 - padding] = _filtered(real, k)[:2]
 
-    def rows(student, teacher):
-        student = student.clone().requires_grad_()
-        if chunked:
-            flat = [x.flatten(0, 1) for x in (student, teacher)]
-            total = losses.logits_distillation(
-                flat[0], None, [losses.LogitsTeacher(flat[1])], temperature=2.0, divergence=name
-            )[1]
-            return (total, *torch.autograd.grad(total, student))
-        each = token_kd(student, teacher, divergence=name, reduction="none").sum(-1)
-        return (each, *torch.autograd.grad(each.sum(), student))
+    def total(student, teacher):
+        return _ours(student, teacher, divergence=name, num_items_in_batch=1)
 
-    together = rows(student, batch)
-    alone = [rows(student[i : i + 1], batch[i : i + 1]) for i in range(5)]
-    values = torch.stack([value.squeeze() for value, _ in alone])
-    torch.testing.assert_close(values.sum() if chunked else values, together[0], rtol=1e-9, atol=0)
+    together = total(student, batch)
+    alone = [total(student[i : i + 1], batch[i : i + 1]) for i in range(5)]
+    torch.testing.assert_close(sum(value for value, _ in alone), together[0], rtol=1e-9, atol=0)
     gradient = torch.cat([gradient for _, gradient in alone])
     torch.testing.assert_close(gradient, together[1], rtol=1e-9, atol=1e-12)
 
@@ -439,14 +400,12 @@ def test_every_token_masked_is_a_zero_on_the_graph():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduction": "batchmean"}, "reduction is 'batchmean'; expected one of mean, sum, none"),
-        ({"num_items_in_batch": 3, "reduction": "sum"}, "only the mean has a divisor"),
         *[
             ({"num_items_in_batch": items}, "num_items_in_batch is .* expected the number")
             for items in (0, INF, "6", torch.tensor([6]))
         ],
-        ({"divergence": "kl", "reduction": "none"}, "forward_kl, reverse_kl, js"),
-        ({"temperature": 0.0, "reduction": "none"}, "temperature is 0.0"),
+        ({"divergence": "kl"}, "forward_kl, reverse_kl, js"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"mask": torch.ones(3, 2)}, r"mask \(3, 2\)"),
         ({"student_logits": torch.zeros(2, 3, 0)}, "student_logits"),

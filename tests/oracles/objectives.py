@@ -51,17 +51,3 @@ def sharpened(student, teacher, center, *, ts=0.1, tt=0.04):
             total = total - (target * torch.log(torch.softmax(student[h, v] / ts, dim=-1))).sum(-1)
         losses.append((total / 2).mean())
     return torch.stack(losses)
-
-
-def sinkhorn(teacher, temperature, iterations):
-    """SwAV algorithm 1, as in its appendix: Q is cluster x sample, in probabilities."""
-    out = []
-    for logits in teacher:
-        q = torch.exp(logits.reshape(-1, logits.shape[-1]) / temperature).T
-        q = q / q.sum()
-        k, b = q.shape
-        for _ in range(iterations):
-            q = q / q.sum(1, keepdim=True) / k
-            q = q / q.sum(0, keepdim=True) / b
-        out.append((q * b).T.reshape(logits.shape))
-    return torch.stack(out)
