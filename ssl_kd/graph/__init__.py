@@ -3,7 +3,6 @@
 from ssl_kd.graph.criterion import Graph, joint, partition_value, refine
 from ssl_kd.graph.ensemble import Ensemble, View, agreement, consensus, form_ensemble
 from ssl_kd.graph.fuzzy import fuzzy_graph
-from ssl_kd.graph.kmeans import kmeans
 
 __all__ = [
     "Ensemble",
@@ -14,7 +13,6 @@ __all__ = [
     "consensus",
     "fuzzy_graph",
     "joint",
-    "kmeans",
     "partition_value",
     "refine",
 ]

@@ -91,10 +91,7 @@ def _value(information: Floats | float, entropy: Floats | float, alpha: float) -
 def refine(
     graph: Graph, clusters: Ints, n_clusters: int, alpha: float = ALPHA, sweeps: int = SWEEPS
 ) -> Ints:
-    """Move each node to its best cluster, in sweeps over all nodes, until the value stops growing.
-
-    The best cluster has the largest derivative of the value: a sweep is one pass over the edges.
-    """
+    """Move each node to its best cluster, in sweeps over all, until the value stops growing."""
     best, clusters, highest = clusters, np.asarray(clusters, np.int64), -np.inf
     for _ in range(sweeps):
         ties = graph.ties(clusters, n_clusters)
@@ -152,7 +149,7 @@ def one_hot(clusters: Ints, n_clusters: int) -> sp.csr_matrix:
 
 
 def _preferred(graph: Graph, ties: Any, joint: Floats, alpha: float) -> Ints:
-    """Return for each node the cluster with the largest derivative of the value."""
+    """Return for each node the cluster with the largest derivative of the value, in one pass."""
     k = len(joint)
     share = np.maximum(joint.sum(1), 1e-12)
     logs = np.log(np.maximum(joint, 1e-6 * np.outer(share, share)))

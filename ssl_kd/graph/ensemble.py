@@ -139,10 +139,7 @@ def vote(candidates: Sequence[Candidate], kind: Kind, n_clusters: int) -> Ints:
 
 
 def voters(candidates: Iterable[Candidate], kind: Kind) -> list[Candidate]:
-    """Return the candidates that vote for this kind of evenness.
-
-    For `between` and `uneven`, only candidates that find clusters of any size vote.
-    """
+    """Return the candidates that vote for this kind of evenness."""
     left_out = {"even": (PEAKS, MASS), "between": (MASS,), "uneven": ()}[kind]
     return [c for c in candidates if c.family not in left_out and (kind == "even" or c.any_size)]
 

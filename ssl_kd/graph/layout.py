@@ -175,9 +175,7 @@ class Density:
         for peak in sorted(died, key=lambda peak: rank[peak]):  # higher ones are settled already
             if peak not in lasting:
                 into[peak] = into[died[peak][1]]
-        return np.unique([into[int(peak)] for peak in basin], return_inverse=True)[1].astype(
-            np.int64
-        )
+        return np.unique([into[int(peak)] for peak in basin], return_inverse=True)[1]
 
     @cached_property
     def _tree(self) -> tuple[Ints, Ints, NDArray[np.float64]]:

@@ -171,10 +171,7 @@ def number_of_clusters(graph: Graph, densities: Sequence[Density] = ()) -> Evide
 
 
 def unanimous(partitions: Mapping[int, Ints], densities: Sequence[Density]) -> int | None:
-    """Return the number of clusters, up to 30, at which partitions of all methods are most similar.
-
-    It is None if the mean adjusted Rand index is below 0.97 at all numbers.
-    """
+    """Return the number of clusters, up to 30, at which all methods agree best, or None."""
     from sklearn.metrics import adjusted_rand_score
 
     best, number = UNANIMOUS, None

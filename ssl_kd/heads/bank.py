@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -156,29 +155,21 @@ def head_maker(path: str, in_dim: int, n_clusters: int, **options: int) -> Calla
     """
     head = import_head(path)
     known = inspect.signature(head).parameters
-    return _Maker(path, head, in_dim, n_clusters, {k: v for k, v in options.items() if k in known})
+    widths = {name: width for name, width in options.items() if name in known}
 
-
-@dataclass(frozen=True)
-class _Maker:
-    path: str
-    head: type[nn.Module]
-    in_dim: int
-    n_clusters: int
-    options: dict[str, int]
-
-    def __call__(self) -> nn.Module:
+    def make() -> nn.Module:
         try:
-            return self.head(self.in_dim, self.n_clusters, **self.options)
+            return head(in_dim, n_clusters, **widths)
         except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
                 raise
-            widths = "".join(f", {name}={width}" for name, width in self.options.items())
+            more = "".join(f", {name}={width}" for name, width in widths.items())
             raise InputError(
-                f"head {self.path!r} cannot be built by {self.head.__name__}({self.in_dim}, "
-                f"{self.n_clusters}{widths}); expected a constructor (in_dim, n_clusters): "
-                f"{explain(error)}"
+                f"head {path!r} cannot be built by {head.__name__}({in_dim}, {n_clusters}{more}); "
+                f"expected a constructor (in_dim, n_clusters): {explain(error)}"
             ) from error
+
+    return make
 
 
 def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) -> None:

@@ -1,7 +1,6 @@
 """Losses as pure functions of tensors; half-precision inputs are computed in float32."""
 
-from ssl_kd.divergences import DIVERGENCES, Divergence
-from ssl_kd.guard.finite import safe_normalize_weights
+from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.mutual_information import (
     InstanceWeight,
@@ -28,7 +27,6 @@ from ssl_kd.losses.token_distillation import (
 
 __all__ = [
     "DIVERGENCES",
-    "Divergence",
     "InstanceWeight",
     "LegacyClamp",
     "LinearTeacher",
@@ -44,7 +42,6 @@ __all__ = [
     "log_probabilities",
     "logits_distillation",
     "next_token_targets",
-    "safe_normalize_weights",
     "sharpened_cross_entropy",
     "temi",
     "token_kd",

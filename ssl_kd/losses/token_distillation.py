@@ -16,12 +16,7 @@ from ssl_kd.guard.memory import to_device_async
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.rows import Outside, outside_of
-from ssl_kd.losses.teacher_output import (
-    LinearTeacher,
-    LogitsTeacher,
-    TeacherOutput,
-    check_teacher,
-)
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, check_teacher
 from ssl_kd.losses.token_terms import TokenObjective, chunk_rows, summed_terms
 
 

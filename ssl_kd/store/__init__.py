@@ -3,7 +3,7 @@
 from ssl_kd.store.approximate import find_neighbors, kept_neighbors
 from ssl_kd.store.embeddings import EmbeddingStore, EmbeddingWriter
 from ssl_kd.store.fingerprint import BaseFingerprint, Fingerprint, FingerprintMismatch
-from ssl_kd.store.neighbors import cached_neighbors, nearest_neighbors
+from ssl_kd.store.neighbors import nearest_neighbors
 from ssl_kd.store.shards import NonFiniteRow, ShardStore
 from ssl_kd.store.writer import ShardWriter
 
@@ -16,7 +16,6 @@ __all__ = [
     "NonFiniteRow",
     "ShardStore",
     "ShardWriter",
-    "cached_neighbors",
     "find_neighbors",
     "kept_neighbors",
     "nearest_neighbors",

@@ -27,19 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError, atomic_write_json, sha256_file
+from ssl_kd.files import CorruptFileError, atomic_write, atomic_write_json, sha256_file
 from ssl_kd.files.lock import Lock
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.guard.memory import give_back_memory
 from ssl_kd.store.embeddings import EmbeddingStore
-from ssl_kd.store.neighbors import (
-    cached_neighbors,
-    check_k,
-    load_faiss,
-    nearest_among,
-    saved_exact,
-    search_on,
-)
+from ssl_kd.store.neighbors import check_k, load_faiss, nearest_among, nearest_neighbors, search_on
 from ssl_kd.training.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -82,11 +75,12 @@ def find_neighbors(
         InputError: k is out of range, or the disk has too little space for the index.
         LockHeld: another process is searching in this folder.
     """
-    if not by_index(store):
-        neighbors = cached_neighbors(store, k, device=device, progress=progress)
-        return neighbors, {"index": "exact", "recall": 1.0}
     check_k(k, store.n)
-    if saved := _saved(store, k):
+    saved = _saved(store, k)
+    if not by_index(store):
+        neighbors = saved[0].long() if saved else _all_pairs(store, k, device, progress)
+        return neighbors, {"index": "exact", "recall": 1.0}
+    if saved:
         return saved
     with Lock(store.folder / f".neighbours_{store.split}.lock"):
         if saved := _saved(store, k):  # another process has just finished
@@ -114,14 +108,26 @@ def by_index(store: EmbeddingStore) -> bool:
 
 
 def kept_neighbors(store: EmbeddingStore, k: int) -> Tensor | None:
-    """Load the neighbors that `find_neighbors` saved for a store; return None if there are none.
+    """Map the file in which `find_neighbors` saved neighbors; return None if there is none.
 
-    The checksum of a mapped file is not verified, which would read the whole file.
+    Its checksum is not verified, because that would read the whole file.
     """
-    if not by_index(store):
-        return saved_exact(store, k)
     saved = _saved(store, k, verify=False)
     return None if saved is None else saved[0]
+
+
+def _all_pairs(
+    store: EmbeddingStore, k: int, device: str | torch.device, progress: Progress | None
+) -> Tensor:
+    neighbors = nearest_neighbors(store, k, device=device, progress=progress)
+    (path, record_path), small = _paths(store), neighbors.numpy().astype(np.int32)
+    try:
+        atomic_write(path, lambda file: np.save(file, small))
+        record = {"digest": store.digest, "k": k, "index": "exact", "recall": 1.0}
+        atomic_write_json(record_path, record | {"sha256": sha256_file(path)})
+    except OSError as error:
+        logger.warning("cannot save the neighbors for the next run: %s", error)
+    return neighbors
 
 
 def _paths(store: EmbeddingStore) -> tuple[Path, Path]:

@@ -241,9 +241,6 @@ class EmbeddingStore(ShardStore):
             "zero_rows": sum(statistics["zero_rows"] for _, statistics in filled),
         }
 
-    def __repr__(self) -> str:
-        return f"EmbeddingStore({str(self.folder)!r}, {self.split!r}, n={self.n}, dim={self.dim})"
-
     def gather(self, rows: Tensor) -> Tensor:
         """Return a copy of some rows, given by number in any order, as float32 [b, D]."""
         return self.take("embeddings", rows).float()

@@ -6,23 +6,17 @@ are kept.
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.embeddings import EmbeddingStore
-
-logger = logging.getLogger(__name__)
 
 BLOCK_ROWS = 4096
 """Rows in a block of queries or candidates; memory grows with the square."""
@@ -125,63 +119,10 @@ def nearest_among(
     return rows
 
 
-def cached_neighbors(
-    store: EmbeddingStore,
-    k: int,
-    *,
-    device: str | torch.device = "cpu",
-    progress: Callable[[int, int], None] | None = None,
-) -> Tensor:
-    """Return the `nearest_neighbors` of a store, and save them in `neighbours_{split}.pt`.
-
-    A saved file is reused if it has the same embeddings and at least k neighbors.
-    """
-    check_k(k, store.n)
-    if (saved := saved_exact(store, k)) is not None:
-        return saved
-    neighbors = nearest_neighbors(store, k, device=device, progress=progress)
-    small = neighbors.int() if store.n < 2**31 else neighbors
-    tensors = {"neighbours": small, "key": _key(store), "checksum": _checksum(small)}
-    try:
-        save_tensors(_path(store), tensors)
-    except OSError as error:
-        logger.warning("cannot save the neighbors for the next run: %s", error)
-    return neighbors
-
-
-def saved_exact(store: EmbeddingStore, k: int) -> Tensor | None:
-    """Load the neighbors saved by `cached_neighbors`; return None if there are none or too few."""
-    path = _path(store)
-    try:
-        saved = load_tensors(path)
-        neighbors = saved["neighbours"]
-        if saved["checksum"] != _checksum(neighbors):
-            raise CorruptFileError(f"{path} has changed since it was written")
-        if saved["key"] == _key(store) and neighbors.shape[1] >= k:
-            return neighbors[:, :k].long()
-    except FileNotFoundError:
-        pass
-    except (CorruptFileError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("the saved neighbors cannot be used and are computed again: %s", error)
-    return None
-
-
-def _path(store: EmbeddingStore) -> Path:
-    return store.folder / f"neighbours_{store.split}.pt"
-
-
-def _key(store: EmbeddingStore) -> str:
-    return f"{store.digest} cosine"
-
-
 def check_k(k: int, n: int) -> None:
     """Raise InputError unless a number of neighbors k is from 1 to n - 1."""
     if not 1 <= k < n:
         raise InputError(f"k is {k}; expected 1 to {n - 1}, since there are {n} samples")
-
-
-def _checksum(neighbors: Tensor) -> str:
-    return hashlib.sha256(neighbors.contiguous().numpy().tobytes()).hexdigest()
 
 
 def _blocks(embeddings: EmbeddingStore | Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:

@@ -17,7 +17,7 @@ from ssl_kd.datasets import FeatureDataset
 from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.files.lock import Lock
 from ssl_kd.guard import Precision
-from ssl_kd.store import NonFiniteRow, cached_neighbors
+from ssl_kd.store import NonFiniteRow, find_neighbors
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Features
 from ssl_kd.training.folder import RunFolder
@@ -392,7 +392,7 @@ def test_duplicates_are_neighbors_and_the_sample_itself_is_not(settings, tmp_pat
     np.savez(tmp_path / "copies.npz", features=x, labels=digits[1][:64])
     copies = settings(dataset=str(tmp_path / "copies.npz"))
     path = run(copies).path
-    neighbors = cached_neighbors(opened(copies), 5)
+    neighbors, _ = find_neighbors(opened(copies), 5)
     assert not (neighbors == torch.arange(64).unsqueeze(1)).any() and (neighbors[:30] < 30).all()
     assert all_finite(path)
     lines = assignments(path)[:30]

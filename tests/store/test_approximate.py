@@ -1,4 +1,4 @@
-"""Neighbors by an index: recall, memory, reuse."""
+"""Neighbors by an index or of all pairs, saved beside the store: recall, memory, reuse."""
 
 import json
 import shutil
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.files.lock import Lock, LockHeld
 from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, nearest_neighbors
 from ssl_kd.store import approximate as ivf
-from tests.store.test_neighbors import FINGERPRINT, write
+from tests.store.test_neighbors import assert_exact, write
 
 N, DIM, K = 3000, 16, 10
 
@@ -58,18 +59,70 @@ def test_it_finds_nearly_all_in_a_part_of_the_pairs_and_says_so(tmp_path, x, sma
     assert files(tmp_path) == {"neighbours_train.npy", "neighbours_train.json"}
 
 
-@pytest.mark.parametrize("exact_rows", [0, 200])
-def test_what_is_kept_is_found_without_a_search(tmp_path, x, monkeypatch, exact_rows):
-    monkeypatch.setattr(ivf, "EXACT_ROWS", exact_rows)
+@pytest.fixture(params=["exact", "ivf"])
+def searches(request, monkeypatch):
+    """Both searches; counts how often neighbors are really computed."""
+    monkeypatch.setattr(ivf, "EXACT_ROWS", 0 if request.param == "ivf" else 1000)
+    calls = []
+    for name in ("_searched", "_all_pairs"):
+        search = getattr(ivf, name)
+        monkeypatch.setattr(
+            ivf, name, lambda *given, search=search: calls.append(given[1]) or search(*given)
+        )
+    return calls
+
+
+def test_saved_for_the_next_time_and_for_no_other_embeddings(tmp_path, x, searches):
     store = write(tmp_path, x[:200])
     assert kept_neighbors(store, K) is None
-    found = find_neighbors(store, K)[0]
-    for k in (K, 3):
-        kept = kept_neighbors(store, k)
-        assert kept is not None and torch.equal(kept, found[:, :k])
-    assert kept_neighbors(store, K + 1) is None
-    monkeypatch.setattr(ivf, "EXACT_ROWS", 200 - exact_rows)
-    assert kept_neighbors(store, K) is None
+    first, record = find_neighbors(store, K)
+    again, kept = find_neighbors(EmbeddingStore.open(tmp_path, "train"), K)
+    assert torch.equal(again, first) and kept == record and again.dtype == first.dtype
+    fewer, mapped = find_neighbors(store, 3)[0], kept_neighbors(store, 3)
+    assert torch.equal(fewer, first[:, :3]) and mapped is not None and torch.equal(mapped, fewer)
+    assert searches == [K]
+    find_neighbors(store, K + 1)
+    assert searches == [K, K + 1]
+    (tmp_path / "embeddings_train_00001.pt").write_bytes(b"")  # the same teacher, other rows
+    other = write(tmp_path, x[200:400], force=True)
+    assert not torch.equal(find_neighbors(other, K)[0], first) and len(searches) == 3
+
+
+@pytest.mark.parametrize("damage", ["bit", "other values", "no record", "a list", "no json"])
+def test_a_damaged_file_is_computed_again(tmp_path, x, searches, caplog, damage):
+    store = write(tmp_path, x[:200])
+    first = find_neighbors(store, K)[0].clone()  # mapped from the file that will be damaged
+    path, record = tmp_path / "neighbours_train.npy", tmp_path / "neighbours_train.json"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    if damage == "bit":
+        path.write_bytes(data)
+    elif damage == "other values":
+        np.save(path, first.numpy()[::-1])
+    else:
+        record.write_text({"no record": "{}", "a list": "[1, 2]", "no json": "{"}[damage])
+    for _ in range(2):
+        assert torch.equal(find_neighbors(store, K)[0], first)
+    assert searches == [K, K] and "computed again" in caplog.text
+
+
+def test_an_excluded_row_is_no_neighbor(tmp_path, x):
+    find_neighbors(store := write(tmp_path, x[:80]), 5)
+    store._kept = torch.arange(1, 80)  # as with exclude_bad
+    store.n = 79
+    del store.digest
+    assert_exact(x[1:80], find_neighbors(store, 5)[0], 5)
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_saved_file(
+    tmp_path, x, monkeypatch, caplog
+):
+    def full(path, value):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(ivf, "atomic_write", full)
+    assert_exact(x[:40], find_neighbors(write(tmp_path, x[:40]), 3)[0], 3)
+    assert "cannot save the neighbors" in caplog.text and not files(tmp_path)
 
 
 def test_where_all_cells_are_probed_it_is_the_exact_search(tmp_path, x, small, monkeypatch):
@@ -87,9 +140,8 @@ def test_few_rows_are_searched_exactly(tmp_path, x, monkeypatch):
     found, record = find_neighbors(store, K)
     assert record == {"index": "exact", "recall": 1.0} and found.dtype == torch.int64
     assert torch.equal(found, nearest_neighbors(store, K))
-    assert files(tmp_path) == {"neighbours_train.pt"}
     monkeypatch.setattr(ivf, "EXACT_ROWS", 199)
-    assert find_neighbors(store, K)[1]["index"] == "IVF28,SQfp16"
+    assert find_neighbors(store, K + 1)[1]["index"] == "IVF28,SQfp16"
     with pytest.raises(InputError, match="k is 200; expected 1 to 199"):
         find_neighbors(store, 200)
 
@@ -112,31 +164,6 @@ def test_a_row_that_is_not_finite_ends_the_search_with_its_number(x):
     x[3, 0] = torch.nan
     with pytest.raises(InputError, match="row 3 has fewer than 10 neighbors"):
         ivf._lookup(index, x[:5], torch.arange(5), K)
-
-
-def test_kept_for_the_next_time_and_for_nothing_else(tmp_path, x, small, monkeypatch, caplog):
-    x = x[:500]
-    store = write(tmp_path, x)
-    first, record = find_neighbors(store, K)
-    first = first.clone()  # it is mapped from the file that will be damaged
-    searches, search = [], ivf._searched
-    monkeypatch.setattr(ivf, "_searched", lambda *a: searches.append(1) or search(*a))
-    again, kept = find_neighbors(EmbeddingStore.open(tmp_path, "train"), K)
-    assert torch.equal(first, again) and kept == record and not searches
-    fewer, _ = find_neighbors(store, 3)
-    assert torch.equal(fewer, first[:, :3]) and not searches
-    path = tmp_path / "neighbours_train.npy"
-    damaged = bytearray(path.read_bytes())
-    damaged[-3] ^= 1
-    path.write_bytes(damaged)
-    assert torch.equal(find_neighbors(store, K)[0], first) and len(searches) == 1
-    assert "computed again" in caplog.text
-    find_neighbors(store, K + 1)
-    assert len(searches) == 2
-    y = x + torch.randn(500, DIM)
-    shutil.rmtree(tmp_path)
-    find_neighbors(write(tmp_path, y, fingerprint=FINGERPRINT), K)
-    assert len(searches) == 3
 
 
 @pytest.mark.parametrize("at", [0, 1])

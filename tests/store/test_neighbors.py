@@ -1,4 +1,4 @@
-"""Exact neighbors: never the row itself, whatever the blocks; kept beside the store."""
+"""Exact neighbors: never the row itself, whatever the blocks."""
 
 import os
 import subprocess
@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssl_kd.store import (
-    EmbeddingStore,
-    EmbeddingWriter,
-    Fingerprint,
-    cached_neighbors,
-    nearest_neighbors,
-    neighbors,
-)
+from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, nearest_neighbors, neighbors
 
 FINGERPRINT = Fingerprint("pixels", "none", "28px", "float32", "digits")
 
@@ -173,94 +166,3 @@ print("fine")
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert result.returncode == 0 and result.stdout == "fine\n", result.stderr
-
-
-# Saved in the folder of the store
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """Counts how often neighbors are really computed."""
-    calls, compute = [], neighbors.nearest_neighbors
-
-    def count(store, k, **settings):
-        calls.append(k)
-        return compute(store, k, **settings)
-
-    monkeypatch.setattr(neighbors, "nearest_neighbors", count)
-    return calls
-
-
-def test_saved_for_the_next_time(tmp_path, counted):
-    x = torch.randn(80, 8)
-    store = write(tmp_path, x)
-    first = cached_neighbors(store, 10)
-    assert (tmp_path / "neighbours_train.pt").exists()
-    again = EmbeddingStore.open(tmp_path, "train")
-    assert torch.equal(cached_neighbors(again, 10), first)
-    smaller = cached_neighbors(again, 4)
-    assert torch.equal(smaller, first[:, :4]) and smaller.dtype == torch.int64
-    assert counted == [10]
-    assert_exact(x, cached_neighbors(again, 12), 12)
-    assert counted == [10, 12]
-
-
-def test_other_embeddings_are_other_neighbors(tmp_path, counted):
-    x = torch.randn(80, 8)
-    cached_neighbors(write(tmp_path, x), 5)
-    other = Fingerprint("other", "none", "28px", "float32", "digits")
-    y = torch.randn(80, 8)
-    store = write(tmp_path, y, fingerprint=other, force=True)
-    assert_exact(y, cached_neighbors(store, 5), 5)
-    # The same fingerprint, but a shard of other content (a teacher that is not deterministic).
-    (tmp_path / "embeddings_train_00001.pt").write_bytes(b"")
-    z = y + torch.randn(80, 8)
-    store = write(tmp_path, z, fingerprint=other, force=True)
-    assert_exact(store.tensor(), cached_neighbors(store, 5), 5)
-    assert counted == [5, 5, 5]
-
-
-def test_an_excluded_row_is_no_neighbor(tmp_path, counted):
-    x = torch.randn(80, 8)
-    store = write(tmp_path, x)
-    cached_neighbors(store, 5)
-    store._kept = torch.arange(1, 80)  # as with exclude_bad
-    store.n = 79
-    del store.digest
-    assert_exact(x[1:], cached_neighbors(store, 5), 5)
-    assert counted == [5, 5]
-
-
-@pytest.mark.parametrize("damage", ["bit", "tensors", "list", "values"])
-def test_a_damaged_file_is_computed_again(tmp_path, counted, caplog, damage):
-    store = write(tmp_path, torch.randn(80, 8))
-    first = cached_neighbors(store, 5)
-    path = tmp_path / "neighbours_train.pt"
-    data, saved = bytearray(path.read_bytes()), torch.load(path, weights_only=True)
-    if damage == "bit":
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    else:
-        torch.save(
-            {
-                "tensors": {"neighbours": torch.zeros(80, 5)},
-                "list": [1, 2],
-                "values": saved | {"neighbours": first.int() * 0},
-            }[damage],
-            path,
-        )
-    for _ in range(2):
-        assert torch.equal(cached_neighbors(store, 5), first)
-    assert counted == [5, 5] and "computed again" in caplog.text
-
-
-def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path, monkeypatch, caplog):
-    x = torch.randn(40, 4)
-    store = write(tmp_path, x)
-
-    def full(path, value):
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(neighbors, "save_tensors", full)
-    assert_exact(x, cached_neighbors(store, 3), 3)
-    assert "cannot save the neighbors" in caplog.text
