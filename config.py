@@ -110,9 +110,6 @@ USE_FP16 = False
 # Finished run that the samples of DATASET are added to: its folder, or its name under RUNS_DIR;
 # None: train. Teacher and clusters are those of the run; unlike samples form new clusters.
 EXTEND = None
-# Outlier score above which a sample is noise, cluster -1, above 0, at most 1; None: no sample is.
-# 0.99 marks one in a hundred of samples like those of the training.
-NOISE_THRESHOLD = None
 # Run k-means and, where the size allows, spectral clustering on the same embeddings, and a linear
 # probe where there are labels (which are never used for training).
 BASELINES = True

@@ -37,7 +37,7 @@ from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.teachers import Network
 from ssl_kd.teachers.network import Transform
-from ssl_kd.vision.extract import extract
+from ssl_kd.vision.extract import Extraction
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 
@@ -174,7 +174,7 @@ def whole(
     """Return the seconds of an extraction into an empty folder, with fsync and checksums."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        extract(
+        Extraction(
             dataset,
             teacher,
             folder,
@@ -182,7 +182,7 @@ def whole(
             precision=precision,
             batch_size=batch_size,
             workers=workers,
-        )
+        ).store()
         return time.perf_counter() - began
 
 

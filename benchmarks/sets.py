@@ -24,7 +24,7 @@ from ssl_kd.datasets import ArrayDataset, DatasetUnavailable, ImageDataset, open
 from ssl_kd.guard.precision import Precision
 from ssl_kd.teachers import load_teacher
 from ssl_kd.teachers.base import TeacherUnavailable
-from ssl_kd.vision.extract import extract
+from ssl_kd.vision.extract import Extraction
 
 Labelled = tuple[NDArray, NDArray]
 
@@ -98,7 +98,9 @@ def _embedded(sources: Sources, dataset: ImageDataset, name: str, image_size: in
     except (TeacherUnavailable, FileNotFoundError) as error:
         raise Absent(f"{error}; set its weights file with --teacher_weights FILE") from error
     precision = Precision.for_device("cpu")
-    store = extract(dataset, teacher, sources.cache / name, split="train", precision=precision)
+    store = Extraction(
+        dataset, teacher, sources.cache / name, split="train", precision=precision
+    ).store()
     assert store.labels is not None
     return store.tensor().numpy(), store.labels.numpy()
 

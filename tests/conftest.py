@@ -48,18 +48,14 @@ def _each_ensemble_is_formed_once():
     """Reuse ensembles of equal arguments; forming one takes most of a tiny run."""
     ensembles = {}
 
-    def cached(cosine, euclidean, together, n_clusters, progress, should_stop):
+    def cached(cosine, euclidean, together, n_clusters, progress):
         digest = hashlib.sha256(repr(n_clusters).encode())
         for view in (cosine, euclidean):
             digest.update(view.rows.tobytes())
         for graph in (*cosine.graphs.values(), *euclidean.graphs.values(), together):
             digest.update(graph.indices.tobytes() + graph.data.tobytes())
         if (key := digest.digest()) not in ensembles:
-            views = cosine, euclidean, together
-            ensemble = form_ensemble(*views, n_clusters, progress, should_stop)
-            if should_stop():
-                return ensemble
-            ensembles[key] = ensemble
+            ensembles[key] = form_ensemble(cosine, euclidean, together, n_clusters, progress)
         return copy.deepcopy(ensembles[key])
 
     with mock.patch("ssl_kd.vision.partition.form_ensemble", cached):

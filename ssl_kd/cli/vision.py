@@ -147,15 +147,15 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
 
             caches = fill_by_ray(resolved, **options)
         else:
-            from ssl_kd.vision.extract_many import ExtractionJob
+            from ssl_kd.guard.precision import Precision
+            from ssl_kd.vision.run import open_extractions
 
-            if share is None:
-                caches = ExtractionJob(resolved, **options).fill()
-            else:
-                placed = resolved.replace(device=_device_of_process(resolved.device))
-                caches = ExtractionJob(placed, **options).fill_share(*share)
-    for cache in caches:
-        print(f"{cache.manifest}: {cache.summary}")
+            device = resolved.device if share is None else _device_of_process(resolved.device)
+            precision = Precision.for_device(device, resolved.use_fp16)
+            extractions = open_extractions(resolved, precision, **options).values()
+            caches = [(e.manifest_file, e.fill(*(share or (0, 1)))) for e in extractions]
+    for manifest, summary in caches:
+        print(f"{manifest}: {summary}")
     return OK
 
 

@@ -98,14 +98,12 @@ def form_ensemble(
     together: sp.csr_matrix,
     n_clusters: int,
     progress: Callable[[int, int], object] = lambda done, total: None,
-    should_stop: Callable[[], bool] = lambda: False,
 ) -> Ensemble:
     """Cluster samples into `n_clusters` (2 or more) with all methods, and form the consensus.
 
     `cosine` has rows of length 1 and graphs of 10, 15 and 20 neighbors; `euclidean` has centered
     rows and a graph of 15 neighbors; `together` sums the 15-neighbor graphs of all views.
-    `progress` is called with the numbers of finished and of all partitions. `should_stop` is called
-    after each partition: if true, the consensus is formed from the partitions so far.
+    `progress` is called with the numbers of finished and of all partitions.
     """
     candidates, total = list[Candidate](), 26 if n_clusters >= MANY else 34
     # Small products are faster with one thread.
@@ -113,13 +111,9 @@ def form_ensemble(
         for candidate in _candidates(cosine, euclidean, together, n_clusters):
             candidates.append(replace(candidate, clusters=in_order(candidate.clusters)))
             progress(len(candidates), total)
-            if should_stop():
-                break
-        clusters, evenness = candidates[0].clusters, 1.0
-        if voters(candidates, "between"):
-            clusters = vote(candidates, "between", n_clusters)
-            shares = np.bincount(clusters) / len(clusters)
-            evenness = float(scipy.special.entr(shares).sum() / np.log(n_clusters))
+        clusters = vote(candidates, "between", n_clusters)
+        shares = np.bincount(clusters) / len(clusters)
+        evenness = float(scipy.special.entr(shares).sum() / np.log(n_clusters))
         if (kind := kind_of(evenness, n_clusters)) != "between":
             clusters = vote(candidates, kind, n_clusters)
         return Ensemble(in_order(clusters), candidates, evenness, kind)

@@ -50,10 +50,8 @@ def extension_text(metrics: dict[str, Any]) -> str:
     text = f"{about['joined']:,} of {about['n']:,} new samples joined existing clusters"
     noun = "new cluster" if len(new) == 1 else "new clusters"
     in_new = sum(c["size"] for c in about["new_clusters"])
-    noise = about["n"] - about["joined"] - in_new
     proposal = f"{in_new:,} are proposed as {len(new)} {noun}: {', '.join(new)}"
-    text += f"; {proposal if new else 'no new cluster is proposed'}"
-    return f"{text}; {noise:,} count as noise" if noise else text
+    return f"{text}; {proposal if new else 'no new cluster is proposed'}"
 
 
 def number_text(metrics: dict[str, Any]) -> str | None:

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from ssl_kd.errors import Interrupted
 from ssl_kd.training.folder import RunFolder
@@ -54,33 +53,3 @@ class Signals:
             self._deferred = False
         if self.caught:
             self._stop()
-
-
-class FinishEarly:
-    """Delay a Ctrl-C until the end of the block, which should finish early if `wanted` is true.
-
-    A second Ctrl-C is raised at once. Outside the main thread signals are not handled.
-
-    Attributes:
-        wanted: whether Ctrl-C was pressed.
-    """
-
-    def __init__(self) -> None:
-        self.wanted = False
-        self._before: Any = None
-
-    def __enter__(self) -> FinishEarly:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._catch)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-        if self.wanted and kind is None:
-            raise KeyboardInterrupt
-
-    def _catch(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted:
-            raise KeyboardInterrupt
-        self.wanted = True

@@ -11,15 +11,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as arrow
 import torch
-from numpy.typing import NDArray
 from pyarrow import parquet
 
 from ssl_kd.errors import RunFolderError
 from ssl_kd.files import atomic_write
 from ssl_kd.files.cells import csv_field
 from ssl_kd.store import EmbeddingStore
-from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config, read_metrics
-from ssl_kd.vision.novelty import without_outliers
+from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config, read_object
 from ssl_kd.vision.pairs import sample_rows
 
 TOP_K = 3  # number of clusters that are listed for each sample
@@ -32,34 +30,14 @@ PLACES = ("second", "third")
 class SplitAssignments:
     """Predicted clusters of all samples of a split, and a random sample of rows to score.
 
-    Args:
-        store: embeddings of the split.
-        model: the trained model.
-        seed: seed for the random sample.
-        noise_threshold: samples with a higher outlier score are noise, cluster -1; None for no
-            noise.
-
-    Attributes:
-        likely: most probable clusters of each sample, `[n, TOP_K]` int32, most probable first.
-        probabilities: probabilities of these clusters, `[n, TOP_K]` float32.
-        clusters: cluster of each sample, `[n]` int32; -1 for noise.
-        confidence: probability of the most probable cluster, `[n]`.
-        outlier: outlier score of each sample, `[n]`.
-        sizes: number of clusters of each tree level, finest first; empty without a tree.
-        levels: cluster of each sample at every tree level, `[n, level]` int32; -1 for noise.
-        all_labels: label of each sample `[n]`; None without labels.
-        rows: row numbers of the samples that are scored.
-        x: embeddings of these samples, `[row, dim]`.
-        labels: labels of these samples, `[row]`; None without labels.
+    Heads and baselines are compared on the same `rows`.
     """
 
-    def __init__(
-        self, store: EmbeddingStore, model: ClusterModel, seed: int, noise_threshold: float | None
-    ) -> None:
-        self.store, n = store, store.n
-        self.sizes = model.options["levels"] or []
+    def __init__(self, store: EmbeddingStore, model: ClusterModel, seed: int) -> None:
+        self.store, self.seed, n = store, seed, store.n
+        self.sizes = model.options["levels"] or []  # clusters of each tree level, finest first
         k = min(TOP_K, model.n_clusters)
-        clusters = torch.empty(n, k, dtype=torch.int32)
+        clusters = torch.empty(n, k, dtype=torch.int32)  # most probable first
         probabilities, outlier = torch.empty(n, k), torch.empty(n)
         tree = torch.empty(n, len(self.sizes), dtype=torch.int32)
         for start, x in store.blocks(ROWS_PER_BLOCK):
@@ -70,22 +48,12 @@ class SplitAssignments:
                 tree[rows] = model.predict_levels(x, clusters[rows, 0].long()).int()
         self.likely, self.probabilities = clusters.numpy(), probabilities.numpy()
         self.outlier, self.confidence = outlier.numpy(), self.probabilities[:, 0]
-        first = clusters[:, 0]
-        if noise_threshold is not None:
-            first = without_outliers(first, outlier, noise_threshold)
-        self.clusters = first.numpy()
-        self.levels = tree.masked_fill_(first.unsqueeze(1) < 0, -1).numpy()
+        self.clusters, self.levels = self.likely[:, 0], tree.numpy()
         self.all_labels = None if store.labels is None else store.labels.numpy()
 
-        # Heads and baselines are compared on the same rows.
         self.rows = sample_rows(store.n, seed, JUDGED_ROWS)
         self.x = store.gather(self.rows).numpy()
         self.labels = None if self.all_labels is None else self.all_labels[self.rows.numpy()]
-
-    @property
-    def members(self) -> NDArray[np.int32]:
-        """The clusters of all samples that are not noise."""
-        return self.clusters[self.clusters >= 0]
 
     def columns(self, labelled: bool) -> list[str]:
         """Return the column names of the file; `labelled` includes the column of labels."""
@@ -149,14 +117,7 @@ def assignments_of(folder: Path) -> Path:
 def read_finished(path: Path, *needed: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read `config.json` and `metrics.json` of a finished clustering run.
 
-    Args:
-        path: folder of the run.
-        *needed: names of further files that must exist.
-
-    Raises:
-        RunFolderError: the run is not finished, is a run of language models, or was written by
-            another version.
-        CorruptFileError: one of the two files is damaged.
+    Raise RunFolderError if the run is of another kind or version, or lacks a `needed` file.
     """
     config = read_config(path)
     if config.get("mode") == "language":
@@ -169,7 +130,7 @@ def read_finished(path: Path, *needed: str) -> tuple[dict[str, Any], dict[str, A
                 f"{path} has no {name}, so it is not a finished run: finish it with --resume "
                 f"--run_name {path.name}"
             )
-    metrics = read_metrics(path)
+    metrics = read_object(path / "metrics.json")
     missing = {"settings", "learns_from"} - config.keys() | {"teacher", "table"} - metrics.keys()
     if missing := missing | {"pictured"} - metrics.get("dataset", {}).keys():
         raise RunFolderError(
@@ -184,15 +145,8 @@ def write_assignments(
 ) -> None:
     """Write `assignments.csv`, or `assignments.parquet` if there are more than `CSV_ROWS` rows.
 
-    The columns are file, cluster, confidence, split, label (if any is known), outlier score, the
-    second and third most probable clusters with their probabilities, and the cluster at each tree
-    level.
-
-    Args:
-        folder: folder of the run.
-        splits: name of each split -> its assignments.
-        before: assignments of another run, which are copied first; the new file has the same format
-            and columns.
+    The columns are those of `SplitAssignments.blocks`; the label is left out if none is known. If
+    `before`, the assignments of another run, are copied first, format and columns are theirs.
     """
     labelled = any(split.all_labels is not None for split in splits.values())
     columns = next(iter(splits.values())).columns(labelled)
@@ -223,10 +177,8 @@ def write_assignments(
                 for batch in split.batches(name, schema):
                     writer.write_batch(batch)
 
-    name, write = (
-        ("assignments.csv", write_csv) if is_csv else ("assignments.parquet", write_parquet)
-    )
-    atomic_write(folder / name, write)
+    name = "assignments.csv" if is_csv else "assignments.parquet"
+    atomic_write(folder / name, write_csv if is_csv else write_parquet)
 
 
 def _schema(columns: Sequence[str]) -> arrow.Schema:

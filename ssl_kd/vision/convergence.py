@@ -32,16 +32,9 @@ def fewest(first: int = 0) -> int:
 class Convergence:
     """Evaluate the heads during training; decide when the learning rate falls and when to stop.
 
-    Both depend only on the results of the looks, so a resumed run ends at the same step.
-
-    Args:
-        judge: returns the neighbor information of each head in nats, `[head]`, NaN if it failed.
-        n_clusters: number of clusters K.
-        max_steps: largest number of steps.
-        first: index of the first look in `LOOKS`.
-
-    Attributes:
-        information: float64 `[look]`, the median over the heads; NaN where it was not measured.
+    Both depend only on the results of the looks, so a resumed run ends at the same step. `judge`
+    returns the neighbor information of each head in nats, NaN if it failed; `first` is the index of
+    the first look in `LOOKS`.
     """
 
     def __init__(
@@ -49,6 +42,7 @@ class Convergence:
     ) -> None:
         self._judge, self._max_steps, self._first = judge, max_steps, first
         self._growth = LEAST_GROWTH * math.log(n_clusters)
+        # The median over the heads at each look; NaN where it was not measured.
         self.information = torch.full((len(LOOKS),), torch.nan, dtype=torch.float64)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -57,9 +51,7 @@ class Convergence:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Restore the state that `tensors` returned; keep the current state if it is missing."""
-        for name, mine in self.tensors().items():
-            if name in tensors:
-                mine.copy_(tensors[name])
+        self.information.copy_(tensors.get("convergence.information", self.information))
 
     def look(self, done: int) -> None:
         """Evaluate the heads if a look is due after `done` steps."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import numbers
 from pathlib import Path
@@ -11,13 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import (
-    BaseEstimator,
-    ClassNamePrefixFeaturesOutMixin,
-    ClusterMixin,
-    TransformerMixin,
-)
-from sklearn.utils import Tags, check_random_state
+from sklearn.base import BaseEstimator, ClusterMixin
+from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import Self
@@ -32,12 +26,9 @@ from ssl_kd.store import nearest_neighbors
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.training.loop import run_loop
 from ssl_kd.training.ranks import refuse_ranks
-from ssl_kd.training.stop import FinishEarly
-from ssl_kd.vision.convergence import LOOKS
 from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, folder_of, read_config
 from ssl_kd.vision.model_parts import Projection
-from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.partition import partition_of
 from ssl_kd.vision.settings import AUTO, VisionSettings
@@ -47,9 +38,7 @@ from ssl_kd.vision.training_rows import training_rows
 logger = logging.getLogger(__name__)
 
 
-class MultiHeadClusterer(
-    ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, BaseEstimator
-):
+class MultiHeadClusterer(ClusterMixin, BaseEstimator):
     """Cluster embeddings by the best partition of their neighbor graph, learned by voting heads.
 
     The best partition of the graph of nearest neighbors is searched (`ssl_kd.graph`), and heads
@@ -83,8 +72,6 @@ class MultiHeadClusterer(
         batch_size: pairs per step; at most n are used.
         epochs: passes over the data; None trains until convergence, at most 200 epochs.
         max_steps: maximum number of optimizer steps; None for no limit.
-        noise_threshold: samples with a higher outlier score, in (0, 1], are noise (cluster -1);
-            None for no noise.
         use_fp16: train in half precision on devices where that is faster.
         device: device of the training, `auto`, `cpu`, `cuda`, `cuda:1` ...; predictions run on the
             CPU.
@@ -93,9 +80,9 @@ class MultiHeadClusterer(
 
     Attributes:
         labels_: `[n]` int64, cluster of each sample of the last `fit` or `partial_fit`, equal to
-            `predict` of these samples; -1 for noise.
+            `predict` of these samples.
         levels_: `[level, n]` int64, cluster of each of these samples at every tree level, coarsest
-            level first, without noise. There are no levels with `method="heads"`.
+            level first. There are no levels with `method="heads"`.
         outlier_score_: `[n]` float32, outlier score of each of these samples.
         n_clusters_: number of clusters, including clusters that `partial_fit` added.
         new_clusters_: numbers of the clusters that `partial_fit` added.
@@ -145,7 +132,6 @@ class MultiHeadClusterer(
         batch_size: int = VisionSettings.batch_size,
         epochs: int | None = VisionSettings.epochs,
         max_steps: int | None = VisionSettings.max_steps,
-        noise_threshold: float | None = VisionSettings.noise_threshold,
         use_fp16: bool = VisionSettings.use_fp16,
         device: str = VisionSettings.device,
         random_state: int | np.random.RandomState | None = VisionSettings.seed,
@@ -167,7 +153,6 @@ class MultiHeadClusterer(
         self.batch_size = batch_size
         self.epochs = epochs
         self.max_steps = max_steps
-        self.noise_threshold = noise_threshold
         self.use_fp16 = use_fp16
         self.device = device
         self.random_state = random_state
@@ -212,9 +197,7 @@ class MultiHeadClusterer(
     def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
         """Find the clusters of the samples, and train the heads that predict them.
 
-        With `method="graph"`, a random 10,000 of the samples are used if there are more. Ctrl-C
-        ends search and training early: the model so far is stored, and `KeyboardInterrupt` is
-        raised. A second Ctrl-C stops without a result.
+        With `method="graph"`, a random 10,000 of the samples are used if there are more.
 
         Args:
             X: embeddings `[n, n_features]`, n at least 2 and at least `n_clusters`.
@@ -236,13 +219,9 @@ class MultiHeadClusterer(
             )
         if message := odd_rows([x], n_clusters):
             logger.warning("the embeddings are suspect: %s", message)
-        with FinishEarly() as interruption:
-            self._train(x, settings, n_clusters, interruption)
-        return self
+        return self._train(x, settings, n_clusters)
 
-    def _train(
-        self, x: Tensor, settings: VisionSettings, n_clusters: int, interruption: FinishEarly
-    ) -> None:
+    def _train(self, x: Tensor, settings: VisionSettings, n_clusters: int) -> Self:
         auto = settings.n_clusters == AUTO
         precision = Precision.for_device(settings.device, settings.use_fp16)
         rows = x
@@ -262,7 +241,6 @@ class MultiHeadClusterer(
                 rows.__getitem__,
                 projected,
                 precision.device,
-                should_stop=lambda: interruption.wanted,
             )
             n_clusters, self.number_ = partition.n_clusters, partition.number
             partition = partition if settings.by_graph else None
@@ -274,42 +252,27 @@ class MultiHeadClusterer(
             clusters=None if partition is None else partition.clusters,
             on_events=EventLog(announce=True).extend,
         )
-        steps = itertools.count()
-        self.n_iter_ = run_loop(
-            learner, should_stop=lambda: next(steps) >= LOOKS[0] and interruption.wanted
-        )
+        self.n_iter_ = run_loop(learner)
         answer = form_answer(settings, trainer, neighbors, gather, projection, partition)
         self.model_, self.settings_ = answer[0], settings
-        self._set_labels(x)
+        return self._set_labels(x)
 
     @default_torch_state()
     def predict(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
-        """Return the most probable cluster of each sample, `[n]` int64, or -1 for noise.
+        """Return the most probable cluster of each sample, `[n]` int64.
 
-        Noise are samples whose outlier score is above `noise_threshold`, if it is set. A
-        memory-mapped array (`np.load(file, mmap_mode="r")`) is read block by block.
-
-        Raises:
-            InputError: `noise_threshold` is set, but the model has no outlier scores.
+        A memory-mapped array (`np.load(file, mmap_mode="r")`) is read block by block.
         """
         check_is_fitted(self)
         blocks: list[Any] = [X]
         if isinstance(X, np.ndarray) and X.ndim == 2 and len(X) > ROWS_PER_BLOCK:
             blocks = np.split(X, range(ROWS_PER_BLOCK, len(X), ROWS_PER_BLOCK))
-        clusters = []
-        for block in blocks:
-            x = self._embeddings(block, reset=False)
-            of_block, threshold = self.model_.predict(x), self.settings_.noise_threshold
-            if threshold is not None:
-                of_block = without_outliers(of_block, self.model_.outlier_scores(x), threshold)
-            clusters.append(of_block.numpy())
-        return np.concatenate(clusters)
+        clusters = [self.model_.predict(self._embeddings(x, reset=False)) for x in blocks]
+        return torch.cat(clusters).numpy()
 
     def _set_labels(self, x: Tensor) -> Self:
-        clusters, scores = self.model_.predict(x), self.model_.outlier_scores(x)
-        threshold = self.settings_.noise_threshold
-        labels = clusters if threshold is None else without_outliers(clusters, scores, threshold)
-        self.labels_, self.outlier_score_ = labels.numpy(), scores.numpy()
+        clusters = self.model_.predict(x)
+        self.labels_, self.outlier_score_ = clusters.numpy(), self.model_.outlier_scores(x).numpy()
         self.levels_ = np.empty((0, len(x)), np.int64)
         if self.model_.tree is not None:
             self.levels_ = self.model_.predict_levels(x, clusters).numpy().T[::-1].copy()
@@ -338,10 +301,6 @@ class MultiHeadClusterer(
         """
         check_is_fitted(self)
         return self.model_.predict_proba(self._embeddings(X, reset=False)).numpy()
-
-    def transform(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
-        """Return `predict_proba(X)`, `[n, n_clusters]` float32, as features for a pipeline."""
-        return self.predict_proba(X)
 
     @default_torch_state()
     def predict_levels(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
@@ -420,13 +379,12 @@ class MultiHeadClusterer(
     def _settings(self) -> VisionSettings:
         """Convert the parameters to settings and check them."""
         values = {_setting(name): _plain(value) for name, value in self.get_params().items()}
-        if self.random_state is None:
-            values["SEED"] = int(np.random.default_rng().integers(2**32))
-        elif isinstance(self.random_state, numbers.Integral):
-            values["SEED"] = int(self.random_state)
-        else:
-            random = check_random_state(self.random_state)
-            values["SEED"] = int(random.randint(2**32, dtype=np.uint32))
+        seed: Any = self.random_state
+        if seed is None:
+            seed = np.random.default_rng().integers(2**32)
+        elif not isinstance(seed, numbers.Integral):
+            seed = check_random_state(seed).randint(2**32, dtype=np.uint32)
+        values["SEED"] = int(seed)
         if values["N_CLUSTERS"] == 1:  # valid in scikit-learn, but not as a setting of a run
             values["N_CLUSTERS"] = None
         elif values["N_CLUSTERS"] is None:  # an array declares no classes
@@ -435,21 +393,11 @@ class MultiHeadClusterer(
 
     def _embeddings(self, X: ArrayLike | Tensor, *, reset: bool) -> Tensor:
         """Check X and convert it to a float32 tensor `[n, n_features]` on the CPU."""
-        with np.errstate(
-            over="ignore"
-        ):  # validate_data raises for values that are too large for float32
+        # Values too large for float32 become infinity, for which validate_data raises.
+        with np.errstate(over="ignore"):
             options = {"dtype": np.float32, "order": "C", "ensure_min_samples": 2 if reset else 1}
             x = validate_data(self, as_array(X), reset=reset, **options)
         return torch.from_numpy(np.require(x, requirements=["C", "W"]))
-
-    @property
-    def _n_features_out(self) -> int:
-        return self.model_.n_clusters
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.transformer_tags.preserves_dtype = ["float32"]
-        return tags
 
 
 def _setting(parameter: str) -> str:

@@ -11,11 +11,8 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ssl_kd import evaluate
 from ssl_kd.files.lock import Lock
@@ -24,6 +21,7 @@ from ssl_kd.heads import OWN_HEADS
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.early import check_run_name, run_to_extend
 from ssl_kd.settings.import_paths import path_of_file
+from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import Teacher
 from ssl_kd.training.clock import Clock, no_progress
 from ssl_kd.training.folder import RunFolder, RunFolderError, check_version, named_by_time
@@ -58,50 +56,28 @@ OWN |= {"rebuild_damaged", "resume", "run_name", "runs_dir", "workers"}
 OWN_IF_GIVEN = {"data_dir", "embeddings_dir", "labels"}
 
 
-@dataclass(frozen=True)
 class _Parent:
-    """Folder, `config.json` and `metrics.json` of the run to extend."""
+    """The run to extend: its folder, `config.json` and `metrics.json`."""
 
-    path: Path
-    config: dict[str, Any]
-    metrics: dict[str, Any]
-
-    @classmethod
-    def open(cls, extend: str | None, runs_dir: str) -> _Parent:
-        """Read the run that EXTEND names: a folder, or the name of a run in RUNS_DIR.
-
-        Raises:
-            RunFolderError: the run does not exist, is not finished, or is no clustering run.
-        """
-        path = run_to_extend(extend or "", runs_dir).resolve()
-        config, metrics = read_finished(path, "model.safetensors")
-        check_version(path, config, VisionSettings)
-        return cls(path, config, metrics)
-
-    @property
-    def extensions(self) -> list[dict[str, Any]]:
-        """Entries of earlier extensions in `config.json`, in order."""
-        return self.config.get("extensions", [])
+    def __init__(self, settings: VisionSettings) -> None:
+        self.path = run_to_extend(settings.extend or "", settings.runs_dir).resolve()
+        self.config, self.metrics = read_finished(self.path, "model.safetensors")
+        check_version(self.path, self.config, VisionSettings)
+        self.extensions: list[dict[str, Any]] = self.config.get("extensions", [])
 
 
 def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSettings:
     """Return the settings of an extension: those of the run, except for the data and the output.
 
-    Args:
-        settings: the settings of the command.
-        given: the settings that were set by flags: name -> value.
-
-    Raises:
-        RunFolderError: EXTEND does not name a finished run.
-        SettingsError: a flag contradicts a setting of the run.
-        InputError: the run uses a head or teacher outside this library, and no flag names it.
+    `given` are the settings that were set by flags; none may contradict the run. A head or teacher
+    outside this library must be among them.
     """
     if settings.resume:
         raise SettingsError(
             "RESUME is True, but an extension cannot be resumed: run the same command without "
             "--resume; it reuses the stored embeddings"
         )
-    parent = _Parent.open(settings.extend, settings.runs_dir)
+    parent = _Parent(settings)
     run = VisionSettings.from_dict(parent.config["settings"])
     differ = [
         f"{name.upper()} is {value!r}, expected {getattr(run, name)!r} as in the run"
@@ -133,17 +109,10 @@ def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSetti
 def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
     """Add the samples of DATASET to the run that EXTEND names, in a new run folder.
 
-    Args:
-        settings: settings of the extension, as `inherited` returns them.
-        progress: called with (stage, done, total, {}).
-
-    Raises:
-        RunFolderError: the run does not exist, has these samples already, or was trained with other
-            weights of the teacher; or the new folder exists.
-        SettingsError: the new embeddings and those of the run have different widths.
+    `settings` are those that `inherited` returns.
     """
     refuse_ranks()
-    parent, runs = _Parent.open(settings.extend, settings.runs_dir), Path(settings.runs_dir)
+    parent, runs = _Parent(settings), Path(settings.runs_dir)
     if settings.run_name is not None:
         check_run_name(runs / settings.run_name, resume=False)
     clock, precision = Clock(), Precision.for_device(settings.device, settings.use_fp16)
@@ -165,27 +134,16 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Run
                 progress("offer", 0, 2, {})
                 extended = model.extended(store.gather, store.n)
                 progress("offer", 1, 2, {"new": extended.n_clusters - model.n_clusters})
-                seed, threshold = settings.seed, settings.noise_threshold
-                assignments = SplitAssignments(store, extended, seed, threshold)
+                assignments = SplitAssignments(store, extended, settings.seed)
                 progress("offer", 2, 2, {})
-            split = f"extend{len(parent.extensions) + 1}"
-            added = {
-                "run": str(parent.path),
-                "dataset": settings.dataset,
-                "n": store.n,
-                "digest": store.fingerprint.digest,
-                "embeddings": str(store.folder),
-            }
             folder.write_config(
                 VisionSettings.from_dict(parent.config["settings"]),
                 learns_from=parent.config["learns_from"],
                 precision=str(precision),
-                extensions=[*parent.extensions, added],
+                extensions=[*parent.extensions, _entry(parent, settings, store)],
             )
             save_model(extended, folder)
-            write_assignments(folder.path, {split: assignments}, assignments_of(parent.path))
-            typical = write_arrays(folder, assignments, extended.n_clusters, settings.seed)
-            metrics = _metrics(assignments, model.n_clusters, extended.n_clusters, split, typical)
+            metrics = _write_results(folder, parent, model, extended, assignments)
             metrics["extended"] |= {"run": str(parent.path), "dataset": settings.dataset}
             data = about_data(dataset, {"train": store}, extended.n_clusters)
             data["pictured"] |= has_pictures(parent.metrics)
@@ -243,23 +201,36 @@ def _cache_folder(
     return folder
 
 
-def _metrics(
-    assignments: SplitAssignments, n_old: int, n_clusters: int, split: str, typical: np.ndarray
-) -> dict[str, Any]:
-    """Return the entries of `metrics.json` about the new samples.
+def _entry(parent: _Parent, settings: VisionSettings, store: EmbeddingStore) -> dict[str, Any]:
+    """Return the entry of an extension in `config.json`."""
+    return {
+        "run": str(parent.path),
+        "dataset": settings.dataset,
+        "n": store.n,
+        "digest": store.fingerprint.digest,
+        "embeddings": str(store.folder),
+    }
 
-    `typical` `[cluster, 8]` has the rows of typical samples of each cluster, -1 for none.
-    """
-    store, n_members = assignments.store, len(assignments.members)
-    sizes = evaluate.cluster_sizes(assignments.members, n_clusters).tolist()
+
+def _write_results(
+    folder: RunFolder,
+    parent: _Parent,
+    old: ClusterModel,
+    extended: ClusterModel,
+    assignments: SplitAssignments,
+) -> dict[str, Any]:
+    """Write assignments and arrays; return the entries of `metrics.json` about the new samples."""
+    split, n_clusters = f"extend{len(parent.extensions) + 1}", extended.n_clusters
+    write_assignments(folder.path, {split: assignments}, assignments_of(parent.path))
+    store, typical = assignments.store, write_arrays(folder, assignments, n_clusters)
+    sizes = evaluate.cluster_sizes(assignments.clusters, n_clusters).tolist()
     new_clusters = []
-    for k in range(n_old, n_clusters):
+    for k in range(old.n_clusters, n_clusters):
         names = [store.ids[row] for row in typical[k].tolist() if row >= 0]
         new_clusters.append({"cluster": k, "size": sizes[k], "typical": names})
     score = evaluate.clustering_scores(assignments.all_labels, assignments.clusters)
-    n_joined = sum(sizes[:n_old])
-    note = f"{n_joined} joined, {n_members - n_joined} offered"
-    note += f", {store.n - n_members} noise" if store.n > n_members else ""
+    n_joined = sum(sizes[: old.n_clusters])
+    note = f"{n_joined} joined, {store.n - n_joined} offered"
     return {
         "table": [{"name": "consensus", "split": split, **score, "note": note}],
         "cluster_sizes": sizes,
@@ -267,7 +238,6 @@ def _metrics(
             "split": split,
             "n": store.n,
             "joined": n_joined,
-            "old_clusters": n_old,
             "new_clusters": new_clusters,
         },
     }

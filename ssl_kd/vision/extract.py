@@ -39,7 +39,7 @@ class ExtractionFailed(UserError, RuntimeError):
 
 
 class Batch(NamedTuple):
-    """Decoded images, or feature rows, of one batch."""
+    """The decoded images, or feature rows, of one batch."""
 
     rows: Sequence[int]  # the readable rows
     images: Tensor | None  # `[row, ...]` of the readable rows; None if there are none
@@ -49,8 +49,7 @@ class Batch(NamedTuple):
 class Share(NamedTuple):
     """The result of one process's share of an extraction."""
 
-    shards: list[int]  # numbers of this process's shards
-    computed: list[int]  # numbers of the shards that were computed now
+    shards: list[int]  # of this process
     rows: int  # samples in these shards
     n_shards: int  # of the whole data set
     manifest: Manifest | None  # of the complete cache; None while other shards are missing
@@ -58,8 +57,7 @@ class Share(NamedTuple):
 
 def fingerprint(dataset: Dataset, teacher: Teacher, precision: Precision) -> Fingerprint:
     """Return the identity of the embeddings: teacher, weights, transform, dtype and data."""
-    plain = isinstance(teacher, Pixels | Features)
-    dtype = torch.float32 if plain else precision.teacher
+    dtype = torch.float32 if isinstance(teacher, Pixels | Features) else precision.teacher
     return Fingerprint(
         teacher=teacher.name,
         weights=teacher.weights_id,
@@ -76,24 +74,6 @@ class Extraction:
     An interrupted extraction continues after its last complete shard with the same batches, so the
     result does not depend on where it was interrupted. An unreadable image is left out and listed
     under `unreadable` in the manifest.
-
-    Args:
-        dataset: images, or features if the teacher is `features`.
-        teacher: the frozen model; it is moved to `precision.device`.
-        folder: folder of the cache.
-        split: `train` or `test`, part of the file names.
-        precision: device and dtype of the teacher.
-        batch_size: images per forward pass; halved whenever memory runs out.
-        workers: number of threads that decode images; 0: up to 16 on a GPU, torch's number of
-            threads on a CPU.
-        force: embed all samples again; the old cache stays until the new one is complete.
-        rebuild: embed damaged shards again, and shards with a left-out image that is now readable.
-        shard_rows: samples per shard; None: about 256 MiB. If several processes fill the cache,
-            the first one decides.
-        progress: called as `progress("extract", done, total, info)` after each batch.
-
-    Raises:
-        ValueError: the teacher cannot embed this data set, or `batch_size` is below 1.
     """
 
     dataset: Dataset
@@ -102,11 +82,11 @@ class Extraction:
     _: dataclasses.KW_ONLY
     split: str
     precision: Precision
-    batch_size: int = 64
-    workers: int = 0
-    force: bool = False
-    rebuild: bool = False
-    shard_rows: int | None = None
+    batch_size: int = 64  # images per forward pass; halved whenever memory runs out
+    workers: int = 0  # threads that decode; 0: up to 16 on a GPU, torch's number on a CPU
+    force: bool = False  # embed all samples again; the old cache stays until the new is complete
+    rebuild: bool = False  # repeat damaged shards, and those with a left-out image now readable
+    shard_rows: int | None = None  # None: about 256 MiB; of several processes the first decides
     progress: Progress = no_progress
 
     def __post_init__(self) -> None:
@@ -121,32 +101,24 @@ class Extraction:
                 f"the features of {dataset.name} have {dataset.features.shape[1]} dimensions; "
                 f"expected {teacher.dim} as in DATASET: compute both with the same model"
             )
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+
+    @property
+    def manifest_file(self) -> Path:
+        """Path of the manifest of the complete cache."""
+        return Path(self.folder) / f"embeddings_{self.split}.json"
 
     @default_torch_state()
     def store(self) -> EmbeddingStore:
-        """Compute the shards that are missing, and open the complete store.
-
-        Raises:
-            ExtractionFailed: the teacher failed; the message names the sample or the batch.
-            ValueError: an embedding is not finite (the message names the sample), or no image is
-                readable.
-            FingerprintMismatch: the cache belongs to another data set or teacher; use `force`.
-            CorruptFileError: a file of the cache is damaged; use `rebuild` or `force`.
-            NonFiniteRow: a stored row is not finite; use `rebuild` or `force`.
-        """
+        """Compute the shards that are missing, and open the complete store."""
         expected = fingerprint(self.dataset, self.teacher, self.precision)
         store = None
         if not (self.force or self.rebuild):
             with contextlib.suppress(FileNotFoundError):
                 store = EmbeddingStore.open(Path(self.folder), self.split, expect=expected)
         if store is None:
-            began = time.perf_counter()
             with self._writer(None) as writer:
                 self._fill(writer)
                 store = writer.close()
-            self._log_recomputed(store.n, began)
         self._warn_of_left_out(store.manifest)
         # An earlier run may have used other labels.
         labels = self.dataset.labels
@@ -162,24 +134,13 @@ class Extraction:
         killed and restarted, and two processes may compute the same shard: the files are
         byte-identical to those of `store`. The last process to finish publishes the cache. Each
         process verifies only its own shards, and all need the same arguments, including `force`.
-
-        Args:
-            only: numbers of the shards, such as `slice(rank, None, world)` or `slice(k, k + 1)`.
-
-        Raises:
-            ExtractionFailed: the teacher failed; the message names the sample or the batch.
-            ValueError: an embedding is not finite, or no image is readable.
-            FingerprintMismatch: the cache belongs to another data set or teacher; use `force`.
-            CorruptFileError: a file of the cache is damaged; use `rebuild` or `force`.
-            LockHeld: another process has held the lock of the manifest for minutes.
+        `only` selects the shards, as in `slice(rank, None, world)` or `slice(k, k + 1)`.
         """
-        began = time.perf_counter()
         with self._writer(only) as writer:
             computed = writer.absent
             self._fill(writer)
             manifest = writer.publish()
-            share = Share(list(writer.shards), computed, writer.rows, writer.n_shards, manifest)
-        self._log_recomputed(share.rows, began)
+            share = Share(list(writer.shards), writer.rows, writer.n_shards, manifest)
         if manifest is not None:
             if not manifest["statistics"]["rows"]:
                 n, name = len(self.dataset), self.dataset.name
@@ -188,10 +149,20 @@ class Extraction:
                 self._warn_of_left_out(manifest)
         return share
 
-    def _log_recomputed(self, n: int, began: float) -> None:
-        if self.force:
-            message = "Embedded all %d samples of %s again in %.1f s: %s"
-            logger.info(message, n, self.split, time.perf_counter() - began, self.folder)
+    def fill(self, rank: int = 0, world: int = 1) -> str:
+        """Fill the cache as one of `world` processes, and describe it in one line.
+
+        A single process verifies a cache that is complete; several need not run at the same time.
+        """
+        if world == 1:
+            return summary_of(self.store().manifest)
+        share = self.share(slice(rank, None, world))
+        if share.manifest is not None:
+            return summary_of(share.manifest)
+        return (
+            f"this process has stored its {len(share.shards)} of {share.n_shards} shards; the "
+            "cache is complete when the other processes have stored theirs"
+        )
 
     def _writer(self, only: slice | None) -> EmbeddingWriter:
         dataset = self.dataset
@@ -222,7 +193,7 @@ class Extraction:
                 manifest["n"],
                 self.split,
                 "; ".join(first_few(named, 5)),
-                Path(self.folder) / f"embeddings_{self.split}.json",
+                self.manifest_file,
             )
         if readable := [entry["id"] for entry in left_out if self._is_readable_now(entry)]:
             logger.warning(
@@ -254,11 +225,12 @@ class Extraction:
                 _write(writer, self.dataset, embed, loaded, self.progress)
 
 
-def extract(
-    dataset: Dataset, teacher: Teacher, folder: str | os.PathLike[str], **options: Any
-) -> EmbeddingStore:
-    """Return `Extraction(dataset, teacher, folder, **options).store()`."""
-    return Extraction(dataset, teacher, folder, **options).store()
+def summary_of(manifest: Manifest) -> str:
+    """Describe the content of a complete cache in one line."""
+    shards, rows = len(manifest["shards"]), manifest["statistics"]["rows"]
+    n_left_out = len(manifest["unreadable"])
+    text = f"{rows} rows of {manifest['dim']}, {manifest['dtype']}, in {shards} shards"
+    return text + f"; {n_left_out} samples are left out" * (n_left_out > 0)
 
 
 def _write(
@@ -411,7 +383,7 @@ def _load_ahead(
 def _load(
     dataset: Dataset, teacher: Teacher, rows: range, map_rows: Callable[..., Iterable[Any]]
 ) -> Batch:
-    """Read the batch of these rows; `map_rows` is `map` or a thread pool's `map`."""
+    """Read a batch of rows; `map_rows` is `map` or a thread pool's `map`."""
     if isinstance(dataset, FeatureDataset):
         with np.errstate(over="ignore"):  # overflow becomes infinity, which raises later
             block = np.array(dataset.features[rows.start : rows.stop], dtype=np.float32)

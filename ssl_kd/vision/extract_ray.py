@@ -19,9 +19,10 @@ from typing import Any
 
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import BAD_INPUT, FAILED, InputError, MissingPackage, UserError
+from ssl_kd.guard.precision import Precision
 from ssl_kd.training.clock import Progress, no_progress
-from ssl_kd.vision.extract import ExtractionFailed
-from ssl_kd.vision.extract_many import ExtractionJob, Filled, summary_of
+from ssl_kd.vision.extract import Extraction, ExtractionFailed, summary_of
+from ssl_kd.vision.run import open_extractions
 from ssl_kd.vision.settings import VisionSettings
 
 logger = logging.getLogger(__name__)
@@ -32,14 +33,18 @@ Row = dict[str, Any]
 
 
 @functools.lru_cache(maxsize=1)
-def _job(values: str, shard_rows: int | None, folder: str, path: tuple[str, ...]) -> ExtractionJob:
+def _job(
+    values: str, shard_rows: int | None, folder: str, path: tuple[str, ...]
+) -> dict[str, Extraction]:
     """Open data and teacher for settings given as JSON, once in each worker process.
 
     Relative paths start in `folder`; a user's teacher is imported from the places in `path`.
     """
     os.chdir(folder)
     sys.path += [place for place in path if place not in sys.path]
-    return ExtractionJob(VisionSettings.from_dict(json.loads(values)), shard_rows)
+    settings = VisionSettings.from_dict(json.loads(values))
+    precision = Precision.for_device(settings.device, settings.use_fp16)
+    return open_extractions(settings, precision, shard_rows=shard_rows)
 
 
 def _embed(split: str, shard: int, *job: Any) -> Row:
@@ -48,7 +53,7 @@ def _embed(split: str, shard: int, *job: Any) -> Row:
     Errors are returned as text, because the driver may lack the exception's class.
     """
     try:
-        share = _job(*job).extractions[split].share(slice(shard, shard + 1))
+        share = _job(*job)[split].share(slice(shard, shard + 1))
     except Exception as error:
         return _failure(error)
     summary = None if share.manifest is None else summary_of(share.manifest)
@@ -58,10 +63,11 @@ def _embed(split: str, shard: int, *job: Any) -> Row:
 def _plan(*job: Any) -> Row:
     """Count the shards of each split and all rows; with FORCE_RECOMPUTE start a new cache."""
     try:
-        extractions = _job(*job).extractions
+        extractions = _job(*job)
         shards = {split: e.share(slice(0)).n_shards for split, e in extractions.items()}
         rows = sum(len(e.dataset) for e in extractions.values())
-        return {"shards": shards, "rows": rows, "folder": str(_job(*job).folder), "error": ""}
+        folder = str(extractions["train"].folder)
+        return {"shards": shards, "rows": rows, "folder": folder, "error": ""}
     except Exception as error:
         return _failure(error)
 
@@ -74,19 +80,14 @@ def _failure(error: Exception) -> Row:
 
 def fill_by_ray(
     settings: VisionSettings, *, shard_rows: int | None = None, progress: Progress = no_progress
-) -> list[Filled]:
-    """Fill the caches of all splits on the machines of a Ray cluster.
+) -> list[tuple[Path, str]]:
+    """Fill the caches of all splits on a Ray cluster; return each manifest's path and a summary.
 
     Connect to the cluster at RAY_ADDRESS or started by `ray start` on this machine; without one,
     run Ray on this machine alone. Each machine needs this library, the data and EMBEDDINGS_DIR
     under the same paths. A worker takes one GPU, if the cluster has any, and WORKERS cores. With
     WORKERS 0 a worker takes an equal share of the machine's cores for each GPU, or all cores of a
     machine without GPUs.
-
-    Raises:
-        MissingPackage: Ray is not installed.
-        InputError: a worker refused the data or the settings.
-        ExtractionFailed: shards failed, or Ray stopped; the message names the shards.
     """
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray's internal messages
     try:
@@ -119,13 +120,8 @@ def fill_by_ray(
 def resources_for(nodes: Sequence[Mapping[str, float]], device: str, cores: int) -> tuple[int, int]:
     """Return the numbers of cores and GPUs that each worker takes.
 
-    Args:
-        nodes: `CPU` and `GPU` counts of each machine.
-        device: DEVICE; `cpu` uses no GPU, `auto` uses GPUs if there are any.
-        cores: cores per worker; 0: the machine's cores divided by its GPUs, or all its cores.
-
-    Raises:
-        InputError: no machine has enough cores, or DEVICE asks for a GPU and there is none.
+    `nodes` are the `CPU` and `GPU` counts of each machine. With `cores` 0, a worker takes the
+    machine's cores divided by its GPUs, or all its cores.
 
     >>> resources_for([{"CPU": 64, "GPU": 4}, {"CPU": 64, "GPU": 4}, {"CPU": 8}], "auto", 0)
     (16, 1)
@@ -150,7 +146,7 @@ def resources_for(nodes: Sequence[Mapping[str, float]], device: str, cores: int)
 
 def _fill(
     ray: Any, resources: Row, values: Row, place: tuple[Any, ...], progress: Progress
-) -> list[Filled]:
+) -> list[tuple[Path, str]]:
     """Embed all shards; `values` and `place` become the arguments of `_job`."""
     # A worker's GPU decides the dtype, and with it how many rows make a shard.
     plan = ray.get(ray.remote(_plan).options(**resources).remote(json.dumps(values), *place))
@@ -181,7 +177,7 @@ def _fill(
     return _result(Path(plan["folder"]), rows)
 
 
-def _result(folder: Path, rows: list[Row]) -> list[Filled]:
+def _result(folder: Path, rows: list[Row]) -> list[tuple[Path, str]]:
     """Return the caches in `folder`, or raise an error that names the shards that failed."""
     if failed := [row for row in rows if row["error"]]:
         if len(failed) == len(rows) and len({row["error"] for row in failed}) == 1:
@@ -197,7 +193,7 @@ def _result(folder: Path, rows: list[Row]) -> list[Filled]:
             f"the cache of {' and '.join(incomplete)} is incomplete: a file was removed or changed "
             "while shards were being stored. Stored shards are kept: run the same command again"
         )
-    return [Filled(folder / f"embeddings_{split}.json", summaries[split]) for split in splits]
+    return [(folder / f"embeddings_{split}.json", summaries[split]) for split in splits]
 
 
 def _error(row: Row) -> UserError:

@@ -51,11 +51,7 @@ def make_trainer(
 ) -> HeadTrainer:
     """Return a trainer of newly initialized heads, for projected embeddings of width `dim`.
 
-    `numbers` are the numbers of the heads that this process trains; None for all heads.
-
-    Raises:
-        ValueError: the head class cannot be instantiated or does not return logits over clusters,
-            or the heads do not fit into memory.
+    `numbers` are the indices of the heads that this process trains; None for all heads.
     """
     make = head_maker(
         heads.head,
@@ -95,9 +91,9 @@ def make_plan(
     gather: Gather,
     of_all_heads: Callable[[Tensor], Tensor] | None = None,
 ) -> Plan:
-    """Return the plan of training on pairs from `neighbors` `[n, k]`, nearest first.
+    """Plan the training on pairs from `neighbors` `[n, k]`, nearest first.
 
-    `of_all_heads` gathers `[head]` values of all processes, given those of this trainer.
+    `of_all_heads` gathers the `[head]` values of all processes from those of this trainer.
     """
     allowed = mutual_neighbors(neighbors)
     sampler = PairSampler(neighbors, allowed, heads.batch_size, heads.seed)
@@ -119,18 +115,14 @@ def make_plan(
 
 
 class _Judge:
-    """Score each head by its neighbor information on a sample of neighbor pairs.
-
-    Attributes:
-        rows: `[row]` int64, the samples in these pairs.
-    """
+    """Score each head by its neighbor information on a sample of neighbor pairs."""
 
     def __init__(
         self, trainer: HeadTrainer, neighbors: Tensor, gather: Gather, max_pairs: int
     ) -> None:
         self._trainer, self._gather = trainer, gather
         pairs = judging_pairs(neighbors, trainer.settings.seed, max_pairs)
-        self.rows, self._pairs = pairs.unique(return_inverse=True)
+        self.rows, self._pairs = pairs.unique(return_inverse=True)  # the samples in these pairs
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Return the clusters `[head, row]`, and the information `[head]` (NaN if failed)."""
@@ -159,11 +151,8 @@ def form_answer(
     if it is None; the confidence is then not calibrated. Labels are not read.
 
     Returns:
-        The model, on the CPU; the numbers of the heads that vote, best first; and the neighbor
+        The model, on the CPU; the indices of the heads that vote, best first; and the neighbor
         information of every head, `[head]`, in nats (NaN for an unhealthy head).
-
-    Raises:
-        TooFewHealthyParts: no head is healthy.
     """
     state, n_clusters = trainer.state, trainer.n_clusters
     judge = _Judge(trainer, neighbors, gather, CONSENSUS_PAIRS)
@@ -228,8 +217,7 @@ def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
 def _calibrate(model: ClusterModel, x: Tensor, ensemble: Ensemble) -> None:
     """Set the temperature so that the mean confidence is the squared agreement of the voters.
 
-    The partitions share errors: on 37 data sets, the mean agreement was 16 points above the
-    accuracy, and its square differed from the accuracy by 11 points in either direction.
+    The partitions share errors, so the plain agreement is too high (docs/method.md has numbers).
     """
     if len(ensemble.clusters) < MIN_SAMPLES_PER_CLUSTER * model.n_clusters:
         return
@@ -240,14 +228,9 @@ def _calibrate(model: ClusterModel, x: Tensor, ensemble: Ensemble) -> None:
 
 
 def temperature_for(probabilities: Tensor, confidence: float) -> float:
-    """Return the temperature at which the mean of the largest probabilities is `confidence`.
+    """Return the temperature, from 0.05 to 20, at which the mean confidence is as given.
 
-    `probabilities` have shape `[n, K]`. The temperature is at least 0.05 and at most 20, even if
-    the confidence is not reached.
-
-    References:
-        Guo et al., On calibration of modern neural networks, ICML 2017, section 4.2 (there, the
-        temperature is fitted to labels).
+    Guo et al., On calibration of modern neural networks, ICML 2017, section 4.2, fit it to labels.
     """
     low, high = math.log(COLDEST), math.log(HOTTEST)
     for _ in range(HALVINGS):
@@ -260,10 +243,8 @@ def temperature_for(probabilities: Tensor, confidence: float) -> float:
 def neighbor_information(first: Tensor, second: Tensor, n_clusters: int) -> float:
     """Return the mutual information of the clusters of samples and of their neighbors, in nats.
 
-    The TEMI loss estimates this value, which is computed here for a hard partition. It is high if
-    neighbors share a cluster and there are many clusters of similar size: 0 for a single cluster,
-    at most `log K`. It ranks heads of nearly equal loss better than the loss does. `first` and
-    `second` are the clusters, int64 `[pair]`.
+    The TEMI loss estimates this value, here for the hard partitions `first` and `second` `[pair]`:
+    0 for a single cluster, at most `log K`. It ranks heads of nearly equal loss better.
     """
     cells = torch.bincount(first * n_clusters + second, minlength=n_clusters**2).double()
     joint = cells.view(n_clusters, n_clusters)
@@ -277,13 +258,8 @@ def neighbor_information(first: Tensor, second: Tensor, n_clusters: int) -> floa
 def vote_tables(clusters: Tensor, anchor: Tensor, n_clusters: int) -> Tensor:
     """Map each cluster of each head to a distribution over the clusters of a reference partition.
 
-    `clusters` `[head, n]` are the clusters of each head, and `anchor` `[n]` those of the reference
-    partition, both int64. If a cluster of a head merges two reference clusters, its vote is split
-    between them.
-
-    Returns:
-        float32 `[head, cluster, n_clusters]`, where each row is a distribution; it is uniform for a
-        cluster that the head never uses.
+    From clusters `[head, n]` and reference clusters `anchor` `[n]`, return float32 distributions
+    `[head, cluster, n_clusters]`, uniform for a cluster that the head never uses.
     """
     heads = torch.arange(len(clusters)).unsqueeze(1)
     cells = (heads * n_clusters + clusters) * n_clusters + anchor
@@ -295,10 +271,7 @@ def vote_tables(clusters: Tensor, anchor: Tensor, n_clusters: int) -> Tensor:
 
 @torch.inference_mode()
 def head_clusters(trainer: HeadTrainer, gather: Gather, rows: Tensor) -> Tensor:
-    """Return the cluster that each head's EMA teacher predicts for `rows`, int64 `[head, row]`.
-
-    `gather` returns the projected embeddings of given rows.
-    """
+    """Return the cluster that each head's EMA teacher predicts for `rows`, int64 `[head, row]`."""
     weights = trainer.state.teacher
     parameters = trainer.bank.unflatten(weights)
     blocks = [

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, atomic_write_bytes, atomic_write_json, sha256_file
 from ssl_kd.guard.precision import default_torch_state
-from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker, import_head
+from ssl_kd.heads import OWN_HEADS, HeadBank, head_maker, import_head
 from ssl_kd.losses import log_probabilities
 from ssl_kd.settings.import_paths import path_of_file
 from ssl_kd.vision.model_parts import Projection, Splits, Tree
@@ -38,25 +38,6 @@ class ClusterModel(nn.Module):
     `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`: each head h gives probabilities to its own
     clusters k, and a table `p_h(c | k)` translates these to the common clusters c. A temperature
     calibrates the confidence of the vote.
-
-    Args:
-        in_dim: width of the embeddings.
-        head_dim: width of the embeddings after the projection.
-        n_clusters: number of clusters K.
-        n_heads: number of heads H.
-        head: import path of the class of the heads.
-        hidden_dim: argument `hidden_dim` of the heads, if their class has one.
-        bottleneck_dim: argument `bottleneck_dim` of the heads, if their class has one.
-        temperature: softmax temperature of the heads.
-        answer_temperature: temperature of the vote; above 1 lowers the confidence.
-        n_reference: number of stored training samples for outlier scores; 0 for no scores.
-        n_new: number of clusters that were added after the training, numbered from K.
-        n_new_rows: number of stored samples that define the added clusters.
-        levels: number of clusters of each tree level, finest first; None for no tree.
-        n_splits: number of planes that split clusters to fill empty ones (`model_parts.Splits`).
-
-    Attributes:
-        n_clusters: number of all clusters, K + n_new.
     """
 
     weights: Tensor
@@ -64,27 +45,28 @@ class ClusterModel(nn.Module):
 
     def __init__(
         self,
-        in_dim: int,
-        head_dim: int,
-        n_clusters: int,
+        in_dim: int,  # width of the embeddings
+        head_dim: int,  # their width after the projection
+        n_clusters: int,  # K
         n_heads: int,
-        head: str = f"{TEMIHead.__module__}.{TEMIHead.__qualname__}",
+        head: str = OWN_HEADS[0],  # import path
         hidden_dim: int = 512,
         bottleneck_dim: int = 256,
-        temperature: float = 0.1,
-        answer_temperature: float = 1.0,
-        n_reference: int = 0,
-        n_new: int = 0,
-        n_new_rows: int = 0,
-        levels: list[int] | None = None,
-        n_splits: int = 0,
+        temperature: float = 0.1,  # of the heads
+        answer_temperature: float = 1.0,  # of the vote; above 1 lowers the confidence
+        n_reference: int = 0,  # stored training samples for outlier scores; 0: no scores
+        n_new: int = 0,  # clusters that were added after the training, numbered from K
+        n_new_rows: int = 0,  # stored samples that define the added clusters
+        levels: list[int] | None = None,  # clusters of each tree level, finest first
+        n_splits: int = 0,  # planes that split clusters to fill empty ones
     ) -> None:
         arguments = dict(locals())
         super().__init__()
         self.options = {
             name: arguments[name] for name in inspect.signature(ClusterModel).parameters
         }
-        self.n_clusters, self.temperature = n_clusters + n_new, temperature
+        self.n_clusters = n_clusters + n_new  # all clusters
+        self.temperature = temperature
         make = head_maker(
             head, head_dim, n_clusters, hidden_dim=hidden_dim, bottleneck_dim=bottleneck_dim
         )
@@ -104,15 +86,7 @@ class ClusterModel(nn.Module):
         return folder / "model.safetensors"
 
     def save_pretrained(self, folder: str | Path, **config: Any) -> None:
-        """Write `model.safetensors` and `config.json` to a folder.
-
-        Args:
-            folder: path of the folder, created if it does not exist.
-            **config: further entries of `config.json`.
-
-        Raises:
-            InputError: `folder` is a file.
-        """
+        """Write `model.safetensors` and `config.json`, with the entries `config`, to a folder."""
         if (folder := Path(folder)).exists() and not folder.is_dir():
             raise InputError(
                 f"{folder} is a file; expected a folder: pass another path to save_pretrained"
@@ -123,19 +97,9 @@ class ClusterModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, head: str | None = None) -> Self:
-        """Load a model from a folder or from the Hugging Face Hub.
+        """Load a model from a folder, or from the Hugging Face Hub by its name `user/name`.
 
-        Args:
-            folder: a folder that `save_pretrained` wrote, the folder of a finished run, or the name
-                of a model on the Hub, `user/name`.
-            head: import path of the class of the heads. It is required for a class outside this
-                library, because importing a class runs its code.
-
-        Raises:
-            FileNotFoundError: the folder does not exist or holds no trained model.
-            CorruptFileError: a file is damaged, the files do not fit each other, or a tensor holds
-                a NaN.
-            ValueError: the class of the heads is not this library's and `head` is not given.
+        `head` is the import path of the heads' class, required for a class outside this library.
         """
         folder = folder_of(folder)
         config, file = read_config(folder), folder / "model.safetensors"
@@ -265,11 +229,9 @@ class ClusterModel(nn.Module):
     @default_torch_state()
     @torch.inference_mode()
     def likeliest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k most probable clusters of each embedding, on the CPU.
+        """Return the k most probable clusters and their probabilities, `[n, k]`, on the CPU.
 
-        Returns:
-            Clusters `[n, k]` int32, most probable first, and their probabilities `[n, k]` float32.
-            If two probabilities are equal, the lower cluster number comes first.
+        Of equal probabilities, that of the lower cluster index comes first.
         """
         clusters, probabilities = [], []
         for block in x.split(ROWS_PER_BLOCK):
@@ -284,15 +246,8 @@ class ClusterModel(nn.Module):
     def extended(self, read: Callable[[Tensor], Tensor], n: int) -> ClusterModel:
         """Return a model with additional clusters for new samples that are unlike all known ones.
 
-        Existing clusters keep their numbers; added clusters are numbered from `n_clusters`. If the
-        samples form no new cluster, the model itself is returned.
-
-        Args:
-            read: called with row numbers, returns the embeddings of these new samples.
-            n: number of new samples.
-
-        Raises:
-            InputError: the model stores no training samples.
+        Existing clusters keep their indices; added clusters are numbered from `n_clusters`. If the
+        n samples, which `read` returns by row, form no new cluster, return the model itself.
         """
         novelty = self._novelty()
         reference, old = novelty.reference, self.answer(novelty.rows).argmax(-1)
@@ -326,12 +281,7 @@ class ClusterModel(nn.Module):
     def predict_levels(self, x: Tensor, clusters: Tensor | None = None) -> Tensor:
         """Return the cluster of each embedding at every tree level, `[n, level]`, finest first.
 
-        Args:
-            x: embeddings `[n, in_dim]`.
-            clusters: result of `predict(x)`, if it is already computed.
-
-        Raises:
-            InputError: the model has no tree, because METHOD was heads.
+        `clusters` is the result of `predict(x)`, if it is already computed.
         """
         tree, device = self.tree, self.weights.device
         if tree is None:
@@ -353,9 +303,6 @@ class ClusterModel(nn.Module):
 
         In an added cluster the score is at most the share of the sample's nearest five stored rows
         outside that cluster. A row of zeros, or of 8 or more equal values, always scores 1.
-
-        Raises:
-            InputError: the model stores no training samples.
         """
         novelty = self._novelty()
 
@@ -396,11 +343,7 @@ def tempered(probabilities: Tensor, temperature: float) -> Tensor:
 
 
 def folder_of(name: str | Path) -> Path:
-    """Return a folder; if `user/name` is not one, download the model of that name from the Hub.
-
-    Raises:
-        FileNotFoundError: there is neither a folder nor a model of that name.
-    """
+    """Return a folder; if `user/name` is not one, download the model of that name from the Hub."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -416,28 +359,13 @@ def folder_of(name: str | Path) -> Path:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Read the `config.json` of a run, or of a model that `save_pretrained` wrote.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CorruptFileError: the file does not hold a JSON object.
-    """
+    """Read the `config.json` of a run, or of a model that `save_pretrained` wrote."""
     if not (path := Path(folder) / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json: {_EXPECTED}")
-    config = _read_object(path)
+    config = read_object(path)
     if not isinstance(config.get("settings", {}), dict):
         raise CorruptFileError(f"{path} is damaged (`settings` is not an object): copy it again")
     return config
-
-
-def read_metrics(folder: str | Path) -> dict[str, Any]:
-    """Read the `metrics.json` of a finished run.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CorruptFileError: the file does not hold a JSON object.
-    """
-    return _read_object(Path(folder) / "metrics.json")
 
 
 def has_pictures(metrics: Mapping[str, Any]) -> bool:
@@ -445,7 +373,8 @@ def has_pictures(metrics: Mapping[str, Any]) -> bool:
     return metrics.get("dataset", {}).get("pictured", False)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

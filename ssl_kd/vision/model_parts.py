@@ -18,14 +18,9 @@ Plane = tuple[Tensor, Tensor]
 class Projection(nn.Module):
     """Center and scale embeddings, and reduce wide ones to their principal components.
 
-    The projection is `(x - mean) * scale @ basis`. The same scale for all directions makes the
-    heads independent of the teacher's units, but keeps the relative variance of the directions. The
-    reduction to principal components makes training on wide embeddings several times faster, with
-    no loss of accuracy.
-
-    Args:
-        in_dim: width D of the embeddings.
-        dim: width d of the result, at most D; there is no `basis` if d equals D.
+    The projection is `(x - mean) * scale @ basis`, with no basis if `dim` equals `in_dim`. The same
+    scale for all directions makes the heads independent of the teacher's units, but keeps the
+    relative variance of the directions.
     """
 
     mean: Tensor
@@ -41,15 +36,7 @@ class Projection(nn.Module):
 
     @classmethod
     def fit(cls, x: Tensor, max_dim: int | None) -> Projection:
-        """Fit a projection after which embeddings `[n, D]` have mean 0 and root mean square 1.
-
-        Args:
-            x: embeddings `[n, D]`.
-            max_dim: maximum width of the result; None for no reduction.
-
-        Raises:
-            InputError: the embeddings are too similar to be scaled in float32.
-        """
+        """Fit a projection after which embeddings `[n, D]` have mean 0 and root mean square 1."""
         x = x.double()  # squares of 1e19 overflow in float32
         in_dim = x.shape[1]
         dim = in_dim if max_dim is None else min(max_dim, in_dim)
@@ -80,9 +67,8 @@ def _principal_directions(centered: Tensor, dim: int) -> Tensor:
     n, in_dim = centered.shape
     if max(n, dim) >= in_dim:
         return torch.linalg.eigh(centered.T @ centered).eigenvectors[:, -dim:].flip(1)
-    more = torch.eye(max(n, dim) - n, in_dim).to(
-        centered
-    )  # n rows span at most n of the D dimensions
+    # n rows span at most n of the D dimensions.
+    more = torch.eye(max(n, dim) - n, in_dim).to(centered)
     within, coordinates = torch.linalg.qr(torch.cat([centered, more]).T)
     return within @ _principal_directions(coordinates[:, :n].T, dim)
 
@@ -93,22 +79,12 @@ class Splits(nn.Module):
     The vote of the heads may leave clusters empty. Each empty cluster gets one side of a plane
     through another cluster: through the cluster that holds most of the samples that should be in
     the empty one, or, if they are not known, through the cluster with the largest sum of squares.
-
-    Args:
-        dim: width of the rows.
-        n: number of planes.
-
-    Attributes:
-        middles: a point on each plane, `[n, dim]`.
-        directions: normal vector of each plane, `[n, dim]`; it points to the side that changes.
-        parents: number of the cluster that each plane splits, `[n]`.
-        parts: number of the cluster that gets the changed side of each plane, `[n]`.
     """
 
-    middles: Tensor
-    directions: Tensor
-    parents: Tensor
-    parts: Tensor
+    middles: Tensor  # `[n, dim]`, a point on each plane
+    directions: Tensor  # `[n, dim]`, normal vectors, which point to the side that changes
+    parents: Tensor  # `[n]`, the cluster that each plane splits
+    parts: Tensor  # `[n]`, the cluster that gets the changed side
 
     def __init__(self, dim: int, n: int) -> None:
         super().__init__()
@@ -121,13 +97,9 @@ class Splits(nn.Module):
     def fit(
         cls, x: Tensor, clusters: Tensor, n_clusters: int, target: Tensor | None = None
     ) -> Self:
-        """Return splits after which no cluster is empty, if x has enough different rows.
+        """Return splits after which no cluster of `x` `[n, dim]` is empty, if enough rows differ.
 
-        Args:
-            x: rows `[n, dim]`.
-            clusters: cluster of each row `[n]`; some numbers below `n_clusters` may be missing.
-            n_clusters: number of clusters.
-            target: partition `[n]` that the split clusters should follow; None if there is none.
+        `target` `[n]` is a partition that the split clusters should follow.
         """
         clusters, planes = clusters.clone(), []
         for child in (clusters.bincount(minlength=n_clusters) == 0).nonzero().flatten():
@@ -161,8 +133,7 @@ def _is_beyond(x: Tensor, middle: Tensor, direction: Tensor) -> Tensor:
 def _plane_between(x: Tensor, side: Tensor) -> Plane | None:
     """Return the plane half-way between the means of two sets of rows; `side` `[n]` marks one.
 
-    If the means differ, both sides of the plane contain a row. None is returned if they do not,
-    because of rounding.
+    If a side of the plane contains no row because of rounding, return None.
     """
     inside, outside = x[side].double().mean(0), x[~side].double().mean(0)
     plane = (inside + outside) / 2, inside - outside
@@ -191,9 +162,7 @@ def _plane_through_widest(x: Tensor, clusters: Tensor) -> tuple[Tensor, Plane] |
     for parent in sums.argsort(descending=True, stable=True)[: int((sums > 0).sum())]:
         rows = x[clusters == parent]
         furthest = rows[squares[clusters == parent].argmax()]
-        side = (rows == furthest).all(
-            1
-        )  # 2-means starts with the row that is furthest from the mean
+        side = (rows == furthest).all(1)  # 2-means starts with this row
         plane = None if side.all() else _plane_between(rows, side)
         for _ in range(LLOYD_STEPS):
             better = None if plane is None else _plane_between(rows, _is_beyond(rows, *plane))
@@ -209,24 +178,13 @@ class Tree(nn.Module):
     """Assign samples to nested levels of clusters, finer and coarser than the model's clusters.
 
     Each cluster of the model consists of some of the finest clusters. A sample belongs to the one
-    among these with the nearest mean, which determines its cluster at every level. Clusters that
-    were added after the training are not part of a coarser cluster: they get the next free numbers
-    at every level.
-
-    Args:
-        dim: width of the rows.
-        sizes: number of clusters of each level, finest first.
-        n_clusters: number of clusters K of the model when it was trained.
-
-    Attributes:
-        means: mean of each finest cluster, `[finest, dim]`.
-        owners: cluster of the model that each finest cluster is a part of, `[finest]`.
-        parents: cluster of each level that each finest cluster is a part of, `[level, finest]`.
+    among these with the nearest mean, which determines its cluster at every level. Clusters added
+    after the training are not part of a coarser one: they get the next free index at every level.
     """
 
-    means: Tensor
-    owners: Tensor
-    parents: Tensor
+    means: Tensor  # `[finest, dim]`
+    owners: Tensor  # `[finest]`, the model's cluster that each finest cluster is a part of
+    parents: Tensor  # `[level, finest]`, the cluster of each level, finest level first
 
     def __init__(self, dim: int, sizes: Sequence[int], n_clusters: int) -> None:
         super().__init__()
@@ -237,14 +195,9 @@ class Tree(nn.Module):
 
     @classmethod
     def fit(cls, x: Tensor, clusters: Tensor, levels: Tensor, n_clusters: int) -> Self:
-        """Build the tree from samples and their clusters at every level.
+        """Build the tree from projected samples `[n, dim]`, their clusters `[n]`, and levels.
 
-        Args:
-            x: projected samples `[n, dim]`.
-            clusters: cluster of each sample `[n]`.
-            levels: cluster of each sample at every level `[level, n]`, finest level first. The
-                clusters of each level are unions of clusters of the level before.
-            n_clusters: number of clusters K.
+        In `levels` `[level, n]`, finest first, clusters are unions of those of the level before.
         """
         sizes, finest = [int(level.max()) + 1 for level in levels], levels[0]
         tree = cls(x.shape[1], sizes, n_clusters)

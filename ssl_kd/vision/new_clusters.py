@@ -37,14 +37,10 @@ class NewClusters(nn.Module):
     A sample belongs to an added cluster if its nearest stored row and three of its nearest five
     belong to that cluster. Stored rows are the samples of added clusters and training samples. A
     stored training sample is its own nearest row, so its cluster does not change.
-
-    Args:
-        dim: width d of the rows.
-        n: number of stored samples of added clusters.
     """
 
-    rows: Tensor
-    clusters: Tensor
+    rows: Tensor  # `[n, dim]`
+    clusters: Tensor  # `[n]`, counted from 0
 
     def __init__(self, dim: int, n: int) -> None:
         super().__init__()
@@ -75,9 +71,7 @@ def _nearest(z: Tensor, pool: Tensor) -> Tensor:
     return columns.gather(1, order)[:, :VOTERS]
 
 
-def find_new_clusters(
-    reference: Tensor, old: Tensor, new: Tensor, joined: Tensor, device: str | torch.device = "cpu"
-) -> Tensor:
+def find_new_clusters(reference: Tensor, old: Tensor, new: Tensor, joined: Tensor) -> Tensor:
     """Find groups of new samples in regions without old samples, by a significance test.
 
     The null hypothesis is that the new samples of each cluster are distributed like its old ones.
@@ -87,15 +81,9 @@ def find_new_clusters(
     0.01 / n is a seed. Mutual neighbors among the seeds form groups, and groups of at least five
     seeds grow by nearby samples. New proportions of the old clusters do not make a new cluster.
 
-    Args:
-        reference: old samples `[r, d]`.
-        old: cluster of each old sample, `[r]` integer.
-        new: new samples, selected by `comparable`, `[n, d]`.
-        joined: cluster that the model predicts for each new sample, `[n]` integer.
-        device: device of the neighbor search.
-
-    Returns:
-        The group of each new sample, `[n]` int64, largest group first; -1 for no group.
+    From the old samples `reference` `[r, d]` in the clusters `old`, and `new` samples `[n, d]`,
+    selected by `comparable`, in the predicted clusters `joined`, return the group of each new
+    sample, `[n]` int64, largest group first; -1 for no group.
 
     References:
         Schilling, Multivariate two-sample tests based on nearest neighbors, JASA 1986.
@@ -113,7 +101,7 @@ def find_new_clusters(
     needed = math.log(CHANCE / n) / math.log(share[clusters[r:]].mean())
     k = min(max(NEIGHBORS, math.ceil(SLACK * needed)), r + n - 1)
     pool = torch.cat([reference, new[rows]])
-    near = nearest_neighbors(pool, k, metric="euclidean", device=device)[r:].numpy()
+    near = nearest_neighbors(pool, k, metric="euclidean")[r:].numpy()
 
     chance = scipy.stats.binom.sf((near >= r).sum(1) - 1, k, share[clusters[near]].mean(1))
     seeds = np.flatnonzero(chance < CHANCE / n)
@@ -129,12 +117,7 @@ def find_new_clusters(
 def comparable(old: Tensor, joined: Tensor) -> Tensor:
     """Select new samples at random, from each cluster at most as many as it has old samples.
 
-    Args:
-        old: cluster of each old sample `[r]`.
-        joined: cluster of each new sample `[n]`.
-
-    Returns:
-        Row numbers of the selected new samples, ascending.
+    From the clusters of the old samples and those of the new, return rows of the new, ascending.
     """
     order = torch.randperm(len(joined), generator=torch.Generator().manual_seed(0))
     clusters, by_cluster = joined[order].sort(stable=True)
@@ -144,10 +127,9 @@ def comparable(old: Tensor, joined: Tensor) -> Tensor:
 
 
 def _groups(seeds: NDArray, near: NDArray, n: int) -> NDArray:
-    """Return the group of each of n samples, -1 for none.
+    """Return the group of each of n samples, a connected component of seeds; -1 for none.
 
-    A group is a connected component of seeds that are neighbors of each other. `near` `[n, k]` has
-    the neighbors of each sample; a negative number stands for an old sample.
+    `near` `[n, k]` has the neighbors of each sample; a negative number stands for an old sample.
     """
     is_seed = np.zeros(n, dtype=bool)
     is_seed[seeds] = True

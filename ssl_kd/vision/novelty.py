@@ -40,31 +40,25 @@ class Novelty(nn.Module):
     and the direction `(x - o) / |x - o|` from the projected zero embedding o. Without the last
     part, an embedding of zeros would look typical, because centered samples surround it.
 
-    Args:
-        dim: width d of the rows.
-        n: number of stored rows, at least 2.
-
     References:
         Breunig et al., LOF: Identifying density-based local outliers, SIGMOD 2000.
         Sun et al., Out-of-distribution detection with deep nearest neighbors, ICML 2022, eq. 2.
     """
 
-    reference: Tensor
-    spacing: Tensor
-    reach: Tensor
-    own: Tensor
-    places: Tensor
-    length: Tensor
-    origin: Tensor
+    reference: Tensor  # `[n, d + 1]`, the stored training samples in polar form
+    spacing: Tensor  # `[n]`, D of each
+    reach: Tensor  # `[n]`, distance to the last of the k neighbors
+    own: Tensor  # `[n]`, far(z) of the stored samples, ascending
+    places: Tensor  # `[n]`, s(z) of the stored samples, ascending
+    length: Tensor  # median length
+    origin: Tensor  # `[d]`, projection of the zero embedding
 
     def __init__(self, dim: int, n: int) -> None:
         super().__init__()
         self.k = min(NEIGHBORS, n - 1)
         self.register_buffer("reference", torch.zeros(n, dim + 1))
-        self.register_buffer("spacing", torch.zeros(n))  # D of each stored row
-        self.register_buffer("reach", torch.zeros(n))  # distance to the last of the k neighbors
-        self.register_buffer("own", torch.zeros(n))  # far(z) of the stored rows, ascending
-        self.register_buffer("places", torch.zeros(n))  # s(z) of the stored rows, ascending
+        for name in ("spacing", "reach", "own", "places"):
+            self.register_buffer(name, torch.zeros(n))
         self.register_buffer("length", torch.ones(()))
         self.register_buffer("origin", torch.zeros(dim))
 
@@ -72,15 +66,7 @@ class Novelty(nn.Module):
     @default_torch_state()
     @torch.no_grad()
     def fit(cls, x: Tensor, origin: Tensor | None = None) -> Novelty:
-        """Fit a scorer to training samples.
-
-        Args:
-            x: projected embeddings `[n, d]`.
-            origin: projection of the zero embedding `[d]`; None for zeros.
-
-        Raises:
-            ValueError: there are fewer than two rows.
-        """
+        """Fit a scorer to projected embeddings `[n, d]`; `origin` None stands for zeros."""
         if len(x) < 2:
             raise ValueError(f"x has {len(x)} rows; expected at least 2 to compare with each other")
         novelty = cls(x.shape[1], len(x))
@@ -99,10 +85,7 @@ class Novelty(nn.Module):
         return novelty
 
     def score(self, x: Tensor) -> Tensor:
-        """Return the outlier scores of rows `[batch, d]`, float32 in [0, 1].
-
-        A threshold of 0.99 marks about 1 % of new samples from the source of the training samples.
-        """
+        """Return the outlier scores of rows `[batch, d]`, float32 in [0, 1]."""
         headings = self._headings(self.reference)
         places = [
             self._greater_share(*self._far(self.polar(block), headings))
@@ -163,14 +146,6 @@ class Novelty(nn.Module):
 
 
 def is_dead(x: Tensor) -> Tensor:
-    """Return a mask `[n]` of embeddings without content, such as those of blank images.
-
-    These are rows of zeros, and rows of equal values that are at least `MIN_WIDTH` wide.
-    """
+    """Mark rows of zeros, and wide rows of equal values, such as those of blank images."""
     same = (x == x[:, :1]).all(1)
     return same if x.shape[1] >= MIN_WIDTH else same & (x[:, 0] == 0) & (x.shape[1] > 1)
-
-
-def without_outliers(clusters: Tensor, scores: Tensor, threshold: float) -> Tensor:
-    """Set clusters `[n]` to -1 (noise) where the outlier score `[n]` is above the threshold."""
-    return clusters.masked_fill(scores > threshold, -1)

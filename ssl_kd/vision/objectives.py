@@ -153,30 +153,17 @@ class Sharpened(Objective):
         )
 
 
+# LOSS -> the objective
 OBJECTIVES: Mapping[str, type[Objective]] = MappingProxyType({"temi": TEMI, "sharpened": Sharpened})
-"""LOSS -> the objective."""
 
 
 def objective_class(name: str) -> type[Objective]:
-    """Return the class of an objective, given a name in `OBJECTIVES` or an import path.
-
-    Raises:
-        ValueError: the class cannot be imported, or is not a subclass of `Objective`.
-    """
+    """Return the class of an objective, given a name in `OBJECTIVES` or an import path."""
     return OBJECTIVES.get(name) or import_class(name, Objective, "loss")
 
 
 def make_objective(name: str, values: Mapping[str, Any]) -> Objective:
-    """Create an objective, and pass it the settings that its `__init__` names.
-
-    Args:
-        name: a name in `OBJECTIVES`, or an import path.
-        values: name -> value of the settings.
-
-    Raises:
-        ValueError: the class cannot be imported, is not a subclass of `Objective`, needs an unknown
-            setting, or refuses the values.
-    """
+    """Create an objective from the settings in `values` that its `__init__` names."""
     kind = objective_class(name)
     parameters = inspect.signature(kind).parameters
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in values]

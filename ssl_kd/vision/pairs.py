@@ -15,14 +15,8 @@ class PairSampler:
 
     No state has to be saved: the order in epoch `e` is seeded by (seed, e), and the neighbors of
     step `s` by (seed, s), so a resumed run draws the same pairs as an uninterrupted one.
-
-    Args:
-        neighbors: `[n, k]` integer, row `i` holds the neighbors of sample `i`; may be mapped from a
-            file, because a step reads only the rows of its batch.
-        allowed: `[n, k]` boolean, which neighbors may be drawn (`mutual_neighbors`); at least one
-            in each row.
-        batch_size: samples per batch; at most n are used.
-        seed: any integer.
+    `neighbors` `[n, k]` may be mapped from a file, because a step reads only the rows of its batch;
+    `allowed` `[n, k]` marks those that may be drawn, at least one in each row.
     """
 
     def __init__(self, neighbors: Tensor, allowed: Tensor, batch_size: int, seed: int) -> None:
@@ -56,12 +50,6 @@ def mutual_neighbors(neighbors: Tensor) -> Tensor:
     """Mark the neighbors of each sample that have this sample among their own neighbors.
 
     A sample without such a neighbor keeps its nearest one, so each row has at least one mark.
-
-    Args:
-        neighbors: `[n, k]`, nearest first.
-
-    Returns:
-        Boolean `[n, k]`.
     """
     mutual = torch.empty(neighbors.shape, dtype=torch.bool)
     for rows in torch.arange(len(neighbors)).split(ROWS_PER_BLOCK):
@@ -72,13 +60,10 @@ def mutual_neighbors(neighbors: Tensor) -> Tensor:
 
 
 def judging_pairs(neighbors: Tensor, seed: int, max_pairs: int) -> Tensor:
-    """Return the pairs by which heads are ranked: a sample and one of its nearest neighbors.
+    """Return the pairs by which heads are ranked, `[2, pair]`: samples and near neighbors.
 
-    Only the nearest quarter of `neighbors` `[n, k]` is used. Unlike in training, neighbors need not
-    be mutual, because a wrong partition shows in the doubtful pairs.
-
-    Returns:
-        `[2, pair]` int64 rows, a random sample where there are more than `max_pairs`.
+    At most `max_pairs` random ones with the nearest quarter of `neighbors` `[n, k]` are returned.
+    They need not be mutual, because a wrong partition shows in the doubtful pairs.
     """
     n = len(neighbors)
     near = neighbors[:, : -(-neighbors.shape[1] // 4)]

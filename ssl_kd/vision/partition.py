@@ -49,16 +49,10 @@ def partition_of(
     projected: Tensor,
     device: torch.device,
     progress: Callable[[int, int], object] = lambda done, total: None,
-    should_stop: Callable[[], bool] = lambda: False,
 ) -> GraphAnswer:
     """Return the best partition into `n_clusters`; if None, choose the number of clusters.
 
-    `neighbors` `[n, k]` are sorted by cosine, nearest first; `embeddings` returns the embeddings of
-    given rows; `projected` are the centered embeddings. `should_stop` is called after each
-    partition; if true, the consensus is formed from the partitions so far.
-
-    Raises:
-        InputError: there are too few samples to choose the number of clusters.
+    `neighbors` `[n, k]` are sorted by cosine, nearest first.
     """
     cosine, euclidean, whitened = views(neighbors, embeddings, projected, device)
     together = summed(cosine, euclidean, whitened)
@@ -66,7 +60,7 @@ def partition_of(
     if n_clusters is None:
         number = number_of_clusters(graph, [*cosine.densities, *euclidean.densities])
         n_clusters = number.n_clusters
-    ensemble = form_ensemble(cosine, euclidean, together, n_clusters, progress, should_stop)
+    ensemble = form_ensemble(cosine, euclidean, together, n_clusters, progress)
     agreed = torch.from_numpy(ensemble.clusters)
     clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # if fewer
     levels = np.stack(nested_levels(graph, clusters.numpy()))

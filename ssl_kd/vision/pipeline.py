@@ -49,8 +49,9 @@ DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
-    """Hold the objects that every stage of one run uses."""
+    """The objects that every stage of one run uses."""
 
+    settings: VisionSettings
     folder: RunFolder
     precision: Precision
     clock: Clock
@@ -61,7 +62,7 @@ class RunContext:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedHeads:
-    """Hold the trained heads and the model that was formed from them."""
+    """The trained heads, and the model formed from them."""
 
     trainer: HeadTrainer  # state of all heads
     model: ClusterModel
@@ -73,7 +74,7 @@ class TrainedHeads:
 
 @dataclasses.dataclass(frozen=True)
 class LeaderResult:
-    """Hold what rank 0 computes before training and sends to the other ranks."""
+    """What rank 0 computes before training and sends to the other ranks."""
 
     path: Path  # of the run folder
     settings: dict[str, Any]
@@ -86,33 +87,26 @@ class LeaderResult:
     clusters: Tensor | None  # `[n]` targets for the heads; None: heads find their own clusters
 
 
-def learn(
-    settings: VisionSettings, context: RunContext, store: EmbeddingStore, n_clusters: int | None
-) -> TrainedHeads:
+def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) -> TrainedHeads:
     """Train heads on the embeddings of `store`, and form the model from the best of them.
 
-    Args:
-        settings: settings of the run.
-        context: folder, device, clock, signals and ranks of the run.
-        store: training embeddings.
-        n_clusters: K; None: choose it from the neighbor graph.
-
-    Raises:
-        RunFolderError: the run's checkpoint does not fit these heads.
-        TooFewHealthyParts: no head is healthy; the message names the first fault.
+    If `n_clusters` is None, the number of clusters is chosen from the neighbor graph.
     """
-    device, clock, ranks = context.precision.device, context.clock, context.ranks
-    seed = settings.seed
-    rows = TrainingRows.fit(store, seed, settings.pca_dim, settings.searches_graph, n_clusters)
+    settings, clock, ranks = context.settings, context.clock, context.ranks
+    rows = TrainingRows.fit(store, settings, n_clusters)
     with clock("neighbours"):
-        neighbors, search = _find_neighbors(settings.neighbours, rows, device, context.progress)
+        neighbors, search = _find_neighbors(context, rows)
     partition = None
     if settings.searches_graph:
         with clock("graph"):
-            report = _reporter("graph", context.progress)
-            projected = rows(torch.arange(rows.n))
-            embeddings = rows.embeddings
-            partition = partition_of(n_clusters, neighbors, embeddings, projected, device, report)
+            partition = partition_of(
+                n_clusters,
+                neighbors,
+                rows.embeddings,
+                rows(torch.arange(rows.n)),
+                context.precision.device,
+                _reporter("graph", context.progress),
+            )
             n_clusters = partition.n_clusters
     assert n_clusters is not None
     learned = partition if settings.by_graph else None
@@ -130,12 +124,12 @@ def learn(
             clusters=clusters,
         )
         ranks.ranks.from_first(lambda: result)
-        trainer, about = _train(settings, context, rows, neighbors, n_clusters, clusters)
+        trainer, about = _train(context, rows, neighbors, n_clusters, clusters)
     with clock("consensus"):
         context.progress("consensus", 0, 1, {})
-        projection = rows.projection
-        answer = form_answer(settings, trainer, neighbors, rows, projection, learned)
-        model, chosen, information = answer
+        model, chosen, information = form_answer(
+            settings, trainer, neighbors, rows, rows.projection, learned
+        )
         save_model(model, context.folder)
         context.progress("consensus", 1, 1, {"heads": len(chosen)})
     about["neighbours"] = search
@@ -143,14 +137,7 @@ def learn(
 
 
 def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
-    """Train this rank's heads of the run that rank 0 leads, and return the run folder.
-
-    Raises:
-        SettingsError: rank 0 has other settings.
-        InputError: this rank does not see the neighbors that rank 0 has stored.
-        RankStopped: rank 0 stopped.
-        RankLost: rank 0 died.
-    """
+    """Train this rank's heads of the run that rank 0 leads, and return the run folder."""
     precision = Precision.for_device(ranks.ranks.device, settings.use_fp16)
     with following(), Signals() as signals:
         leader: LeaderResult | Path = ranks.ranks.from_first(_only_rank_0)
@@ -163,17 +150,23 @@ def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
             )
         store = EmbeddingStore.open(leader.store, "train", expect=leader.fingerprint, verify=False)
         rows = TrainingRows(store, leader.projection, leader.rows)
-        neighbors = _leader_neighbors(settings.neighbours, store, leader)
+        neighbors = leader.neighbors
+        if neighbors is None:
+            neighbors = kept_neighbors(store, min(settings.neighbours, store.n - 1))
+        if neighbors is None:
+            raise InputError(
+                f"{store.folder} lacks the neighbors that rank 0 has stored: set EMBEDDINGS_DIR to "
+                "a folder that all ranks share"
+            )
         folder = ReadOnlyRunFolder(leader.path)
-        context = RunContext(folder, precision, Clock(), signals, no_progress, ranks)
-        _train(settings, context, rows, neighbors, leader.n_clusters, leader.clusters)
+        context = RunContext(settings, folder, precision, Clock(), signals, no_progress, ranks)
+        _train(context, rows, neighbors, leader.n_clusters, leader.clusters)
         with signals.between_steps():  # rank 0 forms the answer and writes the files
             ranks.ranks.from_first(_only_rank_0)
     return leader.path
 
 
 def _train(
-    settings: VisionSettings,
     context: RunContext,
     rows: TrainingRows,
     neighbors: Tensor,
@@ -186,27 +179,31 @@ def _train(
         The trainer, on rank 0 with the heads of all ranks; and entries for `metrics.json`.
     """
     rows.load()  # before the memory for the heads is checked
-    folder, ranks = context.folder, context.ranks
-    dim, precision = rows.projection.dim, context.precision
-    trainer = make_trainer(settings, dim, n_clusters, precision, ranks.heads)
+    settings, folder, ranks = context.settings, context.folder, context.ranks
+    device = context.precision.device
+    trainer = make_trainer(
+        settings, rows.projection.dim, n_clusters, context.precision, ranks.heads
+    )
     plan = make_plan(settings, trainer, neighbors, rows, ranks.of_all_heads)
     ranks.caught = context.signals.caught
     with context.signals.between_steps():
-        gather = rows.on(precision.device)
+        gather = rows.on(device)
         start = load_last(folder, trainer, plan.convergence, ranks)
         folder.rewind(start)
         folder.become_latest()
-        options: dict[str, Any] = {
-            "clusters": clusters,
-            "on_events": folder.events.extend,
-            "on_fault": fault_recorder(folder.path, trainer, dataclasses.asdict(settings)),
-        }
+        recorder = FlightRecorder(folder.path / "faults")
+
+        def on_fault(fault: HeadFault) -> None:
+            if recorder.wants(fault.event.part):
+                recorder.record(bundle_of(trainer, fault, dataclasses.asdict(settings)))
+
+        options: dict[str, Any] = {"on_events": folder.events.extend, "on_fault": on_fault}
+        options["clusters"] = clusters
         if ranks.ranks.world == 1:
             learner = HeadsLearner(trainer, plan, gather, **options)
         else:
-            log_every = settings.log_every
-            learner = RankHeadsLearner(ranks, log_every, trainer, plan, gather, **options)
-        with _logging(context, learner, settings.n_heads) as (on_log, on_checkpoint):
+            learner = RankHeadsLearner(ranks, settings.log_every, trainer, plan, gather, **options)
+        with _logging(context, learner) as (on_log, on_checkpoint):
             steps = run_loop(
                 learner,
                 start=start,
@@ -228,11 +225,10 @@ def _reporter(stage: str, progress: Progress) -> Callable[[int, int], None]:
     return lambda done, total: progress(stage, done, total, {})
 
 
-def _find_neighbors(
-    k: int, rows: TrainingRows, device: torch.device, progress: Progress
-) -> tuple[Tensor, dict[str, Any]]:
+def _find_neighbors(context: RunContext, rows: TrainingRows) -> tuple[Tensor, dict[str, Any]]:
     """Return `[n, k]` neighbors and how they were found; only those of all rows are stored."""
-    k, report = min(k, rows.n - 1), _reporter("neighbours", progress)
+    k, device = min(context.settings.neighbours, rows.n - 1), context.precision.device
+    report = _reporter("neighbours", context.progress)
     if rows.rows is None:
         return find_neighbors(rows.store, k, device=device, progress=report)
     if rows.n < rows.store.n:
@@ -244,7 +240,7 @@ def _find_neighbors(
 
 @contextlib.contextmanager
 def _logging(
-    context: RunContext, learner: HeadsLearner, n_heads: int
+    context: RunContext, learner: HeadsLearner
 ) -> Iterator[tuple[Callable[[LogRecord], object], Callable[[int], object]]]:
     """Yield `on_log` and `on_checkpoint` for the loop, which write into the run folder.
 
@@ -265,31 +261,16 @@ def _logging(
             board.log(record.step, {name: row[name] for name in DRAWN})
             finite = [value for value in record.loss if abs(value) < float("inf")]
             mean = sum(finite) / len(finite) if finite else float("nan")
-            info = {"loss": mean, "healthy": f"{record.healthy}/{n_heads}"}
+            info = {"loss": mean, "healthy": f"{record.healthy}/{context.settings.n_heads}"}
             context.progress("train", record.step, learner.steps, info)
 
         try:
             yield on_log, on_checkpoint
         except TooFewHealthyParts as error:
-            bundles = FlightRecorder(folder.path / "faults").bundles()
-            if not bundles:
+            if not (bundles := FlightRecorder(folder.path / "faults").bundles()):
                 raise
             command = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
-            message = f"{error}. To explain the first fault: {command}"
-            raise TooFewHealthyParts(message) from error
-
-
-def fault_recorder(
-    folder: Path, trainer: HeadTrainer, values: dict[str, Any]
-) -> Callable[[HeadFault], None]:
-    """Return an `on_fault` callback that saves each head's first fault in the run folder."""
-    recorder = FlightRecorder(folder / "faults")
-
-    def on_fault(fault: HeadFault) -> None:
-        if recorder.wants(fault.event.part):
-            recorder.record(bundle_of(trainer, fault, values))
-
-    return on_fault
+            raise TooFewHealthyParts(f"{error}. To explain the first fault: {command}") from error
 
 
 def load_last(
@@ -314,19 +295,6 @@ def save_model(model: ClusterModel, folder: RunFolder) -> None:
     """Write `model.safetensors`, and its digest and the model's options into `config.json`."""
     file = model.save_tensors(folder.path)
     folder.update_json("config.json", **model.options, **{DIGEST: sha256_file(file)})
-
-
-def _leader_neighbors(k: int, store: EmbeddingStore, leader: LeaderResult) -> Tensor:
-    """Return the neighbors that rank 0 sent, or has stored beside the embeddings."""
-    if leader.neighbors is not None:
-        return leader.neighbors
-    neighbors = kept_neighbors(store, min(k, store.n - 1))
-    if neighbors is None:
-        raise InputError(
-            f"{store.folder} lacks the neighbors that rank 0 has stored: set EMBEDDINGS_DIR to a"
-            " folder that all ranks share"
-        )
-    return neighbors
 
 
 def _only_rank_0() -> Any:

@@ -32,17 +32,6 @@ class HeadRanks:
     """Divide the heads among the processes, and exchange tensors and reports.
 
     In a single process, the methods return their arguments unchanged.
-
-    Args:
-        ranks: the processes.
-        n_heads: number of heads in the run.
-
-    Attributes:
-        caught: numbers of the signals that requested this rank to stop.
-        heads: numbers of the heads of this rank.
-
-    Raises:
-        InputError: there are more ranks than heads.
     """
 
     def __init__(self, ranks: Ranks, n_heads: int) -> None:
@@ -54,7 +43,7 @@ class HeadRanks:
         bounds = [n_heads * rank // ranks.world for rank in range(ranks.world + 1)]
         self.ranks, self._bounds, self._n_heads = ranks, bounds, n_heads
         self.heads = range(bounds[ranks.rank], bounds[ranks.rank + 1])
-        self.caught: list[int] = []
+        self.caught: list[int] = []  # signals that this rank received
         self._agreed_to_stop = False
 
     @property
@@ -92,10 +81,7 @@ class HeadRanks:
         return {n: t if n.startswith("convergence.") else t[rows] for n, t in tensors.items()}
 
     def gather_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Collect the rows of all heads on rank 0, in CPU memory; return {} on other ranks.
-
-        Rows are received in place, so no second copy is needed.
-        """
+        """Collect the rows of all heads on rank 0, in CPU memory; return {} on other ranks."""
         if self.ranks.world == 1:
             return tensors
         gathered = {}
@@ -104,6 +90,7 @@ class HeadRanks:
             if not self.leads:
                 dist.send(tensor, 0)
                 continue
+            # Rows are received in place, so no second copy is needed.
             gathered[name] = rows = tensor.new_empty(self._n_heads, *tensor.shape[1:])
             rows[: len(tensor)] = tensor
             for rank in range(1, self.ranks.world):
@@ -113,8 +100,7 @@ class HeadRanks:
     def gather_trainer(self, trainer: HeadTrainer) -> HeadTrainer:
         """Return a trainer of all heads on rank 0, and `trainer` itself on other ranks.
 
-        Only EMA teachers, losses and health are gathered, which suffice to form the clustering: one
-        device may lack the memory for the students and moments of all heads.
+        It has no students and moments, for which one device may lack the memory.
         """
         if self.ranks.world == 1:
             return trainer
@@ -144,11 +130,7 @@ class HeadRanks:
 class RankHeadsLearner(HeadsLearner):
     """Train the heads of one rank in `run_loop`; rank 0 writes the log for all ranks.
 
-    Args:
-        ranks: the processes; a signal in `ranks.caught` stops them at the next log record.
-        log_every: steps between two log records, at which ranks exchange the guard's reports.
-        *args: arguments of `HeadsLearner`.
-        **options: keyword arguments of `HeadsLearner`.
+    Ranks exchange the guard's reports, and signals to stop, every `log_every` steps.
     """
 
     def __init__(self, ranks: HeadRanks, log_every: int, *args: Any, **options: Any) -> None:
@@ -168,12 +150,7 @@ class RankHeadsLearner(HeadsLearner):
         self._gathered: tuple[Tensor, ...] = ()
 
     def look(self, done: int, *, at_once: bool = False) -> None:
-        """Process unread steps as `HeadsLearner` does, and exchange reports at each log record.
-
-        Raises:
-            TooFewHealthyParts: too few heads over all ranks are healthy; raised on every rank.
-            RankLost: another rank does not respond.
-        """
+        """Process unread steps as `HeadsLearner` does, and exchange reports at each log record."""
         self._turn = (done, 0)
         super().look(done, at_once=at_once)
         if not at_once and (done % self._log_every == 0 or done == self.steps):

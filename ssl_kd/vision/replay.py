@@ -61,20 +61,9 @@ def bundle_of(trainer: HeadTrainer, fault: HeadFault, values: Mapping[str, Any])
 def replay(path: str | Path, *, head: str | None = None, loss: str | None = None) -> Replay:
     """Run the recorded step on the CPU again, and trace each operation to locate the fault.
 
-    With INSTANCE_WEIGHT `mean`, this head's own weights replace the mean over heads. Both are
-    bounded and sum to one, so the same values become NaN.
-
-    Args:
-        path: the file of the bundle.
-        head: import path of the head class, required unless the head is part of this library: an
-            import runs code, so a path in the file is not trusted.
-        loss: import path of the objective class, required under the same condition.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CorruptFileError: the file is damaged, is not a bundle, or has settings of another version.
-        ValueError: the bundle has no batch or is not from a vision run, or a required `head` or
-            `loss` is missing or cannot be imported.
+    `head` and `loss` are import paths, required for classes outside this library: an import runs
+    code, so a path in the file is not trusted. With INSTANCE_WEIGHT `mean`, this head's own weights
+    replace the mean over heads; both sum to one, so the same values become NaN.
     """
     bundle = load_bundle(path)
     if "replay" not in bundle.settings:

@@ -20,29 +20,25 @@ from ssl_kd.vision.assignments import SplitAssignments, write_assignments
 from ssl_kd.vision.fit import head_clusters
 from ssl_kd.vision.partition import GraphAnswer
 from ssl_kd.vision.pipeline import RunContext, TrainedHeads
-from ssl_kd.vision.settings import AnswerSettings
 
 TYPICAL = 8
-QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 
 def judge(
-    answer: AnswerSettings,
-    context: RunContext,
-    stores: Mapping[str, EmbeddingStore],
-    trained: TrainedHeads,
+    context: RunContext, stores: Mapping[str, EmbeddingStore], trained: TrainedHeads
 ) -> dict[str, Any]:
     """Assign every row, write the result files, and return the content of `metrics.json`.
 
     Labels are first read here, after training, so they cannot influence the clustering.
     """
+    seed, run_baselines = context.settings.seed, context.settings.baselines
     model, n_stages = trained.model.to(context.precision.device), len(stores) + 2
     splits: dict[str, SplitAssignments] = {}
     heads: dict[str, NDArray[np.int64]] = {}
     with context.clock("answer"):
         context.progress("judge", 0, n_stages, {})
         for done, (name, store) in enumerate(stores.items(), 1):
-            splits[name] = SplitAssignments(store, model, answer.seed, answer.noise_threshold)
+            splits[name] = SplitAssignments(store, model, seed)
 
             def projected(rows: Tensor, store: EmbeddingStore = store) -> Tensor:
                 return model.projection(store.gather(rows).to(model.weights.device))
@@ -53,33 +49,26 @@ def judge(
     with context.clock("judge"):
         train, test, n_clusters = splits["train"], splits.get("test"), model.n_clusters
         baselines = []
-        if answer.baselines:
+        if run_baselines:
             held_out: dict[str, Any] = {} if test is None else {"test_x": test.x}
             methods = (evaluate.kmeans, evaluate.spectral)
-            baselines = [method(train.x, n_clusters, answer.seed, **held_out) for method in methods]
+            baselines = [method(train.x, n_clusters, seed, **held_out) for method in methods]
         context.progress("judge", n_stages - 1, n_stages, {"split": "baselines"})
 
-        scores = {
-            name: [evaluate.clustering_scores(split.labels, c) for c in heads[name]]
-            for name, split in splits.items()
-        }
-        table = [
-            row
-            for name, split in splits.items()
-            for row in _table(name, split, scores[name], trained.chosen, baselines)
-        ]
-        accuracies = [score["acc"] for score in scores["train"]]
+        table, accuracies = [], []
+        for name, split in splits.items():
+            scores = [evaluate.clustering_scores(split.labels, c) for c in heads[name]]
+            accuracies = accuracies or [score["acc"] for score in scores]  # of the training set
+            table += _table(name, split, scores, trained.chosen, baselines)
         metrics = {
             "table": table,
             "heads": _heads(trained, heads["train"], accuracies),
             "graph": None if trained.partition is None else _graph(trained.partition),
-            "levels": _levels(train, n_clusters),
-            "cluster_sizes": evaluate.cluster_sizes(train.members, n_clusters).tolist(),
+            "cluster_sizes": evaluate.cluster_sizes(train.clusters, n_clusters).tolist(),
             "calibration": {name: _calibration(split) for name, split in splits.items()},
-            "outliers": {name: _outliers(split) for name, split in splits.items()},
-            **_embedding_scores(answer, train, test),
+            **_embedding_scores(train, test, seed, run_baselines),
         }
-        write_arrays(context.folder, train, n_clusters, answer.seed)
+        write_arrays(context.folder, train, n_clusters)
         context.progress("judge", n_stages, n_stages, {})
         return metrics
 
@@ -100,10 +89,10 @@ def _table(
     answer = evaluate.clustering_scores(assignments.all_labels, assignments.clusters)
     row("consensus", answer, f"{len(chosen)} of {len(scores)} heads")
     row("best head (unsupervised)", scores[best], f"head {best}")
-    mean = (
-        {name: np.mean([s[name] or 0.0 for s in scores]) for name in scores[0]} if labelled else {}
-    )
-    row("mean over heads", {name: float(mean[name]) if labelled else None for name in scores[0]})
+    mean = dict.fromkeys(scores[0])
+    if labelled:
+        mean = {name: float(np.mean([s[name] or 0.0 for s in scores])) for name in mean}
+    row("mean over heads", mean)
     for baseline in baselines:
         clusters = baseline.clusters if split == "train" else baseline.test_clusters
         values = dict.fromkeys(scores[0])
@@ -150,64 +139,34 @@ def _graph(answer: GraphAnswer) -> dict[str, Any]:
     }
 
 
-def _levels(split: SplitAssignments, n_clusters: int) -> list[dict[str, Any]]:
-    """Return the levels of the tree, coarsest first, with the size and parent of each cluster."""
-    levels = {
-        f"level_{size}": (size, of) for size, of in zip(split.sizes, split.levels.T, strict=True)
-    }
-    levels["cluster"] = (n_clusters, split.clusters)
-    tree, above = [], None
-    for column, (_, of) in sorted(levels.items(), key=lambda level: level[1][0]):
-        clusters, first, counts = np.unique(of, return_index=True, return_counts=True)
-        is_cluster = clusters >= 0  # noise is -1
-        parents = None if above is None else above[first][is_cluster].tolist()
-        level = {"clusters": clusters[is_cluster].tolist(), "sizes": counts[is_cluster].tolist()}
-        tree.append({"column": column, **level, "parents": parents})
-        above = of
-    return tree if split.sizes else []
-
-
 def _calibration(split: SplitAssignments) -> dict[str, Any] | None:
-    """Return accuracy by confidence, over samples that have a label and a cluster."""
-    if split.all_labels is None:
-        return None
-    known = (split.all_labels >= 0) & (split.clusters >= 0)
-    if not known.any():
+    """Return accuracy by confidence over the labelled samples; None if there are none."""
+    if split.all_labels is None or not (known := split.all_labels >= 0).any():
         return None
     is_right = evaluate.rightly_placed(split.all_labels, split.clusters)
     return evaluate.calibration(split.confidence[known], is_right[known])
 
 
-def _outliers(split: SplitAssignments) -> dict[str, Any]:
-    """Return the number of noise samples, and quantiles of the outlier scores."""
-    values = np.quantile(split.outlier, QUANTILES)
-    quantiles = {f"{q:g}": float(value) for q, value in zip(QUANTILES, values, strict=True)}
-    return {"noise": int((split.clusters < 0).sum()), "quantiles": quantiles}
-
-
 def _embedding_scores(
-    answer: AnswerSettings, train: SplitAssignments, test: SplitAssignments | None
+    train: SplitAssignments, test: SplitAssignments | None, seed: int, with_probe: bool
 ) -> dict[str, Any]:
     """Return the accuracy of k-NN and a linear probe on the embeddings; None without labels."""
     scores: dict[str, Any] = {"knn_accuracy": None, "linear_probe": None}
     if train.labels is not None:
         held_out: Any = () if test is None or test.labels is None else (test.x, test.labels)
         scores["knn_accuracy"] = evaluate.knn_accuracy(train.x, train.labels, *held_out)
-        if answer.baselines:
-            probe = evaluate.linear_probe(train.x, train.labels, *held_out, seed=answer.seed)
+        if with_probe:
+            probe = evaluate.linear_probe(train.x, train.labels, *held_out, seed=seed)
             scores["linear_probe"] = probe
     return scores
 
 
-def write_arrays(
-    folder: RunFolder, split: SplitAssignments, n_clusters: int, seed: int
-) -> NDArray[np.int64]:
-    """Write `arrays.npz`: a 2-D map of the embeddings, and typical samples.
+def write_arrays(folder: RunFolder, split: SplitAssignments, n_clusters: int) -> NDArray[np.int64]:
+    """Write `arrays.npz`: a 2-D map, and the rows of typical samples.
 
-    Returns:
-        Row numbers of the typical samples, `[cluster, 8]`; -1 fills up small clusters.
+    Return these rows, `[cluster, 8]`; -1 fills up small clusters.
     """
-    rows, positions = evaluate.embedding_map(split.x, seed)
+    rows, positions = evaluate.embedding_map(split.x, split.seed)
     mapped = split.rows.numpy()[rows]
     arrays = {"map": positions, "map_cluster": split.clusters[mapped].astype(np.int64)}
     typical = np.full((n_clusters, TYPICAL), -1)

@@ -52,7 +52,6 @@ from ssl_kd.vision.settings import (
 
 logger = logging.getLogger(__name__)
 
-MAX_LOOKED_AT = 20  # images, in search of a readable one
 LARGEST_SCAN = 32  # side in pixels of a gray image: a digit or a piece of clothing
 
 Images = Callable[[list[int]], list[Any]]  # rows -> pictures, None for an unreadable one
@@ -72,19 +71,6 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
 
     If torchrun started several processes, each trains some of the heads; the first process does
     all other work while the others wait.
-
-    Args:
-        settings: settings of the run.
-        progress: called as `progress(stage, done, total, info)`.
-
-    Raises:
-        InputError: processes were started by another launcher than torchrun, or outnumber the
-            heads.
-        SettingsError: N_CLUSTERS is missing, or EXTEND is set.
-        Interrupted: Ctrl-C or SIGTERM stopped the run.
-        TooFewHealthyParts: no head is healthy.
-        RankLost: another process died.
-        RankStopped: another process stopped.
     """
     if settings.extend is not None:
         raise SettingsError(
@@ -98,23 +84,22 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
             return Run(follow(settings, head_ranks), None)
         stack.enter_context(_release_followers(ranks))
         precision = Precision.for_device(ranks.device, settings.use_fp16)
-        logger.info("%s", precision)
         folder = stack.enter_context(RunFolder(settings))
         signals = stack.enter_context(Signals(folder))
         folder.write_config(settings, precision=str(precision))
         folder.check_code(_user_code(settings.head, settings.loss))
-        context = RunContext(folder, precision, clock, signals, progress, head_ranks)
+        context = RunContext(settings, folder, precision, clock, signals, progress, head_ranks)
         with clock("extract"):
-            train_set, teacher, stores = _embed(settings, context)
+            train_set, teacher, stores = _embed(context)
         store = stores["train"]
         n_clusters = n_clusters_of(settings.n_clusters, store.class_names, store.n)
         blocks = (block for _, block in store.blocks(ROWS_PER_BLOCK))
         if message := odd_rows(blocks, n_clusters or 2):
             logger.warning("embeddings in %s: %s", store.folder, message)
         give_back_memory()
-        trained = learn(settings, context, store, n_clusters)
+        trained = learn(context, store, n_clusters)
         give_back_memory()
-        metrics = judge(settings, context, stores, trained) | {
+        metrics = judge(context, stores, trained) | {
             "dataset": about_data(train_set, stores, trained.model.n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
             **trained.about,
@@ -125,25 +110,32 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
         return Run(folder.path, pictures(train_set, store))
 
 
-def _embed(
-    settings: VisionSettings, context: RunContext
-) -> tuple[Dataset, Teacher, dict[str, EmbeddingStore]]:
+def _embed(context: RunContext) -> tuple[Dataset, Teacher, dict[str, EmbeddingStore]]:
     """Return the training set, the teacher, and the embeddings of each split."""
-    precision, folder = context.precision, context.folder
-    datasets, teacher = open_data(settings, precision)
-    train_set = datasets["train"]
+    settings, folder, precision = context.settings, context.folder, context.precision
+    extractions = open_extractions(settings, precision, progress=context.progress)
+    train = extractions["train"]
     # Checked before embedding, which may take hours.
-    n_clusters_of(settings.n_clusters, train_set.class_names, len(train_set))
-    folder.check_data(fingerprint(train_set, teacher, precision).digest)
-    cache = cache_folder(settings, datasets, teacher, precision)
-    resolved = settings.replace(embeddings_dir=str(cache)).to_dict()
+    n_clusters_of(settings.n_clusters, train.dataset.class_names, len(train.dataset))
+    folder.check_data(fingerprint(train.dataset, train.teacher, precision).digest)
+    resolved = settings.replace(embeddings_dir=str(train.folder)).to_dict()
     folder.update_json("config.json", settings=resolved)
-    options = {"precision": precision, "progress": context.progress} | settings.extract_options
-    stores = {
-        split: Extraction(dataset, teacher, cache, split=split, **options).store()
+    stores = {split: extraction.store() for split, extraction in extractions.items()}
+    return train.dataset, train.teacher, stores
+
+
+def open_extractions(
+    settings: VisionSettings, precision: Precision, **options: Any
+) -> dict[str, Extraction]:
+    """Open the data of every split and the teacher; return split -> extraction."""
+    logger.info("%s", precision)
+    datasets, teacher = open_data(settings, precision)
+    folder = cache_folder(settings, datasets, teacher, precision)
+    options |= {"precision": precision} | settings.extract_options
+    return {
+        split: Extraction(dataset, teacher, folder, split=split, **options)
         for split, dataset in datasets.items()
     }
-    return train_set, teacher, stores
 
 
 @contextlib.contextmanager
@@ -198,15 +190,7 @@ def cache_folder(
 
 def open_samples(data: DataSettings) -> Dataset:
     """Open the training split of DATASET; log a hint if its folders might be labels."""
-    labels: Any = data.labels
-    dataset = open_dataset(
-        data.dataset,
-        "train",
-        root=data.data_dir,
-        download=data.download,
-        labels=labels,
-        column=data.column,
-    )
+    dataset = open_dataset(data.dataset, "train", **data.open_options)
     if isinstance(dataset, FolderDataset) and dataset.folders and dataset.labels is None:
         logger.info(
             "%s: its %d folders (%s) are not used as labels. If they are classes, score the "
@@ -221,22 +205,14 @@ def open_samples(data: DataSettings) -> Dataset:
 def open_data(
     embedding: EmbeddingSettings, precision: Precision
 ) -> tuple[dict[str, Dataset], Teacher]:
-    """Open the training set and the test set, if there is one, and load the teacher.
-
-    Returns:
-        Split (`train`, `test`) -> data set, and the teacher.
-
-    Raises:
-        SettingsError: LABELS or DATASET_TEST does not fit DATASET.
-    """
+    """Open the training set and the test set, if there is one, by split, and load the teacher."""
     train_set = open_samples(embedding)
     if embedding.labels == "folders" and not getattr(train_set, "folders", ()):
         raise SettingsError(
             f"LABELS is 'folders', but DATASET {embedding.dataset} has no folders of images: leave "
             "--labels out"
         )
-    options: Any = {"root": embedding.data_dir, "download": embedding.download}
-    options |= {"labels": embedding.labels, "column": embedding.column}
+    options = embedding.open_options
     if embedding.dataset_test is not None:
         names, source = train_set.class_names, embedding.dataset_test
         options |= {"whole": True, "class_names": names}
@@ -286,33 +262,18 @@ def teacher_of(teacher: TeacherSettings, dataset: Dataset, precision: Precision)
 
 
 def _are_photos(dataset: ImageDataset) -> bool:
-    """Return whether the first readable image has colors or is larger than a scanned digit."""
-    for i in range(min(len(dataset), MAX_LOOKED_AT)):
-        try:
-            image = dataset.image(i)
-        except UnreadableImage:
-            continue
-        return image.mode == "RGB" or max(image.size) > LARGEST_SCAN
-    return False
+    """Return whether the first image has colors or is larger than a scanned digit."""
+    try:
+        image = dataset.image(0)
+    except UnreadableImage:
+        return False
+    return image.mode == "RGB" or max(image.size) > LARGEST_SCAN
 
 
 def n_clusters_of(
     n_clusters: int | str | None, class_names: Sequence[str] | None, n: int
 ) -> int | None:
-    """Return the number of clusters K, by default the number of classes of the data set.
-
-    Args:
-        n_clusters: N_CLUSTERS: a number, `auto`, or None for the number of classes.
-        class_names: names of the data set's classes, if known.
-        n: number of samples.
-
-    Returns:
-        K; None for `auto`.
-
-    Raises:
-        SettingsError: the number of classes is unknown, or K is not from 2 to n.
-        InputError: there are too few samples for `auto`.
-    """
+    """Return the number of clusters K for `n` samples, or None if N_CLUSTERS is `auto`."""
     if n_clusters == AUTO:
         check_enough(n)
         return None

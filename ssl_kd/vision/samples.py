@@ -242,19 +242,16 @@ class Samples:
 
 
 def read_table(path: Path, columns: Collection[str] | None = None) -> arrow.Table:
-    """Read columns of `assignments.csv` or `assignments.parquet`; None reads all columns.
-
-    Raises:
-        CorruptFileError: the file is damaged, or lacks a column that every run writes.
-    """
+    """Read columns of `assignments.csv` or `assignments.parquet`; None reads all columns."""
     needed = [name for name in NEEDED if columns is None or name in columns]
     try:
         if path.suffix == ".parquet":
             with parquet.ParquetFile(path) as file:
                 names = file.schema_arrow.names
                 table = file.read([name for name in names if columns is None or name in columns])
-            decoded = [_plain(column) for column in table.columns]
-            table = arrow.table(dict(zip(table.column_names, decoded, strict=True)))
+            plain = {"split": arrow.string(), "label": arrow.string()}  # not dictionaries
+            fields = [(f.name, plain.get(f.name, f.type)) for f in table.schema]
+            table = table.cast(arrow.schema(fields))
         else:
             kinds = {name: arrow.string() for name in ("file", "split", "label")}
             parsed = csv.ParseOptions(newlines_in_values=True)
@@ -271,7 +268,3 @@ def read_table(path: Path, columns: Collection[str] | None = None) -> arrow.Tabl
             "version. Use another copy, or run again"
         )
     return table
-
-
-def _plain(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
-    return column.cast(arrow.string()) if arrow.types.is_dictionary(column.type) else column

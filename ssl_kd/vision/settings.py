@@ -7,20 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
-from ssl_kd.settings.foreign_names import by_name
 from ssl_kd.settings.import_paths import IMPORT_PATH
 from ssl_kd.vision.objectives import OBJECTIVES, make_objective
-
-__all__ = [
-    "AnswerSettings",
-    "DataSettings",
-    "EmbeddingSettings",
-    "GraphSettings",
-    "HeadSettings",
-    "SettingsError",
-    "TeacherSettings",
-    "VisionSettings",
-]
 
 # Value of N_CLUSTERS: choose the number of clusters from the data.
 AUTO = "auto"
@@ -65,6 +53,12 @@ class DataSettings(Settings):
         "download the data set (torchvision's sets) where it is missing",
         "Off: no data set is downloaded.",
     )
+
+    @property
+    def open_options(self) -> dict[str, Any]:
+        """Keyword arguments for `ssl_kd.datasets.open_dataset`."""
+        names = {"labels": self.labels, "column": self.column}
+        return {"root": self.data_dir, "download": self.download, **names}
 
 
 @dataclass(frozen=True)
@@ -300,13 +294,6 @@ class AnswerSettings(RunSettings):
         "Teacher and clusters are those of the run; unlike samples form new clusters.",
         section="Answer and run",
     )
-    noise_threshold: float | None = setting(
-        None,
-        "outlier score above which a sample is noise, cluster -1; None: no sample is",
-        "0.99 marks one in a hundred of samples like those of the training.",
-        above=0,
-        high=1,
-    )
     baselines: bool = setting(
         True,
         "run k-means and, where the size allows, spectral clustering on the same embeddings, and"
@@ -340,31 +327,7 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
     aliases: ClassVar[Mapping[str, str]] = {
         name: field for name, field in RunSettings.aliases.items() if name != "warmup_ratio"
     }
-    instead: ClassVar[Mapping[str, str]] = dict(RunSettings.instead) | by_name(
-        {
-            "Did you mean --dataset? It takes a folder, too.": "dataset_path",
-            "Did you mean --n_heads?": "heads",
-            "Use --use_fp16: half precision of the kind that suits the device.": """
-                bf16 bf16_full_eval fp16 fp16_full_eval tf32""",
-            "The first tenth of the steps warms up; a cosine to 0 follows.": """
-                lr_* warmup_fraction warmup_ratio warmup_steps""",
-            "The optimizer is AdamW; --learning_rate sets its rate.": """
-                adam_* optim optim_* weight_decay""",
-            "A run evaluates once, after its last step; --log_every only logs the losses.": """
-                eval_* greater_is_better load_best_model_at_end metric_for_best_model
-                per_device_eval_batch_size""",
-            "TensorBoard's files are always written, into tensorboard/ of the run's folder.": """
-                project report_to trackio_*""",
-            "Use --workers to set the number of threads.": """
-                dataloader_* dataloader_in_order dataloader_num_workers
-                dataloader_persistent_workers""",
-            "A step is one batch: change --batch_size.": "gradient_accumulation_steps",
-            "It does not apply: small heads are trained on precomputed embeddings.": """
-                activation_* gradient_checkpointing gradient_checkpointing_kwargs
-                length_column_name liger_* remove_unused_columns torch_* use_cache
-                use_liger_kernel""",
-        }
-    )
+    instead: ClassVar[Mapping[str, str]] = {"dataset_path": "Did you mean --dataset?"}
 
     @property
     def searches_graph(self) -> bool:

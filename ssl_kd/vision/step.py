@@ -29,29 +29,17 @@ MARGINAL_MOMENTUM = 0.9  # of the running marginal of the clusters
 
 @dataclass
 class HeadsState:
-    """Hold the state of all heads, one row per head, so that a skipped head stays bit-identical.
+    """The state of all heads, one row per head, so that a skipped head stays bit-identical."""
 
-    Attributes:
-        student: `[head, parameter]` float32.
-        teacher: `[head, parameter]`, the exponential moving average of `student`.
-        exp_avg: first moment, `[head, parameter]`.
-        exp_avg_sq: second moment, `[head, parameter]`.
-        updates: `[head]`, number of updates of the head.
-        marginal: `[head, cluster]`, running mean of the cluster probabilities, for the objective.
-        loss: `[head]`, running mean of the loss over healthy steps.
-        scale: `[head]`, the factor its loss is scaled by (1 unless matrix products are in float16).
-        health: the guard's record of each head.
-    """
-
-    student: Tensor
-    teacher: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    updates: Tensor
-    marginal: Tensor
-    loss: Tensor
-    scale: Tensor
-    health: Health
+    student: Tensor  # `[head, parameter]` float32
+    teacher: Tensor  # `[head, parameter]`, exponential moving average of `student`
+    exp_avg: Tensor  # `[head, parameter]`, first moment
+    exp_avg_sq: Tensor  # `[head, parameter]`, second moment
+    updates: Tensor  # `[head]`, count of updates
+    marginal: Tensor  # `[head, cluster]`, running mean of the objective's marginal
+    loss: Tensor  # `[head]`, running mean over healthy steps
+    scale: Tensor  # `[head]`, factor of the loss (1 unless matrix products are in float16)
+    health: Health  # the guard's record of each head
 
     @classmethod
     def fresh(
@@ -91,9 +79,8 @@ def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list
     """Split the heads into chunks whose tensors fit into the CPU's cache or the GPU's memory.
 
     On a CPU, fifty full-size heads in one batch are a third slower than two at a time and need 25
-    times the memory, while tiny heads are fastest by the dozen. A batched product gives each thread
-    whole heads, so the chunk size is a multiple of the number of threads: three heads on two
-    threads take as long as four.
+    times the memory. A batched product gives each thread whole heads, so the chunk size is a
+    multiple of the number of threads.
     """
     if device.type == "cuda":
         size = max(1, 2**31 // bytes_per_head)
@@ -105,51 +92,26 @@ def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list
 def keep_freed_memory() -> None:
     """Make glibc keep the memory that a step frees, so that the next step need not map it again.
 
-    glibc returns free memory to the system beyond twice the largest block (up to 32 MiB) that was
-    ever mapped and freed. Mapping it again takes a tenth of a step with many clusters.
+    glibc returns free memory beyond twice the largest block (up to 32 MiB) that was ever freed.
+    Mapping it again takes a tenth of a step with many clusters.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")  # freed at once, never touched
 
 
 @dataclass
 class HeadsStep:
-    """The result of a step.
+    """The result of a step."""
 
-    Attributes:
-        loss: `[head]`.
-        grad_norm: `[head]`, before clipping.
-        stage: `[head]` int8, the `Stage` of the head's fault.
-        bad: `[view, batch]`, which samples are not finite; they were left out of every view.
-        smoothed: `[head]`, whether a cluster's running marginal was exactly 0.
-        before: name -> `[head]`, loss scale and health before the step, named as in
-            `HeadsState.tensors`.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    stage: Tensor
-    bad: Tensor
-    smoothed: Tensor
-    before: dict[str, Tensor]
+    loss: Tensor  # `[head]`
+    grad_norm: Tensor  # `[head]`, before clipping
+    stage: Tensor  # `[head]` int8, the `Stage` of the head's fault
+    bad: Tensor  # `[view, batch]`, samples that are not finite, left out of every view
+    smoothed: Tensor  # `[head]`, whether a cluster's running marginal was exactly 0
+    before: dict[str, Tensor]  # `[head]`, scale and health before, as in `HeadsState.tensors`
 
 
 class HeadTrainer:
-    """Hold the state of a bank of heads, and update it by guarded steps.
-
-    Args:
-        bank: applies heads, given as rows of weights.
-        heads: settings of objective, optimizer and seed.
-        precision: dtypes and device.
-        n_clusters: number of clusters K.
-        thresholds: limits beyond which the guard acts.
-
-    Attributes:
-        weigh: with INSTANCE_WEIGHT `mean`, maps the teachers' agreements `[head, batch]` to the
-            weights `[1, batch]` of a batch's samples.
-        state: state of all heads.
-        objective: training objective.
-        recovery: reports faulty heads and restores them.
-    """
+    """Hold the state of a bank of heads, and update it by guarded steps."""
 
     def __init__(
         self,
@@ -159,6 +121,7 @@ class HeadTrainer:
         n_clusters: int,
         thresholds: Thresholds | None = None,
     ) -> None:
+        # With INSTANCE_WEIGHT `mean`: agreements `[head, batch]` -> weights `[1, batch]`
         self.weigh: Callable[[Tensor], Tensor | None]
         self.weigh = functools.partial(losses.instance_weights, how="mean")
         self.bank, self.settings, self.precision = bank, heads, precision
@@ -188,11 +151,7 @@ class HeadTrainer:
         return self.state.tensors() | good | {"good_step": self._rows.good_step} | memory
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Restore a state that `tensors` returned.
-
-        Raises:
-            ValueError: a tensor is missing or has another shape.
-        """
+        """Restore a state that `tensors` returned; raise ValueError if a tensor does not fit."""
         for name, mine in self.tensors().items():
             saved = tensors.get(name)
             if name == "recovery.counts" and saved is not None:
@@ -209,35 +168,21 @@ class HeadTrainer:
         step: int | None = None,
         fixed_targets: Tensor | None = None,
     ) -> HeadsStep:
-        """Do one guarded step of every head.
+        """Do one guarded step of every head on `views` `[view, batch, dim]` of the same samples.
 
-        Compute the loss and gradient of each head, check the loss and the gradient's norm, clip,
-        and update the weights and EMA of healthy heads only. Heads share no weights, so a faulty
-        head cannot affect the gradients of others, and its row is simply not written.
-
-        Args:
-            views: `[view, batch, dim]`, two views or more of the same samples.
-            learning_rate: learning rate of this step.
-            step: number of the step, by which the last good state is saved now and then; None: it
-                is not saved.
-            fixed_targets: `[view, batch, cluster]` probabilities that all heads learn by
-                cross-entropy, each view from the targets of another view; None: heads learn from
-                their EMA teachers.
+        Heads share no weights, so a faulty head cannot affect the gradients of others, and its row
+        is not written. The last good state is saved at some values of `step`. With `fixed_targets`
+        `[view, batch, cluster]`, all heads learn each view's targets from another view by
+        cross-entropy; without, they learn from their EMA teachers.
         """
         if step is not None and step % SNAPSHOT_EVERY:
             step = None  # no snapshot
         # A sample that is not finite is taken out of every view before any product sees it.
         bad = bad_samples(views)
         good = good_samples(bad, in_place=self.precision.device.type == "cuda")
-        if good is not None:
-            views = views[:, good]
-            fixed_targets = (
-                None if fixed_targets is None else fixed_targets[:, good.to(fixed_targets.device)]
-            )
-        views = to_device_async(views, self.precision.device)
-        fixed_targets = (
-            None if fixed_targets is None else to_device_async(fixed_targets, self.precision.device)
-        )
+        views = self._on_device(views, good)
+        if fixed_targets is not None:
+            fixed_targets = self._on_device(fixed_targets, good)
         smoothed = self.objective.smoothed(self.state.marginal)
         remembered = {f"health.{name}": t for name, t in self.state.health.tensors().items()}
         before = {n: t.clone() for n, t in (remembered | {"scale": self.state.scale}).items()}
@@ -257,17 +202,17 @@ class HeadTrainer:
         compare = self.objective.loss if fixed_targets is None else self._cross_entropy
         results = []
         for rows, (targets, marginal, agreements) in zip(chunks, teachers, strict=True):
-            weights = shared
-            if weighting == "own":
-                weights = losses.instance_weights(agreements, "own")
-            state = self.state.rows(rows)
+            own = weighting == "own"
+            weights = losses.instance_weights(agreements, "own") if own else shared
             parameters = {
                 name: value.detach().requires_grad_()
-                for name, value in self.bank.unflatten(state.student).items()
+                for name, value in self.bank.unflatten(self.state.student[rows]).items()
             }
             loss = compare(self._logits(parameters, views, True), targets, marginal, weights)
             gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
-                (loss * state.scale).sum(), list(parameters.values()), materialize_grads=True
+                (loss * self.state.scale[rows]).sum(),
+                list(parameters.values()),
+                materialize_grads=True,
             )
             gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
             loss = loss.detach()
@@ -275,6 +220,12 @@ class HeadTrainer:
         loss, norm, stage = (torch.cat(column) for column in zip(*results, strict=True))
         self.state.health.record_(stage, norm, self.thresholds)
         return HeadsStep(loss, norm, stage, bad, smoothed, before)
+
+    def _on_device(self, samples: Tensor, good: Tensor | None) -> Tensor:
+        """Move the good samples of `[view, batch, ...]` to the device; all of them if None."""
+        if good is not None:
+            samples = samples[:, good.to(samples.device)]
+        return to_device_async(samples, self.precision.device)
 
     def _logits(self, parameters: dict[str, Tensor], views: Tensor, training: bool) -> Tensor:
         with self.precision.autocast():
@@ -355,10 +306,8 @@ def bad_samples(views: Tensor) -> Tensor:
 def good_samples(bad: Tensor, *, in_place: bool = False) -> Tensor | None:
     """Return the positions of the samples that are good in every view; None if all are good.
 
-    Args:
-        bad: boolean `[view, batch]`.
-        in_place: replace each bad sample by the first good one, so that the batch keeps its size;
-            counting the good samples would wait for the GPU.
+    With `in_place`, the first good sample replaces each bad one, so that the batch keeps its size:
+    counting the good samples would wait for the GPU.
     """
     good = ~bad.any(0)
     if bad.device.type == "cpu" and good.all():

@@ -63,28 +63,18 @@ class LogRecord:
 class HeadFault:
     """A step in which the guard skipped one head.
 
-    Attributes:
-        head: number of the head within the trainer.
-        event: the guard's event.
-        samples: `[view, batch]`, row numbers of the samples in the step.
-        views: `[view, batch, dim]`, embeddings of the samples.
-        learning_rate: learning rate of the step.
-        before: name -> `[1, ...]`, the head's tensors before the step, named as in
-            `HeadsState.tensors`; they share memory with the trainer, so copy them to keep them.
-        exact: whether `before` is exact; false if the head was updated again before the fault was
-            read: then `before` holds its current weights, moments and marginal.
-        targets: `[view, batch, cluster]` target probabilities; None: the head's EMA teacher gives
-            them.
+    `before` shares memory with the trainer. It is not `exact` if the head was updated again before
+    the fault was read; it then holds the current weights, moments and marginal.
     """
 
-    head: int
+    head: int  # index within the trainer
     event: Event
-    samples: Tensor
-    views: Tensor
+    samples: Tensor  # `[view, batch]`, rows of the data
+    views: Tensor  # `[view, batch, dim]`, their embeddings
     learning_rate: float
-    before: dict[str, Tensor]
+    before: dict[str, Tensor]  # `[1, ...]`, the head's `HeadsState.tensors` before the step
     exact: bool
-    targets: Tensor | None = None
+    targets: Tensor | None = None  # `[view, batch, cluster]`; None: from the EMA teacher
 
 
 @dataclass(frozen=True)
@@ -106,15 +96,9 @@ def _ignore(value: object) -> None:
 class HeadsLearner:
     """Train a bank of heads step by step, for `ssl_kd.training.loop.run_loop`.
 
-    Args:
-        trainer: the heads' state and guarded step; changed in place.
-        plan: the pairs of each step, and the number of steps.
-        gather: returns the embeddings of given row numbers.
-        clusters: `[n]` int64, the cluster of each sample, which all heads learn: the target of a
-            sample is the cluster of its paired neighbor; None: each head learns from its EMA
-            teacher.
-        on_events: called with the guard's events, before each record and each checkpoint.
-        on_fault: called with each step in which a head was skipped, before the head is recovered.
+    With `clusters` `[n]`, the target of a sample is the cluster of its paired neighbor; without,
+    each head learns from its EMA teacher. `on_events` is called before each record and checkpoint,
+    and `on_fault` before a skipped head is recovered.
     """
 
     def __init__(
@@ -141,7 +125,7 @@ class HeadsLearner:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps, as far as it is known."""
+        """Number of steps, as far as it is known."""
         plan = self.plan
         return plan.max_steps if plan.convergence is None else plan.convergence.steps
 
@@ -174,9 +158,8 @@ class HeadsLearner:
     def read_results(self) -> tuple[Tensor, ...]:
         """Copy the guard's results since the last record to the CPU.
 
-        Returns:
-            Loss and gradient norm of the last step, number of skipped steps and current streak,
-            `[head]` each, and the stage of every step, `[step, head]`.
+        These are the last loss and gradient norm, the skipped steps and the streak, `[head]` each,
+        and the stage of every step, `[step, head]`.
         """
         health, result = self.trainer.state.health, self._results[-1]
         now = result.loss, result.grad_norm, health.skipped, health.streak
@@ -206,11 +189,7 @@ class HeadsLearner:
         self.on_events(self.trainer.recovery.restore_what_is_not_finite(done - 1))
 
     def look(self, done: int, *, at_once: bool = False) -> None:
-        """Report the faults of the unread steps, then restore, re-initialize or retire heads.
-
-        Raises:
-            TooFewHealthyParts: names the last fault and the setting to change.
-        """
+        """Report the faults of the unread steps, then restore, re-initialize or retire heads."""
         if not at_once and done % self._look_every:
             return
         unread, self._unread = _on_cpu(self._unread), []

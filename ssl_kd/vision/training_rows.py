@@ -14,6 +14,7 @@ from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.pairs import sample_rows
+from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import Gather
 
 PROJECTION_ROWS = 10_000
@@ -26,11 +27,10 @@ MIN_DISTINCT = 64  # with fewer distinct rows, copies are kept
 
 
 def training_rows(n: int, read: Gather, seed: int, n_clusters: int | None) -> Tensor:
-    """Return the samples to build the neighbor graph of, int64, in the order of training.
+    """Return the distinct samples, or a random subset of many, in the order of training.
 
-    These are the distinct samples, or a random subset of many. They are sorted by the distance
-    from their mean and then shuffled, so neither the input order nor copies change the result.
-    Copies are kept if fewer than `n_clusters` samples are distinct.
+    They are sorted by the distance from their mean and then shuffled, so neither the input order
+    nor copies change the result. Copies are kept if fewer than `n_clusters` samples are distinct.
     """
     rows = sample_rows(n, seed, GRAPH_ROWS)
     x = (read(rows) + 0.0).contiguous().numpy()  # -0.0 is 0.0
@@ -43,15 +43,13 @@ def training_rows(n: int, read: Gather, seed: int, n_clusters: int | None) -> Te
 
 
 def _by_distance(x: NDArray, order: NDArray) -> tuple[NDArray, NDArray]:
-    """Sort rows by distance from their mean; also return the distances between consecutive rows.
-
-    These are in units of the root mean square distance from the mean.
-    """
+    """Sort rows by distance from their mean; also return the distances between consecutive rows."""
     centered = x[order].astype(np.float64)
     centered -= centered.mean(0)
     from_mean = np.square(centered).sum(1)
     by_distance = from_mean.argsort(kind="stable")
     steps = np.diff(centered[by_distance], axis=0)
+    # Distances are in units of the root mean square distance from the mean.
     scale = max(from_mean.mean(), np.finfo(np.float64).tiny)
     return order[by_distance], np.sqrt(np.square(steps).sum(1) / scale)
 
@@ -59,10 +57,7 @@ def _by_distance(x: NDArray, order: NDArray) -> tuple[NDArray, NDArray]:
 class TrainingRows:
     """Read the projected embeddings of the training rows, from memory if they fit, else from disk.
 
-    Args:
-        store: the embeddings.
-        projection: applied to the embeddings.
-        rows: rows of the store to train on, in this order; None for all rows.
+    `rows` are the rows of the store to train on, in this order; None for all rows.
     """
 
     def __init__(self, store: EmbeddingStore, projection: Projection, rows: Tensor | None) -> None:
@@ -71,17 +66,14 @@ class TrainingRows:
 
     @classmethod
     def fit(
-        cls,
-        store: EmbeddingStore,
-        seed: int,
-        pca_dim: int | None,
-        searches_graph: bool,
-        n_clusters: int | None,
+        cls, store: EmbeddingStore, settings: VisionSettings, n_clusters: int | None
     ) -> TrainingRows:
         """Choose the training rows, and fit the projection to them or to a sample."""
-        rows = training_rows(store.n, store.gather, seed, n_clusters) if searches_graph else None
+        seed, rows = settings.seed, None
+        if settings.searches_graph:
+            rows = training_rows(store.n, store.gather, seed, n_clusters)
         sample = sample_rows(store.n, seed, PROJECTION_ROWS) if rows is None else rows
-        return cls(store, Projection.fit(store.gather(sample), pca_dim), rows)
+        return cls(store, Projection.fit(store.gather(sample), settings.pca_dim), rows)
 
     @cached_property
     def _in_memory(self) -> Tensor | None:

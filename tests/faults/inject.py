@@ -20,7 +20,7 @@ from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
 from ssl_kd.training.stop import Interrupted
-from ssl_kd.vision.extract import extract
+from ssl_kd.vision.extract import Extraction
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
@@ -68,9 +68,9 @@ def cache(settings, shard_rows=16, **changes):
     data = open_dataset(settings.dataset, "train")
     teacher = load_teacher("features", dataset=data)
     folder, precision = settings.embeddings_dir, Precision.for_device("cpu")
-    return extract(
+    return Extraction(
         data, teacher, folder, split="train", precision=precision, shard_rows=shard_rows, **changes
-    )
+    ).store()
 
 
 def opened(settings, **changes):

@@ -22,7 +22,7 @@ from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Features
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.vision.estimator import MultiHeadClusterer
-from ssl_kd.vision.extract import extract
+from ssl_kd.vision.extract import Extraction
 from ssl_kd.vision.run import run
 from tests.damage import Payload
 from tests.faults.inject import (
@@ -140,7 +140,9 @@ def embed_rows(folder):
     """1500 rows into 30 shards."""
     data = FeatureDataset("x", "train", np.random.default_rng(0).normal(size=(1500, 32)))
     precision = Precision.for_device("cpu")
-    extract(data, Features(32), folder, split="train", precision=precision, shard_rows=50)
+    Extraction(
+        data, Features(32), folder, split="train", precision=precision, shard_rows=50
+    ).store()
 
 
 def shards(folder):

@@ -115,16 +115,6 @@ def test_digits_many_clusters_and_progress():
     assert done == [(number, 26) for number in range(1, 27)]
 
 
-def test_a_stop_after_the_first_partition_returns_that_partition():
-    x = R.normal(size=(60, 3))
-    distances, near = NearestNeighbors(n_neighbors=20).fit(x).kneighbors()
-    graphs = {k: fuzzy_graph(near[:, :k], distances[:, :k]) for k in (10, 15, 20)}
-    view = View(x.astype(np.float32), graphs)
-    ensemble = form_ensemble(view, view, graphs[15], 3, should_stop=lambda: True)
-    assert len(ensemble.candidates) == 1 and (ensemble.kind, ensemble.evenness) == ("even", 1)
-    assert (ensemble.clusters == ensemble.candidates[0].clusters).all()
-
-
 def test_where_clusters_are_uneven_those_vote_that_have_no_preference():
     y = np.repeat(np.arange(5), [900, 120, 60, 40, 30])
     x = 5 * R.normal(size=(5, 8))[y] + R.normal(size=(len(y), 8))

@@ -15,7 +15,7 @@ from ssl_kd.teachers import DINOV2_MODELS, Features, Network, Pixels, TeacherUna
 from ssl_kd.teachers import load as loading
 from ssl_kd.teachers.load import load_teacher
 from ssl_kd.teachers.weights import read_weights
-from ssl_kd.vision.extract import extract
+from ssl_kd.vision.extract import Extraction
 from ssl_kd.vision.settings import VisionSettings
 
 timm = pytest.importorskip("timm")
@@ -381,7 +381,9 @@ def test_a_cache_refuses_other_imported_classes_and_weights(own, tmp_path):
     precision = Precision.for_device("cpu")
 
     def cached(teacher):
-        return extract(data, teacher, tmp_path / "cache", split="train", precision=precision)
+        return Extraction(
+            data, teacher, tmp_path / "cache", split="train", precision=precision
+        ).store()
 
     torch.manual_seed(0)
     teacher = load_teacher(own("Small"))

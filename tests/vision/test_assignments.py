@@ -39,7 +39,6 @@ def both(tmp_path_factory, blobs):
         dataset_test=str(folder / "a_test.npz"),
         embeddings_dir=str(folder / "embeddings"),
         runs_dir=str(folder / "runs"),
-        noise_threshold=0.9,
         run_name="csv",
     )
     small = run(settings).path

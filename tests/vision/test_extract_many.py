@@ -23,7 +23,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
 from ssl_kd.vision import extract_ray
-from ssl_kd.vision.extract import Extraction, ExtractionFailed, extract
+from ssl_kd.vision.extract import Extraction, ExtractionFailed
 from ssl_kd.vision.extract_ray import resources_for
 from tests.processes import ROOT
 from tests.vision.counting import SHARD, Counting
@@ -106,7 +106,7 @@ def alone(tmp_path_factory):
     for split in ("train", "test"):
         options = {"precision": CPU, "batch_size": SHARD, "shard_rows": SHARD}
         teacher = load_teacher(TEACHER)
-        extract(open_dataset("digits", split), teacher, folder, split=split, **options)
+        Extraction(open_dataset("digits", split), teacher, folder, split=split, **options).store()
     del os.environ["COUNTING"]
     return content(folder)
 
@@ -164,7 +164,7 @@ def test_batches_that_straddle_shards_are_those_of_one_process(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (50, 4, 4), dtype=np.uint8)
     data = ArrayDataset("a", "train", images, None, None)
     options = {"split": "train", "precision": CPU, "batch_size": 8, "shard_rows": 11}
-    extract(data, Whole(), tmp_path / "one", **options)
+    Extraction(data, Whole(), tmp_path / "one", **options).store()
     seen = []
     for rank in (2, 0, 1):
         only = slice(rank, None, 3)
@@ -179,7 +179,7 @@ def test_unreadable_images_of_every_share_are_listed(shared_data, tmp_path):
     shutil.copytree(shared_data / "images" / "awkward", folder)
     data, teacher = FolderDataset(folder, "awkward", "train"), load_teacher("pixels", image_size=16)
     options = {"split": "train", "precision": CPU, "shard_rows": 5, "batch_size": 4}
-    extract(data, teacher, tmp_path / "one", **options)
+    Extraction(data, teacher, tmp_path / "one", **options).store()
     shares = [
         Extraction(data, teacher, tmp_path / "many", **options).share(slice(rank, None, 4))
         for rank in range(4)
@@ -211,16 +211,6 @@ def test_the_command_fills_both_splits_and_stops(tmp_path, capsys, monkeypatch):
     assert content("here") == content("there")
 
 
-def test_ranks_are_those_that_a_launcher_gave(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    assert command("--embeddings_dir", str(tmp_path), "--shard_rows", "700") == 0
-    assert "has stored its 1 of 3 shards" in capsys.readouterr().out
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
-    assert command("--embeddings_dir", str(tmp_path), "--rank", "0", "--world", "1") == 0
-    assert "1437 rows of 64, float32, in 3 shards" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -244,7 +234,7 @@ def test_what_cannot_be_is_one_line(flags, said, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_are_given_once(tmp_path, monkeypatch, capsys):
+def test_ranks_are_given_once_by_flags_or_a_launcher(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     flags = ("--embeddings_dir", str(tmp_path / "c"), "--shard_rows", "700")
@@ -253,6 +243,12 @@ def test_ranks_are_given_once(tmp_path, monkeypatch, capsys):
     assert said in capsys.readouterr().err and not (tmp_path / "c").exists()
     assert command(*flags) == 0
     assert "has stored its 1 of 3 shards" in capsys.readouterr().out
+    for launcher in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(launcher)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert command(*flags) == 0
+    assert "1437 rows of 64, float32, in 3 shards" in capsys.readouterr().out
 
 
 def test_ctrl_c_keeps_complete_shards_and_says_how_to_go_on(tmp_path, alone):
@@ -280,8 +276,8 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
 def test_a_half_precision_teacher_is_stored_in_half_the_space(tmp_path, monkeypatch):
     monkeypatch.setenv("COUNTING", str(tmp_path))
     data = ArrayDataset("a", "train", IMAGES, None, None)
-    half = extract(data, Counting(), tmp_path / "half", split="train", precision=BF16)
-    full = extract(data, Counting(), tmp_path / "full", split="train", precision=CPU)
+    half = Extraction(data, Counting(), tmp_path / "half", split="train", precision=BF16).store()
+    full = Extraction(data, Counting(), tmp_path / "full", split="train", precision=CPU).store()
     assert half.manifest["dtype"] == half.fingerprint.dtype == "bfloat16"
     assert full.manifest["dtype"] == full.fingerprint.dtype == "float32"
     opened = torch.load(tmp_path / "half" / "embeddings_train.pt", weights_only=True)
@@ -300,7 +296,7 @@ def test_what_half_precision_cannot_hold_names_the_sample(tmp_path, monkeypatch)
     data = ArrayDataset("a", "train", IMAGES, None, None)
     fp16 = Precision(torch.device("cpu"), torch.float16, torch.float32, False, "test")
     with pytest.raises(ValueError, match=r"'large' gives NaN or infinity .* 'a/train/0'.*float32"):
-        extract(data, Large(), tmp_path / "cache", split="train", precision=fp16)
+        Extraction(data, Large(), tmp_path / "cache", split="train", precision=fp16).store()
 
 
 # --- Ray ------------------------------------------------------------------------------------------
@@ -345,10 +341,8 @@ def test_a_split_whose_files_were_removed_meanwhile_is_an_error():
         extract_ray._result(Path("cache"), rows)
     rows[-1] |= {"summary": "5 rows"}
     found = extract_ray._result(Path("cache"), rows)
-    assert [cache.manifest.name for cache in found] == [
-        "embeddings_train.json",
-        "embeddings_test.json",
-    ]
+    names = [manifest.name for manifest, _ in found]
+    assert names == ["embeddings_train.json", "embeddings_test.json"]
 
 
 @with_ray
