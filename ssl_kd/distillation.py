@@ -137,11 +137,7 @@ def distilled(
     if follows():
         with following():
             return DistilledRun(run(settings, models=models))
-
-    def start(progress: Progress) -> tuple[Path, None]:
-        return run(settings, progress=progress, models=models), None
-
-    return DistilledRun(reported(start, progress))
+    return DistilledRun(reported(partial(run, settings, models=models), progress))
 
 
 class DistilledRun:

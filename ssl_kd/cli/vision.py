@@ -17,8 +17,6 @@ from ssl_kd.errors import OK, InputError
 from ssl_kd.settings.early import check_dataset, check_run_name, launched_as, run_to_extend
 
 if TYPE_CHECKING:
-    from ssl_kd.report.gallery import Images
-    from ssl_kd.training.clock import Progress
     from ssl_kd.vision.settings import VisionSettings
 
 # Variables with the rank on this machine: torchrun, Open MPI, MPICH and srun.
@@ -88,12 +86,8 @@ def _train(settings: VisionSettings) -> int:
         run(settings)
         return OK
 
-    def start(progress: Progress) -> tuple[Path, Images | None]:
-        finished = run(settings, progress=progress)
-        return finished.path, finished.images
-
     with ProgressBars(screen) as progress:
-        path = reported(start, progress)
+        path = reported(partial(run, settings), progress)
     metrics = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
     if any(row.get("acc") is not None for row in metrics["table"]):
         result: Any = results_table(metrics)

@@ -41,20 +41,20 @@ def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
     return path
 
 
-def reported(start: Callable[[Progress], tuple[Path, Images | None]], progress: Progress) -> Path:
-    """Train with `start`, write the report, and return the run folder.
+def reported(start: Callable[..., Path], progress: Progress) -> Path:
+    """Train with `start(progress=progress)`, write the report, and return the run folder.
 
     A finished run that is resumed gets its report if it has none; RunFinished is raised if it has.
     """
     try:
-        path, images = start(progress)
+        path = start(progress=progress)
     except RunFinished as error:  # it may lack a report
         if (error.path / "report.html").exists():
             raise
-        path, images = error.path, run_images(error.path)
+        path = error.path
     progress("report", 0, 1, {})
     try:
-        write_report(path, images=images)
+        write_report(path, images=run_images(path))
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, path) from None
     progress("report", 1, 1, {})

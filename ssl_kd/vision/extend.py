@@ -38,10 +38,8 @@ from ssl_kd.vision.pipeline import save_model
 from ssl_kd.vision.results import write_arrays
 from ssl_kd.vision.run import (
     Progress,
-    Run,
     about_data,
     open_samples,
-    pictures,
     teacher_of,
 )
 from ssl_kd.vision.settings import EmbeddingSettings, VisionSettings
@@ -106,8 +104,8 @@ def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSetti
 
 
 @default_torch_state()
-def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
-    """Add the samples of DATASET to the run that EXTEND names, in a new run folder.
+def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
+    """Add the samples of DATASET to the run that EXTEND names; return the folder of a new run.
 
     `settings` are those that `inherited` returns.
     """
@@ -153,7 +151,7 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Run
             folder.update_json("metrics.json", **metrics, seconds=clock.seconds)
         folder.path = _move(folder.path, runs, settings.run_name)
     folder.become_latest()
-    return Run(folder.path, pictures(dataset, store))
+    return folder.path
 
 
 def _move(path: Path, runs: Path, name: str | None) -> Path:

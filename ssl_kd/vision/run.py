@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ssl_kd.datasets import (
     UnreadableImage,
     open_dataset,
 )
-from ssl_kd.datasets.decode import decoded
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import printable
 from ssl_kd.files import sha256_file
@@ -54,20 +52,10 @@ logger = logging.getLogger(__name__)
 
 LARGEST_SCAN = 32  # side in pixels of a gray image: a digit or a piece of clothing
 
-Images = Callable[[list[int]], list[Any]]  # rows -> pictures, None for an unreadable one
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A finished run: its folder, and a function that reads pictures of training samples."""
-
-    path: Path
-    images: Images | None
-
 
 @default_torch_state()
-def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
-    """Cluster the data set of the settings, and write a run folder.
+def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
+    """Cluster the data set of the settings, and return the folder of the run.
 
     If torchrun started several processes, each trains some of the heads; the first process does
     all other work while the others wait.
@@ -81,7 +69,7 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
     with joined(settings.device) as ranks, contextlib.ExitStack() as stack:
         head_ranks = HeadRanks(ranks, settings.n_heads)
         if not head_ranks.leads:
-            return Run(follow(settings, head_ranks), None)
+            return follow(settings, head_ranks)
         stack.enter_context(_release_followers(ranks))
         precision = Precision.for_device(ranks.device, settings.use_fp16)
         folder = stack.enter_context(RunFolder(settings))
@@ -107,7 +95,7 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Run:
             "seconds": clock.seconds,
         }
         folder.update_json("metrics.json", **metrics)  # the last file: the run is finished
-        return Run(folder.path, pictures(train_set, store))
+        return folder.path
 
 
 def _embed(context: RunContext) -> tuple[Dataset, Teacher, dict[str, EmbeddingStore]]:
@@ -158,13 +146,6 @@ def _user_code(head: str, loss: str) -> dict[str, tuple[Path, str]]:
         if file is not None and kind.__module__.partition(".")[0] not in ("ssl_kd", "torch"):
             files[name] = (Path(file), sha256_file(Path(file)))
     return files
-
-
-def pictures(dataset: Dataset, store: EmbeddingStore) -> Images | None:
-    """Return a function that reads the pictures of rows of `store`; None for feature files."""
-    if not dataset.pictured:
-        return None
-    return lambda rows: [decoded(dataset.image, int(store.indices[i])) for i in rows]
 
 
 def cache_folder(

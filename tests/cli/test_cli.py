@@ -425,7 +425,7 @@ def test_a_run_shows_progress_table_and_report(run_that, tmp_path, capfd, monkey
         assert settings == VisionSettings()
         progress("train", 1, 2, {"loss": 0.123456})
         progress("train", 2, 2, {"loss": 0.1})
-        return types.SimpleNamespace(path=tmp_path, images=None)
+        return tmp_path
 
     assert run_that(run) == 0
     out, err = capfd.readouterr()
@@ -456,12 +456,11 @@ def test_a_run_that_ended_before_its_report_gets_it_on_resume(run_that, tmp_path
 def test_ctrl_c_while_the_report_is_written_says_how_to_go_on(
     run_that, tmp_path, capfd, monkeypatch
 ):
-    def stop(path, images):
+    def stop(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ssl_kd.report.write.write_report", stop)
-    done = types.SimpleNamespace(path=tmp_path / "a", images=None)
-    assert run_that(lambda settings, *, progress: done) == 130
+    monkeypatch.setattr("ssl_kd.report.write.run_images", stop)
+    assert run_that(lambda settings, *, progress: tmp_path / "a") == 130
     assert capfd.readouterr().err.endswith(" train.py --resume --run_name a\n")
 
 
@@ -469,8 +468,7 @@ def test_without_labels_there_is_a_line_in_place_of_the_table(run_that, tmp_path
     row = {"name": "consensus", "split": "train", "acc": None}
     metrics = {"table": [row], "cluster_sizes": [14, 0, 26], **ABOUT}
     (tmp_path / "metrics.json").write_text(json.dumps(metrics))
-    done = types.SimpleNamespace(path=tmp_path, images=None)
-    assert run_that(lambda settings, *, progress: done) == 0
+    assert run_that(lambda settings, *, progress: tmp_path) == 0
     first, *files, following = capfd.readouterr().out.splitlines()
     assert following.startswith(f"Next: ssl_kd explore {tmp_path}; ssl_kd curate {tmp_path}; ")
     assert first.startswith("3 clusters of 0 to 26 samples. The data has no labels")

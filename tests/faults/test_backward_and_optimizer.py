@@ -188,7 +188,7 @@ def strike_runs(monkeypatch):
 @row(34)
 def test_a_retired_head_is_told_of_in_the_report_and_does_not_vote(settings, strike_runs):
     strike_runs(set_gradient(math.nan))
-    path = run(settings(max_steps=45)).path
+    path = run(settings(max_steps=45))
     heads = metrics(path)["heads"]
     assert [head["retired"] for head in heads] == [False, False, True, False]
     assert not heads[SICK]["chosen"] and heads[SICK]["skipped"] == 30

@@ -249,7 +249,7 @@ def test_each_data_set_and_teacher_has_a_cache_folder_of_its_own(tmp_path, monke
         Path(file).parent.mkdir()
         np.save(file, rng.random((60, 5), np.float32))
         for _ in range(2):
-            path = run(plain(tmp_path, dataset=file)).path
+            path = run(plain(tmp_path, dataset=file))
             config = json.loads((path / "config.json").read_text())
             cache = Path(config["settings"]["EMBEDDINGS_DIR"])
             assert cache.parent == top and cache.name.startswith("x.npy-features-")

@@ -106,14 +106,14 @@ def test_a_signal_ends_with_a_checkpoint_and_the_command_that_goes_on(settings, 
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert "report.html" in done.stdout and (path / "report.html").exists()
-    whole = run(settings(run_name="whole")).path
+    whole = run(settings(run_name="whole"))
     assert weights(path) == weights(whole) and log_lines(path) == log_lines(whole)
 
 
 @row(41)
 @pytest.mark.parametrize("harm", ["one bit", "truncated", "empty", "no checksum"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(settings, train_py, harm, caplog):
-    whole = run(settings(run_name="whole")).path
+    whole = run(settings(run_name="whole"))
     path = stopped(settings, "parts")
     newest = path / "checkpoint" / "step_000000025.pt"
     before = (path / "checkpoint" / "step_000000020.pt").read_bytes()
@@ -148,7 +148,7 @@ def test_a_setting_that_changes_the_result_is_refused_by_name(settings, train_py
 
 @row(42)
 def test_a_setting_that_does_not_change_the_result_may_differ(settings):
-    whole = run(settings(run_name="whole")).path
+    whole = run(settings(run_name="whole"))
     path = stopped(settings, "parts")
     run(settings(run_name="parts", resume=True, checkpoint_every=7, workers=2))
     assert weights(path) == weights(whole)
@@ -189,7 +189,7 @@ def _rewrite(path, change):
 def test_a_checkpoint_that_cannot_be_understood_is_refused_or_left_for_the_one_before(
     settings, harm
 ):
-    whole = run(settings(run_name="whole")).path
+    whole = run(settings(run_name="whole"))
     path = stopped(settings, "parts")
 
     def change(held):
@@ -252,7 +252,7 @@ def test_out_of_memory_names_the_settings_to_lower(settings, train_py, monkeypat
     assert "BATCH_SIZE" in line and "N_HEADS" in line
     assert not (path / "metrics.json").exists() and newest_checkpoint(path)[1]["step"] == 10
     monkeypatch.setattr(HungryHead, "passes", -1000)
-    whole = run(settings(run_name="whole", head=hungry.head)).path
+    whole = run(settings(run_name="whole", head=hungry.head))
     assert train_py(hungry, "--resume")[0] == 0  # memory was found: go on
     assert weights(path) == weights(whole)
 

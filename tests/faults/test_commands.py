@@ -86,7 +86,7 @@ def test_a_working_folder_that_is_gone_is_named(settings, train_py, tmp_path, mo
 def test_a_damaged_tail_of_the_log_does_not_keep_a_run_from_being_resumed(
     settings, train_py, tail, caplog
 ):
-    whole = run(settings(run_name="whole")).path
+    whole = run(settings(run_name="whole"))
     path = stopped(settings, "a")
     with open(path / "metrics.jsonl", "ab") as file:
         file.write(tail)

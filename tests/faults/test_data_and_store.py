@@ -86,7 +86,7 @@ def test_a_zero_embedding_is_counted_and_harms_nothing(settings, tmp_path, digit
     x = digits[0][:64].reshape(64, -1).astype(np.float32)
     x[9] = 0
     np.savez(tmp_path / "zero.npz", features=x, labels=digits[1][:64])
-    path = run(settings(dataset=str(tmp_path / "zero.npz"))).path
+    path = run(settings(dataset=str(tmp_path / "zero.npz")))
     assert opened(settings()).manifest["statistics"]["zero_rows"] == 1
     assert all_finite(path) and len(assignments(path)) == 64
 
@@ -203,7 +203,7 @@ def test_no_room_for_a_shard_leaves_the_old_cache(settings, train_py, tmp_path):
 
 @row(8)
 def test_no_room_for_a_checkpoint_leaves_the_one_before(settings, train_py, tmp_path):
-    whole = run(settings(run_name="whole", checkpoint_every=30)).path
+    whole = run(settings(run_name="whole", checkpoint_every=30))
     size = (whole / "checkpoint" / "step_000000030.pt").stat().st_size
     cut = settings(run_name="cut", checkpoint_every=8)
 
@@ -273,7 +273,7 @@ def _features(tmp_path, digits, n, **more):
 )
 def test_few_samples_work(settings, tmp_path, digits, n, changes):
     data = _features(tmp_path, digits, n, labels=digits[1][:n])
-    path = run(settings(dataset=data, baselines=n == 2, **changes)).path
+    path = run(settings(dataset=data, baselines=n == 2, **changes))
     assert len(assignments(path)) == n and all_finite(path)
 
 
@@ -317,7 +317,7 @@ def test_labels_of_any_kind_train_the_same_heads(settings, tmp_path, digits):
     for kind, some in kinds.items():
         data = _features(tmp_path, digits, 64, **({} if some is None else {"labels": some}))
         free = {"embeddings_dir": str(tmp_path / kind), "n_clusters": 10, "max_steps": 5}
-        path = run(settings(dataset=data, run_name=kind, **free)).path
+        path = run(settings(dataset=data, run_name=kind, **free))
         found[kind] = weights(path), metrics(path)
     assert len({tensors for tensors, _ in found.values()}) == 1
     scores = {kind: numbers["table"][0]["acc"] for kind, (_, numbers) in found.items()}
@@ -361,7 +361,7 @@ def test_code_in_a_users_file_is_refused(settings, train_py, tmp_path, place):
 
 @row(12)
 def test_code_in_a_checkpoint_is_refused_and_the_one_before_taken(settings, tmp_path, caplog):
-    whole = run(settings(run_name="whole")).path
+    whole = run(settings(run_name="whole"))
     again = shutil.copytree(whole, whole.parent / "again")
     (again / "metrics.json").unlink()
     path, trace = again / "checkpoint" / "step_000000030.pt", tmp_path / "executed"
@@ -393,7 +393,7 @@ def test_duplicates_are_neighbors_and_the_sample_itself_is_not(settings, tmp_pat
     x[:30] = x[0]
     np.savez(tmp_path / "copies.npz", features=x, labels=digits[1][:64])
     copies = settings(dataset=str(tmp_path / "copies.npz"))
-    path = run(copies).path
+    path = run(copies)
     neighbors, _ = find_neighbors(opened(copies), 5)
     assert not (neighbors == torch.arange(64).unsqueeze(1)).any() and (neighbors[:30] < 30).all()
     assert all_finite(path)

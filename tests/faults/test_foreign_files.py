@@ -175,7 +175,7 @@ def test_an_image_that_is_too_large_decoded_is_named_and_left_out(settings, tmp_
         png_of_zeros(folder / f"{i}.png", 8, 8 + i, 16)
     png_of_zeros(folder / "bomb.png", 2000, 900, 16)
     monkeypatch.setattr(decoding, "LARGEST", 3 << 20)
-    path = run(settings(dataset=str(folder), image_size=8, n_clusters=2)).path
+    path = run(settings(dataset=str(folder), image_size=8, n_clusters=2))
     (left_out,) = opened(settings()).manifest["unreadable"]
     assert left_out["id"] == "bomb.png" and metrics(path)["dataset"]["unreadable"] == 1
     assert (
@@ -234,7 +234,7 @@ def test_a_shuffled_frame_gives_the_same_run_as_the_unshuffled_one(settings, tmp
     found = []
     for file in ("shuffled.parquet", "plain.npy"):
         folders = {"dataset": str(tmp_path / file), "embeddings_dir": str(tmp_path / file[0])}
-        found.append(weights(run(settings(**folders, n_clusters=10)).path))
+        found.append(weights(run(settings(**folders, n_clusters=10))))
     assert found[0] == found[1]
 
 
@@ -242,7 +242,7 @@ def test_a_shuffled_frame_gives_the_same_run_as_the_unshuffled_one(settings, tmp
 def test_labels_minus_one_and_one_are_two_classes(settings, tmp_path, digits):
     flat = digits[0][:64].reshape(64, -1)
     np.savez(tmp_path / "x.npz", x=flat, y=np.where(digits[1][:64] < 5, -1, 1))
-    path = run(settings(dataset=str(tmp_path / "x.npz"))).path
+    path = run(settings(dataset=str(tmp_path / "x.npz")))
     about = metrics(path)["dataset"]
     assert about["class_names"] == ["-1", "1"] and about["n_labelled"] == 64
     assert "64 samples in the right cluster" in write_report(path).read_text()
@@ -286,7 +286,7 @@ def test_a_folder_that_may_not_be_listed_is_named(settings, tmp_path, digits, cl
         save_images(tmp_path / "images" / name, digits[0][rows])
     closed(tmp_path / "images" / "two")
     odd = settings(dataset=str(tmp_path / "images"), image_size=8, n_clusters=2)
-    path = run(odd).path
+    path = run(odd)
     (left_out,) = opened(odd).manifest["unreadable"]
     assert (left_out["id"], left_out["reason"]) == ("two", "a folder that cannot be listed")
     assert "1 of 41 samples of train are left out: two (a folder that cannot be" in caplog.text

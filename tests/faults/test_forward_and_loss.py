@@ -181,7 +181,7 @@ def test_collapse_of_one_head_is_flagged_for_that_head(settings, monkeypatch):
         return trainer
 
     monkeypatch.setattr(pipeline, "make_trainer", collapsed_trainer)
-    path = run(settings(learning_rate=1e-9, max_steps=5)).path
+    path = run(settings(learning_rate=1e-9, max_steps=5))
     heads = metrics(path)["heads"]
     assert heads[2]["collapsed"] and heads[2]["clusters_used"] == 1
     assert not any(head["collapsed"] for head in heads if head["head"] != 2)
@@ -191,7 +191,7 @@ def test_collapse_of_one_head_is_flagged_for_that_head(settings, monkeypatch):
 @row(21)
 def test_collapse_of_every_head_is_flagged_and_finite(settings, tmp_path):
     np.savez(tmp_path / "one.npz", features=np.tile(np.linspace(0, 1, 8), (40, 1)))
-    path = run(settings(dataset=str(tmp_path / "one.npz"), n_clusters=4)).path
+    path = run(settings(dataset=str(tmp_path / "one.npz"), n_clusters=4))
     assert all_finite(path) and len({line["cluster"] for line in assignments(path)}) == 1
     assert all(head["collapsed"] for head in metrics(path)["heads"])
     assert write_report(path).read_text().count(">collapsed</span>") == 4

@@ -208,10 +208,10 @@ def test_a_disk_that_is_full_at_the_last_checkpoint_loses_no_student(world, monk
 def test_a_disk_that_is_full_at_the_last_checkpoint_loses_no_heads(settings, monkeypatch, caplog):
     from ssl_kd.vision.run import run
 
-    whole = run(settings(run_name="whole")).path
+    whole = run(settings(run_name="whole"))
     steps = metrics(whole)["steps"]
     monkeypatch.setattr(RunFolder, "save_checkpoint", full_at(steps))
-    path = run(settings(run_name="full")).path
+    path = run(settings(run_name="full"))
     assert f"the last checkpoint, of step {steps}, could not be written: " in caplog.text
     assert (path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 

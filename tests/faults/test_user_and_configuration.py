@@ -74,7 +74,7 @@ def test_a_device_that_is_not_there_is_refused_before_any_work(settings, train_p
 
 @row(49)
 def test_a_real_run_in_half_precision_on_this_cpu_writes_what_it_used(settings):
-    path = run(settings(use_fp16=True, run_name="half")).path
+    path = run(settings(use_fp16=True, run_name="half"))
     asked = Precision.for_device("cpu", use_fp16=True)
     assert str(asked) in (path / "config.json").read_text()
     assert not (path / "events.jsonl").read_text()
@@ -151,7 +151,7 @@ def test_a_link_out_of_the_data_folder_is_not_followed(settings, tmp_path, digit
     (folder / "broken.png").symlink_to("nowhere.png")
     before = content(outside)
     linked = settings(dataset=str(folder), image_size=8, n_clusters=2)
-    write_report(run(linked).path)
+    write_report(run(linked))
     store = opened(linked)
     left_out = {entry["id"]: entry["reason"] for entry in store.manifest["unreadable"]}
     assert set(left_out) == {"link.png", "up.png", "whole", "broken.png"}
@@ -278,4 +278,4 @@ def test_code_of_ones_own_that_has_changed_is_not_resumed_with(
     with pytest.raises(RunFolderError, match=f"{file}, which defines own_{what}.Own, has ch"):
         run(settings(resume=True, **own))
     file.write_text(text)
-    assert (run(settings(resume=True, **own)).path / "metrics.json").exists()
+    assert (run(settings(resume=True, **own)) / "metrics.json").exists()

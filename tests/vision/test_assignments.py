@@ -41,11 +41,11 @@ def both(tmp_path_factory, blobs):
         runs_dir=str(folder / "runs"),
         run_name="csv",
     )
-    small = run(settings).path
+    small = run(settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(written, "CSV_ROWS", 259)
         patch.setattr(written, "ROWS_PER_GROUP", 50)
-        large = run(settings.replace(run_name="parquet")).path
+        large = run(settings.replace(run_name="parquet"))
     return small, large
 
 
@@ -97,7 +97,7 @@ def test_an_extension_keeps_the_format_and_every_row(both, blobs, tmp_path):
             "runs_dir": str(tmp_path / f"runs-{parent.name}"),
             "embeddings_dir": str(tmp_path / "embeddings"),
         }
-        done = extend(inherited(VisionSettings(**given), given)).path
+        done = extend(inherited(VisionSettings(**given), given))
         before, after = written.assignments_of(parent), written.assignments_of(done)
         assert before.name == after.name
         if after.suffix == ".csv":

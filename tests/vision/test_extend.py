@@ -10,7 +10,7 @@ import torch
 
 from ssl_kd.cli import train
 from ssl_kd.errors import InputError
-from ssl_kd.report import write_report
+from ssl_kd.report import run_images, write_report
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.estimator import MultiHeadClusterer
@@ -48,7 +48,7 @@ def parent(tmp_path_factory):
     root = tmp_path_factory.mktemp("parent")
     asked = {"dataset": save(root, "old.npz", range(3), 80, 0), "embeddings_dir": str(root / "e")}
     asked |= {"runs_dir": str(root / "runs"), "run_name": "parent", "n_clusters": 3}
-    path = run(VisionSettings(**{**FAST, "max_steps": 60, **asked})).path
+    path = run(VisionSettings(**{**FAST, "max_steps": 60, **asked}))
     write_report(path)
     before = content(path)
     yield path
@@ -83,7 +83,7 @@ def joined(path, split="extend1"):
 
 def test_known_classes_join_and_an_unseen_one_is_offered(parent, settings, tmp_path):
     new = save(tmp_path, "new.npz", range(4), 40, 1)
-    path = extend(settings(new)).path
+    path = extend(settings(new))
 
     before = (parent / "assignments.csv").read_bytes()
     assert (path / "assignments.csv").read_bytes().startswith(before)
@@ -116,7 +116,7 @@ def test_known_classes_join_and_an_unseen_one_is_offered(parent, settings, tmp_p
 
 
 def test_a_known_sample_keeps_its_cluster_in_the_extended_model(parent, settings, tmp_path):
-    path = extend(settings(save(tmp_path, "new.npz", [2, 3], 60, 1))).path
+    path = extend(settings(save(tmp_path, "new.npz", [2, 3], 60, 1)))
     old = torch.from_numpy(np.load(parent.parents[1] / "old.npz")["features"])
     before, after = (ClusterModel.from_pretrained(p).predict_proba(old) for p in (parent, path))
     assert after.shape == (240, 4) and (after[:, 3:] == 0).all()
@@ -127,7 +127,7 @@ def test_a_known_sample_keeps_its_cluster_in_the_extended_model(parent, settings
     "classes", [range(3), [1], [0, 0, 0, 0, 2]], ids=["the same", "one of them", "another mixture"]
 )
 def test_no_cluster_is_offered_where_nothing_is_new(settings, tmp_path, classes):
-    path = extend(settings(save(tmp_path, "new.npz", classes, 60, 1))).path
+    path = extend(settings(save(tmp_path, "new.npz", classes, 60, 1)))
     assert metrics(path)["extended"]["new_clusters"] == []
     assert max(joined(path)[0]) < 3 and ClusterModel.from_pretrained(path).offers is None
 
@@ -136,7 +136,7 @@ def test_copies_of_one_sample_are_no_cluster(settings, tmp_path):
     x, labels = blobs(range(3), 30, 1)
     x[:20], labels[:20] = 3 * CENTRES[3] + 1, 3  # far out, twenty times the same
     np.savez(tmp_path / "new.npz", features=x, labels=labels)
-    path = extend(settings(tmp_path / "new.npz")).path
+    path = extend(settings(tmp_path / "new.npz"))
     assert metrics(path)["extended"]["new_clusters"] == []
     assert all("extend1" == row["split"] for row in assignments(path)[240:])
 
@@ -152,7 +152,7 @@ def test_what_people_decided_about_a_run_holds_in_the_extended_one(parent, setti
     row = int(np.flatnonzero(people.clusters == 2)[0])
     made = people.split(2, [row])["new"]
     new = save(tmp_path, "new.npz", range(4), 40, 1)
-    path = extend(settings(new, extend=str(decided))).path
+    path = extend(settings(new, extend=str(decided)))
     grown = Curation.open(path)
     assert grown.names == {0: "both", 2: "the third"} and grown.lines == people.lines
     n = len(people.clusters)
@@ -162,15 +162,15 @@ def test_what_people_decided_about_a_run_holds_in_the_extended_one(parent, setti
     assert grown.clusters[row] == made and 3 in grown.sizes and made not in run_says
     grown.undo()  # each line can still be taken back, and new ones added
     grown.rename(3, "the new ones")
-    again = extend(settings(save(tmp_path, "x.npz", [4], 40, 3), extend=str(path))).path
+    again = extend(settings(save(tmp_path, "x.npz", [4], 40, 3), extend=str(path)))
     assert Curation.open(again).names == grown.names
     assert Content.of(Samples(again)).cluster_names()[3] == "the new ones"
 
 
 def test_an_extended_run_is_extended_again(settings, tmp_path):
-    first = extend(settings(save(tmp_path, "one.npz", range(4), 40, 1), run_name="one")).path
+    first = extend(settings(save(tmp_path, "one.npz", range(4), 40, 1), run_name="one"))
     both = save(tmp_path, "two.npz", range(5), 40, 2)
-    second = extend(settings(both, extend=str(first), run_name="two")).path
+    second = extend(settings(both, extend=str(first), run_name="two"))
     assert (
         (second / "assignments.csv")
         .read_bytes()
@@ -202,9 +202,9 @@ def test_images_are_embedded_by_the_runs_teacher_and_shown(tmp_path):
     run(VisionSettings(**asked))
     given = {"extend": "old", "dataset": str(tmp_path / "new"), "runs_dir": asked["runs_dir"]}
     done = extend(inherited(VisionSettings(**given), given))
-    names = [row["label"] for row in assignments(done.path) if row["cluster"] == "3"]
+    names = [row["label"] for row in assignments(done) if row["cluster"] == "3"]
     assert names and set(names) == {"class3"}
-    page = write_report(done.path, images=done.images).read_text()
+    page = write_report(done, images=run_images(done)).read_text()
     assert "Cluster 3 (new) · class3" in page and "data:image/png" in page
 
 
@@ -307,7 +307,7 @@ def test_a_place_that_is_taken_is_refused_first_and_one_that_a_kill_left_is_not(
     place.unlink()
     place.mkdir()
     (place / ".lock").touch()
-    assert extend(asked).path == place and (place / "metrics.json").is_file()
+    assert extend(asked) == place and (place / "metrics.json").is_file()
 
 
 # --- Kills --------------------------------------------------------------------------------------

@@ -120,30 +120,30 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
         settings(baselines=True),
         progress=lambda stage, at, total, info: stages.append((stage, at <= total)),
     )
-    assert done.images is None  # a feature file has none
+    assert run_images(done) is None  # a feature file has none
     names = "config.json metrics.jsonl events.jsonl metrics.json model.safetensors assignments.csv"
     names = {*names.split(), "arrays.npz", "checkpoint", "tensorboard", ".lock"}
-    assert {path.name for path in done.path.iterdir()} == names
-    assert os.readlink(done.path.parent / "latest") == done.path.name
+    assert {path.name for path in done.iterdir()} == names
+    assert os.readlink(done.parent / "latest") == done.name
     assert all(ok for _, ok in stages)
     assert [*dict.fromkeys(stage for stage, _ in stages)] == (
         "extract neighbours graph train consensus judge".split()
     )
 
-    config = json.loads((done.path / "config.json").read_text())
+    config = json.loads((done / "config.json").read_text())
     assert config["settings"]["N_HEADS"] == 4 and config["n_clusters"] == 10
-    assert config["model_sha256"] == sha256_file(done.path / "model.safetensors")
+    assert config["model_sha256"] == sha256_file(done / "model.safetensors")
     assert {"python", "torch", "ssl_kd"} <= set(config["versions"])
     assert "cpu" in config["precision"]
-    assert [row["step"] for row in log_lines(done.path)] == [5, 10, 15, 20, 25, 30]
-    assert all(len(row["loss"]) == 4 == row["healthy"] for row in log_lines(done.path))
-    assert (done.path / "events.jsonl").read_text() == ""
-    assert [p.name for p in sorted((done.path / "checkpoint").glob("*.pt"))] == [
+    assert [row["step"] for row in log_lines(done)] == [5, 10, 15, 20, 25, 30]
+    assert all(len(row["loss"]) == 4 == row["healthy"] for row in log_lines(done))
+    assert (done / "events.jsonl").read_text() == ""
+    assert [p.name for p in sorted((done / "checkpoint").glob("*.pt"))] == [
         "step_000000020.pt",
         "step_000000030.pt",
     ]
 
-    found = metrics(done.path)
+    found = metrics(done)
     assert (found["steps"], found["success_rate"], found["events"]) == (30, 1.0, 0)
     about = found["dataset"]
     assert (about["n_train"], about["n_test"], about["n_classes"]) == (64, 32, 10)
@@ -161,9 +161,9 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
         *"extract neighbours graph train consensus answer judge total".split(),
     }
 
-    lines = assignments(done.path)
+    lines = assignments(done)
     assert [line["split"] for line in lines] == ["train"] * 64 + ["test"] * 32
-    arrays = np.load(done.path / "arrays.npz")
+    arrays = np.load(done / "arrays.npz")
     assert arrays["map"].shape == (64, 2)
     clusters = np.array([int(line["cluster"]) for line in lines[:64]])
     for k, rows_of_k in enumerate(arrays["typical"]):
@@ -171,7 +171,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
 
 
 def test_the_saved_model_says_what_assignments_say_on_both_splits(settings):
-    path = run(settings()).path
+    path = run(settings())
     names = "file cluster confidence split label outlier second second_confidence".split()
     levels = ["level_30", "level_22", "level_15", "level_7", "level_5"]
     assert list(assignments(path)[0]) == [*names, "third", "third_confidence", *levels]
@@ -192,7 +192,7 @@ def test_the_saved_model_says_what_assignments_say_on_both_splits(settings):
 
 
 def test_the_number_of_clusters_is_found_and_its_levels_are_nested(settings):
-    path = run(settings(n_clusters="auto")).path
+    path = run(settings(n_clusters="auto"))
     found, lines, levels = metrics(path), assignments(path), Samples(path).levels
     number, k = found["graph"]["number"], found["dataset"]["n_clusters"]
     assert number["n_clusters"] == k == len(found["cluster_sizes"])
@@ -210,7 +210,7 @@ def test_the_number_of_clusters_is_found_and_its_levels_are_nested(settings):
 
 
 def test_heads_alone_have_no_tree_but_may_have_their_number_found(settings):
-    path = run(settings(n_clusters="auto", method="heads")).path
+    path = run(settings(n_clusters="auto", method="heads"))
     assert metrics(path)["graph"]["number"]["n_clusters"] == len(metrics(path)["cluster_sizes"])
     assert not any(name.startswith("level_") for name in assignments(path)[0])
     with pytest.raises(InputError, match="METHOD graph"):
@@ -227,8 +227,8 @@ def test_the_same_settings_give_the_same_run_and_leave_the_global_generators_alo
     assert torch.equal(state[0], torch.rand(3)) and (state[1] == np.random.rand(3)).all()
     torch.manual_seed(8)
     second = run(settings())
-    assert weights(first.path) == weights(second.path) and first.path != second.path
-    assert weights(run(settings(seed=1)).path) != weights(first.path)
+    assert weights(first) == weights(second) and first != second
+    assert weights(run(settings(seed=1))) != weights(first)
 
 
 # --- Labels are for judging only ----------------------------------------------------------------
@@ -242,9 +242,7 @@ def test_labels_change_nothing_but_the_scores(settings, tmp_path, digits):
     for name, more in (("a", {"labels": labels[:64]}), ("b", {"labels": shuffled}), ("c", {})):
         data = save_features(tmp_path / f"{name}.npz", flat, **more)
         embeddings = str(tmp_path / name)
-        path = run(
-            settings(dataset=data, embeddings_dir=embeddings, n_clusters=10, max_steps=60)
-        ).path
+        path = run(settings(dataset=data, embeddings_dir=embeddings, n_clusters=10, max_steps=60))
         answer = [(row["cluster"], row["confidence"]) for row in assignments(path)]
         heads = [(head["chosen"], head["loss"]) for head in metrics(path)["heads"]]
         found.append((weights(path), answer, heads, metrics(path)["table"][0]["acc"]))
@@ -265,7 +263,7 @@ def album(tmp_path, digits):
 @fault(171)
 def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
     caplog.set_level("INFO", "ssl_kd")
-    path = run(settings(**album)).path
+    path = run(settings(**album))
     (line,) = [r.getMessage() for r in caplog.records if "--labels folders" in r.getMessage()]
     assert "its 3 folders (2023, 2024, misc) are not used as labels" in line
     assert "label" not in assignments(path)[0]
@@ -285,10 +283,10 @@ def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
 @pytest.mark.parametrize("first", ["auto", "folders"])
 def test_a_cache_serves_the_labels_that_each_run_asks_for(settings, album, first):
     second = {"auto": "folders", "folders": "auto"}[first]
-    runs = {labels: run(settings(**album, labels=labels)).path for labels in (first, second)}
+    runs = {labels: run(settings(**album, labels=labels)) for labels in (first, second)}
     cache = Path(settings().embeddings_dir) / "embeddings_train.json"
     written = cache.stat().st_mtime_ns
-    again = {labels: run(settings(**album, labels=labels)).path for labels in (first, second)}
+    again = {labels: run(settings(**album, labels=labels)) for labels in (first, second)}
     assert cache.stat().st_mtime_ns == written  # nothing was embedded again
     for found in (runs, again):
         assert metrics(found["auto"])["table"][0]["acc"] is None
@@ -328,7 +326,7 @@ def stop_at(step, number=signal.SIGTERM):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_resumed_equals_uninterrupted(settings, number):
-    whole = run(settings(run_name="whole")).path
+    whole = run(settings(run_name="whole"))
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted) as stopped:
         run(settings(run_name="parts"), progress=stop_at(15, number))
@@ -339,7 +337,7 @@ def test_resumed_equals_uninterrupted(settings, number):
     assert (parts / "checkpoint" / "step_000000015.pt").exists()
 
     # The last unfinished one is taken; what only says where and how fast may differ.
-    assert run(settings(checkpoint_every=7, workers=2, resume=True)).path == parts
+    assert run(settings(checkpoint_every=7, workers=2, resume=True)) == parts
     assert weights(parts) == weights(whole)
     assert log_lines(parts) == log_lines(whole)
     assert assignments(parts) == assignments(whole)
@@ -348,11 +346,11 @@ def test_resumed_equals_uninterrupted(settings, number):
 def test_resumed_before_and_after_convergence_equals_uninterrupted(settings):
     """Where nobody says how many steps there are, they are as many as without the stop."""
     ends = {"max_steps": None, "epochs": None, "checkpoint_every": 20}
-    whole = run(settings(run_name="whole", **ends)).path
+    whole = run(settings(run_name="whole", **ends))
     for step in (30, 60):
         with pytest.raises(Interrupted):
             run(settings(run_name=f"at{step}", **ends), progress=stop_at(step))
-        parts = run(settings(run_name=f"at{step}", resume=True, **ends)).path
+        parts = run(settings(run_name=f"at{step}", resume=True, **ends))
         assert weights(parts) == weights(whole) and assignments(parts) == assignments(whole)
         for name in ("steps", "convergence"):
             assert metrics(parts)[name] == metrics(whole)[name]
@@ -362,7 +360,7 @@ def test_resumed_before_and_after_convergence_equals_uninterrupted(settings):
 
 
 def test_stopped_while_judging_goes_on_from_the_trained_heads(settings):
-    whole = run(settings(run_name="whole")).path
+    whole = run(settings(run_name="whole"))
 
     def progress(stage, done, total, info):
         if stage == "judge":
@@ -372,7 +370,7 @@ def test_stopped_while_judging_goes_on_from_the_trained_heads(settings):
         run(settings(run_name="parts"), progress=progress)
     assert stopped.value.run_dir == whole.parent / "parts"
     stages = []
-    parts = run(settings(resume=True), progress=lambda stage, *_: stages.append(stage)).path
+    parts = run(settings(resume=True), progress=lambda stage, *_: stages.append(stage))
     assert "train" not in stages and weights(parts) == weights(whole)
     assert log_lines(parts) == log_lines(whole)
 
@@ -389,18 +387,19 @@ def test_unlabelled_images_run_to_the_end(settings, tmp_path, digits):
     assert list((tmp_path / "runs").iterdir()) == []
 
     done = run(settings(**plain, n_clusters=10, baselines=True))
-    lines = assignments(done.path)
+    lines = assignments(done)
     more = ["outlier", "second", "second_confidence", "third", "third_confidence"]
     assert list(lines[0])[:9] == ["file", "cluster", "confidence", "split", *more]
     assert [line["file"] for line in lines] == [f"{i:03}.png" for i in range(64)]
     assert all(0 <= int(line["cluster"]) < 10 for line in lines)
     assert all(0.1 <= float(line["confidence"]) <= 1 for line in lines)
-    found = metrics(done.path)
+    found = metrics(done)
     assert not found["dataset"]["labelled"] and found["dataset"]["unreadable"] == 1
     assert all(row["acc"] is None for row in found["table"])
     assert found["knn_accuracy"] is None is found["linear_probe"]
-    assert done.images is not None
-    (picture,) = done.images([3])
+    images = run_images(done)
+    assert images is not None
+    (picture,) = images([3])
     assert np.array_equal(np.asarray(picture.convert("L")), digits[0][3])
 
 
@@ -411,14 +410,14 @@ def test_partly_labelled_images_are_judged_by_the_labels_there_are(settings, tmp
         save_images(tmp_path / "pictures" / f"digit {digit}", images[32:][labels[32:] == digit])
     pictures = {"dataset": str(tmp_path / "pictures"), "image_size": 8, "labels": "folders"}
     done = run(settings(**pictures, baselines=True))
-    lines = assignments(done.path)
+    lines = assignments(done)
     assert sum(line["label"] == "" for line in lines) == 32
     assert {line["label"] for line in lines} == {"", *(f"digit {d}" for d in range(10))}
     assert all(line["label"] in line["file"] for line in lines)
-    found = metrics(done.path)
+    found = metrics(done)
     assert found["dataset"]["n_classes"] == 10 and found["table"][0]["acc"] > 0
     assert (found["dataset"]["n_labelled"], found["dataset"]["n_train"]) == (64, 96)
-    assert "the 64 labelled samples (of 96)" in write_report(done.path).read_text()
+    assert "the 64 labelled samples (of 96)" in write_report(done).read_text()
     assert "(64 of 96 training samples are labelled)" in str(results_table(found).title)
 
 
@@ -429,7 +428,7 @@ FORGED = ["a\nb,1,0.9,train.png", "c\rd.png", "=1+1.png", "'=1.png", "-x.png", '
 def test_names_that_would_forge_rows_or_formulas_come_back_as_they_were(settings, tmp_path, digits):
     names = [*FORGED, *(f"{i:04}" for i in range(64 - len(FORGED)))]
     data = save_features(tmp_path / "x.npz", digits[0][:64].reshape(64, -1), ids=names)
-    path = run(settings(dataset=data, n_clusters=4)).path
+    path = run(settings(dataset=data, n_clusters=4))
     assert Samples(path).column("file").tolist() == names
     assert read_assignments(path, "train")["file"].to_pylist() == names
     cells = [line["file"] for line in assignments(path)]
@@ -452,7 +451,7 @@ def test_names_that_would_forge_rows_or_formulas_come_back_as_they_were(settings
     ids=["own head", "centred", "mean", "own", "one head"],
 )
 def test_every_way_to_train_runs_and_loads_again(settings, changes):
-    path = run(settings(**changes)).path
+    path = run(settings(**changes))
     model = ClusterModel.from_pretrained(path, head=changes.get("head"))
     x = EmbeddingStore.open(path.parents[1] / "embeddings", "train").tensor()
     lines = [line for line in assignments(path) if line["split"] == "train"]
@@ -468,7 +467,7 @@ class Fragile(torch.nn.Linear):
 
 
 def test_the_first_fault_of_a_head_is_kept_and_explained(settings):
-    path = run(settings(head=f"{__name__}.Fragile", learning_rate=0.05, run_name="a")).path
+    path = run(settings(head=f"{__name__}.Fragile", learning_rate=0.05, run_name="a"))
     bundles = sorted(path.glob("faults/*.pt"))
     skipped = [e for e in events(path) if e["action"] == "skipped"]
     first = {e["part"]: e["step"] for e in reversed(skipped)}
@@ -482,7 +481,7 @@ def test_the_first_fault_of_a_head_is_kept_and_explained(settings):
 
 def test_samples_are_scored_on_a_sample_where_there_are_very_many(settings, monkeypatch):
     monkeypatch.setattr("ssl_kd.vision.assignments.JUDGED_ROWS", 40)
-    path = run(settings(baselines=True)).path
+    path = run(settings(baselines=True))
     arrays = np.load(path / "arrays.npz")
     lines = [line for line in assignments(path) if line["split"] == "train"]
     assert len(lines) == 64 and len(arrays["map"]) == 40
@@ -506,7 +505,7 @@ def test_a_test_set_named_for_itself_is_scored_whole(settings, tmp_path, digits,
                 save_images(folder, images[rows][labels[rows] == digit])
         held_out = str(tmp_path / "te")
         changes = {"dataset": str(tmp_path / "mine"), "image_size": 8, "labels": "folders"}
-    path = run(settings(**changes, dataset_test=held_out, baselines=True)).path
+    path = run(settings(**changes, dataset_test=held_out, baselines=True))
     found = metrics(path)
     assert (found["dataset"]["n_train"], found["dataset"]["n_test"]) == (64, 32)
     assert all(row["acc"] is not None for row in found["table"])
@@ -579,22 +578,23 @@ def test_a_column_by_name_reaches_both_sets_the_cache_and_an_extension(tmp_path,
     with pytest.raises(InputError, match="2 columns of lists.*--column clip"):
         run(VisionSettings(**given))
     done = run(VisionSettings(**given, column="dino", run_name="a"))
-    assert done.images is not None and [i is None for i in done.images([2, 3, 5])] == [0, 1, 1]
+    pictures = run_images(done)
+    assert pictures is not None and [i is None for i in pictures([2, 3, 5])] == [0, 1, 1]
     with pytest.raises(FingerprintMismatch, match="was computed from something else"):
         run(VisionSettings(**given, column="clip"))
 
-    page = write_report(done.path, images=run_images(done.path)).read_text(encoding="utf-8")
+    page = write_report(done, images=pictures).read_text(encoding="utf-8")
     assert page.count("data:image/") > 10 and "There are no pictures" not in page
-    samples = Samples(done.path)
+    samples = Samples(done)
     assert np.array_equal(np.asarray(samples.image(45)), images[45])  # held out
     assert samples.image_file(0) == tmp_path / "photos" / "000.png"
     with pytest.raises(InputError, match="2 of 64 pictures are missing: 3, 5"):
         export(Content.of(samples), "folders", tmp_path / "out")
     assert export(Content.of(samples), "folders", tmp_path / "out", skip_missing=True).is_dir()
 
-    flags = {"dataset": sets["new"], "extend": str(done.path), **folders}
+    flags = {"dataset": sets["new"], "extend": str(done), **folders}
     grown = extend(inherited(VisionSettings(**flags), flags))
-    assert np.array_equal(np.asarray(Samples(grown.path).image(70)), images[70])
+    assert np.array_equal(np.asarray(Samples(grown).image(70)), images[70])
     for name, column in (("old", "clp"), ("old", "label")):
         with pytest.raises(InputError, match="COLUMN|column"):
             run(VisionSettings(**{**given, "dataset": sets[name]}, column=column))
@@ -607,6 +607,6 @@ def test_rows_that_share_an_id_keep_their_own_pictures(tmp_path, digits):
     files = [f"photos/{i:03}.png" for i in range(64)]
     dataset = save_columns(tmp_path, "x.parquet", digits[0][:64], files, id=["same", "two"] * 32)
     folders = {"runs_dir": str(tmp_path / "runs"), "embeddings_dir": str(tmp_path / "e")}
-    path = run(VisionSettings(**FAST, **folders, dataset=dataset, column="clip", n_clusters=3)).path
+    path = run(VisionSettings(**FAST, **folders, dataset=dataset, column="clip", n_clusters=3))
     for row in (0, 1, 62):
         assert np.array_equal(np.asarray(Samples(path).image(row)), digits[0][row])

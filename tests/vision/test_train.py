@@ -203,6 +203,10 @@ class _Stand:
         return self._forward(parameters, x, training)
 
 
+def _stand_in(trainer, forward):
+    trainer.bank = _Stand(trainer.bank, forward)
+
+
 class _SickGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -320,7 +324,7 @@ def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(mon
         states.append({n: t[2:3].clone() for n, t in trainer.state.tensors().items()})
         trainer.bank = bank
         if step in (3, 18, 19):
-            trainer.bank = _Stand(bank, lambda p, x, training: _SickGradient.apply(bank(p, x)))
+            _stand_in(trainer, lambda p, x, training: _SickGradient.apply(bank(p, x)))
         return x[rows]
 
     def keep(fault):
@@ -395,7 +399,7 @@ def test_a_resumed_run_restores_from_the_same_state(kept_every_50_steps):
             run = trainer.state.health.run  # of its neighbour, which counts the steps
             return logits.index_fill(0, torch.tensor([2]), torch.nan) if run[1] >= 60 else logits
 
-        trainer.bank = _Stand(bank, sick)
+        _stand_in(trainer, sick)
         return trainer
 
     whole, resumed = _interrupted(make, 80, at=67)
