@@ -32,7 +32,7 @@ _END = ".,;:!?" + _MARKS
 
 
 def extract_answer(text: str, *, last_number: bool = False) -> str | None:
-    r"""Find the final answer in a text.
+    r"""Find the final answer in a text; None if there is none or it is empty.
 
     The first of these that the text contains is returned: the content of the last `\boxed{…}`
     inside the last `<answer>…</answer>` (tags in any case); that element's whole content; without
@@ -40,17 +40,8 @@ def extract_answer(text: str, *, last_number: bool = False) -> str | None:
     after the first `####`. Later `####` are ignored, because a model of GSM8K that does not stop
     after its answer invents further questions.
 
-    Args:
-        text: Generated text, or a reference solution.
-        last_number: Return the last number of a text without a marked answer. This is off by
-            default, because such a number may be correct by chance.
-
-    Returns:
-        The answer without surrounding space, or None if there is none or it is empty.
-
-    References:
-        Cobbe et al., "Training Verifiers to Solve Math Word Problems" (GSM8K), 2021.
-        Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset", 2021.
+    With `last_number`, the last number of a text without a marked answer is returned. This is off
+    by default, because such a number may be correct by chance.
 
     Example:
         >>> extract_answer("6 * 7 is <answer>42</answer>")
@@ -82,15 +73,6 @@ def same_answer(a: str, b: str, tolerance: float = TOLERANCE) -> bool:
 
     A single letter is a choice: `B`, `(b)` and `B. 12 apples` are the same answer. All other
     answers are compared as text; case, surrounding punctuation and white space do not matter.
-
-    Args:
-        a: First answer.
-        b: Second answer; exchanging `a` and `b` does not change the result.
-        tolerance: Largest relative difference of two numbers that count as equal, at least 0. With
-            the default of 1e-4, 10000 and 10001 are equal; with 0 they differ.
-
-    Raises:
-        ValueError: `tolerance` is negative or NaN.
 
     Example:
         >>> same_answer("$1,234.50", "1234.5"), same_answer("1/2", "50%"), same_answer("(B)", "b")

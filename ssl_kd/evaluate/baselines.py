@@ -12,21 +12,12 @@ from ssl_kd.evaluate.sample import in_range, random_rows
 
 @dataclass(frozen=True)
 class Baseline:
-    """Clusters found by a standard method.
-
-    Args:
-        name: Name of the method in tables.
-        clusters: `[n]` int64, cluster of each training sample; None if the method did not run.
-        test_clusters: `[m]` int64, cluster of each held-out sample; None without held-out samples.
-        note: One sentence on deviations from the standard method, or the reason why the method did
-            not run; None if there is nothing to report.
-        seconds: Running time.
-    """
+    """Clusters found by a standard method."""
 
     name: str
-    clusters: NDArray[np.int64] | None
-    test_clusters: NDArray[np.int64] | None = None
-    note: str | None = None
+    clusters: NDArray[np.int64] | None  # `[n]`, of the training samples; None: it did not run
+    test_clusters: NDArray[np.int64] | None = None  # `[m]`, of the held-out samples
+    note: str | None = None  # a deviation from the standard method, or why it did not run
     seconds: float = 0.0
 
 
@@ -39,15 +30,10 @@ def kmeans(
     test_x: NDArray | None = None,
     max_rows: int = 200_000,
 ) -> Baseline:
-    """Run scikit-learn's k-means and keep the start with the lowest inertia.
+    """Run scikit-learn's k-means on `x` `[n, d]` and keep the start with the lowest inertia.
 
-    Args:
-        x: `[n, d]` embeddings.
-        n_clusters: Number of clusters, at most n.
-        seed: Seed of the starts.
-        n_init: Number of starts.
-        test_x: `[m, d]` held-out embeddings, assigned to the nearest center.
-        max_rows: With more rows than this, mini-batch k-means runs instead, and the note says so.
+    Held-out rows `test_x` `[m, d]` are assigned to the nearest center. With more than `max_rows`
+    rows, mini-batch k-means runs instead, and the note says so.
     """
     from sklearn.cluster import KMeans, MiniBatchKMeans
     from sklearn.exceptions import ConvergenceWarning
@@ -75,18 +61,11 @@ def spectral(
     *,
     test_x: NDArray | None = None,
 ) -> Baseline:
-    """Run spectral clustering on the symmetrized graph of cosine nearest neighbors.
+    """Run spectral clustering on the symmetrized graph of cosine nearest neighbors of `x` `[n, d]`.
 
-    Args:
-        x: `[n, d]` embeddings.
-        n_clusters: Number of clusters, below n.
-        seed: Seed of the eigensolver and of k-means on the eigenvectors.
-        n_neighbors: Neighbors per sample in the graph; as in scikit-learn, each sample counts as
-            its own first neighbor.
-        max_rows: With more rows than this, a random subset of `max_rows` rows is clustered, and the
-            note says so. The other rows, and held-out rows, are assigned the majority cluster of
-            their neighbors in the subset.
-        test_x: `[m, d]` held-out embeddings.
+    As in scikit-learn, each sample counts as its own first neighbor. With more than `max_rows`
+    rows, a random subset of them is clustered, and the note says so. The other rows, and held-out
+    rows `test_x` `[m, d]`, are assigned the majority cluster of their neighbors in the subset.
 
     References:
         von Luxburg, "A Tutorial on Spectral Clustering", 2007.

@@ -12,19 +12,10 @@ SURE = 0.9
 
 
 def rightly_placed(labels: ArrayLike, clusters: ArrayLike) -> NDArray[np.bool_]:
-    """Return whether each sample's cluster is paired with its class, for the best pairing.
+    """Return whether each sample's cluster is paired with its class by `match`.
 
-    Clusters and classes are paired one to one so that most samples agree (`match`).
-
-    Args:
-        labels: `[n]` integers, -1 where unknown.
-        clusters: `[n]` integers from 0, -1 for noise.
-
-    Returns:
-        `[n]` bool; False for unknown labels, for noise, and in clusters without a class.
-
-    Raises:
-        ValueError: no label is known, a number is below -1, or the lengths differ.
+    The result `[n]` is False for unknown labels (-1), for noise (-1), and in clusters without a
+    class.
 
     Example:
         >>> rightly_placed([0, 0, 1, 1], [1, 1, 0, 1]).tolist()
@@ -67,11 +58,7 @@ class Reliability:
 
     @property
     def bins(self) -> list[dict[str, Any]]:
-        """A dict for each bin that is not empty.
-
-        `low` and `high` are the bin's edges, `n` is the number of samples, `confidence` the mean
-        confidence and `right` the share of correct samples.
-        """
+        """A dict for each bin that is not empty, as in `calibration`."""
         return [
             _bin(b / BINS, (b + 1) / BINS, *sums) for b, sums in enumerate(self._sums.T) if sums[0]
         ]

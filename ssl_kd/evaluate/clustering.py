@@ -20,20 +20,10 @@ def contingency(
     n_classes: int | None = None,
     n_clusters: int | None = None,
 ) -> Ints:
-    """Count how many samples of each class fall into each cluster.
+    """Count how many samples of each class fall into each cluster, `[n_classes, n_clusters]` int64.
 
-    Args:
-        labels: `[n]` integers, -1 where unknown.
-        clusters: `[n]` integers in `[0, n_clusters)`, -1 for noise, which is not counted.
-        n_classes: Number of rows; None for the largest label + 1.
-        n_clusters: Number of columns; None for the largest cluster + 1.
-
-    Returns:
-        `[n_classes, n_clusters]` int64.
-
-    Raises:
-        ValueError: `labels` and `clusters` differ in length, a number is below -1 or does not fit
-            into the table, or no label is known.
+    None for the number of classes or clusters means the largest label or cluster plus 1. Unknown
+    labels (-1) and noise (cluster -1) are not counted.
 
     Example:
         >>> contingency([0, 0, 1, -1], [1, 1, 0, 0]).tolist()
@@ -54,12 +44,8 @@ def contingency(
 def match(labels: ArrayLike, clusters: ArrayLike) -> dict[int, int]:
     """Pair clusters with classes one to one so that most samples agree (Hungarian method).
 
-    Args:
-        labels: `[n]` integers, -1 where unknown.
-        clusters: `[n]` integers from 0, -1 for noise.
-
-    Returns:
-        A dict from cluster to class. With more clusters than classes, it lacks unpaired clusters.
+    The result maps clusters to classes. With more clusters than classes, it lacks unpaired
+    clusters.
 
     Example:
         >>> match([0, 0, 1], [1, 1, 0])
@@ -124,15 +110,10 @@ def clustering_scores(labels: ArrayLike | None, clusters: ArrayLike) -> dict[str
 
 
 def cluster_sizes(clusters: ArrayLike, n_clusters: int) -> Ints:
-    """Count the samples in each cluster.
+    """Count the samples in each cluster, `[..., n_clusters]` int64.
 
-    Args:
-        clusters: `[..., n]` integers in `[0, n_clusters)`; samples are on the last axis, and each
-            entry of the leading axes (such as heads) is counted separately.
-        n_clusters: Number of clusters.
-
-    Returns:
-        `[..., n_clusters]` int64.
+    The samples of `clusters` `[..., n]` are on the last axis, and each entry of the leading axes
+    (such as heads) is counted separately.
 
     Example:
         >>> cluster_sizes([[0, 0, 2], [1, 1, 1]], 3).tolist()
@@ -152,14 +133,10 @@ def cluster_sizes(clusters: ArrayLike, n_clusters: int) -> Ints:
 
 
 def effective_clusters(sizes: ArrayLike) -> NDArray[np.float64]:
-    """Return the effective number of clusters, `exp(entropy(sizes))`.
+    """Return `exp(entropy(sizes))` of sizes `[..., n_clusters]`, the effective number of clusters.
 
-    Args:
-        sizes: `[..., n_clusters]` counts.
-
-    Returns:
-        `[...]` float64: 1 if all samples are in one cluster, `n_clusters` if all clusters have the
-        same size, 0 if there are no samples.
+    It is 1 if all samples are in one cluster, `n_clusters` if all clusters have the same size, and
+    0 if there are no samples.
 
     Example:
         >>> effective_clusters([5, 5, 0, 0]).item()
@@ -178,9 +155,6 @@ def collapsed(sizes: ArrayLike) -> NDArray[np.bool_]:
     Naturally imbalanced data does not count as collapsed: with sizes in geometric progression, the
     largest cluster may be 20 times the smallest. A head that assigns most samples to a few clusters
     counts as collapsed.
-
-    Args:
-        sizes: `[..., n_clusters]` counts.
 
     Example:
         >>> collapsed([[10, 10, 10, 10], [40, 0, 0, 0]]).tolist()

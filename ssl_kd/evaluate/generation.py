@@ -32,20 +32,10 @@ def generate(
 ) -> list[str]:
     """Generate a text after each prompt, greedily; the prompt is not repeated.
 
-    Args:
-        model: a causal language model of transformers, or a `FrozenTeacher`.
-        tokenizer: the model's tokenizer; it is not modified.
-        prompts: texts.
-        max_new_tokens: largest number of tokens to generate. Generation ends earlier at an
-            end-of-text token and at the model's last position.
-        ids: token ids of the prompts; None tokenizes them with `prompt_ids`, without a chat
-            template.
-        batch_size: number of prompts in a forward pass, padded on the left and masked.
-        autocast: returns the autocast context for the model. It is not used for a `FrozenTeacher`,
-            which runs in its own dtype.
-
-    Returns:
-        A text for each prompt. The text is empty if generation failed; the reason is logged.
+    Generation ends at `max_new_tokens`, at an end-of-text token and at the model's last position.
+    Prompts without `ids` are tokenized with `prompt_ids`. `autocast` returns the context for the
+    model; a `FrozenTeacher` runs in its own dtype. The text is empty if generation failed; the
+    reason is logged.
     """
     ids = [prompt_ids(tokenizer, prompt) for prompt in prompts] if ids is None else ids
     texts = []
@@ -181,14 +171,7 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 def repetition(texts: Sequence[Sequence[Hashable]], n: int = 4) -> float | None:
     """Return the share of n-grams that occurred earlier in the same text, averaged over texts.
 
-    `seq-rep-n = 1 - unique n-grams / n-grams`
-
-    Args:
-        texts: tokens of each text; texts of fewer than n tokens are ignored.
-        n: number of tokens in an n-gram.
-
-    Returns:
-        A number from 0 to 1; None if no text has n tokens.
+    `seq-rep-n = 1 - unique n-grams / n-grams`, from 0 to 1; None if no text has n tokens.
 
     References:
         Welleck et al., Neural text generation with unlikelihood training, ICLR 2020, equation 10.

@@ -50,20 +50,10 @@ def judge_tokens(
 ) -> TokenScores:
     """Score a model's predictions of the target tokens of blocks, alone and against a teacher.
 
-    With a linear output layer, logits are computed one chunk of tokens at a time. The model runs in
-    evaluation mode without KV cache; afterwards its training modes are restored.
-
-    Args:
-        model: a causal language model of transformers, or a `FrozenTeacher`.
-        blocks: held-out text in the model's tokens.
-        teacher: a `FrozenTeacher` on the same device. Without one (None), agreement and divergence
-            are None.
-        batch_size: number of blocks in a forward pass.
-        autocast: returns the autocast context for the model, such as `Precision.autocast`. It is
-            not used for a `FrozenTeacher`, which runs in its own dtype.
-
-    Returns:
-        The scores; `left_out` lists the batches with non-finite values, which are not in the means.
+    With a linear output layer, logits are computed one chunk of tokens at a time. A model of
+    transformers runs under `autocast`, in evaluation mode and without KV cache; afterwards its
+    training modes are restored. A `FrozenTeacher` runs in its own dtype. The teacher must be on the
+    same device. Batches with non-finite values are not in the means; `left_out` lists them.
     """
     scores = TokenScores()
     with nullcontext() if isinstance(model, FrozenTeacher) else evaluating(model):
@@ -86,23 +76,14 @@ def judge_tokens(
 
 @dataclass(frozen=True)
 class Generation:
-    """A prompt, its reference, and the text that a model generated after the prompt.
+    """A prompt, its reference, and the text that a model generated after the prompt."""
 
-    Attributes:
-        where: source of the prompt, such as `file.jsonl:17`.
-        prompt: text of the prompt.
-        ids: token ids of the prompt.
-        reference: the correct answer, or the continuation of the prompt in the data.
-        text: the generated text; empty if generation failed.
-        fault: the reason why generation failed; None if it succeeded.
-    """
-
-    where: str
+    where: str  # source of the prompt, such as `file.jsonl:17`
     prompt: str
-    ids: list[int]
-    reference: str
-    text: str = ""
-    fault: str | None = None
+    ids: list[int]  # tokens of the prompt
+    reference: str  # the correct answer, or the continuation of the prompt in the data
+    text: str = ""  # the generated text; empty if generation failed
+    fault: str | None = None  # why generation failed
 
 
 def judge_answers(
@@ -120,25 +101,11 @@ def judge_answers(
     """Generate answers to questions greedily, and compare them with the references.
 
     A question is an example with a prompt and a completion, or with chat messages, whose completion
-    or last assistant message contains an answer (`extract_answer`). Other examples are skipped. If
-    generation fails or logits become non-finite, the question counts as unanswered, and `faults`
-    of the scores lists the reason.
-
-    Args:
-        model: a causal language model of transformers, or a `FrozenTeacher`.
-        tokenizer: the model's tokenizer; it is not modified.
-        examples: held-out examples.
-        limit: number of questions to use, from the first on; None for all.
-        batch_size: number of questions in a forward pass.
-        max_new_tokens: largest number of tokens of an answer.
-        last_number: whether the last number of a generated text counts as its answer if the text
-            marks no other answer; references always need a marked answer.
-        tolerance: largest relative difference of two numbers that count as equal.
-        autocast: returns the autocast context for the model. It is not used for a `FrozenTeacher`,
-            which runs in its own dtype.
-
-    Returns:
-        The scores, and a `Generation` for each question.
+    or last assistant message contains an answer (`extract_answer`). Other examples are skipped, and
+    only the first `limit` questions are used. If generation fails or logits become non-finite, the
+    question counts as unanswered, and `faults` of the scores lists the reason. With `last_number`,
+    the last number of a generated text counts if the text marks no answer. `autocast` returns the
+    context for the model; a `FrozenTeacher` runs in its own dtype.
     """
     questions = list(islice(_questions(examples, tokenizer), limit))
     continued = continue_prompts(
@@ -229,12 +196,7 @@ def _question(example: Example, tokenizer: Any) -> Generation | None:
 
 @dataclass(frozen=True)
 class Reading:
-    """Held-out text in the tokens of one model.
-
-    Attributes:
-        tokenizer: the model's tokenizer.
-        blocks: the tokenized text.
-    """
+    """Held-out text in the tokens of one model."""
 
     tokenizer: Any
     blocks: Blocks
@@ -242,37 +204,21 @@ class Reading:
 
 @dataclass
 class LanguageJudge:
-    """Evaluate several models on the same held-out blocks, prompts and questions.
+    """Evaluate several models on the same held-out blocks, prompts and questions."""
 
-    Args:
-        examples: held-out documents, the source of prompts and questions.
-        student: held-out text in the student's tokens; used for all models but a `FrozenTeacher`.
-        teacher: held-out text in the tokens of a `FrozenTeacher`; None if no teacher is evaluated.
-        reference: the teacher with which predictions are compared; without one (None), agreement
-            and divergence are None.
-        validation_blocks: blocks for model selection, in the student's tokens; None for the blocks
-            of `student`.
-        batch_size: number of blocks in a forward pass.
-        answer_prompts: largest number of questions.
-        generations: number of prompts whose generated texts are in the report.
-        max_new_tokens: largest number of tokens of a generated text.
-        autocast: returns the autocast context for a student.
-        original_router: returns a context that restores the original routers of a mixture of
-            experts. A teacher's routers may be trained; with this context, each evaluation
-            compares with the same teacher.
-    """
-
-    examples: Sequence[Example]
-    student: Reading
-    teacher: Reading | None = None
+    examples: Sequence[Example]  # held-out documents, the source of prompts and questions
+    student: Reading  # for all models but a `FrozenTeacher`
+    teacher: Reading | None = None  # for a `FrozenTeacher`
     _: KW_ONLY
-    reference: Predict | None = None
-    validation_blocks: Blocks | None = None
+    reference: Predict | None = None  # the teacher with which predictions are compared
+    validation_blocks: Blocks | None = None  # for model selection; None: the student's blocks
     batch_size: int = 8
-    answer_prompts: int = 100
-    generations: int = 4
+    answer_prompts: int = 100  # questions, at most
+    generations: int = 4  # prompts whose generated texts are in the report
     max_new_tokens: int = 64
     autocast: Autocast = nullcontext
+    # A context that restores the original routers of a mixture of experts: a teacher's routers may
+    # be trained, and each evaluation compares with the same teacher.
     original_router: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
@@ -301,15 +247,7 @@ class LanguageJudge:
             )
 
     def row(self, name: str, model: Any) -> tuple[dict[str, Any], list[str]]:
-        """Evaluate a model on blocks that are not used for model selection, and on all questions.
-
-        Args:
-            name: name of the model's row in the report's table.
-            model: a student, or a `FrozenTeacher`.
-
-        Returns:
-            The scores by name, and the text generated after each reported prompt.
-        """
+        """Return the scores of a model on the held-out text, and its texts after each prompt."""
         reading, side = self.student, 0
         if isinstance(model, FrozenTeacher):
             assert self.teacher is not None

@@ -9,19 +9,12 @@ from ssl_kd.evaluate.sample import in_range, random_rows
 def embedding_map(
     x: NDArray, seed: int = 0, *, max_points: int = 1500
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Project embeddings into the plane by t-SNE, which keeps neighbors close.
+    """Project embeddings `[n, d]` into the plane by t-SNE, which keeps neighbors close.
 
-    Distances between separate groups are not meaningful. A map of 1,500 points takes about two
-    seconds on one core.
-
-    Args:
-        x: `[n, d]` embeddings.
-        seed: Seed of the random subset and of t-SNE.
-        max_points: Largest number of rows on the map; a larger set is replaced by a random subset.
-
-    Returns:
-        The row numbers on the map, ascending, `[m]` int64, and their coordinates `[m, 2]` float32,
-        centered, in [-1, 1].
+    Distances between separate groups are not meaningful. A larger set is replaced by a random
+    subset of `max_points` rows; a map of 1,500 points takes about two seconds on one core. Return
+    the row numbers on the map, ascending, `[m]`, and their coordinates `[m, 2]`, centered, in
+    [-1, 1].
 
     References:
         van der Maaten and Hinton, "Visualizing Data using t-SNE", 2008.

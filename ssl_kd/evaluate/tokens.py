@@ -20,23 +20,15 @@ logger = logging.getLogger(__name__)
 class TokenValues(NamedTuple):
     """Numbers per target token that replace its logits; all are `[n]`, of the same float dtype.
 
-    Args:
-        nll: Negative log-likelihood of the target, in nats.
-        confidence: Probability of the likeliest token.
-        correct: 1 where the likeliest token is the target, else 0.
-        kl: `KL(teacher || student)` in nats; None without a teacher.
-        agrees: 1 where student and teacher have the same likeliest token, else 0; None without a
-            teacher.
-        acceptance: Probability that the teacher accepts a token drafted by the student; None
-            without a teacher.
+    Those of the comparison with a teacher are None without a teacher.
     """
 
-    nll: Tensor
-    confidence: Tensor
-    correct: Tensor
-    kl: Tensor | None = None
-    agrees: Tensor | None = None
-    acceptance: Tensor | None = None
+    nll: Tensor  # negative log-likelihood of the target, in nats
+    confidence: Tensor  # probability of the likeliest token
+    correct: Tensor  # 1 where the likeliest token is the target, else 0
+    kl: Tensor | None = None  # `KL(teacher || student)` in nats
+    agrees: Tensor | None = None  # 1 where both have the same likeliest token, else 0
+    acceptance: Tensor | None = None  # probability that the teacher accepts a drafted token
 
 
 @torch.no_grad()
@@ -46,18 +38,11 @@ def token_values(
     """Reduce the logits of n tokens to a few numbers per token, at temperature 1.
 
     `nll = -log q_target`, `kl = sum_v p_v (log p_v - log q_v)` and, for speculative sampling,
-    `acceptance = sum_v min(p_v, q_v)`, with q of the student and p of the teacher. The values do
-    not depend on how the tokens are split into chunks.
-
-    Args:
-        logits: `[n, V]`, the student's; converted to float32 unless they are float64.
-        targets: `[n]` int64 in `[0, V)`.
-        teacher_logits: `[n, V']`, or None. The comparisons use the common vocabulary: the first
-            `min(V, V')` entries, without entries that are -inf at all n tokens of the student or of
-            the teacher. Both distributions are renormalized over it.
-
-    Returns:
-        `TokenValues`. `kl` is inf at a token where only the student's logit of an entry is -inf.
+    `acceptance = sum_v min(p_v, q_v)`, with q of the student's logits `[n, V]` and p of the
+    teacher's `[n, V']`. The comparisons use the common vocabulary: the first `min(V, V')` entries,
+    without entries that are -inf at all n tokens of the student or of the teacher. Both
+    distributions are renormalized over it. `kl` is inf at a token where only the student's logit of
+    an entry is -inf.
 
     References:
         Leviathan et al., Fast inference from transformers via speculative decoding, ICML 2023,
@@ -88,15 +73,11 @@ class TokenScores:
 
     A batch with a non-finite number is excluded, so that a single NaN does not make the means NaN.
     If only the comparison with the teacher is not finite, only that comparison is excluded.
-
-    Attributes:
-        tokens: Number of target tokens in the means.
-        left_out: One sentence for each batch with a non-finite number.
     """
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.left_out: list[str] = []
+        self.tokens = 0  # target tokens in the means
+        self.left_out: list[str] = []  # a sentence for each batch with a non-finite number
         self._characters = 0
         self._sums: dict[str, float] = {}
         self._counted: dict[str, int] = {}
@@ -105,12 +86,9 @@ class TokenScores:
     def add(
         self, chunks: Sequence[TokenValues], rows: Sequence[int], characters: int | None = None
     ) -> None:
-        """Add one batch.
+        """Add one batch: the chunks of its target tokens, and its `rows`, for `left_out`.
 
-        Args:
-            chunks: Values of the batch's target tokens, split into any number of chunks.
-            rows: Numbers of the batch's blocks, which identify it in `left_out`.
-            characters: Number of characters of the batch's target tokens, or None if not known.
+        `characters` is the number of characters of the target tokens, None if not known.
         """
         columns = {
             name: torch.cat(parts).cpu().double()

@@ -41,13 +41,8 @@ class CorruptFileError(UserError, RuntimeError):
 def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that a crash at any moment leaves either the old or the new content.
 
-    Args:
-        path: the file. A missing folder is created.
-        write: function that writes the content to an open temporary file. If it raises, the
-            temporary file is removed.
-
-    Raises:
-        OSError: the disk is full or failed; `path` is unchanged.
+    `write` writes the content to an open temporary file, and a missing folder is created. If the
+    disk is full or fails, OSError is raised, and `path` is unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,19 +115,14 @@ def atomic_write_text(path: str | Path, text: str) -> None:
 
 
 def atomic_write_json(path: str | Path, value: Any) -> None:
-    """Write a value to a file atomically, as JSON.
-
-    Raises:
-        ValueError: the value contains NaN or an infinity, which JSON lacks (use `None` instead).
-    """
+    """Write a value to a file atomically, as JSON; ValueError for NaN and infinities."""
     atomic_write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def strict_json(data: bytes, *, nan: bool = False) -> Any:
     """Parse strict JSON: UTF-8, without duplicate keys, and without NaN unless `nan`.
 
-    Raises:
-        ValueError: the data is not strict JSON, is nested too deeply, or contains a huge number.
+    ValueError is also raised for data that is nested too deeply, and for huge numbers.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -151,12 +141,7 @@ def strict_json(data: bytes, *, nan: bool = False) -> Any:
 
 
 def size_of(path: str | Path) -> int:
-    """Return the size in bytes of a regular file, following symbolic links.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CorruptFileError: the path is a device, a pipe or a folder.
-    """
+    """Return the size in bytes of a regular file, following symbolic links."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise CorruptFileError(f"{path} is a device, a pipe or a folder; expected a regular file")
@@ -164,12 +149,7 @@ def size_of(path: str | Path) -> int:
 
 
 def sha256_file(path: str | Path) -> str:
-    """Compute the SHA-256 of a file, in hexadecimal.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CorruptFileError: the path is a device, a pipe or a folder.
-    """
+    """Compute the SHA-256 of a regular file, in hexadecimal."""
     size_of(path)
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
@@ -204,14 +184,8 @@ def save_tensors(path: str | Path, tensors: Any) -> None:
 def load_tensors(path: str | Path, mmap: bool = False) -> Any:
     """Load tensors and plain containers to the CPU, without executing code from the file.
 
-    Args:
-        path: a file written by `save_tensors` or `torch.save`.
-        mmap: whether to memory-map the tensors instead of reading them.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CorruptFileError: the file is damaged, contains anything but tensors and plain containers,
-            or would be larger in memory than on the disk.
+    CorruptFileError is raised if the file is damaged, contains anything else, or would be larger in
+    memory than on the disk. With `mmap`, tensors are mapped instead of read.
     """
     size = size_of(path)
     try:

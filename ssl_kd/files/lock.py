@@ -17,16 +17,9 @@ class LockHeld(UserError, RuntimeError):
 class Lock:
     """A context manager that holds a lock, which the system releases if the process dies.
 
-    The lock excludes other processes and other threads. The file contains the process id of the
-    holder, and is not removed when the lock is released.
-
-    Args:
-        path: file to lock. Whether other machines see the lock depends on the network file system.
-        wait: seconds to wait for another holder.
-
-    Raises:
-        LockHeld: on entering, another holder did not release the lock in time.
-        OSError: the file cannot be opened, or the file system does not support locks.
+    The lock excludes other processes and other threads; LockHeld is raised after `wait` seconds.
+    The file contains the process id of the holder, and is not removed when the lock is released.
+    Whether other machines see the lock depends on the network file system.
     """
 
     def __init__(self, path: str | Path, wait: float = 0):
