@@ -145,13 +145,6 @@ def test_a_bad_flag_is_one_message_and_code_2(argv, message, config, capfd):
     assert len(err.splitlines()) == 1
 
 
-def test_help_does_not_wait_for_torch():
-    code = "import sys, ssl_kd.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "usage: ssl_kd COMMAND" in done.stdout
-
-
 WRONG = [
     (["train", "--dataset", "nowhere"], "'nowhere' is neither the name of a data set"),
     (["train", "--dataset", "digts"], "did you mean 'digits'"),
@@ -174,12 +167,13 @@ WRONG = [
 ]
 
 
-def test_what_is_not_there_is_refused_without_torch(tmp_path):
+def test_help_and_what_is_not_there_do_not_wait_for_torch(tmp_path):
     for name in ("notes.txt", "runs/taken/config.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     code = (
         "import json, sys, ssl_kd.cli as c\n"
+        "assert c.main(['--help']) == 0 and 'torch' not in sys.modules\n"
         "for words in json.load(sys.stdin):\n"
         "    assert c.main(words) == 2, words\n"
         "    assert 'torch' not in sys.modules, words\n"
@@ -188,7 +182,7 @@ def test_what_is_not_there_is_refused_without_torch(tmp_path):
     given = json.dumps([words for words, _ in WRONG])
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, input=given,
                           capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "usage: ssl_kd COMMAND" in done.stdout, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == len(WRONG)
     for (words, part), line in zip(WRONG, lines, strict=True):
@@ -215,7 +209,6 @@ def test_main_names_its_commands(capsys):
     assert "train" in capsys.readouterr().out
     assert cli.main(["trian"]) == 2
     assert "Did you mean train?" in capsys.readouterr().err
-    assert cli.main(["doctor", "--fast"]) == 2
 
 
 def test_the_citation_names_this_version():
@@ -318,7 +311,6 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train", "--dataset", "./nowhere"], "neither the name of a data set"),
         (
             ["train", "--runs_dir", "full"],
             "RUNS_DIR is 'full' and RUN_NAME None, but full cannot be made (File",
@@ -326,9 +318,7 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
         (["train", "--runs_dir", "full/runs"], "full/runs cannot be made (Not a directory)"),
         (["train", "--run_name", "x" * 300], "cannot be made (File name too long)"),
         (["train", "--resume"], "no unfinished run in runs"),
-        (["train", "--resume", "--run_name", "a"], "holds no run to resume"),
         (["train", "--device", "cuda:99"], "torch sees"),
-        (["train", "--config", "none.py"], "none.py cannot be read as a settings file: No such"),
         (["distill", *NOWHERE], "nowhere"),
         (["distill", "--data_path", "full"], "expected an existing folder or text file"),
         (["distill", "--preset", "stabel"], "Did you mean stable?"),
@@ -343,10 +333,8 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
         (["replay", "none.pt"], "none.pt: No such file or directory"),
         (["replay", "."], "."),
         (["config", "trian"], "invalid choice: 'trian'"),
-        (["train", "--dataset_path", "x"], "Did you mean --dataset?"),
         (["doctor", "gradients", "--model"], "argument --model: expected one argument"),
         (["replay", "full"], "full is not a fault bundle"),
-        (["tarin"], "Did you mean train?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -1,6 +1,7 @@
 """Writes the files of a run folder, and reads the page made of them."""
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -44,6 +45,16 @@ class Reader(HTMLParser):
     def handle_data(self, data):
         if self.open[-1:] != ["style"]:
             self.text += data
+
+
+def check_that_nothing_is_loaded(source: str, page: Reader) -> None:
+    """Check that a page is one file, in which every anchor exists once."""
+    assert page.links and all(link.startswith(("data:image/", "#")) for link in page.links)
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert "default-src 'none'" in source and "prefers-color-scheme: dark" in source
+    assert not re.search(r"url\((?!#)|@import", source)
+    assert len(page.ids) == len(set(page.ids))
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', source)) <= set(page.ids)
 
 
 def write_and_read(folder: Path, **options) -> tuple[str, Reader]:
