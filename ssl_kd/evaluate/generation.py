@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,39 +14,7 @@ from torch import Tensor
 from ssl_kd.teachers.causal import evaluating, positions
 from ssl_kd.teachers.frozen import FrozenTeacher
 
-logger = logging.getLogger(__name__)
-
 Autocast = Callable[[], AbstractContextManager[Any]]
-
-
-def generate(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    max_new_tokens: int = 64,
-    *,
-    ids: Sequence[list[int]] | None = None,
-    batch_size: int = 8,
-    autocast: Autocast = nullcontext,
-) -> list[str]:
-    """Generate a text after each prompt, greedily; the prompt is not repeated.
-
-    Generation ends at `max_new_tokens`, at an end-of-text token and at the model's last position.
-    Prompts without `ids` are tokenized with `prompt_ids`. `autocast` returns the context for the
-    model; a `FrozenTeacher` runs in its own dtype. The text is empty if generation failed; the
-    reason is logged.
-    """
-    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts] if ids is None else ids
-    texts = []
-    for prompt, (text, fault) in zip(
-        prompts,
-        continue_prompts(model, tokenizer, ids, max_new_tokens, batch_size, autocast),
-        strict=True,
-    ):
-        if fault is not None:
-            logger.warning("No text was generated for the prompt %.60r: %s", prompt, fault)
-        texts.append(text)
-    return texts
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
@@ -63,19 +30,23 @@ Continued = tuple[str, str | None]
 """The generated text, empty if generation failed, and the reason of the failure or None."""
 
 
-def continue_prompts(
+def generate(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
-    batch_size: int,
-    autocast: Autocast,
+    *,
+    batch_size: int = 8,
+    autocast: Autocast = nullcontext,
 ) -> list[Continued]:
-    """Generate a text after each prompt; the prompts of a batch that raises are retried singly."""
+    """Generate a text after each tokenized prompt, greedily; the prompt is not repeated.
+
+    Generation ends at `max_new_tokens`, at an end-of-text token and at the model's last position.
+    The prompts of a batch that raises are retried singly. `autocast` returns the context for the
+    model; a `FrozenTeacher` runs in its own dtype.
+    """
     if isinstance(model, FrozenTeacher):
-        return continue_prompts(
-            model.model, tokenizer, prompts, max_new_tokens, batch_size, nullcontext
-        )
+        model, autocast = model.model, nullcontext
     room = positions(model) or sys.maxsize
     results: list[Continued] = [
         ("", f"the prompt has {len(ids)} tokens; expected less than the model's {room} positions")

@@ -17,13 +17,7 @@ from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.render import show_chat
 from ssl_kd.evaluate.answers import TOLERANCE, AnswerScores, extract_answer
-from ssl_kd.evaluate.generation import (
-    Autocast,
-    continue_prompts,
-    generate,
-    prompt_ids,
-    repetition,
-)
+from ssl_kd.evaluate.generation import Autocast, generate, prompt_ids, repetition
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, logits_of
 from ssl_kd.losses.token_distillation import next_token_targets
@@ -108,13 +102,9 @@ def judge_answers(
     context for the model; a `FrozenTeacher` runs in its own dtype.
     """
     questions = list(islice(_questions(examples, tokenizer), limit))
-    continued = continue_prompts(
-        model, tokenizer, [q.ids for q in questions], max_new_tokens, batch_size, autocast
+    generations = _generations(
+        model, tokenizer, questions, max_new_tokens, batch_size=batch_size, autocast=autocast
     )
-    generations = [
-        replace(q, text=text, fault=fault)
-        for q, (text, fault) in zip(questions, continued, strict=True)
-    ]
     scores = AnswerScores.of(
         [None if g.fault else extract_answer(g.text, last_number=last_number) for g in generations],
         [g.reference for g in generations],
@@ -125,6 +115,14 @@ def judge_answers(
         counts = len(scores.faults), scores.n, scores.faults[0]
         logger.warning("Generation failed for %d of %d questions, first for %s", *counts)
     return scores, generations
+
+
+def _generations(
+    model: Any, tokenizer: Any, questions: list[Generation], max_new_tokens: int, **options: Any
+) -> list[Generation]:
+    """Fill in what a model generates after each prompt."""
+    texts = generate(model, tokenizer, [q.ids for q in questions], max_new_tokens, **options)
+    return [replace(q, text=t, fault=f) for q, (t, f) in zip(questions, texts, strict=True)]
 
 
 def _predictor(model: Any) -> Predict:
@@ -262,15 +260,17 @@ class LanguageJudge:
                 max_new_tokens=self.max_new_tokens,
                 autocast=self.autocast,
             )
-            questions = [pair[side] for pair in self._prompts]
-            texts = generate(
+            generations = _generations(
                 model,
                 reading.tokenizer,
-                [question.prompt for question in questions],
+                [pair[side] for pair in self._prompts],
                 self.max_new_tokens,
-                ids=[question.ids for question in questions],
                 autocast=self.autocast,
             )
+        for g in generations:
+            if g.fault is not None:
+                logger.warning("No text was generated for the prompt %.60r: %s", g.prompt, g.fault)
+        texts = [generation.text for generation in generations]
         tokens = [reading.tokenizer(t, add_special_tokens=False).input_ids for t in texts]
         return row | {
             "repetition": repetition(tokens),

@@ -22,8 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 from ssl_kd.errors import UserError
 
 try:
@@ -178,6 +176,8 @@ def why_refused(error: pickle.UnpicklingError) -> str:
 
 def save_tensors(path: str | Path, tensors: Any) -> None:
     """Write tensors to a file atomically, with `torch.save`."""
+    import torch  # here: it takes seconds, and most files hold no tensors
+
     atomic_write(path, lambda file: torch.save(tensors, file))
 
 
@@ -187,6 +187,8 @@ def load_tensors(path: str | Path, mmap: bool = False) -> Any:
     CorruptFileError is raised if the file is damaged, contains anything else, or would be larger in
     memory than on the disk. With `mmap`, tensors are mapped instead of read.
     """
+    import torch
+
     size = size_of(path)
     try:
         is_zip = zipfile.is_zipfile(path)
