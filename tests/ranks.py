@@ -162,7 +162,7 @@ def seen(model, optimizer, guard):
         "weights": [p.detach().numpy().tobytes() for p in model.parameters()],
         "state": [v.numpy().tobytes() for v in state],
         "events": [event.line() for event in guard.events.events],
-        "health": repr((guard.health.tensors(), guard.updates, guard.recovery.tensors(), health)),
+        "health": repr((guard.health.tensors(), guard.updates, guard.recovery.counts, health)),
         "words": (guard.summary(), guard.diagnosis(), guard.steps),
     }
 

@@ -26,7 +26,7 @@ from ssl_kd.guard.health import Health, is_healthy
 from ssl_kd.guard.modules import SHARED, ModuleParts, Parameters, check_closure
 from ssl_kd.guard.norms import look, norm_of, read
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, TooFewHealthyParts
-from ssl_kd.guard.recovery import Recovery
+from ssl_kd.guard.recovery import Recovery, with_all_kinds
 from ssl_kd.guard.terms import LossTerms, by_name
 from ssl_kd.guard.update import rescale_
 from ssl_kd.guard.verdicts import Verdicts, check_late
@@ -455,7 +455,7 @@ class Guard:
         return {  # what the next step writes into
             "health": self.health.tensors(),
             "updates": self.updates,
-            **self.recovery.tensors(),
+            "counts": self.recovery.counts,
             "scale": self.scale,
             "terms": self._terms.state_dict(),
         }
@@ -477,7 +477,7 @@ class Guard:
         self._terms.load_state_dict(state["terms"])
         self.updates.copy_(state["updates"])
         self.scale.copy_(state["scale"])
-        self.recovery.load(state)
+        self.recovery.counts.copy_(with_all_kinds(state["counts"]))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to copy or pickle: the copy would hold this guard's model and optimizer."""

@@ -7,7 +7,6 @@ skip -> restore from the last good state -> re-initialize once -> retire -> stop
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,14 +148,6 @@ class Recovery:
         if gone := ", ".join(name for name, is_retired in retired if is_retired):
             line += f"; retired: {gone}"
         return line
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the counters by name, for a checkpoint."""
-        return {"counts": self.counts}
-
-    def load(self, tensors: Mapping[str, Any]) -> None:
-        """Load what `tensors` returned."""
-        self.counts.copy_(with_all_kinds(tensors["counts"]))
 
 
 def with_all_kinds(counts: Tensor) -> Tensor:

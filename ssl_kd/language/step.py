@@ -226,8 +226,8 @@ class Distiller(Objective):
             updated = bool(self.guard.after_step(on_fault=explain))
         finally:
             self.optimizer.zero_grad()
-        values = self.ranks.means(f"step {self.guard.steps - 1}, the losses", *copied.tolist())
-        means = dict(zip(sums, values, strict=True)) if tokens else {}
+        totals = self.ranks.sums(f"step {self.guard.steps - 1}, the losses", *copied.tolist())
+        means = {n: x / self.ranks.world for n, x in zip(sums, totals, strict=True) if tokens}
         weighted = [weight * means[name] for name, weight in self.weights.items() if name in means]
         finite = [value for value in weighted if math.isfinite(value)]
         self._rescale_lost(means, text, divisors)

@@ -46,10 +46,6 @@ class ProcessGroup:
         of_ranks = self._agreement.exchange(what, torch.tensor(numbers, dtype=torch.float32))
         return of_ranks.double().sum(0).tolist()
 
-    def means(self, what: str, *numbers: float) -> list[float]:
-        """Average numbers over the ranks; `what` is as in `sums`."""
-        return [number / self.world for number in self.sums(what, *numbers)]
-
     def of_all(self, what: str, value: T) -> list[T]:
         """Gather a picklable value from every rank, in the order of the ranks."""
         if self._agreement is None:
@@ -90,12 +86,6 @@ class ReadOnlyRunFolder(RunFolder):
     def __exit__(self, *exception: object) -> None:
         """Do nothing, because rank 0 holds the lock of the folder."""
 
-    def checkpoint(self, step: int) -> dict[str, Any]:
-        """Return the tensors of the checkpoint that rank 0 saved at a step; {} at step 0."""
-        if not step:
-            return {}
-        return load_tensors(self._checkpoints / f"step_{step:09d}.pt", mmap=True)["tensors"]
-
 
 @contextlib.contextmanager
 def run_folder(run: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
@@ -123,6 +113,7 @@ def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any
         return loaded[0][0]
 
     start = ranks.from_first(load)
-    if isinstance(folder, ReadOnlyRunFolder):
-        return start, folder.checkpoint(start)
-    return loaded[0]
+    if loaded or not start:
+        return loaded[0] if loaded else (0, {})
+    path = folder.path / "checkpoint" / f"step_{start:09d}.pt"
+    return start, load_tensors(path, mmap=True)["tensors"]

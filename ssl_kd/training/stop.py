@@ -13,10 +13,9 @@ from ssl_kd.training.folder import RunFolder
 
 
 class Signals:
-    """Raise Ctrl-C and SIGTERM as `Interrupted`: at once, or in `between_steps` at its end.
+    """Raise Ctrl-C and SIGTERM as `Interrupted`: at once, or after `between_steps`.
 
-    Args:
-        folder: the run folder that can be resumed; None: no folder is named in the error.
+    The error names the run folder, if it can be resumed.
     """
 
     def __init__(self, folder: RunFolder | None = None) -> None:

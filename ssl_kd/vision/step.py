@@ -147,8 +147,8 @@ class HeadTrainer:
     def tensors(self) -> dict[str, Tensor]:
         """Return name -> tensor of everything that a resumed run needs, without copying."""
         good = {f"good.{name}": tensor for name, tensor in self._rows.good.items()}
-        memory = {f"recovery.{name}": t for name, t in self.recovery.tensors().items()}
-        return self.state.tensors() | good | {"good_step": self._rows.good_step} | memory
+        memory = {"good_step": self._rows.good_step, "recovery.counts": self.recovery.counts}
+        return self.state.tensors() | good | memory
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Restore a state that `tensors` returned; raise ValueError if a tensor does not fit."""
