@@ -19,7 +19,6 @@ from torch import Tensor
 from ssl_kd import losses
 from ssl_kd.errors import InputError
 from ssl_kd.guard.events import Event
-from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.health import Health, Tally
 from ssl_kd.training.ranks import Ranks
 from ssl_kd.vision.step import HeadsState, HeadTrainer
@@ -143,22 +142,18 @@ class RankHeadsLearner(HeadsLearner):
                 "results with another number of processes will differ"
             )
         self._write_events, self.on_events = self.on_events, self._collect
-        # Events with their position in the log of a single process: (look, turn, step, order).
-        self._unsent: list[tuple[tuple[int, int, int, int], Event]] = []
+        self._unsent: list[Event] = []
         self._tallies: list[tuple[int, Tally]] = []
-        self._turn: tuple[int, int] = (0, 0)
         self._gathered: tuple[Tensor, ...] = ()
 
     def look(self, done: int, *, at_once: bool = False) -> None:
         """Process unread steps as `HeadsLearner` does, and exchange reports at each log record."""
-        self._turn = (done, 0)
         super().look(done, at_once=at_once)
         if not at_once and (done % self._log_every == 0 or done == self.steps):
             results = self._exchange(done, super().read_results())
             self._gathered = tuple(torch.cat(column, -1) for column in zip(*results, strict=True))
 
     def before_checkpoint(self, done: int) -> None:  # noqa: D102
-        self._turn = (done, 2)
         super().before_checkpoint(done)
         self._exchange(done)
 
@@ -175,15 +170,8 @@ class RankHeadsLearner(HeadsLearner):
         return self._gathered
 
     def _collect(self, events: list[Event]) -> None:
-        """Queue events with their position in the log of a single process."""
-        look, turn = self._turn
-        self._turn = look, turn + 1
-        for event in events:
-            is_batch = event.part == "batch"
-            if is_batch and not self.ranks.leads:  # every rank sees the same batch
-                continue
-            order = 0 if is_batch else 1 if Stage.of(event) is Stage.MARGINAL else 2
-            self._unsent.append(((look, turn, event.step, order), event))
+        """Queue events; every rank sees the same batch, so rank 0 alone reports on it."""
+        self._unsent += [event for event in events if event.part != "batch" or self.ranks.leads]
 
     def _exchange(self, done: int, results: Any = None) -> list[Any]:
         """Exchange events, tallies and `results`; return the results of all ranks."""
@@ -191,10 +179,10 @@ class RankHeadsLearner(HeadsLearner):
         n_active = n_heads - int(self.trainer.state.health.retired.sum())
         rest = Tally(n_heads, n_active, 0, 0, n_active)
         received = self.ranks.gather((self._unsent, dict(self._tallies), rest, results))
-        events = sorted((pair for pairs, *_ in received for pair in pairs), key=lambda p: p[0])
+        events = sorted((event for events, *_ in received for event in events), key=_position)
         self._unsent, self._tallies = [], []
-        self._write_events([event for _, event in events])
-        if faults := [event for (_, turn, _, _), event in events if turn == 0]:
+        self._write_events(events)
+        if faults := [event for event in events if _position(event)[1] < 3]:
             self._last_event = next(event for event in faults if event.step == faults[-1].step)
         for look in sorted({look for _, tallies, *_ in received for look in tallies}):
             of_ranks: list[Tally] = [tallies.get(look, rest) for _, tallies, rest, _ in received]
@@ -208,3 +196,11 @@ class RankHeadsLearner(HeadsLearner):
         received = self.ranks.gather(events[:-1])
         self._write_events([event for rank in received for event in rank] + events[-1:])
         self.stop(done, message)
+
+
+# Order in which a single process logs the events of one step: batch, marginals, faults, the rest.
+_ORDER = {"marginal": 1, "escalation": 3, "weight": 4}
+
+
+def _position(event: Event) -> tuple[int, int]:
+    return event.step, 0 if event.part == "batch" else _ORDER.get(event.stage, 2)

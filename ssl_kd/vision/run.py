@@ -60,11 +60,6 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
     If torchrun started several processes, each trains some of the heads; the first process does
     all other work while the others wait.
     """
-    if settings.extend is not None:
-        raise SettingsError(
-            f"EXTEND is {settings.extend!r}; expected None in ssl_kd.vision.run.run, which trains: "
-            "to extend a run, call ssl_kd.vision.extend.extend"
-        )
     clock = Clock()
     with joined(settings.device) as ranks, contextlib.ExitStack() as stack:
         head_ranks = HeadRanks(ranks, settings.n_heads)

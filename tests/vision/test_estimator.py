@@ -136,13 +136,6 @@ def test_tensors_that_numpy_lacks(blobs, fitted):
         fitted.predict(x.to("meta"))
 
 
-def test_a_file_is_no_folder_to_save_in(fitted, tmp_path):
-    (tmp_path / "f").write_text("mine")
-    with pytest.raises(ValueError, match="f is a file; expected a folder"):
-        fitted.save_pretrained(tmp_path / "f")
-    assert (tmp_path / "f").read_text() == "mine"
-
-
 @pytest.mark.parametrize("names", [["a"], "abcdef", 6])
 def test_names_that_do_not_fit_the_model_are_refused(fitted, tmp_path, names):
     fitted.save_pretrained(tmp_path)
@@ -374,7 +367,11 @@ def test_a_flipped_byte_of_the_weights_is_refused_by_both_digests(load, fitted, 
     load.from_pretrained(tmp_path)  # without a digest nothing is compared
 
 
-def test_a_folder_without_a_model_says_what_is_missing(tmp_path):
+def test_a_folder_without_a_model_says_what_is_missing_and_a_file_is_no_folder(fitted, tmp_path):
+    (tmp_path / "f").write_text("mine")
+    with pytest.raises(ValueError, match="f is a file; expected a folder"):
+        fitted.save_pretrained(tmp_path / "f")
+    assert (tmp_path / "f").read_text() == "mine"
     with pytest.raises(FileNotFoundError, match="nowhere has no config.json"):
         MultiHeadClusterer.from_pretrained(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{}")

@@ -235,19 +235,16 @@ def changed(parent, tmp_path, name, change):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            lambda config: config.pop("learns_from"),
-            "have no learns_from: another version wrote them",
-        ),
-        (lambda config: config["settings"].pop("SEED"), r"had other settings \(SEED\): install"),
-        (lambda config: config["settings"].update(OLD=1), r"had other settings \(OLD\): install"),
-    ],
-)
-def test_a_run_of_another_version_is_refused(parent, settings, tmp_path, change, said):
-    old = changed(parent, tmp_path, "config.json", change)
+OTHER = {
+    "have no learns_from: another version wrote them": lambda config: config.pop("learns_from"),
+    r"had other settings \(SEED\): install": lambda config: config["settings"].pop("SEED"),
+    r"had other settings \(OLD\): install": lambda config: config["settings"].update(OLD=1),
+}
+
+
+@pytest.mark.parametrize("said", OTHER)
+def test_a_run_of_another_version_is_refused(parent, settings, tmp_path, said):
+    old = changed(parent, tmp_path, "config.json", OTHER[said])
     commit = json.loads((parent / "config.json").read_text())["commit"]
     with pytest.raises(RunFolderError, match=f"{said}.*") as refused:
         settings("new.npz", extend=old)

@@ -34,21 +34,11 @@ from ssl_kd.vision.step import HeadTrainer
 from tests.kills import on_change
 from tests.processes import ROOT
 from tests.ranks import run_joined
+from tests.vision.test_run import FAST as OF_RUNS
 
 NAN = float("nan")
-FAST = {
-    "n_heads": 5,
-    "n_clusters": 10,
-    "hidden_dim": 16,
-    "batch_size": 32,
-    "neighbours": 5,
-    "max_steps": 30,
-    "log_every": 5,
-    "checkpoint_every": 10,
-    "baselines": False,
-    "method": "heads",
-    "device": "cpu",
-}
+FAST = {**OF_RUNS, "n_heads": 5, "n_clusters": 10, "method": "heads", "device": "cpu"}
+FAST["epochs"] = None
 
 
 @pytest.fixture(scope="module")

@@ -514,24 +514,21 @@ def test_a_test_set_named_for_itself_is_scored_whole(settings, tmp_path, digits,
     assert sorted(label[-1] for label in truth) == sorted(map(str, labels[64:]))
 
 
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        (
-            {"x": np.ones((4, 64)), "y": [0, 1, 2, 99]},
-            r"te.npz: labels contain the classes \['99'\]",
-        ),
-        ({"x": np.ones((4, 9)), "y": [0, 1, 2, 3]}, "te.npz have 9 dimensions; expected 64"),
-        (None, "'.*te.npz' is neither"),
-        ("digits", "do not go together"),
-    ],
-)
-def test_a_test_set_that_does_not_fit_is_named(settings, tmp_path, file, words):
+UNFIT = {
+    r"te.npz: labels contain the classes \['99'\]": {"x": np.ones((4, 64)), "y": [0, 1, 2, 99]},
+    "te.npz have 9 dimensions; expected 64": {"x": np.ones((4, 9)), "y": [0, 1, 2, 3]},
+    "'.*te.npz' is neither": None,
+    "do not go together": "digits",
+}
+
+
+@pytest.mark.parametrize("words", UNFIT)
+def test_a_test_set_that_does_not_fit_is_named(settings, tmp_path, words):
+    held_out, file = str(tmp_path / "te.npz"), UNFIT[words]
     if isinstance(file, dict):
-        np.savez(tmp_path / "te.npz", **file)
-    held_out = file if isinstance(file, str) else str(tmp_path / "te.npz")
+        np.savez(held_out, **file)
     with pytest.raises((ValueError, RuntimeError), match=words):
-        run(settings(dataset_test=held_out))
+        run(settings(dataset_test=file if isinstance(file, str) else held_out))
     assert not list((tmp_path / "runs").iterdir())
 
 
