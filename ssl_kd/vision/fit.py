@@ -89,11 +89,11 @@ def make_plan(
     trainer: HeadTrainer,
     neighbors: Tensor,
     gather: Gather,
-    of_all_heads: Callable[[Tensor], Tensor] | None = None,
+    of_ranks: Callable[[Tensor], list[Tensor]] = lambda values: [values],
 ) -> Plan:
     """Plan the training on pairs from `neighbors` `[n, k]`, nearest first.
 
-    `of_all_heads` gathers the `[head]` values of all processes from those of this trainer.
+    `of_ranks` gathers the `[head]` values of each process from those of this trainer.
     """
     allowed = mutual_neighbors(neighbors)
     sampler = PairSampler(neighbors, allowed, heads.batch_size, heads.seed)
@@ -106,8 +106,7 @@ def make_plan(
     judge = _Judge(trainer, neighbors, gather, CONVERGENCE_PAIRS)
 
     def information() -> Tensor:
-        values = judge()[1]
-        return values if of_all_heads is None else of_all_heads(values)
+        return torch.cat(of_ranks(judge()[1]))
 
     first = 0 if heads.by_graph else ALONE
     convergence = Convergence(information, trainer.n_clusters, max_steps, first)

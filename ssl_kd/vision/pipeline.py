@@ -184,7 +184,7 @@ def _train(
     trainer = make_trainer(
         settings, rows.projection.dim, n_clusters, context.precision, ranks.heads
     )
-    plan = make_plan(settings, trainer, neighbors, rows, ranks.of_all_heads)
+    plan = make_plan(settings, trainer, neighbors, rows, ranks.gather)
     ranks.caught = context.signals.caught
     with context.signals.between_steps():
         gather = rows.on(device)

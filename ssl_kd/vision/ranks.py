@@ -70,10 +70,6 @@ class HeadRanks:
             self.caught[:] = self.caught or signals[:1]
         return [values for _, values in received]
 
-    def of_all_heads(self, values: Tensor) -> Tensor:
-        """Concatenate the `[head]` values of all ranks."""
-        return torch.cat(self.gather(values))
-
     def rows_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Select the rows of this rank's heads from the tensors of a checkpoint."""
         rows = slice(self.heads.start, self.heads.stop)

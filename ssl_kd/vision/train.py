@@ -25,8 +25,7 @@ from ssl_kd.vision.step import HeadsStep, HeadTrainer
 
 logger = logging.getLogger(__name__)
 
-Gather = Callable[[Tensor], Tensor]
-"""Row numbers `[batch]` -> embeddings `[batch, dim]` float32."""
+Gather = Callable[[Tensor], Tensor]  # rows `[batch]` -> embeddings `[batch, dim]` float32
 
 WARMUP = 0.1  # share of the steps
 
@@ -89,10 +88,6 @@ class _UnreadStep:
     result: HeadsStep
 
 
-def _ignore(value: object) -> None:
-    pass
-
-
 class HeadsLearner:
     """Train a bank of heads step by step, for `ssl_kd.training.loop.run_loop`.
 
@@ -108,8 +103,8 @@ class HeadsLearner:
         gather: Gather,
         *,
         clusters: Tensor | None = None,
-        on_events: Callable[[list[Event]], object] = _ignore,
-        on_fault: Callable[[HeadFault], object] = _ignore,
+        on_events: Callable[[list[Event]], object] = lambda events: None,
+        on_fault: Callable[[HeadFault], object] = lambda fault: None,
     ) -> None:
         self.trainer, self.plan, self.gather = trainer, plan, gather
         device = trainer.precision.device
