@@ -8,7 +8,6 @@ all ranks determine when to stop, whether enough heads are healthy, and the log.
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -23,8 +22,6 @@ from ssl_kd.guard.health import Health, Tally
 from ssl_kd.training.ranks import Ranks
 from ssl_kd.vision.step import HeadsState, HeadTrainer
 from ssl_kd.vision.train import HeadsLearner
-
-logger = logging.getLogger(__name__)
 
 
 class HeadRanks:
@@ -132,11 +129,6 @@ class RankHeadsLearner(HeadsLearner):
         super().__init__(*args, **options)
         self.ranks, self._log_every = ranks, log_every
         self.trainer.weigh = ranks.instance_weights
-        if self.trainer.bank.draws and ranks.leads:
-            logger.warning(
-                "The head draws random numbers (dropout), which depend on the number of processes: "
-                "results with another number of processes will differ"
-            )
         self._write_events, self.on_events = self.on_events, self._collect
         self._unsent: list[Event] = []
         self._tallies: list[tuple[int, Tally]] = []

@@ -59,16 +59,17 @@ def test_a_step_waits_for_no_device(changes, how):
     assert _waits_of_steps(instance_weight=how, teacher_temp=0.05, **changes) == []
 
 
-def test_a_step_towards_clusters_waits_for_no_device():
-    assert _waits_of_steps(targets=lambda: torch.zeros(2, BATCH, CLUSTERS)) == []
-
-
-def test_a_step_with_a_loss_scale_waits_for_no_device():
-    assert _waits_of_steps(use_fp16=True) == []
-
-
-def test_a_head_that_is_batched_by_vmap_waits_for_no_device():
-    assert _waits_of_steps(CosineHead) == []
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"targets": lambda: torch.zeros(2, BATCH, CLUSTERS)},
+        {"use_fp16": True},
+        {"head": CosineHead},
+    ],
+    ids=["towards clusters", "with a loss scale", "batched by vmap"],
+)
+def test_every_kind_of_step_waits_for_no_device(how):
+    assert _waits_of_steps(**how) == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import collections
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
-from torch import nn
 
 from ssl_kd.errors import BAD_INPUT
 from ssl_kd.files import sha256_file
@@ -63,13 +61,6 @@ def settings(data, tmp_path):
         return {**FAST, **folders, **changes}
 
     return change
-
-
-class Forgetful(nn.Sequential):
-    """A head with dropout."""
-
-    def __init__(self, in_dim, n_clusters):
-        super().__init__(nn.Dropout(0.5), nn.Linear(in_dim, n_clusters))
 
 
 # -- what a rank does -----------------------------------------------------------------------------
@@ -135,15 +126,6 @@ def in_chunks(rank, size):
         return [slice(i, min(i + size, n_heads)) for i in range(0, n_heads, size)]
 
     mock.patch.object(guarded, "head_chunks", chunks).start()
-
-
-def listening(rank, settings, *faults):
-    """What this rank's log says while it works."""
-    said, listener = [], logging.Handler(logging.WARNING)
-    listener.emit = lambda record: said.append((record.name, record.getMessage()))
-    logging.getLogger().addHandler(listener)
-    assert work(rank, settings, *faults)[0] == "done"
-    return said
 
 
 CALLS = collections.Counter()
@@ -331,13 +313,6 @@ def test_torchrun_trains_one_run(settings):
     assert {p.name for p in Path(settings("two")["runs_dir"]).iterdir()} == {"one", "two", "latest"}
     assert (folder_of(settings("two")) / "report.html").exists()
     assert done.stdout.count("Report: ") == 1 and done.stderr.count("INFO") == 1
-
-
-def test_heads_with_dropout_are_said_to_draw_otherwise(settings):
-    changes = {"head": "tests.vision.test_ranks.Forgetful", "max_steps": 3}
-    [alone] = run_joined(listening, 1, settings("one", **changes))
-    first, second = run_joined(listening, 2, settings("two", **changes))
-    assert [words for _, words in first if "dropout" in words] and not alone + second
 
 
 @pytest.mark.parametrize(("n", "world"), [(5, 2), (50, 8), (3, 3)])
