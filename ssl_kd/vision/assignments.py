@@ -55,11 +55,6 @@ class SplitAssignments:
         self.x = store.gather(self.rows).numpy()
         self.labels = None if self.all_labels is None else self.all_labels[self.rows.numpy()]
 
-    def columns(self, labelled: bool) -> list[str]:
-        """Return the column names of the file; `labelled` includes the column of labels."""
-        names = next(self.blocks("", rows_per_block=1))
-        return [name for name in names if labelled or name != "label"]
-
     def blocks(self, split: str, rows_per_block: int) -> Iterator[dict[str, Any]]:
         """Yield blocks of rows as dicts: column name -> list of texts or array of numbers."""
         for start in range(0, self.store.n, rows_per_block):
@@ -149,7 +144,8 @@ def write_assignments(
     `before`, the assignments of another run, are copied first, format and columns are theirs.
     """
     labelled = any(split.all_labels is not None for split in splits.values())
-    columns = next(iter(splits.values())).columns(labelled)
+    names = next(next(iter(splits.values())).blocks("", rows_per_block=1))
+    columns = [name for name in names if labelled or name != "label"]
     is_csv = sum(split.store.n for split in splits.values()) <= CSV_ROWS
     if before is not None:
         is_csv = before.suffix == ".csv"

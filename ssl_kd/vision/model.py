@@ -142,17 +142,18 @@ class ClusterModel(nn.Module):
                 f"{' '.join(str(error).split())[:300]}. One of the two files is damaged or belongs "
                 "to another model: copy both files again"
             ) from error
-        model._check_values(file)
+        if fault := model._fault():
+            raise CorruptFileError(f"{file}: {fault}: copy both files again, or train again")
         return model
 
-    def _check_values(self, file: Path) -> None:
-        """Raise CorruptFileError if a loaded tensor has a value that is NaN or out of range."""
+    def _fault(self) -> str | None:
+        """Describe a loaded tensor with a value that is NaN or out of range; None if all fit."""
         state = self.state_dict()
         for name, tensor in state.items():
             if bad := int((~tensor.isfinite()).sum()):
-                raise CorruptFileError(
-                    f"{file}: {bad} of {tensor.numel()} values of {name} are NaN or infinite; "
-                    "expected finite values: copy the file again, or train again"
+                return (
+                    f"{bad} of {tensor.numel()} values of {name} are NaN or infinite; expected "
+                    "finite values"
                 )
         upper_bounds = {
             "offers.clusters": self.options["n_new"],
@@ -162,16 +163,11 @@ class ClusterModel(nn.Module):
         }
         for name, bound in upper_bounds.items():
             if name in state and not ((state[name] >= 0) & (state[name] < bound)).all():
-                raise CorruptFileError(
-                    f"{file}: a value of {name} is out of range; expected 0 or more, and at most "
-                    "what config.json allows: copy both files again, or train again"
-                )
+                return f"a value of {name} is below 0 or above what config.json allows"
         for name in ("projection.scale", "novelty.length"):
             if name in state and state[name] <= 0:
-                raise CorruptFileError(
-                    f"{file}: {name} is {float(state[name])}; expected a positive number: copy the "
-                    "file again, or train again"
-                )
+                return f"{name} is {float(state[name])}; expected a positive number"
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map embeddings `[batch, in_dim]` to cluster probabilities `[batch, cluster]`, float32.

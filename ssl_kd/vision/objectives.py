@@ -71,9 +71,7 @@ class Objective(ABC):
 
     def smoothed(self, marginal: Tensor) -> Tensor:
         """Mark the heads whose marginal `[head, cluster]` contains an exact 0, boolean `[head]`."""
-        import torch
-
-        return torch.zeros(len(marginal), dtype=torch.bool, device=marginal.device)
+        return marginal.new_zeros(len(marginal)).bool()
 
 
 class TEMI(Objective):

@@ -19,6 +19,7 @@ from ssl_kd.graph.levels import Evidence, nested_levels, number_of_clusters
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Splits
+from ssl_kd.vision.train import Gather
 
 # Numbers of neighbors per sample in the graphs; 15 is the default of UMAP.
 COSINE_GRAPHS = (10, 15, 20)
@@ -27,8 +28,6 @@ GRAPH_NEIGHBORS = 15
 WHITENING = 0.5
 MIN_DIRECTION = 1e-3  # relative to the strongest; whitening would amplify noise in weaker ones
 ROWS = 4096
-
-Gather = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
