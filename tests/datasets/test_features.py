@@ -4,9 +4,11 @@ import pickle
 import re
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 from safetensors.torch import save_file
 
 from ssl_kd.datasets import UnreadableImage, open_features
@@ -23,26 +25,19 @@ def write_npy(path):
     np.save(path.with_name("f_labels.npy"), Y)
 
 
-def write_parquet_list(path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"embedding_": Y, "features": list(X), "label": Y}), path)
-
-
-def write_parquet_wide(path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    columns = {f"f{i}": X[:, i] for i in range(3)} | {"y": Y, "id": [f"s{i}" for i in range(5)]}
+def write_table(path, **columns):
     parquet.write_table(pyarrow.table(columns), path)
+    return path
 
 
+WIDE = {f"f{i}": X[:, i] for i in range(3)} | {"y": Y, "id": [f"s{i}" for i in range(5)]}
 WRITERS = {
     "npy": write_npy,
     "npz": lambda p: np.savez(p, features=X, labels=Y),
     "pt": lambda p: torch.save({"embeddings": torch.tensor(X), "labels": torch.tensor(Y)}, p),
     "safetensors": lambda p: save_file({"x": torch.tensor(X), "y": torch.tensor(Y)}, p),
-    "parquet": write_parquet_list,
-    "wide.parquet": write_parquet_wide,
+    "parquet": lambda p: write_table(p, embedding_=Y, features=list(X), label=Y),
+    "wide.parquet": lambda p: write_table(p, **WIDE),
 }
 
 
@@ -58,15 +53,9 @@ def test_every_format_gives_the_same(tmp_path, kind):
     assert len(data) == 5
 
 
-def list_columns(path, **columns):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table(columns), path)
-    return path
-
-
 @pytest.mark.parametrize("name", ["clip_emb", "a.b ☃"])
 def test_the_only_list_column_has_the_features_whatever_its_name(tmp_path, name):
-    path = list_columns(tmp_path / "f.parquet", **{name: list(X), "label": Y, "url": ["a"] * 5})
+    path = write_table(tmp_path / "f.parquet", **{name: list(X), "label": Y, "url": ["a"] * 5})
     data = open_features(path)
     np.testing.assert_array_equal(data.features, X)
     assert data.labels is not None and data.labels.tolist() == Y.tolist()
@@ -75,8 +64,8 @@ def test_the_only_list_column_has_the_features_whatever_its_name(tmp_path, name)
 def test_one_of_several_list_columns_must_be_chosen(tmp_path):
     two = {"clip": list(X), "dino": list(X * 2)}
     with pytest.raises(InputError, match="2 columns of lists, clip, dino: .*--column clip"):
-        open_features(list_columns(tmp_path / "f.parquet", **two))
-    found = open_features(list_columns(tmp_path / "g.parquet", **two, x=list(X * 3)))
+        open_features(write_table(tmp_path / "f.parquet", **two))
+    found = open_features(write_table(tmp_path / "g.parquet", **two, x=list(X * 3)))
     np.testing.assert_array_equal(found.features, X * 3)
 
 
@@ -86,7 +75,7 @@ def test_a_column_is_taken_by_its_name(tmp_path, kind):
     arrays = {"features": X, "mine": X * 2, "y": Y}
     tensors = {name: torch.tensor(values) for name, values in arrays.items()}
     write = {
-        "parquet": lambda: list_columns(path, features=list(X), mine=list(X * 2), y=Y),
+        "parquet": lambda: write_table(path, features=list(X), mine=list(X * 2), y=Y),
         "npz": lambda: np.savez(path, **arrays),
         "pt": lambda: torch.save(tensors, path),
         "safetensors": lambda: save_file(tensors, path),
@@ -103,7 +92,7 @@ def test_a_column_is_taken_by_its_name(tmp_path, kind):
 
 
 def test_a_column_that_holds_no_lists_or_cannot_be_is_refused(tmp_path):
-    path = list_columns(tmp_path / "f.parquet", clip=list(X), age=Y, **{"a\nb": Y})
+    path = write_table(tmp_path / "f.parquet", clip=list(X), age=Y, **{"a\nb": Y})
     for column, message in (
         ("age", "COLUMN is 'age', whose type in .* is int64; expected lists"),
         ("Clip\n", "did you mean 'clip'"),
@@ -125,7 +114,7 @@ def test_a_column_that_holds_no_lists_or_cannot_be_is_refused(tmp_path):
 def pictured(folder, paths, **columns):
     """A file of features beside one picture, `a.png`, and its column of paths."""
     Image.new("RGB", (4, 4), "red").save(folder / "a.png")
-    return list_columns(folder / "f.parquet", clip=list(X), shown=paths, **columns)
+    return write_table(folder / "f.parquet", clip=list(X), shown=paths, **columns)
 
 
 @pytest.mark.parametrize("absolute", [False, True])
@@ -282,7 +271,6 @@ def test_labels_that_cannot_be_classes_are_refused():
 
 
 def test_columns_that_are_no_numbers_are_named(tmp_path, caplog):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = {
         "a": X[:, 0],
         "flag": X[:, 1] > 0,
@@ -292,8 +280,7 @@ def test_columns_that_are_no_numbers_are_named(tmp_path, caplog):
     }
     (tmp_path / "part=3").mkdir()  # which pyarrow takes for a column, if asked for a data set
     path = tmp_path / "part=3" / "f.parquet"
-    parquet.write_table(pyarrow.table(columns), path)
-    data = open_features(path)
+    data = open_features(write_table(path, **columns))
     np.testing.assert_allclose(data.features, np.c_[X[:, 0], X[:, 1] > 0])
     assert "3 columns are not numeric and are left out of the features: species (string), when" in (
         caplog.text
@@ -302,7 +289,7 @@ def test_columns_that_are_no_numbers_are_named(tmp_path, caplog):
 
 
 def test_a_table_without_features_is_described(tmp_path):
-    path = list_columns(tmp_path / "f.parquet", s=["x"], t=["y"])
+    path = write_table(tmp_path / "f.parquet", s=["x"], t=["y"])
     with pytest.raises(ValueError, match=r"has the columns \['s', 't'\]; expected numeric columns"):
         open_features(path)
 
@@ -334,8 +321,7 @@ def test_the_use_of_labels_and_ids_is_logged(tmp_path, caplog):
     ],
 )
 def test_rows_with_gaps_are_named_by_their_column(tmp_path, columns, words):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table(columns), tmp_path / "f.parquet")
+    write_table(tmp_path / "f.parquet", **columns)
     with pytest.raises(ValueError, match=words) as refused:
         open_features(tmp_path / "f.parquet")
     assert "f.parquet" in str(refused.value)

@@ -8,8 +8,10 @@ import pytest
 from ssl_kd.datasets.records import Example, as_example
 
 USER, BOT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+HUMAN, GPT = {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
+CALLED = {"type": "function", "function": CALL}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
@@ -44,10 +46,7 @@ def chat(*turns, **more):
         # ShareGPT, with its system prompt beside the turns or among them.
         (
             {
-                "conversations": [
-                    {"from": "human", "value": "2+2?"},
-                    {"from": "gpt", "value": "4"},
-                ],
+                "conversations": [HUMAN, GPT],
                 "system": "Be brief.",
             },
             chat(SYSTEM, USER, BOT),
@@ -55,20 +54,16 @@ def chat(*turns, **more):
         (
             {
                 "conversations": [
-                    {"from": "human", "value": "2+2?"},
+                    HUMAN,
                     {"from": "function_call", "value": json.dumps(CALL)},
                     {"from": "observation", "value": "4"},
-                    {"from": "gpt", "value": "4"},
+                    GPT,
                 ],
                 "tools": json.dumps(TOOLS),
             },
             chat(
                 USER,
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"type": "function", "function": CALL}],
-                },
+                {"role": "assistant", "content": "", "tool_calls": [CALLED]},
                 {"role": "tool", "content": "4"},
                 BOT,
                 tools=tuple(TOOLS),
@@ -92,8 +87,7 @@ def chat(*turns, **more):
                         "content": None,
                         "tool_calls": [
                             {
-                                "id": "c1",
-                                "type": "function",
+                                **{"id": "c1", "type": "function"},
                                 "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'},
                             }
                         ],
@@ -103,11 +97,7 @@ def chat(*turns, **more):
             },
             chat(
                 USER,
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"id": "c1", "type": "function", "function": CALL}],
-                },
+                {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", **CALLED}]},
                 {"role": "tool", "content": "4", "tool_call_id": "c1"},
             ),
         ),
