@@ -121,25 +121,31 @@ def open_text(
     name = os.fspath(source)
     divided, items = _read(name, split, field)
 
-    def belongs(content: bytes) -> bool:
-        return divided or split == "all" or _is_held_out(content, held_out) == (split == "test")
+    left_out: list[str] = []
+    digest, documents = hashlib.sha256(), 0  # documents of all splits
 
-    selection = _Selection(belongs, max_bytes)
-    examples = SpilledSequence(selection.of(items))
-    if not examples and selection.documents:
+    def selected() -> Iterator[Example]:
+        nonlocal documents
+        for example, content in _usable(items, max_bytes, left_out):
+            documents += 1
+            if divided or split == "all" or _is_held_out(content, held_out) == (split == "test"):
+                digest.update(content + b"\n")
+                yield example
+
+    examples = SpilledSequence(selected())
+    if not examples and documents:
         raise InputError(
-            f"{name}: the {split} split is empty, since {held_out:.0%} of {selection.documents} "
+            f"{name}: the {split} split is empty, since {held_out:.0%} of {documents} "
             "documents are held out: add documents, or set a separate file with --eval_path"
         )
     if not examples:
         no_files = f"the folder has no {' '.join(TEXT_FILES)} files"
         empty = no_files if os.path.isdir(name) else "the source is empty"
-        reasons = "; ".join(first_few(selection.left_out, 3)) or empty
+        reasons = "; ".join(first_few(left_out, 3)) or empty
         raise InputError(f"{name} contains no usable document: {reasons}")
     if name == "stdlib":  # the text depends on the version
         name = f"stdlib of Python {platform.python_version()}"
-    digest = selection.digest.hexdigest()
-    return TextDataset(name, split, examples, digest, first_few(selection.left_out))
+    return TextDataset(name, split, examples, digest.hexdigest(), first_few(left_out))
 
 
 def _identity(example: Example) -> bytes:
@@ -153,40 +159,31 @@ def _digest(examples: Iterable[Example]) -> str:
     return digest.hexdigest()
 
 
-class _Selection:
-    """Selects the examples of a split, and computes their number and digest."""
-
-    def __init__(self, belongs: Callable[[bytes], bool], max_bytes: int | None) -> None:
-        self._belongs, self._max_bytes = belongs, max_bytes
-        self.left_out: list[str] = []
-        self.documents = 0  # in all splits
-        self.digest = hashlib.sha256()
-
-    def of(self, items: Iterable[Example | str]) -> Iterator[Example]:
-        """Yield the examples of the split, and note which items are left out."""
-        total = 0
-        for item in items:
-            if isinstance(item, str):
-                self.left_out.append(item)
-                continue
-            try:
-                content = item.content()
-            except UnicodeEncodeError:
-                self.left_out.append(f"{item.where}: invalid text (half of a surrogate pair)")
-                continue
-            if len(content) > LONGEST:
-                size = f"{len(content):,} bytes; expected at most {LONGEST:,}"
-                self.left_out.append(f"{item.where}: the document has {size}")
-                continue
-            total += len(content)
-            if self._max_bytes is not None and total > self._max_bytes:
-                rest = f"{item.where} and the rest are left out: max_bytes is {self._max_bytes:,}"
-                self.left_out.insert(0, rest)
-                return
-            self.documents += 1
-            if self._belongs(content):
-                self.digest.update(content + b"\n")
-                yield item
+def _usable(
+    items: Iterable[Example | str], max_bytes: int | None, left_out: list[str]
+) -> Iterator[tuple[Example, bytes]]:
+    """Yield each usable example with its content, and note which items are left out."""
+    total = 0
+    for item in items:
+        if isinstance(item, str):
+            left_out.append(item)
+            continue
+        try:
+            content = item.content()
+        except UnicodeEncodeError:
+            left_out.append(f"{item.where}: invalid text (half of a surrogate pair)")
+            continue
+        if len(content) > LONGEST:
+            size = f"{len(content):,} bytes; expected at most {LONGEST:,}"
+            left_out.append(f"{item.where}: the document has {size}")
+            continue
+        total += len(content)
+        if max_bytes is not None and total > max_bytes:
+            left_out.insert(
+                0, f"{item.where} and the rest are left out: max_bytes is {max_bytes:,}"
+            )
+            return
+        yield item, content
 
 
 def _is_held_out(content: bytes, fraction: float) -> bool:

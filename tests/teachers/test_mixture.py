@@ -522,18 +522,12 @@ def test_a_router_fits_its_teacher_in_any_dtype(tmp_path):
         Mixture(other).load_router(tmp_path / "router.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (lambda: _model("Olmoe"), "architecture is 'MixtralForCausalLM' in the file"),
-        (lambda: _model(num_hidden_layers=1), "layers is '2' in the file; expected '1'"),
-    ],
-)
-def test_a_router_of_another_teacher_is_refused(tmp_path, other, message):
+@pytest.mark.parametrize("kind, more", [("Olmoe", {}), ("Mixtral", {"num_hidden_layers": 1})])
+def test_a_router_of_another_teacher_is_refused(tmp_path, kind, more):
     Mixture(_model()).save_router(tmp_path / "router.safetensors")
-    model = other()
+    model = _model(kind, **more)
     before = _bits(model.state_dict())
-    with pytest.raises(ValueError, match=f"not a router of this teacher: {message}"):
+    with pytest.raises(ValueError, match="not a router of this teacher: original_rows"):
         Mixture(model).load_router(tmp_path / "router.safetensors")
     assert not changed(before, model.state_dict())
 
@@ -547,7 +541,7 @@ def test_other_files_are_refused(tmp_path):
         mixture.load_router(tmp_path / "junk")
     mixture.save_router(tmp_path / "good")
     for rows in ("{", "[[1], [2, 3]]", '["a"]', "[1e999]"):
-        metadata = mixture._identity() | {"original_rows": rows}
+        metadata = {"original_rows": rows}
         save_file(load_file(tmp_path / "good"), tmp_path / "odd", metadata=metadata)
         with pytest.raises(ValueError, match="is not a router of this teacher: original_rows"):
             mixture.load_router(tmp_path / "odd")
