@@ -181,10 +181,8 @@ def test_a_damaged_cache_is_found(cache, config, capsys):
     assert "embeddings_train_00001.pt" in text and "not checked" in text
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"), [(float("nan"), "NaN"), (float("-inf"), "inf"), (1e30, "out of range")]
-)
-def test_bad_rows_are_counted_and_the_first_is_named(cache, config, capsys, value, kind):
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e30])
+def test_bad_rows_are_counted_and_the_first_is_named(cache, config, capsys, value):
     folder = cache(torch.randn(40, 6))
 
     def spoil(x):
@@ -193,8 +191,8 @@ def test_bad_rows_are_counted_and_the_first_is_named(cache, config, capsys, valu
     plant(folder, 1, spoil)
     code, text = ask(config, capsys)
     assert code == 1
-    assert f"FAULT embeddings: train, {kind} 2 rows, the first: embeddings_train_00001.pt" in text
-    assert "row 3, sample 's23'" in text and "1 fault" in text
+    assert "FAULT embeddings: train, bad row embeddings_train_00001.pt, row 3" in text
+    assert "sample 's23'" in text and "2 of them bad" in text and "1 fault" in text
     assert "3 steps of 3 heads" in text  # of the other rows
 
 

@@ -17,7 +17,7 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, NonFiniteRow, nearest_neighbors
-from ssl_kd.store.embeddings import is_bad, odd_rows, row_peaks
+from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.training.loop import run_loop
 from ssl_kd.vision.fit import make_plan, make_trainer
 from ssl_kd.vision.model_parts import Projection
@@ -46,8 +46,6 @@ def own_data(settings: VisionSettings) -> Iterator[Finding]:
     stores: dict[str, EmbeddingStore] = {}
     for split in ("train", "test"):
         yield from _cache(folder, split, stores)
-    for split, store in stores.items():
-        yield from _embeddings(f"embeddings: {split}", store)
     if (store := stores.get("train")) is None:
         result = "not checked: there is no usable cache (see above)"
         yield Finding(_FIRST_BATCHES, result, note=True)
@@ -63,63 +61,38 @@ def own_data(settings: VisionSettings) -> Iterator[Finding]:
 
 
 def _cache(folder: Path, split: str, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """Check that a split of the cache opens, and add it to `stores` if it does."""
-    name, suffix = f"cache: {split}", ""
+    """Check a split of the cache and its rows, and add it to `stores` if it opens."""
+    name = f"cache: {split}"
     try:
         try:
             store = EmbeddingStore.open(folder, split)
-        except NonFiniteRow:
+        except NonFiniteRow as error:
+            change = "run python train.py --rebuild_damaged; if it happens again, remove the sample"
+            yield Finding(f"embeddings: {split}, bad row", str(error), change)
             store = EmbeddingStore.open(folder, split, exclude_bad=True)
-            suffix = ", some rows are bad: see below"
     except FileNotFoundError:
         change = "" if split == "test" else "run python train.py, which writes it, then this again"
         yield Finding(name, f"none in {folder} yet: not checked", change, note=True)
+        return
     except (ValueError, RuntimeError, OSError) as error:
         change = "repair it with python train.py --rebuild_damaged"
         yield Finding(name, f"{type(error).__name__}: {error}", change)
-    else:
-        stores[split] = store
-        rows = count(sum(entry["rows"] for entry in store.manifest["shards"]), "row")
-        result = (
-            f"{rows} of {store.dim}, checksums fit{suffix}; teacher {store.fingerprint.teacher}"
-        )
-        yield Finding(name, result)
-
-
-def _embeddings(name: str, opened: EmbeddingStore) -> Iterator[Finding]:
-    """Report rows that are not finite, with file, row and sample, and rows that look wrong."""
-    store = EmbeddingStore.open(opened.folder, opened.split, verify=False)
-    peaks = torch.cat([row_peaks(block) for _, block in store.blocks(_BLOCK_ROWS)])
-    shards = peaks.split([entry["rows"] for entry in store.manifest["shards"]])
-    bad = torch.cat([is_bad(shard) for shard in shards])  # by shard, as when the cache is opened
-    kinds = {"NaN": peaks.isnan(), "inf": peaks.isinf(), "out of range": bad & peaks.isfinite()}
-    for kind, of_kind in kinds.items():
-        if len(rows := of_kind.nonzero().flatten().tolist()):
-            yield Finding(
-                f"{name}, {kind}",
-                f"{count(len(rows), 'row')}, the first: {_where(store, rows[0])}",
-                "run python train.py --rebuild_damaged; if it happens again, remove that sample",
-            )
+        return
+    stores[split] = store
+    n = sum(entry["rows"] for entry in store.manifest["shards"])
+    bad = f", {n - store.n} of them bad" if store.n < n else ""
+    result = f"{count(n, 'row')} of {store.dim}{bad}, checksums fit"
+    yield Finding(name, f"{result}; teacher {store.fingerprint.teacher}")
     values = store.manifest["statistics"]
     yield Finding(
-        name,
+        f"embeddings: {split}",
         f"from {values['min']:.3g} to {values['max']:.3g}, mean norm "
         f"{values['mean_norm']:.3g}, {count(values['zero_rows'], 'zero row')}",
     )
-    if odd := odd_rows((block for _, block in opened.blocks(_BLOCK_ROWS)), n_clusters=2):
+    if odd := odd_rows((block for _, block in store.blocks(_BLOCK_ROWS)), n_clusters=2):
         useless = "all rows are the same" in odd
         change = "check TEACHER, TEACHER_WEIGHTS and some samples" if useless else ""
-        yield Finding(f"{name}, odd rows", odd, change, note=not useless)
-
-
-def _where(store: EmbeddingStore, row: int) -> str:
-    """Return the shard file, the row in that file and the sample name of a row."""
-    sample = store.ids[row]
-    for entry in store.manifest["shards"]:
-        if row < entry["rows"]:
-            return f"{entry['file']}, row {row}, sample {sample!r}"
-        row -= entry["rows"]
-    raise IndexError(row)
+        yield Finding(f"embeddings: {split}, odd rows", odd, change, note=not useless)
 
 
 def _first_batches(

@@ -280,11 +280,6 @@ class LanguageJudge:
             "interval": answers.interval,
         }, texts
 
-    @property
-    def prompts(self) -> list[list[int]]:
-        """Token ids of the reported prompts, in the student's vocabulary."""
-        return [pair[0].ids for pair in self._prompts]
-
     def side_by_side(self, generations: dict[str, list[str]]) -> list[dict[str, str]]:
         """Return a dict per prompt: the prompt, its reference, and the text of each model."""
         return [

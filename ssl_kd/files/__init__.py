@@ -33,7 +33,7 @@ _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 class CorruptFileError(UserError, RuntimeError):
-    """Raised if a file is damaged or has an unexpected type."""
+    """A file is damaged or has an unexpected type."""
 
 
 def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -157,11 +157,7 @@ def sha256_file(path: str | Path) -> str:
 
 
 def release_pages(array: Any) -> None:
-    """Release the memory of a read-only `numpy.memmap`; do nothing for other arrays.
-
-    Without it, all pages that have been read stay in memory. Released pages are read again when
-    they are needed.
-    """
+    """Release the memory of pages that were read of a read-only `numpy.memmap`, if it is one."""
     mapped = getattr(array, "_mmap", None)  # with mode "c", changes would be lost
     if mapped is not None and array.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
@@ -176,7 +172,7 @@ def why_refused(error: pickle.UnpicklingError) -> str:
 
 def save_tensors(path: str | Path, tensors: Any) -> None:
     """Write tensors to a file atomically, with `torch.save`."""
-    import torch  # here: it takes seconds, and most files hold no tensors
+    import torch
 
     atomic_write(path, lambda file: torch.save(tensors, file))
 
