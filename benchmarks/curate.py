@@ -230,7 +230,8 @@ def hosts(sources: Sources) -> Iterator[tuple[str, Host]]:
         damaged = broken(x[rows[:SICK]])
         sick[name] = np.stack([embedded(f"{name}{k}", x)[0] for k, x in enumerate(damaged)])
     for name, other in (("cifar", "fashion"), ("fashion", "cifar")):
-        yield name, Host(*intact[name], intact[other][0], sick[name], strange)
+        x, y = intact[name]
+        yield name, Host(x, y, intact[other][0], sick[name], strange)
 
 
 def strange(host: Host, rng: np.random.Generator) -> Iterator[tuple[str, NDArray, Scores]]:

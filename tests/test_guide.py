@@ -50,9 +50,9 @@ def test_python_of_a_page_runs_and_prints_what_it_says(path, request, tmp_path, 
         Path("texts.jsonl").write_text("\n".join(texts))
     if "runs/latest" in code:
         shutil.copytree(request.getfixturevalue("photo_run"), "runs/latest")
-    typed = "runs as it stands" in path.read_text(encoding="utf-8")
+    runs_commands = "runs unchanged in an empty folder" in path.read_text(encoding="utf-8")
     names = {"__name__": "guide"}
-    for block in blocks(path, "python", *(["sh"] if typed else [])):
+    for block in blocks(path, "python", *(["sh"] if runs_commands else [])):
         if block.kind == "python":
             run(block, names)
             continue
@@ -79,7 +79,7 @@ def test_commands_of_a_page_exist_and_know_their_flags(path):
 
 
 def check(words: list[str]) -> None:
-    """Whether a line of shell could be typed: its program is there, and so is each flag."""
+    """Check that the program of a shell line exists and knows each flag."""
     program, *rest = words
     if program == "make":
         assert f"\n{rest[0]}:" in (ROOT / "Makefile").read_text(), words
@@ -118,7 +118,7 @@ def check_python(words: list[str]) -> None:
 
 
 def sources(name: str, flags: list[str]) -> list[Path]:
-    """The files that a command's flags are declared in."""
+    """Return the files that declare the flags of a command."""
     if name == "-c":
         return []
     if name == "-m":
