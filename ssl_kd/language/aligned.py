@@ -39,10 +39,6 @@ class Aligned:
         """The teacher's model."""
         return getattr(self.answer, "__self__", self.answer).model
 
-    def count(self, batch: AlignedBatch) -> int:
-        """Return the number of token groups, the divisor of the mean distance."""
-        return len(batch.groups())
-
     def __call__(self, batch: AlignedBatch, logits: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the distance to the teacher: summed over token groups, averaged over passes.
 

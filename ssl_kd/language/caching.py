@@ -14,11 +14,11 @@ from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.setting_groups import RouterSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
+from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, write
 from ssl_kd.language.teachers import load_teacher, router_id, trained_teacher
 from ssl_kd.language.text_rows import lay_out, texts_of
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import CausalLM, n_ids
+from ssl_kd.teachers.causal import CausalLM, n_ids, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.training.process_group import ProcessGroup
@@ -111,8 +111,16 @@ def cache_identity(
         weights += " all"
     if file_id := router_id(router.router_weights):
         weights += f" router {file_id}"
-    fields = identity(teacher.name, weights, teacher.tokenizer, texts, blocks)
-    return fields | {"temperature": temperature}
+    return {
+        "teacher": Path(teacher.name).name,
+        "weights": weights,
+        "tokenizer": tokenizer_id(teacher.tokenizer),
+        "text": texts.digest,
+        "block_size": blocks.ids.shape[1],
+        "packed": blocks.packed,
+        "blocks": blocks.digest,
+        "temperature": temperature,
+    }
 
 
 def check_divergence(divergence: str, method: str) -> None:

@@ -70,7 +70,7 @@ _OTHERS: Mapping[str, str] = {
         torch_compile torch_compile_backend torch_compile_mode""",
     "Use --lr_schedule and --warmup_fraction.": "lr_scheduler_kwargs",
 }
-# Settings of older scripts and versions.
+# Settings of older scripts.
 _REMOVED: Mapping[str, str] = {
     "Removed: use --max_steps 5 --eval_every 5 to test that everything fits.": "dry_run",
     "Removed: compare with a second run of --alpha_kd 0 --alpha_ce 1.": "baseline",
@@ -79,16 +79,8 @@ _REMOVED: Mapping[str, str] = {
     "Removed: use --alpha_kd, or --align chunks for a teacher with another tokenizer.": """
         alpha_attention alpha_hidden layer_map""",
     "Removed: float16 runs only on a GPU that supports it, see --model_dtype.": "emulate_fp16",
-    "Removed: --router_mode sets how experts are used; its other parameters are constants.": """
-        ka_forwards ka_lambda router_beta router_drift router_joint router_renorm""",
     "Removed: the first five steps are always logged, see --log_every.": "verbose_steps",
-    "Removed: --stop_after none restores the student after 20 bad steps.": "restore_after",
     "Removed: the best student is kept; lower --max_steps to stop earlier.": "patience",
-    "Use --cache_method sample:K or topk:K.": "cache_k teacher_top_k",
-    "Use --quantization nf4.": "lora_quantization teacher_quantization",
-    "Use --max_new_tokens.": "rollout_tokens",
-    "Use --teacher_model train:LAYERSxDIM:STEPS.": "teacher_size teacher_steps",
-    "Use --teacher_model '0.7*A, 0.3*B'.": "teacher_weights",
 }
 INSTEAD: Mapping[str, str] = {
     **RunSettings.instead,

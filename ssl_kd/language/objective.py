@@ -82,7 +82,7 @@ class Objective:
         counts = {"ce": tokens}
         if self.aligned is not None:
             aligned = [batch for batch in batches if isinstance(batch, AlignedBatch)]
-            counts["kd"] = sum(map(self.aligned.count, aligned))
+            counts["kd"] = sum(len(batch.groups()) for batch in aligned)
         elif self.has_teacher:
             counts["kd"] = tokens
         return counts
@@ -159,7 +159,8 @@ class Objective:
     ) -> dict[str, Tensor]:
         """Compute the terms from the outputs of student and teachers, without the sick rows."""
         text, (rows, targets) = student_side(batch), places
-        student, head = outputs.at(rows), outputs.weight_and_bias
+        student, head = outputs.at(rows), outputs.head
+        weight_and_bias = (None, None) if head is None else (head.weight, head.bias)
         options: dict[str, Any] = {
             "divergence": self.settings.kind_of_divergence,
             "temperature": self.settings.temperature,
@@ -168,7 +169,7 @@ class Objective:
             "corrections": late,
         }
         if isinstance(batch, AlignedBatch) and self.aligned is not None:
-            ce = distillation_terms(student.x, *head, targets, **options)[0]
+            ce = distillation_terms(student.x, *weight_and_bias, targets, **options)[0]
             healthy = without(batch, sick["kd"]) if sick else batch
             kd = self.aligned(healthy, outputs.all_logits)
             return {"ce": ce, "kd": kd.float()}
@@ -180,7 +181,7 @@ class Objective:
             sums.append(
                 distillation_terms(
                     student.x if at is None else student.at(at).x,
-                    *head,
+                    *weight_and_bias,
                     part_targets if has_ce else None,
                     answers if has_kd else (),
                     teacher_weights=teacher_weights if has_kd else None,
@@ -247,10 +248,6 @@ class _Outputs:
         x = self.hidden if self.logits is None else self.logits
         assert x is not None
         return x
-
-    @property
-    def weight_and_bias(self) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self.head is None else (self.head.weight, self.head.bias)
 
     def at(self, rows: Tensor | slice) -> _Outputs:
         hidden, logits = (None if x is None else x[rows] for x in (self.hidden, self.logits))

@@ -108,11 +108,6 @@ class Prepared:
         return self.blocks.student if isinstance(self.blocks, AlignedBlocks) else self.blocks
 
     @property
-    def validated_apart(self) -> bool:
-        """Return whether the test rows differ from the validation rows."""
-        return not torch.equal(self.validation_blocks.ids, self.eval_blocks.ids)
-
-    @property
     def digest(self) -> str:
         """Return a hash of the text, the tokenizer, the teachers, their cache and the student."""
         ids = [lm.weights_id for lm in (*self.teachers, self.student)]
@@ -143,36 +138,25 @@ def prepare(
     train_set, eval_set = texts_of(settings)
     settings.check_images(train_set.pictured, eval_set.pictured)
     progress("prepare", 1, 3, {"documents": len(train_set)})
-    _check_width(settings.lora_rank, settings.student_model)
-    teacher, student = _models(settings, train_set, precision, progress, ranks, models)
+    loader = _ModelLoader(settings, train_set, precision, progress, ranks)
+    teacher, student = loader.load(models)
     others = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
     teachers = [lm for lm in (teacher, *others) if lm is not None]
-    aligned = teacher is not None and settings.align != "auto"
-    size, packing = settings.block_size, settings.packing
-    packed = packing and not settings.on_policy
-    blocks = lay_out(size, packed, train_set, student, teachers, aligned=aligned)
-    eval_blocks = lay_out(size, packing, eval_set, student, teachers, aligned=aligned)
+    blocks, eval_blocks = _lay_out(settings, train_set, eval_set, student, teachers)
     check_ranks_see(blocks, ranks.world)
+    sides: Any = eval_blocks, eval_blocks
     if isinstance(eval_blocks, AlignedBlocks):
         sides = eval_blocks.student, eval_blocks.teacher
-    else:
-        assert isinstance(blocks, Blocks)  # both are aligned, or neither
-        sides = eval_blocks, eval_blocks
-        _check_same_tokens(size, student, teachers, blocks, eval_blocks)
-        if settings.teacher_cache is not None and teachers:
-            check_rows(student, teachers[0])
     progress("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
-    _log_rows(train_set, blocks)
 
     frozen = served = cache = None
     placement: Any = {"device": precision.device, "dtype": precision.teacher}
-    if teacher is None:
-        pass
-    elif settings.teacher_cache is not None:
+    if teacher is not None and settings.teacher_cache is not None:
         cache = _open_cache(settings, Path(settings.teacher_cache), teacher, train_set, blocks)
-    elif teacher.model is None:
+    elif teacher is not None and teacher.model is None:
+        size = settings.block_size
         served = ServedTeacher.of(settings, size, teacher.tokenizer, precision.device)
-    else:
+    elif teacher is not None:
         frozen = FrozenTeacher(teacher.model, **placement)
     if settings.router_mode == "auto":
         live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
@@ -200,145 +184,154 @@ def prepare(
     )
 
 
-def _models(
+def _lay_out(
     settings: LanguageSettings,
-    texts: TextDataset,
-    precision: Precision,
-    progress: Progress,
-    ranks: Ranks,
-    models: InMemoryModels,
-) -> tuple[CausalLM | None, CausalLM]:
-    """Load or build the first teacher and the student."""
-    for role, lm in vars(models).items():
-        if lm is None and getattr(settings, f"{role}_model") == IN_MEMORY:
-            raise SettingsError(
-                f"{role.upper()}_MODEL is {IN_MEMORY!r}: the {role} was a model in memory. Run"
-                " ssl_kd.Distillation with that model again, or set the name of a saved one"
-            )
-    teacher = models.teacher or _teacher(settings, texts, precision, progress, ranks)
-    student = _student(settings, texts, precision, teacher, models.student)
-    if teacher is not None and teacher.tokenizer is None:  # compared with that of the cache
-        teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
-    if teacher is not None and settings.align == "auto":
-        check_family(student, teacher)
-    return teacher, student
-
-
-def _check_same_tokens(
-    block_size: int,
+    train_set: TextDataset,
+    eval_set: TextDataset,
     student: CausalLM,
     teachers: Sequence[CausalLM],
-    blocks: Blocks,
-    eval_blocks: Blocks,
-) -> None:
+) -> tuple[Blocks | AlignedBlocks, Blocks | AlignedBlocks]:
+    """Lay out both texts in rows, log what was left out, and check that all models fit them."""
+    aligned, size = settings.align != "auto", settings.block_size
+    packed = settings.packing and not settings.on_policy
+    blocks = lay_out(size, packed, train_set, student, teachers, aligned=aligned)
+    held_out = lay_out(size, settings.packing, eval_set, student, teachers, aligned=aligned)
+    student_blocks = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
+    if turns := describe_turns(student_blocks.turns):
+        logger.info("%s: %s", train_set.name, turns)
+    for line in [*train_set.left_out[:1], *student_blocks.left_out[:1]]:
+        logger.info("some text was split or left out (the report lists all of it): %s", line)
+    if isinstance(blocks, AlignedBlocks) or isinstance(held_out, AlignedBlocks):
+        assert isinstance(blocks, AlignedBlocks)  # both are aligned, or neither
+        statistics = blocks.statistics()
+        logger.info(
+            "student and teacher tokens have common boundaries in %.1f %% of the text, every %.1f"
+            " characters on average",
+            100 * statistics["coverage"],
+            statistics["characters_per_group"],
+        )
+        return blocks, held_out
     for lm in teachers[1:]:
         check_family(student, lm)
-        check_room(lm, block_size)
+        check_room(lm, size)
     for lm in teachers:
-        check_ids_are_known(student, lm, blocks, eval_blocks)
+        check_ids_are_known(student, lm, blocks, held_out)
+    if settings.teacher_cache is not None and teachers:
+        check_rows(student, teachers[0])
+    return blocks, held_out
 
 
-def _teacher(
-    settings: LanguageSettings,
-    texts: TextDataset,
-    precision: Precision,
-    progress: Progress,
-    ranks: Ranks,
-) -> CausalLM | None:
-    """Load or train the first teacher; its model is None if it runs on a server."""
-    name = settings.teacher_names[0]
-    if settings.teacher_url is not None:
-        return served_lm(settings.teacher_model, settings.teacher_served_as)
-    if name == "none":
-        return None
-    if settings.to_train:
-        name = str(trained_teacher(settings, texts, precision, progress, ranks))
-    # In the dtype of its file if a student is cut from it, or float16 may be too narrow.
-    as_saved = settings.student_model.startswith("layers:") or precision.teacher == torch.float16
-    try:
-        return load_teacher(settings, name, precision, as_saved=as_saved)
-    except (CausalLMUnavailable, FileNotFoundError) as error:
-        if settings.teacher_cache is None or settings.is_routed:
-            raise
-        return _absent_teacher(settings, name, Path(settings.teacher_cache), error)
+@dataclass(frozen=True)
+class _ModelLoader:
+    """Load, build or train the first teacher and the student of a run."""
 
+    settings: LanguageSettings
+    texts: TextDataset  # to train on
+    precision: Precision
+    progress: Progress
+    ranks: Ranks
 
-def _absent_teacher(
-    settings: LanguageSettings, name: str, cache: Path, error: Exception
-) -> CausalLM:
-    """Return a teacher without a model, identified by its cache; raise `error` without a cache."""
-    if not cache.is_dir():
-        raise error
-    weights = TeacherCache.open(cache, verify=False).fingerprint.weights
-    if " " in weights:  # of changed experts or another router
-        raise error
-    if settings.student_model.startswith(("layers:", "fresh:")):
-        raise SettingsError(
-            f"STUDENT_MODEL is {settings.student_model!r}, which is built from the teacher {name},"
-            f" but the teacher cannot be loaded ({error}): set STUDENT_MODEL to llama:LAYERSxDIM,"
-            " or to a saved model with the teacher's tokenizer"
-        ) from error
-    message = "the teacher %s cannot be loaded: the student learns from TEACHER_CACHE alone, and"
-    logger.warning(f"{message} the table has no row of the teacher (%s)", name, error)
-    try:
-        tokenizer = load_tokenizer(name, remote_code=settings.trust_remote_code)
-    except InputError:
-        tokenizer = None
-    return CausalLM(None, tokenizer, name, weights)
+    def load(self, in_memory: InMemoryModels) -> tuple[CausalLM | None, CausalLM]:
+        for role, lm in vars(in_memory).items():
+            if lm is None and getattr(self.settings, f"{role}_model") == IN_MEMORY:
+                raise SettingsError(
+                    f"{role.upper()}_MODEL is {IN_MEMORY!r}: the {role} was a model in memory. Run"
+                    " ssl_kd.Distillation with that model again, or set the name of a saved one"
+                )
+        self._check_width()
+        teacher = in_memory.teacher or self._teacher()
+        student = self._student(teacher, in_memory.student)
+        if teacher is not None and teacher.tokenizer is None:  # compared with that of the cache
+            teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
+        if teacher is not None and self.settings.align == "auto":
+            check_family(student, teacher)
+        return teacher, student
 
+    def _check_width(self) -> None:
+        """Raise InputError if LORA_RANK exceeds the student's width, before a model is loaded."""
+        rank, student = self.settings.lora_rank, self.settings.student_model
+        kind, _, size = student.partition(":")
+        width = size.rpartition("x")[2]
+        if kind in ("fresh", "llama") and width.isdecimal():
+            check_rank(rank, int(width))
+        elif rank and (folder := Path(student).expanduser()).is_dir():
+            try:
+                config = llm_module("transformers").AutoConfig.from_pretrained(folder)
+            except (OSError, ValueError):  # reported when the student is loaded
+                return
+            check_rank(rank, config)
 
-def _check_width(rank: int, student: str) -> None:
-    """Raise InputError if LORA_RANK exceeds the width of a student, before any model is loaded."""
-    kind, _, size = student.partition(":")
-    width = size.rpartition("x")[2]
-    if kind in ("fresh", "llama") and width.isdecimal():
-        check_rank(rank, int(width))
-    elif rank and (folder := Path(student).expanduser()).is_dir():
+    def _teacher(self) -> CausalLM | None:
+        """Load or train the teacher; its model is None if it runs on a server."""
+        settings, precision, name = self.settings, self.precision, self.settings.teacher_names[0]
+        if settings.teacher_url is not None:
+            return served_lm(settings.teacher_model, settings.teacher_served_as)
+        if name == "none":
+            return None
+        if settings.to_train:
+            name = trained_teacher(settings, self.texts, precision, self.progress, self.ranks)
+        # In the dtype of its file if a student is cut from it, or float16 may be too narrow.
+        cut = settings.student_model.startswith("layers:")
+        as_saved = cut or precision.teacher == torch.float16
         try:
-            config = llm_module("transformers").AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError):  # reported when the student is loaded
-            return
-        check_rank(rank, config)
+            return load_teacher(settings, str(name), precision, as_saved=as_saved)
+        except (CausalLMUnavailable, FileNotFoundError) as error:
+            if settings.teacher_cache is None or settings.is_routed:
+                raise
+            return self._absent_teacher(str(name), Path(settings.teacher_cache), error)
 
+    def _absent_teacher(self, name: str, cache: Path, error: Exception) -> CausalLM:
+        """Return a teacher without a model, known by its cache; raise `error` without a cache."""
+        if not cache.is_dir():
+            raise error
+        weights = TeacherCache.open(cache, verify=False).fingerprint.weights
+        if " " in weights:  # of changed experts or another router
+            raise error
+        student = self.settings.student_model
+        if student.startswith(("layers:", "fresh:")):
+            raise SettingsError(
+                f"STUDENT_MODEL is {student!r}, which is built from the teacher {name}, but the"
+                f" teacher cannot be loaded ({error}): set STUDENT_MODEL to llama:LAYERSxDIM, or to"
+                " a saved model with the teacher's tokenizer"
+            ) from error
+        message = "the teacher %s cannot be loaded, so the student learns from TEACHER_CACHE alone"
+        logger.warning(f"{message}, and the table has no row of the teacher (%s)", name, error)
+        try:
+            tokenizer = load_tokenizer(name, remote_code=self.settings.trust_remote_code)
+        except InputError:
+            tokenizer = None
+        return CausalLM(None, tokenizer, name, weights)
 
-def _student(
-    settings: LanguageSettings,
-    texts: TextDataset,
-    precision: Precision,
-    teacher: CausalLM | None,
-    in_memory: CausalLM | None,
-) -> CausalLM:
-    """Load or build the student; add adapters if LORA_RANK is above 0."""
-    local = teacher if teacher is not None and teacher.model is not None else None
-    tokenizer = teacher and teacher.tokenizer
-    if teacher is None and settings.student_model.startswith(("fresh:", "llama:")):
-        tokenizer = train_tokenizer(texts, VOCABULARY)
-    # A frozen base is rounded at each product anyway.
-    half = settings.lora_rank > 0 and precision.student != torch.float32
-    student = in_memory or build_student(
-        settings.student_model,
-        local,
-        tokenizer,
-        seed=settings.seed,
-        dtype=None if half else torch.float32,
-        remote_code=settings.trust_remote_code,
-        quantization=(
-            nf4(precision.device, precision.student)
-            if settings.quantization and settings.lora_rank
-            else None
-        ),
-    )
-    for lm in (student, local):
-        if lm is not None:
-            check_room(lm, settings.block_size)
-    freeze_tower(student.model, images=texts.pictured is not None)
-    if not settings.lora_rank:
-        return student
-    rank = settings.lora_rank, settings.lora_alpha
-    adapted = add_lora(student.model, *rank, seed=settings.seed)
-    if half:
-        halve_products(adapted, precision.student)
-    return dataclasses.replace(student, model=adapted)
+    def _student(self, teacher: CausalLM | None, in_memory: CausalLM | None) -> CausalLM:
+        """Load or build the student; add adapters if LORA_RANK is above 0."""
+        settings, precision = self.settings, self.precision
+        local = teacher if teacher is not None and teacher.model is not None else None
+        tokenizer = teacher and teacher.tokenizer
+        if teacher is None and settings.student_model.startswith(("fresh:", "llama:")):
+            tokenizer = train_tokenizer(self.texts, VOCABULARY)
+        # A frozen base is rounded at each product anyway.
+        half = settings.lora_rank > 0 and precision.student != torch.float32
+        quantized = settings.quantization and settings.lora_rank
+        student = in_memory or build_student(
+            settings.student_model,
+            local,
+            tokenizer,
+            seed=settings.seed,
+            dtype=None if half else torch.float32,
+            remote_code=settings.trust_remote_code,
+            quantization=nf4(precision.device, precision.student) if quantized else None,
+        )
+        for lm in (student, local):
+            if lm is not None:
+                check_room(lm, settings.block_size)
+        freeze_tower(student.model, images=self.texts.pictured is not None)
+        if not settings.lora_rank:
+            return student
+        rank = settings.lora_rank, settings.lora_alpha
+        adapted = add_lora(student.model, *rank, seed=settings.seed)
+        if half:
+            halve_products(adapted, precision.student)
+        return dataclasses.replace(student, model=adapted)
 
 
 def _open_cache(
@@ -366,22 +359,6 @@ def _open_cache(
     if teacher.model is not None:
         teacher.model.requires_grad_(False)
     return cache
-
-
-def _log_rows(texts: TextDataset, blocks: Blocks | AlignedBlocks) -> None:
-    student_blocks = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
-    if turns := describe_turns(student_blocks.turns):
-        logger.info("%s: %s", texts.name, turns)
-    for line in [*texts.left_out[:1], *student_blocks.left_out[:1]]:
-        logger.info("some text was split or left out (the report lists all of it): %s", line)
-    if isinstance(blocks, AlignedBlocks):
-        statistics = blocks.statistics()
-        logger.info(
-            "student and teacher tokens have common boundaries in %.1f %% of the text, every %.1f"
-            " characters on average",
-            100 * statistics["coverage"],
-            statistics["characters_per_group"],
-        )
 
 
 def make_distiller(prepared: Prepared, folder: RunFolder | None = None) -> Distiller:

@@ -19,7 +19,6 @@ from ssl_kd.language.prepare import NO_MODELS, InMemoryModels, Prepared, make_di
 from ssl_kd.language.rollouts import rollout_batches
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.run_record import (
-    FIRST_STEPS,
     card_facts,
     config_facts,
     log_loss_inputs,
@@ -91,6 +90,7 @@ def run(
                 table.append(row)
                 progress("judge", 1, 2, {})
             prepared = prepared.without_cached_teacher()
+            log_loss_inputs(prepared)
             with clock("train"), signals.between_steps():
                 best = _train(folder, prepared, distiller, steps, signals, judge, progress)
             log_training_outcome(distiller, best.step)
@@ -141,8 +141,6 @@ def _train(
         offer(0)
     folder.rewind(start)
     folder.become_latest()
-    if start < FIRST_STEPS:
-        log_loss_inputs(prepared)
     boards = settings.boards if ranks.rank == 0 else ()
     with Board(folder.path, boards, settings.to_dict()) as board:
 

@@ -37,7 +37,9 @@ def config_facts(prepared: Prepared) -> dict[str, Any]:
             "train_tokens": int(blocks.counts.sum()),
             "eval_tokens": int(prepared.eval_blocks.counts.sum()),
             "validation_tokens": int(prepared.validation_blocks.counts.sum()),
-            "validated_apart": prepared.validated_apart,
+            "validated_apart": not torch.equal(
+                prepared.validation_blocks.ids, prepared.eval_blocks.ids
+            ),
             "turns": describe_turns(blocks.turns),
             "left_out": [*train_set.left_out, *blocks.left_out],
         },

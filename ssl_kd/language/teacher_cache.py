@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
-from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import to_device_async
 from ssl_kd.language.cache_methods import HEAD_FILES, METHODS, CacheMethod, LiveAnswer, widened
@@ -25,7 +24,6 @@ from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import ShardStore, ShardWriter
 from ssl_kd.store.fingerprint import BaseFingerprint
 from ssl_kd.store.shards import Columns, Content, Manifest
-from ssl_kd.teachers.causal import tokenizer_id
 from ssl_kd.teachers.finite import first_fault, in_words
 from ssl_kd.training.process_group import ProcessGroup
 
@@ -73,21 +71,6 @@ class TeacherFingerprint(BaseFingerprint):
         if self.temperature is None:
             raise ValueError(f"temperature is None; expected a number for method {self.method!r}")
         check_temperature("temperature", self.temperature)
-
-
-def identity(
-    teacher: str, weights: str, tokenizer: Any, dataset: TextDataset, blocks: Blocks
-) -> dict[str, Any]:
-    """Return the fields of a `TeacherFingerprint` that identify the teacher and the text."""
-    return {
-        "teacher": Path(teacher).name,
-        "weights": weights,
-        "tokenizer": tokenizer_id(tokenizer),
-        "text": dataset.digest,
-        "block_size": blocks.ids.shape[1],
-        "packed": blocks.packed,
-        "blocks": blocks.digest,
-    }
 
 
 LiveTeacher = Callable[[Batch, Tensor], Any]
@@ -231,21 +214,9 @@ def write(
     """Write a cache of a teacher's answers at every real position.
 
     An interrupted run continues after its last complete file, with the same batches. With `ranks`,
-    each process writes every n-th file.
-
-    Args:
-        teacher: teacher that computes in `fingerprint.dtype`.
-        blocks: rows of tokens.
-        folder: folder of the cache.
-        fingerprint: identity of the cache, with its method, k and temperature.
-        vocabulary: the tokenizer's token count. Logits beyond it are padding without mass, but
-            `hidden` stores the full output head. None for no padding.
-        batch_size: rows in a forward pass.
-        shard_rows: rows in a file; None for files of about 256 MiB.
-        force: whether to recompute all files.
-        rebuild: whether to recompute damaged files.
-        progress: called with (rows done, rows) after each batch.
-        ranks: the processes that write together.
+    each process writes every n-th file. Logits beyond `vocabulary`, the tokenizer's token count,
+    are padding without mass, but `hidden` stores the full output head. None for `shard_rows` means
+    files of about 256 MiB. `progress` is called with (rows done, rows) after each batch.
 
     Raises:
         InputError: an answer of the teacher is NaN, or the method cannot store the answers.

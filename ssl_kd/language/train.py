@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,20 +34,14 @@ def train(
     blocks: Blocks | AlignedBlocks,
     steps: int,
     *,
-    start: int = 0,
     rollouts: RolloutBatches | None = None,
     on_step: Callable[[int, StudentStep], object] = lambda step, result: None,
-    on_log: Callable[[Row], object] = lambda row: None,
-    on_eval: Callable[[int], object] = lambda step: None,
-    on_checkpoint: Callable[[int], object] = lambda step: None,
-    should_stop: Callable[[], bool] = lambda: False,
+    **loop: Any,
 ) -> int:
     """Train a student until step `steps`; return the number of steps done.
 
     `rollouts` makes the batches if ON_POLICY is above 0. `on_step` gets each step, from 0, and its
-    result; `on_log` a row of means every LOG_EVERY steps; `on_eval` and `on_checkpoint` the number
-    of steps done. If `should_stop` returns True before a step, a checkpoint is saved and training
-    ends.
+    result. The other arguments are those of `run_loop`.
 
     Raises:
         TooFewHealthyParts: training cannot continue, or no step changed the student. The last good
@@ -56,14 +50,10 @@ def train(
     settings = distiller.settings
     done = run_loop(
         _StudentLearner(distiller, blocks, steps, on_step, rollouts),
-        start=start,
         log_every=settings.log_every,
         checkpoint_every=settings.checkpoint_every,
         eval_every=settings.eval_every,
-        on_log=on_log,
-        on_eval=on_eval,
-        on_checkpoint=on_checkpoint,
-        should_stop=should_stop,
+        **loop,
     )
     if done == steps and not any(distiller.learned.values()):
         message = f"none of the {steps} steps changed the student: all were skipped"
@@ -71,22 +61,21 @@ def train(
     return done
 
 
+@dataclass
 class _StudentLearner:
     """The steps, log rows and checkpoints of a student, for `run_loop`."""
 
-    def __init__(
-        self,
-        distiller: Distiller,
-        blocks: Blocks | AlignedBlocks,
-        steps: int,
-        on_step: Callable[[int, StudentStep], object],
-        rollouts: RolloutBatches | None,
-    ) -> None:
-        self.distiller, self.blocks, self.steps, self.on_step = distiller, blocks, steps, on_step
-        self.rollouts = rollouts
-        self.pace = Pace()
-        self._device = distiller.precision.device
-        self._learning_rate = 0.0
+    distiller: Distiller
+    blocks: Blocks | AlignedBlocks
+    steps: int
+    on_step: Callable[[int, StudentStep], object]
+    rollouts: RolloutBatches | None
+    pace: Pace = field(default_factory=Pace)
+    _learning_rate: float = 0.0
+
+    @property
+    def _device(self) -> torch.device:
+        return self.distiller.precision.device
 
     def learn(self, step: int) -> None:
         """Run one guarded step on the rows of text that belong to it."""

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from ssl_kd.guard.precision import DeviceInfo, Precision
+from ssl_kd.language.caching import cache_identity
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
-from ssl_kd.language.teacher_cache import TeacherFingerprint, identity, write
+from ssl_kd.language.teacher_cache import TeacherFingerprint, write
 from ssl_kd.language.train import _StudentLearner
 from ssl_kd.losses import linear_distillation
+from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.frozen import FrozenTeacher
 from tests.pretended import pretended_cuda
 
@@ -52,11 +54,10 @@ def test_a_batch_waits_once_and_so_does_a_step(tiny, with_teacher):
 
 @pytest.mark.parametrize("method", ["topk", "sample", "hidden"])
 def test_a_cached_teacher_adds_no_wait(tiny, method, tmp_path):
-    k, t = (None, None) if method == "hidden" else (4, tiny.settings().temperature)
-    blocks = tiny.blocks()
-    fields = identity("a", "b", tiny.tokenizer, tiny.texts(), blocks)
-    fingerprint = TeacherFingerprint(**fields, dtype="float32", method=method, k=k, temperature=t)
-    cache = write(FrozenTeacher(tiny.model()), blocks, tmp_path, fingerprint)
+    blocks, lm = tiny.blocks(), CausalLM(tiny.model(), tiny.tokenizer, "a", "b")
+    fields = cache_identity(tiny.settings(), tiny.settings().temperature, lm, tiny.texts(), blocks)
+    fingerprint = TeacherFingerprint(**fields, dtype="float32", method=method, k=4)
+    cache = write(FrozenTeacher(lm.model), blocks, tmp_path, fingerprint)
     cache(blocks.batch(range(len(blocks))), torch.arange(1))  # files that are opened later are fake
     device = _step(tiny, 1, cache=cache)
     assert len(device.waits) == 1 + 1, device.waits

@@ -246,7 +246,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["ALPHA_HIDDEN", "BASELINE", "DRY_RUN", "ROUTER_JOINT", "SCHEDULE", "TEACHER_OFFLOAD"]
+    "name", ["ALPHA_HIDDEN", "BASELINE", "DRY_RUN", "SCHEDULE", "TEACHER_OFFLOAD"]
 )
 def test_a_setting_that_was_taken_out_is_refused_with_what_is_done_instead(tmp_path, name):
     (tmp_path / "config.py").write_text(f"{name} = 1\n")
