@@ -1,4 +1,4 @@
-"""`python -m tests.faults`: run the fault matrix and print it, one row a line.
+"""Run the fault matrix and print it, one row per line: `python -m tests.faults`.
 
 `--markdown` prints the page `docs/faults.md`: the matrix as a table, followed by the guard's table
 of faults. Other arguments are passed to pytest (`-m "not slow"`, `-k 39`, `-x`). The exit code is 1
@@ -22,11 +22,11 @@ FOLDER, IMPORT = Path(__file__).parent, "faults.matrix import row"
 HEADER = """\
 # The fault matrix
 
-What `python -m tests.faults --markdown` printed: each row is injected by as many tests as the
-number in brackets says. A known fault is a test that is expected to fail until its cause is fixed.
-Below it is the guard's table of faults, each with the rows that show it.
+The output of `python -m tests.faults --markdown`. The count in parentheses says how many tests
+inject the fault of a row. A known fault is a test that is expected to fail until its cause is
+fixed. The last table lists the faults that the guard detects, each with the rows that test it.
 """
-# Of a row's tests, the first of these outcomes that occurs counts.
+# The outcome of a row is the first of these that occurs in its tests.
 OUTCOMES = {
     "failed": "FAILED",
     "xfailed": "known fault",
@@ -39,7 +39,7 @@ class Results:
     """A pytest plugin that collects the outcomes of each row's tests.
 
     Attributes:
-        outcomes: row -> a key of `OUTCOMES` for each of its tests.
+        outcomes: Keys of `OUTCOMES`, one per test, by row.
     """
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ class Results:
         self._rows: dict[str, set[int]] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Note the rows of each test; outside this folder, keep only tests with a row."""
+        """Record the rows of each test; outside this folder, keep only tests with a row."""
         items[:] = [i for i in items if i.path.parent == FOLDER or i.get_closest_marker("fault")]
         for item in items:
             marks = item.iter_markers("fault")
             self._rows[item.nodeid] = {number for mark in marks for number in mark.args}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a test's outcome; an error in its set-up or tear-down counts as a failure."""
+        """Record a test's outcome; an error in setup or teardown counts as a failure."""
         if report.when != "call" and report.outcome == "passed":
             return
         expected = report.outcome == "skipped" and hasattr(report, "wasxfail")
@@ -63,24 +63,24 @@ class Results:
 
     def kind(self, number: int) -> str:
         """Return the outcome of a row in one or two words."""
-        seen = self.outcomes.get(number, ())
-        return next((word for outcome, word in OUTCOMES.items() if outcome in seen), "not run")
+        outcomes = self.outcomes.get(number, ())
+        return next((word for outcome, word in OUTCOMES.items() if outcome in outcomes), "not run")
 
     def of(self, number: int) -> str:
-        """Return the outcome of a row with the number of its tests."""
-        kind, seen = self.kind(number), self.outcomes.get(number)
-        if not seen:
+        """Return the outcome of a row with its test count."""
+        kind, outcomes = self.kind(number), self.outcomes.get(number)
+        if not outcomes:
             return kind
-        count = sum(OUTCOMES[outcome] == kind for outcome in seen)
-        all_passed = kind == "passed" and count == len(seen)
-        return f"passed ({count})" if all_passed else f"{kind} ({count} of {len(seen)})"
+        count = sum(OUTCOMES[outcome] == kind for outcome in outcomes)
+        all_passed = kind == "passed" and count == len(outcomes)
+        return f"passed ({count})" if all_passed else f"{kind} ({count} of {len(outcomes)})"
 
 
 def lines(results: Results, markdown: bool = False) -> Iterator[str]:
-    """Yield the matrix, one row a line, and the number of rows of each outcome."""
+    """Yield the matrix, one row per line, and the row count of each outcome."""
     if markdown:
         yield HEADER
-        yield "| # | fault | right behaviour | result |"
+        yield "| # | fault | expected behavior | result |"
         yield "|---|---|---|---|"
     for number, row in ROWS.items():
         if number in GROUPS:
@@ -95,19 +95,19 @@ def lines(results: Results, markdown: bool = False) -> Iterator[str]:
 
 
 def kinds() -> Iterator[str]:
-    """Yield the guard's table of faults, one kind a line."""
-    yield "| kind | what is seen | what is done at once | what to change | rows |"
+    """Yield the guard's table of faults, one kind per line."""
+    yield "| kind | symptom | immediate action | remedy | rows |"
     yield "|---|---|---|---|---|"
     for stage in KINDS:
         kind = stage.kind
         rows = ", ".join(str(number) for number, row in ROWS.items() if stage in row.kinds)
-        seen = re.sub(r"{(\w+).*?}", r"*\1*", kind.reason)
-        cells = [stage.name.lower(), seen, kind.action, kind.advice, rows]
+        symptom = re.sub(r"{(\w+).*?}", r"*\1*", kind.reason)
+        cells = [stage.name.lower(), symptom, kind.action, kind.advice, rows]
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def marked_elsewhere() -> list[Path]:
-    """Return the test files outside this folder that have tests of rows."""
+    """Return the test files outside this folder with tests of rows."""
     files = sorted(FOLDER.parent.rglob("test_*.py"))
     return [f for f in files if f.parent != FOLDER and IMPORT in f.read_text(encoding="utf-8")]
 
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
     markdown = "--markdown" in arguments
     arguments = [argument for argument in arguments if argument != "--markdown"]
     results = Results()
-    # With --markdown only the page is on stdout, so that `>` writes it to a file.
+    # With --markdown, stdout has only the page, so that `>` can write it to a file.
     with contextlib.redirect_stdout(sys.stderr if markdown else sys.stdout):
         options = ["-q", "--no-header", "--tb=short", "-rfE", "-p", "no:cacheprovider"]
         code = pytest.main(

@@ -11,14 +11,14 @@ from tests.faults.inject import FAST, flags_of
 
 @pytest.fixture(scope="session")
 def digits():
-    """96 real digits, uint8 [96, 8, 8], and their labels."""
+    """Return 96 real digits, uint8 `[96, 8, 8]`, and their labels."""
     data = load_digits()
     return (data.images[:96] * 15).astype(np.uint8), data.target[:96]  # pyright: ignore
 
 
 @pytest.fixture
 def settings(tmp_path, digits):
-    """Settings of a fast run on 64 digits from a feature file; with changes."""
+    """Return a function that makes settings of a fast run on 64 digits from a features file."""
     images, labels = digits
     flat = images[:64].reshape(64, -1).astype(np.float32)
     np.savez(tmp_path / "digits.npz", features=flat, labels=labels[:64])
@@ -36,7 +36,7 @@ def settings(tmp_path, digits):
 
 @pytest.fixture
 def train_py(capfd, tmp_path):
-    """`python train.py` in this process: settings and flags in, exit code and stderr out."""
+    """Return a function that runs `train.py` in this process; it returns exit code and stderr."""
 
     def call(settings, *flags):
         capfd.readouterr()
@@ -48,7 +48,7 @@ def train_py(capfd, tmp_path):
 
 @pytest.fixture
 def distill(capfd, tmp_path):
-    """`python scripts/distill.py` in this process: settings in, exit code and stderr out."""
+    """Return a function that runs `distill.py` in this process; it returns exit code and stderr."""
 
     def call(settings, **more):
         capfd.readouterr()
@@ -61,13 +61,13 @@ def distill(capfd, tmp_path):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     pytest.importorskip("transformers")
-    from tests.faults.inject_language import World  # needs transformers, other rows do not
+    from tests.faults.inject_language import World  # needs transformers
 
     return World(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture
 def world(models, tmp_path):
-    """Models and text, with a folder of this test's own for runs and for what it spoils."""
+    """Return models and text, with a folder of this test for runs and corrupted models."""
     models.own, models.runs = tmp_path, tmp_path / "runs"
     return models

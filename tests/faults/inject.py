@@ -1,4 +1,4 @@
-"""Settings of a fast run and readers of its files, shared by the fault tests."""
+"""Run fast trainings, inject faults into them, and read their files."""
 
 import contextlib
 import csv
@@ -45,7 +45,7 @@ FAST = {
 
 
 def flags_of(settings, **more):
-    """Return the flags that give these settings, and `more`, from the defaults."""
+    """Return the flags for all settings that differ from the defaults, and for `more`."""
     default = type(settings)().to_dict()
     changed = {name: v for name, v in settings.to_dict().items() if v != default[name]}
     return [
@@ -57,14 +57,14 @@ def flags_of(settings, **more):
 
 
 def one_line(error):
-    """Return the one line that the command printed about a failure; it must be the last."""
+    """Return the command's error line; check that it is the only one and the last."""
     (line,) = [line for line in error.splitlines() if line.startswith("ssl_kd: ")]
     assert error.rstrip().endswith(line) and "Traceback" not in error
     return line
 
 
 def cache(settings, shard_rows=16, **changes):
-    """Embed the data of `settings` as a run does, in shards of 16 rows."""
+    """Embed the data of `settings` like a run, in shards of 16 rows."""
     data = open_dataset(settings.dataset, "train")
     teacher = load_teacher("features", dataset=data)
     folder, precision = settings.embeddings_dir, Precision.for_device("cpu")
@@ -78,7 +78,7 @@ def opened(settings, **changes):
 
 
 def content(folder):
-    """Return relative path -> content of all files in a folder, without locks."""
+    """Return the content of all files in a folder except locks, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(Path(folder).rglob("*"))
@@ -135,7 +135,7 @@ def _hold(path, pipe):
 
 @contextlib.contextmanager
 def locked(path):
-    """Another process holds a lock for as long; its process id."""
+    """Hold a lock from another process inside a `with` block; yield its process ID."""
     mine, theirs = pipe()
     holder = start(_hold, path, theirs)
     try:
@@ -147,7 +147,7 @@ def locked(path):
 
 
 def stop_at(step):
-    """A `progress` that sends this process SIGTERM when that many steps are done."""
+    """Return a `progress` callback that sends this process SIGTERM after `step` steps."""
 
     def progress(stage, done, total, info):
         if stage == "train" and done == step:
@@ -157,27 +157,27 @@ def stop_at(step):
 
 
 def train_in(folder, run, settings):
-    """Begin or go on with the run that has this folder."""
-    if not (folder / "config.json").exists():  # killed before it was a run
+    """Start or resume the run in this folder."""
+    if not (folder / "config.json").exists():  # killed before the run folder was complete
         shutil.rmtree(folder, ignore_errors=True)
     place = {"run_name": folder.name, "runs_dir": str(folder.parent)}
     run(settings.replace(**place, resume=folder.exists()))
 
 
 def stopped(settings, name, step=25, **changes):
-    """A run that was stopped after `step` steps; its folder."""
+    """Stop a run after `step` steps and return its folder."""
     with pytest.raises(Interrupted):
         run(settings(run_name=name, **changes), progress=stop_at(step))
     return Path(settings().runs_dir) / name
 
 
 def newest_checkpoint(path):
-    """The path of a run's last checkpoint, and what it holds."""
+    """Return the path and the content of a run's last checkpoint."""
     newest = max((Path(path) / "checkpoint").glob("*.pt"))
     return newest, load_tensors(newest)
 
 
-# --- Training without a run folder: five heads, number 2 is struck ------------------------------
+# --- Training without a run folder: five heads, a fault in head 2 -------------------------------
 
 CPU = Precision.for_device("cpu")
 HEADS, DIM, CLUSTERS, BATCH = 5, 6, 4, 16
@@ -185,22 +185,22 @@ SICK, OTHERS = 2, [0, 1, 3, 4]
 
 
 def make_trainer(thresholds=None, precision=CPU, make_head=None, **objective):
-    """A bank of small heads and its guarded step."""
+    """Return a trainer of a bank of small heads."""
     bank = HeadBank(make_head or (lambda: TEMIHead(DIM, CLUSTERS, 10, 5)), HEADS)
-    asked = VisionSettings(**{"batch_size": BATCH, **objective})
-    return HeadTrainer(bank, asked, precision, CLUSTERS, thresholds)
+    settings = VisionSettings(**{"batch_size": BATCH, **objective})
+    return HeadTrainer(bank, settings, precision, CLUSTERS, thresholds)
 
 
 def problem(n=40):
-    """Embeddings `[n, DIM]` and the sampler of their neighbours."""
+    """Return embeddings `[n, DIM]` and a sampler of their neighbors."""
     x = torch.randn(n, DIM, generator=torch.Generator().manual_seed(9))
-    neighbours = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :4]
-    return x, PairSampler(neighbours, torch.ones_like(neighbours).bool(), BATCH, 0)
+    neighbors = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :4]
+    return x, PairSampler(neighbors, torch.ones_like(neighbors).bool(), BATCH, 0)
 
 
 @dataclass
 class Trained:
-    """What came of a training: the trainer, its events, what each head owned before each step."""
+    """A trainer, its events, and the state of every head before each step."""
 
     trainer: HeadTrainer
     events: list = field(default_factory=list)
@@ -211,46 +211,46 @@ class Trained:
         return self.trainer.state.health
 
     def owned(self, head, step=None):
-        """What a head owned before a step, or owns at the end."""
+        """Return the state of a head before a step, or at the end."""
         tensors = self.trainer.state.owned() if step is None else self.before[step]
         return {name: tensor[head] for name, tensor in tensors.items()}
 
     def of(self, part):
-        """The events of one part, as (step, stage, action)."""
+        """Return the events of one part as (step, stage, action)."""
         return [(e.step, e.stage, e.action) for e in self.events if e.part == part]
 
 
 def trained(strike=lambda trainer, step: None, steps=6, data=None, **options):
-    """Train; `strike(trainer, step)` is called before each step."""
+    """Train, and call `strike(trainer, step)` before each step."""
     x, sampler = problem()
-    found = Trained(make_trainer(**options))
+    training = Trained(make_trainer(**options))
 
     def before_each():
-        strike(found.trainer, len(found.before))
-        owned = found.trainer.state.owned().items()
-        found.before.append({name: tensor.clone() for name, tensor in owned})
+        strike(training.trainer, len(training.before))
+        owned = training.trainer.state.owned().items()
+        training.before.append({name: tensor.clone() for name, tensor in owned})
         return False
 
     gather = (x if data is None else data).__getitem__
     train(
-        found.trainer,
+        training.trainer,
         sampler,
         gather,
         steps,
-        on_events=found.events.extend,
+        on_events=training.events.extend,
         should_stop=before_each,
     )
-    return found
+    return training
 
 
 def healthy_alike(a, b):
-    """Whether the heads that were not struck are equal to the bit in two trainings."""
+    """Return whether the healthy heads of two trainings are bit-identical."""
     mine, theirs = a.trainer.state.tensors(), b.trainer.state.tensors()
     return all(torch.equal(mine[name][OTHERS], theirs[name][OTHERS]) for name in mine)
 
 
 def in_forward(change, steps):
-    """A strike: `change(logits)` in the students' forward pass of these steps."""
+    """Return a strike that applies `change(logits)` in the students' forward pass in `steps`."""
 
     def strike(trainer, step):
         bank = getattr(trainer.bank, "bank", trainer.bank)
@@ -260,7 +260,7 @@ def in_forward(change, steps):
 
 
 class _Struck:
-    """A bank whose students' logits are changed."""
+    """A bank that applies `change` to the students' logits."""
 
     def __init__(self, bank, change):
         self.bank, self.change = bank, change
@@ -274,12 +274,12 @@ class _Struck:
 
 
 def set_logit(value, heads=SICK):
-    """One logit of the struck head becomes `value`."""
+    """Return a change that sets one logit of the faulty head to `value`."""
 
     def change(logits):
         mask = torch.zeros_like(logits, dtype=torch.bool)
         mask[heads, 0, 0] = True
-        return torch.where(mask, value, logits)  # masked_fill would lay them out anew in memory
+        return torch.where(mask, value, logits)  # masked_fill would change the memory layout
 
     return change
 
@@ -298,10 +298,10 @@ class _Gradient(torch.autograd.Function):
 
 
 def set_gradient(value):
-    """One entry of the gradient by the struck head's logits becomes `value`; its loss stays."""
+    """Return a change that sets one gradient entry of the faulty head's logits to `value`."""
     return lambda logits: _Gradient.apply(logits, lambda g: g[SICK, 0].fill_(value))
 
 
 def scale_gradient(factor):
-    """The gradient by the struck head's logits is multiplied by `factor`."""
+    """Return a change that multiplies the gradient of the faulty head's logits by `factor`."""
     return lambda logits: _Gradient.apply(logits, lambda g: g[SICK].mul_(factor))

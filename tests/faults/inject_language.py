@@ -1,4 +1,4 @@
-"""Shared by the language rows: tiny models, rows of tokens, and a training that can be struck."""
+"""Make tiny language models and token rows, and inject faults into their training."""
 
 import json
 import math
@@ -58,7 +58,7 @@ FAST = {
 
 
 def make_model(kind="Llama", seed=0, **changes) -> Any:
-    """A causal language model of new weights that say something, in evaluation mode."""
+    """Return a causal LM in evaluation mode, with random weights large enough to matter."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = getattr(transformers, f"{kind}Config")(**SMALL | OTHER.get(kind, {}) | changes)
@@ -71,7 +71,7 @@ def make_model(kind="Llama", seed=0, **changes) -> Any:
 
 
 def make_rows(n=ROWS) -> Blocks:
-    """Rows of tokens of different lengths, the first three of each a prompt that does not count."""
+    """Return token rows of different lengths; the first three tokens are a prompt without loss."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (n, BLOCK), generator=generator)
     documents = torch.ones(n, BLOCK, dtype=torch.int32)
@@ -83,31 +83,26 @@ def make_rows(n=ROWS) -> Blocks:
 
 
 class ByHand(Distiller):
-    """A distiller of which a term can be left out by hand: what is expected of the guard.
+    """A distiller that leaves out terms by hand, as the guard is expected to."""
 
-    Attributes:
-        left_out: terms that are not handed to the guard in this step.
-        batches: in which batches of the step.
-    """
-
-    left_out: tuple[str, ...] = ()
-    batches: tuple[int, ...] = ()
-    _seen = 0
+    left_out: tuple[str, ...] = ()  # terms that the guard does not get in this step
+    batches: tuple[int, ...] = ()  # the batches of the step without these terms
+    _batch = 0
 
     def step(self, batches, learning_rate):
-        self._seen = 0
+        self._batch = 0
         return super().step(batches, learning_rate)
 
     def weighted(self, terms):
         losses = super().weighted(terms)
-        out = self.left_out if self._seen in self.batches else ()
-        self._seen += 1
+        out = self.left_out if self._batch in self.batches else ()
+        self._batch += 1
         return {name: loss for name, loss in losses.items() if name not in out}
 
 
 @dataclass
 class Taught:
-    """What came of a training: the distiller, each step's result, and all that it owned before."""
+    """A distiller, the result of each step, and the trained state before each step."""
 
     distiller: Distiller
     results: list = field(default_factory=list)
@@ -118,29 +113,29 @@ class Taught:
         return self.distiller.guard.events.events
 
     def of(self, part):
-        """The events of one part, as (step, stage, action)."""
+        """Return the events of one part as (step, stage, action)."""
         return [(e.step, e.stage, e.action) for e in self.events if e.part == part]
 
     def explained(self, part):
-        """What the replay said of a part."""
+        """Return the replay's explanation of a part's fault."""
         (event,) = [e for e in self.events if e.part == part and e.stage == "replay"]
         return event.reason
 
     def owned(self, step=None):
-        """Weights, moments and step counts before a step, or at the end."""
+        """Return weights, moments and step counts before a step, or at the end."""
         return owned(self.distiller) if step is None else self.before[step]
 
 
 def owned(distiller):
-    """All that a step may change: the trained weights, moments, step counts, and the router's."""
+    """Return all state that a step changes: weights, moments and step counts, also the router's."""
     state = distiller.state()
-    found = {f"student {name}": p.clone() for name, p in state["student"].items()}
-    found |= {f"router {name}": p.clone() for name, p in state["router"].get("routers", {}).items()}
+    copy = {f"student {name}": p.clone() for name, p in state["student"].items()}
+    copy |= {f"router {name}": p.clone() for name, p in state["router"].get("routers", {}).items()}
     for who in ("optimizer", "router"):
         optimizer = state["router"].get("optimizer", {}) if who == "router" else state[who]
         for i, moments in optimizer.get("state", {}).items():
-            found |= {f"{who} {i} {name}": value.clone() for name, value in moments.items()}
-    return found
+            copy |= {f"{who} {i} {name}": value.clone() for name, value in moments.items()}
+    return copy
 
 
 def taught(
@@ -154,36 +149,36 @@ def taught(
     precision=CPU,
     **settings,
 ):
-    """Train through `train()`; `strike(distiller, step)` is called before each step."""
-    asked = LanguageSettings(**{**FAST, "block_size": BLOCK, **settings})
+    """Train with `train()`, and call `strike(distiller, step)` before each step."""
+    options = LanguageSettings(**{**FAST, "block_size": BLOCK, **settings})
     student = make_model(seed=1) if student is None else student
     if source is None and aligned is None:
         source = Plain(FrozenTeacher(teacher or make_model(seed=2)))
-    found = Taught(ByHand(student, asked, precision, source, aligned=aligned))
+    training = Taught(ByHand(student, options, precision, source, aligned=aligned))
 
     def before_each():
-        strike(found.distiller, len(found.before))
-        found.before.append(owned(found.distiller))
+        strike(training.distiller, len(training.before))
+        training.before.append(owned(training.distiller))
         return False
 
     train(
-        found.distiller,
+        training.distiller,
         make_rows() if rows is None else rows,
         steps,
-        on_step=lambda step, result: found.results.append(result),
+        on_step=lambda step, result: training.results.append(result),
         should_stop=before_each,
     )
-    return found
+    return training
 
 
 class Struck:
-    """Spoils what a module puts out, for as long as it is `on`.
+    """Corrupts the output of a module, or its first tensor, while `on` is set.
 
     Args:
-        module: whose output, or the first tensor of it.
-        place: index into it; by default a position of every row.
-        value: what is put there.
-        when: asked with the output of a forward pass whether to spoil it.
+        module: Module to corrupt.
+        place: Index into its output; by default one position of every row.
+        value: Value to write there.
+        when: Function of the output that returns whether to corrupt it.
     """
 
     def __init__(
@@ -198,11 +193,11 @@ class Struck:
             return output
         mask = torch.zeros_like(first, dtype=torch.bool)
         mask[self.place] = True
-        spoilt = first.masked_fill(mask, self.value)
-        return (spoilt, *output[1:]) if isinstance(output, tuple) else spoilt
+        corrupt = first.masked_fill(mask, self.value)
+        return (corrupt, *output[1:]) if isinstance(output, tuple) else corrupt
 
     def at(self, *steps):
-        """A strike that turns it on in these steps."""
+        """Return a strike that corrupts the output in these steps."""
 
         def strike(distiller, step):
             self.on = step in steps
@@ -211,7 +206,7 @@ class Struck:
 
 
 def leave_out(*terms, steps, batches=(0,)):
-    """A strike that leaves terms out by hand in some batches of some steps."""
+    """Return a strike that leaves out terms by hand in some batches of some steps."""
 
     def strike(distiller, step):
         distiller.left_out, distiller.batches = (terms if step in steps else ()), batches
@@ -237,14 +232,14 @@ def dataset(texts):
 
 
 def write_lines(path, records):
-    """A `.jsonl` file; what is no record is written as it is."""
+    """Write records to a `.jsonl` file; write strings as raw lines."""
     lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
 def spoil(folder, to, change):
-    """A copy of a model's folder whose tensors were changed in place."""
+    """Copy a model folder, apply `change` to its tensors, and return the copy."""
     shutil.copytree(folder, to)
     tensors = load_file(to / "model.safetensors")
     change(tensors)
@@ -253,18 +248,18 @@ def spoil(folder, to, change):
 
 
 class World:
-    """A folder with a teacher, a student and a stranger to both, and text to learn from.
+    """A folder with saved models and texts.
 
     Attributes:
-        teacher: folder of the teacher.
-        student: folder of a student with the teacher's tokenizer.
-        stranger: folder of a student with another one.
-        mixture: folder of a teacher of four experts.
-        sick: folder of the teacher with NaN at a token that is learned from and not held out.
-        text: documents, and below it questions with answers.
-        questions: held out.
-        own: a test's own folder.
-        runs: and its runs.
+        teacher: Folder of the teacher.
+        student: Folder of a student with the teacher's tokenizer.
+        stranger: Folder of a student with another tokenizer.
+        mixture: Folder of a teacher with four experts.
+        sick: Folder of the teacher with NaN in the embedding of a token of the training text only.
+        text: File of training documents.
+        questions: File of held-out questions with answers.
+        own: Folder of one test.
+        runs: Folder of its runs.
     """
 
     own: Path
@@ -281,17 +276,17 @@ class World:
         self.save("Llama", 1, other, self.stranger)
         self.mixture = self.save("Mixtral", 2, self.tokenizer, folder / "mixture")
         self.text = write_lines(folder / "text.jsonl", [{"text": text} for text in texts])
-        asked = [
+        records = [
             {"prompt": f"{t}?", "completion": f"<answer>{i}</answer>"}
             for i, t in enumerate(sentences(8, seed=1))
         ]
-        self.questions = write_lines(folder / "questions.jsonl", asked)
-        held_out = [f"{one['prompt']}{one['completion']}" for one in asked]
-        seen, judged = (
+        self.questions = write_lines(folder / "questions.jsonl", records)
+        held_out = [f"{one['prompt']}{one['completion']}" for one in records]
+        trained, judged = (
             {i for text in some for i in self.tokenizer(text).input_ids}
             for some in (texts, held_out)
         )
-        rare = min(seen - judged)
+        rare = min(trained - judged)
         self.sick = spoil(self.teacher, folder / "sick", lambda t: t[EMBEDDING][rare].fill_(NAN))
 
     @staticmethod
@@ -301,11 +296,11 @@ class World:
         return folder
 
     def spoilt(self, which, change):
-        """A copy of a model's folder whose tensors were changed in place."""
+        """Copy a model folder, apply `change` to its tensors, and return the copy."""
         return spoil(getattr(self, which), self.own / f"spoilt {which}", change)
 
     def settings(self, **changes):
-        """Settings of a fast run; with changes."""
+        """Return the settings of a fast run with changes."""
         own = {
             "data_path": str(self.text),
             "eval_path": str(self.questions),
@@ -317,6 +312,6 @@ class World:
 
 
 def student_of(path):
-    """The student (or its adapters) that a run ended with, byte by byte."""
+    """Return the bytes of the saved student or adapters of a run."""
     (file,) = (Path(path) / "student").glob("*model.safetensors")
     return file.read_bytes()

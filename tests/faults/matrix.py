@@ -1,6 +1,6 @@
-"""The fault matrix: what may go wrong and the right behavior, a row each, read from matrix.md.
+"""Read the fault matrix from matrix.md: one fault and its expected behavior per row.
 
-A test carries its row by `@row(15)`; `python -m tests.faults` runs them all and prints the matrix.
+`@row(15)` assigns a test to a row; `python -m tests.faults` runs all rows and prints the matrix.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from ssl_kd.guard.faults import Stage
 
 row = pytest.mark.fault
-"""`@row(15)` on a test, or `@row(4, 5)` where it injects more than one row's fault."""
+"""Marks the test of a row, or of several: `@row(15)`, `@row(4, 5)`."""
 
 KINDS = [stage for stage in Stage if stage.kind.reason]
 """The kinds of faults that the guard detects; the other stages are its actions."""
@@ -21,19 +21,12 @@ KINDS = [stage for stage in Stage if stage.kind.reason]
 
 @dataclass(frozen=True)
 class Row:
-    """One row.
-
-    Attributes:
-        fault: what is injected.
-        outcome: the right behavior.
-        how: how it is injected, where that is not obvious.
-        kinds: of the guard's table of faults, which it shows.
-    """
+    """A row of the matrix."""
 
     fault: str
-    outcome: str
-    how: str = ""
-    kinds: tuple[Stage, ...] = ()
+    outcome: str  # the expected behavior
+    how: str = ""  # how the fault is injected, if that is not obvious
+    kinds: tuple[Stage, ...] = ()  # the guard's kinds of faults that the row tests
 
 
 def _read(path: Path) -> tuple[dict[int, Row], dict[int, str]]:

@@ -1,6 +1,6 @@
-"""The guard with torch and what torch needs, and nothing else: python tests/guard/alone.py FROM
+"""Run the guard with torch and its dependencies only: python tests/guard/alone.py FROM
 
-FROM is a folder that holds `ssl_kd`, or a wheel.
+FROM is a folder with `ssl_kd`, or a wheel.
 """
 
 import importlib.metadata
@@ -12,32 +12,32 @@ import tempfile
 from pathlib import Path
 
 
-def needed(name, seen):
-    """Collect this distribution and all that it needs without extras, by name."""
+def collect(name, distributions):
+    """Collect a distribution and its requirements without extras, by name."""
     try:
-        found = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:  # of another platform
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:  # for another platform
         return
-    if name in seen:
+    if name in distributions:
         return
-    seen[name] = found
-    for line in found.requires or ():
+    distributions[name] = distribution
+    for line in distribution.requires or ():
         if "extra ==" not in line:
-            needed(re.match(r"[\w.-]+", line).group(), seen)
+            collect(re.match(r"[\w.-]+", line).group(), distributions)
 
 
 def link_torch(folder):
-    """Fill a folder with links to torch and to what torch needs, as if nothing else were there."""
-    torchs = {}
-    needed("torch", torchs)
-    for found in torchs.values():
-        for top in {file.parts[0] for file in found.files} - {"..", "__pycache__"}:
+    """Link torch and its dependencies into a folder."""
+    distributions = {}
+    collect("torch", distributions)
+    for distribution in distributions.values():
+        for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
             if not (folder / top).exists():
-                (folder / top).symlink_to(found.locate_file(top))
+                (folder / top).symlink_to(distribution.locate_file(top))
 
 
 def guarded_step(home):
-    """Train two parts for a step in which one loss is NaN."""
+    """Train two parts for one step in which one loss is NaN."""
     import torch
 
     from ssl_kd import guard as package
@@ -70,5 +70,5 @@ if __name__ == "__main__":
     else:
         with tempfile.TemporaryDirectory() as folder:
             link_torch(Path(folder))
-            words = [sys.executable, "-I", "-S", __file__, home, folder]
-            sys.exit(subprocess.run(words).returncode)
+            command = [sys.executable, "-I", "-S", __file__, home, folder]
+            sys.exit(subprocess.run(command).returncode)

@@ -1,4 +1,4 @@
-"""Runs of the language mode on tiny models."""
+"""Define fixtures for fast runs of the language mode on tiny models."""
 
 import pytest
 
@@ -22,7 +22,7 @@ FAST = {
 
 @pytest.fixture(scope="session")
 def models(tiny, tmp_path_factory):
-    """Folders of saved models, made when they are asked for."""
+    """Return a function that saves a model on first use and returns its folder."""
     root = tmp_path_factory.mktemp("models")
 
     def get(name):
@@ -42,11 +42,11 @@ def models(tiny, tmp_path_factory):
 
 @pytest.fixture
 def settings(tmp_path, text_file, models):
-    """Settings of a fast run; with changes."""
+    """Return a function that makes settings of a fast run."""
 
     def change(**changes):
-        own = {"data_path": text_file, "runs_dir": str(tmp_path / "runs"), "run_name": "a"}
-        own |= {"teacher_model": models("teacher"), "student_model": "fresh:1x16"}
-        return LanguageSettings(**{**FAST, **own, **changes})
+        paths = {"data_path": text_file, "runs_dir": str(tmp_path / "runs"), "run_name": "a"}
+        paths |= {"teacher_model": models("teacher"), "student_model": "fresh:1x16"}
+        return LanguageSettings(**{**FAST, **paths, **changes})
 
     return change

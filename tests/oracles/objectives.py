@@ -1,17 +1,17 @@
-"""Independent float64 formulas, written from the papers: probabilities, no log space, no tricks."""
+"""Compute the losses of the heads in float64 as the papers state them, without log space."""
 
 import torch
 
 
 def beta_mi(student, teacher, marginal, *, beta=0.6, ts=0.1, tt=0.1):
-    """TEMI equation 7, the way it is printed. Inputs float64; healthy values only."""
+    """Compute equation 7 of TEMI as printed, on healthy float64 values only."""
     p = torch.softmax(student / ts, dim=-1)
     q = torch.softmax(teacher / tt, dim=-1).detach()
     return -torch.log((((p * q) ** beta) / marginal[:, None]).sum(-1))
 
 
 def temi(student, teacher, marginal, how, *, beta=0.6, ts=0.1, tt=0.1):
-    """TEMI objective for two views `[head, 2, batch, cluster]`, head by head in a Python loop."""
+    """Compute TEMI's objective of two views `[head, 2, batch, cluster]`, head by head."""
     q = torch.softmax(teacher / tt, dim=-1).detach()
     agreement = (q[:, 0] * q[:, 1]).sum(-1)
     losses = []
@@ -42,7 +42,7 @@ def temi(student, teacher, marginal, how, *, beta=0.6, ts=0.1, tt=0.1):
 
 
 def sharpened(student, teacher, center, *, ts=0.1, tt=0.04):
-    """DINO equation 3 with centring, two views, head by head."""
+    """Compute equation 3 of DINO with centering, for two views, head by head."""
     losses = []
     for h in range(len(student)):
         total = 0.0

@@ -1,10 +1,10 @@
-"""Independent float64 formulas of token-level distillation, one token at a time, by autograd."""
+"""Compute token-level distillation in float64, one token at a time, with autograd gradients."""
 
 import torch
 
 HUGE = 65504.0
 JS = ("js:0.1", "js:0.9")
-"""Generalised Jensen-Shannon divergences that the losses are held against."""
+"""Generalized Jensen-Shannon divergences to test."""
 
 
 def _kl(log_a, log_b):
@@ -12,13 +12,13 @@ def _kl(log_a, log_b):
 
 
 def _mix(share, log_a, log_b):
-    """log(share * a + (1 - share) * b)."""
+    """Return `log(share * a + (1 - share) * b)`."""
     first, second = torch.tensor([share, 1 - share], dtype=torch.float64).log()
     return torch.logaddexp(log_a + first, log_b + second)
 
 
 def divergence(name, log_p, log_q):
-    """From log-probabilities `[outcome]` of teacher p and student q, as the papers print it."""
+    """Return a divergence of the log-probabilities `[outcome]` of teacher p and student q."""
     if name.startswith("js:"):
         beta = float(name[3:])
         mixture = _mix(beta, log_p, log_q)
@@ -40,10 +40,7 @@ def _saturated(logits):
 
 
 def token_kd(student, teacher, *, mask=None, temperature=2.0, name="forward_kl"):
-    """The contract of `token_kd`: mean over real tokens of T^2 D, and its gradient.
-
-    Returns the value and the gradient with respect to the student, both float64.
-    """
+    """Return the mean of T^2 D over real tokens and its gradient by the student, both float64."""
     common = min(student.shape[-1], teacher.shape[-1])
     z = student.detach().double()
     gradient = torch.zeros_like(z)
@@ -51,11 +48,12 @@ def token_kd(student, teacher, *, mask=None, temperature=2.0, name="forward_kl")
     if mask is not None:
         real = [(b, t) for b, t in real if mask[b, t]]
     whole = [v for v in range(common) if not all(z[b, t, v] == -torch.inf for b, t in real)]
-    answered = [v for v in whole if not all(teacher[b, t, v] == -torch.inf for b, t in real)]
+    in_teacher = [v for v in whole if not all(teacher[b, t, v] == -torch.inf for b, t in real)]
     total = torch.zeros((), dtype=torch.float64)
     for b, t in real:
         absent = int((teacher[b, t, :common] == -torch.inf).sum())
-        kept = whole if common / 2 < absent < common else answered  # a filter, or a vocabulary
+        # A filtered teacher is compared over the whole vocabulary; padding is cut.
+        kept = whole if common / 2 < absent < common else in_teacher
         row = _saturated(z[b, t, kept]).requires_grad_()
         log_q = torch.log_softmax(row / temperature, -1)
         log_p = torch.log_softmax(_saturated(teacher[b, t, kept].double()) / temperature, -1)
@@ -66,7 +64,7 @@ def token_kd(student, teacher, *, mask=None, temperature=2.0, name="forward_kl")
 
 
 def top_k(z, indices, log_probs, log_tail, *, temperature, name):
-    """T^2 D over the k outcomes and the tail, of one token's logits `[vocab]`."""
+    """Return T^2 D over k outcomes and the tail, for the logits `[vocab]` of one token."""
     q = torch.softmax(z / temperature, -1)
     rest = [v for v in range(len(z)) if v not in indices.tolist()]
     coarse = torch.cat([q[indices], q[rest].sum().reshape(1)]).log()
@@ -74,7 +72,7 @@ def top_k(z, indices, log_probs, log_tail, *, temperature, name):
 
 
 def sampled(z, indices, weights, entropy, *, temperature):
-    """T^2 times the sampled estimate of KL(p, q), of one token's logits `[vocab]`."""
+    """Return T^2 times the sampled estimate of KL(p, q), for the logits `[vocab]` of one token."""
     q = torch.softmax(z / temperature, -1)
     terms = [-w * q[i].log() for i, w in zip(indices.tolist(), weights, strict=True)]
     return temperature**2 * (sum(terms) - entropy)

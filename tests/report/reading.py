@@ -1,4 +1,4 @@
-"""Writes the files of a run folder, and reads the page made of them."""
+"""Write the files of a run folder, and parse the report made from them."""
 
 import json
 import re
@@ -17,7 +17,7 @@ def change(folder: Path, name: str, **new) -> None:
 
 
 class Reader(HTMLParser):
-    """Text, tags and attributes of a page; fails where tags do not pair."""
+    """Parses text, tags and attributes of a page; fails if tags do not match."""
 
     void = {"meta", "img", "br"}
 
@@ -48,7 +48,7 @@ class Reader(HTMLParser):
 
 
 def check_that_nothing_is_loaded(source: str, page: Reader) -> None:
-    """Check that a page is one file, in which every anchor exists once."""
+    """Check that a page is self-contained and every anchor exists once."""
     assert page.links and all(link.startswith(("data:image/", "#")) for link in page.links)
     assert not {"script", "link", "iframe"} & set(page.tags)
     assert "default-src 'none'" in source and "prefers-color-scheme: dark" in source
@@ -58,7 +58,7 @@ def check_that_nothing_is_loaded(source: str, page: Reader) -> None:
 
 
 def write_and_read(folder: Path, **options) -> tuple[str, Reader]:
-    """The source of the report, and what a reader sees of it."""
+    """Write the report; return its source and the parsed page."""
     path = write_report(folder, **options)
     assert path == folder / "report.html"
     page = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tiny models and texts on the disk, and scripts run as a user runs them, in this process."""
+"""Define fixtures with tiny models and texts on disk, and one that runs scripts in this process."""
 
 import json
 import runpy
@@ -34,7 +34,7 @@ def lines(path, rows):
 
 @pytest.fixture(scope="session")
 def house(tmp_path_factory):
-    """Folders `dense`, `mixture`, `foreign` (another tokenizer) and `sick` (NaN), and two texts."""
+    """Save models `dense`, `mixture`, `foreign` (other tokenizer), `sick` (NaN), and two texts."""
     folder = tmp_path_factory.mktemp("house")
     lines(folder / "stories.jsonl", [{"text": text} for text in STORIES])
     lines(folder / "sums.jsonl", SUMS)
@@ -59,8 +59,8 @@ def house(tmp_path_factory):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch, capfd):
-    """`script(name, *words)` -> exit code, what was printed, and what went to stderr."""
-    monkeypatch.chdir(tmp_path)  # runs/ and data/ are made where one stands
+    """Return `script(name, *words)`, which returns the exit code, stdout and stderr of a script."""
+    monkeypatch.chdir(tmp_path)  # runs/ and data/ are created in the working directory
 
     def start(name, *words):
         path = SCRIPTS / f"{name}.py"

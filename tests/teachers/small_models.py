@@ -1,4 +1,4 @@
-"""Tiny language models of real architectures, with random weights, and a tokenizer for them."""
+"""Make tiny random models of real language architectures, and a tokenizer for them."""
 
 import torch
 import transformers
@@ -35,7 +35,7 @@ NOT_LINEAR = {
     "cohere": ("CohereConfig", {**SMALL, "logit_scale": 0.5}),
     "granite": ("GraniteConfig", {**SMALL, "logits_scaling": 2.0}),
 }
-"""Architectures whose logits are hidden states times a matrix, and others."""
+"""`LINEAR`: architectures whose logits are a linear function of the hidden states."""
 
 
 def make_model(architecture, seed=0, **changes):

@@ -1,4 +1,4 @@
-"""A teacher of a user's own for jobs in other processes: it leaves a line for each batch."""
+"""Define a custom teacher for other processes that logs each batch and can fail."""
 
 import os
 import signal
@@ -11,15 +11,15 @@ import torch
 from ssl_kd.teachers import Teacher
 
 SHARD = 64
-"""Rows of a shard; a batch of the teacher, too."""
+"""Rows per shard and per batch of the teacher."""
 
 
 class Counting(Teacher):
-    """Mean and spread of an image.
+    """Embeds an image as its mean and standard deviation.
 
-    `told` is a folder, named by the environment: each batch leaves a file there with the images'
-    sum; a file `sick`, `deadly` or `stopped` in it holds the sum of the batch that is to fail, or
-    where Ctrl-C comes; with a file `slow` each takes a second.
+    The environment variable COUNTING names a folder. Each batch appends its pixel sum to the file
+    `batches` there. Files `sick`, `deadly` and `stopped` list the sums of batches that raise, kill
+    the process or send it SIGINT; with a file `slow` each batch takes a second.
     """
 
     dim = 2
@@ -27,22 +27,22 @@ class Counting(Teacher):
     transform_id = "as it is"
 
     def __init__(self):
-        self.told = Path(os.environ["COUNTING"])
+        self.folder = Path(os.environ["COUNTING"])
 
     def preprocess(self, image):
         return torch.from_numpy(np.array(image.convert("L"))[None])
 
     def embed(self, batch):
         key = str(int(batch.sum()))
-        with open(self.told / "batches", "a") as file:
+        with open(self.folder / "batches", "a") as file:
             file.write(f"{os.getpid()} {key}\n")
         signals = {"sick": None, "deadly": signal.SIGKILL, "stopped": signal.SIGINT}
         for fault, number in signals.items():
-            if (self.told / fault).exists() and key in (self.told / fault).read_text().split():
+            if (self.folder / fault).exists() and key in (self.folder / fault).read_text().split():
                 if number is not None:
                     os.kill(os.getpid(), number)
                 raise RuntimeError("this teacher cannot")
-        if (self.told / "slow").exists():
+        if (self.folder / "slow").exists():
             time.sleep(1)
         x = batch.flatten(1).float()
         return torch.stack([x.mean(1), x.std(1)], 1)
