@@ -1,4 +1,4 @@
-"""Row 110: a task of a job array that embeds one data set."""
+"""Test row 110: job arrays that embed one data set."""
 
 import os
 
@@ -20,13 +20,13 @@ def test_killed_at_a_shard_a_process_of_many_goes_on_with_exactly_the_missing_on
     assert code == -9 and len(job.batches()) == 4
     (tmp_path / "deadly").unlink()
     before = job.stored()
-    # A shard is written while the next one is computed.
+    # The last shard is written while the next one is computed.
     assert sorted(before) == [f"embeddings_train_{shard:05d}.pt" for shard in (0, 2)]
 
     code, told, _ = job.run("--rank", "0", "--world", "2")
     assert code == 0 and "has stored its 12 of 23 shards" in told
     computed, missing = job.batches(), range(4, 23, 2)
-    assert set(computed.values()) == {1} and len(computed) == 10 + 3  # and those of the test split
+    assert set(computed.values()) == {1} and len(computed) == 10 + 3  # 3 in the test split
     assert set(computed) & set(job.sums) == {job.sums[shard] for shard in missing}
     assert before.items() <= job.stored().items()
 
@@ -35,6 +35,6 @@ def test_killed_at_a_shard_a_process_of_many_goes_on_with_exactly_the_missing_on
     assert "1437 rows of 2, float32, in 23 shards" in told and "360 rows of 2" in told
     assert content(job.cache) == alone
 
-    code, told, _ = job.run("--rank", "0", "--world", "2")  # started again, all is done
+    code, told, _ = job.run("--rank", "0", "--world", "2")  # nothing left to do
     assert code == 0 and not job.batches() and "1437 rows" in told
     assert content(job.cache) == alone

@@ -1,4 +1,4 @@
-"""Rows 28 to 38: backward pass, optimizer, escalation."""
+"""Test rows 28 to 38: backward pass, optimizer, escalation."""
 
 import dataclasses
 import math
@@ -58,7 +58,7 @@ def test_a_gradient_of_any_size_is_clipped_or_skipped_for_its_head_alone(exponen
     if sick.of(HEAD):
         assert sick.of(HEAD) in ([(1, "gradient", "skipped")], [(1, "spike", "skipped")])
         assert same(sick.owned(SICK, 2), sick.owned(SICK, 1))
-    else:  # clipped, or taken as it is: AdamW does not care for the size
+    else:  # clipped or unchanged: AdamW ignores the scale
         moved = sick.owned(SICK, 2)["student"] - sick.owned(SICK, 1)["student"]
         assert 0 < moved.abs().max() < 0.1
 
@@ -75,7 +75,7 @@ def test_a_gradient_whose_square_overflows_is_seen(value):
 @row(30)
 @pytest.mark.parametrize("before", [None, math.inf])
 def test_a_spike_is_skipped_and_does_not_move_the_running_norm(before, monkeypatch):
-    """Also after what has ruined running means elsewhere: a NaN, an infinity, a huge number."""
+    """Also test it after an infinite gradient, which would ruin a plain running mean."""
 
     def strike(trainer, step):
         if before is not None:
@@ -83,7 +83,7 @@ def test_a_spike_is_skipped_and_does_not_move_the_running_norm(before, monkeypat
         if step != 30:
             in_forward(scale_gradient(1000.0), {40, 50})(trainer, step)
 
-    # A teacher that hardly moves: norms depend on two steps little.
+    # With a nearly constant teacher, norms depend little on the skipped steps.
     monkeypatch.setattr(guarded, "EMA_MOMENTUM", 0.99)
     clean, sick = trained(steps=60), trained(strike, steps=60)
     spikes = [(40, "spike", "skipped"), (50, "spike", "skipped")]
@@ -122,7 +122,7 @@ def test_a_skipped_head_keeps_every_bit_under_momentum_and_decay(fault, monkeypa
     assert same(before, after) and before["exp_avg"].any() and before["exp_avg_sq"].any()
     assert (before["updates"], sick.owned(SICK)["updates"]) == (3, 5)
     assert healthy_alike(sick, trained(**options))
-    for step in (2, 4):  # and moves before and after it
+    for step in (2, 4):  # it changes before and after the bad step
         moved = sick.owned(SICK, step + 1) if step < 5 else sick.owned(SICK)
         assert not torch.equal(moved["student"], sick.owned(SICK, step)["student"])
 
@@ -156,7 +156,7 @@ def test_a_head_that_is_always_bad_is_reinitialised_once_then_retired():
         (19, "re-initialized"),
         (29, "retired"),
     ]
-    assert sick.of(HEAD)[-1][0] == 29  # nothing is said of it after that
+    assert sick.of(HEAD)[-1][0] == 29  # no event after that
     assert not torch.equal(sick.owned(SICK, 20)["student"], sick.owned(SICK, 19)["student"])
     assert sick.health.retired.tolist() == [False, False, True, False, False]
     assert healthy_alike(sick, clean)
@@ -165,7 +165,7 @@ def test_a_head_that_is_always_bad_is_reinitialised_once_then_retired():
 
 @pytest.fixture
 def strike_runs(monkeypatch):
-    """Every run's trainer gets a fault in its students' forward pass from some step on."""
+    """Return a function that injects a fault into the students' forward pass of every run."""
     make = pipeline.make_trainer
 
     def use(change, start=0, learning=None):
@@ -225,7 +225,7 @@ def test_every_head_bad_stops_with_a_diagnosis_and_a_good_checkpoint(
     for name in ("student", "teacher", "exp_avg", "exp_avg_sq", "updates", "marginal"):
         assert torch.equal(newest["tensors"][name], good[name]), name
 
-    strike_runs(None)  # the cause was found: the run can go on
+    strike_runs(None)  # fix the cause and resume
     code, error = train_py(sick, "--resume")
     assert code == 0 and all_finite(path), error
 
@@ -251,7 +251,7 @@ def test_one_heads_overflow_moves_no_other_scale_and_stops_at_the_floor():
     assert sick.trainer.state.scale[OTHERS].tolist() == [16.0] * 4
     scales = [owned["scale"][SICK].item() for owned in sick.before]
     assert scales[5:10] == [16.0, 8.0, 4.0, 2.0, 1.0] and min(scales) == 1.0
-    assert sick.owned(SICK)["updates"] == 10  # it goes on as soon as its gradient is finite
+    assert sick.owned(SICK)["updates"] == 10  # it trains again as soon as its gradient is finite
 
 
 @row(37)

@@ -1,4 +1,4 @@
-"""Row 80: what a batch that is left out has already done to buffers that others use."""
+"""Test row 80: restore shared buffers that a left-out batch has already changed."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ NAN = math.nan
 
 
 def two_heads(affine=True, trained=True):
-    """Two heads on a trunk with a BatchNorm, each with batches of its own, and their guard."""
+    """Return two heads on a BatchNorm trunk, each with its own batches, and their guard."""
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=affine)).requires_grad_(trained)
     model: Any = nn.ModuleDict({"trunk": trunk, "a": nn.Linear(6, 2), "b": nn.Linear(6, 2)})
@@ -47,11 +47,11 @@ def test_a_trunk_that_parts_share_keeps_its_statistics(affine, trained):
         step(model, guard, i, spoil=NAN if i == 2 else 1.0)
         step(other, by_hand, i, names="a" if i == 2 else "ab")
         assert all(b.isfinite().all() for b in model.buffers())
-    assert same([*model.parameters()], [*other.parameters()])  # in training they use the batch's
+    assert same([*model.parameters()], [*other.parameters()])  # training uses batch statistics
     assert seen(guard) == [(2, "shared", "buffer", "put back"), (2, "b", "loss", "skipped")]
     assert "trunk.1.running_mean, trunk.1.running_var" in guard.events.events[0].reason
     tracked = model["trunk"][1].num_batches_tracked
-    assert tracked == 6  # of four steps of two batches: a module's buffers go back together
+    assert tracked == 6  # of 4 steps x 2 batches: all buffers of a module are restored together
     assert model.eval()["a"](model["trunk"](torch.ones(2, 6))).isfinite().all()
 
 
@@ -75,7 +75,7 @@ def test_what_a_generators_bad_batch_left_in_the_discriminator_is_put_back_at_on
         assert makers.step() == (set() if i == 1 else {"model"})
         assert all(b.isfinite().all() for b in judge.buffers())
     assert seen(makers) == [(1, "model", "loss", "skipped")]
-    assert seen(judges) == [(2, "model", "buffer", "put back")]  # between its steps 1 and 2
+    assert seen(judges) == [(2, "model", "buffer", "put back")]  # between steps 1 and 2
     assert "1.running_mean" in judges.events.events[0].reason
     assert (
         "buffers not finite (1 times)" in judges.diagnosis()
@@ -91,7 +91,7 @@ def test_buffers_that_nothing_else_shows_are_put_back_with_an_event(how):
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = [b.clone() for b in model.buffers()]
     x = torch.randn(8, 6)
-    if how == "overflow":  # divided by an infinite variance, the batch is 0 and the loss finite
+    if how == "overflow":  # an infinite variance makes the batch 0 and the loss finite
         x = x * 1e25
     else:
         model(x * NAN)

@@ -1,4 +1,4 @@
-"""Rows 165 to 167 and 170: caches that say what cannot be, and whose folder they are in."""
+"""Test rows 165 to 167 and 170: caches with impossible content, and folders of caches."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 
 def refused(folder, **options):
-    """The one line that opening a cache ends with, also where only its sizes are compared."""
+    """Return the one-line error of opening a cache."""
     with pytest.raises(CorruptFileError) as error:
         EmbeddingStore.open(folder, "train", **options)
     line = str(error.value)
@@ -42,7 +42,7 @@ def refused(folder, **options):
 
 
 def at(*path, value):
-    """Change a manifest at a place."""
+    """Return a change that sets the manifest entry at `path`."""
 
     def change(manifest):
         *inner, last = path
@@ -245,7 +245,7 @@ def test_each_data_set_and_teacher_has_a_cache_folder_of_its_own(tmp_path, monke
     first = {path.name: path.read_bytes() for path in top.glob("embeddings_*")}
     assert torch.load(top / f"{NAME}.pt", weights_only=True)["embeddings"].shape == (1437, 64)
     rng, caches = np.random.default_rng(0), set()
-    for file in ("a b/x.npy", "ü/x.npy"):  # of one name, and other content
+    for file in ("a b/x.npy", "ü/x.npy"):  # equal names, different content
         Path(file).parent.mkdir()
         np.save(file, rng.random((60, 5), np.float32))
         for _ in range(2):
@@ -254,7 +254,7 @@ def test_each_data_set_and_teacher_has_a_cache_folder_of_its_own(tmp_path, monke
             cache = Path(config["settings"]["EMBEDDINGS_DIR"])
             assert cache.parent == top and cache.name.startswith("x.npy-features-")
             caches.add(cache)
-    np.save("ü/x.npy", rng.random((60, 5), np.float32))  # changed: another
+    np.save("ü/x.npy", rng.random((60, 5), np.float32))  # changed content
     run(plain(tmp_path, dataset="ü/x.npy"))
     run(plain(tmp_path))
     assert len(caches) == 2 and len(list(top.glob("x.npy-features-*"))) == 3

@@ -1,4 +1,4 @@
-"""Rows 39 to 45 and 82: checkpoints, processes, the system."""
+"""Test rows 39 to 45 and 82: checkpoints, processes, the system."""
 
 import os
 import re
@@ -40,7 +40,7 @@ from tests.processes import HANG, start
 
 
 def steps_kept(folder):
-    """Every step up to the newest checkpoint that is complete."""
+    """Return all steps up to the newest complete checkpoint."""
     complete = max((folder / "checkpoint").glob("*.sha256"), default=None)
     return set(range(int(complete.stem.rpartition("_")[2]))) if complete else set()
 
@@ -69,7 +69,7 @@ def test_half_a_file_of_a_killed_run_is_cleared_away(settings):
 
 
 def struck_by(number, step, command, folder, errors):
-    """A Python program that sends itself a signal as it writes the checkpoint of a step."""
+    """Run a command that sends itself a signal while it writes the checkpoint of a step."""
 
     def strike(position, path, written):
         if f"step_{step:09}" in path and written:
@@ -85,10 +85,7 @@ def struck_by(number, step, command, folder, errors):
 @row(40)
 @pytest.mark.slow
 def test_a_signal_ends_with_a_checkpoint_and_the_command_that_goes_on(settings, tmp_path):
-    """One while it writes the checkpoint of step 10, another while the command that was said does.
-
-    The command after that one ends the run as one that nobody stopped.
-    """
+    """Stop at step 10, resume with the printed command, stop at step 20, and resume to the end."""
     path, errors = tmp_path / "runs" / "a run", tmp_path / "errors"
     command = [sys.executable, str(ROOT / "train.py"), *flags_of(settings(run_name="a run"))]
     for number, step in ((signal.SIGTERM, 10), (signal.SIGINT, 20)):
@@ -129,7 +126,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(settings, train_py, h
         progress=lambda stage, done, *_: stages.append((stage, done)),
     )
     assert "falling back to the checkpoint before step_000000025" in caplog.text
-    assert ("train", 25) in stages and ("train", 20) not in stages  # from step 20 on
+    assert ("train", 25) in stages and ("train", 20) not in stages  # resumed from step 20
     assert weights(path) == weights(whole) and log_lines(path) == log_lines(whole)
     assert (path / "checkpoint" / "step_000000020.pt").read_bytes() == before
 
@@ -168,7 +165,7 @@ def test_other_data_under_the_same_name_are_refused(settings, tmp_path, digits, 
 
 
 def _rewrite(path, change):
-    """Change what the last checkpoint holds, with a checksum that fits."""
+    """Change the content of the last checkpoint, with a matching checksum."""
     newest, held = newest_checkpoint(path)
     change(held)
     save_tensors(newest, held)
@@ -211,7 +208,7 @@ def test_a_checkpoint_that_cannot_be_understood_is_refused_or_left_for_the_one_b
         assert ("ssl_kd 9.9.9" in str(error)) == harm.endswith("format")
         assert "without --resume" in str(error) or not harm.endswith("format")
         assert content(path / "checkpoint") == checkpoints
-    else:  # never from step 25 with weights of somebody else
+    else:  # never continues from step 25 with foreign weights
         assert weights(path) == weights(whole)
 
 
@@ -227,7 +224,7 @@ def test_a_cache_of_another_version_names_the_way_out(settings, train_py):
 
 
 class HungryHead(TEMIHead):
-    """Asks for more than there is, from the 15th training pass on."""
+    """Allocates more memory than exists after the 15th training pass."""
 
     passes = 0
 
@@ -253,7 +250,7 @@ def test_out_of_memory_names_the_settings_to_lower(settings, train_py, monkeypat
     assert not (path / "metrics.json").exists() and newest_checkpoint(path)[1]["step"] == 10
     monkeypatch.setattr(HungryHead, "passes", -1000)
     whole = run(settings(run_name="whole", head=hungry.head))
-    assert train_py(hungry, "--resume")[0] == 0  # memory was found: go on
+    assert train_py(hungry, "--resume")[0] == 0  # resume with enough memory
     assert weights(path) == weights(whole)
 
 
@@ -294,7 +291,7 @@ def test_a_run_folder_that_holds_something_is_never_overwritten(settings, train_
     line = one_line(error)
     assert code == 2 and f"{path} already holds" in line
     assert "--run_name" in line and "--resume" in line
-    if held == "a run in use":  # by another process, which is neither joined nor disturbed
+    if held == "a run in use":  # by another process
         with locked(path / ".lock") as holder:
             code, error = train_py(settings(run_name="a", resume=True))
             assert code == 1 and f"process {holder} holds" in one_line(error)

@@ -1,4 +1,4 @@
-"""Rows 96 to 100: commands, settings, folders."""
+"""Test rows 96 to 100: commands, settings, folders."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_one_of_two_ranks_is_refused_by_its_number(settings, train_py, monkeypat
     ],
 )
 def test_ranks_of_other_launchers_are_known(monkeypatch, size, rank):
-    monkeypatch.setenv("SLURM_NTASKS", "2")  # of a batch script, which is one process
+    monkeypatch.setenv("SLURM_NTASKS", "2")  # a batch script is one process
     refuse_ranks()
     monkeypatch.setenv(size, "2")
     monkeypatch.setenv(rank, "1")
@@ -181,7 +181,7 @@ sys.exit(guarded(work))
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path, closed, unbuffered):
-    """Far more is written than a pipe holds, before and after its reader closed it."""
+    """Write more than a pipe holds, before and after its reader closes it."""
     out = subprocess.DEVNULL if closed == "stderr" else subprocess.PIPE
     err = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "both": subprocess.STDOUT}
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""Rows 1 to 14 and 85: data and store."""
+"""Test rows 1 to 14 and 85: data and store."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ SHARD = "embeddings_train_00002.pt"  # rows 32 to 47
 
 
 def _refit_checksum(path):
-    """Make the manifest agree with a shard that was changed: then the fault is in the data."""
+    """Match the manifest to a changed shard, so that only its data are at fault."""
     manifest = read_manifest(path.parent / "embeddings_train.json")
     for entry in manifest["shards"]:
         if entry["file"] == path.name:
@@ -73,7 +73,7 @@ def test_a_bad_row_is_named(settings, train_py, value, fitting, reason):
     assert code == 1 and f"{SHARD}, row 5 (row 37 of the data set, sample '37')" in line
     assert reason in line and "--rebuild_damaged" in line
     assert content(path.parent) == harmed and no_run(settings())
-    if fitting:  # excluded only if asked
+    if fitting:  # excluded only on request
         kept = opened(settings(), exclude_bad=True)
         others = torch.tensor([i for i in range(64) if i != 37])
         assert torch.equal(kept.indices, others) and torch.equal(kept.tensor(), before[others])
@@ -115,7 +115,7 @@ def test_a_damaged_shard_is_named_and_rebuilt_alone(settings, train_py, harm):
     code, _ = train_py(settings(), "--rebuild_damaged")
     assert code == 0
     now = content(folder)
-    assert {name: now[name] for name in whole} == whole  # the neighbours came with the run
+    assert {name: now[name] for name in whole} == whole  # the run added the neighbors
     touched = {p.name: p.stat().st_mtime_ns for p in folder.glob("*.pt") if p.name in others}
     assert touched == others
 
@@ -137,7 +137,7 @@ def test_a_foreign_cache_is_replaced_only_when_told(settings, train_py, tmp_path
 
 
 def embed_rows(folder):
-    """1500 rows into 30 shards."""
+    """Embed 1,500 rows into 30 shards."""
     data = FeatureDataset("x", "train", np.random.default_rng(0).normal(size=(1500, 32)))
     precision = Precision.for_device("cpu")
     Extraction(
@@ -146,7 +146,7 @@ def embed_rows(folder):
 
 
 def shards(folder):
-    """The complete ones and their times: each counts once the manifest lists it."""
+    """Return the shards listed in the manifest, with modification times."""
     for place in (folder / "embeddings_train.partial", folder):
         manifest = place / "embeddings_train.json"
         if manifest.exists():
@@ -171,7 +171,7 @@ def test_killed_at_twenty_random_positions_no_complete_shard_is_lost(tmp_path):
 
 @contextlib.contextmanager
 def _files_up_to(size):
-    """No file of this process may grow beyond `size` bytes: writing more fails with EFBIG."""
+    """Limit files of this process to `size` bytes; writing more fails with EFBIG."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -219,7 +219,7 @@ def test_no_room_for_a_checkpoint_leaves_the_one_before(settings, train_py, tmp_
     assert not list(tmp_path.rglob("*.tmp"))
     names = {path.name for path in (tmp_path / "runs/cut/checkpoint").iterdir()}
     assert names == {"step_000000008.pt", "step_000000008.sha256"}
-    assert train_py(cut, "--resume")[0] == 0  # space was made: go on
+    assert train_py(cut, "--resume")[0] == 0  # resume with enough space
     assert weights(tmp_path / "runs/cut") == weights(whole)
 
 
@@ -254,7 +254,7 @@ def test_awkward_images_are_decoded_or_named(settings, tmp_path, train_py):
     colour = torch.tensor([[64.0], [128.0], [32.0]]).expand(3, 64) / 255
     for name in ("colour.png", "cmyk.tif"):
         torch.testing.assert_close(shades[name], colour, rtol=0, atol=0.005)
-    assert (shades["transparent.png"] == 1).all()  # laid on white
+    assert (shades["transparent.png"] == 1).all()  # on a white background
     assert len(assignments(tmp_path / "runs/a")) == 8
     assert metrics(tmp_path / "runs/a")["dataset"]["unreadable"] == 3
 
@@ -304,7 +304,7 @@ def test_no_sample_at_all_says_so(settings, tmp_path, train_py):
 
 @row(11)
 def test_labels_of_any_kind_train_the_same_heads(settings, tmp_path, digits):
-    """Labels score and never train: the weights are the same to the bit."""
+    """Check that labels do not change the trained weights, to the bit."""
     labels = digits[1][:64]
     kinds = {
         "whole": labels,
@@ -383,7 +383,7 @@ def test_a_second_writer_fails_clearly_and_changes_nothing(settings, train_py):
         line = one_line(error)
         assert code == 1 and f"process {os.getpid()} holds {lock}" in line
         assert content(folder) == before and no_run(settings())
-    assert train_py(settings(), "--force-recompute")[0] == 0  # the shards are one by now
+    assert train_py(settings(), "--force-recompute")[0] == 0  # rewrites the cache as one shard
     assert torch.equal(opened(settings()).tensor(), first)
 
 

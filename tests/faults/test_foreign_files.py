@@ -1,4 +1,4 @@
-"""Rows 86 to 95: what is read is checked, what is left out is said, nothing of a file is run."""
+"""Test rows 86 to 95: files are checked, omissions are reported, no code from a file runs."""
 
 import json
 import logging
@@ -41,18 +41,18 @@ DIM, CLUSTERS = 4, 3
 
 
 class OwnHead(TEMIHead):
-    """A head of a user's own."""
+    """A custom head."""
 
 
 OWN = f"{OwnHead.__module__}.{OwnHead.__qualname__}"
 
 
-# --- 86: no import because a file says so ---------------------------------------------------------
+# --- 86: a file never decides what is imported ----------------------------------------------------
 
 
 @pytest.fixture
 def evil(tmp_path, monkeypatch):
-    """The import path of a class whose module lies in `tmp_path / model` and leaves a trace."""
+    """Yield the import path of a class whose module writes `trace` when it is imported."""
     folder = tmp_path / "model"
     folder.mkdir()
     code = "import pathlib, ssl_kd.heads\npathlib.Path(__file__).with_name('trace').touch()\n"
@@ -63,7 +63,7 @@ def evil(tmp_path, monkeypatch):
 
 
 def saved_model(folder, head):
-    """A folder of JSON and safetensors whose config.json names a head."""
+    """Save a model whose config.json names a head."""
     model = ClusterModel(DIM, DIM, CLUSTERS, 2, hidden_dim=6, bottleneck_dim=4)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -79,7 +79,7 @@ def test_a_head_that_a_folder_names_is_not_imported(kind, evil, tmp_path, caplog
     with pytest.raises(ValueError, match=r"config.json.* 'evil.Head'.*head='evil.Head'"):
         kind.from_pretrained(folder)
     assert not (folder / "trace").exists() and "evil" not in sys.modules
-    with caplog.at_level("INFO", "ssl_kd"):  # what the caller names is
+    with caplog.at_level("INFO", "ssl_kd"):  # a head that the caller names is imported
         kind.from_pretrained(folder, head=evil)
     assert (folder / "trace").exists()
     assert f"evil.Head: imported the module from {folder / 'evil.py'}" in caplog.text
@@ -104,7 +104,7 @@ def test_a_loss_that_a_folder_names_is_not_taken_over(tmp_path):
 
 
 def bundle_file(path, **changes):
-    """A bundle of a healthy step, with changed settings."""
+    """Save a bundle of a healthy step with changed settings, and return its path."""
     settings = VisionSettings(n_heads=2, hidden_dim=8, batch_size=8)
     trainer = make_trainer(settings, DIM, CLUSTERS, Precision.for_device("cpu"))
     before = {name: tensor[:1].clone() for name, tensor in trainer.state.tensors().items()}
@@ -130,7 +130,7 @@ def test_a_class_that_a_bundle_names_is_not_imported(what, evil, tmp_path, capfd
 @row(86)
 def test_a_replay_imports_the_head_that_it_is_given(tmp_path, capfd):
     path = bundle_file(tmp_path / "b.pt", head="lost.Head")
-    assert cli.main(["replay", "--head", OWN, str(path)]) == 1  # it runs, and is healthy
+    assert cli.main(["replay", "--head", OWN, str(path)]) == 1  # it runs and finds no fault
     assert "the same step is healthy" in capfd.readouterr().out
     assert cli.main(["replay", str(path), "--hed=x"]) == 2
 
@@ -152,7 +152,7 @@ def test_a_file_of_another_format_starts_no_program(name, tmp_path, monkeypatch)
 
 
 def png_of_zeros(path, width, height, depth):
-    """A grey PNG of a few kilobytes that is large once it is decoded."""
+    """Write a gray PNG of a few kilobytes that is large when decoded."""
 
     def chunk(kind, data):
         return (
@@ -183,7 +183,7 @@ def test_an_image_that_is_too_large_decoded_is_named_and_left_out(settings, tmp_
     )
 
 
-# --- 89: a cache of data or weights that have changed since ---------------------------------------
+# --- 89: a cache of data or weights that changed later --------------------------------------------
 
 
 @row(89)
@@ -221,7 +221,7 @@ def test_weights_under_any_name_identify_a_language_model(how, tmp_path):
         files_id(tmp_path)
 
 
-# --- 90: columns and labels that are not what they look like --------------------------------------
+# --- 90: misleading columns and labels ------------------------------------------------------------
 
 
 @row(90)
@@ -248,12 +248,12 @@ def test_labels_minus_one_and_one_are_two_classes(settings, tmp_path, digits):
     assert "64 samples in the right cluster" in write_report(path).read_text()
 
 
-# --- 91: what could not be read -------------------------------------------------------------------
+# --- 91: unreadable files -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def closed(monkeypatch):
-    """`closed(path)`: nobody may list that folder, or open that file, until `closed(None)`."""
+    """Return `closed(path)`, which denies access to a folder or file until `closed(None)`."""
     shut: list[str] = []
     scan, opening = os.scandir, Image.open
 
@@ -305,7 +305,7 @@ def test_a_file_that_was_gone_for_a_moment_is_named_until_it_is_embedded(
     closed(tmp_path / "images" / "07.png")
     run(odd)
     before = opened(odd).tensor()
-    for _ in range(2):  # each time the cache is used
+    for _ in range(2):  # in every run that uses the cache
         caplog.clear()
         run(odd)
         assert "1 of 20 samples of train are left out: 07.png (PermissionError" in caplog.text
@@ -326,7 +326,7 @@ def test_a_file_that_was_gone_for_a_moment_is_named_until_it_is_embedded(
     assert "left out" not in caplog.text
 
 
-# --- 92: a manifest of another version, or that somebody wrote ------------------------------------
+# --- 92: a manifest of another version, or a forged one -------------------------------------------
 
 
 def _field(*places, value=None):
@@ -361,7 +361,7 @@ def test_a_manifest_with_other_fields_is_one_line(settings, change, word):
     path = Path(settings().embeddings_dir) / "embeddings_train.json"
     manifest = read_manifest(path)
     change(manifest)
-    write_manifest(path, manifest)  # with a checksum that fits
+    write_manifest(path, manifest)  # with a matching checksum
     message = f"{path} was written by another version of ssl_kd (.*{word}"
     with pytest.raises(
         CorruptFileError, match=re.escape(message).replace(r"\.\*", ".*")
@@ -402,7 +402,7 @@ def test_a_damaged_model_is_named(kind, damage, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-# --- 94: names that are made to deceive -----------------------------------------------------------
+# --- 94: deceptive names --------------------------------------------------------------------------
 
 
 @row(94)
@@ -428,7 +428,7 @@ def test_a_file_name_forges_no_line_and_sends_nothing_to_the_terminal(
 
 
 class Fussy(Pixels):
-    """A teacher of a user's own that fails at one image, while it prepares or embeds it."""
+    """A custom teacher that fails on one image, in `preprocess` or `embed`."""
 
     where = "preprocess"
 
@@ -469,7 +469,7 @@ def test_a_teacher_that_fails_names_the_image(
     assert code == 1 and named in line and no_run(odd)
 
 
-# --- what testers found ------------------------------------------------------------------------
+# --- found by testers --------------------------------------------------------------------------
 
 
 @row(179)

@@ -1,4 +1,4 @@
-"""Rows 15 to 24: forward pass and loss."""
+"""Test rows 15 to 24: forward pass and loss."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_a_nan_weight_costs_its_head_ten_steps_and_the_others_nothing(place, how
     clean = trained(steps=75, instance_weight=how)
     sick = trained(strike, steps=75, instance_weight=how)
     skipped = [event for event in sick.of(f"head {SICK}") if event[2] == "skipped"]
-    first = 61 if place == "exp_avg" else 60  # there the step itself makes the weight NaN
+    first = 61 if place == "exp_avg" else 60  # step 60 itself makes the weight NaN
     stage = "loss" if place == "student" else "teacher"
     assert skipped == [(step, stage, "skipped") for step in range(first, first + 10)]
     after = (first + 9, "escalation", "restored to its state before step 50")
@@ -53,13 +53,13 @@ def test_a_nan_weight_costs_its_head_ten_steps_and_the_others_nothing(place, how
     assert {event.part for event in sick.events} == {f"head {SICK}"}
     assert healthy_alike(sick, clean)
     assert same(sick.owned(SICK, first + 10), clean.owned(SICK, 50))
-    assert not same(sick.owned(SICK), clean.owned(SICK, 50))  # it learns again
+    assert not same(sick.owned(SICK), clean.owned(SICK, 50))  # it trains again
     assert all(torch.isfinite(tensor).all() for tensor in sick.trainer.state.owned().values())
 
 
 @row(15)
 def test_where_weights_couple_the_heads_the_others_are_as_if_it_had_been_left_out():
-    """Left out by hand: retired from that step on."""
+    """Compare with a run that retires the head by hand from that step on."""
 
     def hit(trainer, step):
         if step == 3:
@@ -77,7 +77,7 @@ def test_where_weights_couple_the_heads_the_others_are_as_if_it_had_been_left_ou
 
 @row(15)
 def test_a_nan_weight_never_reaches_a_checkpoint():
-    """Saved in the very step after the hit, before the guard would have restored the head."""
+    """Save in the step right after the fault, before the guard restores the head."""
     x, sampler = problem()
     trainer, events, saved = make_trainer(), [], []
 
@@ -169,7 +169,7 @@ def test_collapse_of_one_head_is_flagged_for_that_head(settings, monkeypatch):
     make = pipeline.make_trainer
 
     def collapsed_trainer(*arguments):
-        """Head 2 answers cluster 0 to whatever comes, from the start, and cannot learn."""
+        """Make head 2 predict cluster 0 for every input, with zero gradient."""
         trainer = make(*arguments)
         for weights in (trainer.state.student, trainer.state.teacher):
             named = trainer.bank.unflatten(weights)

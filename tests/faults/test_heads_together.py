@@ -1,4 +1,4 @@
-"""Rows 101 to 106: several processes that train the heads of one run."""
+"""Test rows 101 to 106: several processes that train the heads of one run."""
 
 import json
 import os
@@ -37,7 +37,7 @@ data, settings = heads.data, heads.settings
 
 
 def kill_again_and_again(settings, seed, kills):
-    """Kill ranks at random steps and random changes of files, and resume with another world."""
+    """Kill ranks at random steps and file changes, and resume with another world size."""
     draw, done, runs = random.Random(seed), 0, 0
     straight = trained(1, settings("straight"))
     while done < kills:
@@ -95,7 +95,7 @@ def test_with_the_mean_all_stop_at_the_same_step(settings):
     told = run_joined(work, 2, settings("a", **changes), (strike, 1, signal.SIGTERM, 13))
     assert [one[2] for one in told] == [128 + signal.SIGTERM] * 2, told
     done = max(int(p.stem[5:]) for p in (folder_of(settings("a")) / "checkpoint").glob("*.pt"))
-    assert done == 15  # the next record
+    assert done == 15  # the next log record
     same(straight, trained(2, settings("a", resume=True, **changes)))
 
 
@@ -109,10 +109,10 @@ def test_torchrun_that_is_told_to_stop_ends_soon_with_a_checkpoint(settings, num
             deadline = time.monotonic() + 120
             while not any(path.glob("checkpoint/*.sha256")) and time.monotonic() < deadline:
                 time.sleep(0.1)
-            whom = process.pid  # torchrun, which tells its processes
+            pid = process.pid  # torchrun forwards the signal to its processes
             if number == signal.SIGKILL:
-                whom = int((path / ".lock").read_text())  # rank 0
-            os.kill(whom, number)
+                pid = int((path / ".lock").read_text())  # rank 0
+            os.kill(pid, number)
             _, error = process.communicate(timeout=60)
         finally:
             process.kill()
@@ -121,10 +121,10 @@ def test_torchrun_that_is_told_to_stop_ends_soon_with_a_checkpoint(settings, num
         assert "rank 1 of 2 lost other ranks" in error or "rank 1 of 2 waited" in error
     else:
         assert error.count("a checkpoint is in") == 1 and "--resume" in error
-    digest = max(path.glob("checkpoint/*.sha256"))  # a kill may leave a later file without one
+    digest = max(path.glob("checkpoint/*.sha256"))  # a later checkpoint may lack its checksum
     assert digest.read_text() == sha256_file(digest.with_suffix(".pt"))
     assert not list(path.rglob("*.tmp")) or number == signal.SIGKILL
-    with Lock(path / ".lock"):  # nobody is left who writes
+    with Lock(path / ".lock"):  # no process is left that writes
         pass
 
 
@@ -155,7 +155,7 @@ def test_too_few_healthy_heads_stop_all_ranks(settings):
     tensors = load_tensors(last)["tensors"]
     assert torch.isfinite(tensors["student"]).all() and len(tensors["student"]) == 8
     told = run_joined(work, 1, settings("a", resume=True, **changes))
-    assert told[0][0] == "done", told  # the cause is gone
+    assert told[0][0] == "done", told  # without the fault
 
 
 @row(105)

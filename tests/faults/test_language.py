@@ -1,4 +1,4 @@
-"""Rows 25 to 27, 51, 53 and from 54 on: the language mode."""
+"""Test rows 25 to 27, 51, 53, and 54 and later: the language mode."""
 
 import contextlib
 import json
@@ -84,7 +84,7 @@ from tests.faults.matrix import row  # noqa: E402
 from tests.faults.test_checkpoint_and_process import steps_kept  # noqa: E402
 from tests.kills import kill_again_and_again  # noqa: E402
 
-# peft asks transformers by a name that is deprecated.
+# peft uses a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 INF = math.inf
@@ -95,7 +95,7 @@ INF = math.inf
 
 @row(25)
 def test_a_row_in_which_nothing_counts_changes_no_bit_of_a_step():
-    """Twice the same weights: with the empty rows in the second batch, and without them."""
+    """Compare steps with and without rows that have no loss, from the same weights."""
     rows = make_rows(4)
     empty = replace(rows, counts=rows.counts.clone())
     empty.counts[2:] = False
@@ -107,7 +107,7 @@ def test_a_row_in_which_nothing_counts_changes_no_bit_of_a_step():
         torch.testing.assert_close(mine.loss, theirs.loss, rtol=1e-5, atol=0)
 
     harmed = replace(empty, ids=empty.ids.clone())
-    harmed.ids[2:] = 5  # whatever stands there
+    harmed.ids[2:] = 5  # any token
     assert same(taught(steps=3, rows=harmed).owned(), taught(steps=3, rows=empty).owned())
 
 
@@ -166,7 +166,7 @@ def _rows_of(step, n=ROWS):
 
 
 def _named(step, n=ROWS):
-    """How the message begins that names the rows of a step."""
+    """Return the beginning of the message that names the rows of a step."""
     return f"rows {', '.join(map(str, _rows_of(step, n)))}: "
 
 
@@ -189,7 +189,7 @@ def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on(monkeypa
     assert "look for NaN" in told[2]
     twin = taught(leave_out("kd", steps=range(2, 8)), steps=9)
     assert same(sick.owned(), twin.owned()) and {e.part for e in sick.events} == {"kd"}
-    assert len([e for e in sick.events if e.stage == "replay"]) == 1  # the first time alone
+    assert len([e for e in sick.events if e.stage == "replay"]) == 1  # only the first time
 
 
 @row(27)
@@ -215,7 +215,7 @@ def test_without_a_finite_term_the_step_is_skipped_and_its_rows_named(lasting):
 
 
 def _idle_at(step):
-    """A strike that gives a step up by hand: its gradients never reach the optimizer."""
+    """Return a strike that skips a step by hand: its gradients never reach the optimizer."""
 
     def strike(distiller, now):
         optimizer = distiller.optimizer
@@ -228,7 +228,7 @@ def _idle_at(step):
 
 
 class _NoOptimizer:
-    """An optimizer that makes no step."""
+    """An optimizer whose `step` does nothing."""
 
     def __init__(self, optimizer):
         self._optimizer = optimizer
@@ -246,7 +246,7 @@ MODES = ("native", "all", "ka", "sar")
 
 
 def _mixture(mode, **settings) -> tuple[Any, Any, dict]:
-    """A teacher of four experts, its source, and the settings that both go by."""
+    """Return a teacher with four experts, its source, and the settings of both."""
     asked = {"router_mode": mode, "router_lr": 1e-2, "divergence": "forward_kl", **settings}
     model = make_model("Mixtral", seed=2)
     frozen = FrozenTeacher(model)
@@ -256,7 +256,7 @@ def _mixture(mode, **settings) -> tuple[Any, Any, dict]:
 
 
 def _patch(weight, place, at=3):
-    """A strike that makes one entry of a weight NaN for one step."""
+    """Return a strike that makes one entry of a weight NaN for one step."""
     whole = []
 
     def strike(distiller, step):
@@ -270,7 +270,7 @@ def _patch(weight, place, at=3):
 
 
 def _without_router(step, *terms):
-    """A strike that leaves the router's step out by hand, and these terms."""
+    """Return a strike that leaves out the router's step and these terms by hand."""
     terms_out = leave_out(*terms, steps={step})
 
     def strike(distiller, now):
@@ -310,7 +310,7 @@ def test_a_nan_gate_or_expert_is_named_and_leaves_the_cross_entropy_to_train_alo
 @row(54)
 @pytest.mark.parametrize("stage", ["loss", "gradient"])
 def test_a_nan_in_the_routers_own_step_leaves_it_untouched_and_nothing_else(stage):
-    """The teacher's answer is computed without gradients, the router's step with them."""
+    """Corrupt only the pass with gradients: the router's step, not the teacher's output."""
     model, source, asked = _mixture("sar")
     on = []
 
@@ -371,7 +371,7 @@ def two_tokenizers():
 
 
 def _aligned(how, two, strike=lambda distiller, step: None, at=None, kinds=("Llama", "Llama")):
-    """Teach across tokenizers; `at` is the teacher's token of the first row that is spoilt."""
+    """Train across tokenizers; `at` is the teacher token to corrupt in the first row."""
     rows, (mine, theirs) = two
     asked = {**FAST, "align": how, "divergence": "forward_kl"}
     teacher = make_model(kinds[1], seed=2, vocab_size=theirs)
@@ -391,12 +391,12 @@ every_alignment = pytest.mark.parametrize("how", ["uld", "chunks"])
 def test_a_nan_in_one_group_takes_its_row_out_of_the_divergence_alone(how, two_tokenizers):
     rows = two_tokenizers[0]
     groups = rows.batch(_rows_of(3, len(rows))).groups().teacher
-    before_a_group = int(groups.rows[groups.first][1])  # of the first row, and no BOS
+    before_a_group = int(groups.rows[groups.first][1])  # in the first row, after BOS
     before_another = int(groups.rows[groups.first][2])
     sick, twin = (_aligned(how, two_tokenizers, at=at) for at in (before_a_group, before_another))
     without = _aligned(how, two_tokenizers, leave_out("kd", steps={3}))
     assert same(sick.owned(), twin.owned())
-    assert not same(sick.owned(), without.owned())  # the other rows' divergence is learned
+    assert not same(sick.owned(), without.owned())  # the other rows still train
     assert [event for event in sick.of("kd") if event[1] == "loss"] == [
         (3, "loss", "rows left out"),
         (4, "loss", "used again"),
@@ -409,7 +409,7 @@ def test_a_nan_in_one_group_takes_its_row_out_of_the_divergence_alone(how, two_t
 @row(56)
 @every_alignment
 def test_what_the_teacher_says_outside_every_group_changes_no_bit(how, two_tokenizers):
-    """After the last token of a row nothing comes that could be predicted."""
+    """Corrupt the last token of a row, which predicts nothing."""
     rows = two_tokenizers[0]
     last = int((rows.teacher.documents[_rows_of(3, len(rows))[0]] > 0).sum()) - 1
     sick, clean = _aligned(how, two_tokenizers, at=last), _aligned(how, two_tokenizers)
@@ -425,11 +425,11 @@ def test_a_head_that_is_not_linear_is_followed(who, how, two_tokenizers):
     assert all(0 < result.kd < INF for result in found.results) and not found.events
 
 
-# --- what the guard does in the end ---------------------------------------------------------------
+# --- escalation -----------------------------------------------------------------------------------
 
 
 def _strike_of(hit, steps, seen):
-    """Turn a fault on in these steps, and keep the distiller where it can be seen afterwards."""
+    """Return a strike with a fault in these steps, which stores the distiller in `seen`."""
     at = hit.at(*steps)
 
     def strike(distiller, step):
@@ -461,7 +461,7 @@ def test_ultra_stable_goes_back_with_a_fresh_optimizer_and_on(monkeypatch):
     found = taught(_strike_of(hit, range(4, 8), seen), steps=12, student=student, **patience)
     (event,) = [e for e in found.events if e.stage == "escalation"]
     assert event.step == 7 and event.action.endswith("with a fresh optimizer")
-    assert same(found.owned(8), found.owned(0))  # before step 0 there were no moments either
+    assert same(found.owned(8), found.owned(0))  # step 0 starts without moments, too
     assert [result.updated for result in found.results] == [not 4 <= i < 8 for i in range(12)]
     assert not same(found.owned(), found.owned(8))
 
@@ -474,7 +474,7 @@ HALF = {"model_dtype": "float16"}  # with the fixture `float16_here`
 @row(59)
 @pytest.mark.parametrize("linear", [True, False])
 def test_a_head_that_overflows_under_autocast_has_a_finite_loss_and_gradient(linear):
-    """Against the saturated logits in float64."""
+    """Compare with saturated logits in float64."""
     generator = torch.Generator().manual_seed(0)
     hidden = 150 * torch.randn(40, 32, generator=generator)
     weight = 100 * torch.randn(VOCABULARY, 32, generator=generator)
@@ -505,7 +505,7 @@ def test_a_head_that_overflows_under_autocast_has_a_finite_loss_and_gradient(lin
 @row(59)
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
 def test_no_step_is_lost_to_a_float16_teacher_whose_logits_overflow(kind, float16_here):
-    """In a Llama the product with the head is the loss's own, in a Gemma 2 the model's."""
+    """Test both ways to multiply by the head: in the loss (Llama) and in the model (Gemma 2)."""
     half = precision_of(LanguageSettings(**{**FAST, **HALF}))
     assert half.student == half.teacher == torch.float16
     teacher = make_model(kind, seed=2, tie_word_embeddings=False)
@@ -518,7 +518,7 @@ def test_no_step_is_lost_to_a_float16_teacher_whose_logits_overflow(kind, float1
     assert not found.events
 
 
-# --- what lies on the disk ------------------------------------------------------------------------
+# --- files on disk --------------------------------------------------------------------------------
 
 
 @row(51)
@@ -676,7 +676,7 @@ def test_a_file_without_a_usable_line_is_refused(world, distill):
 
 @pytest.fixture
 def cached(world):
-    """The teacher's cache of the text, two rows a file."""
+    """Return a teacher cache of the text with two rows per file."""
     lm = load_causal_lm(world.teacher)
     texts = open_text(world.text, "train", held_out=0)
     rows = make_blocks(texts, lm.tokenizer, FAST["block_size"])
@@ -709,7 +709,7 @@ def test_a_cache_of_something_else_is_refused_with_the_field(world, distill, cac
         code, error = distill(asked.replace(run_name="other", **changes))
         line = one_line(error)
         assert code in (1, 2) and f"{field}: cache has" in line
-        if field == "temperature":  # and nothing else is blamed
+        if field == "temperature":  # and no other field is named
             assert line.count(": cache has") == 1
         assert content(cached) == before and not (world.runs / "other").exists()
 
@@ -752,7 +752,7 @@ def test_a_cache_that_cannot_replace_an_absent_teacher_is_refused(world, cached)
 
 
 def _spoil_row(cached, fitting):
-    """A NaN in row 5 of the cache, its third file; `fitting` makes the manifest agree."""
+    """Put a NaN into row 5 of the cache (its third file); `fitting` updates the manifest."""
     manifest = read_manifest(cached / "teacher.json")
     entry = manifest["shards"][2]
     path = cached / entry["file"]
@@ -784,7 +784,7 @@ def test_a_damaged_cache_names_its_file_before_any_work(world, distill, cached, 
 
 
 def cache_rows(folder, method):
-    """160 rows of a teacher's answers into 40 shards."""
+    """Cache the teacher's outputs for 160 rows in 40 shards."""
     fingerprint = TeacherFingerprint(
         "t", "w", "t", "x", BLOCK, False, "rows", "float32", method, 8, 2.0
     )
@@ -793,7 +793,7 @@ def cache_rows(folder, method):
 
 
 def shards(folder):
-    """The complete ones."""
+    """Return the complete shards."""
     for place in (folder / "teacher.partial", folder):
         if (place / "teacher.json").exists():
             return {shard["file"] for shard in read_manifest(place / "teacher.json")["shards"]}
@@ -834,7 +834,7 @@ def _asked(world, changes, **more):
 
 
 def _same_run(a, b):
-    """The student, the log, the table: all but what the clock says."""
+    """Check that two runs are equal in everything except times."""
     assert student_of(a) == student_of(b)
     assert same(newest_checkpoint(a)[1], newest_checkpoint(b)[1])
     assert _log(a) == _log(b)
@@ -883,7 +883,7 @@ def test_half_a_student_of_a_killed_run_is_cleared_away(world):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_killed_at_random_positions_the_student_is_the_uninterrupted_runs(world):
-    """With a router that learns: what a checkpoint holds beside the student."""
+    """Test a run with a trainable router, whose checkpoint holds more than the student."""
     more = {"max_steps": 20, "checkpoint_every": 3, "log_every": 2, "eval_every": 8}
     asked = _asked(world, RUNS["a router that learns"], **more)
     found = kill_again_and_again(train_in, steps_kept, world.runs, run, asked, kills=8)
@@ -898,7 +898,7 @@ def test_killed_at_random_positions_the_student_is_the_uninterrupted_runs(world)
 
 @row(67)
 def test_a_student_that_is_nan_only_when_it_writes_is_named_by_its_questions(world):
-    """At the second new token of the second question: what has a cache of what went before."""
+    """Inject the NaN at the second new token of the second question, with a KV cache."""
     lm, clean = load_causal_lm(world.student), load_causal_lm(world.student)
     hit = Struck(lm.model.model.norm, (1,), when=lambda output: output.shape[1] == 1)
     hit.on = True
@@ -938,7 +938,7 @@ def test_an_evaluation_batch_that_is_nan_is_left_out_and_named(who):
     assert not others.left_out
     own, beside = ("nll", "perplexity", "ece"), ("agreement", "kl")
     for name in own + beside:
-        # A teacher's NaN says nothing against what the student says alone.
+        # A NaN of the teacher does not affect the student's own scores.
         kept = clean if who == "teacher" and name in own else others
         assert getattr(found, name) == getattr(kept, name)
         assert getattr(others, name) != getattr(clean, name)
@@ -1037,7 +1037,7 @@ def test_a_router_cannot_learn_from_a_teacher_that_is_not_there(world, distill, 
 
 @row(72)
 def test_a_gradient_that_is_not_finite_is_found_again(world, monkeypatch):
-    """The student's norm has a root that is 0 there; the loss is finite."""
+    """Add a square root at 0 to the student's norm: finite loss, infinite gradient."""
     made = Distiller.__init__
 
     def with_a_root(self, student, *args, **options):

@@ -1,4 +1,4 @@
-"""Rows 74 to 79: what is asked for and absent is never healthy."""
+"""Test rows 74 to 79: a requested term that is missing is never healthy."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ from tests.faults.inject_language import (  # noqa: E402
 from tests.faults.matrix import row  # noqa: E402
 from tests.faults.test_language import HALF  # noqa: E402
 
-# peft asks transformers by a name that is deprecated.
+# peft uses a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 
@@ -38,7 +38,7 @@ def poison(tensors):
 
 
 def overflow(tensors):
-    """Beyond float16 between the two factors, and nowhere else."""
+    """Scale two factors so that only their intermediate result overflows float16."""
     tensors[UP] *= 3e4
     tensors[UP.replace("up", "down")] /= 3e4
 
@@ -89,7 +89,7 @@ def test_the_cache_of_such_a_teacher_is_refused_with_its_weight(world, tmp_path)
 
 @row(74)
 def test_a_teacher_that_is_not_learned_from_may_be_sick(world):
-    """It is judged, and its row of the table says that it has no scores."""
+    """Check that the teacher is still evaluated and its table row has no scores."""
     folder = world.spoilt("teacher", poison)
     path = run(world.settings(teacher_model=str(folder), alpha_kd=0.0, alpha_ce=1.0))
     table = {line["name"]: line for line in metrics(path)["table"]}
@@ -161,7 +161,7 @@ def test_weights_that_are_not_finite_are_not_saved(world):
 
 @row(77)
 def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill):
-    """By a token that no held-out row has, in every row that is learned from."""
+    """Poison a token of every training row that no held-out row contains."""
     known = [{"text": line} for line in ("~ the fox", "~ a dog", "~ the dog jumps")]
     text = world.own / "text.jsonl"
     text.write_text("".join(json.dumps(line) + "\n" for line in known * 8))
@@ -174,7 +174,7 @@ def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill)
     assert said[0].startswith("ssl_kd: step 9: kd was cut out of each of the last 10 steps")
     assert said[0].endswith("learned from ce alone")
     assert said[1].startswith("  kd, step 0: rows ") and "use another copy of the file" in said[1]
-    assert said[2].startswith("  ssl_kd replay ") and len(said) == 3  # no setting mends a teacher
+    assert said[2].startswith("  ssl_kd replay ") and len(said) == 3  # no setting fixes a teacher
 
 
 @row(77)
@@ -217,7 +217,7 @@ def test_a_disk_that_is_full_at_the_last_checkpoint_loses_no_heads(settings, mon
 
 
 def full_at(last, save=RunFolder.save_checkpoint):
-    """Writing a checkpoint, which has no room at the last step."""
+    """Return a checkpoint writer that finds the disk full at the last step."""
 
     def write(folder, step, tensors):
         if step == last:

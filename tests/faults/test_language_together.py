@@ -1,4 +1,4 @@
-"""Rows 102 to 109: several processes that train one student, or fill one cache."""
+"""Test rows 102 to 109: several processes that train one student or fill one cache."""
 
 import os
 import signal
@@ -34,34 +34,34 @@ of_kind, script = language.of_kind, commands.script
 
 
 def sick(rank, settings, bad_rank, term):
-    """A run in whose step 2 a term is NaN on one rank; its weights at the end of the step."""
+    """Run with a NaN term on one rank in step 2, and return the run folder."""
     terms = steps.Distiller.terms
 
     def and_spoil(self, batch, late=None, first=None):
-        found = terms(self, batch, late, first)
+        losses = terms(self, batch, late, first)
         if self.guard.steps == 2 and rank == bad_rank:
-            found[term] = found[term] * NAN
-        return found
+            losses[term] = losses[term] * NAN
+        return losses
 
     steps.Distiller.terms = and_spoil
     return str(run(settings))
 
 
 def never_healthy(rank, settings):
-    """A run whose terms are all NaN on the second rank from step 1 on."""
+    """Run with all terms NaN on the second rank from step 1 on."""
     terms = steps.Distiller.terms
 
     def and_spoil(self, batch, late=None, first=None):
         bad = self.guard.steps >= 1 and rank == 1
-        found = terms(self, batch, late, first)
-        return {name: x * NAN if bad else x for name, x in found.items()}
+        losses = terms(self, batch, late, first)
+        return {name: x * NAN if bad else x for name, x in losses.items()}
 
     steps.Distiller.terms = and_spoil
     return str(run(settings))
 
 
 def die(rank, settings):
-    """A run whose second rank dies in step 2."""
+    """Run, and let the second rank die in step 2."""
     step = steps.Distiller.step
 
     def and_die(self, batches, learning_rate):

@@ -1,4 +1,4 @@
-"""The matrix itself: no row without a test, no test of a row that does not exist."""
+"""Test the matrix itself: every row has a test, and every test has an existing row."""
 
 import importlib
 import itertools
@@ -11,7 +11,7 @@ FILES = sorted(Path(__file__).parent.glob("test_*.py"))
 
 
 def test_every_row_has_a_test_and_every_test_here_a_row():
-    """Read from the modules, whatever tests this session selected."""
+    """Read the marks from the modules, independent of the selected tests."""
     tested = set()
     for file in [*FILES, *marked_elsewhere()]:
         module = ".".join(file.relative_to(Path(__file__).parents[2]).with_suffix("").parts)
@@ -25,7 +25,7 @@ def test_every_row_has_a_test_and_every_test_here_a_row():
 
 
 def test_every_kind_of_fault_has_a_row():
-    """A new kind is one member of the guard's table, one detector and one row."""
+    """Check that every kind of fault has a detector and a row."""
     assert {kind for row in ROWS.values() for kind in row.kinds} == set(KINDS)
     table = list(kinds())
     assert [line.split(" | ")[0] for line in table[2:]] == [f"| {k.name.lower()}" for k in KINDS]

@@ -1,4 +1,4 @@
-"""Rows 46 and 47: several ranks of one model, one of which sees a fault or dies."""
+"""Test rows 46 and 47: one of several ranks of a model has a fault or dies."""
 
 import os
 import signal
@@ -14,11 +14,11 @@ from tests.ranks import agreed, batch, build, losses_of, reasons, run_ranks
 from tests.ranks import seen as seen_of
 
 SHORT = 3.0
-"""Seconds after which the process group of a test gives up that has to."""
+"""Timeout in seconds of a process group that is expected to hang."""
 
 
 def skip_alone(rank, guarded, at):
-    """pytorch/audio#3749 and others: `if loss is nan: continue`, decided by each rank alone."""
+    """Skip NaN losses on each rank alone, as in pytorch/audio#3749, or with the guard."""
     model, ddp, optimizer, guard = build(group=None if guarded else False)
     for step in range(5):
         optimizer.zero_grad()
@@ -32,7 +32,7 @@ def skip_alone(rank, guarded, at):
             loss.backward()
             optimizer.step()
     if not guarded and rank == 1:
-        time.sleep(2 * SHORT)  # it is alive, and does other things
+        time.sleep(2 * SHORT)  # it is alive but busy
     return seen_of(model, optimizer, guard)
 
 
@@ -48,7 +48,7 @@ def test_a_rank_that_skips_alone_hangs_and_with_the_guard_all_skip(at):
 
 
 def stop_and_go_on(rank, folder, die_at):
-    """Checkpoints after every step, goes on where the last one ended; one rank may be killed."""
+    """Train with a checkpoint per step and resume from the last one; one rank may be killed."""
     model, _, optimizer, guard = build()
     ddp = DistributedDataParallel(model)
     file = folder / f"rank {rank}.pt"
@@ -78,7 +78,7 @@ def stop_and_go_on(rank, folder, die_at):
     except RankLost as lost:
         return time.monotonic() - begun, str(lost)
     told = seen_of(model, optimizer, guard)
-    del told["events"]  # of this process alone
+    del told["events"]  # differ between ranks
     return told
 
 

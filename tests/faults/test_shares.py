@@ -1,4 +1,4 @@
-"""Rows 110 and 111: many writers of one cache."""
+"""Test rows 110 and 111: many writers of one cache."""
 
 import json
 import os
@@ -17,7 +17,7 @@ alone = ledger.alone
 
 
 def fill_shares(folder):
-    """Two shares, one after the other, in one process."""
+    """Fill two shares one after the other in one process."""
     for rank in (1, 0):
         with writer(folder, slice(rank, None, 2)) as one:
             fill(one)
@@ -25,7 +25,7 @@ def fill_shares(folder):
 
 
 def stored(folder):
-    """The shards that the manifest lists, and the times of their files."""
+    """Return the shards listed in the manifest, with modification times."""
     for place in (folder / "embeddings_train.partial", folder):
         manifest = place / "embeddings_train.json"
         if manifest.exists():
@@ -49,7 +49,7 @@ def test_killed_at_twenty_random_positions_no_share_loses_a_shard(tmp_path, alon
 @row(111)
 def test_of_two_that_compute_the_same_shard_the_first_counts(tmp_path):
     first, second = writer(tmp_path, slice(2, 3)), writer(tmp_path, slice(2, 4))
-    fill(second, 5.0, most=1)  # another GPU, other roundings
+    fill(second, 5.0, most=1)  # as rounded by another GPU
     fill(first)
     fill(second, 5.0)
     with writer(tmp_path, slice(0, None)) as rest:

@@ -1,4 +1,4 @@
-"""Rows 48, 49, 50, 52, 81, 83 and 84: user, configuration, security."""
+"""Test rows 48, 49, 50, 52, 81, 83 and 84: user, configuration, security."""
 
 import functools
 import os
@@ -29,7 +29,7 @@ RULES = VisionSettings.rules()
 def test_every_misspelt_setting_is_answered_with_the_nearest_name(train_py, tmp_path):
     file = tmp_path / "config.py"
     for name in RULES:
-        wrong = name.upper()[:3] + name.upper()[4:]  # a letter lost
+        wrong = name.upper()[:3] + name.upper()[4:]  # one letter missing
         file.write_text(f"SEED = 1\n{wrong} = 1\n")
         with pytest.raises(SettingsError) as refused:
             VisionSettings.from_file(file)
@@ -82,7 +82,7 @@ def test_a_real_run_in_half_precision_on_this_cpu_writes_what_it_used(settings):
 
 @pytest.fixture
 def no_network(monkeypatch, tmp_path):
-    """Every connection of this process is refused, and nothing was downloaded before."""
+    """Refuse every connection of this process, and use empty download caches."""
     from huggingface_hub import constants
 
     def refuse(*args, **kwargs):
@@ -173,7 +173,7 @@ def test_a_run_name_cannot_leave_its_folder(settings, train_py, tmp_path, name):
 
 @row(52)
 def test_a_linked_run_folder_is_not_followed_out(settings, tmp_path, train_py):
-    """A link of the run's name in RUNS_DIR that leads to a full folder elsewhere."""
+    """Place a link with the run's name in RUNS_DIR to a non-empty folder elsewhere."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious.txt").write_text("mine")
