@@ -1,4 +1,4 @@
-"""Compute with results that stay finite: probability floors, normalization, masked means."""
+"""Compute with results that stay finite: probability floors and normalization."""
 
 from __future__ import annotations
 
@@ -102,12 +102,3 @@ def safe_normalize_weights(weights: Tensor, dim: int = -1) -> Tensor:
     total = weights.sum(dim=dim, keepdim=True)
     uniform = 1.0 / weights.shape[dim] if weights.shape[dim] else 0.0
     return torch.where(total > 0, weights / torch.where(total > 0, total, 1), uniform)
-
-
-def masked_mean(values: Tensor, mask: Tensor, dim: int = -1) -> Tensor:
-    """Return the mean of the entries of `values` where `mask` is true, or 0 if it is empty.
-
-    Entries outside the boolean `mask`, which broadcasts to `values`, may be NaN.
-    """
-    kept = torch.where(mask, values, 0).sum(dim)
-    return kept / mask.expand_as(values).sum(dim).clamp(min=1)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ssl_kd.guard.finite import (
     compute_dtype,
-    masked_mean,
     probability_floor,
     safe_normalize_weights,
 )
@@ -173,7 +172,8 @@ def instance_weights(agreements: Tensor, how: InstanceWeight) -> Tensor | None:
         return None
     if how == "mean":
         healthy = torch.isfinite(agreements).all(-1, keepdim=True)
-        agreements = masked_mean(agreements, healthy, dim=0).unsqueeze(0)
+        kept = torch.where(healthy, agreements, 0).sum(0, keepdim=True)
+        agreements = kept / healthy.sum().clamp(min=1)
     return safe_normalize_weights(agreements)
 
 

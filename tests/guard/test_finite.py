@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from ssl_kd.guard.finite import (
     compute_dtype,
-    masked_mean,
     safe_normalize,
     safe_normalize_weights,
 )
@@ -83,14 +82,6 @@ def test_weights_are_proportions_of_what_is_left(values, dtype):
         torch.testing.assert_close(out, expected / expected.sum(), atol=1e-6, rtol=1e-5)
     else:
         torch.testing.assert_close(out, torch.full_like(out, 1 / len(values)))
-
-
-def test_masked_mean_counts_each_row_alone_and_takes_any_axis():
-    x = torch.tensor([[1.0, 2.0, 6.0], [3.0, 5.0, 8.0]])
-    mask = torch.tensor([[True, False, False], [True, True, True]])
-    torch.testing.assert_close(masked_mean(x, mask), torch.tensor([1.0, 16 / 3]))
-    assert masked_mean(x, mask, dim=0).tolist() == [2.0, 5.0, 8.0]
-    assert masked_mean(x, mask[:1]).tolist() == [1.0, 3.0]  # one mask for all rows
 
 
 def test_weights_at_both_ends_of_float32_keep_their_proportions_row_by_row():
