@@ -33,17 +33,10 @@ LANGUAGE_MEMORY = (
 def guarded(
     work: Callable[[], int], command: str = "", memory: str = VISION_MEMORY, *, kept: str = ""
 ) -> int:
-    """Call a command, and print an error that a user can act on as one line.
+    """Call a command and return its exit code; print an error that a user can act on as one line.
 
-    Args:
-        work: The command; returns its exit code.
-        command: The command line that started it, for the advice how to continue.
-        memory: What to change if memory runs out.
-        kept: What an interrupted command leaves for the same command to continue with, such as
-            "complete shards"; empty for a run, which `--resume` continues.
-
-    Returns:
-        The exit code.
+    The message about an interruption shows how to continue: a run by `--resume`, and work that
+    leaves something behind (`kept`, such as "complete shards") by the same command.
     """
     try:
         keep_writing()

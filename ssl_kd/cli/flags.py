@@ -80,11 +80,9 @@ def resolve_settings(
 ) -> tuple[S, dict[str, Any]]:
     """Resolve settings: defaults, then the file, then the preset, then the flags.
 
-    The file `config` may be missing. `presets` are the settings that each preset changes; a preset
-    with a note has it printed by the first process.
-
-    Returns:
-        The settings, and the values that came from the preset and the flags.
+    Return the settings, and the values that came from the preset and the flags. The file `config`
+    may be missing. `presets` are the settings that each preset changes; the first process prints
+    the note of a preset that has one.
     """
     show_all = not cls.first or "--help-all" in map(hyphenated, argv)
     parser = _settings_parser(cls, config, prog, presets, preset, show_all)

@@ -39,12 +39,7 @@ def open_screen() -> Console:
 
 
 def print_result(result: Any, files: Mapping[str, Path]) -> None:
-    """Print the result of a command.
-
-    Args:
-        result: A table or a text.
-        files: Title -> path of each file that the command wrote.
-    """
+    """Print the result of a command, a table or a text, and the title and path of its files."""
     console = Console()
     console.print(result)
     # soft_wrap: a path broken over two lines cannot be clicked or copied.

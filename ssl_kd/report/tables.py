@@ -62,13 +62,8 @@ def number_text(metrics: dict[str, Any]) -> str | None:
     ranked = [level["n_clusters"] for level in number["ranked"]]
     others = ", ".join(str(k) for k in [k for k in ranked if k != number["n_clusters"]][:3])
     alternatives = f"; alternatives: {others}" if others else ""
-    return f"Found {number['n_clusters']} clusters; {likely_range(metrics)}{alternatives}"
-
-
-def likely_range(metrics: dict[str, Any]) -> str | None:
-    """Return the likely range of the number of clusters; None if the number was set."""
-    number = (metrics.get("graph") or {}).get("number")
-    return f"likely {number['interval'][0]} to {number['interval'][1]}" if number else None
+    low, high = number["interval"]
+    return f"Found {number['n_clusters']} clusters; likely {low} to {high}{alternatives}"
 
 
 def next_commands(path: Path) -> list[str]:

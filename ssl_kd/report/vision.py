@@ -10,7 +10,7 @@ from ssl_kd.report import figures
 from ssl_kd.report.curves import head_curves
 from ssl_kd.report.gallery import Images, gallery
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.tables import extension_text, likely_range, next_commands, number_text
+from ssl_kd.report.tables import extension_text, next_commands, number_text
 from ssl_kd.report.wording import DASH, base_name, duration, facts, finite, number, percent
 
 ANSWER = "consensus"
@@ -80,8 +80,8 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
         lead.append("The data has no labels, so there is no accuracy to report.")
-    if (interval := likely_range(metrics)) and "extended" not in metrics:
-        headline += f" (found {k} clusters; {interval})"
+    if "extended" not in metrics and (found := number_text(metrics)):
+        lead.append(f"{found}.")
     if unreadable := data.get("unreadable"):
         plural = "s" if unreadable > 1 else ""
         lead.append(f"Left out as unreadable: {unreadable:,} {noun}{plural}.")
@@ -142,10 +142,9 @@ def _sizes(sizes: list[int], metrics: dict[str, Any]) -> dict[str, Any]:
         numbers = ", ".join(empty[:12]) + (" …" if len(empty) > 12 else "")
         verb = "is empty" if len(empty) == 1 else "are empty"
         warnings.append(f"{len(empty)} of {n} clusters {verb}: {numbers}.")
-    number_found = number_text(metrics)
     text = (
         f"From {min(sizes):,} to {max(sizes):,} samples; effective number of clusters: "
-        f"{effective:.1f} of {n}." + (f" {number_found}." if number_found else "")
+        f"{effective:.1f} of {n}."
     )
     # New samples of an extended run may well belong to a few clusters only.
     return {"size_text": text, "size_warnings": [] if "extended" in metrics else warnings}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 # Samples that t-SNE lays out; nearest landmarks of each other sample; rows that are read at once.
 LANDMARKS, NEAREST, BLOCK = 5000, 10, 8192
 FILE, SEED = "map.pt", 0
-Blocks = Callable[[], Iterable[tuple[int, Tensor]]]
 
 
 def map_of(samples: Samples, progress: Progress | None = None) -> NDArray[np.float32]:
@@ -54,11 +53,7 @@ def map_of(samples: Samples, progress: Progress | None = None) -> NDArray[np.flo
     except (CorruptFileError, KeyError, TypeError, AttributeError) as error:
         logger.warning("the stored map cannot be used, so it is computed again: %s", error)
 
-    def blocks() -> Iterable[tuple[int, Tensor]]:
-        for first, store in stores:
-            for start, x in store.blocks(BLOCK):
-                yield first + start, x
-
+    blocks = ((first + start, x) for first, store in stores for start, x in store.blocks(BLOCK))
     rows = random_rows(len(samples), LANDMARKS, SEED)
     places = lay_out(blocks, samples.embeddings(rows), rows, len(samples), progress)
     try:
@@ -69,7 +64,7 @@ def map_of(samples: Samples, progress: Progress | None = None) -> NDArray[np.flo
 
 
 def lay_out(
-    blocks: Blocks,
+    blocks: Iterable[tuple[int, Tensor]],
     landmarks: Tensor,
     rows: NDArray[np.int64],
     n: int,
@@ -94,7 +89,7 @@ def lay_out(
         random = np.random.default_rng(SEED)
         search, k = search_on(torch.device("cpu")), min(NEAREST, len(units))
         gaps = _gaps(laid)
-        for start, x in blocks():
+        for start, x in blocks:
             closeness, nearest = search(safe_normalize(x.float()), units, k)
             at = _mean_places(closeness.numpy(), nearest.numpy(), laid, gaps)
             shift = random.standard_normal(at.shape, np.float32)

@@ -37,17 +37,7 @@ class Content:
     def of(
         cls, samples: Samples, *, splits: Sequence[str] = (), clusters: Sequence[int] = ()
     ) -> Self:
-        """Select samples of a run after the decisions in its `curation.jsonl`.
-
-        Args:
-            samples: all samples of the run.
-            splits: splits to export; empty for all.
-            clusters: numbers of the clusters to export, after all decisions; empty for all.
-
-        Raises:
-            InputError: a split or cluster does not exist, or no sample is selected.
-            CorruptFileError: a file of the run is damaged.
-        """
+        """Select samples of a run by split and cluster after all decisions; by default all."""
         curation = Curation(samples)
         after = curation.clusters
         rows = np.flatnonzero(~curation.excluded)

@@ -13,11 +13,7 @@ from tests.faults.matrix import row as fault
 
 def laid_out(x, most, block=100):
     rows = map_layout.random_rows(len(x), most, 0)
-
-    def blocks():
-        for start in range(0, len(x), block):
-            yield start, x[start : start + block]
-
+    blocks = ((start, x[start : start + block]) for start in range(0, len(x), block))
     return map_layout.lay_out(blocks, x[rows], rows, len(x))
 
 
