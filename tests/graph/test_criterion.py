@@ -36,6 +36,7 @@ def test_separate_clusters_are_worth_what_is_left_of_their_entropy_and_one_is_wo
     for alpha in (0, 0.5, 1):
         assert partition_value(apart, alpha) == pytest.approx(np.log(3) ** (1 - alpha))
         assert partition_value(joint(blocks, np.zeros(15, int), 3), alpha) == 0
+    assert partition_value(apart) == pytest.approx(np.log(3) ** 0.5)
 
 
 def test_the_higher_the_power_the_more_a_large_class_is_kept_whole():

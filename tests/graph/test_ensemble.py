@@ -7,17 +7,17 @@ from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
 from ssl_kd.graph import View, agreement, consensus, form_ensemble, fuzzy_graph
-from ssl_kd.graph.ensemble import MASS, PEAKS, Candidate, aligned, uneven_consensus
+from ssl_kd.graph.ensemble import MASS, PEAKS, Candidate, aligned, kind_of, uneven_consensus
 
 R = np.random.default_rng(0)
 
 
-def ensemble_of(x, n_clusters, progress=lambda done, total: None):
+def ensemble_of(x, n_clusters, **options):
     distances, near = NearestNeighbors(n_neighbors=min(20, len(x) - 1)).fit(x).kneighbors()
     graphs = {k: fuzzy_graph(near[:, :k], distances[:, :k]) for k in (10, 15, 20)}
     centred = (x - x.mean(0)).astype(np.float32)
     view = View(centred, graphs)
-    return form_ensemble(view, view, (3 * graphs[15]).tocsr(), n_clusters, progress)
+    return form_ensemble(view, view, (3 * graphs[15]).tocsr(), n_clusters, **options)
 
 
 def agreed(partitions, n_clusters):
@@ -85,6 +85,24 @@ def test_what_no_partition_tells_apart_is_not_divided(n, k):
     assert (uneven_consensus([Candidate("any", y)] * 3, k) == y).all()
 
 
+@pytest.mark.parametrize(
+    ("n_clusters", "evenness", "kind"),
+    [(3, 0.899, "uneven"), (3, 0.9, "between"), (3, 0.949, "between"), (3, 0.95, "even"),
+     (2, 0.799, "uneven"), (2, 0.8, "even")],
+)  # fmt: skip
+def test_evenness_decides_the_kind(n_clusters, evenness, kind):
+    assert kind_of(evenness, n_clusters) == kind
+
+
+@pytest.mark.parametrize(("n_moved", "moves"), [(2, False), (3, True)])
+def test_a_sample_moves_with_a_majority_of_votes_and_stays_at_a_tie(n_moved, moves):
+    y = np.repeat([0, 1, 2], 20)
+    moved = y.copy()
+    moved[0] = 1
+    answer = agreed([moved] * n_moved + [y] * (4 - n_moved), 3)
+    assert (answer[0] == answer[25]) == moves
+
+
 def test_two_moons_are_two():
     x, y = make_moons(400, noise=0.06, random_state=0)
     assert adjusted_rand_score(y, ensemble_of(x, 2).clusters) > 0.98
@@ -99,7 +117,7 @@ def test_of_two_clusters_one_may_be_rare():
 def test_digits_many_clusters_and_progress():
     x, y = load_digits(return_X_y=True)
     done = []
-    ensemble = ensemble_of(x[:400], 10, lambda *numbers: done.append(numbers))
+    ensemble = ensemble_of(x[:400], 10, progress=lambda *numbers: done.append(numbers))
     assert adjusted_rand_score(y[:400], ensemble.clusters) > 0.7
     assert done == [(number, 34) for number in range(1, 35)]
     assert len(ensemble.candidates) == 34
@@ -108,10 +126,8 @@ def test_digits_many_clusters_and_progress():
     y = np.repeat(np.arange(60), 12)
     x = 4 * R.normal(size=(60, 16))[y] + R.normal(size=(len(y), 16))
     done.clear()
-    assert (
-        adjusted_rand_score(y, ensemble_of(x, 60, lambda *numbers: done.append(numbers)).clusters)
-        > 0.99
-    )
+    ensemble = ensemble_of(x, 60, progress=lambda *numbers: done.append(numbers))
+    assert adjusted_rand_score(y, ensemble.clusters) > 0.99
     assert done == [(number, 26) for number in range(1, 27)]
 
 

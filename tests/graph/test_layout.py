@@ -2,13 +2,15 @@
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 from sklearn.cluster import HDBSCAN
 from sklearn.datasets import make_blobs, make_moons
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
-from ssl_kd.graph import fuzzy_graph
+from ssl_kd.graph import fuzzy_graph, layout
 from ssl_kd.graph.layout import Density, low_dimensional
+from ssl_kd.graph.spectral import spectral_coordinates
 
 
 def graph_of(x, k=15):
@@ -31,6 +33,34 @@ def test_neighbors_stay_neighbors_in_few_dimensions():
     assert np.mean(np.take(y, near) == np.reshape(y, (-1, 1))) > 0.99
     assert (places == low_dimensional(graph, 5, seed=0)).all()
     assert (places != low_dimensional(graph, 5, seed=1)).any()
+
+
+def reference_layout(graph, dim, seed, steps):
+    """Edge by edge in float64: the forces of UMAP's curve and EVoC's repulsion."""
+    random, n = np.random.default_rng(seed), graph.shape[0]
+    start = spectral_coordinates(graph, dim + 1)[:, 1:] / np.sqrt(graph.toarray().sum(1))[:, None]
+    places = 5 * start / np.abs(start).max(0) + random.normal(scale=0.05, size=(n, dim))
+    edges = sp.triu(graph, 1).tocoo()
+    weights = edges.data / edges.data.max()
+    for step in range(steps):
+        moves, others = np.zeros((n, dim)), random.integers(n, size=edges.nnz)
+        for i, j, other, w in zip(edges.row, edges.col, others, weights, strict=True):
+            d = np.linalg.norm(places[i] - places[j])
+            pull = -w * (d + 2) / (2 * d**2 - d / 2 + 1) * (places[i] - places[j])
+            away, q = places[i] - places[other], np.square(places[i] - places[other]).sum()
+            push = 4 * w / ((1 + q / 4) * q) * away if q > 0.01 else 0 * away
+            moves[i] += pull + push.clip(-4, 4)
+            moves[j] -= pull
+        places = places + 0.1 * (1 - step / steps) * moves
+    return places
+
+
+def test_the_layout_follows_its_forces_whatever_the_unit_of_the_weights(monkeypatch):
+    monkeypatch.setattr(layout, "STEPS", 3)
+    graph = graph_of(np.random.default_rng(1).normal(size=(60, 3)))
+    for scale in (0.25, 4):
+        places = low_dimensional(graph * np.float32(scale), 2, seed=3)
+        np.testing.assert_allclose(places, reference_layout(graph, 2, 3, 3), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("sizes", [[100] * 5, [300, 60, 60, 30]])

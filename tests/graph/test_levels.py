@@ -8,6 +8,8 @@ from sklearn.neighbors import NearestNeighbors
 
 from ssl_kd.errors import InputError
 from ssl_kd.graph import Graph, fuzzy_graph
+from ssl_kd.graph import levels as graph_levels
+from ssl_kd.graph.criterion import modularity_losses
 from ssl_kd.graph.layout import Density, low_dimensional
 from ssl_kd.graph.levels import (
     communities,
@@ -15,6 +17,7 @@ from ssl_kd.graph.levels import (
     levels,
     nested_levels,
     number_of_clusters,
+    pair_losses,
     unanimous,
 )
 
@@ -38,6 +41,8 @@ def test_finds_the_number_of_clusters_that_lie_apart(k):
     assert low < k < high <= 2 * k
     assert found.ranked[0].agreement > 0.95
     assert len({level.n_clusters for level in found.ranked}) == len(found.ranked)
+    for level in found.ranked:
+        assert level.worth == pytest.approx(level.modularity * level.agreement ** (1 / 3))
     assert [level.worth for level in found.ranked] == sorted(
         (level.worth for level in found.ranked), reverse=True
     )
@@ -59,6 +64,28 @@ def test_two_long_clusters_are_two_though_their_pieces_are_worth_more():
     assert found.n_clusters == 2 and found.interval == (2, 3)
     other = Density(r.normal(size=(600, 4)).astype(np.float32))
     assert unanimous(levels(graph, 37, 0), [density, other]) is None
+
+
+def test_levels_a_quarter_apart_are_two_and_closer_ones_are_one():
+    ten, others = graph_levels.Level(8, 1, 1, 1), (7, 9, 6, 10)
+    near = [graph_levels._near(graph_levels.Level(k, 1, 1, 1), ten) for k in others]
+    assert near == [True, True, False, False]
+    assert not graph_levels._near(graph_levels.Level(4, 1, 1, 1), graph_levels.Level(5, 1, 1, 1))
+
+
+def test_halves_that_share_no_number_of_clusters_leave_two(monkeypatch):
+    monkeypatch.setattr(graph_levels, "_agreement", lambda *given: {})
+    found = number_of_clusters(graph_of(blobs(3)[0]))
+    assert found.n_clusters == 2 and found.interval == (2, 3)
+
+
+def test_the_cost_of_a_merge_is_modularity_where_clusters_are_many():
+    r = np.random.default_rng(0)
+    for size, exact in ((181, 200), (41, 40), (180, 200), (40, 40)):
+        table = r.random((size, size))
+        table = (table + table.T) / (2 * table.sum())
+        costs, cheap = pair_losses(exact)(table, np.arange(size)), modularity_losses(table)
+        assert np.array_equal(costs, cheap) == (size in (181, 41))
 
 
 def test_the_same_graph_has_the_same_number():
@@ -105,6 +132,13 @@ def test_the_tree_goes_through_groups_of_groups():
     assert len(merged) == 2 and merged[0] // 2 == merged[1] // 2
     halves = adjusted_rand_score(place, tree[14])
     assert halves > 0.9
+
+
+def test_the_finest_of_many_clusters_are_three_times_as_many():
+    cliques = sp.block_diag([np.ones((5, 5))] * 140).tocsr()
+    chain = sp.diags_array([np.full(699, 0.01)] * 2, offsets=[-1, 1])
+    tree = nested_levels(Graph((cliques + chain).tocsr()), np.arange(700) // 5)
+    assert len(np.unique(tree[0])) == 420
 
 
 def test_sizes_of_levels():

@@ -92,14 +92,6 @@ def test_the_cross_entropy_is_that_of_autograd(clusters, heads):
     torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_a_second_derivative_of_the_cross_entropy_is_refused():
-    student, teacher, _ = _case()
-    loss = losses.sharpened_cross_entropy(student.requires_grad_(), teacher.softmax(-1)).sum()
-    (slope,) = torch.autograd.grad(loss, student, create_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        slope.square().sum().backward()
-
-
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_logit_that_is_not_finite_shows_in_the_loss_of_its_head_alone(bad):
     student, teacher, _ = _case()
