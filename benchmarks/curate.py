@@ -282,7 +282,7 @@ def doubted(
         except ImportError:
             pass
         else:  # with one of our two classifiers
-            probabilities = _by_regression(store, np.arange(len(y)), labels, n_classes, 0)
+            probabilities = _by_regression(store, np.arange(len(y)), labels, n_classes)
             for method in ("self_confidence", "normalized_margin"):
                 quality = rank.get_label_quality_scores(labels, probabilities, method=method)
                 ranked[f"cleanlab, {method}"] = -quality
