@@ -73,8 +73,9 @@ PACKING = True
 # --- Loss -----------------------------------------------------------------------------------------
 
 # Divergence between teacher and student: forward_kl | reverse_kl | js | skew_kl | skew_reverse_kl |
-# tvd | js:BETA (GKD's, BETA between 0 and 1) | auto (forward_kl, or reverse_kl if ROUTER_MODE is
-# all, ka or sar).
+# tvd | js:BETA (GKD's, BETA between 0 and 1) | distillm2 (with ON_POLICY: skew_kl on text,
+# skew_reverse_kl on the student's continuations of the same prompts) | auto (forward_kl, or
+# reverse_kl if ROUTER_MODE is all, ka or sar).
 DIVERGENCE = "auto"
 # Temperature of teacher and student in the divergence, at least 0.05, at most 100. Higher: more
 # weight on unlikely tokens.
@@ -93,8 +94,11 @@ ALIGN = "auto"
 # --- Generated text -------------------------------------------------------------------------------
 
 # Share of the rows that the student continues itself in each step, so that the teacher scores its
-# tokens, at least 0, at most 1; 0: none. With ON_POLICY a row holds one document.
+# tokens, at least 0, at most 1; 0: none. With ON_POLICY or TEACHER_TEXT a row holds one document.
 ON_POLICY = 0.0
+# Share of the rows in which a continuation by the teacher replaces the text, generated once
+# (sequence-level distillation), at least 0, at most 1; 0: none.
+TEACHER_TEXT = 0.0
 # Sampling temperature of continuations, at least 0, at most 100; 0: greedy.
 ROLLOUT_TEMPERATURE = 1.0
 # Number of prompts with generated answers in the report, at least 0, at most 100.

@@ -58,8 +58,7 @@ _OTHERS: Mapping[str, str] = {
     "Adapters are on every linear layer but the head, without dropout; --lora_rank and --lora_alpha"
     " set them.": "lora_* target_modules",
     "Use --quantization nf4.": "bnb_* load_in_4bit load_in_8bit",
-    "Let the teacher write the text first, for example with vLLM, and name it by --data_path.": """
-        seq_kd teacher_text""",
+    "Use --teacher_text 1.": "seq_kd",
     "Not supported: the student generates with transformers.": """
         rollout_engine rollout_memory use_vllm vllm_*""",
     "Against fragmented memory set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.": """

@@ -162,7 +162,6 @@ class Objective:
         student, head = outputs.at(rows), outputs.head
         weight_and_bias = (None, None) if head is None else (head.weight, head.bias)
         options: dict[str, Any] = {
-            "divergence": self.settings.kind_of_divergence,
             "temperature": self.settings.temperature,
             "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
             "legacy_clamp": self.clamp,
@@ -175,16 +174,17 @@ class Objective:
             return {"ce": ce, "kd": kd.float()}
         teacher_weights = getattr(self.source, "weights", None)
         sums = []
-        for at, has_ce, has_kd in self._parts(text, len(targets), sick):
+        for at, has_target, divergence in self._parts(text, len(targets), sick):
             answers = teachers if at is None else [select_rows(teacher, at) for teacher in teachers]
             part_targets = targets if at is None else targets[at]
             sums.append(
                 distillation_terms(
                     student.x if at is None else student.at(at).x,
                     *weight_and_bias,
-                    part_targets if has_ce else None,
-                    answers if has_kd else (),
-                    teacher_weights=teacher_weights if has_kd else None,
+                    part_targets if has_target else None,
+                    answers if divergence else (),
+                    divergence=divergence or self.settings.kind_of_divergence,
+                    teacher_weights=teacher_weights if divergence else None,
                     **options,
                 )
             )
@@ -193,25 +193,27 @@ class Objective:
             ce, kd = (torch.stack(parts).sum() for parts in zip(*sums, strict=True))
         return {"ce": ce, "kd": kd} if self.has_teacher else {"ce": ce}
 
-    def _parts(self, text: Batch, n: int, sick: SickRows) -> list[tuple[Any, bool, bool]]:
-        """Divide `n` positions into parts of (positions or None for all, is `ce` used, is `kd`).
+    def _parts(self, text: Batch, n: int, sick: SickRows) -> list[tuple[Any, bool, str | None]]:
+        """Divide `n` positions into parts of (positions or None for all, is `ce` used, divergence).
 
-        Positions of text precede those that the student generated.
+        Positions of text precede those that the student generated. Rows in which `kd` is not finite
+        have no divergence (None).
         """
+        kind, on_policy = self.settings.kind_of_divergence, self.settings.kind_on_policy
         n_text = text.text_tokens
         judged = torch.ones(n, dtype=torch.bool)
         if "kd" in sick:
             judged = without(text, sick["kd"]).counts[:, 1:][text.counts[:, 1:]]
         if bool(judged.all()):
-            parts = [(slice(n_text), True, True), (slice(n_text, n), False, True)]
-            return [(None, True, True)] if n_text == n else parts[0 if n_text else 1 :]
+            parts = [(slice(n_text), True, kind), (slice(n_text, n), False, on_policy)]
+            return [(None, True, kind)] if n_text == n else parts[0 if n_text else 1 :]
         is_text, device = torch.arange(n) < n_text, self.precision.device
         return [
-            (to_device_async(which.nonzero().flatten(), device), has_ce, has_kd)
-            for which, has_ce, has_kd in (
-                (judged & is_text, True, True),
-                (~judged & is_text, True, False),
-                (judged & ~is_text, False, True),
+            (to_device_async(which.nonzero().flatten(), device), has_target, divergence)
+            for which, has_target, divergence in (
+                (judged & is_text, True, kind),
+                (~judged & is_text, True, None),
+                (judged & ~is_text, False, on_policy),
             )
         ]
 

@@ -21,6 +21,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_identity, check_divergence
 from ssl_kd.language.foreign_names import IN_MEMORY
+from ssl_kd.language.rollouts import with_teacher_text
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
@@ -158,6 +159,9 @@ def prepare(
         served = ServedTeacher.of(settings, size, teacher.tokenizer, precision.device)
     elif teacher is not None:
         frozen = FrozenTeacher(teacher.model, **placement)
+        if settings.teacher_text:
+            assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
+            blocks = with_teacher_text(settings, blocks, teacher, frozen, ranks, progress)
     if settings.router_mode == "auto":
         live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
         settings = settings.replace(router_mode="sar" if live else "native")
@@ -193,7 +197,7 @@ def _lay_out(
 ) -> tuple[Blocks | AlignedBlocks, Blocks | AlignedBlocks]:
     """Lay out both texts in rows, log what was left out, and check that all models fit them."""
     aligned, size = settings.align != "auto", settings.block_size
-    packed = settings.packing and not settings.on_policy
+    packed = settings.packing and not (settings.on_policy or settings.teacher_text)
     blocks = lay_out(size, packed, train_set, student, teachers, aligned=aligned)
     held_out = lay_out(size, settings.packing, eval_set, student, teachers, aligned=aligned)
     student_blocks = blocks.student if isinstance(blocks, AlignedBlocks) else blocks

@@ -1,35 +1,49 @@
-"""Let the student continue rows of text in each step, and train it on the continuations.
+"""Let a model continue rows of text: the student in each step, or the teacher before training.
 
-In on-policy distillation (ON_POLICY), the student is trained on the prefixes that it generates
-itself (Agarwal et al., GKD, ICLR 2024, algorithm 1); no gradient flows through the sampling. The
-chosen rows and their continuations depend on the seed, the step, the row and the weights, but not
-on other rows, the number of ranks, or a resume.
+In on-policy distillation (ON_POLICY), the student continues some rows of each step, so that it is
+trained on the prefixes that it generates itself (Agarwal et al., GKD, ICLR 2024, algorithm 1; no
+gradient flows through the sampling). The chosen rows and their continuations depend on the seed,
+the step, the row and the weights, but not on other rows, the number of ranks, or a resume.
+
+In sequence-level distillation (TEACHER_TEXT), the teacher continues rows once, and the student is
+trained on the continuations (Kim and Rush, EMNLP 2016).
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.datasets.blocks import Batch, Blocks, digest_of
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.generation import Autocast, end_tokens
+from ssl_kd.files import load_tensors, save_tensors
 from ssl_kd.guard.seeds import seed_of
 from ssl_kd.language.objective import Objective
-from ssl_kd.language.setting_groups import RolloutSettings
-from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
+from ssl_kd.language.setting_groups import RolloutSettings, TrainingSettings
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.text_rows import rows_of_step
+from ssl_kd.teachers.causal import CausalLM, evaluating, n_ids, positions, without_adapters
+from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.training.clock import Progress
+from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 _CHOICE, _DRAW = 0, 1  # distinguish the seeds of a row's choice and of its continuation
 PROMPT_TOKENS = 16  # of a row of plain text, with the start token
+TEACHER_TEXTS = Path("data") / "teacher_text"
+COLUMNS = ("ids", "counts", "documents")
+PART = 256  # rows in a file of the teacher's text, and the most that an interruption loses
 
 Continue = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], list[list[int]]]
 """Function of prompts, their maximum numbers of new tokens, and their seeds, which returns the new
@@ -41,8 +55,8 @@ class Sampler:
 
     Each prompt has its own random generator. A token is drawn from `softmax(logits / temperature)`
     by inverting its distribution function at a uniform number; temperature 0 takes the most likely
-    token. A row ends where its logits are not finite. Token ids from `vocabulary` on are padding
-    and never drawn.
+    token. A row ends where its logits are not finite; `sick` counts these rows. Token ids from
+    `vocabulary` on are padding and never drawn.
     """
 
     def __init__(
@@ -57,7 +71,7 @@ class Sampler:
     ) -> None:
         self.model, self.ends, self.batch_size = model, list(ends), batch_size
         self.temperature, self.autocast = temperature, autocast
-        self.vocabulary = vocabulary
+        self.vocabulary, self.sick = vocabulary, 0
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], rooms: Sequence[int], seeds: Sequence[int]
@@ -127,6 +141,7 @@ class Sampler:
             )
         finally:
             causal.generation_config = own
+        self.sick += int(draw.sick.sum())
         return out[:, width:].tolist()
 
     def _without_padding(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -141,19 +156,21 @@ class _Draw:
         self._width, self._ends = width, ends
         numbers = [torch.rand(n, generator=_generator(seed), dtype=torch.float64) for seed in seeds]
         self._uniform = torch.stack(numbers).to(ends.device)
+        self.sick = torch.zeros(len(seeds), dtype=torch.bool, device=ends.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         uniform = self._uniform[:, input_ids.shape[1] - self._width, None]
         # In the order of the vocabulary: sorted by probability, rounding would swap neighbors.
         mass = scores.double().softmax(-1).cumsum(-1)
         token = torch.searchsorted(mass, uniform * mass[:, -1:], right=True)
-        return self._only(scores, token.clamp(max=scores.shape[-1] - 1))
+        return self._only(input_ids, scores, token.clamp(max=scores.shape[-1] - 1))
 
     def greedy(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return self._only(scores, scores.argmax(-1, keepdim=True))
+        return self._only(input_ids, scores, scores.argmax(-1, keepdim=True))
 
-    def _only(self, scores: Tensor, token: Tensor) -> Tensor:
+    def _only(self, input_ids: Tensor, scores: Tensor, token: Tensor) -> Tensor:
         finite = scores.amax(-1).isfinite()  # also False for NaN
+        self.sick |= ~finite & ~torch.isin(input_ids[:, self._width :], self._ends).any(1)
         token = token.where(finite[:, None], self._ends[0])
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0)
 
@@ -165,9 +182,8 @@ def _generator(seed: int) -> torch.Generator:
 def prompt_length(blocks: Blocks, row: int) -> int:
     """Return the number of tokens in the prompt of a row that holds one document.
 
-    The prompt ends before the first target, or with the row if there is none. Plain text, in which
-    at most a start token precedes the first target, has a prompt of PROMPT_TOKENS tokens, or fewer
-    such that at least one token is left.
+    The prompt ends before the first target. Plain text, in which at most a start token precedes it,
+    has a prompt of PROMPT_TOKENS tokens, or fewer such that at least one token is left.
     """
     length, counts = int((blocks.documents[row] > 0).sum()), blocks.counts[row]
     if not counts.any():
@@ -214,7 +230,8 @@ def continue_rows(
 class RolloutBatches:
     """Make the batches of a step, in which the student continues the share ON_POLICY of the rows.
 
-    The rows of `blocks` hold one document each. `ends` are the tokens that end a continuation.
+    The rows of `blocks` hold one document each. `ends` are the tokens that end a continuation. With
+    `keep_text`, the text of continued rows stays in the batch, too.
     """
 
     def __init__(
@@ -225,9 +242,10 @@ class RolloutBatches:
         ends: Sequence[int],
         *,
         seed: int,
+        keep_text: bool = False,
     ) -> None:
         self.rollout, self.blocks, self.sample = rollout, blocks, sample
-        self.seed, self._ends = seed, set(ends)
+        self.seed, self.keep_text, self._ends = seed, keep_text, set(ends)
 
     def chosen(self, step: int, row: int) -> bool:
         """Return whether the student continues a row in a step."""
@@ -261,7 +279,7 @@ class RolloutBatches:
     def _batch(
         self, rows: list[int], own: Blocks, place: Mapping[int, int], device: torch.device
     ) -> Batch:
-        text = [row for row in rows if row not in place]
+        text = [row for row in rows if self.keep_text or row not in place]
         by_student = [row for row in rows if row in place]
         parts = [self.blocks, text], [own, [place[row] for row in by_student]]
 
@@ -276,15 +294,97 @@ class RolloutBatches:
 
 def rollout_batches(objective: Objective, blocks: Any, tokenizer: Any) -> RolloutBatches | None:
     """Return an object that makes batches with continuations; None if ON_POLICY is 0."""
-    settings, model = objective.settings, objective.student
+    settings = objective.settings
     if not settings.on_policy:
         return None
-    sample = Sampler(
+    model, autocast = objective.student, objective.precision.autocast
+    sample = sampler(settings, model, tokenizer, settings.batch_size, autocast)
+    return RolloutBatches(
+        settings,
+        blocks,
+        sample,
+        sample.ends,
+        seed=settings.seed,
+        keep_text=settings.divergence == "distillm2",
+    )
+
+
+def sampler(
+    rollout: RolloutSettings,
+    model: Any,
+    tokenizer: Any,
+    batch_size: int,
+    autocast: Autocast = nullcontext,
+) -> Sampler:
+    """Return a sampler of a model's continuations at ROLLOUT_TEMPERATURE."""
+    return Sampler(
         model,
         end_tokens(without_adapters(model), tokenizer),
         vocabulary=n_ids(tokenizer),
-        temperature=settings.rollout_temperature,
-        batch_size=settings.batch_size,
-        autocast=objective.precision.autocast,
+        temperature=rollout.rollout_temperature,
+        batch_size=batch_size,
+        autocast=autocast,
     )
-    return RolloutBatches(settings, blocks, sample, sample.ends, seed=settings.seed)
+
+
+def with_teacher_text(
+    settings: LanguageSettings,
+    blocks: Blocks,
+    teacher: CausalLM,
+    frozen: FrozenTeacher,
+    ranks: Ranks,
+    progress: Progress,
+) -> Blocks:
+    """Return the text with continuations by the teacher in the share TEACHER_TEXT of its rows.
+
+    The continuations are stored below `data/teacher_text`, and used again for the same teacher,
+    text and settings. The first rank writes only the rows that training reads, in that order. An
+    interrupted run continues after the last complete file.
+    """
+    rows = _rows(settings, settings.teacher_text, len(blocks))
+    decisive = ("max_new_tokens", "rollout_temperature", "seed", "teacher_text")
+    key = [blocks.digest, teacher.weights_id, str(frozen.model.dtype)]
+    key += [str(getattr(settings, name)) for name in decisive]
+    folder = TEACHER_TEXTS / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
+    files = [folder / f"part_{start // PART:05d}.pt" for start in range(0, len(rows), PART)]
+    sample = sampler(settings, frozen.model, teacher.tokenizer, settings.batch_size)
+    most = settings.max_new_tokens
+
+    def write_missing() -> None:
+        for i, path in enumerate(files):
+            if path.exists():
+                continue
+            part = rows[i * PART : (i + 1) * PART]
+            seeds = [seed_of(settings.seed, row) for row in part]
+            own, _ = continue_rows(blocks, part, seeds, sample, max_new_tokens=most)
+            if sample.sick:
+                raise InputError(
+                    f"the logits of the teacher {teacher.name} are not finite in {sample.sick} of"
+                    f" {len(part)} rows that it continues: try --model_dtype float32"
+                )
+            save_tensors(path, {name: getattr(own, name) for name in COLUMNS})
+            progress("teacher's text", min((i + 1) * PART, len(rows)), len(rows), {})
+
+    ranks.from_first(write_missing)
+    logger.info("the teacher's continuations of %d rows are in %s", len(rows), folder)
+    parts = [load_tensors(path) for path in files]
+    columns = {name: getattr(blocks, name).clone() for name in COLUMNS}
+    for name, column in columns.items():
+        column[rows] = torch.cat([part[name] for part in parts])
+    characters = blocks.row_characters.clone()
+    characters[rows] = 0  # unknown after a continuation
+    digest = digest_of(*(column.numpy() for column in columns.values()))
+    return replace(blocks, **columns, row_characters=characters, digest=digest)
+
+
+def _rows(run: TrainingSettings, share: float, n: int) -> list[int]:
+    """Return the rows that the teacher continues and training reads, rounded up to full files."""
+    generator = torch.Generator().manual_seed(seed_of(run.seed, n))
+    is_chosen = torch.zeros(n, dtype=torch.bool)
+    is_chosen[torch.randperm(n, generator=generator)[: round(share * n)]] = True
+    order = rows_of_step(0, n, n, run.seed)  # of the first epoch
+    n_read = n
+    if run.epochs is None:
+        n_read = run.max_steps * run.batch_size * run.gradient_accumulation_steps
+    due = int(is_chosen[order[:n_read]].sum())
+    return order[is_chosen[order]][: -(-due // PART) * PART].tolist()

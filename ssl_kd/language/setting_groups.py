@@ -207,8 +207,10 @@ class LossSettings(Settings):
     divergence: str = setting(
         "auto",
         f"divergence between teacher and student: {' | '.join(DIVERGENCES)} | js:BETA (GKD's, BETA"
-        " between 0 and 1) | auto (forward_kl, or reverse_kl if ROUTER_MODE is all, ka or sar)",
-        choices=("auto", *DIVERGENCES),
+        " between 0 and 1) | distillm2 (with ON_POLICY: skew_kl on text, skew_reverse_kl on the"
+        " student's continuations of the same prompts) | auto (forward_kl, or reverse_kl if"
+        " ROUTER_MODE is all, ka or sar)",
+        choices=("auto", *DIVERGENCES, "distillm2"),
         forms=(("js:BETA", JS_BETA),),
         section="Loss",
     )
@@ -261,16 +263,23 @@ class LossSettings(Settings):
 
 @dataclass(frozen=True)
 class RolloutSettings(Settings):
-    """Configure text that the student generates."""
+    """Configure text that the student or the teacher generates."""
 
     on_policy: float = setting(
         0.0,
         "share of the rows that the student continues itself in each step, so that the teacher"
         " scores its tokens; 0: none",
-        "With ON_POLICY a row holds one document.",
+        "With ON_POLICY or TEACHER_TEXT a row holds one document.",
         low=0,
         high=1,
         section="Generated text",
+    )
+    teacher_text: float = setting(
+        0.0,
+        "share of the rows in which a continuation by the teacher replaces the text, generated once"
+        " (sequence-level distillation); 0: none",
+        low=0,
+        high=1,
     )
     rollout_temperature: float = setting(
         1.0, "sampling temperature of continuations; 0: greedy", low=0, high=100

@@ -53,15 +53,20 @@ class LanguageSettings(
 
     @property
     def kind_of_divergence(self) -> Any:
-        """Return DIVERGENCE, or its default for this teacher."""
+        """Return the divergence on text: DIVERGENCE, or its default for this teacher."""
         if self.divergence != "auto":
-            return self.divergence
+            return "skew_kl" if self.divergence == "distillm2" else self.divergence
         return "forward_kl" if self.router_mode == "native" else "reverse_kl"
+
+    @property
+    def kind_on_policy(self) -> Any:
+        """Return the divergence on text that the student generates."""
+        return "skew_reverse_kl" if self.divergence == "distillm2" else self.kind_of_divergence
 
     @property
     def learns_text(self) -> bool:
         """Return whether the student also trains on rows that it did not generate."""
-        return self.on_policy < 1
+        return self.on_policy < 1 or self.divergence == "distillm2"
 
     def known(self) -> dict[str, Any]:
         """Return all values by lower-case name, with the default LEARNING_RATE filled in."""
@@ -125,8 +130,7 @@ class LanguageSettings(
             self._check_several(cached)
         if self.quantization is not None:
             self._check_quantization()
-        if self.on_policy:
-            self._check_on_policy(no_teacher, cached)
+        self._check_generation(no_teacher, cached)
 
     def check_images(self, *first_images: str | None) -> None:
         """Raise SettingsError if the text holds images and these settings cannot use them.
@@ -146,6 +150,7 @@ class LanguageSettings(
             (self.align != "auto", f"ALIGN is {self.align!r}", "set it to 'auto'"),
             (self.teacher_url, "TEACHER_URL supports only text", "name the teacher's folder"),
             (self.on_policy, "ON_POLICY supports only text", "set it to 0"),
+            (self.teacher_text, "TEACHER_TEXT supports only text", "set it to 0"),
         ):
             _refuse((conflict, f"the text holds images, first in {first}, but {reason}: {fix}."))
 
@@ -211,17 +216,28 @@ class LanguageSettings(
         ):
             _refuse((conflict, f"QUANTIZATION is {self.quantization!r}, {fix}, or set it to None."))
 
-    def _check_on_policy(self, no_teacher: bool, cached: bool) -> None:
+    def _check_generation(self, no_teacher: bool, cached: bool) -> None:
+        names = " and ".join(n.upper() for n in ("on_policy", "teacher_text") if getattr(self, n))
         _refuse(
             (
-                no_teacher or self.alpha_kd == 0,
-                "ON_POLICY is above 0, but only a teacher can score the student's text: name a"
-                " TEACHER_MODEL, and set ALPHA_KD above 0.",
+                self.divergence == "distillm2" and not self.on_policy,
+                "DIVERGENCE 'distillm2' contrasts text with the student's continuations: set"
+                " ON_POLICY above 0; 1 makes a pair of each row.",
             ),
             (
-                cached or self.align != "auto",
-                "ON_POLICY is above 0, which needs a live teacher with the student's tokenizer: set"
+                names and (no_teacher or (self.on_policy and self.alpha_kd == 0)),
+                f"{names} is above 0, which needs a teacher; only it scores generated text: name a"
+                " TEACHER_MODEL, and for ON_POLICY set ALPHA_KD above 0.",
+            ),
+            (
+                names and (cached or self.align != "auto"),
+                f"{names} is above 0, which needs a live teacher with the student's tokenizer: set"
                 " TEACHER_CACHE to None and ALIGN to 'auto'.",
+            ),
+            (
+                self.teacher_text and self.teacher_url is not None,
+                "TEACHER_TEXT is above 0, which needs a local teacher, but TEACHER_URL is set: set"
+                " TEACHER_TEXT to 0 or TEACHER_URL to None.",
             ),
         )
 

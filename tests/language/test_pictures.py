@@ -355,6 +355,7 @@ def test_two_processes_learn_what_one_does(settings, tmp_path, llava):
         ({"student_model": "fresh:1x16"}, "reads only text: set it to layers:N"),
         ({"align": "chunks"}, "ALIGN is 'chunks': set it to 'auto'"),
         ({"on_policy": 0.5}, "ON_POLICY supports only text: set it to 0"),
+        ({"teacher_text": 0.5}, "TEACHER_TEXT supports only text: set it to 0"),
     ],
 )
 def test_settings_that_do_not_go_with_images_are_refused(settings, changes, words):

@@ -1,4 +1,4 @@
-"""Continuations by the student: sampling, targets, and faults."""
+"""Continuations by the student or the teacher: sampling, targets, and faults."""
 
 import copy
 import json
@@ -11,11 +11,15 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from ssl_kd.datasets.blocks import Blocks  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
+from ssl_kd.language import rollouts as rollouts_module  # noqa: E402
+from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.rollouts import Sampler, prompt_length, rollout_batches  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.language.train import train  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
@@ -214,7 +218,7 @@ def by_hand(distiller, batch, text):
     own, theirs = (m(**batch.model_inputs(), use_cache=False).logits for m in (student, teacher))
     ce, kd, n = torch.zeros(()).double(), torch.zeros(()).double(), 0
     for row in range(len(batch.input_ids)):
-        name = settings.kind_of_divergence
+        name = settings.kind_of_divergence if row < text else settings.kind_on_policy
         for place in range(1, batch.input_ids.shape[1]):
             if not batch.counts[row, place]:
                 continue
@@ -232,6 +236,8 @@ def by_hand(distiller, batch, text):
 @pytest.mark.parametrize("changes", [
     {"divergence": "reverse_kl"},
     {"divergence": "js:0.2"},
+    {"divergence": "distillm2"},
+    {"divergence": "distillm2", "on_policy": 1.0},
     {"divergence": "reverse_kl", "on_policy": 1.0, "alpha_kd": 0.7},
 ], ids=str)  # fmt: skip
 def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
@@ -239,7 +245,8 @@ def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
     (batch,), _ = written.batches(1, [torch.arange(4, 9)], CPU)
     text = len(batch.rows) - batch.written
     assert batch.written and (text or changes.get("on_policy") == 1.0)
-    assert len(batch.rows) == 5
+    is_contrastive = changes["divergence"] == "distillm2"
+    assert len(batch.rows) == 5 + (batch.written if is_contrastive else 0)
     ce, kd, gradients, n = by_hand(distiller, batch, text)
 
     distiller._divisors([batch])
@@ -312,6 +319,7 @@ def test_a_student_of_nan_logits_is_found_by_the_guard_and_stops_the_run(make, t
         train(distiller, tiny.blocks(), 9, rollouts=written)
     events = distiller.guard.events.events
     assert distiller.guard.steps == 3 and not any(distiller.learned.values())
+    assert written.sample.sick == 3 * distiller.settings.batch_size
     assert any(event.part == "kd" and event.stage == "loss" for event in events), events
     event = next(e for e in events if e.action == "explained")
     assert "student" in event.reason or "norm" in event.reason, event
@@ -360,6 +368,7 @@ def lines(path, name):
 
 @pytest.mark.parametrize("changes", [
     {"lora_rank": 2, "student_model": "layers:1", "gradient_accumulation_steps": 2},
+    {"divergence": "distillm2", "on_policy": 1.0, "teacher_text": 1.0},
     {"model_dtype": "float16", "gradient_checkpointing": True},
     {"on_policy": 1.0, "teacher_model": "mixture", "router_mode": "sar", "router_lr": 1e-2},
 ], ids=lambda changes: " ".join(changes))  # fmt: skip
@@ -376,11 +385,79 @@ def test_a_run_learns_from_what_was_written(
     for row in lines(path, "metrics.jsonl"):
         if "eval" not in row:
             assert math.isfinite(row["kd"]) and ("rollout_share" in row) == bool(own)
-            assert (row["ce"] is None) == (own == 1.0)
-    if own == 1.0:  # the last, whatever the text says
+            assert (row["ce"] is None) == (own == 1.0 and "divergence" not in changes)
+    if own == 1.0 and "divergence" not in changes:  # the last, whatever the text says
         assert metrics["best_step"] == 3
     students = [row for row in metrics["table"] if row["name"] == "student"]
     assert math.isfinite(students[0]["perplexity"])
+
+
+def test_the_teachers_text_is_written_once_found_again_and_no_further_than_needed(
+    settings, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ssl_kd.language.rollouts.PART", 16)
+    prompts = []
+    generate = rollouts_module.Sampler._generate
+
+    def record(self, batch, *rest):
+        prompts.extend(batch)
+        return generate(self, batch, *rest)
+
+    monkeypatch.setattr(rollouts_module.Sampler, "_generate", record)
+
+    def digest(max_steps):
+        own = settings(**OWN | {"on_policy": 0.0, "teacher_text": 0.5, "max_steps": max_steps})
+        return prepare(own, precision_of(own), _silent).digest
+
+    first = digest(2)  # 8 of 115 rows, about 4 of these the teacher's
+    texts = tmp_path / "data" / "teacher_text"
+    files = {path: path.read_bytes() for path in texts.rglob("*.pt")}
+    assert len(files) == 1 and len(prompts) == 16
+    assert digest(2) == first and len(prompts) == 16
+    digest(12)  # 48 rows
+    parts = sorted(texts.rglob("*.pt"))
+    assert len(parts) == 2 and len(prompts) == 32
+    parts[0].unlink()
+    digest(2)
+    assert len(prompts) == 48 and parts[0].read_bytes() == files[parts[0]]
+
+
+def test_what_the_teacher_wrote_stands_in_the_place_of_the_text(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {**OWN, "on_policy": 0.0, "rollout_temperature": 0.0}
+    own = settings(**options, teacher_text=0.5)
+    plain, task = (prepare(s, precision_of(s), _silent) for s in (settings(packing=False), own))
+    before, after = plain.blocks, task.blocks
+    assert isinstance(before, Blocks) and isinstance(after, Blocks)
+    changed = (before.counts != after.counts).any(1).nonzero().flatten().tolist()
+    assert len(changed) == round(0.5 * len(after)) and task.digest != plain.digest
+    row = changed[0]
+    prompt, new = after.ids[row, :4], after.ids[row][after.counts[row]]
+    assert torch.equal(prompt, before.ids[row, :4]) and 1 <= len(new) <= 6
+    with torch.no_grad():
+        said = task.frozen.model(torch.cat([prompt, new])[None]).logits[0, 3:-1].argmax(-1)
+    assert torch.equal(said, new)
+
+
+def _silent(stage, done, total, info):
+    pass
+
+
+@fault(118)
+def test_a_teacher_that_writes_nan_is_refused_before_anything_is_kept(
+    settings, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rollouts_module._Draw, "greedy", _not_finite)
+    changes = {**OWN, "on_policy": 0.0, "teacher_text": 1.0, "rollout_temperature": 0.0}
+    with pytest.raises(InputError, match=r"are not finite in 115 of 115 rows that it continues"):
+        run(settings(**changes))
+    assert not [*(tmp_path / "data").rglob("*.pt")]
+
+
+def _not_finite(self, input_ids, scores):
+    return self._only(input_ids, scores * math.nan, scores.argmax(-1, keepdim=True))
 
 
 @fault(118)
@@ -412,10 +489,12 @@ def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"on_policy": 1.5}, "ON_POLICY is 1.5, but must be a finite number, at least 0, at most 1"),
-    ({"on_policy": 0.5, "teacher_model": "none"}, "ON_POLICY is above 0, but only a teacher can"),
-    ({"on_policy": 0.5, "alpha_kd": 0.0}, "name a TEACHER_MODEL, and set ALPHA_KD above 0"),
-    ({"on_policy": 0.5, "teacher_cache": "c"}, "ON_POLICY is above 0, which needs a live"),
+    ({"on_policy": 0.5, "teacher_model": "none"}, "ON_POLICY is above 0, which needs a teacher"),
+    ({"on_policy": 0.5, "alpha_kd": 0.0}, "name a TEACHER_MODEL, and for ON_POLICY set ALPHA_KD"),
+    ({"teacher_text": 1.0, "teacher_cache": "c"}, "TEACHER_TEXT is above 0, which needs"),
     ({"on_policy": 0.5, "align": "chunks"}, "set TEACHER_CACHE to None and ALIGN to 'auto'"),
+    ({"on_policy": 0.5, "teacher_text": 0.1, "align": "uld"}, "ON_POLICY and TEACHER_TEXT"),
+    ({"divergence": "distillm2"}, "DIVERGENCE 'distillm2' contrasts text with the student's"),
     ({"divergence": "js:1.0"}, "DIVERGENCE is 'js:1.0'"),
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_together_is_refused(settings, changes, message):
