@@ -75,14 +75,10 @@ def tint(cluster: int) -> str:
 
 
 def cluster_map(points: NDArray, clusters: NDArray) -> Markup | None:
-    """Draw points `[m, 2]` colored by cluster `[m]` (-1: none, faint), with the clusters' numbers.
-
-    Return None without a point.
-    """
+    """Draw points `[m, 2]` colored by cluster `[m]`, with the clusters' numbers; None if m = 0."""
     if not len(points):
         return None
-    known = clusters >= 0
-    sizes = np.bincount(clusters[known])
+    sizes = np.bincount(clusters)
     width, height = np.ptp(points, axis=0) + 1e-12
     gap = 0.07 * max(width, height)  # a number that would cover a larger cluster's is left out
     shuffled = np.random.default_rng(0).permutation(len(points))  # no cluster covers all others
@@ -92,12 +88,9 @@ def cluster_map(points: NDArray, clusters: NDArray) -> Markup | None:
         axes = figure.subplots()
         axes.set_axis_off()
         axes.set_aspect("equal")
-        rgba = np.tile((0.5, 0.5, 0.5, 0.25), (len(points), 1))
-        colors = np.array([to_rgb(tint(k)) for k in range(len(sizes))]).reshape(-1, 3)
-        rgba[known, :3] = colors[clusters[known]]
-        rgba[known, 3] = 0.85
+        colors = np.array([to_rgb(tint(k)) for k in range(len(sizes))])[clusters[shuffled]]
         size = float(np.clip(14_000 / len(points), 4, 26))
-        axes.scatter(*points[shuffled].T, c=rgba[shuffled], s=size, lw=0, rasterized=True)
+        axes.scatter(*points[shuffled].T, c=colors, s=size, lw=0, alpha=0.85, rasterized=True)
         named: list[tuple[float, float]] = []
         for k in np.argsort(-sizes)[: np.count_nonzero(sizes)]:
             members = points[clusters == k]

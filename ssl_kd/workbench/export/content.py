@@ -68,9 +68,9 @@ class Content:
         return self.samples.path.resolve().name
 
     def cluster_names(self) -> dict[int, str]:
-        """Return number -> name (or number as text) of each exported cluster; -1 is `none`."""
+        """Return number -> name (or number as text) of each exported cluster."""
         clusters = np.unique(self.clusters[self.rows]).tolist()
-        return {c: "none" if c < 0 else self.names.get(c, str(c)) for c in clusters}
+        return {cluster: self.names.get(cluster, str(cluster)) for cluster in clusters}
 
     def batches(self, size: int) -> Iterator[arrow.RecordBatch]:
         """Yield the exported samples with all columns, in batches of `size` rows."""
@@ -90,7 +90,7 @@ class Content:
             if name == "cluster":
                 numbers = self.clusters[rows]
                 columns[name] = arrow.array(numbers, arrow.int32())
-                texts = [self.names.get(c, str(c)) if c >= 0 else None for c in numbers.tolist()]
+                texts = [self.names.get(c, str(c)) for c in numbers.tolist()]
                 columns["cluster_name"] = arrow.array(texts, arrow.string())
         if (self.samples.column("cluster") != self.clusters).any():
             columns["cluster_of_run"] = table.column("cluster").combine_chunks()

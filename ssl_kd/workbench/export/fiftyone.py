@@ -31,18 +31,15 @@ def _samples(content: Content, files: list[Path]) -> Iterator[dict[str, Any]]:
         confidence = row.pop("confidence")
         del row["file"]
         for level in content.samples.levels:
-            number = row.pop(level)
-            sample[level] = _classification(str(number) if number >= 0 else None)
-        sample["cluster"] = _classification(row.pop("cluster_name"))
-        if sample["cluster"] is not None:
-            sample["cluster"]["confidence"] = confidence
-        if "label" in row:
-            sample["label"] = _classification(row.pop("label"))
+            sample[level] = _classification(str(row.pop(level)))
+        sample["cluster"] = _classification(row.pop("cluster_name")) | {"confidence": confidence}
+        if label := row.pop("label", None):
+            sample["label"] = _classification(label)
         for name, value in row.items():
             if isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value)):
                 sample[name] = value
         yield sample
 
 
-def _classification(label: str | None) -> dict[str, Any] | None:
-    return {"_cls": "Classification", "label": label} if label else None
+def _classification(label: str) -> dict[str, Any]:
+    return {"_cls": "Classification", "label": label}

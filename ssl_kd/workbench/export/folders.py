@@ -23,7 +23,7 @@ def write_folders(
     names = content.cluster_names()
     width = len(str(max(names)))
     folders = {
-        c: safe_name("none" if c < 0 else f"{c:0{width}} {'' if text == str(c) else text}".strip())
+        c: safe_name(f"{c:0{width}} {'' if text == str(c) else text}".strip())
         for c, text in names.items()
     }
     unique = {cluster: UniqueNames() for cluster in folders}

@@ -23,7 +23,7 @@ def write_label_studio(
     Label Studio's local files, with `LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT` set to `/`.
     """
     content, files = content.with_pictures(skip_missing=skip_missing)
-    choices = [name for cluster, name in content.cluster_names().items() if cluster >= 0]
+    choices = [*content.cluster_names().values()]
     common = Path(os.path.commonpath([file.parent for file in files]))
 
     def address(file: Path) -> str:
@@ -40,21 +40,19 @@ def write_label_studio(
 
 
 def _task(run: str, number: int, image: str, row: dict[str, Any]) -> dict[str, Any]:
-    task: dict[str, Any] = {
+    choice = {
+        "id": f"row{number}",
+        "from_name": "cluster",
+        "to_name": "image",
+        "type": "choices",
+        "value": {"choices": [row["cluster_name"]]},
+    }
+    prediction = {"score": row["confidence"], "model_version": run, "result": [choice]}
+    return {
         "data": {"image": image, "file": row["file"]},
         "meta": {"run": run, "row": number, "split": row["split"]},
+        "predictions": [prediction],
     }
-    if row["cluster"] >= 0:
-        choice = {
-            "id": f"row{number}",
-            "from_name": "cluster",
-            "to_name": "image",
-            "type": "choices",
-            "value": {"choices": [row["cluster_name"]]},
-        }
-        prediction = {"score": row["confidence"], "model_version": run, "result": [choice]}
-        task["predictions"] = [prediction]
-    return task
 
 
 def _interface(choices: list[str]) -> str:
