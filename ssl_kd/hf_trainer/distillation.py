@@ -310,13 +310,8 @@ def _counts(inputs: Mapping[str, Any]) -> Tensor:
 def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Pad samples of different lengths at the end and stack them to a batch.
 
-    Args:
-        samples: mappings with `input_ids` and optional columns such as `labels` and
-            `attention_mask`. Values are numbers, or lists or tensors `[token]` of numbers.
-
-    Returns:
-        Each column as a tensor `[batch, token]` or `[batch]`; `attention_mask` and `labels` are
-        added if the samples do not have them.
+    Samples have `input_ids` and optional columns, each a number or `[token]`. `attention_mask` and
+    `labels` are added if the samples do not have them.
     """
     columns: dict[str, Tensor] = {}
     for name in samples[0]:

@@ -79,13 +79,6 @@ def test_a_token_that_the_teacher_lacks_is_refused_where_it_is_read(
         run(settings(**swapped, data_path=str(text), run_name="b"))
 
 
-def test_other_ids_are_another_family(settings, tiny, more_tokens, tmp_path):
-    foreign = tiny.folder(tmp_path / "foreign", tokenizer=tiny.other_tokenizer)
-    plain = tiny.folder(tmp_path / "plain")
-    with pytest.raises(SettingsError, match="have different tokenizers .* --align chunks"):
-        run(settings(teacher_model=foreign, student_model=plain))
-
-
 @fault(116)
 def test_a_padded_vocabulary_is_the_same_vocabulary(settings, tiny, tmp_path):
     """As Qwen's 151936 rows against 152064 for one tokenizer."""

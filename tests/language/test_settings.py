@@ -29,7 +29,7 @@ def test_every_preset_builds_and_survives_its_own_file(name, tmp_path):
     assert LanguageSettings.from_dict(settings.to_dict()) == settings
 
 
-def test_presets_hold_the_numbers_that_their_names_promise():
+def test_presets_are_those_of_the_older_scripts():
     numbers = ("learning_rate", "temperature", "alpha_kd", "alpha_ce", "clip_grad")
     table = {
         "stable": (1e-5, 2.0, 0.1, 0.9, 0.5),
@@ -38,26 +38,18 @@ def test_presets_hold_the_numbers_that_their_names_promise():
         "most_conservative": (2e-6, 1.2, 0.01, 0.99, 0.25),
         "balanced": (1e-5, 2.0, 0.1, 0.9, 0.5),
     }
-    for name, expected in table.items():
-        settings = LanguageSettings(**PRESETS[name])
-        assert tuple(getattr(settings, number) for number in numbers) == expected
-    assert LanguageSettings(**PRESETS["fp16_safe"]).model_dtype == "float16"
-    # Ten in a row stop; in ultra_stable twenty begin again.
-    assert LanguageSettings(**PRESETS["stable"]).stop_after == 10
-    ultra = LanguageSettings(**PRESETS["ultra_stable"])
-    assert ultra.stop_after is None
-    assert ultra.gradient_checkpointing
-    assert {LanguageSettings(**PRESETS[name]).grad_norm_threshold for name in PRESETS} == {None}
-
-
-def test_presets_are_those_of_the_older_scripts():
     made = {name: LanguageSettings(**values) for name, values in PRESETS.items()}
-    for settings in made.values():
+    for name, settings in made.items():
+        assert tuple(getattr(settings, number) for number in numbers) == table[name]
         assert (settings.batch_size, settings.block_size) == (1, 512)
         assert (settings.router_mode, settings.eval_every) == ("auto", 50)
-    assert made["balanced"].model_dtype == "float16"
-    patient = made["most_conservative"]
-    assert patient.gradient_checkpointing and patient.max_steps == 1000
+        assert settings.grad_norm_threshold is None
+        patient = name in ("ultra_stable", "most_conservative")  # begins again and saves memory
+        assert settings.stop_after == (None if patient else 10)
+        assert settings.gradient_checkpointing == patient
+        half = name in ("fp16_safe", "balanced")
+        assert settings.model_dtype == ("float16" if half else "auto")
+    assert made["most_conservative"].max_steps == 1000
 
 
 def test_a_preset_says_in_a_line_where_it_differs_from_the_older_script(tmp_path, capsys):
