@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, nearest_neighbors
 from ssl_kd.store.approximate import by_index
 from ssl_kd.store.fingerprint import Fingerprint
-from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.folder import RunFolder, RunFolderError
@@ -42,9 +41,6 @@ from ssl_kd.vision.train import HeadFault, HeadsLearner, LogRecord
 from ssl_kd.vision.training_rows import TrainingRows
 
 logger = logging.getLogger(__name__)
-
-# Fields of a log record that TensorBoard shows.
-DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss", "grad_norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,14 +176,12 @@ def _train(
     """
     rows.load()  # before the memory for the heads is checked
     settings, folder, ranks = context.settings, context.folder, context.ranks
-    device = context.precision.device
-    trainer = make_trainer(
-        settings, rows.projection.dim, n_clusters, context.precision, ranks.heads
-    )
+    dim, precision = rows.projection.dim, context.precision
+    trainer = make_trainer(settings, dim, n_clusters, precision, ranks.heads)
     plan = make_plan(settings, trainer, neighbors, rows, ranks.gather)
     ranks.caught = context.signals.caught
     with context.signals.between_steps():
-        gather = rows.on(device)
+        gather = rows.on(precision.device)
         start = load_last(folder, trainer, plan.convergence, ranks)
         folder.rewind(start)
         folder.become_latest()
@@ -197,22 +191,27 @@ def _train(
             if recorder.wants(fault.event.part):
                 recorder.record(bundle_of(trainer, fault, dataclasses.asdict(settings)))
 
-        options: dict[str, Any] = {"on_events": folder.events.extend, "on_fault": on_fault}
-        options["clusters"] = clusters
+        calls = {"on_events": folder.events.extend, "on_fault": on_fault}
+        options: dict[str, Any] = {"clusters": clusters, **calls}
         if ranks.ranks.world == 1:
             learner = HeadsLearner(trainer, plan, gather, **options)
         else:
             learner = RankHeadsLearner(ranks, settings.log_every, trainer, plan, gather, **options)
-        with _logging(context, learner) as (on_log, on_checkpoint):
+        try:
             steps = run_loop(
                 learner,
                 start=start,
                 log_every=settings.log_every,
                 checkpoint_every=settings.checkpoint_every,
-                on_log=on_log,
-                on_checkpoint=on_checkpoint,
+                on_log=partial(_log, context, learner),
+                on_checkpoint=partial(_save, context, learner),
                 should_stop=lambda: ranks.stopping,
             )
+        except TooFewHealthyParts as error:
+            if not (bundles := recorder.bundles()):
+                raise
+            command = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
+            raise TooFewHealthyParts(f"{error}. To explain the first fault: {command}") from error
     trainer = ranks.gather_trainer(trainer)
     return trainer, {
         "steps": steps,
@@ -238,39 +237,21 @@ def _find_neighbors(context: RunContext, rows: TrainingRows) -> tuple[Tensor, di
     return neighbors, {"index": "exact", "recall": 1.0, "rows": rows.n}
 
 
-@contextlib.contextmanager
-def _logging(
-    context: RunContext, learner: HeadsLearner
-) -> Iterator[tuple[Callable[[LogRecord], object], Callable[[int], object]]]:
-    """Yield `on_log` and `on_checkpoint` for the loop, which write into the run folder.
+def _log(context: RunContext, learner: HeadsLearner, record: LogRecord) -> None:
+    """Write a log record into the run folder, and show the mean loss."""
+    context.folder.log(dataclasses.asdict(record))
+    finite = [value for value in record.loss if abs(value) < float("inf")]
+    mean = sum(finite) / len(finite) if finite else float("nan")
+    info = {"loss": mean, "healthy": f"{record.healthy}/{context.settings.n_heads}"}
+    context.progress("train", record.step, learner.steps, info)
 
-    If training stops with TooFewHealthyParts, add the command that explains the first fault.
-    """
-    folder, convergence = context.folder, learner.plan.convergence
 
-    def on_checkpoint(step: int) -> object:
-        tensors = context.ranks.gather_rows(learner.trainer.tensors())
-        looks = {} if convergence is None else convergence.tensors()
-        return folder.save_checkpoint(step, tensors | looks)
-
-    with Board(folder.path, ["tensorboard"] if folder.writes else []) as board:
-
-        def on_log(record: LogRecord) -> None:
-            row = dataclasses.asdict(record)
-            folder.log(row)
-            board.log(record.step, {name: row[name] for name in DRAWN})
-            finite = [value for value in record.loss if abs(value) < float("inf")]
-            mean = sum(finite) / len(finite) if finite else float("nan")
-            info = {"loss": mean, "healthy": f"{record.healthy}/{context.settings.n_heads}"}
-            context.progress("train", record.step, learner.steps, info)
-
-        try:
-            yield on_log, on_checkpoint
-        except TooFewHealthyParts as error:
-            if not (bundles := FlightRecorder(folder.path / "faults").bundles()):
-                raise
-            command = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
-            raise TooFewHealthyParts(f"{error}. To explain the first fault: {command}") from error
+def _save(context: RunContext, learner: HeadsLearner, step: int) -> object:
+    """Save a checkpoint with the heads of all ranks."""
+    tensors = context.ranks.gather_rows(learner.trainer.tensors())
+    convergence = learner.plan.convergence
+    looks = {} if convergence is None else convergence.tensors()
+    return context.folder.save_checkpoint(step, tensors | looks)
 
 
 def load_last(

@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import joblib
 import numpy as np
 import pytest
 import torch
@@ -145,20 +144,6 @@ def test_names_that_do_not_fit_the_model_are_refused(fitted, tmp_path, names):
         MultiHeadClusterer.from_pretrained(tmp_path)
 
 
-def _numpy_state() -> str:
-    state: Any = np.random.get_state()
-    return repr((state[0], state[1].tolist(), state[2:]))
-
-
-def test_global_random_states_are_left_alone(blobs):
-    for random_state in (0, None, np.random.RandomState(3)):
-        before = random.getstate(), _numpy_state(), torch.get_rng_state()
-        small(max_steps=2, random_state=random_state).fit(blobs[0])
-        assert random.getstate() == before[0]
-        assert _numpy_state() == before[1]
-        assert torch.equal(torch.get_rng_state(), before[2])
-
-
 class Dropped(torch.nn.Sequential):
     """A head that draws in each step."""
 
@@ -204,13 +189,6 @@ def test_random_state_decides_the_seed(blobs):
     shared = np.random.RandomState(7)
     assert not torch.equal(weights(shared), weights(shared))
     assert small(max_steps=2, random_state=7).fit(blobs[0]).settings_.seed == 7
-
-
-def test_joblib_and_pickle_keep_the_answer(fitted, blobs, tmp_path):
-    X, _ = blobs
-    joblib.dump(fitted, tmp_path / "clusterer.joblib")
-    for loaded in (joblib.load(tmp_path / "clusterer.joblib"), pickle.loads(pickle.dumps(fitted))):
-        np.testing.assert_array_equal(loaded.predict_proba(X), fitted.predict_proba(X))
 
 
 def test_saved_and_loaded_again(fitted, blobs, tmp_path):

@@ -62,12 +62,12 @@ class Job:
             *("--device", "cpu", *flags),
         ]
 
-    def run(self, *flags, launcher=(), words=None, **environment):
+    def run(self, *flags, words=None, **environment):
         """Exit code, standard output and the last line of the error output; or of other words."""
         known = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         known |= {"COUNTING": str(self.folder), "PYTHONPATH": paths(), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, *launcher, *(words or self.command(*flags))],
+            [sys.executable, *(words or self.command(*flags))],
             cwd=ROOT,
             env=known | environment,
             capture_output=True,
@@ -112,18 +112,6 @@ def alone(tmp_path_factory):
 
 
 # --- a job array and torchrun ---------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_torchrun_shares_the_work_among_its_ranks(tmp_path, alone):
-    job = Job(tmp_path)
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
-    code, told, last = job.run(launcher=launcher)
-    assert code == 0, last
-    computed = job.batches()
-    assert sum(computed.values()) == len(computed) == 23 + 6
-    assert content(job.cache) == alone
-    assert told.count("embeddings_train.json") == 2 and "1437 rows of 2" in told
 
 
 def test_processes_of_an_array_that_run_at_once(tmp_path, alone, monkeypatch):
