@@ -84,8 +84,6 @@ class MultiHeadClusterer(ClusterMixin, BaseEstimator):
         levels_: `[level, n]` int64, cluster of each of these samples at every tree level, coarsest
             level first. There are no levels with `method="heads"`.
         outlier_score_: `[n]` float32, outlier score of each of these samples.
-        n_clusters_: number of clusters, including clusters that `partial_fit` added.
-        new_clusters_: numbers of the clusters that `partial_fit` added.
         number_: evidence for an estimated number of clusters: an interval, and ranked levels
             (`ssl_kd.graph.levels.Evidence`). None if `n_clusters` was set, and after
             `from_pretrained`.
