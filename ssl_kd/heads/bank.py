@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -154,22 +155,21 @@ def head_maker(path: str, in_dim: int, n_clusters: int, **options: int) -> Calla
     `options` are layer widths; those that the head's constructor accepts are passed to it.
     """
     head = import_head(path)
-    known = inspect.signature(head).parameters
-    widths = {name: width for name, width in options.items() if name in known}
+    widths = {k: width for k, width in options.items() if k in inspect.signature(head).parameters}
+    return functools.partial(_build, path, head, in_dim, n_clusters, **widths)  # can be pickled
 
-    def make() -> nn.Module:
-        try:
-            return head(in_dim, n_clusters, **widths)
-        except (Exception, SystemExit) as error:
-            if is_out_of_memory(error):
-                raise
-            more = "".join(f", {name}={width}" for name, width in widths.items())
-            raise InputError(
-                f"head {path!r} cannot be built by {head.__name__}({in_dim}, {n_clusters}{more}); "
-                f"expected a constructor (in_dim, n_clusters): {explain(error)}"
-            ) from error
 
-    return make
+def _build(path: str, head: type[nn.Module], dim: int, n_clusters: int, **widths: int) -> Any:
+    try:
+        return head(dim, n_clusters, **widths)
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            raise
+        more = "".join(f", {name}={width}" for name, width in widths.items())
+        raise InputError(
+            f"head {path!r} cannot be built by {head.__name__}({dim}, {n_clusters}{more}); "
+            f"expected a constructor (in_dim, n_clusters): {explain(error)}"
+        ) from error
 
 
 def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) -> None:
