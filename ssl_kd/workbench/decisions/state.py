@@ -40,7 +40,6 @@ class ClusterState:
         members = self.clusters == self._existing(cluster)
         for level in self._samples.levels:
             parts, sizes = np.unique(self._samples.column(level)[members], return_counts=True)
-            parts, sizes = parts[parts >= 0], sizes[parts >= 0]
             if len(parts) > 1:
                 order = np.argsort(-sizes, kind="stable")
                 return level, parts[order][1:].tolist()
