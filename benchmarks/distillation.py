@@ -43,8 +43,8 @@ ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
 
 def old(name: str) -> dict[str, Any]:
     """Return a preset's learning settings; batch and block size stay those of the other runs."""
-    kept = ("learning_rate", "temperature", "alpha_kd", "alpha_ce", "clip_grad")
-    return {key: value for key, value in PRESETS[name].items() if key in kept}
+    names = ("learning_rate", "temperature", "alpha_kd", "alpha_ce", "clip_grad")
+    return {key: value for key, value in PRESETS[name].items() if key in names}
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

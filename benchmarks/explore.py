@@ -238,7 +238,7 @@ def main() -> None:
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     run = made_run(args.folder, args.rows)
-    kept = (run / "map.pt").is_file()
+    has_map = (run / "map.pt").is_file()
     rounds: list[dict[str, float]] = []
     with sync_playwright() as playwright:
         for _ in range(args.rounds):
@@ -246,7 +246,7 @@ def main() -> None:
                 results = visit(playwright, url, args.seconds)
                 rounds.append(results | {"start_s": start, "server_MiB": status(pid, "VmHWM")})
             print(json.dumps({k: round(v, 2) for k, v in rounds[-1].items()}), flush=True)
-    print(f"{args.rows:,} samples, map {'cached' if kept else 'computed in the first round'}")
+    print(f"{args.rows:,} samples, map {'cached' if has_map else 'computed in the first round'}")
     median = {k: statistics.median(one[k] for one in rounds) for k in rounds[0]}
     print("median:", json.dumps({k: round(v, 2) for k, v in median.items()}))
 

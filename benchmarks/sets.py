@@ -132,8 +132,8 @@ def long_tailed(x: NDArray, y: NDArray, imbalance: float, seed: int = 0) -> Labe
     share = imbalance ** -np.linspace(0, 1, len(counts))[rng.permutation(len(counts))]
     sizes = np.maximum(1, np.floor((counts / share).min() * share + 1e-9)).astype(int)
     rows = [rng.choice(np.flatnonzero(y == k), size, False) for k, size in enumerate(sizes)]
-    kept = np.sort(np.concatenate(rows))
-    return x[kept], y[kept]
+    subset = np.sort(np.concatenate(rows))
+    return x[subset], y[subset]
 
 
 def _tail(sources: Sources, of: str, imbalance: float) -> Labelled:

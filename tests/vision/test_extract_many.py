@@ -144,7 +144,7 @@ def test_batches_that_straddle_shards_are_those_of_one_process(tmp_path):
         name = "whole"
 
         def __init__(self):
-            self.told = tmp_path
+            self.folder = tmp_path
 
         def embed(self, batch):
             return super().embed(batch) + batch.float().mean()
