@@ -137,7 +137,6 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._calls: deque[_Call] = deque(maxlen=_CALLS)
-        self._copies: dict[str, tuple[Tensor, list[int], Tensor]] = {}  # buffer, version, copy
         self._replaying = False
         watch: weakref.ref[Watch] = weakref.ref(self)
         self._hooks = [
@@ -156,16 +155,6 @@ class Watch:
     def forget(self) -> None:
         """Forget the forward passes of the step."""
         self._calls.clear()
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Return copies of the buffers as they are now; a write through `.data` may be missed."""
-        for name, buffer in _inner(self.model).named_buffers():
-            source, version, _ = self._copies.get(name, (None, [], None))
-            if buffer.is_floating_point() and (
-                source is not buffer or version != _versions([buffer])
-            ):
-                self._copies[name] = buffer, _versions([buffer]), buffer.detach().clone()
-        return {name: copy for name, (_, _, copy) in self._copies.items()}
 
     def explain(self) -> Finding | None:
         """Find the first NaN or infinity of this step; return None if all values are finite."""
@@ -254,7 +243,12 @@ def _listening(reference: weakref.ref[Watch]) -> Watch | None:
 def _before(reference: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict) -> None:
     watch = _listening(reference)
     if watch is not None and torch.is_grad_enabled():
-        buffers = watch._buffers() if module.training else {}
+        # All of them: BatchNorm writes its statistics without a trace in `_version`.
+        buffers = {
+            name: buffer.detach().clone()
+            for name, buffer in _inner(module).named_buffers()
+            if module.training and buffer.is_floating_point()
+        }
         call = _Call(args, kwargs, module.training, [], buffers, _random_states(), _autocast())
         call.versions += _versions(call.inputs)
         watch._calls.append(call)

@@ -170,6 +170,17 @@ def test_a_healthy_step_has_nothing_to_explain_and_keeps_its_bits():
     assert all(map(torch.equal, train(True), train(False)))
 
 
+def test_each_pass_is_repeated_from_the_buffers_before_it():
+    model = network(nn.BatchNorm1d(6))
+    watch = Watch(model)
+    before = []
+    for _ in range(2):
+        before.append(model[2].running_mean.clone())
+        model(X)
+    kept = [call.buffers["2.running_mean"] for call in watch._calls]
+    assert all(map(torch.equal, kept, before)) and not torch.equal(*before)
+
+
 def test_dropout_draws_the_same_numbers_again():
     for seed in range(5):
         torch.manual_seed(seed)
