@@ -92,11 +92,9 @@ def test_a_weight_that_float16_cannot_hold_is_a_note(settings):
 
 def test_a_part_that_no_gradient_reaches_is_a_fault(settings):
     def cut(model):
-        model.model.layers[1].self_attn.o_proj.weight.zero_()
-        for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(model.model.layers[1].self_attn, name).weight.zero_()
-        model.model.layers[1].mlp.down_proj.weight.zero_()
-        model.model.layers[1].mlp.up_proj.weight.zero_()
+        for name, p in model.model.layers[1].named_parameters():
+            if name.startswith(("self_attn", "mlp.down_proj", "mlp.up_proj")):
+                p.zero_()
 
     saved(settings, cut)
     found = findings(settings)

@@ -106,10 +106,3 @@ def test_the_command_prints_a_table_and_ends_in_1_where_they_differ(settings, mo
     monkeypatch.setattr(module, "EXACT", (0.0, 0.0))
     assert cli.main(words) == 1
     assert "DIFFERS" in capsys.readouterr().out
-
-
-def test_invalid_input_is_one_line(capsys):
-    for words, code in ((["--teacher_modle", "x"], 2), (["--teacher_model", "./nowhere"], 2)):
-        assert cli.main(["verify", *words]) == code
-        err = capsys.readouterr().err.strip().splitlines()
-        assert err[-1].startswith("ssl_kd: ") and sum("ssl_kd: " in line for line in err) == 1

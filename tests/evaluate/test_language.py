@@ -96,19 +96,6 @@ def test_tokens_are_judged_as_by_the_models_own_logits(packing, linear, monkeypa
     assert scores.agreement not in (0, 1)
 
 
-def test_chunks_and_batches_change_nothing(monkeypatch):
-    model, teacher, text = llama(seed=1), FrozenTeacher(llama(seed=2)), blocks()
-
-    def row(batch_size, tokens):
-        monkeypatch.setattr(judge, "CHUNK_BYTES", 4 * tokens * len(TOKENIZER))
-        scores = judge_tokens(model, text, teacher=teacher, batch_size=batch_size)
-        return [scores.nll, scores.kl, scores.agreement, scores.ece, scores.bits_per_character]
-
-    whole = row(len(text), 10_000)
-    for batch_size, tokens in ((len(text), 1), (1, 7), (3, 10_000)):
-        assert row(batch_size, tokens) == pytest.approx(whole, rel=1e-5)
-
-
 def test_a_teacher_is_its_own_twin_and_can_be_judged_itself():
     model, text = llama(), blocks()
     teacher = FrozenTeacher(llama())
@@ -240,13 +227,16 @@ def test_answers_are_counted(trained):
     assert nothing.accuracy is None and generations == []
 
 
-def test_chats_are_asked_by_the_tokenizers_template(trained):
+def tokenizer_of_chats():
     tokenizer = train_tokenizer(DATASET, 300)
     tokenizer.chat_template = (
         "{% if messages[0].role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}"
         "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
+    return tokenizer
 
+
+def test_chats_are_asked_by_the_tokenizers_template(trained):
     def chat(where, role, question, answer):
         turns = ({"role": role, "content": question}, {"role": "assistant", "content": answer})
         return Example(where, messages=(*turns, {"role": "user", "content": "thanks"}))
@@ -256,7 +246,7 @@ def test_chats_are_asked_by_the_tokenizers_template(trained):
         chat("c:2", "odd", "3 + 3 =", "<answer>6</answer>"),
         chat("c:3", "user", "3 + 3 =", "six"),
     ]
-    scores, generations = judge_answers(trained, tokenizer, examples)
+    scores, generations = judge_answers(trained, tokenizer_of_chats(), examples)
     assert (scores.n, scores.right) == (1, 1)
     assert generations[0].prompt == "<s>3 + 3 ="
     assert generations[0].text == " <answer>6</answer>"
@@ -318,13 +308,9 @@ def test_real_stories(shared_data):
 
 
 def test_a_row_says_how_much_of_what_was_written_is_repeated_and_chats_are_asked_as_such(trained):
-    tokenizer = train_tokenizer(DATASET, 300)
-    tokenizer.chat_template = (
-        "{% if messages[0].content == 'odd' %}{{ raise_exception('no such turn') }}{% endif %}"
-        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+    tokenizer = tokenizer_of_chats()
     turns = ({"role": "user", "content": "who ran?"}, {"role": "assistant", "content": " Tom"})
-    refused = ({"role": "user", "content": "odd"}, turns[1])
+    refused = ({"role": "odd", "content": "who ran?"}, turns[1])
     examples = [Example("c:1", messages=refused), Example("c:2", messages=turns), *QUESTIONS[:1]]
     looks = LanguageJudge(
         examples, Reading(tokenizer, blocks()), generations=2, max_new_tokens=24, answer_prompts=0

@@ -19,15 +19,6 @@ def test_one_holder_at_a_time_in_one_process(tmp_path):
         pass
 
 
-def run(script: str, *arguments: object) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-
-
 HOLD_AND_FORK = """
 import os, sys, warnings
 from ssl_kd.files.lock import Lock
@@ -44,7 +35,9 @@ with Lock(sys.argv[1]):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_another_process_is_named_and_its_death_frees_the_lock(tmp_path):
     path = tmp_path / "lock"
-    with run(HOLD_AND_FORK, path) as parent:
+    words = [sys.executable, "-c", HOLD_AND_FORK, str(path)]
+    pipe, root = subprocess.PIPE, Path(__file__).parents[2]
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, cwd=root) as parent:
         assert parent.stdout and parent.stdout.readline() == b"held\n"
         with pytest.raises(LockHeld, match=f"process {parent.pid} "):
             Lock(path).__enter__()
