@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ssl_kd.guard.finite import compute_dtype
-from ssl_kd.losses.rows import lifted, saturated
 
 _EPS = 1e-10
 
@@ -42,16 +41,16 @@ def _squared_variation(x: Tensor) -> Tensor:
 
 def gate_entropy(logits: Tensor) -> Tensor:
     """Compute the entropy `[token]`, in nats, of gate logits `[token, expert]`."""
-    log_p = torch.log_softmax(saturated(logits, infinities=False), dim=-1)
+    log_p = torch.log_softmax(logits.to(compute_dtype(logits)), dim=-1)
     return -_times_log(log_p.exp(), log_p)
 
 
 def gate_kl(original_logits: Tensor, logits: Tensor) -> Tensor:
     """Compute KL(original || current) `[token]`, in nats, of two gates with equal inputs."""
-    original = original_logits.detach().to(compute_dtype(logits))
-    log_p = torch.log_softmax(saturated(original, infinities=False), dim=-1)
-    log_q = torch.log_softmax(saturated(logits, infinities=False), dim=-1)
-    return lifted(_times_log(log_p.exp(), log_p - log_q))
+    dtype = compute_dtype(logits)
+    log_p = torch.log_softmax(original_logits.detach().to(dtype), dim=-1)
+    log_q = torch.log_softmax(logits.to(dtype), dim=-1)
+    return _times_log(log_p.exp(), log_p - log_q).clamp(min=0)  # rounding may fall below 0
 
 
 def _times_log(p: Tensor, log: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Low-dimensional layouts of a graph, and the clusters that density shows there."""
 
+import itertools
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -102,6 +104,42 @@ def test_the_heaviest_are_those_of_hdbscan_where_it_finds_as_many(seed):
     theirs = HDBSCAN(5, min_samples=5, copy=True).fit_predict(x)
     found, inside = Density(x).heaviest(int(theirs.max()) + 1), theirs >= 0
     assert theirs.max() > 1 and adjusted_rand_score(theirs[inside], found[inside]) > 0.98
+
+
+def test_leaves_of_tied_sizes_are_the_nearest_number():
+    random = np.random.default_rng(0)
+    groups = [start + random.random(10) for start in (0, 100, 210, 330, 460)]  # merged in turn
+    density = Density(np.concatenate(groups)[:, None])
+    assert [density.leaves(k).max() + 1 for k in (2, 3, 5)] == [1, 5, 5]
+    assert 5 <= density.heaviest(50).max() + 1 <= 10  # no more than there are of five samples
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_heaviest_have_the_largest_excess_of_mass_of_all_choices(seed):
+    """By definition: each sample counts from the density at which its cluster splits off."""
+    density = Density(np.random.default_rng(seed).normal(size=(48, 2)))
+    (children, size, lengths), n = density._tree, len(density.places)
+
+    def samples(node):
+        return {node} if node < n else set().union(*map(samples, children[node - n]))
+
+    def choices(node, born):
+        """Every set of disjoint clusters below a node, with its mass."""
+        members, mass, large = samples(node), 0.0, [node]
+        while len(large) == 1:
+            (node,) = large
+            risen = 1 / lengths[node - n]
+            large = [child for child in children[node - n] if size[child] >= 5]
+            stay = samples(large[0]) if len(large) == 1 else set()
+            mass += len(samples(node) - stay) * (risen - born)
+        parts = itertools.product(*(choices(child, risen) for child in large)) if large else ()
+        return [([members], mass), *((a + b, of_a + of_b) for (a, of_a), (b, of_b) in parts)]
+
+    found = choices(2 * n - 2, 0.0)
+    for k in {len(clusters) for clusters, _ in found}:
+        best = max((c for c in found if len(c[0]) == k), key=lambda c: c[1])[0]
+        ours = [set(density.heaviest(k)[list(members)]) for members in best]
+        assert all(len(numbers) == 1 for numbers in ours) and len(set().union(*ours)) == k
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,8 @@ def test_the_legacy_clamp_equals_clamped_logits():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["linear", "logits", "top_k"])
-def test_what_is_near_0_is_as_exact_where_a_device_is_asked_once_or_later(free, kind, name):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_near_0_is_as_exact_where_a_device_is_asked_once_or_later(free, dtype, kind, name):
     student, targets = _student()
     teacher = _teacher(kind, 2.0)
     if kind == "linear":  # as the student has it, but for the last digits
@@ -327,7 +328,7 @@ def test_what_is_near_0_is_as_exact_where_a_device_is_asked_once_or_later(free, 
     sides, late = [], []
     for here, more in ((True, None), (False, None), (False, late)):
         free(here)
-        x, weight, bias = (x.detach().float().requires_grad_() for x in student)
+        x, weight, bias = (x.detach().to(dtype).requires_grad_() for x in student)
         ce, kd = distillation_terms(
             x, weight, bias, targets, [teacher], corrections=more, **options
         )
@@ -435,28 +436,6 @@ def test_no_tokens_are_two_zeros_on_the_graph():
         terms.sum().backward()
         assert x.grad.shape == x.shape
     assert not student[1].grad.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("make", ["linear", "logits"])
-@pytest.mark.parametrize("close", [False, True])
-def test_half_precision_is_the_same_without_free_reads(free, make, dtype, close):
-    student, targets = _student()
-    teacher = LinearTeacher(student[0].detach(), *student[1:]) if close else _linear()
-    results = []
-    for reads_are_free in (True, False):
-        free(reads_are_free)
-        x, weight, bias = (y.detach().to(dtype).requires_grad_() for y in student)
-        half = LinearTeacher(*(y.detach().to(dtype) for y in vars(teacher).values()))
-        if make == "linear":
-            terms = linear_distillation(x, weight, bias, targets, [half], temperature=2.0)
-        else:
-            terms = logits_distillation(x @ weight.T + bias, targets, [half], temperature=2.0)
-        terms.sum().backward()
-        results.append((terms.detach(), x.grad))
-    (terms, slope), (others, grad) = results
-    assert torch.allclose(others, terms, rtol=0.02, atol=1e-6) and torch.equal(grad, slope)
-    assert close == bool(terms[1] < 0.1)
 
 
 STUDENT, TARGETS = _student()

@@ -75,13 +75,6 @@ def test_a_nan_gate_stays_a_nan():
     assert gate_kl(torch.zeros(2, 2), logits).isnan().tolist() == [True, False]
 
 
-def test_finite_gates_beyond_half_precision_count_as_its_largest():
-    logits = torch.tensor([[3e38, -3e38, 3e38]]).requires_grad_()
-    drift = gate_kl(logits.detach().flip(1).roll(1), logits)
-    (gate_entropy(logits) + drift).sum().backward()
-    assert drift.isfinite().all() and drift > 0 and logits.grad.isfinite().all()
-
-
 def test_the_drift_of_a_gate_that_nearly_is_the_original_is_never_below_0():
     original = torch.randn(500, 8, generator=torch.Generator().manual_seed(0)) * 5
     near = (original * (1 + 1e-6)).requires_grad_()
