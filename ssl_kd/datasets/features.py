@@ -179,8 +179,7 @@ def open_features(
     - `.npy`: one array. Labels may be in `NAME_labels.npy` in the same folder.
     - `.npz`, `.pt`, `.safetensors`: an array named `features`, `embeddings` or `x`, and optionally
       `labels` or `y`, and `ids`.
-    - `.parquet`: a list column (with one of these names, if there are several), or one column of
-      numbers or booleans per feature. Other columns are ignored with a warning. A column of image
+    - `.parquet`: a list column (with one of these names, if there are several). A column of image
       paths, relative to the folder of the file, provides the images of the rows.
 
     `column` names the array or list column with the features.
@@ -315,22 +314,23 @@ def _read_parquet(path: Path, column: str | None) -> _Columns:
         None if name is None else np.asarray(file.read([name]).column(name).to_pylist())
         for name in names
     )
-    for what, name in zip(("labels", "ids"), names, strict=True):
-        if name is not None:
-            logger.info("%s: the column %s is used as %s, not as a feature", path, name, what)
     path_column = _path_column(path, file)
     paths = None if path_column is None else file.read([path_column]).column(0).to_pylist()
     lists = [name for name in lists if name not in names]
-    wide = column or _first([*_FEATURES, *(lists if len(lists) == 1 else [])], lists)
-    if wide is None and lists:
+    if not lists:
+        raise InputError(
+            f"{path} has the columns {list(kinds)[:10]}; expected a column with a list of numbers "
+            "in each row: in pandas, frame.assign(features=[*frame[columns].to_numpy()])"
+        )
+    chosen = column or _first([*_FEATURES, *(lists if len(lists) == 1 else [])], lists)
+    if chosen is None:
         raise InputError(
             f"{path} has {len(lists)} columns of lists, {', '.join(lists[:10])}: choose the one "
             f"with the features, --column {lists[0]}"
         )
-    if wide is not None:
-        features = _stacked(path, wide, file.read([wide]).column(0))
-    else:
-        features = _side_by_side(path, file, {*names, path_column})
+    if others := [name for name in kinds if name not in (chosen, path_column, *names)]:
+        logger.info("%s: these columns are not read: %s", path, ", ".join(others[:10]))
+    features = _stacked(path, chosen, file.read([chosen]).column(0))
     return _Columns(features, labels, ids, paths)
 
 
@@ -361,40 +361,6 @@ def _path_column(path: Path, file: Any) -> str | None:
             printable(values[0]),
         )
     return None
-
-
-def _side_by_side(path: Path, file: Any, used: set[str | None]) -> np.ndarray:
-    """Return the numeric columns, except those in `used`, as features `[n, d]`."""
-    from pyarrow import types
-
-    schema = file.schema_arrow
-    # pandas describes a range index, which is no column, by a dictionary.
-    index = [n for n in (schema.pandas_metadata or {}).get("index_columns", []) if type(n) is str]
-    excluded = {*_LABELS, *_IDS, *index, *used}
-    kinds = {field.name: field.type for field in schema if field.name not in excluded}
-    is_number = (types.is_integer, types.is_floating, types.is_boolean)
-    numbers = [n for n, kind in kinds.items() if any(is_it(kind) for is_it in is_number)]
-    if left_out := [f"{n} ({kind})" for n, kind in kinds.items() if n not in numbers]:
-        logger.warning(
-            "%s: %d columns are not numeric and are left out of the features: %s. Labels are read "
-            "from a column with one of the names %s",
-            path,
-            len(left_out),
-            ", ".join(left_out[:10]) + (", ..." if len(left_out) > 10 else ""),
-            ", ".join(_LABELS),
-        )
-    if not numbers:
-        raise InputError(
-            f"{path} has the columns {schema.names[:10]}; expected numeric columns, or a list "
-            f"column with one of the names {_FEATURES}"
-        )
-    table = file.read(numbers)
-    if gaps := [n for n in numbers if table.column(n).null_count]:
-        raise InputError(
-            f"{path}: {len(gaps)} columns have nulls, the first is {gaps[0]} with "
-            f"{table.column(gaps[0]).null_count} nulls: fill them, or remove these rows"
-        )
-    return np.stack([table.column(n).to_numpy() for n in numbers], axis=1)
 
 
 def _stacked(path: Path, name: str, column: Any) -> np.ndarray:

@@ -227,10 +227,10 @@ def test_weights_under_any_name_identify_a_language_model(how, tmp_path):
 @row(90)
 def test_a_shuffled_frame_gives_the_same_run_as_the_unshuffled_one(settings, tmp_path, digits):
     pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
-    flat = pandas.DataFrame(digits[0][:64].reshape(64, -1)).add_prefix("pixel ")
+    flat = pandas.DataFrame({"features": [*digits[0][:64].reshape(64, -1)], "name": "x"})
     shuffled = flat.sample(frac=1, random_state=0)
-    shuffled.assign(name="x").to_parquet(tmp_path / "shuffled.parquet")
-    np.save(tmp_path / "plain.npy", shuffled.to_numpy())
+    shuffled.to_parquet(tmp_path / "shuffled.parquet")
+    np.save(tmp_path / "plain.npy", np.stack(shuffled["features"]))
     found = []
     for file in ("shuffled.parquet", "plain.npy"):
         folders = {"dataset": str(tmp_path / file), "embeddings_dir": str(tmp_path / file[0])}
