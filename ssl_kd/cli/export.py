@@ -36,7 +36,6 @@ def export(argv: Sequence[str]) -> int:
     # Invalid paths and formats are refused before torch is imported.
     checked_path(home_resolved(flags.run), flags.to, flags.out, options, force=flags.force)
     run_folder(flags.run)
-    splits = _parts(flags.split)
     clusters = [_cluster(part) for part in _parts(flags.clusters)]
 
     from ssl_kd.cli.screen import open_screen
@@ -46,8 +45,7 @@ def export(argv: Sequence[str]) -> int:
     from ssl_kd.workbench.export import FORMATS, export
     from ssl_kd.workbench.export.content import Content
 
-    samples = Samples(flags.run)
-    content = Content.of(samples, splits=splits, clusters=clusters)
+    content = Content.of(Samples(flags.run), splits=_parts(flags.split), clusters=clusters)
     path = export(content, flags.to, flags.out, force=flags.force, **options)
     print(f"{flags.to}: {path}")
     if how_to_read := FORMATS[flags.to].how_to_read:

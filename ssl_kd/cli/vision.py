@@ -74,7 +74,7 @@ def _train(settings: VisionSettings) -> int:
 
     screen = open_screen()
     from ssl_kd.report import reported
-    from ssl_kd.report.tables import extension_text, next_commands, number_text, results_table
+    from ssl_kd.report.tables import extension_text, number_text, results_table
     from ssl_kd.training.ranks import follows
     from ssl_kd.vision.assignments import assignments_of
 
@@ -101,7 +101,9 @@ def _train(settings: VisionSettings) -> int:
     if (path / "faults").exists():
         files["Faults, each explained by ssl_kd replay FILE"] = path / "faults"
     print_result(result, files)
-    print(f"Next: {'; '.join(next_commands(path))}")
+    run_dir = shlex.quote(str(path))
+    steps = f"ssl_kd explore {run_dir}; ssl_kd curate {run_dir}; ssl_kd export {run_dir}"
+    print(f"Next: {steps} --to parquet")
     return OK
 
 

@@ -1,8 +1,6 @@
 """Format the scores of a finished run as the commands and the report show them."""
 
-import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -64,12 +62,6 @@ def number_text(metrics: dict[str, Any]) -> str | None:
     alternatives = f"; alternatives: {others}" if others else ""
     low, high = number["interval"]
     return f"Found {number['n_clusters']} clusters; likely {low} to {high}{alternatives}"
-
-
-def next_commands(path: Path) -> list[str]:
-    """Return the commands to continue with after a clustering run."""
-    run = shlex.quote(str(path))
-    return [f"ssl_kd explore {run}", f"ssl_kd curate {run}", f"ssl_kd export {run} --to parquet"]
 
 
 def results_table(metrics: dict[str, Any]) -> Table:

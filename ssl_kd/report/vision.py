@@ -10,7 +10,7 @@ from ssl_kd.report import figures
 from ssl_kd.report.curves import head_curves
 from ssl_kd.report.gallery import Images, gallery
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.tables import extension_text, next_commands, number_text
+from ssl_kd.report.tables import extension_text, number_text
 from ssl_kd.report.wording import DASH, base_name, duration, facts, finite, number, percent
 
 ANSWER = "consensus"
@@ -43,7 +43,6 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "training": facts(_training(run, heads)),
         "heads": [_head(head) for head in heads],
         "heads_judged": any(finite(head.get("acc")) for head in heads),
-        "next_commands": next_commands(run.path),
     }
 
 

@@ -257,13 +257,11 @@ def test_the_command_that_is_shown_starts_another_run(run, command, shown):
     assert shown in page.text and "--resume" not in page.text and "--run" not in page.text
 
 
-def test_the_interval_of_k_is_below_the_headline_and_what_to_do_next_at_the_end(run):
+def test_the_interval_of_k_is_below_the_headline(run):
     change(run, "metrics.json", graph={"number": {
         "n_clusters": 4, "interval": [2, 5], "ranked": [{"n_clusters": 4}]}})  # fmt: skip
     page = write_report(run).read_text()
     assert "Found 4 clusters; likely 2 to 5." in page
-    for command in ("explore", "curate", "export"):
-        assert f"ssl_kd {command} {run}" in page
 
 
 def test_empty_folder_gives_a_page_that_says_what_is_missing(tmp_path):

@@ -1,4 +1,4 @@
-"""What other programs read: tested with their own code where it is installed."""
+"""The files that other programs read."""
 
 import json
 import os
@@ -49,41 +49,6 @@ def test_fiftyone_samples(photo_run, content, tmp_path):
         assert sample["level_4"]["label"] == str(row["level_4"])
 
 
-@pytest.mark.filterwarnings("ignore")  # of the other program
-def test_fiftyone_reads_it(content, tmp_path, monkeypatch):
-    mongomock = pytest.importorskip("mongomock")  # in place of the server that it would start
-    pymongo = pytest.importorskip("pymongo")
-    ServerStore = pytest.importorskip("mongomock.store").ServerStore
-    store = (
-        ServerStore.get_server_by_address("localhost", 27017)
-        if hasattr(ServerStore, "get_server_by_address")
-        else ServerStore()
-    )
-
-    class Client(mongomock.MongoClient):
-        _closed = False
-
-        def __init__(self, *_, **__):
-            super().__init__("mongodb://localhost:27017", _store=store)
-
-        def server_info(self):
-            return {"version": "7.0.0", "versionArray": [7, 0, 0, 0]}
-
-    monkeypatch.setattr(pymongo, "MongoClient", Client)
-    monkeypatch.setenv("FIFTYONE_DO_NOT_TRACK", "1")
-    monkeypatch.setenv("FIFTYONE_DATABASE_URI", "mongodb://localhost:27017")
-    monkeypatch.setenv("FIFTYONE_DATABASE_VALIDATION", "false")
-    fiftyone = pytest.importorskip("fiftyone")
-    out = export(content, "fiftyone", tmp_path / "out")
-    found = fiftyone.Dataset.from_dir(str(out), dataset_type=fiftyone.types.LegacyFiftyOneDataset)
-    assert len(found) == len(content) and found.media_type == "image"
-    for sample, row in zip(found, rows_of(content), strict=True):
-        assert sample.filepath.endswith(row["file"]) and sample.tags == [row["split"]]
-        assert sample.cluster.label == row["cluster_name"]
-        assert sample.cluster.confidence == row["confidence"]
-        assert sample.outlier == row["outlier"]
-
-
 def tasks_of(out):
     return json.loads((out / "tasks.json").read_text())
 
@@ -117,18 +82,6 @@ def test_a_file_name_that_is_not_utf8_is_a_url_of_its_bytes(content, tmp_path, m
     assert image.endswith("caf%E9%20%F0.png") and unquote_to_bytes(image).endswith(
         odd.name.encode("utf-8", "surrogateescape")
     )
-
-
-@pytest.mark.filterwarnings("ignore")  # of the other program
-def test_label_studio_takes_them(content, tmp_path):
-    interface = pytest.importorskip("label_studio_sdk.label_interface")
-    out = export(content, "label-studio", tmp_path / "out")
-    own = interface.LabelInterface((out / "label_config.xml").read_text())
-    own.validate()
-    for task in tasks_of(out):
-        assert own.validate_task({"data": task["data"]})
-        for prediction in task["predictions"]:
-            assert own.validate_prediction(prediction, return_errors=True) == []
 
 
 def test_cards_have_the_scores_of_the_run(content, tmp_path):
