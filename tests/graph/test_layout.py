@@ -106,6 +106,11 @@ def test_the_heaviest_are_those_of_hdbscan_where_it_finds_as_many(seed):
     assert theirs.max() > 1 and adjusted_rand_score(theirs[inside], found[inside]) > 0.98
 
 
+def test_density_is_that_of_fifteen_neighbors_if_there_are_as_many():
+    x = np.random.default_rng(0).normal(size=(40, 2))
+    assert Density(x)._near.shape == (40, 15) and Density(x[:9])._near.shape == (9, 8)
+
+
 def test_leaves_of_tied_sizes_are_the_nearest_number():
     random = np.random.default_rng(0)
     groups = [start + random.random(10) for start in (0, 100, 210, 330, 460)]  # merged in turn
@@ -114,10 +119,10 @@ def test_leaves_of_tied_sizes_are_the_nearest_number():
     assert 5 <= density.heaviest(50).max() + 1 <= 10  # no more than there are of five samples
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12, 24))
 def test_the_heaviest_have_the_largest_excess_of_mass_of_all_choices(seed):
     """By definition: each sample counts from the density at which its cluster splits off."""
-    density = Density(np.random.default_rng(seed).normal(size=(48, 2)))
+    density = Density(np.random.default_rng(seed).random((60, 1)))
     (children, size, lengths), n = density._tree, len(density.places)
 
     def samples(node):

@@ -86,6 +86,8 @@ def test_the_cost_of_a_merge_is_modularity_where_clusters_are_many():
         table = (table + table.T) / (2 * table.sum())
         costs, cheap = pair_losses(exact)(table, np.arange(size)), modularity_losses(table)
         assert np.array_equal(costs, cheap) == (size in (181, 41))
+    assert np.isfinite(costs).sum() == 780  # of 40 clusters all pairs, of 180 the 3,600 cheapest
+    assert np.isfinite(pair_losses(200)(np.ones((180, 180)) / 180**2, np.arange(180))).sum() == 3600
 
 
 def test_the_same_graph_has_the_same_number():
