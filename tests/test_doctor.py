@@ -79,7 +79,7 @@ def test_the_example_head_is_healthy(config, capsys):
     config.write_text(config.read_text() + "HEAD = 'heads.cosine_head.CosineHead'\n")
     assert doctor.nan_issues(config) == 0
     text = capsys.readouterr().out
-    for check in ("forward", "every head", "isolation", "cache"):
+    for check in ("forward", "fp16 logits of 6e4", "disjoint", "every head", "isolation", "cache"):
         assert check in text
     assert "FAULT" not in text
 

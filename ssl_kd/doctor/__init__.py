@@ -29,14 +29,19 @@ def installation(config: Path = Path("config.py")) -> int:
 
 
 def nan_issues(config: Path = Path("config.py")) -> int:
-    """Check heads, cache and first training steps; print the findings, and return 0 or 1.
+    """Check heads, losses, cache and first training steps; print the findings, and return 0 or 1.
 
     Nothing is written to disk.
     """
     from ssl_kd.doctor import numerics, own_data  # with torch, which takes seconds
 
     settings = _settings(config)
-    checks = numerics.forward(settings), numerics.gradients(settings), own_data.own_data(settings)
+    checks = (
+        numerics.forward(settings),
+        numerics.losses(settings),
+        numerics.gradients(settings),
+        own_data.own_data(settings),
+    )
     return report("Numerics", checks)
 
 

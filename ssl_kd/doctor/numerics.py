@@ -1,4 +1,4 @@
-"""Check the configured head on extreme inputs, and that a NaN stays in its own head."""
+"""Check the configured head and loss on extreme inputs, and that a NaN stays in its head."""
 
 from __future__ import annotations
 
@@ -35,6 +35,41 @@ def forward(heads: HeadSettings) -> Iterator[Finding]:
         change = "the head turns finite input into NaN or inf: look for a division or a log in HEAD"
         result = f"{heads.head}: largest logit {logits.abs().max().item():.3g}"
         yield Finding(f"forward: {name}", result, "" if logits.isfinite().all() else change)
+
+
+def losses(heads: HeadSettings) -> Iterator[Finding]:
+    """Check loss and gradient on inputs for which the published formula overflows or underflows."""
+    even = torch.full((1, _CLUSTERS), 1 / _CLUSTERS)
+    eye = torch.eye(_CLUSTERS)[None]  # one sample per cluster
+    one_cluster = torch.eye(_CLUSTERS)[:1]  # nine exact zeros
+    for name, student, teacher, marginal in (
+        ("fp16 logits of 6e4", (6e4 * eye).half(), (6e4 * eye).half(), even),
+        ("fp16 logits of -6e4", (-6e4 * eye).half(), (6e4 * eye).half(), even),
+        ("disjoint probabilities", 30 * eye, 30 * eye.roll(1, -1), even),
+        ("all-equal logits", 0 * eye, 0 * eye, even),
+        ("marginal of exactly 0", eye, 2 * eye, one_cluster),
+    ):
+        student = student.clone().requires_grad_()
+        loss = library.beta_mi(
+            student,
+            teacher,
+            marginal,
+            beta=heads.beta,
+            student_temperature=heads.student_temp,
+            teacher_temperature=heads.teacher_temp,
+        )
+        (gradient,) = torch.autograd.grad(loss.sum(), student)
+        size = gradient.float().abs().max().item()
+        healthy = bool(loss.isfinite().all() and gradient.isfinite().all())
+        # The gradient is rightly 0 at equal logits, but not at disjoint ones.
+        healthy = healthy and not (name == "disjoint probabilities" and size == 0)
+        yield Finding(
+            f"loss: {name}",
+            f"from {loss.min().item():.3g} to {loss.max().item():.3g}, gradient up to {size:.3g}",
+            ""
+            if healthy
+            else "raise STUDENT_TEMP and TEACHER_TEMP in config.py; report this as a bug",
+        )
 
 
 def _step(heads: HeadSettings, bank: HeadBank, weights: Tensor) -> tuple[Tensor, Tensor]:

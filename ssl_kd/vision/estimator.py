@@ -10,8 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, ClusterMixin
-from sklearn.utils import check_random_state
+from sklearn.base import (
+    BaseEstimator,
+    ClassNamePrefixFeaturesOutMixin,
+    ClusterMixin,
+    TransformerMixin,
+)
+from sklearn.utils import Tags, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import Self
@@ -38,7 +43,9 @@ from ssl_kd.vision.training_rows import training_rows
 logger = logging.getLogger(__name__)
 
 
-class MultiHeadClusterer(ClusterMixin, BaseEstimator):
+class MultiHeadClusterer(
+    ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, BaseEstimator
+):
     """Cluster embeddings by the best partition of their neighbor graph, learned by voting heads.
 
     The best partition of the graph of nearest neighbors is searched (`ssl_kd.graph`), and heads
@@ -300,6 +307,10 @@ class MultiHeadClusterer(ClusterMixin, BaseEstimator):
         check_is_fitted(self)
         return self.model_.predict_proba(self._embeddings(X, reset=False)).numpy()
 
+    def transform(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
+        """Return `predict_proba(X)`, `[n, n_clusters]` float32, as features for a pipeline."""
+        return self.predict_proba(X)
+
     @default_torch_state()
     def predict_levels(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
         """Return the cluster of each sample at every tree level, `[n, level]` int64.
@@ -373,6 +384,15 @@ class MultiHeadClusterer(ClusterMixin, BaseEstimator):
                 )
             loaded.feature_names_in_ = np.array(names, dtype=object)
         return loaded
+
+    @property
+    def _n_features_out(self) -> int:
+        return self.model_.n_clusters
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.transformer_tags.preserves_dtype = ["float32"]
+        return tags
 
     def _settings(self) -> VisionSettings:
         """Convert the parameters to settings and check them."""

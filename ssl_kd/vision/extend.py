@@ -1,26 +1,30 @@
 """Add samples to a finished run: assign them to its clusters, or to new ones.
 
-The original run is not modified. An extension that was stopped cannot be resumed: the same command
-starts again and reuses the stored embeddings.
+The original run is not modified. The extended run is written to a temporary folder, which is moved
+into place when it is complete. After an interruption, the same command starts again and reuses the
+stored embeddings.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ssl_kd import evaluate
+from ssl_kd.files.lock import Lock
 from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.early import check_run_name, run_to_extend
 from ssl_kd.settings.import_paths import path_of_file
+from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import Teacher
 from ssl_kd.training.clock import Clock, no_progress
-from ssl_kd.training.folder import RunFolder, RunFolderError, check_version
+from ssl_kd.training.folder import RunFolder, RunFolderError, check_version, named_by_time
 from ssl_kd.training.ranks import refuse_ranks
 from ssl_kd.vision.assignments import (
     SplitAssignments,
@@ -106,9 +110,9 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
     `settings` are those that `inherited` returns.
     """
     refuse_ranks()
-    parent = _Parent(settings)
+    parent, runs = _Parent(settings), Path(settings.runs_dir)
     if settings.run_name is not None:
-        check_run_name(Path(settings.runs_dir) / settings.run_name, resume=False)
+        check_run_name(runs / settings.run_name, resume=False)
     clock, precision = Clock(), Precision.for_device(settings.device, settings.use_fp16)
     model = ClusterModel.from_pretrained(parent.path, head=settings.head)
     with clock("extract"):
@@ -118,37 +122,48 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
         options = {"precision": precision, "progress": progress} | settings.extract_options
         store = Extraction(dataset, teacher, cache, split="extend", **options).store()
 
-    added = {
-        "run": str(parent.path),
-        "dataset": settings.dataset,
-        "n": store.n,
-        "digest": store.fingerprint.digest,
-        "embeddings": str(store.folder),
-    }
-    with RunFolder(settings) as folder:
-        with clock("offer"):
-            progress("offer", 0, 2, {})
-            extended = model.extended(store.gather, store.n)
-            progress("offer", 1, 2, {"new": extended.n_clusters - model.n_clusters})
-            assignments = SplitAssignments(store, extended, settings.seed)
-            progress("offer", 2, 2, {})
-        folder.write_config(
-            VisionSettings.from_dict(parent.config["settings"]),
-            learns_from=parent.config["learns_from"],
-            precision=str(precision),
-            extensions=[*parent.extensions, added],
-        )
-        save_model(extended, folder)
-        metrics = _write_results(folder, parent, model, extended, assignments)
-        metrics["extended"] |= {name: added[name] for name in ("run", "dataset")}
-        data = about_data(dataset, {"train": store}, extended.n_clusters)
-        data["pictured"] |= has_pictures(parent.metrics)
-        metrics |= {"dataset": data, "teacher": parent.metrics["teacher"]}
-        if (parent.path / DECIDED).is_file():
-            shutil.copyfile(parent.path / DECIDED, folder.path / DECIDED)
-        folder.update_json("metrics.json", **metrics, seconds=clock.seconds)
+    staging = runs / ".extending"
+    staging.mkdir(parents=True, exist_ok=True)
+    with Lock(staging / ".lock"):
+        for leftover in (p for p in staging.iterdir() if p.is_dir()):  # from a killed extension
+            shutil.rmtree(leftover)
+        with RunFolder(settings.replace(runs_dir=str(staging))) as folder:
+            with clock("offer"):
+                progress("offer", 0, 2, {})
+                extended = model.extended(store.gather, store.n)
+                progress("offer", 1, 2, {"new": extended.n_clusters - model.n_clusters})
+                assignments = SplitAssignments(store, extended, settings.seed)
+                progress("offer", 2, 2, {})
+            folder.write_config(
+                VisionSettings.from_dict(parent.config["settings"]),
+                learns_from=parent.config["learns_from"],
+                precision=str(precision),
+                extensions=[*parent.extensions, _entry(parent, settings, store)],
+            )
+            save_model(extended, folder)
+            metrics = _write_results(folder, parent, model, extended, assignments)
+            metrics["extended"] |= {"run": str(parent.path), "dataset": settings.dataset}
+            data = about_data(dataset, {"train": store}, extended.n_clusters)
+            data["pictured"] |= has_pictures(parent.metrics)
+            metrics |= {"dataset": data, "teacher": parent.metrics["teacher"]}
+            if (parent.path / DECIDED).is_file():
+                shutil.copyfile(parent.path / DECIDED, folder.path / DECIDED)
+            folder.update_json("metrics.json", **metrics, seconds=clock.seconds)
+        folder.path = _move(folder.path, runs, settings.run_name)
     folder.become_latest()
     return folder.path
+
+
+def _move(path: Path, runs: Path, name: str | None) -> Path:
+    """Move the complete run folder to its final path, and return that path."""
+    place = named_by_time(runs) if name is None else runs / name
+    check_run_name(place, resume=False)
+    if (lock := place / ".lock").exists():  # from a run that was killed before it wrote anything
+        with Lock(lock):
+            lock.unlink()
+    (path / ".lock").unlink(missing_ok=True)
+    os.rename(path, place)
+    return place
 
 
 def _cache_folder(
@@ -182,6 +197,17 @@ def _cache_folder(
     folder = Path(embedding.embeddings_root) / f"extend-{digest[:12]}"
     logger.info("the embeddings of %s are stored in %s", embedding.dataset, folder)
     return folder
+
+
+def _entry(parent: _Parent, settings: VisionSettings, store: EmbeddingStore) -> dict[str, Any]:
+    """Return the entry of an extension in `config.json`."""
+    return {
+        "run": str(parent.path),
+        "dataset": settings.dataset,
+        "n": store.n,
+        "digest": store.fingerprint.digest,
+        "embeddings": str(store.folder),
+    }
 
 
 def _write_results(

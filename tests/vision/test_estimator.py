@@ -96,8 +96,10 @@ def test_training_data_is_predicted_as_labelled_and_probabilities_add_up(fitted,
     assert probabilities.dtype == np.float32 and probabilities.shape == (150, 3)
     np.testing.assert_array_equal(probabilities.argmax(1), fitted.labels_)
     np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
+    np.testing.assert_array_equal(fitted.transform(X), probabilities)
     assert fitted.number_ is None
     assert fitted.n_features_in_ == 6 and not hasattr(fitted, "feature_names_in_")
+    assert list(fitted.get_feature_names_out()) == [f"multiheadclusterer{k}" for k in range(3)]
 
 
 def test_the_confidence_is_low_where_other_partitions_disagree():

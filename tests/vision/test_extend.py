@@ -1,4 +1,4 @@
-"""New samples for a finished run: what joins, what is offered, and what is refused."""
+"""New samples for a finished run: what joins, what is offered, what is refused, and kill -9."""
 
 import json
 import os
@@ -23,6 +23,7 @@ from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.workbench.decisions import Curation, curation
 from ssl_kd.workbench.export.content import Content
 from tests.faults.matrix import row as fault
+from tests.kills import kill_again_and_again
 from tests.vision.test_run import FAST, assignments, metrics
 
 CENTRES = 4 * np.eye(8)[:6]
@@ -304,6 +305,37 @@ def test_a_place_that_is_taken_is_refused_first_and_one_that_a_kill_left_is_not(
     place.mkdir()
     (place / ".lock").touch()
     assert extend(asked) == place and (place / "metrics.json").is_file()
+
+
+# --- Kills --------------------------------------------------------------------------------------
+
+
+def extend_in(folder, asked):
+    """Extend into this folder, unless that was done."""
+    if not whole(folder):
+        change = {"RUNS_DIR": str(folder), "EMBEDDINGS_DIR": str(folder / "e")}
+        extend(VisionSettings.from_dict(asked | change))
+
+
+def whole(folder):
+    """The runs that are there: each of them has every file."""
+    found = {p for p in folder.glob("[!.]*") if p.name not in ("e", "latest")}
+    names = {"config.json", "metrics.json", "model.safetensors", "assignments.csv", "arrays.npz"}
+    assert all(names == {file.name for file in path.iterdir()} for path in found)
+    return {path.name for path in found}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_killed_anywhere_nothing_half_is_seen_and_the_same_command_finishes(settings, tmp_path):
+    asked = settings(save(tmp_path, "new.npz", range(4), 40, 1), run_name="more")
+    found = kill_again_and_again(extend_in, whole, tmp_path / "k", asked.to_dict(), kills=4)
+    assert found.kills == 4
+    for path in found.folders:
+        assert whole(path) == {"more"}
+        assert [p.name for p in (path / ".extending").iterdir()] == [".lock"]
+        for name in ("assignments.csv", "model.safetensors"):
+            same = [(folder / "more" / name).read_bytes() for folder in (path, found.straight)]
+            assert same[0] == same[1]
 
 
 # --- The test itself ----------------------------------------------------------------------------
