@@ -47,10 +47,11 @@ class ScriptWatch:
         self,
         on_bad: str = "stop",
         *,
+        record: bool = False,
         every_op: bool = False,
         report: Callable[[str], object] = logger.warning,
     ) -> None:
-        self.on_bad, self.every_op, self.report = on_bad, every_op, report
+        self.on_bad, self.record, self.every_op, self.report = on_bad, record, every_op, report
         self.steps, self.bad = 0, 0  # counts of optimizer steps, and of those not finite
         self._watches: dict[int, Watch] = {}  # in the order of the first calls
         self._losses: list[Tensor] = []
@@ -69,7 +70,7 @@ class ScriptWatch:
             if getattr(self._inside, "a_model", False) or not torch.is_grad_enabled():
                 return call(module, *args, **kwargs)
             if id(module) not in self._watches:
-                self._watches[id(module)] = Watch(module)
+                self._watches[id(module)] = Watch(module, record=self.record)
             self._inside.a_model = True
             try:
                 return call(module, *args, **kwargs)
@@ -193,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="stop",
         help="end the script with exit code 3, leave the step out, or only report (default: stop)",
     )
+    add("--record", action="store_true", help="keep each module's ranges, for steps that differ")
     add("--every-op", action="store_true", help="also find operations outside of models; slow")
     add("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     add("script", help="the script to run")
@@ -207,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     watch = ScriptWatch(
         options.on_bad,
+        record=options.record,
         every_op=options.every_op,
         report=lambda text: print(f"\n{text}\n", file=sys.stderr, flush=True),
     )

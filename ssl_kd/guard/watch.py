@@ -3,7 +3,8 @@
 For each forward pass of a model, a `Watch` keeps the arguments, the state of the random number
 generators, and the gradients at the outputs. After a bad step it runs the model again from there,
 forward and backward, and checks every operation with a `Microscope`; it needs neither the loop nor
-the loss.
+the loss. With `record=True` it also keeps the range of each module's outputs, to locate the fault
+of a step that cannot be repeated.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.microscope import Fault, Microscope, TensorFacts
 from ssl_kd.guard.norms import is_sharded
+from ssl_kd.guard.ranges import ModuleRanges, floating, is_first_run
 
 if TYPE_CHECKING:
     from ssl_kd.guard.verdicts import Verdicts
@@ -124,7 +126,8 @@ class Watch:
 
     `explain` runs the model again from its original arguments, so the loop must not overwrite their
     tensors. Dropout draws the same numbers, and hooks on modules run a second time. A model that
-    communicates with other ranks (FSDP2's sharded weights, SyncBatchNorm) is not run again.
+    communicates with other ranks (FSDP2's sharded weights, SyncBatchNorm) is not run again; with
+    `record=True`, `explain` names its module instead of the operation.
 
     Until `forget`, the arguments and output gradients of the last eight forward passes stay in
     memory. If the model returns its own loss, only the gradient of the loss is kept.
@@ -132,16 +135,18 @@ class Watch:
     Args:
         model: the module that the loop calls; DistributedDataParallel and compiled models are
             unwrapped.
+        record: also keep the largest magnitude of each module's outputs in this step.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *, record: bool = False) -> None:
+        self.model, self.ranges = model, ModuleRanges(_inner(model)) if record else None
         self._calls: deque[_Call] = deque(maxlen=_CALLS)
         self._replaying = False
         watch: weakref.ref[Watch] = weakref.ref(self)
         self._hooks = [
             model.register_forward_pre_hook(partial(_before, watch), with_kwargs=True),
             model.register_forward_hook(partial(_after, watch), with_kwargs=True),
+            *([] if self.ranges is None else self.ranges.hooks),
         ]
         for hook in self._hooks:
             weakref.finalize(self, hook.remove)
@@ -155,6 +160,8 @@ class Watch:
     def forget(self) -> None:
         """Forget the forward passes of the step."""
         self._calls.clear()
+        if self.ranges is not None:
+            self.ranges.forget()
 
     def explain(self) -> Finding | None:
         """Find the first NaN or infinity of this step; return None if all values are finite."""
@@ -164,6 +171,9 @@ class Watch:
             if isinstance(answer, Finding):
                 return answer
             notes += [answer] if answer else []
+        if self.ranges is not None and (origin := self.ranges.origin()) is not None:
+            module, note = origin
+            return Finding(module, note="; ".join([note, *notes[:1]]))
         return Finding(None, note=notes[0]) if notes else None
 
     def _explain(self, call: _Call) -> Finding | str | None:
@@ -399,21 +409,3 @@ def _autocast() -> dict[str, torch.dtype]:
 def _rank() -> int | None:
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if initialized else None
-
-
-def is_first_run() -> bool:
-    """Return False while a compiler traces the hook or checkpointing recomputes the pass."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
-
-
-def floating(values: object) -> list[Tensor]:
-    """Return the floating-point tensors in a module's output (a tensor, a tree or an object)."""
-    tensors = []
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            tensors += [leaf] if leaf.is_floating_point() or leaf.is_complex() else []
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
-            tensors += [
-                x for x in vars(leaf).values() if isinstance(x, Tensor) and x.is_floating_point()
-            ]
-    return tensors

@@ -65,7 +65,7 @@ def run(monkeypatch, capsys):
 def test_a_healthy_script_prints_what_it_prints_without(tmp_path, run, capsys):
     script = write(tmp_path)
     runpy.run_path(str(script), run_name="__main__")
-    plain, guarded = capsys.readouterr().out, run(script, "a")
+    plain, guarded = capsys.readouterr().out, run("--record", script, "a")
     assert plain == guarded.out and "bits" in plain and guarded.returncode == 0
     assert "4 optimizer steps, every loss and gradient finite" in guarded.err
 

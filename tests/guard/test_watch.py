@@ -157,7 +157,7 @@ def test_a_healthy_step_has_nothing_to_explain_and_keeps_its_bits():
         torch.manual_seed(0)
         model = network(nn.BatchNorm1d(6), nn.Linear(6, 2))
         optimizer = torch.optim.Adam(model.parameters())
-        watch = Watch(model) if watched else None
+        watch = Watch(model, record=True) if watched else None
         for _ in range(3):
             optimizer.zero_grad()
             model(X).square().mean().backward()
@@ -193,13 +193,16 @@ def test_dropout_draws_the_same_numbers_again():
         assert list(found.rows) == (bad if len(bad) < 5 else [])
 
 
-def test_inputs_that_were_written_since_are_not_repeated():
-    model, x = network(LOG, nn.Linear(6, 2)), X.clone()
-    watch = Watch(model)
-    model(x).sum().backward()
-    x.zero_()
-    found = watch.explain()
-    assert found.module is None and "overwritten the model's inputs" in found.note
+def test_inputs_that_were_written_since_are_not_repeated_and_ranges_name_the_module():
+    def late(record):
+        model, x = network(LOG, nn.Linear(6, 2)), X.clone()
+        watch = Watch(model, record=record)
+        model(x).sum().backward()
+        x.zero_()
+        return watch.explain()
+
+    assert late(False).module is None and "overwritten the model's inputs" in late(False).note
+    assert late(True).module == "Sequential.2" and "first not to be finite" in late(True).note
 
 
 def test_a_model_that_cannot_run_again_does_not_end_the_training():
