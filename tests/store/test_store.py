@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssl_kd import files
 from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.files.lock import LockHeld
 from ssl_kd.store import (
@@ -594,7 +593,7 @@ def test_a_full_disk_leaves_the_old_cache_and_no_temporary_file(tmp_path, monkey
 
     asked = replace(FINGERPRINT, teacher="other")
     with monkeypatch.context() as patch:
-        patch.setattr(files.torch, "save", save_until_full)
+        patch.setattr(torch, "save", save_until_full)
         with pytest.raises(OSError, match="No space left.*embeddings_train_00002.pt") as caught:
             write(tmp_path, rows_of() * 2, fingerprint=asked, force=True)
     assert caught.value.errno == errno.ENOSPC
