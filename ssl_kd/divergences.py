@@ -218,8 +218,8 @@ def divergence_named(name: str) -> Divergence:
     """Return the divergence with a given name.
 
     `js:BETA` is GKD's generalized Jensen-Shannon divergence, `BETA KL(p, m) + (1 - BETA) KL(q, m)`
-    with m = BETA p + (1 - BETA) q. Divided by BETA it tends to `forward_kl` for BETA near 0;
-    divided by 1 - BETA, to `reverse_kl` for BETA near 1.
+    with m = BETA p + (1 - BETA) q. Divided by BETA it tends to `forward_kl` as BETA goes to
+    0; divided by 1 - BETA, to `reverse_kl` as BETA goes to 1.
 
     References:
         Agarwal et al., On-Policy Distillation of Language Models (GKD), ICLR 2024, equation 3.

@@ -91,5 +91,5 @@ class ProgressBars:
 
 
 def short(value: object) -> str:
-    """Return a float to four digits, and anything else as text."""
+    """Return a float with four significant digits, and anything else as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def text_tokens(self) -> int:
-        """Number of targets, except in rows that the student generated."""
+        """Number of targets, not counting rows that the student generated."""
         return int(self.counts[: len(self.counts) - self.written].sum())
 
     def model_inputs(self) -> dict[str, Tensor]:

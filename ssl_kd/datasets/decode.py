@@ -20,7 +20,7 @@ STRIP = 64
 
 
 class UnreadableImage(UserError, ValueError):
-    """Raised if an image, named by `id`, cannot be decoded for a `reason`."""
+    """Raised if an image cannot be decoded; `id` names the image and `reason` says why."""
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(f"{id}: {reason}")

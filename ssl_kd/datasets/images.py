@@ -91,7 +91,7 @@ class FolderDataset(ImageDataset):
     Hidden files are skipped. Symbolic links that leave the folder are listed but not followed:
     reading such an image raises UnreadableImage. If `labelled`, the subfolders of `root` are
     classes, in the order of `class_names`, and images directly in `root` have the label -1; the
-    fingerprint does not depend on it.
+    fingerprint does not depend on `labelled`.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class _Reader:
         self._place = token.join(around)
 
     def read(self, example: Example) -> Document | str | None:
-        """Return the tokens of a document, or why it is left out (None if `lost` contains it)."""
+        """Return a document's tokens, or why it is left out; None if `lost` already says why."""
         rendered = render(self._adapted(example), self.tokenizer, self.template)
         self.turns.update(rendered.turns)
         self.lost += rendered.left_out

@@ -123,8 +123,8 @@ def as_example(
 
     Images are parts of messages (`{"type": "image", "image": ...}`, or `path`, `url`, or OpenAI's
     `image_url`), or are in the fields `image` or `images` of the record. The latter fill the image
-    parts without a source, or each IMAGE in the strings; without such positions, they are inserted
-    before the first user message. Their paths are relative to `folder`.
+    parts without a source, or replace each `<image>` in the strings; if there is neither, they are
+    inserted before the first user message. Their paths are relative to `folder`.
     """
     if not isinstance(record, Mapping):
         return f"{where}: the record is {type(record).__name__}; expected an object"

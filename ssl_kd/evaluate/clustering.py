@@ -175,10 +175,10 @@ def _known(labels: ArrayLike, clusters: ArrayLike) -> tuple[Ints, Ints]:
     if labels.ndim != 1 or labels.shape != clusters.shape:
         raise ValueError(
             f"labels have shape {labels.shape} and clusters {clusters.shape}; expected two vectors "
-            "of one length"
+            "of equal length"
         )
     if not (labels >= 0).any():
-        raise ValueError("no label is known (all are -1); expected at least one label from 0")
+        raise ValueError("no label is known (all are negative); expected a label of 0 or more")
     if labels.min() < -1 or clusters.min() < -1:
         raise ValueError(
             f"the smallest label is {labels.min()} and the smallest cluster {clusters.min()}; "

@@ -86,7 +86,7 @@ class TokenScores:
     def add(
         self, chunks: Sequence[TokenValues], rows: Sequence[int], characters: int | None = None
     ) -> None:
-        """Add one batch: the chunks of its target tokens, and its `rows`, for `left_out`.
+        """Add the values of one batch's target tokens; `rows` identifies the batch in `left_out`.
 
         `characters` is the number of characters of the target tokens, None if not known.
         """

@@ -1,7 +1,7 @@
 """Write files atomically, and report damaged files when reading them.
 
-A plain `torch.save` that is killed replaces a readable file by an unreadable one. The functions of
-this module write a temporary file in the same folder, flush it to the disk, and then rename it.
+A plain `torch.save` that is killed leaves an unreadable file in place of a readable one. These
+functions write a temporary file in the same folder, flush it to the disk, and then rename it.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def one_hot(clusters: Ints, n_clusters: int) -> sp.csr_matrix:
 
 
 def _preferred(graph: Graph, ties: Any, joint: Floats, alpha: float) -> Ints:
-    """Return for each node the cluster with the largest derivative of the value, in one pass."""
+    """Return each node's best cluster by the derivative of the partition value, in one pass."""
     k = len(joint)
     share = np.maximum(joint.sum(1), 1e-12)
     logs = np.log(np.maximum(joint, 1e-6 * np.outer(share, share)))

@@ -289,10 +289,10 @@ def _diffused(graph: Graph, random: np.random.Generator) -> NDArray[np.float32]:
 
 
 def nested_levels(graph: Graph, clusters: Ints) -> list[Ints]:
-    """Return a hierarchy of partitions `[n]` around K clusters, from 3 K down to 5 clusters.
+    """Return a hierarchy of partitions `[n]` around the K `clusters`, from 3 K down to 5 clusters.
 
-    The finest comes first; each is formed by merging clusters of the previous one. The given
-    partition lies between them, and is included only if no finer one exists.
+    The finest comes first; each is formed by merging clusters of the previous one. The finer ones
+    divide the given clusters, which are themselves included only if there is no finer partition.
     """
     k = int(clusters.max()) + 1
     finest = min(FINEST * k, graph.n)

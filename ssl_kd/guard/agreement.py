@@ -39,7 +39,7 @@ class Agreement:
 
     Every rank makes the same exchanges in the same order. Each message starts with a checksum of
     its purpose, so that ranks at different points of their loops get an error that names the points
-    instead of wrong numbers. Ranks with different descriptions `made` of the guard are refused.
+    instead of wrong numbers. Ranks that describe the guard differently (`made`) are refused.
     """
 
     def __init__(

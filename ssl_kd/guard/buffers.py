@@ -165,7 +165,7 @@ class Buffers:
 
     @torch.no_grad()
     def heal(self, spoiled: Sequence[int]) -> None:
-        """Put back spoiled buffers and all others of the same modules; call `spoiled` first."""
+        """Restore the spoiled buffers and all others of their modules; call `spoiled` first."""
         if not spoiled:
             return
         self._take_written()

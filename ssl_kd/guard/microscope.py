@@ -136,7 +136,7 @@ class Fault:
         outputs: statistics of the outputs that are not finite.
         poisoned: name of the input that was not finite before the scope began; None without one.
         masked: whether the infinity is a constant, as in masks.
-        made: how the output was made.
+        made: the operations that computed the output and its inputs.
         named: name -> statistics of the named tensors before the scope began.
         module: name of the module in which the operation ran; None without `within`.
     """
@@ -242,7 +242,7 @@ class Microscope(TorchDispatchMode):
         bad: list[Tensor],
         constant: bool,
     ) -> int:
-        """Return the index of the origin of bad outputs; record a new origin if it is unknown."""
+        """Return the index of the origin of bad outputs, recording a new one if none is known."""
         sick = [(seen, x) for seen, x in reads if _is_bad(seen)]
         known = [self._origin_of[_key(x)] for _, x in sick if _key(x) in self._origin_of]
         for seen, x in sick:

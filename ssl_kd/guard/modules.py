@@ -167,7 +167,7 @@ class ModuleParts:
         return {part.name: {"good": part.good, "due": part.due} for part in self._parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; raise ValueError if it has other parts."""
+        """Load what `state_dict` returned; raise ValueError if its parts are not this guard's."""
         if list(state) != self.names:
             raise ValueError(
                 f"the state has the parts {', '.join(state)}; this guard has "

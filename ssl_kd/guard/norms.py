@@ -1,4 +1,4 @@
-"""Compute losses and gradient norms of a step, and read them from the device in one wait."""
+"""Compute losses and gradient norms of a step, and read them from the device with one sync."""
 
 from __future__ import annotations
 

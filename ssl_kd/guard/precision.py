@@ -118,13 +118,13 @@ class Precision:
         device: str | torch.device | DeviceInfo = "auto",
         use_fp16: bool | torch.dtype = False,
     ) -> Precision:
-        """Choose the dtypes for a device; on a CUDA device of this machine, run kernels to test it.
+        """Choose the dtypes for a device; if it is a CUDA device of this machine, test its kernels.
 
         Args:
             device: "auto", "cpu", "cuda", "cuda:1", a `torch.device` or a `DeviceInfo`.
-            use_fp16: True runs the students' products in the device's best fast half precision, and
-                `torch.float16` or `torch.bfloat16` in that dtype if it is fast. On a GPU the frozen
-                teacher always uses half precision.
+            use_fp16: half precision of the students' products: `torch.float16`, `torch.bfloat16`,
+                or True for the device's best. A slow one is replaced by a fast one, else by
+                float32. On a GPU the frozen teacher always uses half precision.
 
         Raises:
             ValueError: there is no such device, or `use_fp16` is another dtype.

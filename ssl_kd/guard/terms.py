@@ -68,7 +68,7 @@ class LossTerms:
     def judge(self, name: str, loss: Tensor, norm: Tensor, where: Callable[[], str] = str) -> bool:
         """Return whether a term of one batch is healthy, given its loss and norm on the CPU.
 
-        `where` returns the ranks on which the term is bad, appended to the event's reason.
+        `where` returns the ranks on which the term is bad, as text for the event's reason.
         """
         health = self.health.setdefault(name, Health.fresh(1))
         stage = health.judge(loss[None], norm[None], self._thresholds)

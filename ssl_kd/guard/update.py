@@ -28,8 +28,8 @@ def keep_unless_(healthy: Tensor, old: Tensor, new: Tensor) -> None:
 class only_healthy:
     """A context that undoes changes to `tensors` `[part, ...]` in rows that are not healthy.
 
-    On a CPU only unhealthy rows are copied; on other devices the whole tensors, so that nothing
-    waits.
+    On a CPU, only unhealthy rows are copied; on other devices whole tensors are, since finding the
+    rows would wait for the device.
     """
 
     # A class: torch.compile cannot read a generator's context before torch 2.7.

@@ -109,10 +109,10 @@ class Verdicts:
     def terms(
         self, step: int, losses: Mapping[str, Tensor], loss: Tensor, norm: Tensor
     ) -> tuple[Tensor, Tensor, list[bool], list[Callable[[], str]]]:
-        """Agree on loss terms, given this rank's losses and norms `[loss]`.
+        """Combine this rank's losses and gradient norms `[loss]` with those of the other ranks.
 
-        Returns loss and norm `[loss]`; whether each term needs a gradient on some rank; for each
-        term, a function that names the ranks on which the term is bad.
+        Returns the combined loss and norm `[loss]`; whether each term needs a gradient on some
+        rank; and, for each term, a function that names the ranks on which it is bad.
         """
         needs = torch.tensor([term.requires_grad for term in losses.values()])
         what = f"step {step}, the loss terms {', '.join(losses)}"
@@ -189,7 +189,7 @@ class Verdicts:
         return agreed.loss, agreed.norm, ~agreed.present, now, healed
 
     def share(self, step: int, text: str) -> list[str]:
-        """Gather the line that each rank's `Locator` found in a step, in rank order."""
+        """Gather each rank's line about what its `Locator` found in a step, in rank order."""
         return self._ranks.share(f"step {step}: what was located", text)
 
     def where(self, part: int) -> str:

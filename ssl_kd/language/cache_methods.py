@@ -81,7 +81,7 @@ class CacheMethod(ABC):
 
     @abstractmethod
     def answer(self, column: Callable[[str], Tensor]) -> TeacherOutput:
-        """Return the answer at some positions; `column` returns a stored column there by name."""
+        """Rebuild the answer at some positions from their stored columns, `column(name)`."""
 
     def save(self, folder: Path, answer: LiveAnswer) -> list[Path]:
         """Write the data that all positions share, and return their files."""

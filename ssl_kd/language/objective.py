@@ -69,7 +69,7 @@ class Objective:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether there is a teacher, of either tokenizer."""
+        """Whether there is a teacher, with the student's tokenizer or another one."""
         return self.source is not None or self.aligned is not None
 
     def weighted(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -76,9 +76,9 @@ class Sampler:
     def __call__(
         self, prompts: Sequence[Sequence[int]], rooms: Sequence[int], seeds: Sequence[int]
     ) -> list[list[int]]:
-        """Return the continuation of each prompt, which depends on its seed and the model alone.
+        """Continue each prompt; the result depends only on the prompt, its seed and the model.
 
-        `rooms` are the largest lengths of the continuations, end tokens included.
+        `rooms` are the maximum lengths of the continuations, including end tokens.
         """
         continuations: list[list[int]] = [[] for _ in prompts]
         with evaluating(self.model), self.autocast():
@@ -203,8 +203,8 @@ def continue_rows(
 ) -> tuple[Blocks, list[list[int]]]:
     """Replace the text after the prompts of some rows by continuations, which become the targets.
 
-    Return the continued rows with the digest of `blocks`, and the continuations alone. Raise
-    InputError if a prompt fills its row.
+    Return the continued rows as blocks, which keep the digest of `blocks`, and the continuations
+    alone. Raise InputError if a prompt fills its row.
     """
     width = blocks.ids.shape[1]
     lengths = [prompt_length(blocks, row) for row in rows]

@@ -320,7 +320,7 @@ class RouterSettings(Settings):
 
     @property
     def draws(self) -> int:
-        """The number of passes of the teacher over each batch, with other experts in each."""
+        """The number of passes of the teacher over each batch, each with different experts."""
         return KA_DRAWS if self.router_mode == "ka" else 1
 
 

@@ -65,13 +65,13 @@ class FirstPass(Generic[AnyBatch]):
     ) -> tuple[dict[str, Tensor], list[Event], dict[str, int]]:
         """Decide on all ranks together which terms to use without some of their rows.
 
-        A term is not used if it is not finite in any row of any rank, or if its fault does not
-        reappear in the second pass: the guard then cuts out the whole term. `before` are the terms
-        of the first pass, `terms` those of the second.
+        A term is not used if no row of any rank is finite, or if its fault does not reappear in the
+        second pass: the guard then cuts out the whole term. `before` are the terms of the first
+        pass, `terms` those of the second.
 
         Returns:
-            The terms of the second pass to use; an event for each term that lost rows; and how much
-            of its divisor, which `lost` computes, each of these terms lost on this rank.
+            The terms of the second pass to use; an event for each term that lost rows; and, from
+            `lost`, how much smaller the divisor of each of these terms became on this rank.
         """
         named = {name: self._named(rows) for name, rows in self.sick.items() if bool(rows.any())}
         without_rows = [name for name, rows in self.sick.items() if bool(rows.all())]

@@ -27,9 +27,9 @@ class Source(Protocol):
 
 
 class Plain:
-    """Return the answers of live teachers, a cache or a server, which ignore the student.
+    """Return the answers of teachers that ignore the student: live models, a cache or a server.
 
-    `names` of several teachers are for messages about faults; `weights` are theirs in the average.
+    `names` label several teachers in fault messages; `weights` are their weights in the average.
     """
 
     def __init__(
@@ -48,5 +48,5 @@ class Plain:
 
 
 def named_rows(rows: Tensor) -> str:
-    """Format the rows of a batch for an event, such as `rows 3, 17`."""
+    """Format row numbers of a batch as text for an event, for example `rows 3, 17`."""
     return f"rows {', '.join(map(str, rows.tolist()))}"

@@ -162,7 +162,7 @@ def instance_weights(agreements: Tensor, how: InstanceWeight) -> Tensor | None:
 
     Args:
         agreements: `[head, batch]`, from `agreement`.
-        how: `mean` averages over the heads without non-finite entries, as in the paper, which
+        how: `mean` averages over the heads whose entries are all finite, as in the paper, which
             couples the heads; `own` normalizes each head separately; `none` uses no weights.
 
     Returns:

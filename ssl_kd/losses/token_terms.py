@@ -430,10 +430,10 @@ def _read_later(number: Tensor) -> Callable[[], int]:
 def _scale(
     incoming: Sequence[Tensor | None], weights: tuple[float, ...]
 ) -> tuple[tuple[float, ...], float]:
-    """Write the incoming gradients as weights times a factor; this waits for the device.
+    """Split the incoming gradients into weights and a common factor; this waits for the device.
 
-    If possible the weights are `weights`, with 0 for excluded terms: a single remaining term then
-    has, to the bit, the same gradient as alone.
+    If they are proportional to `weights` (0 for excluded terms), those are used: a single remaining
+    term then gets, to the bit, the same gradient as if it were the only term.
     """
     given = [g for g in incoming if g is not None]
     values = iter(torch.stack(given).tolist() if given else ())

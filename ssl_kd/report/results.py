@@ -29,7 +29,7 @@ class RunResults:
 
     @property
     def is_language(self) -> bool:
-        """Whether the run trained a language model; a clustering run if `config.json` is silent."""
+        """Whether the run trained a language model; if `config.json` has no `mode`, it did not."""
         return self.config.get("mode") == "language"
 
     @classmethod
@@ -58,7 +58,7 @@ class RunResults:
 
 
 def read_assignments(folder: Path, split: str) -> arrow.Table:
-    """Read the samples of one split of a run folder; none if the run has not written the file."""
+    """Read the samples of one split of a run; an empty table if the run has not written any."""
     path = assignments_of(folder)
     if not path.exists():
         return arrow.table({"cluster": arrow.array([], arrow.int64())})

@@ -17,7 +17,7 @@ def percent(share: float) -> str:
 
 
 def number(value: Any) -> str:
-    """Return a number with four digits, a dash for None, and anything else as text."""
+    """Return a number with four significant digits, a dash for None, anything else as text."""
     return f"{value:.4g}" if finite(value) else DASH if value is None else str(value)
 
 

@@ -273,7 +273,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Create settings from a mapping; names in either case, or aliases; skip obsolete ones."""
+        """Create settings from values by name, in either case, or by alias; skip obsolete names."""
         return cls(**cls.canonical({n: v for n, v in values.items() if n not in cls.obsolete}))
 
     def to_dict(self) -> dict[str, Any]:

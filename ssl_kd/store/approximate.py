@@ -60,14 +60,14 @@ def find_neighbors(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Find the k nearest other rows by cosine similarity, and save them in the store's folder.
 
-    All pairs are compared up to `EXACT_ROWS` rows. From there on an index on disk is searched, on
-    the CPU; it needs memory for the sample of k-means, 128 sqrt(n) rows, and a few bytes per row.
+    Up to `EXACT_ROWS` rows, all pairs are compared. Beyond that, an index on disk is searched on
+    the CPU; it needs memory for the k-means sample, 128 sqrt(n) rows, and a few bytes per row.
     The same embeddings and number of threads give the same neighbors. `progress` is called with
     (rows done, n).
 
     Returns:
         The neighbors, integers `[n, k]`, nearest first, and a record of the search: `index` and
-        `recall`; of an index also `nlist`, `nprobe`, `queries` (rows on which the recall was
+        `recall`; for an index also `nlist`, `nprobe`, `queries` (rows on which the recall was
         measured), `compared` (fraction of all pairs) and `seconds`. Neighbors from an index are
         int32 (int64 from 2^31 rows on), memory-mapped from `neighbours_{split}.npy`.
 

@@ -48,7 +48,7 @@ class BaseFingerprint:
         return sorted(wrong | (kinds.keys() ^ values.keys()))
 
     def differences(self, expected: Self) -> list[str]:
-        """Describe each field in which this fingerprint, of a cache, differs from `expected`."""
+        """Describe each field in which this fingerprint of a cache differs from `expected`."""
         return [
             f"{name}: cache has {cached!r}, this run needs {getattr(expected, name)!r}"
             for name, cached in vars(self).items()

@@ -110,7 +110,7 @@ def _check_shards(manifest: Manifest, name: str, row_bytes: int) -> None:
         shard, stop = entry["start"] // max(size, 1), min(entry["start"] + size, n)
         file, rows = shard_file(name, shard, -(-n // max(size, 1))), stop - entry["start"]
         if entry["file"] != file or shard <= last or entry["start"] != shard * size:
-            raise ValueError(f"shard {entry['file'][:100]!r}: expected {file!r}, listed once")
+            raise ValueError(f"shard {entry['file'][:100]!r} is not {file!r}, or is out of place")
         if not 0 < rows == entry["stop"] - entry["start"] or rows != entry["rows"] + len(
             entry["unreadable"]
         ):

@@ -35,9 +35,9 @@ class ShardWriter(Generic[S]):
     `close`, all files are in the folder `{name}.partial`, so an older cache stays readable.
 
     A writer of all shards holds an exclusive lock from construction until `close` or the end of the
-    `with` block. Additionally, or instead, any number of writers on any machines that share the
-    folder may each write some shards (`only`). If two writers compute the same shard, the first one
-    to add it to the manifest wins.
+    `with` block. Alongside it or in its place, any number of writers, on any machines that share
+    the folder, may each write some shards (`only`). If two writers compute the same shard, the
+    first one to add it to the manifest wins.
 
     Args:
         kind: store class that reads the cache and defines its columns and bad rows.

@@ -87,7 +87,7 @@ class Pixels(Teacher):
         return self.from_arrays(np.array(image)[None])[0]
 
     def takes(self, arrays: np.ndarray | None) -> bool:
-        """Return whether decoded images have the right shape, so that PIL is not needed."""
+        """Return whether `arrays` are images of the teacher's shape, so that PIL is not needed."""
         return arrays is not None and arrays.shape[1:] == self.shape
 
     def from_arrays(self, arrays: np.ndarray) -> Tensor:

@@ -37,8 +37,8 @@ def linear_head(model: Any) -> LinearHead | None:
     """Return the output head of a model if its logits are exactly `hidden @ weight.T + bias`.
 
     The model runs on four tokens, and the output of the head is replaced by large known numbers.
-    The model must return these unchanged, which excludes a soft cap (Gemma 2) or a scale (Cohere,
-    Granite) however small the logits are. The input of the head must be `hidden_states(model)`.
+    The model must return these unchanged, which rules out a soft cap (Gemma 2) or a scale (Cohere,
+    Granite) even if real logits are small. The input of the head must be `hidden_states(model)`.
     """
     causal = without_adapters(model)
     head = causal.get_output_embeddings()

@@ -341,7 +341,7 @@ def _torchvision(name: str, state: State | None, image_size: int | None, token: 
     if token != "class":
         raise InputError(
             f"TOKEN is {token!r}, but torchvision:{name} has no patch tokens: set it to 'class', "
-            "or use a ViT of timm"
+            "or use a ViT from timm"
         )
     weights: Any = models.get_model_weights(name)["DEFAULT"]
     # These two models transform their input only if they are built with published weights.

@@ -74,7 +74,7 @@ class Transform:
         return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
 
     def __str__(self) -> str:
-        """Describe the preprocessing in one line, which a cache of embeddings stores."""
+        """Describe the preprocessing in one line, as stored in a cache of embeddings."""
         mode = "squash" if self.squash else "centre"
         mean, std = ([round(v, 4) for v in values] for values in (self.mean, self.std))
         return (

@@ -162,7 +162,7 @@ class CompletionServer:
                 if left <= 0 or fault.after > left:
                     raise self._failure(
                         f"{fault.message}; retried for {self._patience:g} s. Start again when the "
-                        "server is back (a run with --resume)"
+                        "server is back; to continue a run, add --resume"
                     ) from None
                 if not self._warned:
                     self._warned = True

@@ -85,7 +85,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def _file_names(path: Path, key: str) -> list[str]:
-    """Return the file name, or the file names in a mapping, under a key of a JSON file."""
+    """Return the file names that a JSON file has under `key`: one string, or a mapping's values."""
     try:
         value = json.loads(path.read_bytes()).get(key) if path.is_file() else None
         names = [] if value is None else [value] if isinstance(value, str) else [*value.values()]

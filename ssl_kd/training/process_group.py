@@ -72,7 +72,7 @@ class ProcessGroup:
 
 
 class ReadOnlyRunFolder(RunFolder):
-    """Read the folder that rank 0 writes, on the other ranks; on a shared file system."""
+    """Let the other ranks read the folder that rank 0 writes, on a shared file system."""
 
     writes = False
 

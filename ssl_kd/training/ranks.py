@@ -123,7 +123,7 @@ class Ranks:
         try:
             while not store.add(key, 0):  # does not block in any version of torch
                 if self._stop_reason() is not None:
-                    raise RankLost(f"rank {self.rank} of {self.world} stops, as another rank did")
+                    raise RankLost(f"rank {self.rank} of {self.world} stops since another one did")
                 time.sleep(_POLL)
         except DistError as error:
             raise RankLost(

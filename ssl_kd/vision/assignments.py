@@ -140,8 +140,8 @@ def write_assignments(
 ) -> None:
     """Write `assignments.csv`, or `assignments.parquet` if there are more than `CSV_ROWS` rows.
 
-    The columns are those of `SplitAssignments.blocks`; the label is left out if none is known. If
-    `before`, the assignments of another run, are copied first, format and columns are theirs.
+    The columns are those of `SplitAssignments.blocks`, without the label if none is known.
+    `before` is another run's file to copy first; its format and columns are then used.
     """
     labelled = any(split.all_labels is not None for split in splits.values())
     names = next(next(iter(splits.values())).blocks("", rows_per_block=1))

@@ -36,9 +36,9 @@ Row = dict[str, Any]
 def _job(
     values: str, shard_rows: int | None, folder: str, path: tuple[str, ...]
 ) -> dict[str, Extraction]:
-    """Open data and teacher for settings given as JSON, once in each worker process.
+    """Open the data and the teacher for settings in JSON, once in each worker process.
 
-    Relative paths start in `folder`; a user's teacher is imported from the places in `path`.
+    Relative paths are resolved in `folder`; a user's teacher is imported from the places in `path`.
     """
     os.chdir(folder)
     sys.path += [place for place in path if place not in sys.path]

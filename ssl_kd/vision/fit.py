@@ -124,7 +124,7 @@ class _Judge:
         self.rows, self._pairs = pairs.unique(return_inverse=True)  # the samples in these pairs
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Return the clusters `[head, row]`, and the information `[head]` (NaN if failed)."""
+        """Return the clusters `[head, row]` and neighbor information `[head]` (NaN if failed)."""
         clusters = head_clusters(self._trainer, self._gather, self.rows)
         state, n_clusters = self._trainer.state, self._trainer.n_clusters
         sound = (state.health.streak == 0) & ~state.health.retired

@@ -197,7 +197,7 @@ class ClusterModel(nn.Module):
         return torch.bmm(probabilities, self.votes).mean(0)
 
     def answer(self, projected: Tensor) -> Tensor:
-        """Return the calibrated vote; where `splits` changes a cluster, swap two values."""
+        """Return the calibrated vote, with two entries swapped where `splits` moves a sample."""
         old = tempered(self.vote(projected), self.options["answer_temperature"])
         if self.splits is None:
             return old

@@ -127,7 +127,7 @@ def comparable(old: Tensor, joined: Tensor) -> Tensor:
 
 
 def _groups(seeds: NDArray, near: NDArray, n: int) -> NDArray:
-    """Return the group of each of n samples, a connected component of seeds; -1 for none.
+    """Return the connected component of seeds to which each of n samples belongs, -1 if none.
 
     `near` `[n, k]` has the neighbors of each sample; a negative number stands for an old sample.
     """

@@ -161,7 +161,7 @@ def objective_class(name: str) -> type[Objective]:
 
 
 def make_objective(name: str, values: Mapping[str, Any]) -> Objective:
-    """Create an objective from the settings in `values` that its `__init__` names."""
+    """Create an objective, passing to its `__init__` those of the `values` that it accepts."""
     kind = objective_class(name)
     parameters = inspect.signature(kind).parameters
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in values]

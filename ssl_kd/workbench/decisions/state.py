@@ -1,4 +1,4 @@
-"""Clusters of a run and their names after a sequence of decisions, without the undone ones."""
+"""Clusters of a run and their names after its decisions, except those that were undone."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not is_ours or not self.server.has_token(self.headers.get("X-Token", "")):
             raise _Refused(HTTPStatus.FORBIDDEN, "only the page of this server may send decisions")
         if path != "/api/curation":
-            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing to post to at this path")
+            raise _Refused(HTTPStatus.NOT_FOUND, "this path does not accept POST requests")
         try:
             decision = strict_json(self._body())
         except ValueError as error:

@@ -110,8 +110,8 @@ class Content:
                 continue
             if path is None:
                 raise InputError(
-                    f"the samples of {self.samples.path} are not picture files but features, or "
-                    "records of one file: export them with --to parquet"
+                    f"the samples of {self.samples.path} are features or records in a single "
+                    "file, not picture files: export them with --to parquet"
                 )
             if path.is_file():
                 rows.append(row)

@@ -110,5 +110,5 @@ def test_cards_have_the_scores_of_the_run(content, tmp_path):
 def test_features_have_no_pictures(content, tmp_path, monkeypatch):
     monkeypatch.setattr(Samples, "image_file", lambda self, row: None)
     for to in ("folders", "fiftyone", "label-studio"):
-        with pytest.raises(InputError, match="are not picture files"):
+        with pytest.raises(InputError, match="not picture files"):
             export(content, to, tmp_path / to)
