@@ -121,26 +121,6 @@ def test_the_model_is_left_as_it_was():
         assert first.nll == pytest.approx(direct(model.eval(), blocks())[0].mean().item(), rel=1e-5)
 
 
-def test_a_sick_batch_is_named_and_the_others_count(caplog):
-    model, text = llama(), blocks(packing=False)
-    [sick] = [i for i, row in enumerate(text.ids) if "ball" in TOKENIZER.decode(row)]
-    others = [i for i in range(len(text)) if i != sick]
-    token = next(t for t in text.ids[sick].tolist() if t not in text.ids[others])
-    with torch.no_grad():
-        model.model.embed_tokens.weight[token] = math.nan
-        nll = torch.cat([direct(model, subset(text, [i]))[0] for i in others])
-    scores = judge_tokens(model, text, batch_size=1)
-    assert len(scores.left_out) == 1
-    assert scores.left_out[0].startswith(f"blocks {sick}: not finite: nll in ")
-    assert f"excluded from evaluation means: blocks {sick}" in caplog.text
-    assert scores.tokens == len(nll) and scores.nll == pytest.approx(nll.mean().item(), rel=1e-5)
-
-
-def subset(text, rows):
-    parts = (text.ids, text.counts, text.documents, text.row_characters)
-    return type(text)(*(part[rows] for part in parts), left_out=(), digest="")
-
-
 # --- generating -----------------------------------------------------------------------------------
 
 

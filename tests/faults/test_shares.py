@@ -1,6 +1,5 @@
 """Test rows 110 and 111: many writers of one cache."""
 
-import json
 import os
 from dataclasses import replace
 
@@ -9,6 +8,7 @@ import torch
 
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
 from tests.faults.matrix import row
+from tests.faults.test_data_and_store import shards
 from tests.kills import kill_again_and_again
 from tests.store import test_ledger as ledger
 from tests.store.test_ledger import FINGERPRINT, content, fill, writer, x
@@ -24,23 +24,11 @@ def fill_shares(folder):
             one.publish()
 
 
-def stored(folder):
-    """Return the shards listed in the manifest, with modification times."""
-    for place in (folder / "embeddings_train.partial", folder):
-        manifest = place / "embeddings_train.json"
-        if manifest.exists():
-            names = [entry["file"] for entry in json.loads(manifest.read_bytes())["shards"]]
-            files = {name: (place / name, folder / name) for name in names}
-            found = {name: next(f for f in at if f.exists()) for name, at in files.items()}
-            return {(name, file.stat().st_mtime_ns) for name, file in found.items()}
-    return set()
-
-
 @row(110)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_killed_at_twenty_random_positions_no_share_loses_a_shard(tmp_path, alone):
-    found = kill_again_and_again(fill_shares, stored, tmp_path / "killed", kills=20)
+    found = kill_again_and_again(fill_shares, shards, tmp_path / "killed", kills=20)
     assert found.kills == 20 and found.resumed > 5
     for folder in [found.straight, *found.folders]:
         assert content(folder) == alone

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,10 +12,8 @@ import pytest
 import torch
 
 import ssl_kd
-from ssl_kd.files import CorruptFileError, load_tensors, save_tensors, sha256_file
-from ssl_kd.files.lock import LockHeld
+from ssl_kd.files import CorruptFileError, save_tensors
 from ssl_kd.guard.events import Event
-from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFinished, RunFolder, RunFolderError
 from ssl_kd.vision.settings import VisionSettings
 
@@ -64,17 +61,6 @@ def test_without_a_link_latest_there_is_a_warning(settings, tmp_path, monkeypatc
     assert kind == "no links" or (tmp_path / "runs" / "latest" / "mine").exists()
 
 
-@pytest.mark.parametrize("file", ["metrics.json", "config.json", "thesis.tex"])
-def test_an_existing_folder_is_not_overwritten(settings, tmp_path, file):
-    mine = tmp_path / "runs" / "a" / file
-    mine.parent.mkdir(parents=True)
-    mine.write_text("mine")
-    with pytest.raises(RunFolderError, match="already holds") as refused:
-        RunFolder(settings(run_name="a"))
-    assert "another --run_name" in str(refused.value)
-    assert mine.read_text() == "mine" and list(mine.parent.iterdir()) == [mine]
-
-
 @pytest.mark.parametrize("kept", ["nothing", "a checkpoint", "a line of metrics", "resumed"])
 def test_a_run_that_fails_keeps_its_folder_only_if_there_is_something_in_it(settings, kept):
     if kept == "resumed":
@@ -95,37 +81,6 @@ def test_a_run_that_fails_keeps_its_folder_only_if_there_is_something_in_it(sett
     assert folder.path.exists() == (kept != "nothing")
 
 
-def test_two_at_once_in_one_folder(settings):
-    with RunFolder(settings(run_name="a")) as folder:
-        folder.write_config(settings(), precision="cpu")
-        with pytest.raises(LockHeld, match=str(os.getpid())):
-            RunFolder(settings(run_name="a", resume=True)).__enter__()
-        code = f"""
-from ssl_kd.training.folder import RunFolder
-from ssl_kd.vision.settings import VisionSettings
-RunFolder(VisionSettings(**{settings(run_name="a", resume=True).__dict__})).__enter__()
-"""
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert f"process {os.getpid()} holds" in other.stderr
-    begun(settings(run_name="b"))
-    with RunFolder(settings(run_name="b", resume=True)):
-        pass
-
-
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a user who can be refused")
-def test_a_folder_that_may_not_be_written(settings, tmp_path):
-    (tmp_path / "runs").mkdir(mode=0o500)
-    with pytest.raises(SettingsError, match="RUNS_DIR is .*runs.*Permission denied"):
-        RunFolder(settings())
-
-
-def test_an_impossible_folder_is_named(settings, tmp_path):
-    (tmp_path / "runs").write_text("a file")
-    for name in (None, "a"):
-        with pytest.raises(SettingsError, match="RUNS_DIR is .* cannot be made .* set --runs_dir"):
-            RunFolder(settings(run_name=name))
-
-
 def test_a_full_disk_is_not_blamed_on_the_setting(settings, monkeypatch):
     def full(path, **options):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -133,20 +88,6 @@ def test_a_full_disk_is_not_blamed_on_the_setting(settings, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(OSError, match="No space left"):
         RunFolder(settings())
-
-
-@pytest.mark.parametrize(
-    "tail", [b'{"step": 6, "lo', b"\xff\xfe\n", b'\xc3{"step": 6}', b"\0" * 40]
-)
-def test_a_damaged_tail_of_a_log_is_removed_and_named(settings, caplog, tail):
-    with RunFolder(settings()) as folder:
-        folder.log({"step": 5, "loss": 1.0})
-        path = folder.path / "metrics.jsonl"
-        good = path.read_bytes()
-        path.write_bytes(good + tail)
-        folder.rewind(10)
-    assert path.read_bytes() == good
-    assert f"{path}: 1 line(s) that cannot be read were removed" in caplog.text
 
 
 def test_resume_takes_the_last_unfinished_run(settings):
@@ -175,26 +116,6 @@ def test_a_run_that_only_lacks_its_report_is_chosen_last(settings):
     (ended / "report.html").write_text("")
     with pytest.raises(RunFolderError, match="no unfinished run"):
         RunFolder(settings(resume=True))
-
-
-def test_nothing_to_resume_says_so(settings, tmp_path):
-    with pytest.raises(RunFolderError, match="no unfinished run in .*runs"):
-        RunFolder(settings(resume=True))
-    with pytest.raises(RunFolderError, match="holds no run to resume"):
-        RunFolder(settings(resume=True, run_name="a"))
-    assert not (tmp_path / "runs").exists()
-
-
-def test_resume_with_settings_that_change_the_result_names_them(settings):
-    path = begun(settings(run_name="a"))
-    with pytest.raises(SettingsError) as refused:
-        RunFolder(settings(resume=True, n_heads=7, clip_grad=None))
-    message = str(refused.value)
-    assert "N_HEADS was 8 and is now 7" in message and "SEED" not in message
-    assert "CLIP_GRAD was 1.0 and is now None" in message
-    changes = {"checkpoint_every": 7, "log_every": 3, "workers": 2}
-    assert set(changes) < VisionSettings.free_on_resume <= set(VisionSettings.rules())
-    assert RunFolder(settings(resume=True, **changes)).path == path
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"settings": 3}'])
@@ -226,17 +147,6 @@ def test_config_records_what_the_numbers_depend_on(settings, monkeypatch):
     assert config["precision"] == "cpu: float32"
     assert config["versions"]["ssl_kd"] == ssl_kd.__version__ and config["n_heads"] == 5
     assert config["commit"] is None or isinstance(config["commit"], str)
-
-
-def test_a_run_is_not_resumed_with_other_embeddings(settings):
-    one, other = "1b4f", "fd61"
-    with RunFolder(settings()) as folder:
-        folder.write_config(settings(), precision="cpu")
-        folder.check_data(one)
-        folder.write_config(settings(), precision="cpu")  # as when resumed
-        folder.check_data(one)
-        with pytest.raises(RunFolderError, match="start a new run without --resume"):
-            folder.check_data(other)
 
 
 def test_logs_are_strict_json_and_can_be_rewound(settings):
@@ -370,25 +280,6 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(settings, mon
         assert (folder.path / "checkpoint" / "step_000000001.sha256").exists()
         with pytest.raises(OSError, match="No space left"):
             folder.save_checkpoint(2, {"x": [x]})
-
-
-def rewrite(path, content):
-    save_tensors(path, content)
-    path.with_suffix(".sha256").write_text(sha256_file(path))
-
-
-@pytest.mark.parametrize("form", [None, 0, 2])
-def test_a_checkpoint_of_another_format_is_refused(settings, caplog, form):
-    path = begun(settings(run_name="a")) / "checkpoint" / "step_000000004.pt"
-    content = load_tensors(path)
-    assert (content["format"], content["version"]) == (1, ssl_kd.__version__)
-    rewrite(path, content | {"format": form, "version": "7.1"})
-    before = path.read_bytes()
-    with RunFolder(settings(run_name="a", resume=True)) as folder:
-        folder.save_checkpoint(3, {})  # the older one is not used either
-        with pytest.raises(RunFolderError, match=f"has format {form}, expected 1.*ssl_kd 7.1"):
-            folder.load_checkpoint()
-    assert path.read_bytes() == before and not caplog.records
 
 
 def test_resume_does_not_choose_a_run_in_use(settings):
