@@ -14,6 +14,7 @@ from ssl_kd.losses import (
     token_terms,
 )
 from ssl_kd.losses.token_distillation import distillation_terms
+from tests.losses.test_token_distillation import ELEVEN
 from tests.oracles import token_objectives as oracle
 
 NAMES = (*DIVERGENCES, *oracle.JS)
@@ -108,6 +109,42 @@ def test_values_and_gradients_equal_the_oracle(kind, name, chunk, monkeypatch):
     torch.testing.assert_close(given, reference, rtol=1e-12, atol=1e-12)
     slopes = _gradients(given, student, weights), _gradients(reference, student, weights)
     torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
+
+
+def _check_top_k(student, teacher_logits, name, **tolerance):
+    """Compare value and gradient with the oracle: all but 5 tokens are one outcome."""
+    log_p = teacher_logits.log_softmax(-1)
+    kept, tokens = log_p.topk(5)
+    tail = log_p.scatter(-1, tokens, -INF).logsumexp(-1)
+    z, x = student.double().clamp(-65504, 65504).requires_grad_(), student.requires_grad_()
+    teacher = TopKTeacher(tokens, kept, tail)
+    value = logits_distillation(x, None, [teacher], temperature=1.0, divergence=name)[1]
+    rows = zip(z, tokens, kept, tail, strict=True)
+    expected = sum((oracle.top_k(*row, temperature=1.0, name=name) for row in rows), z.sum() * 0)
+    torch.testing.assert_close(value.double(), expected, **tolerance)
+    (gradient,), (slope,) = torch.autograd.grad(value, x), torch.autograd.grad(expected, z)
+    scale = slope.abs().max().clamp(min=1) if slope.numel() else 1
+    assert value.dtype == torch.float32 and gradient.dtype == student.dtype
+    tolerance |= {"atol": 1e-6}
+    torch.testing.assert_close(gradient / scale, slope / scale, check_dtype=False, **tolerance)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("case", ELEVEN)
+def test_the_eleven_fp16_cases_of_a_top_k_teacher(case, name):
+    (student, teacher), options = ELEVEN[case]()
+    real = options.get("mask", torch.ones(student.shape[:2])).bool()
+    student, teacher = student[real], teacher[real].double().clamp(-65504, 65504)
+    _check_top_k(student, teacher, name, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_tail_that_a_student_has_emptied_is_filled_again(name):
+    """With less than float32's least number left for all other tokens, too."""
+    student = torch.full((1, 40), -300.0)
+    student[0, :5] = 0.0
+    teacher = torch.zeros(1, 40, dtype=torch.float64).index_fill_(1, torch.arange(5), 1e-9)
+    _check_top_k(student, teacher, name, rtol=1e-4, atol=1e-6)
 
 
 def test_a_bfloat16_teacher_keeps_its_range_under_a_students_float16():

@@ -53,21 +53,6 @@ def test_bad_temperatures_are_named(bad):
         losses.sharpened_cross_entropy(student, teacher.softmax(-1), student_temperature=bad)
 
 
-@row(18)
-def test_finite_logits_beyond_half_precision_count_as_its_largest():
-    signs = torch.randn(2, 2, 3, 7, generator=torch.Generator().manual_seed(0)).sign()
-
-    def loss(student, teacher):
-        targets = losses.centered_targets(teacher, torch.zeros(2, 7), 0.04)
-        return losses.sharpened_cross_entropy(student, targets)
-
-    huge, held = (signs * 3e38).requires_grad_(), signs * 65504
-    value = loss(huge, huge.detach().flip(2))
-    value.sum().backward()
-    assert value.isfinite().all() and torch.equal(value, loss(held, held.flip(2)))
-    assert huge.grad.isfinite().all() and huge.grad.any()
-
-
 @pytest.mark.parametrize("heads", [1, 3], ids=["one head's targets", "each its own"])
 @pytest.mark.parametrize("clusters", [4, 120])
 def test_the_cross_entropy_is_that_of_autograd(clusters, heads):

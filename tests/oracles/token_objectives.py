@@ -65,9 +65,9 @@ def token_kd(student, teacher, *, mask=None, temperature=2.0, name="forward_kl")
 
 def top_k(z, indices, log_probs, log_tail, *, temperature, name):
     """Return T^2 D over k outcomes and the tail, for the logits `[vocab]` of one token."""
-    q = torch.softmax(z / temperature, -1)
+    log_q = torch.log_softmax(z / temperature, -1)
     rest = [v for v in range(len(z)) if v not in indices.tolist()]
-    coarse = torch.cat([q[indices], q[rest].sum().reshape(1)]).log()
+    coarse = torch.cat([log_q[indices], log_q[rest].logsumexp(0, keepdim=True)])
     return temperature**2 * divergence(name, torch.cat([log_probs, log_tail.reshape(1)]), coarse)
 
 

@@ -178,25 +178,7 @@ def test_sampling_works_with_gates_that_underflow():
     assert all(len(set(row)) == 7 for row in index.tolist())
 
 
-def test_the_generator_is_all_that_a_resumed_run_needs():
-    mixture = Mixture(model := _model())
-    mixture.routing = routing = _ka(0.5)
-    first = _logits(model)
-    state = routing.generator.get_state()
-    second = _logits(model)
-    torch.rand(7)  # the global generator is not used
-    mixture.routing = _ka(0.5, seed=9)
-    mixture.routing.generator.set_state(state)
-    assert torch.equal(_logits(model), second)
-    assert not torch.equal(first, second)
-
-
 # --- unsupported models ---------------------------------------------------------------------------
-
-
-def test_a_dense_model_is_refused():
-    with pytest.raises(ValueError, match="dense.*ROUTER_MODE 'native'"):
-        Mixture(_model("Llama"))
 
 
 @pytest.mark.parametrize("kind", ["DeepseekV3", "Glm4Moe"])
@@ -378,61 +360,6 @@ def test_checkpointed_layers_run_twice_and_give_the_same_gradient():
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-def _poison_expert(model):
-    model.model.layers[1].mlp.experts.down_proj.data[3] = math.nan
-
-
-def _poison_gate(model):
-    model.model.layers[0].mlp.gate.weight.data[2, 5] = math.nan
-
-
-@pytest.mark.parametrize("poison", [_poison_expert, _poison_gate])
-def test_a_discarded_step_leaves_router_and_optimizer_to_the_bit(poison):
-    model = _model()
-    step = RouterStep(Mixture(model), learning_rate=1e-3)
-    assert step.step(_objective(model, _student())).applied  # the optimizer has a state
-    poison(model)
-    before, state = _bits(model.state_dict()), step.state_dict()
-    moments = [_bits(s) for s in state["optimizer"]["state"].values()]
-    record = step.step(_objective(model, _student()), step=7)
-    assert not record.applied and math.isnan(record.loss)
-    event = record.event
-    assert (event.step, event.part, event.stage, event.action) == (7, "router", "loss", "skipped")
-    now = model.state_dict()
-    for name, value in before.items():
-        torch.testing.assert_close(now[name], value, rtol=0, atol=0, equal_nan=True)
-    after = step.state_dict()["optimizer"]["state"].values()
-    assert all(not changed(a, b) for a, b in zip(moments, after, strict=True))
-
-
-def test_a_nan_gradient_of_a_finite_loss_is_discarded():
-    model = _model()
-    step = RouterStep(Mixture(model), learning_rate=1e-3)
-    before = _bits(model.state_dict())
-
-    def objective():
-        logits = _logits(model)
-        logits.register_hook(lambda g: g * math.nan)
-        return _kl(logits, _student())
-
-    record = step.step(objective)
-    assert (record.event.stage, record.event.action) == ("gradient", "skipped")
-    assert math.isfinite(record.loss) and not record.applied
-    assert not changed(before, model.state_dict())
-    assert step.step(_objective(model, _student())).applied
-
-
-def test_a_router_that_drifts_is_stopped():
-    model = _model()
-    step = RouterStep(Mixture(model), learning_rate=0.05, drift_limit=0.05)
-    records = [step.step(_objective(model, _student()), step=i) for i in range(10)]
-    events = [record.event for record in records if record.event]
-    assert [(e.stage, e.action) for e in events] == [("drift", "stopped")]
-    assert float(events[0].value) > 0.05 and "imitating" in events[0].reason
-    assert step.stopped and not records[-1].applied
-    assert records[-1].drift == records[events[0].step].drift  # it changed no more
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_routers_of_a_half_precision_teacher_are_float32(dtype, kind):
@@ -457,23 +384,6 @@ def test_a_loss_scale_that_overflows_is_halved():
     records = [step.step(lambda: 1000 * _kl(_logits(model).float(), _student())) for _ in range(16)]
     assert not records[0].applied and "loss scale 65536" in records[0].event.reason
     assert records[-1].applied and step.guard.scale < 2.0**16
-
-
-def test_resumed_is_uninterrupted_to_the_bit(tmp_path):
-    def fresh():
-        model = _model()
-        return model, RouterStep(Mixture(model), learning_rate=1e-2)
-
-    model, step = fresh()
-    for seed in range(4):
-        step.step(_objective(model, _student(seed)))
-        if seed == 1:
-            torch.save(step.state_dict(), tmp_path / "router.pt")
-    again, resumed = fresh()
-    resumed.load_state_dict(torch.load(tmp_path / "router.pt", weights_only=True))
-    for seed in (2, 3):
-        resumed.step(_objective(again, _student(seed)))
-    assert not changed(_bits(model.state_dict()), again.state_dict())
 
 
 # --- the router file ------------------------------------------------------------------------------
@@ -518,20 +428,11 @@ def test_a_router_fits_its_teacher_in_any_dtype(tmp_path):
             Mixture(make().to(loaded)).load_router(tmp_path / "router.safetensors")
     other = make()
     next(iter(Mixture(other).router_parameters().values())).data[3, 5] += 0.1
-    with pytest.raises(ValueError, match="original_rows"):
-        Mixture(other).load_router(tmp_path / "router.safetensors")
-
-
-@pytest.mark.parametrize(
-    "kind, more", [("Olmoe", {"seed": 7}), ("Mixtral", {"num_hidden_layers": 1})]
-)
-def test_a_router_of_another_teacher_is_refused(tmp_path, kind, more):
-    Mixture(_model()).save_router(tmp_path / "router.safetensors")
-    model = _model(kind, **more)
-    before = _bits(model.state_dict())
-    with pytest.raises(ValueError, match="not a router of this teacher: original_rows"):
-        Mixture(model).load_router(tmp_path / "router.safetensors")
-    assert not changed(before, model.state_dict())
+    for model in (other, _model(num_hidden_layers=1)):
+        before = _bits(model.state_dict())
+        with pytest.raises(ValueError, match="not a router of this teacher: original_rows"):
+            Mixture(model).load_router(tmp_path / "router.safetensors")
+        assert not changed(before, model.state_dict())
 
 
 def test_other_files_are_refused(tmp_path):
@@ -547,7 +448,7 @@ def test_other_files_are_refused(tmp_path):
         save_file(load_file(tmp_path / "good"), tmp_path / "odd", metadata=metadata)
         with pytest.raises(ValueError, match="is not a router of this teacher: original_rows"):
             mixture.load_router(tmp_path / "odd")
-    _poison_gate(model)
+    model.model.layers[0].mlp.gate.weight.data[2, 5] = math.nan
     mixture.save_router(tmp_path / "nan")
     with pytest.raises(ValueError, match="layers.0.mlp.gate.weight.*not finite"):
         Mixture(_model()).load_router(tmp_path / "nan")
