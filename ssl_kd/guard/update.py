@@ -32,14 +32,13 @@ class only_healthy:
     rows would wait for the device.
     """
 
-    # A class: torch.compile cannot read a generator's context before torch 2.7.
     def __init__(self, healthy: Tensor, *tensors: Tensor) -> None:
         self.healthy, self.tensors = healthy, tensors
         self.sick: Tensor | None = None
         self.kept: list[Tensor] = []
 
     def __enter__(self) -> None:
-        if self.healthy.device.type == "cpu" and not torch.compiler.is_compiling():
+        if self.healthy.device.type == "cpu":
             self.sick = (~self.healthy).nonzero().flatten()
             self.kept = [tensor[self.sick] for tensor in self.tensors] if len(self.sick) else []
         else:

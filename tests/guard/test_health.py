@@ -135,29 +135,6 @@ def test_a_threshold_out_of_range_is_named(name, value):
         Thresholds(**{name: value})
 
 
-def test_absent_parts_and_parts_beside_do_not_count():
-    health, few = Health.fresh(3), Thresholds(restore_after=2)
-    bad = torch.full((3,), int(Stage.LOSS), dtype=torch.int8)
-    absent = torch.tensor([False, True, False])
-    for _ in range(2):
-        health.record_(bad, torch.ones(3), few, absent)
-    assert health.streak.tolist() == [2, 0, 2] and health.skipped.tolist() == [2, 0, 2]
-    assert health.escalate(few, shared={2}) == {0: "restore", 2: "restore"}
-    health.retired[0] = health.retired[1] = True
-    for _ in range(2):
-        health.record_(bad, torch.ones(3), few)
-    with pytest.raises(TooFewHealthyParts):  # what the others shared is no part left
-        health.escalate(few, shared={2})
-
-
-def test_zero_gradients_are_reported_once_and_only_in_a_row():
-    health = Health.fresh(1)
-    few = Thresholds(dead_after=3)
-    stages = feed(health, [0, 0, 1, 0, 0, 0, 0, 0, 1], thresholds=few)
-    assert [i for i, s in enumerate(stages) if s == Stage.DEAD] == [5]
-    assert health.skipped.item() == 0 and health.run.item() == 9
-
-
 def test_a_part_climbs_the_ladder_and_is_forgiven_after_a_while():
     few = Thresholds(restore_after=2, forgive_after=4)
     health = Health.fresh(3)
@@ -207,16 +184,6 @@ def test_exactly_as_many_parts_as_asked_for_are_enough_and_one_fewer_stops_the_r
     assert health.retired.tolist() == [True, True, False, False]  # what was not done is not noted
 
 
-def test_several_parts_that_are_retired_at_once_are_all_counted():
-    few, health = Thresholds(restore_after=2, min_parts=2), Health.fresh(3)
-    for _ in range(2):
-        bad_steps(health, 2, few, {0, 1})
-        health.escalate(few)
-    bad_steps(health, 2, few, {0, 1})
-    with pytest.raises(TooFewHealthyParts, match="only 1 of 3"):
-        health.escalate(few)
-
-
 def test_a_run_stops_at_stop_after_bad_steps_of_every_part_and_no_earlier():
     impatient, health = Thresholds(restore_after=99, stop_after=5), Health.fresh(2)
     bad_steps(health, 1, impatient, {0})
@@ -244,20 +211,6 @@ def test_a_part_begun_anew_is_judged_without_its_past(begun_anew):
     assert health.escalate(few) == {0: "reinitialise" if begun_anew else "restore"}
     stages = feed(first, [1e12] * 25, thresholds=few)
     assert (Stage.SPIKE in stages) != begun_anew
-
-
-def test_the_step_compiles_without_a_break():
-    """Nothing in it asks the device for a number: one graph, no break."""
-    health, norm = Health.fresh(3), torch.tensor([1.0, math.nan, 2.0])
-
-    def step(loss, norm):
-        stage = health.judge(loss, norm, DEFAULT)
-        health.record_(stage, norm, DEFAULT)
-        return stage
-
-    compiled = torch.compile(step, backend="eager", fullgraph=True)
-    assert compiled(torch.ones(3), norm).tolist() == [0, Stage.GRADIENT, 0]
-    assert health.streak.tolist() == [0, 1, 0]
 
 
 @row(163)

@@ -602,18 +602,6 @@ def test_what_cannot_be_re_initialised_is_retired_at_once():
     assert [number for number, _ in rungs] == [14, 24] and rungs[1][1].startswith("retired")
 
 
-def test_a_part_whose_weights_were_hit_recovers_alone():
-    guard = heads(ADAMW, snapshot_every=10)
-    for number in range(40):
-        if number == 15:
-            with torch.no_grad():
-                next(guard.model.heads[1].parameters())[:] = math.inf
-        step(guard, number)
-    assert guard.updates.tolist() == [40, 30, 40]
-    assert guard.summary() == "step 40: 91.7 % of updates done"
-    assert all(p.isfinite().all() for p in guard.model.parameters())
-
-
 @pytest.mark.parametrize("rate", [10.0, 1e38])
 def test_a_hopeless_learning_rate_ends_with_finite_weights(rate):
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))

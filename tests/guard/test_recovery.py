@@ -8,7 +8,7 @@ import torch
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.guard.health import Health
 from ssl_kd.guard.parts import RowParts
-from ssl_kd.guard.recovery import Recovery, with_all_kinds
+from ssl_kd.guard.recovery import Recovery
 
 FEW = Thresholds(restore_after=3)
 N = 3
@@ -45,13 +45,6 @@ def test_every_step_of_every_part_is_counted_once_healthy_or_not():
     assert bench.recovery.counts.sum(1).tolist() == [3, 3, 3]
     assert bench.recovery.counts[:, Stage.HEALTHY].tolist() == [3, 2, 3]
     assert bench.recovery.counts[:, Stage.LOSS].tolist() == [0, 1, 0]
-
-
-def test_counts_load_that_were_saved_before_a_kind_of_fault_was_added():
-    bench = Bench()
-    bench.step(0, {1})
-    counts = bench.recovery.counts
-    assert torch.equal(with_all_kinds(counts[:, :-1]), counts)
 
 
 def test_an_event_names_its_part_and_the_number_that_was_bad():
@@ -122,17 +115,6 @@ def test_the_diagnosis_advises_on_the_fault_seen_most_often():
 
 
 # -- rows -----------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_is_of_the_healthy_and_finite_rows_asked_for():
-    bench = Bench()
-    bench.weights += 50
-    bench.weights[1, 0] = math.nan
-    bench.parts.snapshot(slice(0, 2), torch.tensor([True, True]), 6)
-    bench.parts.snapshot(slice(2, 3), torch.tensor([False]), 6)
-    assert bench.parts.good["weights"].tolist() == [[50, 50], [1, 1], [2, 2]]
-    assert bench.parts.good_step.tolist() == [6, 0, 0]
-    assert bench.parts.finite() == [True, False, True]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -25,9 +24,6 @@ class Op(nn.Module):
 
 
 LOG, DIVIDE = Op(lambda x: x.log()), Op(lambda x: x / x.norm(dim=-1, keepdim=True))
-ROOT = Op(lambda x: (x * (x > 0)).sqrt())
-OVERFLOW = Op(lambda x: (x.half() * 60000).float())
-MASKED = Op(lambda x: x.masked_fill(x < torch.inf, -torch.inf).softmax(-1))
 
 
 class Bypass(nn.Module):
@@ -78,35 +74,14 @@ LAST = X.clone()
 LAST[4] = 0
 
 
-@pytest.mark.parametrize(
-    ("layer", "op", "cause"),
-    [
-        (LOG, "aten.log", "outside its domain"),
-        (OVERFLOW, "aten.mul", "overflow in fp16"),
-        (MASKED, "aten._softmax", "everything masked"),
-    ],
-)
-def test_an_operation_of_the_forward_pass_is_named_with_its_module_line_and_cause(layer, op, cause):
-    found = explain(network(layer, nn.Linear(6, 2)), X * 3)
-    assert found.module == "Sequential.2" and found.fault.op == op and not found.fault.backward
-    assert found.diagnosis.cause.value == cause
-    assert "test_watch.py" in found.headline and "in Sequential.2" in found.headline
-    assert found.rank is None and str(found).startswith("first bad")
-
-
 def test_the_rows_at_fault_are_named():
     found = explain(nn.Sequential(nn.Linear(4, 6, bias=False), DIVIDE, nn.Linear(6, 2)), LAST)
     assert found.module == "Sequential.1" and found.rows == (4,) and "row 4" in found.headline
 
 
-def test_an_operation_of_the_backward_pass_is_named_where_the_loss_is_finite():
-    model = network(ROOT, nn.Linear(6, 2))
-    watch = Watch(model)
-    loss = model(X).square().mean()
-    loss.backward()
-    found = watch.explain()
-    assert loss.isfinite() and found.fault.backward and found.module == "Sequential.2"
-    assert "sqrt" in found.headline
+def test_an_operation_of_the_backward_pass_is_named_with_its_module():
+    found = explain(network(Op(lambda x: (x * (x > 0)).sqrt()), nn.Linear(6, 2)), X)
+    assert found.fault.backward and found.module == "Sequential.2" and "sqrt" in found.headline
 
 
 def test_what_lies_between_modules_belongs_to_the_one_around_it():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ssl_kd import MultiHeadClusterer
-from ssl_kd.vision.convergence import ALONE, DECAY, LOOKS, Convergence, fewest
+from ssl_kd.vision.convergence import ALONE, DECAY, Convergence, fewest
 
 
 def _ended(values, most=10**6, n_clusters=10):
@@ -59,18 +59,6 @@ def test_heads_that_all_are_sick_do_not_move_the_end():
     values = [torch.nan, torch.nan, torch.nan]
     until, _ = _ended(values)
     assert list(until.history().values()) == [0.0] * 3 and until.steps == fewest()
-
-
-def test_a_resumed_one_ends_where_it_would_have():
-    whole, rates = _ended([0.0, 0.5, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5])
-    again, resumed = _ended([0.0, 0.5, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5])
-    again.information[3:] = torch.nan
-    kept = Convergence(lambda: torch.tensor([1.5]), 10, 10**6)
-    kept.load(again.tensors())
-    for step in range(LOOKS[2], len(rates)):
-        assert kept.learning_rate_at(step, 1.0, 0.1) == rates[step] == resumed[step]
-        kept.look(step + 1)
-    assert kept.steps == whole.steps and kept.history() == whole.history()
 
 
 def test_steps_that_are_given_win_over_the_rule():

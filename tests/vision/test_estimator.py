@@ -253,14 +253,6 @@ def test_as_many_clusters_as_are_wanted_are_returned(blobs, tmp_path, method, wa
     np.testing.assert_array_equal(halves, clusterer.labels_)
 
 
-def test_fewer_distinct_samples_than_clusters_are_fewer_clusters_and_a_warning_counts_them(caplog):
-    x = np.repeat(np.random.default_rng(0).normal(size=(7, 4)), 9, axis=0)
-    clusterer = small(12, max_steps=5).fit(x)
-    assert len(set(clusterer.labels_)) == 7
-    assert "7 distinct rows cannot fill 12 clusters" in caplog.text
-    assert "5 of the 12 clusters stay empty" in caplog.text and "Ask for 7" in caplog.text
-
-
 def test_levels_and_outlier_scores_of_the_samples_are_kept(blobs):
     x, _ = blobs
     clusterer = small().fit(x)

@@ -97,18 +97,6 @@ def test_a_complete_cache_is_opened_and_nothing_computed(tmp_path):
     assert torch.equal(run(data, Sums(never), tmp_path, rebuild=True).tensor(), first)
 
 
-def test_force_embeds_all_of_it_anew_every_time(tmp_path):
-    data = arrays(10)
-    first = run(data, Sums(), tmp_path, shard_rows=4).tensor()
-    for _ in range(2):
-        before = {p.name: p.stat().st_ino for p in tmp_path.glob("*.pt")}
-        teacher = Sums()
-        store = run(data, teacher, tmp_path, force=True, shard_rows=4)
-        assert sum(teacher.sizes) == 10 and torch.equal(store.tensor(), first)
-        after = {p.name: p.stat().st_ino for p in tmp_path.glob("*.pt")}
-        assert before.keys() == after.keys() and not before.items() & after.items()
-
-
 def test_pixels_do_not_depend_on_the_precision(tmp_path):
     data = open_dataset("digits", "test")
     teacher = load_teacher("pixels", dataset=data)

@@ -79,15 +79,6 @@ def test_the_vote_is_better_than_the_best_head_and_collapsed_heads_do_no_harm():
     assert score(answer(heads)) > 0.95
 
 
-def test_unanimous_heads_are_repeated_and_the_numbers_of_their_clusters_do_not_matter():
-    for n_heads in (1, 2, 7):
-        heads = noisy_heads(n_heads, wrong=0.0)
-        assert torch.equal(answer(heads), heads[0])
-    heads = noisy_heads(9)
-    renamed = torch.stack([heads[0], *(torch.randperm(K)[head] for head in heads[1:])])
-    assert torch.equal(answer(heads), answer(renamed))
-
-
 def votes(n=200, k=5, seed=0):
     return (2 * torch.randn(n, k, generator=torch.Generator().manual_seed(seed))).softmax(-1)
 

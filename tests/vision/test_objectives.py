@@ -10,7 +10,8 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.objectives import OBJECTIVES, make_objective, objective_class
 from ssl_kd.vision.settings import VisionSettings
-from tests.vision.test_train import CPU
+from tests.faults.inject import CPU
+from tests.vision.own_loss import SINKHORN
 
 MODULE = '''
 """Losses that a user wrote."""
@@ -72,15 +73,21 @@ def _blobs():
     return x, blob
 
 
-@pytest.mark.parametrize("how", ["none", "own", "mean"])
-def test_a_loss_of_ones_own_finds_clusters_that_are_there(own, how):
+@pytest.mark.parametrize(
+    ("loss", "how"),
+    [
+        *(("Squares", how) for how in ("none", "own", "mean")),
+        *(("temi", "none"), ("sharpened", "none"), (SINKHORN, "none")),
+    ],
+)
+def test_every_loss_and_one_of_ones_own_finds_clusters_that_are_there(own, loss, how):
     x, blob = _blobs()
-    clusterer = MultiHeadClusterer(
-        3, loss=own("Squares"), instance_weight=how, n_heads=4, max_steps=150, batch_size=32
-    )
+    loss = own(loss) if loss == "Squares" else loss
+    few = {"n_heads": 4, "max_steps": 150, "batch_size": 32, "method": "heads"}
+    clusterer = MultiHeadClusterer(3, loss=loss, teacher_temp=0.05, instance_weight=how, **few)
     found = torch.from_numpy(clusterer.fit(x).labels_)
     assert sum(torch.bincount(blob[found == k]).max() for k in found.unique()) == 96
-    assert clusterer.settings_.loss == own("Squares")
+    assert clusterer.settings_.loss == loss
 
 
 @pytest.mark.parametrize(

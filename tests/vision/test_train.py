@@ -6,29 +6,29 @@ from typing import Any
 import pytest
 import torch
 
-from ssl_kd.guard import Precision, TooFewHealthyParts
+from ssl_kd.guard import TooFewHealthyParts
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
-from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from tests import processes
+from tests.faults.inject import (
+    BATCH,
+    CLUSTERS,
+    CPU,
+    DIM,
+    HEADS,
+    in_forward,
+    make_trainer,
+    problem,
+    set_gradient,
+    set_logit,
+)
 from tests.oracles import objectives as oracle
 from tests.train_heads import train
-from tests.vision.own_loss import SINKHORN
-
-CPU = Precision.for_device("cpu")
-HEADS, DIM, CLUSTERS, BATCH = 5, 6, 4, 16
-
-
-def _trainer(**changes):
-    settings = VisionSettings(batch_size=BATCH, **changes)
-    return HeadTrainer(
-        HeadBank(lambda: TEMIHead(DIM, CLUSTERS, 10, 5), HEADS), settings, CPU, CLUSTERS
-    )
 
 
 def _views(seed=0):
@@ -40,7 +40,7 @@ def _views(seed=0):
 def test_one_step_equals_the_float64_oracle(how, monkeypatch):
     """Loss, clipped gradient, AdamW with bias correction, EMA and marginal, all by other means."""
     monkeypatch.setattr(guarded, "WEIGHT_DECAY", 0.1)
-    trainer = _trainer(instance_weight=how, clip_grad=0.02)
+    trainer = make_trainer(instance_weight=how, clip_grad=0.02)
     start, views = trainer.state.student.clone(), _views()
     heads = [trainer.bank.head(start, i).double() for i in range(HEADS)]
     logits = torch.stack([h(views.double().flatten(0, 1)).view(2, BATCH, -1) for h in heads])
@@ -73,7 +73,7 @@ def test_one_step_equals_the_float64_oracle(how, monkeypatch):
 
 
 def test_fixed_targets_are_learned_from_the_other_view_by_cross_entropy():
-    trainer, views = _trainer(student_temp=0.2, instance_weight="mean"), _views()
+    trainer, views = make_trainer(student_temp=0.2, instance_weight="mean"), _views()
     targets = torch.rand(2, BATCH, CLUSTERS).softmax(-1)
     heads = [trainer.bank.head(trainer.state.student, i).double() for i in range(HEADS)]
     logs = [h(views.double()).div(0.2).log_softmax(-1) for h in heads]
@@ -86,7 +86,7 @@ def test_fixed_targets_are_learned_from_the_other_view_by_cross_entropy():
 
 @pytest.mark.parametrize("strike", ["sample", "target"])
 def test_a_bad_sample_takes_its_target_with_it(strike):
-    trainer, alone = _trainer(), _trainer()
+    trainer, alone = make_trainer(), make_trainer()
     views, targets = _views(), torch.rand(2, BATCH, CLUSTERS).softmax(-1)
     kept = torch.arange(BATCH) != 3
     alone.step(views[:, kept], 1e-2, fixed_targets=targets[:, kept])
@@ -103,7 +103,7 @@ def test_a_bad_sample_takes_its_target_with_it(strike):
 
 
 def test_the_loss_that_is_shown_begins_with_the_first_and_follows_slowly():
-    trainer = _trainer()
+    trainer = make_trainer()
     first = trainer.step(_views(), 1e-2).loss
     torch.testing.assert_close(trainer.state.loss, first)
     second = trainer.step(_views(1), 1e-2).loss
@@ -111,7 +111,7 @@ def test_the_loss_that_is_shown_begins_with_the_first_and_follows_slowly():
 
 
 def test_what_a_checkpoint_holds_is_taken_over_whole():
-    old, new = _trainer(), _trainer()
+    old, new = make_trainer(), make_trainer()
     for name, tensor in old.tensors().items():
         tensor.fill_(3 if tensor.dtype != torch.bool else True)
         assert not torch.equal(new.tensors()[name], tensor), name
@@ -126,7 +126,7 @@ def test_what_a_checkpoint_holds_is_taken_over_whole():
 
 @pytest.mark.parametrize("name", ["student", "marginal", "health.level", "good.exp_avg"])
 def test_a_checkpoint_of_other_heads_is_refused_by_name(name):
-    trainer = _trainer()
+    trainer = make_trainer()
     tensors = {key: tensor.clone() for key, tensor in trainer.tensors().items()}
     tensors[name] = tensors[name][:-1]
     with pytest.raises(ValueError, match=rf"{name} is \[{HEADS - 1}.*\], expected \[{HEADS}"):
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_other_heads_is_refused_by_name(name):
 
 
 def test_sharpened_step_equals_the_oracle_loss():
-    trainer = _trainer(loss="sharpened", teacher_temp=0.05)
+    trainer = make_trainer(loss="sharpened", teacher_temp=0.05)
     trainer.step(_views(0), 1e-2)  # so that the center is not zero
     center = trainer.state.marginal.double()
     student, teacher = trainer.state.student.clone(), trainer.state.teacher.clone()
@@ -150,73 +150,6 @@ def test_sharpened_step_equals_the_oracle_loss():
     expected = oracle.sharpened(logits(student), logits(teacher), center, tt=0.05).detach()
     result = trainer.step(_views(1), 1e-2)
     torch.testing.assert_close(result.loss.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"loss": "sharpened", "teacher_temp": 0.05},
-        {"loss": SINKHORN, "teacher_temp": 0.05},
-    ],
-    ids=["temi", "sharpened", "own, sinkhorn"],
-)
-def test_every_loss_finds_clusters_that_are_there(changes):
-    g = torch.Generator().manual_seed(0)
-    blob = torch.arange(80) % CLUSTERS
-    x = torch.eye(DIM)[blob] + 0.1 * torch.randn(80, DIM, generator=g)
-    neighbours = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :5]
-    sampler = PairSampler(neighbours, torch.ones_like(neighbours).bool(), BATCH, 0)
-    trainer = _trainer(learning_rate=1e-2, **changes)
-    train(trainer, sampler, x.__getitem__, 200)
-    with torch.no_grad():
-        found = trainer.bank(trainer.bank.unflatten(trainer.state.teacher), x)
-    purity = [
-        sum(torch.bincount(blob[c == k]).max() for k in c.unique()) / 80 for c in found.argmax(-1)
-    ]
-    assert max(purity) == 1.0
-
-
-def _poison_logits(trainer):
-    """From now on the student logits of head 2 are NaN."""
-    bank = trainer.bank
-
-    def sick(parameters, x, training):
-        logits = bank(parameters, x)
-        if not logits.requires_grad:  # the teacher's pass
-            return logits
-        return logits.index_fill(0, torch.tensor([2]), torch.nan)
-
-    trainer.bank = _Stand(bank, sick)
-
-
-class _Stand:
-    """A bank whose forward pass is replaced."""
-
-    def __init__(self, bank, forward):
-        self._bank, self._forward = bank, forward
-
-    def __getattr__(self, name):
-        return getattr(self._bank, name)
-
-    def __call__(self, parameters, x, training=False):
-        return self._forward(parameters, x, training)
-
-
-def _stand_in(trainer, forward):
-    trainer.bank = _Stand(trainer.bank, forward)
-
-
-class _SickGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        grad[2, 0, 0] = torch.nan
-        return grad
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -250,12 +183,12 @@ def test_chunks_cover_the_heads_once_and_do_not_change_the_result(monkeypatch):
     for heads, size in ((1, 1), (50, 10**7), (50, 10**6), (48, 2 * 10**5)):
         chunks = guarded.head_chunks(heads, size, torch.device("cpu"))
         assert [i for c in chunks for i in range(heads)[c]] == list(range(heads))
-    whole = _trainer(instance_weight="mean")
+    whole = make_trainer(instance_weight="mean")
     whole.step(_views(), 1e-2)
     monkeypatch.setattr(
         guarded, "head_chunks", lambda heads, size, device: [slice(0, 2), slice(2, 5)]
     )
-    parts = _trainer(instance_weight="mean")
+    parts = make_trainer(instance_weight="mean")
     parts.step(_views(), 1e-2)
     torch.testing.assert_close(whole.state.student, parts.state.student)
 
@@ -264,7 +197,7 @@ def test_float16_products_train_like_float32():
     half = dataclasses.replace(CPU, student=torch.float16, scale=True)
     bank = HeadBank(lambda: TEMIHead(DIM, CLUSTERS, 10, 5), HEADS)
     low = HeadTrainer(bank, VisionSettings(batch_size=BATCH), half, CLUSTERS)
-    full = _trainer()
+    full = make_trainer()
     for step in range(20):
         a, b = low.step(_views(step), 1e-3), full.step(_views(step), 1e-3)
     assert low.state.health.skipped.sum() == 0 and low.state.student.dtype == torch.float32
@@ -277,15 +210,9 @@ def test_learning_rate_warms_up_and_ends_near_zero():
     assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False)) and rates[-1] < 0.001
 
 
-def _problem(n=40):
-    x = torch.randn(n, DIM, generator=torch.Generator().manual_seed(9))
-    neighbours = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :4]
-    return x, PairSampler(neighbours, torch.ones_like(neighbours, dtype=torch.bool), BATCH, 0)
-
-
 def test_events_before_a_stop_are_not_lost():
-    x, sampler = _problem()
-    trainer, events, asked = _trainer(), [], iter([False] * 3 + [True])
+    x, sampler = problem()
+    trainer, events, asked = make_trainer(), [], iter([False] * 3 + [True])
     trainer.state.student[1, 0] = torch.nan
     calls = {"on_events": events.extend, "should_stop": lambda: next(asked)}
     train(trainer, sampler, x.__getitem__, 50, **calls)
@@ -294,44 +221,23 @@ def test_events_before_a_stop_are_not_lost():
     assert seen[-1] == (2, "head 1", "restored to its state before step 0")
 
 
-def test_the_checkpoint_of_a_stop_is_the_last_good_state_and_can_go_on(kept_every_50_steps):
-    x, sampler = _problem()
-    trainer, saved = _trainer(), {}
-
-    def wild(rows):  # every head's weights explode, finite, and then nothing is
-        if len(saved.setdefault("steps", [])) > 70:
-            trainer.state.student.mul_(1e37)
-            trainer.state.teacher.mul_(1e37)
-        saved["steps"].append(1)
-        return x[rows] * 1e10
-
-    with pytest.raises(TooFewHealthyParts):
-        keep = {"on_checkpoint": lambda step: saved.update(tensors=trainer.tensors())}
-        train(trainer, sampler, wild, 200, checkpoint_every=999, **keep)
-    tensors = saved["tensors"]
-    assert torch.equal(tensors["student"], tensors["good.student"])
-    assert tensors["health.streak"].sum() == 0 and tensors["good_step"].tolist() == [50] * HEADS
-
-
 def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(monkeypatch):
     monkeypatch.setattr(training, "LOOK_EVERY_ON_CPU", 10)
-    x, sampler = _problem()
-    faults, saved, trainer = [], [], _trainer()
+    x, sampler = problem()
+    faults, saved, trainer = [], [], make_trainer()
     states = []
 
     def gather(rows):
         step = len(states)
         states.append({n: t[2:3].clone() for n, t in trainer.state.tensors().items()})
-        trainer.bank = bank
-        if step in (3, 18, 19):
-            _stand_in(trainer, lambda p, x, training: _SickGradient.apply(bank(p, x)))
+        strike(trainer, step)
         return x[rows]
 
     def keep(fault):
         kept = {name: tensor.clone() for name, tensor in fault.before.items()}
         faults.append(dataclasses.replace(fault, before=kept))
 
-    bank = trainer.bank
+    strike = in_forward(set_gradient(torch.nan), {3, 18, 19})
     train(trainer, sampler, gather, 30, on_fault=keep)
     found = [(f.event.step, f.head, f.exact) for f in faults]
     assert found == [(3, 2, False), (18, 2, True), (19, 2, True)]
@@ -339,8 +245,8 @@ def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(mon
         before = states[fault.event.step]
         assert [n for n, t in fault.before.items() if not torch.equal(t, before[n])] == []
 
-    trainer = _trainer()
-    _poison_logits(trainer)
+    trainer = make_trainer()
+    in_forward(set_logit(torch.nan), {0})(trainer, 0)
     trainer.state.health.retired[:] = torch.tensor([True, True, False, True, True])
     with pytest.raises(TooFewHealthyParts):  # seen at a checkpoint, which is saved all the same
         train(trainer, sampler, x.__getitem__, 60, checkpoint_every=13, on_checkpoint=saved.append)
@@ -350,17 +256,17 @@ def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(mon
 def test_the_streak_that_is_said_is_the_real_one(monkeypatch):
     """Where looking is rare, a head may be sick for longer than the patience before it is seen."""
     monkeypatch.setattr(training, "LOOK_EVERY_ON_CPU", 10)
-    x, sampler = _problem()
-    events, trainer = [], _trainer(learning_rate=1e-2)
-    _poison_logits(trainer)
+    x, sampler = problem()
+    events, trainer = [], make_trainer(learning_rate=1e-2)
+    in_forward(set_logit(torch.nan), {0})(trainer, 0)
     trainer.thresholds = Thresholds(restore_after=7)
     train(trainer, sampler, x.__getitem__, 10, on_events=events.extend)
     assert events[-1].stage == "escalation" and events[-1].reason == "10 bad steps in a row"
 
 
 def test_a_state_that_no_step_has_proved_is_not_kept_as_good(kept_every_50_steps):
-    x, sampler = _problem()
-    trainer = _trainer()
+    x, sampler = problem()
+    trainer = make_trainer()
 
     def gather(rows):
         if trainer.state.health.run[2] == 50:  # the weights of head 2 after 50 steps are no good
@@ -374,7 +280,7 @@ def test_a_state_that_no_step_has_proved_is_not_kept_as_good(kept_every_50_steps
 
 def _interrupted(make, steps, at):
     """The trainer of a run of `steps` steps, and of one that was stopped and resumed on the way."""
-    x, sampler = _problem()
+    x, sampler = problem()
     whole, first, second = make(), make(), make()
     train(whole, sampler, x.__getitem__, steps)
     asked = iter([False] * at + [True])
@@ -391,15 +297,13 @@ def _all_equal(a, b):
 
 def test_a_resumed_run_restores_from_the_same_state(kept_every_50_steps):
     def make():
-        trainer = _trainer()
-        bank = trainer.bank
+        trainer = make_trainer()
 
-        def sick(parameters, x, training):
-            logits = bank(parameters, x)
+        def sick(logits):
             run = trainer.state.health.run  # of its neighbour, which counts the steps
-            return logits.index_fill(0, torch.tensor([2]), torch.nan) if run[1] >= 60 else logits
+            return set_logit(torch.nan)(logits) if run[1] >= 60 else logits
 
-        _stand_in(trainer, sick)
+        in_forward(sick, {0})(trainer, 0)
         return trainer
 
     whole, resumed = _interrupted(make, 80, at=67)
@@ -430,6 +334,6 @@ def test_heads_with_dropout_resume_with_the_same_draws():
     whole, resumed = _interrupted(fresh, 6, at=3)
     assert _all_equal(whole, resumed)
     torch.set_rng_state(before)
-    x, sampler = _problem()
+    x, sampler = problem()
     train(fresh(), sampler, x.__getitem__, 3)
     assert torch.equal(before, torch.get_rng_state())
