@@ -19,6 +19,7 @@ from ssl_kd.datasets.segmentation import TextReader, align, partition  # noqa: E
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.datasets.vocabulary import shared_vocabulary, token_texts  # noqa: E402
 from ssl_kd.losses.cross_tokenizer import chunk_log_likelihood  # noqa: E402
+from tests.datasets.test_blocks import dataset  # noqa: E402
 
 STORY = (
     "Once upon a time, a little girl named Lily went to the park. She saw a big dog. The dog was"
@@ -27,14 +28,6 @@ STORY = (
 SHARED = (
     "lm/stories3M", "lm/stories260K", "lm/tinystories-656K", "tokenizers/gpt2", "tokenizers/olmo",
 )  # fmt: skip
-
-
-def dataset(*examples):
-    examples = tuple(
-        Example(f"test:{i}", text=e) if isinstance(e, str) else Example(f"test:{i}", *e)
-        for i, e in enumerate(examples, 1)
-    )
-    return TextDataset("test", "all", examples, "digest", ())
 
 
 def wrap(tokenizer, normalizer, pre_tokenizer, trainer, decoder, **special):
@@ -254,7 +247,7 @@ def test_one_tokenizer_on_both_sides_is_one_to_one(trained):
 
 @pytest.mark.parametrize("student", ["bytes", "word piece", "dropping"])
 def test_rows_are_those_of_make_blocks(trained, student):
-    data = dataset(STORY, (None, "She saw the dog. ", "a dog"), (None, "", "a dog"))
+    data = dataset(STORY, ("She saw the dog. ", "a dog"), ("", "a dog"))
     teacher = trained["bytes, more of them"]
     blocks = aligned_blocks(data, trained[student], teacher, 256)
     for ours, tokenizer in ((blocks.student, trained[student]), (blocks.teacher, teacher)):
@@ -301,7 +294,7 @@ def test_every_row_of_logits_stands_before_its_token(trained):
 
 def test_only_what_the_student_learns_and_both_predict_counts(trained):
     prompt, completion = "What did Lily see? ", "a dog"
-    data = dataset((None, prompt, completion))
+    data = dataset((prompt, completion))
     blocks = aligned_blocks(data, trained["bytes"], trained["word piece"], 64)
     assert blocks.batch([0]).groups().characters.tolist() == [2, 4]  # " a" begins in the prompt
     assert blocks.student.characters == len(completion) and blocks.statistics()["coverage"] == 1
@@ -334,7 +327,7 @@ def test_what_no_block_can_hold_is_left_out_and_counted(trained):
 
 
 def test_the_prompt_is_shortened_before_the_completion(trained):
-    data = dataset((None, STORY, "a dog"))
+    data = dataset((STORY, "a dog"))
     blocks = aligned_blocks(data, trained["bytes"], trained["dropping"], 40)
     assert len(blocks) == 1 and blocks.student.characters == 5
     assert (blocks.ends[0] > 0).sum() > 10  # as much of the prompt as fits

