@@ -19,6 +19,7 @@ from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.student import freeze_tower  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.seeing import draw, model_of, processor_of, records, write_records  # noqa: E402
+from tests.test_hf_distillation import arguments  # noqa: E402
 
 KINDS = ("llava", "qwen2_5_vl")
 ROWS = 6
@@ -78,16 +79,11 @@ SAMPLES = [{"row": i} for i in range(ROWS)]
 
 def trained(data, folder, teacher=None, side="right", **options):
     own = {n: options.pop(n) for n in ("alpha_kd", "eval_dataset") if n in options}
-    settings = {
-        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": ROWS,
-        "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "use_cpu": True,
-        "disable_tqdm": True, "save_strategy": "no", "dataloader_pin_memory": False,
-        "remove_unused_columns": False,
-    } | options  # fmt: skip
+    options = {"max_steps": 3, "per_device_train_batch_size": ROWS, **options}
     trainer = DistillationTrainer(
         data.model(),
         teacher,
-        transformers.TrainingArguments(**settings),
+        arguments(folder, remove_unused_columns=False, **options),
         train_dataset=SAMPLES,
         processing_class=data.processor,
         data_collator=lambda samples: data.collate(samples, side),

@@ -1,7 +1,6 @@
 import copy
 import json
 import math
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,7 +16,8 @@ pytest.importorskip("accelerate")
 
 from ssl_kd.hf_trainer import GuardCallback  # noqa: E402
 from tests.bits import same  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.ranks import as_torchrun, run_ranks  # noqa: E402
+from tests.test_hf_distillation import Witness, arguments  # noqa: E402
 
 STEPS = 12
 
@@ -51,31 +51,14 @@ class Poisoned(transformers.Trainer):
         return loss * self.factors.get(self.state.global_step, 1.0)
 
 
-class Witness(transformers.TrainerCallback):
-    def __init__(self):
-        self.bits = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        state = kwargs["optimizer"].state
-        seen = [p.detach().clone() for p in kwargs["model"].parameters()]
-        for p in kwargs["model"].parameters():
-            seen += [copy.deepcopy(v) for v in state.get(p, {}).values()]
-        self.bits.append(seen)
-
-
-def run(folder, *callbacks, model=None, factors=None, args=None, **options):
+def run(folder, *callbacks, model=None, factors=None, **options):
     """Twelve steps; the trainer, what it held after each step, and how it stopped."""
     witness = Witness()
-    settings = {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "use_cpu": True,
-        "disable_tqdm": True, "save_strategy": "no", "dataloader_pin_memory": False,
-    } | options  # fmt: skip
     g = torch.Generator().manual_seed(0)
     rows = [torch.randint(1, 32, (8,), generator=g) for _ in range(64)]
     trainer = Poisoned(
         model=model or gpt2(),
-        args=args or transformers.TrainingArguments(**settings),
+        args=arguments(folder, **{"max_steps": STEPS, **options}),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         callbacks=[*callbacks, witness],
     )
@@ -144,8 +127,7 @@ def test_accumulation_and_bf16(tmp_path):
 
 def train_on(rank, folder, factors, thresholds):
     """A rank of a Trainer that averages gradients, as torchrun starts it."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group is there already
+    as_torchrun(rank, 2)
     guard = GuardCallback(events=folder / "events.jsonl", thresholds=thresholds, snapshot_every=2)
     trainer, bits, stop = run(folder, guard, factors=factors[rank], ddp_backend="gloo")
     lines = [event.line() for event in guard.guard.events.events]

@@ -176,6 +176,7 @@ def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on(monkeypa
         "used again",
     ]
     assert "look for NaN" in told[2]
+    assert sick.events[-1].reason == "healthy again after 6 steps"
     twin = taught(leave_out("kd", steps=range(2, 8)), steps=9)
     assert same(sick.owned(), twin.owned()) and {e.part for e in sick.events} == {"kd"}
     assert len([e for e in sick.events if e.stage == "replay"]) == 1  # only the first time

@@ -85,23 +85,17 @@ def test_two_tokenizers_are_compared_on_the_same_text(at, models, tmp_path, caps
         (["--teacher", "x"], "The student comes first, before --teacher"),
         (["x", "--learning_rate", "1"], "--learning_rate has no effect on judging"),
         (["x", "--out=."], "--out is ., a folder; expected a file"),
-        (["x"], "folder x does not exist"),
+        (["./nowhere"], "nowhere does not exist: give a run folder or a saved student"),
+        (["x"], "x has no config.json"),
+        (["begun"], "The run begun has no student yet"),
     ],
 )
 def test_what_cannot_be_is_one_line(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    if words == ["x"]:
-        (tmp_path / "x").mkdir()
-        says = "x has no config.json"
+    (tmp_path / "x").mkdir()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.json").write_text('{"mode": "language"}')
     assert cli.main(["judge", *words]) == BAD_INPUT
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
     assert not (tmp_path / "judged.json").exists()
-
-
-def test_a_run_without_a_student_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.json").write_text('{"mode": "language"}')
-    assert cli.main(["judge", "a"]) == BAD_INPUT
-    assert "The run a has no student yet" in capsys.readouterr().err

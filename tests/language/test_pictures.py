@@ -27,7 +27,6 @@ from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.sources import Plain  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.language.text_rows import check_ranks_see  # noqa: E402
-from ssl_kd.losses.teacher_output import LinearTeacher  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
@@ -35,8 +34,9 @@ from ssl_kd.teachers.student import add_lora, freeze_tower  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402
+from tests.language.test_ranks import by, metrics  # noqa: E402
+from tests.language.test_step import Sick  # noqa: E402
 from tests.oracles import token_objectives  # noqa: E402
-from tests.ranks import run_joined  # noqa: E402
 from tests.seeing import (  # noqa: E402
     draw,
     folder_of,
@@ -164,19 +164,6 @@ def test_the_projector_learns_and_the_tower_is_frozen(read, tiny):
     assert trained and not any("language_model" not in n and "lm_head" not in n for n in trained)
 
 
-class Sick:
-    """A teacher whose answer holds a NaN."""
-
-    def __init__(self, teacher):
-        self.teacher = teacher
-
-    def __call__(self, batch, rows):
-        said = self.teacher(batch, rows)
-        hidden = said.hidden.clone()
-        hidden[:, 5] = math.nan  # in every row
-        return LinearTeacher(hidden, said.weight, said.bias)
-
-
 @fault(141)
 def test_a_nan_of_the_teacher_leaves_a_step_of_cross_entropy_alone(read, tiny):
     def stepped(source, **changes):
@@ -232,10 +219,6 @@ def settings(tmp_path, folders):
         return LanguageSettings(**{**FAST, **own, **changes})
 
     return change
-
-
-def metrics(path):
-    return json.loads((path / "metrics.json").read_text())
 
 
 def weights(path):
@@ -326,19 +309,11 @@ def test_a_fault_is_replayed_with_its_images(settings, monkeypatch, folders, tmp
     assert report.reproduced and "projector" in str(report)
 
 
-def rank(number, settings):
-    """A run of one rank; where it is."""
-    return str(run(settings))
-
-
 def test_two_processes_learn_what_one_does(settings, tmp_path, llava):
     every = write_records(
         tmp_path / "every.jsonl", records(tmp_path, 24, images=lambda i: 1 + i % 2)
     )
-    one = run(settings(data_path=every, run_name="one"))
-    asked = settings(data_path=every, run_name="two")
-    two = Path(asked.runs_dir) / "two"
-    assert run_joined(rank, 2, asked) == [str(two)] * 2
+    one, two = (by(world, settings(data_path=every, run_name=str(world))) for world in (1, 2))
     for ours, theirs in zip(metrics(one)["table"], metrics(two)["table"], strict=True):
         assert ours["nll"] == pytest.approx(theirs["nll"], rel=1e-5)
     with pytest.raises(SettingsError, match="some records have no image"):

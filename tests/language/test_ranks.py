@@ -20,6 +20,7 @@ from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.store import writer  # noqa: E402
+from tests.faults.inject import metrics  # noqa: E402
 from tests.ranks import run_joined  # noqa: E402
 
 NEAR = 1e-6
@@ -45,10 +46,6 @@ def by(world, settings):
 
 def lines(path, name):
     return [json.loads(line) for line in (path / name).read_text().splitlines()]
-
-
-def metrics(path):
-    return json.loads((path / "metrics.json").read_text())
 
 
 def assert_near(one, two, near=NEAR):

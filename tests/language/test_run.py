@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import signal
 from pathlib import Path
 
@@ -34,21 +33,14 @@ from ssl_kd.teachers.router import RouterStep  # noqa: E402
 from ssl_kd.training.folder import RunFinished, RunFolderError  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.bits import same  # noqa: E402
+from tests.faults.inject import events, metrics, stop_at  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TIMES = ("tokens_per_second",)
 
 
-def metrics(path):
-    return json.loads((path / "metrics.json").read_text())
-
-
 def config(path):
     return json.loads((path / "config.json").read_text())
-
-
-def events(path):
-    return [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
 
 
 def log_lines(path):
@@ -406,16 +398,6 @@ def test_a_teacher_with_another_tokenizer(settings, models, caplog):
 # --- resume ---------------------------------------------------------------------------------------
 
 
-def stop_at(step, number):
-    """A progress that sends this process a signal when a step was logged."""
-
-    def tell(stage, done, total, info):
-        if (stage, done) == ("train", step):
-            os.kill(os.getpid(), number)
-
-    return tell
-
-
 def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings, monkeypatch):
     """The best weights are those from before the interruption. More kinds: `tests/faults`."""
     more = {"log_every": 3}
@@ -425,7 +407,7 @@ def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings, monkeypatc
     assert metrics(whole)["best_step"] == 3
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted) as stopped:
-        run(settings(**more), progress=stop_at(3, signal.SIGTERM))
+        run(settings(**more), progress=stop_at(3))
     assert signal.getsignal(signal.SIGTERM) is before
     path = whole.parent / "a"
     assert (stopped.value.signal, stopped.value.run_dir) == (signal.SIGTERM, path)
@@ -473,7 +455,7 @@ def test_a_cache_knows_its_routers(settings, models, tmp_path, router_file):
 
 def interrupted(settings, **changes):
     with pytest.raises(Interrupted):
-        run(settings(**changes), progress=stop_at(2, signal.SIGTERM))
+        run(settings(**changes), progress=stop_at(2))
 
 
 def test_other_settings_and_other_data_are_refused_on_a_resume(settings, text_file, models, tiny):

@@ -10,14 +10,12 @@ import torch
 pytest.importorskip("transformers")
 
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
-from ssl_kd.language import routed as mixtures  # noqa: E402
 from ssl_kd.language.aligned import Aligned  # noqa: E402
 from ssl_kd.language.routed import RoutedTeacher  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.mixture import Routing  # noqa: E402
-from ssl_kd.teachers.router import RouterStep  # noqa: E402
 from tests.bits import changed, same  # noqa: E402
 
 
@@ -100,56 +98,6 @@ def test_the_losses_are_those_of_the_paper(tiny):
         result = distiller.step([batch], 1e-2)
         kl, _ = on_batch(distiller, batch, "all", 1.0, student)
         assert result.kd == pytest.approx(kl, rel=1e-4)
-
-
-@pytest.mark.parametrize(("mode", "size"), [("ka", 4), ("sar", 2)])
-def test_a_mixture_resumes_to_the_bit(tiny, mode, size, tmp_path, monkeypatch):
-    monkeypatch.setattr("ssl_kd.language.routed.KA_LAMBDA", 0.5)
-    blocks = tiny.blocks()
-    whole, first, second = (routed(tiny, mode) for _ in range(3))
-    expected = go(whole, blocks, range(5), size=size)
-    go(first, blocks, range(3), size=size)
-    torch.save(first.state(), tmp_path / "state.pt")
-    second.load(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert go(second, blocks, [3, 4], size=size) == expected[3:]
-    for a, b in ((whole.student, second.student), (whole.source.model, second.source.model)):
-        assert same(weights(a), weights(b))
-
-
-def test_a_nan_in_the_router_leaves_everything_else_training(tiny, monkeypatch):
-    blocks = tiny.blocks()
-    sick, every = routed(tiny, "sar"), routed(tiny, "all")
-    plain = mixtures.linear_distillation
-    monkeypatch.setattr(mixtures, "linear_distillation", lambda *a, **k: plain(*a, **k) * math.nan)
-    before = weights(sick.source.model)
-    for a, b in zip(go(sick, blocks, range(2)), go(every, blocks, range(2)), strict=True):
-        assert a.updated and (a.ce, a.kd, a.grad_norm) == (b.ce, b.kd, b.grad_norm)
-    assert same(before, weights(sick.source.model))
-    assert not sick.source.router.optimizer.state
-    assert same(weights(sick.student), weights(every.student))
-    found = [(e.step, e.part, e.stage, e.action) for e in sick.guard.events.events]
-    assert found == [(0, "router", "loss", "skipped"), (1, "router", "loss", "skipped")]
-    assert sick.guard.events.events[1].reason.startswith("rows 4, 5, 6, 7: ")
-    monkeypatch.undo()
-    go(sick, blocks, [2])
-    assert changed(before, weights(sick.source.model)) == set(
-        sick.source.mixture.router_parameters()
-    )
-
-
-def test_a_router_that_drifts_is_stopped_and_the_run_goes_on(tiny, monkeypatch):
-    monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "drift_limit", 1e-3)
-    blocks = tiny.blocks()
-    distiller = routed(tiny, "sar", router_lr=0.3)
-    results = go(distiller, blocks, range(4))
-    (event,) = distiller.guard.events.events
-    assert (event.part, event.stage, event.action) == ("router", "drift", "stopped")
-    assert event.step == 1 and "the router may be imitating the student" in event.reason
-    stopped = weights(distiller.source.model)
-    results += go(distiller, blocks, range(4, 6))
-    assert all(r.updated for r in results)
-    assert same(stopped, weights(distiller.source.model))
-    assert results[-1].router["router_drift"] > 1e-3
 
 
 def test_an_adapted_router_is_saved_and_given_to_the_teacher_again(tiny, tmp_path):

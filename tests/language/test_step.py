@@ -1,6 +1,5 @@
 """One guarded step: its numbers, what a sick term costs, and what a replay may not change."""
 
-import copy
 import math
 
 import pytest
@@ -37,18 +36,13 @@ class Sick:
         return LogitsTeacher(logits)
 
 
-def change_hidden(distiller, change):
-    """Let what the student's head gets be `change` of it; returns how to undo that."""
-
-    def hook(module, args, out):
-        out.last_hidden_state = change(out.last_hidden_state)
-
-    return distiller.student.base_model.register_forward_hook(hook).remove
-
-
 def poison_student(distiller):
     """Make every hidden state of the student NaN; returns how to undo that."""
-    return change_hidden(distiller, lambda hidden: hidden * math.nan)
+
+    def hook(module, args, out):
+        out.last_hidden_state = out.last_hidden_state * math.nan
+
+    return distiller.student.base_model.register_forward_hook(hook).remove
 
 
 def state_of(distiller):
@@ -62,26 +56,9 @@ def state_of(distiller):
     return {k: v.detach().clone() for k, v in (names | moments).items()}
 
 
-def events(distiller, *fields):
-    return [tuple(getattr(e, f) for f in fields) for e in distiller.guard.events.events]
-
-
 def by_hand(student, teacher, batch, settings, rate):
     """The step in float64: ce, kd, norm of the gradient, and the student after AdamW."""
-    student, teacher = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
-    own, theirs = (m(**batch.model_inputs(), use_cache=False).logits for m in (student, teacher))
-    ce, kd, n = torch.zeros(()).double(), torch.zeros(()).double(), 0
-    for row in range(len(batch.input_ids)):
-        for place in range(1, batch.input_ids.shape[1]):
-            if not batch.counts[row, place]:
-                continue
-            z, t = own[row, place - 1], settings.temperature
-            ce = ce - z.log_softmax(-1)[batch.input_ids[row, place]]
-            log_p, log_q = (x.log_softmax(-1) for x in (theirs[row, place - 1].detach() / t, z / t))
-            kd = kd + t**2 * oracle.divergence(settings.kind_of_divergence, log_p, log_q)
-            n += 1
-    loss = (settings.alpha_ce * ce + settings.alpha_kd * kd) / n
-    loss.backward()
+    student, ce, kd, _ = oracle.step(student, teacher, batch, settings)
     gradients = {name: p.grad.clone() for name, p in student.named_parameters()}
     norm = nn.utils.clip_grad_norm_(student.parameters(), settings.clip_grad)
     groups = [[p for p in student.parameters() if (p.ndim >= 2) == wide] for wide in (True, False)]
@@ -93,7 +70,7 @@ def by_hand(student, teacher, batch, settings, rate):
         lr=rate,
         betas=(0.9, 0.95),
     ).step()
-    return ce.item() / n, kd.item() / n, norm.item(), student, gradients
+    return ce, kd, norm.item(), student, gradients
 
 
 # --- the numbers of a step ------------------------------------------------------------------------
@@ -146,17 +123,6 @@ def test_four_small_batches_are_one_large_one(tiny, teacher, with_teacher):
     )
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-7)
-
-
-def test_a_batch_without_any_target_is_a_step_that_is_skipped_and_said(tiny, teacher):
-    blocks = tiny.blocks()
-    blocks.counts[:] = False
-    distiller = tiny.distiller(teacher)
-    before = copy.deepcopy(distiller.student.state_dict())
-    result = distiller.step([blocks.batch([0, 1])], 1e-2)
-    assert (result.ce, result.kd, result.grad_norm, result.tokens) == (None, None, 0, 0)
-    assert not result.updated and same(before, distiller.student.state_dict())
-    assert events(distiller, "reason", "action") == [("no target token", "skipped")]
 
 
 def test_gradient_checkpointing_changes_no_bit(tiny, teacher):
@@ -216,74 +182,6 @@ def test_a_nan_of_the_teacher_leaves_a_step_of_cross_entropy_alone(tiny, teacher
         assert same(state_of(sick), state_of(alone))
 
 
-def test_falling_back_to_cross_entropy_is_said_counted_and_lifted(tiny, teacher):
-    batch = tiny.blocks().batch(range(4))
-    asked = Sick(teacher)
-    distiller = tiny.distiller(asked)
-    streaks = []
-    for step in range(4):
-        asked.sick = step in (1, 2)
-        distiller.step([batch], 1e-2)
-        streaks.append(distiller.guard.summary().count("kd"))
-    found = events(distiller, "step", "part", "action")
-    assert found == [
-        (1, "kd", "cut out"),
-        (1, "kd", "explained"),
-        (2, "kd", "cut out"),
-        (3, "kd", "used again"),
-    ]
-    assert streaks == [0, 1, 1, 0]
-    lifted = distiller.guard.events.events[-1]
-    assert lifted.reason == "healthy again after 2 steps"
-    assert int(distiller.guard.updates[0]) == 4
-
-
-def test_a_nan_of_the_student_skips_the_step_to_the_bit_and_names_the_rows(tiny, teacher):
-    blocks = tiny.blocks()
-    distiller = tiny.distiller(teacher)
-    distiller.step([blocks.batch(range(4))], 1e-2)
-    before = state_of(distiller)
-    undo = poison_student(distiller)
-    result = distiller.step([blocks.batch([5, 9]), blocks.batch([3, 2])], 1e-2)
-    undo()
-    assert not result.updated and math.isnan(result.ce) and math.isnan(result.loss)
-    assert same(before, state_of(distiller))
-    found = events(distiller, "step", "part", "stage", "action")
-    assert [row for row in found if row[2] == "loss"] == [
-        (1, "ce", "loss", "cut out"),
-        (1, "kd", "loss", "cut out"),
-        (1, "model", "loss", "skipped"),
-    ]
-    explained = [e for e in distiller.guard.events.events if e.stage == "replay"]
-    assert [e.part for e in explained] == ["ce", "kd", "model"]
-    assert all(e.reason.startswith("rows 5, 9: ") for e in explained)
-    assert distiller.step([blocks.batch(range(4))], 1e-2).updated
-
-
-def test_a_sick_weight_of_the_teacher_is_named(tiny):
-    model = tiny.model(spread=0.3)
-    model.model.layers[1].mlp.up_proj.weight.data[3, 3] = math.nan
-    distiller = tiny.distiller(FrozenTeacher(model))
-    distiller.step([tiny.blocks().batch([7, 8])], 1e-2)
-    (said,) = (e.reason for e in distiller.guard.events.events if e.action == "explained")
-    assert said.startswith("rows 7, 8: aten.mm, forward pass")
-    assert "teacher weight model.layers.1.mlp.up_proj.weight came in not finite" in said
-
-
-def test_a_gradient_that_is_not_finite_names_its_operation(tiny, teacher):
-    """The loss is healthy, its slope is not: a root at 0."""
-    distiller = tiny.distiller(teacher)
-    change_hidden(distiller, lambda hidden: hidden + (hidden * 0).sqrt())
-    before = state_of(distiller)
-    result = distiller.step([tiny.blocks().batch([7, 8])], 1e-2)
-    assert math.isfinite(result.loss) and not result.updated
-    assert same(before, state_of(distiller))
-    found = events(distiller, "part", "stage", "action")
-    assert found == [("model", "gradient", "skipped"), ("model", "replay", "explained")]
-    said = distiller.guard.events.events[-1].reason
-    assert "backward pass" in said and "zero norm" in said
-
-
 @pytest.mark.parametrize("kind", ["teacher", "student"])
 def test_explaining_changes_nothing(tiny, teacher, kind, monkeypatch):
     """Weights, moments, random numbers and the dropout of the steps after it."""
@@ -331,48 +229,17 @@ def test_the_replay_sees_the_same_dropout(tiny, device):
 # --- sick for long --------------------------------------------------------------------------------
 
 
-def test_n_bad_steps_in_a_row_stop_at_the_last_good_state(tiny, teacher):
-    batch = tiny.blocks().batch(range(4))
-    distiller = tiny.distiller(teacher, stop_after=3)
-    good = state_of(distiller)["lm_head.weight"]
-    distiller.step([batch], 1e-2)
-    poison_student(distiller)
-    for _ in range(2):
-        distiller.step([batch], 1e-2)
-    with pytest.raises(TooFewHealthyParts) as stopped:
-        distiller.step([batch], 1e-2)
-    said = str(stopped.value)
-    assert "step 3: no part had a healthy step in the last 3" in said
-    assert "the loss is not finite (3 times)" in said and "What to change: " in said
-    # Good is a state whose own loss and gradient were seen: that before the healthy step.
-    assert torch.equal(distiller.student.lm_head.weight, good)
-    restored, stopped = distiller.guard.events.events[-2:]
-    assert restored.action.startswith("restored to its state before step 0")
-    assert (stopped.part, stopped.action) == ("run", "stopped")
-
-
-def test_twenty_in_a_row_begin_again_from_the_last_good_state(tiny, teacher):
-    """As the preset `ultra_stable` has it; as many again end the run."""
+def test_twenty_in_a_row_begin_again_and_twenty_more_end_the_run(tiny, teacher):
+    """As the preset `ultra_stable` has it."""
     batch = tiny.blocks().batch(range(4))
     distiller = tiny.distiller(teacher, stop_after=None)
-    good = copy.deepcopy(distiller.student.state_dict())
     distiller.step([batch], 1e-2)
-    undo = poison_student(distiller)
-    for _ in range(19):
-        distiller.step([batch], 1e-2)
-    assert not same(good, distiller.student.state_dict())
-    distiller.step([batch], 1e-2)
-    assert same(good, distiller.student.state_dict())
-    assert not distiller.optimizer.state
-    said = distiller.guard.events.events[-1]
-    assert (said.step, said.stage, said.reason) == (20, "escalation", "20 bad steps in a row")
-    assert said.action == "restored to its state before step 0, with a fresh optimizer"
-    undo()
-    assert distiller.step([batch], 1e-2).updated
     poison_student(distiller)
     with pytest.raises(TooFewHealthyParts, match="although the last good state was restored"):
-        for _ in range(20):
+        for _ in range(40):
             distiller.step([batch], 1e-2)
+    said = next(e for e in distiller.guard.events.events if e.stage == "escalation")
+    assert (said.step, said.reason) == (20, "20 bad steps in a row")
 
 
 # --- resume ---------------------------------------------------------------------------------------

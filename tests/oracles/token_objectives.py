@@ -1,5 +1,7 @@
 """Compute token-level distillation in float64, one token at a time, with autograd gradients."""
 
+import copy
+
 import torch
 
 HUGE = 65504.0
@@ -76,3 +78,28 @@ def sampled(z, indices, weights, entropy, *, temperature):
     q = torch.softmax(z / temperature, -1)
     terms = [-w * q[i].log() for i, w in zip(indices.tolist(), weights, strict=True)]
     return temperature**2 * (sum(terms) - entropy)
+
+
+def step(student, teacher, batch, settings, text=None):
+    """Run the backward pass of a step; `text` rows come first, and continuations follow.
+
+    Returns:
+        The student in float64 with its gradients, the means of ce and kd, and the token count.
+    """
+    student, teacher = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
+    own, theirs = (m(**batch.model_inputs(), use_cache=False).logits for m in (student, teacher))
+    ce, kd, n = torch.zeros(()).double(), torch.zeros(()).double(), 0
+    for row in range(len(batch.input_ids)):
+        of_text = text is None or row < text
+        name = settings.kind_of_divergence if of_text else settings.kind_on_policy
+        for place in range(1, batch.input_ids.shape[1]):
+            if not batch.counts[row, place]:
+                continue
+            z, t = own[row, place - 1], settings.temperature
+            if of_text:
+                ce = ce - z.log_softmax(-1)[batch.input_ids[row, place]]
+            log_p, log_q = (x.log_softmax(-1) for x in (theirs[row, place - 1].detach() / t, z / t))
+            kd = kd + t**2 * divergence(name, log_p, log_q)
+            n += 1
+    ((settings.alpha_ce * ce + settings.alpha_kd * kd) / n).backward()
+    return student, ce.item() / n, kd.item() / n, n
