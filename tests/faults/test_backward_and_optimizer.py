@@ -106,18 +106,20 @@ def test_a_head_without_gradient_is_reported_as_dead_once():
     assert not short.events
 
 
-@row(28, 32)
+@row(16, 28, 32)
+@pytest.mark.parametrize("how", ["none", "own"])
 @pytest.mark.parametrize(
     "fault",
-    [set_logit(math.nan), set_gradient(math.nan), set_gradient(1e30)],
-    ids=["NaN logit", "NaN gradient", "huge gradient"],
+    [set_logit(math.nan), set_logit(math.inf), set_gradient(math.nan), set_gradient(1e30)],
+    ids=["NaN logit", "infinite logit", "NaN gradient", "huge gradient"],
 )
-def test_a_skipped_head_keeps_every_bit_under_momentum_and_decay(fault, monkeypatch):
+def test_a_skipped_head_keeps_every_bit_under_momentum_and_decay(fault, how, monkeypatch):
     monkeypatch.setattr(guarded, "WEIGHT_DECAY", 5.0)
     monkeypatch.setattr(guarded, "EMA_MOMENTUM", 0.5)
-    options = {"learning_rate": 0.1}
+    options = {"learning_rate": 0.1, "instance_weight": how}
     sick = trained(in_forward(fault, {3}), **options)
     assert [(event.step, event.action) for event in sick.events] == [(3, "skipped")]
+    assert sick.health.skipped.tolist() == [0, 0, 1, 0, 0] and not sick.health.streak.any()
     before, after = sick.owned(SICK, 3), sick.owned(SICK, 4)
     assert same(before, after) and before["exp_avg"].any() and before["exp_avg_sq"].any()
     assert (before["updates"], sick.owned(SICK)["updates"]) == (3, 5)
