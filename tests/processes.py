@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -44,6 +46,19 @@ def start(target: Callable[..., object], *arguments: Any) -> BaseProcess:
     process = _context.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
+
+
+def python(folder: Path, *words: str, **options: Any) -> subprocess.CompletedProcess:
+    """Run Python in a folder, and return its exit code and its output (bytes unless `text`).
+
+    Args:
+        folder: the working directory.
+        words: the command line after `python`.
+        options: of `subprocess.run`; `env` is complemented by the path of this repository.
+    """
+    env = {**os.environ, **options.pop("env", {}), "PYTHONPATH": str(ROOT)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run([sys.executable, *words], cwd=folder, env=env, **streams)
 
 
 def pipe() -> Any:

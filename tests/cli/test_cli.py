@@ -5,12 +5,10 @@ import errno
 import importlib
 import io
 import json
-import os
 import pkgutil
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -35,6 +33,7 @@ from ssl_kd.training.folder import RunFinished, RunFolderError
 from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.matrix import row
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 ABOUT = {"dataset": {"n_train": 40, "n_labelled": 40}}  # of metrics.json
@@ -178,10 +177,8 @@ def test_help_and_what_is_not_there_do_not_wait_for_torch(tmp_path):
         "    assert c.main(words) == 2, words\n"
         "    assert 'torch' not in sys.modules, words\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     given = json.dumps([words for words, _ in WRONG])
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, input=given,
-                          capture_output=True, text=True)  # fmt: skip
+    done = python(tmp_path, "-c", code, input=given, text=True)
     assert done.returncode == 0 and "usage: ssl_kd COMMAND" in done.stdout, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == len(WRONG)
@@ -190,14 +187,7 @@ def test_help_and_what_is_not_there_do_not_wait_for_torch(tmp_path):
 
 
 def test_train_py_reads_the_config_beside_it_from_any_folder(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--sed", "1"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    done = python(tmp_path, str(ROOT / "train.py"), "--sed", "1", text=True)
     assert done.returncode == 2
     assert done.stderr == "ssl_kd: There is no flag --sed. Did you mean --seed?\n"
 
@@ -308,6 +298,7 @@ def test_the_exit_codes_are_written_down():
 NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--device", "cpu"]
 
 
+@row(97)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -63,7 +63,6 @@ MANIFESTS = {
     "dim 0": at("dim", value=0),
     "dim huge": at("dim", value=2**40),
     "dim a boolean": at("dim", value=True),
-    "dtype nn": at("dtype", value="nn"),
     "dtype load": at("dtype", value="load"),
     "dtype complex": at("dtype", value="complex64"),
     "no shards": at("shards", value=[]),
@@ -87,14 +86,24 @@ MANIFESTS = {
     "class names of numbers": at("class_names", value=[1, 2]),
     "fewer class names": at("class_names", value=["a"]),
     "a teacher of numbers": at("fingerprint", "teacher", value=7),
-    "a fingerprint of a list": at("fingerprint", value=[]),
     "brackets": lambda m: None,
     "another encoding": lambda m: None,
 }
+OTHER_VERSIONS = {  # by the field that is named
+    "colour": at("fingerprint", "colour", value="red"),
+    "weights": lambda m: m["fingerprint"].pop("weights"),
+    "fingerprint": at("fingerprint", value=[]),
+    "dim": lambda m: m.pop("dim"),
+    "float12": at("dtype", value="float12"),
+    "sha256": lambda m: m["shards"][1].pop("sha256"),
+    "file, rows": at("shards", 1, value="x"),
+    "shards": at("shards", value={}),
+    "unreadable": at("unreadable", value=3),
+}
 
 
-@row(165)
-@pytest.mark.parametrize("harm", MANIFESTS)
+@row(92, 165)
+@pytest.mark.parametrize("harm", [*MANIFESTS, *OTHER_VERSIONS])
 def test_a_manifest_with_a_fitting_checksum_that_says_what_cannot_be(folder, harm):
     path = folder / f"{NAME}.json"
     if harm == "brackets":
@@ -103,9 +112,13 @@ def test_a_manifest_with_a_fitting_checksum_that_says_what_cannot_be(folder, har
         path.write_bytes(b"\xff\xfe{")
     else:
         manifest = read_manifest(path)
-        MANIFESTS[harm](manifest)
+        (MANIFESTS | OTHER_VERSIONS)[harm](manifest)
         write_manifest(path, manifest)
-    assert "--" in refused(folder, verify=False)
+    line = refused(folder, verify=False)
+    assert "--" in line
+    if harm in OTHER_VERSIONS:
+        assert f"{path} was written by another version of ssl_kd (" in line and harm in line
+        assert "--force-recompute" in line
     with EmbeddingWriter(
         folder, "train", FINGERPRINT, N, D, ids=[str(i) for i in range(N)], force=True
     ) as writer:

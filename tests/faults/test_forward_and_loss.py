@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from ssl_kd.report import write_report
-from ssl_kd.settings import SettingsError
 from ssl_kd.vision import pipeline
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.run import run
-from ssl_kd.vision.settings import VisionSettings
 from tests.bits import same
 from tests.faults.inject import (
     BATCH,
@@ -20,12 +18,9 @@ from tests.faults.inject import (
     all_finite,
     assignments,
     healthy_alike,
-    in_forward,
     make_trainer,
     metrics,
-    one_line,
     problem,
-    set_logit,
     trained,
 )
 from tests.faults.matrix import row

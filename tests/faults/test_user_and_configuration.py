@@ -20,6 +20,7 @@ from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.inject import assignments, content, no_run, one_line, opened, stopped
 from tests.faults.matrix import row
+from tests.faults.test_foreign_files import save_images
 from tests.modes import MODES
 
 RULES = VisionSettings.rules()
@@ -143,15 +144,13 @@ def test_awkward_file_names_go_through_a_whole_run(settings, tmp_path, digits, t
 @row(52)
 def test_a_link_out_of_the_data_folder_is_not_followed(settings, tmp_path, digits):
     folder, outside = tmp_path / "images", tmp_path / "outside"
-    folder.mkdir()
+    save_images(folder, digits[0][:8])
     outside.mkdir()
-    for i in range(8):
-        Image.fromarray(digits[0][i]).save(folder / f"{i}.png")
     Image.fromarray(digits[0][9]).save(outside / "secret.png")
     (folder / "link.png").symlink_to(outside / "secret.png")
     (folder / "up.png").symlink_to("../outside/secret.png")
     (folder / "whole").symlink_to(outside)
-    (folder / "inside.png").symlink_to("1.png")
+    (folder / "inside.png").symlink_to("01.png")
     (folder / "broken.png").symlink_to("nowhere.png")
     before = content(outside)
     linked = settings(dataset=str(folder), image_size=8, n_clusters=2)
@@ -164,8 +163,8 @@ def test_a_link_out_of_the_data_folder_is_not_followed(settings, tmp_path, digit
     assert "inside.png" in store.ids and content(outside) == before
 
 
-@row(52)
-@pytest.mark.parametrize("name", ["../out", "..", "a/b", "/tmp/out", "a\\b", "latest"])
+@row(52, 97)
+@pytest.mark.parametrize("name", ["../out", "..", "a/b", "/tmp/out", "a\\b", "a\0b", "latest"])
 def test_a_run_name_cannot_leave_its_folder(settings, train_py, tmp_path, name):
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(SettingsError, match="RUN_NAME is"):
