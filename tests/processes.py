@@ -57,7 +57,7 @@ def python(folder: Path, *words: str, **options: Any) -> subprocess.CompletedPro
         options: of `subprocess.run`; `env` is complemented by the path of this repository.
     """
     env = {**os.environ, **options.pop("env", {}), "PYTHONPATH": str(ROOT)}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     return subprocess.run([sys.executable, *words], cwd=folder, env=env, **streams)
 
 
