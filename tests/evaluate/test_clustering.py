@@ -92,7 +92,7 @@ def test_more_clusters_than_classes_leave_some_without_a_class():
 @pytest.mark.parametrize(
     ("labels", "clusters", "error", "message"),
     [
-        ([0, 1], [0], ValueError, "one length"),
+        ([0, 1], [0], ValueError, "equal length"),
         ([0, 1], [0, -2], ValueError, "smallest cluster -2"),
         ([0, -2], [0, 0], ValueError, "smallest label is -2"),
         (["cat", "dog"], [0, 1], TypeError, "labels have dtype"),
