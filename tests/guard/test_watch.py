@@ -1,6 +1,7 @@
 """The first operation whose result is not finite is named, in loops that know nothing of it."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -82,6 +83,19 @@ def test_the_rows_at_fault_are_named():
 def test_an_operation_of_the_backward_pass_is_named_with_its_module():
     found = explain(network(Op(lambda x: (x * (x > 0)).sqrt()), nn.Linear(6, 2)), X)
     assert found.fault.backward and found.module == "Sequential.2" and "sqrt" in found.headline
+
+
+def test_a_model_may_return_an_object_that_holds_its_tensors():
+    class Boxed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network(Op(lambda x: (x * (x > 0)).sqrt()), nn.Linear(6, 2))
+
+        def forward(self, x):
+            return SimpleNamespace(scores=self.inner(x))
+
+    found = explain(Boxed(), X, lambda out: out.scores.square().mean())
+    assert found.fault.backward and found.module == "Boxed.inner.2"
 
 
 def test_what_lies_between_modules_belongs_to_the_one_around_it():
