@@ -223,8 +223,11 @@ def test_what_a_bad_batch_left_in_another_model_is_put_back_with_an_event_on_all
     assert "running_mean, module.1.running_var on rank 1 of 2" in reasons(one["judge"])
 
 
-def accumulate(rank, faults):
-    """Two batches a step, the first under `no_sync`; `faults`: (step, micro, rank) -> terms."""
+def accumulate(rank, faults, absent=()):
+    """Two batches a step, the first under `no_sync`; `faults`: (step, micro, rank) -> terms.
+
+    In the batch `absent`, (step, micro), the term b is 0 on all ranks.
+    """
     model, ddp, optimizer, guard = build()
     for step in range(3):
         optimizer.zero_grad()
@@ -232,6 +235,8 @@ def accumulate(rank, faults):
             ddp.require_backward_grad_sync = micro == 1  # as no_sync() does
             x, y = batch(rank, 2 * step + micro)
             features, losses = losses_of(ddp(x), y, faults.get((step, micro, rank), ()))
+            if (step, micro) == absent:
+                losses["b"] = 0 * losses["b"]
             guard.backward(losses, features)
         guard.step()
     return seen(model, optimizer, guard)
@@ -242,6 +247,14 @@ def accumulate(rank, faults):
 def test_accumulation_with_no_sync_agrees(micro, bad):
     one = agreed(run_ranks(accumulate, 2, {(1, micro, 1): bad}))
     assert "on rank 1 of 2" in reasons(one)
+
+
+def test_a_term_left_out_of_one_batch_keeps_the_gradient_of_the_batches_before():
+    sick, by_hand = (
+        agreed(run_ranks(accumulate, 2, faults, absent))
+        for faults, absent in (({(1, 1, 1): ("b",)}, ()), ({}, (1, 1)))
+    )
+    assert sick["weights"] == by_hand["weights"]
 
 
 # -- one loss, gradients, weights, buffers --------------------------------------------------------
