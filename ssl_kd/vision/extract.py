@@ -223,6 +223,9 @@ class Extraction:
             loaded = load(self.dataset, self.teacher, batches, self.workers)
             with contextlib.closing(loaded):
                 _write(writer, self.dataset, embed, loaded, self.progress)
+        if self.force:
+            message = "Embedded all %d samples of %s again: %s"
+            logger.info(message, writer.rows, self.split, self.folder)
 
 
 def summary_of(manifest: Manifest) -> str:

@@ -230,7 +230,7 @@ def test_a_zip_that_is_larger_inside_is_refused_before_it_is_inflated(tmp_path, 
 
 
 @row(167)
-def test_force_recompute_embeds_everything_each_time_and_says_so(settings, train_py, capfd):
+def test_force_recompute_embeds_everything_each_time_and_says_so(settings, train_py, caplog):
     run(settings())
     folder = Path(settings().embeddings_dir)
     for _ in range(2):
@@ -239,6 +239,7 @@ def test_force_recompute_embeds_everything_each_time_and_says_so(settings, train
         assert code == 0
         after = {path.name: path.stat().st_ino for path in folder.glob("embeddings_*.pt")}
         assert after and not before.items() & after.items()
+    assert caplog.text.count("Embedded all 64 samples of train again") == 2
 
 
 # --- a folder for each data set and teacher -------------------------------------------------
