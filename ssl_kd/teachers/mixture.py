@@ -131,10 +131,10 @@ class Mixture:
         self.model, self.routing = model, Routing()
         self.routers: dict[str, Any] = _find_routers(model)
         shapes = {(*r.weight.shape, r.top_k) for r in self.routers.values()}
-        if len(shapes) > 1:
+        if len(shapes) > 1 or min(shapes)[0] < 2:
             raise InputError(
                 f"the routers of {type(model).__name__} have the sizes (experts, dim, k) "
-                f"{sorted(shapes)}; expected one size in all layers: use ROUTER_MODE 'native'"
+                f"{sorted(shapes)}; expected one, of 2 or more experts: use ROUTER_MODE 'native'"
             )
         self.layers = len(self.routers)
         self.n_experts, self.dim, self.k = shapes.pop()

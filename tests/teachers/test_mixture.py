@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ssl_kd.errors import InputError
 from ssl_kd.losses.routing import load_balance
 from ssl_kd.losses.token_distillation import token_kd
 from ssl_kd.teachers.mixture import ROUTERS, Mixture, Routing
@@ -78,6 +79,11 @@ def _bits(tensors):
 
 
 # --- which experts are active ---------------------------------------------------------------------
+
+
+def test_a_mixture_of_one_expert_is_refused(tiny):
+    with pytest.raises(InputError, match=r"\(1, 32, 1\).*expected one, of 2 or more experts"):
+        Mixture(tiny.model("Mixtral", num_local_experts=1, num_experts_per_tok=1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
