@@ -60,11 +60,8 @@ def linear_probe(
     notes = [f"fitted on a random {len(y)} of {n_known} samples"] if len(y) < n_known else []
     nothing = {"accuracy": None, "C": None, "rows": len(y), "converged": True}
     if len(classes) < 2 or len(y) < 10:
-        note = (
-            f"no probe: {len(classes)} classes and {len(y)} labeled samples; expected at least 2 "
-            "and 10"
-        )
-        return nothing | {"note": note}
+        counts = f"{len(classes)} classes and {len(y)} labeled samples"
+        return nothing | {"note": f"no probe: {counts}; expected at least 2 and 10"}
     if test_x is None or test_y is None:
         x, held_x, y, held_y = _split(x, y, 0.25, seed)
         notes.append("tested on a held-out quarter of the training data")
@@ -75,10 +72,24 @@ def linear_probe(
 
     scaler = StandardScaler().fit(x)
     x, held_x = np.asarray(scaler.transform(x)), np.asarray(scaler.transform(held_x))
+    options = {"tol": 1e-3, "max_iter": max_iter}
+    penalty = _choose_penalty(LogisticRegression(warm_start=True, **options), x, y, seed)
+    classifier = LogisticRegression(C=penalty, **options)
+    converged = _fit(classifier, x, y)
+    if not converged:
+        notes.append(f"the final fit stopped after {max_iter} steps without convergence")
+    return {
+        "accuracy": float(classifier.score(held_x, held_y)),
+        "C": penalty,
+        "rows": len(y),
+        "converged": converged,
+        "note": "; ".join(notes) or None,
+    }
+
+
+def _choose_penalty(classifier: Any, x: NDArray, y: NDArray, seed: int) -> float:
+    """Return the inverse penalty C with the highest accuracy on a fifth of the data."""
     fit_x, choose_x, fit_y, choose_y = _split(x, y, 0.2, seed)
-    classifier = LogisticRegression(
-        C=INVERSE_PENALTIES[0], tol=1e-3, max_iter=max_iter, warm_start=True
-    )
     scores: list[float] = []
     for penalty in INVERSE_PENALTIES:
         classifier.set_params(C=penalty)
@@ -86,18 +97,7 @@ def linear_probe(
         scores.append(float(classifier.score(choose_x, choose_y)))
         if len(scores) > 2 and max(scores[-2:]) < max(scores) - 0.002:
             break  # weaker penalties only cost time from here
-    best = INVERSE_PENALTIES[int(np.argmax(scores))]
-    final = LogisticRegression(C=best, tol=1e-3, max_iter=max_iter)
-    converged = _fit(final, x, y)
-    if not converged:
-        notes.append(f"the final fit stopped after {max_iter} steps without convergence")
-    return {
-        "accuracy": float(final.score(held_x, held_y)),
-        "C": best,
-        "rows": len(y),
-        "converged": converged,
-        "note": "; ".join(notes) or None,
-    }
+    return INVERSE_PENALTIES[int(np.argmax(scores))]
 
 
 def _fit(classifier: Any, x: NDArray, y: NDArray) -> bool:
