@@ -21,7 +21,6 @@ from ssl_kd.heads import OWN_HEADS
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.early import check_run_name, run_to_extend
 from ssl_kd.settings.import_paths import path_of_file
-from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import Teacher
 from ssl_kd.training.clock import Clock, no_progress
 from ssl_kd.training.folder import RunFolder, RunFolderError, check_version, named_by_time
@@ -122,6 +121,13 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
         options = {"precision": precision, "progress": progress} | settings.extract_options
         store = Extraction(dataset, teacher, cache, split="extend", **options).store()
 
+    added = {
+        "run": str(parent.path),
+        "dataset": settings.dataset,
+        "n": store.n,
+        "digest": store.fingerprint.digest,
+        "embeddings": str(store.folder),
+    }
     staging = runs / ".extending"
     staging.mkdir(parents=True, exist_ok=True)
     with Lock(staging / ".lock"):
@@ -138,11 +144,11 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
                 VisionSettings.from_dict(parent.config["settings"]),
                 learns_from=parent.config["learns_from"],
                 precision=str(precision),
-                extensions=[*parent.extensions, _entry(parent, settings, store)],
+                extensions=[*parent.extensions, added],
             )
             save_model(extended, folder)
             metrics = _write_results(folder, parent, model, extended, assignments)
-            metrics["extended"] |= {"run": str(parent.path), "dataset": settings.dataset}
+            metrics["extended"] |= {name: added[name] for name in ("run", "dataset")}
             data = about_data(dataset, {"train": store}, extended.n_clusters)
             data["pictured"] |= has_pictures(parent.metrics)
             metrics |= {"dataset": data, "teacher": parent.metrics["teacher"]}
@@ -197,17 +203,6 @@ def _cache_folder(
     folder = Path(embedding.embeddings_root) / f"extend-{digest[:12]}"
     logger.info("the embeddings of %s are stored in %s", embedding.dataset, folder)
     return folder
-
-
-def _entry(parent: _Parent, settings: VisionSettings, store: EmbeddingStore) -> dict[str, Any]:
-    """Return the entry of an extension in `config.json`."""
-    return {
-        "run": str(parent.path),
-        "dataset": settings.dataset,
-        "n": store.n,
-        "digest": store.fingerprint.digest,
-        "embeddings": str(store.folder),
-    }
 
 
 def _write_results(
