@@ -179,6 +179,13 @@ def test_another_thread_draws_what_it_draws_without_a_fit(blobs, head):
     assert len(beside) > 100 and beside == drawn(len(beside), stop)
 
 
+def test_units_do_not_matter(blobs):
+    X, _ = blobs
+    labels = small(max_steps=10).fit_predict(X)
+    for unit in (2**-20, 2**40):  # powers of two: exact in any arithmetic
+        np.testing.assert_array_equal(small(max_steps=10).fit_predict(X * np.float32(unit)), labels)
+
+
 def test_random_state_decides_the_seed(blobs):
     def weights(random_state) -> torch.Tensor:
         fitted = small(max_steps=2, n_heads=1, random_state=random_state).fit(blobs[0])
