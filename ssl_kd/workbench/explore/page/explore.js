@@ -1,17 +1,17 @@
 // The page: the map, and the panel beside it. Its data are the files in data/. If `ssl_kd explore`
 // serves it, it also gets images and neighbors from the server and sends decisions to it.
 
+import { Clusters } from "./clusters.js";
 import { GRAY, RAMP, clusterColor, rampColor, toHex } from "./colors.js";
 import { TOKEN, Table, get, post, readBytes } from "./data.js";
 import { $, ask, describe, number, showMessage } from "./messages.js";
 import { Pictures } from "./pictures.js";
 import { Plot } from "./plot.js";
 
-const SHOWN_PICTURES = 60, SHOWN_CLUSTERS = 400, SHOWN_EXAMPLES = 40, SHOWN_VALUES = 24;
+const SHOWN_PICTURES = 60, SHOWN_EXAMPLES = 40, SHOWN_VALUES = 24;
 
-let meta, table, pictures, plot, ready = false;
+let meta, table, pictures, plot, clusters, ready = false;
 let color = "cluster", chosen = [], isChosen; // rows of the selected samples; isChosen: [n]
-let ticked = new Set(); // numbers of the ticked clusters
 let decisions; // { clusters: [n], sizes: number -> samples, names: number -> name, lines }
 
 // --- Decisions ----------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ async function readDecisions(content) {
 async function decide(decision) {
   try {
     await readDecisions(await post("api/curation", decision));
-    ticked = new Set([...ticked].filter((k) => decisions.sizes.has(k)));
+    clusters.forget();
     showMessage("Written to curation.jsonl");
   } catch (error) {
     showMessage(error.message, true);
@@ -232,48 +232,9 @@ function showPanel() {
       (_, i) => chosen[Math.floor(i * step)]);
     $("pictures").replaceChildren(...rows.map(pictureButton));
   }
-  showClusters(counts);
+  clusters.show(counts);
   showHistory();
   placeExamples();
-}
-
-function showClusters(selected) {
-  const order = [...decisions.sizes].sort((a, b) => b[1] - a[1]);
-  $("count").textContent = order.length > SHOWN_CLUSTERS
-    ? `${number(order.length)}, the largest ${SHOWN_CLUSTERS} shown` : number(order.length);
-  const focus = document.activeElement?.dataset?.of;
-  $("clusters").replaceChildren(...order.slice(0, SHOWN_CLUSTERS).map(([k, size]) => {
-    const item = document.createElement("li"), tick = document.createElement("input");
-    const button = document.createElement("button"), dot = document.createElement("i");
-    const name = document.createElement("b"), count = document.createElement("small");
-    Object.assign(tick, { type: "checkbox", checked: ticked.has(k), ariaLabel: `tick ${nameOf(k)}`,
-      className: "edit" });
-    tick.dataset.of = `tick ${k}`;
-    tick.onchange = () => { ticked[tick.checked ? "add" : "delete"](k); showButtons(); };
-    dot.style.background = clusterColor(k);
-    name.textContent = nameOf(k);
-    count.textContent = number(size);
-    button.classList.toggle("on", chosen.length > 1 && selected.size === 1 && selected.has(k));
-    button.dataset.of = `${k}`;
-    button.title = `Select the samples of ${nameOf(k)} (number ${k})`;
-    button.append(dot, name, count);
-    button.onclick = () => {
-      const rows = new Uint32Array(decisions.sizes.get(k));
-      for (let row = 0, n = 0; n < rows.length; row++) if (decisions.clusters[row] === k) rows[n++] = row;
-      select(rows);
-    };
-    item.append(tick, button);
-    return item;
-  }));
-  if (focus !== undefined) document.querySelector(`[data-of="${focus}"]`)?.focus({ preventScroll: true });
-  const options = [["", "Move to …"], ...order.slice(0, SHOWN_CLUSTERS).map(([k]) => [k, nameOf(k)])];
-  $("move").replaceChildren(...options.map(([value, text]) => new Option(text, value)));
-  showButtons();
-}
-
-function showButtons() {
-  $("rename").disabled = $("split").disabled = ticked.size !== 1;
-  $("merge").disabled = ticked.size < 2;
 }
 
 function showHistory() {
@@ -309,17 +270,6 @@ async function makeCluster() {
 
 const sortedRows = () => [...chosen.slice().sort()];
 
-async function rename() {
-  const k = [...ticked][0];
-  if (ticked.size !== 1) return showMessage("Tick one cluster to rename it");
-  const name = await ask(`Name of ${nameOf(k)} (empty: none)`, decisions.names[k] ?? "");
-  if (name !== null) await decide({ do: "rename", cluster: k, name });
-}
-
-const merge = () => (ticked.size < 2 ? showMessage("Tick two clusters or more to merge them")
-  : decide({ do: "merge", clusters: [...ticked].sort((a, b) => a - b) }));
-const split = () => (ticked.size !== 1 ? showMessage("Tick one cluster to split it")
-  : decide({ do: "split", cluster: [...ticked][0] }));
 const exclude = () => (chosen.length ? decide({ do: "exclude", rows: sortedRows() })
   : showMessage("Select samples first"));
 
@@ -349,9 +299,9 @@ const KEYS = [
   ["?", "this list", showHelp],
 ];
 const EDITING_KEYS = [
-  ["r", "rename the ticked cluster", rename],
-  ["m", "merge the ticked clusters", merge],
-  ["t", "split the ticked cluster by the tree", split],
+  ["r", "rename the ticked cluster", () => clusters.rename()],
+  ["m", "merge the ticked clusters", () => clusters.merge()],
+  ["t", "split the ticked cluster by the tree", () => clusters.split()],
   ["s", "make a cluster of the selected samples", makeCluster],
   ["x", "exclude the selected samples", exclude],
   ["u", "undo the last decision", () => undo()],
@@ -373,7 +323,7 @@ function onKey(event) {
 // --- Start --------------------------------------------------------------------------------------
 
 function addListeners() {
-  const actions = { new: makeCluster, exclude, clear: () => select([]), rename, merge, split,
+  const actions = { new: makeCluster, exclude, clear: () => select([]),
     lasso: () => setLasso(!plot.lasso), undo: () => undo(), help: showHelp, home: () => plot.home(),
     examples: () => { $("examples").ariaPressed = $("examples").ariaPressed !== "true"; placeExamples(); } };
   for (const [id, act] of Object.entries(actions)) $(id).onclick = act;
@@ -398,6 +348,11 @@ function setBackground() {
   [plot.background] = toHex([style.getPropertyValue("--page").trim()]);
 }
 
+// What other modules, tests, benchmarks and the browser's console use.
+const app = { search, select, decide, nameOf, get plot() { return plot; }, get meta() { return meta; },
+  get decisions() { return decisions; }, get chosen() { return chosen; } };
+window.explore = app;
+
 async function start() {
   meta = await (await get("data/meta.json")).json();
   table = new Table(meta);
@@ -418,6 +373,7 @@ async function start() {
     view: placeExamples, hover, select: onSelected, lassoed: () => setLasso(false) });
   setBackground();
   await paint();
+  clusters = new Clusters(app);
   addListeners();
   showPanel();
   $("loading").hidden = true;
@@ -431,7 +387,3 @@ start().catch((error) => {
   showMessage(error.message, true, true);
   throw error;
 });
-
-// For tests, benchmarks and the browser's console.
-window.explore = { search, get plot() { return plot; }, get decisions() { return decisions; },
-  get chosen() { return chosen; }, get meta() { return meta; } };
