@@ -15,6 +15,7 @@ def explore(argv: Sequence[str]) -> int:
     about = "Serves the page to browsers on this machine until Ctrl-C, or does one of these:"
     parser = FlagParser(prog="ssl_kd explore", description=about)
     parser.add_argument("run", metavar="RUN", help="folder of a finished clustering run")
+    parser.add_argument("--by", metavar="NAME", help="who decides, for the history")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--port", type=int, default=8090, help="port on 127.0.0.1; 0: any free port; default: 8090")
     add("--static", type=Path, metavar="DIR", help="write a read-only page to the new folder DIR")
@@ -37,17 +38,18 @@ def explore(argv: Sequence[str]) -> int:
     from ssl_kd.workbench.explore import serve, write_site
 
     samples = Samples(flags.run)
-    decisions = samples.path / "curation.jsonl"
     if flags.apply is not None:
-        added = Curation(samples).apply(flags.apply)
-        print(f"{len(added)} new decisions in {decisions}")
+        curation = Curation(samples, flags.by)
+        added = curation.apply(flags.apply)
+        print(f"{len(added)} new decisions in {curation.path}")
     elif flags.undo is not None:
-        line = Curation(samples).undo(flags.undo or None)
-        print(f"Undid decision {line['of']} in {decisions}")
+        curation = Curation(samples, flags.by)
+        line = curation.undo(flags.undo or None)
+        print(f"Undid decision {line['of']} in {curation.path}")
     else:
         with ProgressBars(screen) as progress:
             if flags.static is None:
-                serve(samples, flags.port, progress=progress, opened=_print_url)
+                serve(samples, flags.port, by=flags.by, progress=progress, opened=_print_url)
             else:
                 page = write_site(samples, flags.static, progress=progress)
                 server = f"python -m http.server -d {page.parent}"

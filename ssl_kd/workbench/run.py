@@ -145,6 +145,14 @@ class Run:
         known = ", ".join(c.name or str(c.number) for c in clusters[:20])
         raise InputError(f"there is no cluster {which!r}; expected one of {known}")
 
+    def decisions(self) -> list[dict[str, Any]]:
+        """Return the decisions that are in force, oldest first: those that no later one undoes.
+
+        Each is a line of `curation.jsonl`; `ssl_kd.workbench.decisions.schema()` describes it.
+        """
+        lines = [line for line in self.curation.lines if line["do"] != "undo"]
+        return [line for line in lines if not line.pop("undone")]
+
     def frame(self) -> Any:
         """Return a pandas data frame with one row per sample that is not excluded.
 

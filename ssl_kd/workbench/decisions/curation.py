@@ -22,6 +22,7 @@ from ssl_kd.files import CorruptFileError, atomic_write_bytes, remove_orphans
 from ssl_kd.files.lock import Lock
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions.line_format import (
+    check_field,
     check_line,
     describe_fault,
     parse_lines,
@@ -35,11 +36,11 @@ _MUTEX = threading.RLock()  # a thread of this process sees a change completely 
 
 
 class Curation:
-    """Rename, merge and split the clusters of a run, move and exclude samples, and undo this.
+    """Rename, merge and split the clusters of a run, move, exclude and check samples, and undo.
 
     Each decision is a line of `curation.jsonl` and a dict in Python, with the fields `id`, `time`
     (UTC), `samples` and `digest` (they identify the run), `do` (`rename`, `merge`, `split`, `move`,
-    `exclude` or `undo`) and the arguments of the decision.
+    `exclude`, `check` or `undo`), possibly `by`, and the arguments of the decision.
 
     New clusters are numbered from a multiple of 1,000 that is at least 100 above K, so that their
     numbers differ from those of clusters that an extension of the run adds. A merged cluster keeps
@@ -50,27 +51,32 @@ class Curation:
 
     Args:
         samples: the samples of the run.
+        by: who decides, one line of at most 200 characters; None leaves this out.
 
     Attributes:
         samples: the samples of the run.
+        by: who decides, written into every new decision.
         path: path of `curation.jsonl`, which the first decision creates.
 
     Raises:
         CorruptFileError: a line is damaged, belongs to another run, or names a cluster that does
             not exist; the message has the number of the line.
+        InputError: `by` is empty or not one line.
     """
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples, self.path = samples, samples.path / FILE
+    def __init__(self, samples: Samples, by: str | None = None) -> None:
+        if by is not None:
+            check_field("by", by)
+        self.samples, self.path, self.by = samples, samples.path / FILE, by
         self._digests: dict[int, str] = {}
         self._content, self._history = b"", History(samples)
         remove_orphans(self.path)
         self._refresh()
 
     @classmethod
-    def open(cls, path: str | Path | Samples) -> Curation:
+    def open(cls, path: str | Path | Samples, by: str | None = None) -> Curation:
         """Open the decisions of a run, given its folder or its `Samples`."""
-        return cls(path if isinstance(path, Samples) else Samples(path))
+        return cls(path if isinstance(path, Samples) else Samples(path), by)
 
     @property
     def clusters(self) -> NDArray[np.int64]:
@@ -81,6 +87,11 @@ class Curation:
     def excluded(self) -> NDArray[np.bool_]:
         """True for each sample that a decision excluded, `[n]`."""
         return self._history.state.excluded.copy()
+
+    @property
+    def checked(self) -> NDArray[np.bool_]:
+        """True for each sample that a person checked, `[n]`."""
+        return self._history.state.checked.copy()
 
     @property
     def names(self) -> dict[int, str]:
@@ -141,9 +152,7 @@ class Curation:
         """
         decision: Line = {"do": "split", "cluster": _number(cluster)}
         if rows is None:
-            self._refresh()
-            level, parts = self._history.state.tree_parts(decision["cluster"])
-            return self._decide(decision | {"level": level, "parts": parts})
+            return self._decide(decision)
         decision |= {"rows": self._rows(rows), "new": None}
         return self._decide(decision | ({"name": name} if name else {}))
 
@@ -173,11 +182,27 @@ class Curation:
         """
         return self._decide({"do": "exclude", "rows": self._rows(rows)})
 
+    def check(
+        self, rows: Sequence[int] | NDArray[Any] | None = None, *, cluster: int | None = None
+    ) -> Line:
+        """Mark samples as checked by a person; later moves keep the mark.
+
+        Args:
+            rows: numbers of samples, or a mask `[n]`.
+            cluster: number of a cluster whose present samples are marked, instead of `rows`.
+
+        Raises:
+            InputError: a sample or the cluster does not exist, or both or none are given.
+        """
+        if (rows is None) == (cluster is None):
+            raise InputError("expected either `rows` or `cluster`: what was checked")
+        if rows is None:
+            return self._decide({"do": "check", "cluster": _number(cluster)})
+        return self._decide({"do": "check", "rows": self._rows(rows)})
+
     def decide(self, request: Any) -> Line:
         """Append a decision that the page sent; raise InputError if it is not valid."""
-        if check_line(request, is_request=True)["do"] == "split" and "rows" not in request:
-            return self.split(request["cluster"])
-        return self._decide(request)
+        return self._decide(check_line(request, is_request=True))
 
     def undo(self, id: str | None = None) -> Line:
         """Undo a decision by appending a line. To redo the decision, undo the id of that line.
@@ -263,15 +288,25 @@ class Curation:
             self._content, self._history = content, history
 
     def _completed(self, decision: Line, history: History) -> Line:
-        """Return the decision with an id, the time, the run's digest and ids of new clusters."""
-        new, n = history.next_number, len(self.samples)
-        if "new" in decision:
+        """Return the decision with an id, the time, the run's digest and ids of new clusters.
+
+        A split by the tree gets its parts here, and the check of a cluster its samples, because
+        another program may have changed the cluster since the decision was requested.
+        """
+        new, n, do = history.next_number, len(self.samples), decision["do"]
+        if do == "split" and "rows" not in decision:
+            level, parts = history.state.tree_parts(decision["cluster"])
+            pairs = [[part, new + k] for k, part in enumerate(parts)]
+            decision = decision | {"level": level, "parts": pairs}
+        elif do == "check" and "cluster" in decision:
+            decision = {key: value for key, value in decision.items() if key != "cluster"} | {
+                "rows": history.state.members(decision["cluster"])
+            }
+        elif "new" in decision:
             decision = decision | {"new": new}
-        if "parts" in decision:
-            parts = [[part, new + k] for k, part in enumerate(decision["parts"])]
-            decision = decision | {"parts": parts}
         time = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         about = {"id": secrets.token_hex(6), "time": time, "samples": n, "digest": self._digest(n)}
+        about |= {} if self.by is None else {"by": self.by}
         return check_line(about | decision)
 
     def _check_run(self, line: Mapping[str, Any]) -> None:

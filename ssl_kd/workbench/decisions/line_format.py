@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import reprlib
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,63 +14,88 @@ from ssl_kd.files import CorruptFileError, strict_json
 NAME_LENGTH = 200
 LARGEST = 1 << 30  # bytes of a file; a hundred decisions about a million samples fit in
 REQUIRED = ("id", "time", "samples", "digest", "do")
-# The other fields of each decision; "?" marks an optional one.
+# The other fields of each decision; "?" marks an optional one. All may have the field `by`.
 _FORMS = {
     "rename": ("cluster name",),
     "merge": ("clusters name?",),
     "split": ("cluster rows new name?", "cluster level parts"),
     "move": ("rows new name?", "rows into name?"),
     "exclude": ("rows",),
+    "check": ("rows",),
     "undo": ("of",),
 }
+_REQUEST_FORMS = _FORMS | {"split": (_FORMS["split"][0], "cluster"), "check": ("rows", "cluster")}
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**53  # JavaScript reads these exactly
+def _text(pattern: str, length: int) -> dict[str, Any]:
+    end = r"(?![\s\S])"  # `$` would match before a line break too
+    return {"type": "string", "pattern": f"^{pattern}{end}", "maxLength": length}
 
 
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_number, value))
-
-
-def _are_pairs(value: Any) -> bool:
-    pairs = value if isinstance(value, list) else []
-    return bool(pairs) and all(_are_numbers(pair) and len(pair) == 2 for pair in pairs)
-
-
-def _matches(pattern: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
-
-
-_NUMBER = (_is_number, "a number, 0 or more")
-_NAME = (
-    lambda value: isinstance(value, str) and value.isprintable() and len(value) <= NAME_LENGTH,
-    f"one line of at most {NAME_LENGTH} characters",
+# Most characters that str.isprintable refuses; no pattern can name them all.
+_HIDDEN = (
+    r"\u0000-\u001f\u007f-\u00a0\u00ad\u2000-\u200f\u2028-\u202f\u2060-\u206f\ud800-\uf8ff\ufeff"
 )
-# Field -> a check of its value, and what is expected.
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "id": (_matches("[0-9a-f]{12}"), "12 hexadecimal digits"),
+_NUMBER = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}  # JavaScript reads these exactly
+_NAME = _text(f"[^{_HIDDEN}]*", NAME_LENGTH)
+_ONE_LINE = f"one line of at most {NAME_LENGTH} characters"
+_LIST = {"type": "array", "items": _NUMBER, "minItems": 1}
+# Field -> the JSON Schema of its value, and what is expected, in words.
+_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "id": (_text("[0-9a-f]{12}", 12), "12 hexadecimal digits"),
     "time": (
-        _matches("[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}Z"),
+        _text("[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}Z", 20),
         "a UTC time such as 2026-01-31T12:00:00Z",
     ),
-    "digest": (_matches("[0-9a-f]{16}"), "16 hexadecimal digits"),
-    **dict.fromkeys(("samples", "cluster", "into", "new"), _NUMBER),
-    **dict.fromkeys(("level", "name", "of"), _NAME),
-    "clusters": (_are_numbers, "numbers of clusters, at least two"),
+    "digest": (_text("[0-9a-f]{16}", 16), "16 hexadecimal digits"),
+    **dict.fromkeys(("samples", "cluster", "into", "new"), (_NUMBER, "a number, 0 or more")),
+    **dict.fromkeys(("level", "name", "of"), (_NAME, _ONE_LINE)),
+    "by": (_NAME | {"minLength": 1}, f"{_ONE_LINE}, at least one"),
+    "clusters": (_LIST, "numbers of clusters, at least two"),
     "rows": (
-        lambda value: _are_numbers(value) and len(set(value)) == len(value),
+        _LIST | {"uniqueItems": True},
         "numbers of samples, at least one, and each once",
     ),
-    "parts": (_are_pairs, "pairs of a part's number and its new one"),
+    "parts": (
+        {"type": "array", "items": _LIST | {"minItems": 2, "maxItems": 2}, "minItems": 1},
+        "pairs of a part's number and its new one",
+    ),
 }
+
+
+def schema(*, is_request: bool = False) -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of a line of `curation.jsonl`, or of a request.
+
+    Args:
+        is_request: return the schema of what `POST api/curation` accepts instead.
+    """
+    required = ("do",) if is_request else REQUIRED
+    fields = {key: value | {"description": words} for key, (value, words) in _FIELDS.items()}
+    if is_request:
+        fields["new"] = {"type": "null"}
+    forms = []
+    for do, texts in (_REQUEST_FORMS if is_request else _FORMS).items():
+        for text in texts:
+            needed = [*required, *(key for key in text.split() if not key.endswith("?"))]
+            known = dict.fromkeys([*needed, *text.replace("?", "").split(), "by"])
+            properties = {key: fields[key] for key in known if key != "do"}
+            forms.append(
+                {
+                    "type": "object",
+                    "properties": {"do": {"const": do}} | properties,
+                    "required": needed,
+                    "additionalProperties": False,
+                }
+            )
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, "title": "A decision about the clusters of a run", "anyOf": forms}
 
 
 def check_line(line: Any, *, is_request: bool = False) -> dict[str, Any]:
     """Return a decision unchanged after a check of its fields and their values.
 
     A request of the page has no id, time, samples and digest, null for the number of a new cluster,
-    and no parts for a split by the tree.
+    and no parts for a split by the tree. It may check a whole cluster.
     """
     if not isinstance(line, dict):
         raise InputError(
@@ -79,28 +103,48 @@ def check_line(line: Any, *, is_request: bool = False) -> dict[str, Any]:
             f"{', '.join(REQUIRED)}"
         )
     do, required = line.get("do"), ("do",) if is_request else REQUIRED
-    forms = _FORMS.get(do) if isinstance(do, str) else None
+    forms = (_REQUEST_FORMS if is_request else _FORMS).get(do) if isinstance(do, str) else None
     if forms is None:
         raise InputError(f"`do` is {reprlib.repr(do)}; expected one of {', '.join(_FORMS)}")
-    if is_request and do == "split":
-        forms = (forms[0], "cluster")
     if missing := [key for key in required if key not in line]:
         raise InputError(
             f"a decision has no field `{missing[0]}`; expected the fields {', '.join(required)}"
         )
-    keys = line.keys() - set(required)
+    keys = line.keys() - {*required, "by"}
     if not any(_fits(keys, form) for form in forms):
         raise InputError(
             f"the decision {do} has the fields {reprlib.repr(' '.join(sorted(keys)))}; expected "
             f"{' or '.join(forms)} (? marks an optional field)"
         )
     for key in line.keys() - {"do"}:
-        is_valid, expected = _FIELDS[key]
         if is_request and key == "new":
-            is_valid, expected = lambda value: value is None, "null"
-        if not is_valid(line[key]):
-            raise InputError(f"`{key}` is {reprlib.repr(line[key])}; expected {expected}")
+            if line[key] is not None:
+                raise InputError(f"`new` is {reprlib.repr(line[key])}; expected null")
+        else:
+            check_field(key, line[key])
     return line
+
+
+def check_field(key: str, value: Any) -> None:
+    """Raise InputError if a value does not fit a field of a decision."""
+    rule, expected = _FIELDS[key]
+    if not _is_valid(value, rule):
+        raise InputError(f"`{key}` is {reprlib.repr(value)}; expected {expected}")
+
+
+def _is_valid(value: Any, rule: dict[str, Any]) -> bool:
+    """Return True if a value fits a JSON Schema of `_FIELDS`."""
+    if rule["type"] == "integer":
+        return type(value) is int and rule["minimum"] <= value <= rule["maximum"]
+    if rule["type"] == "string":
+        is_text = isinstance(value, str) and value.isprintable()
+        is_text = is_text and rule.get("minLength", 0) <= len(value) <= rule["maxLength"]
+        return is_text and re.match(rule["pattern"], value) is not None
+    is_list = isinstance(value, list) and rule["minItems"] <= len(value)
+    if not is_list or len(value) > rule.get("maxItems", len(value)):
+        return False
+    is_valid = all(_is_valid(item, rule["items"]) for item in value)
+    return is_valid and not (rule.get("uniqueItems") and len(set(value)) < len(value))
 
 
 def _fits(keys: set[str], form: str) -> bool:

@@ -25,6 +25,7 @@ class ClusterState:
         self._samples = samples
         self.clusters = samples.column("cluster").astype(np.int64)  # [n], -1: no cluster
         self.excluded: NDArray[np.bool_] = np.zeros(len(self.clusters), bool)  # by a decision
+        self.checked = self.excluded.copy()  # by a person
         self.names: dict[int, str] = {}  # of the clusters that have a name
         self._count()
 
@@ -32,8 +33,12 @@ class ClusterState:
         """Return an independent copy."""
         other = copy.copy(self)
         other.clusters, other.excluded = self.clusters.copy(), self.excluded.copy()
-        other.names = dict(self.names)
+        other.checked, other.names = self.checked.copy(), dict(self.names)
         return other
+
+    def members(self, cluster: int) -> list[int]:
+        """Return the rows of the samples of a cluster."""
+        return np.flatnonzero(self.clusters == self._existing(cluster)).tolist()
 
     def tree_parts(self, cluster: int) -> tuple[str, list[int]]:
         """Return the coarsest tree level that splits a cluster, and all parts but the largest."""
@@ -129,6 +134,9 @@ class ClusterState:
 
     def _exclude(self, line: Mapping[str, Any]) -> None:
         self._assign(self._rows(line), -1)
+
+    def _check(self, line: Mapping[str, Any]) -> None:
+        self.checked[self._rows(line)] = True
 
     def _assign(self, rows: NDArray[np.int64], cluster: int) -> None:
         """Put samples into a cluster, or exclude them if it is -1; drop names of empty clusters."""

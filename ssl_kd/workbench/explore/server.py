@@ -73,7 +73,12 @@ class ExploreServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, samples: Samples, port: int = 0, *, progress: Progress | None = None
+        self,
+        samples: Samples,
+        port: int = 0,
+        *,
+        by: str | None = None,
+        progress: Progress | None = None,
     ) -> None:
         if not 0 <= port < 65536:
             raise InputError(f"--port is {port}; expected 0 (any free port) to 65535")
@@ -84,7 +89,7 @@ class ExploreServer(ThreadingHTTPServer):
                 f"port {port} is not available ({error.strerror}): use --port 0 for any free port"
             ) from error
         try:
-            self.samples, self.curation = samples, Curation(samples)
+            self.samples, self.curation = samples, Curation(samples, by)
             self.token = secrets.token_urlsafe(24)
             self.url = f"http://{ADDRESS}:{self.server_port}/?token={self.token}"
             # Browsers send the cookies of all ports of a host.
@@ -125,11 +130,12 @@ def serve(
     samples: Samples,
     port: int = 8090,
     *,
+    by: str | None = None,
     progress: Progress | None = None,
     opened: Callable[[str], object] = print,
 ) -> None:
     """Serve the explorer page until Ctrl-C; call `opened` with its address once the server runs."""
-    with ExploreServer(samples, port, progress=progress) as server:
+    with ExploreServer(samples, port, by=by, progress=progress) as server:
         opened(server.url)
         try:
             server.serve_forever()

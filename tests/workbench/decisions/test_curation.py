@@ -16,7 +16,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.files.lock import Lock, LockHeld
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.decisions import Curation
+from ssl_kd.workbench.decisions import Curation, line_format, schema
 from ssl_kd.workbench.decisions import curation as module
 from tests.faults.matrix import row as fault
 
@@ -52,6 +52,27 @@ def test_rename_merge_split_move_exclude_and_read_again(run):
     assert again.lines[2]["rows"] == rows.tolist()
     lines = map(json.loads, (run / "curation.jsonl").read_text().splitlines())
     assert [line | {"undone": False} for line in lines] == again.lines
+
+
+def test_checked_samples_stay_checked_when_they_move_and_not_after_an_undo(run):
+    curation = Curation.open(run, by="anna")
+    rows = members(curation, 1)
+    line = curation.check(cluster=1)
+    assert line["by"] == "anna" and line["rows"] == rows.tolist() and "cluster" not in line
+    curation.move(rows[:2], 0)
+    curation.by = None
+    assert "by" not in curation.check(rows=[int(members(curation, 2)[0])])
+    again = Curation.open(run)
+    assert again.checked[rows].all() and again.checked.sum() == len(rows) + 1
+    again.undo(line["id"])
+    assert again.checked.sum() == 1
+    assert [n.get("by") for n in again.lines] == ["anna", "anna", None, None]
+    for arguments in ({}, {"rows": [1], "cluster": 1}):
+        with pytest.raises(InputError, match="either `rows` or `cluster`"):
+            curation.check(**arguments)
+    for by in ("", "a\nb", "x" * 201):
+        with pytest.raises(InputError, match="`by` is .*; expected one line of at most 200"):
+            Curation.open(run, by=by)
 
 
 def test_a_merged_cluster_keeps_the_first_name_or_gets_one(run):
@@ -275,6 +296,48 @@ def test_a_given_line_is_checked_as_a_whole_and_blocks_no_run(run, tmp_path, edi
     assert not curation.path.exists()  # the first line was not taken either
     applied = Curation.open(run).apply(good)[0]
     assert (applied["cluster"], applied["name"]) == (0, "zeros")
+
+
+def _accepts(check, *arguments, **options):
+    try:
+        check(*arguments, **options)
+    except (ValueError, InputError):
+        return False
+    return True
+
+
+def test_every_line_fits_the_schema_and_what_is_refused_does_not(run):
+    jsonschema = pytest.importorskip("jsonschema")
+    curation = Curation.open(run, by="anna")
+    curation.rename(0, "zeros")
+    curation.merge([1, 2], name="rest")
+    curation.split(1)
+    curation.split(1, members(curation, 1)[:1], name="one")
+    curation.move([0, 3])
+    curation.move([4], 0)
+    curation.exclude([5])
+    curation.check(cluster=0)
+    curation.undo()
+    lines = curation.path.read_text().splitlines()
+    validator = jsonschema.Draft202012Validator(schema())
+    validator.check_schema(schema())
+    assert all(validator.is_valid(json.loads(line)) for line in lines)
+    assert {json.loads(line)["do"] for line in lines} == set(line_format._FORMS)
+    edited = [edit(lines[0].encode()) for edit, _ in HOSTILE.values()]
+    for line in lines:
+        for key in json.loads(line):
+            for value in (None, -1, True, "", "x" * 201, "a\n", [], [1, 1], [[1]], {}, 2**53):
+                edited.append(_changed(line, **{key: value}).encode())
+            edited.append(
+                json.dumps({k: v for k, v in json.loads(line).items() if k != key}).encode()
+            )
+    parsed = [files.strict_json(text) for text in edited if _accepts(files.strict_json, text)]
+    accepted = [_accepts(line_format.check_line, line) for line in parsed]
+    assert accepted == [validator.is_valid(line) for line in parsed] and 10 < sum(accepted) < 100
+    request = jsonschema.Draft202012Validator(schema(is_request=True))
+    for asked in ({"do": "check", "cluster": 3, "by": "b"}, {"do": "move", "rows": [1], "new": 5}):
+        is_fine = _accepts(line_format.check_line, asked, is_request=True)
+        assert request.is_valid(asked) is is_fine is (asked["do"] == "check")
 
 
 @fault(155)

@@ -21,7 +21,8 @@ export function describe(line) {
       : `${line.cluster} split in ${line.parts.length + 1} (${line.level})`),
     move: () => `${rows} moved to ${line.into ?? line.new}`,
     exclude: () => `${rows} excluded`,
-  }[line.do]();
+    check: () => `${rows} checked`,
+  }[line.do]() + (line.by ? ` by ${line.by}` : "");
 }
 
 /** Ask for a line of text; null if the user cancels. */
