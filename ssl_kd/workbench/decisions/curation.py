@@ -110,6 +110,12 @@ class Curation:
         history = self._history
         return [line | {"undone": line["id"] not in history.active} for line in history.lines]
 
+    @property
+    def n_lines(self) -> int:
+        """Number of decisions, including those that are undone; it changes with every decision."""
+        self._refresh()
+        return len(self._history.lines)
+
     def rename(self, cluster: int, name: str) -> Line:
         """Give a cluster a name; an empty name removes the present one.
 

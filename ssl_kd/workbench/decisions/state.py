@@ -26,6 +26,7 @@ class ClusterState:
         self.clusters = samples.column("cluster").astype(np.int64)  # [n], -1: no cluster
         self.excluded: NDArray[np.bool_] = np.zeros(len(self.clusters), bool)  # by a decision
         self.checked = self.excluded.copy()  # by a person
+        self._ended_by: dict[int, Mapping[str, Any]] = {}  # cluster -> line that emptied it
         self.names: dict[int, str] = {}  # of the clusters that have a name
         self._count()
 
@@ -34,6 +35,7 @@ class ClusterState:
         other = copy.copy(self)
         other.clusters, other.excluded = self.clusters.copy(), self.excluded.copy()
         other.checked, other.names = self.checked.copy(), dict(self.names)
+        other._ended_by = dict(self._ended_by)
         return other
 
     def members(self, cluster: int) -> list[int]:
@@ -57,7 +59,9 @@ class ClusterState:
 
         After an InputError the state may be half changed and must be discarded.
         """
+        before = self.sizes
         getattr(self, f"_{line['do']}")(line)
+        self._ended_by |= dict.fromkeys(before.keys() - self.sizes.keys(), line)
 
     def _rename(self, line: Mapping[str, Any]) -> None:
         cluster = self._existing(line["cluster"])
@@ -170,7 +174,13 @@ class ClusterState:
         if cluster not in self.sizes:
             known = ", ".join(map(str, list(self.sizes)[:12]))
             more = ", ..." if len(self.sizes) > 12 else ""
-            raise InputError(f"there is no cluster {cluster!r}; expected one of {known}{more}")
+            since = ""
+            if (line := self._ended_by.get(cluster)) is not None:
+                by = f" by {line['by']}" if "by" in line else ""
+                since = f" since the {line['do']}{by} of {line['time']}"
+            raise InputError(
+                f"there is no cluster {cluster!r}{since}; expected one of {known}{more}"
+            )
         return cluster
 
     def _unused(self, number: int) -> int:

@@ -226,6 +226,8 @@ class _Handler(BaseHTTPRequestHandler):
             if rest in contents:
                 kind = _TYPES.get(rest.rpartition(".")[2], "application/octet-stream")
                 return self._send(contents[rest], kind)
+        if name == "api/version":
+            return self._send(as_json({"lines": server.curation.n_lines}), _TYPES["json"])
         if name.startswith("api/image/"):
             return self._image(self._row(name))
         if name.startswith("api/neighbors/"):

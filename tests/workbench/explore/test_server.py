@@ -5,6 +5,7 @@ import io
 import json
 import re
 import socket
+import threading
 import time
 
 import numpy as np
@@ -18,6 +19,7 @@ from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore import server as module
 from ssl_kd.workbench.explore.server import ExploreServer, serve
 from tests.faults.matrix import row as fault
+from tests.workbench.explore.conftest import answering
 
 
 def ask(server, method, path, body=None, **headers):
@@ -74,6 +76,36 @@ def post(server, decision, **headers):
     given = {"X_Token": server.token} | headers
     status, data, _ = ask(server, "POST", "/api/curation", json.dumps(decision), **given)
     return status, json.loads(data)
+
+
+def test_two_people_at_once_lose_no_decision_and_a_conflict_is_explained(server, run):
+    """Two servers on one folder, each with two tabs that decide at the same time."""
+    with ExploreServer(Samples(run), by="ben") as other, answering(other):
+        answers = []
+
+        def decide(at, tab):
+            for number in range(6):
+                answers.append(post(at, {"do": "rename", "cluster": tab, "name": f"{number}"}))
+                answers.append(post(at, {"do": "check", "rows": [number], "by": f"tab {tab}"}))
+
+        tabs = [(server, 0), (server, 1), (other, 1), (other, 2)]
+        threads = [threading.Thread(target=decide, args=tab) for tab in tabs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        refused = [answer["error"] for status, answer in answers if status != 200]
+        assert all(re.search(r"cluster \d is called '\d' already: merge", one) for one in refused)
+        kept = len(answers) - len(refused)
+        assert kept >= 24 and len(Curation.open(run).lines) == kept
+        for at in (server, other):
+            assert json.loads(ask(at, "GET", "/api/version")[1]) == {"lines": kept}
+        by = [line.get("by") for line in Curation.open(run).lines if line["do"] == "rename"]
+        assert set(by) <= {None, "ben"} and "ben" in by
+        post(server, {"do": "merge", "clusters": [0, 1, 2]})
+        status, answer = post(other, {"do": "move", "rows": [3], "into": 2})
+        assert status == 400
+        assert re.match("there is no cluster 2 since the merge of 2.*Z; exp", answer["error"])
 
 
 def test_decisions_are_lines_in_the_run(server, run):
