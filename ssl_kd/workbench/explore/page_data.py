@@ -82,12 +82,14 @@ def write_page_data(
     samples: Samples,
     put: Put,
     *,
+    table: list[dict[str, str]] | None = None,
     pictures: int = 0,
     progress: Progress | None = None,
 ) -> None:
     """Write the data of the page that decisions do not change: columns, file names, `meta.json`.
 
-    `pictures` are written into sheets; 0 if a server serves single pictures.
+    `table` has the columns that a server can filter and sort. `pictures` are written into sheets;
+    0 if a server serves single pictures.
     """
     places = map_of(samples, progress)
     put("places.f32", places.T.astype("<f4").tobytes())
@@ -103,6 +105,7 @@ def write_page_data(
         "title": samples.path.name,
         "samples": len(samples),
         "columns": columns,
+        "table": table,
         "examples": examples.tolist(),
         "images": first is not None,
         "tiny": is_tiny,

@@ -19,7 +19,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, parse_qsl
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from ssl_kd.workbench.explore.page_data import (
     page_file,
     write_page_data,
 )
+from ssl_kd.workbench.explore.routes import DataRoutes
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,9 @@ class ExploreServer(ThreadingHTTPServer):
             # Browsers send the cookies of all ports of a host.
             self.cookie = f"ssl_kd_explore_{self.server_port}"
             self.data: dict[str, bytes] = {}
-            write_page_data(samples, self.data.__setitem__, progress=progress)
+            self.routes = DataRoutes(samples, self.curation)
+            table = self.routes.table
+            write_page_data(samples, self.data.__setitem__, table=table, progress=progress)
         except BaseException:
             self.server_close()
             raise
@@ -232,6 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._image(self._row(name))
         if name.startswith("api/neighbors/"):
             return self._send(as_json(server.neighbors(self._row(name))), _TYPES["json"])
+        if (answer := server.routes.answer(name, dict(parse_qsl(query)))) is not None:
+            return self._send(*answer)
         raise _Refused(HTTPStatus.NOT_FOUND, "there is no page or data at this path")
 
     def _cookies(self) -> list[str]:

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+from urllib.parse import urlencode
 
 import numpy as np
 import pytest
@@ -57,6 +58,27 @@ def test_images_and_neighbors_on_demand(server):
     closeness[3] = -1
     assert len(near) == 12 and 3 not in near
     assert closeness[near].tolist() == sorted(closeness.tolist(), reverse=True)[:12]
+
+
+def get(server, path, **query):
+    status, content, headers = ask(server, "GET", f"{path}?{urlencode(query)}")
+    is_json = headers["Content-Type"] == "application/json"
+    return status, json.loads(content) if is_json else np.frombuffer(content, "<u4")
+
+
+def test_rows_cells_charts_and_clusters(server):
+    names = [column["name"] for column in get(server, "/data/meta.json")[1]["table"]]
+    assert names[0] == "file" and names[-2:] == ["checked", "excluded"]
+    filter = json.dumps({"cluster": "=1", "file": ".png"})
+    status, rows = get(server, "/api/rows", filter=filter, sort="confidence", descending=1)
+    status, cells = get(server, "/api/cells", rows="3,0", columns="cluster,file")
+    assert status == 200 and cells["columns"] == ["cluster", "file"] and len(cells["rows"]) == 2
+    assert get(server, "/api/chart", column="confidence")[1]["kind"] == "number"
+    clusters = get(server, "/api/clusters")[1]
+    entry = next(entry for entry in clusters if entry["cluster"] == 1)
+    assert entry["typical"] == rows[:8].tolist() and entry["size"] == len(rows)
+    status, page = get(server, "/api/cluster/1")
+    assert status == 200 and {near["cluster"] for near in page["nearest"]} == {0, 2}
 
 
 OTHER_PATHS = (
