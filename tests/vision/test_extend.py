@@ -149,6 +149,8 @@ def test_what_people_decided_about_a_run_holds_in_the_extended_one(parent, setti
     people.rename(2, "the third")
     people.merge([0, 1], "both")
     people.exclude([5, 7])
+    people.check(cluster=2)
+    checked = people.checked
     row = int(np.flatnonzero(people.clusters == 2)[0])
     made = people.split(2, [row])["new"]
     new = save(tmp_path, "new.npz", range(4), 40, 1)
@@ -159,6 +161,7 @@ def test_what_people_decided_about_a_run_holds_in_the_extended_one(parent, setti
     assert (grown.clusters[:n] == people.clusters).all() and grown.excluded.sum() == 2
     run_says = np.array(joined(path)[0])
     assert (grown.clusters[n:] == np.where(run_says == 1, 0, run_says)).all()
+    assert checked.any() and grown.checked.tolist() == [*checked, *[False] * len(run_says)]
     assert grown.clusters[row] == made and 3 in grown.sizes and made not in run_says
     grown.undo()  # each line can still be taken back, and new ones added
     grown.rename(3, "the new ones")

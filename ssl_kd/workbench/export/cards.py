@@ -42,6 +42,7 @@ def write_dataset(content: Content, out: Path) -> Path:
     """Write a folder with the files of a dataset repository: README.md and clusters.parquet."""
     with new_folder(out) as folder:
         write_parquet(content, folder / "clusters.parquet")
+        content.write_decisions(folder)
         (folder / "README.md").write_text(str(dataset_card(content)), encoding="utf-8")
     return out
 

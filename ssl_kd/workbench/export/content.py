@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError, printable
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
+from ssl_kd.workbench.decisions.curation import FILE
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ class Content:
     rows: NDArray[np.int64]  # row numbers of the exported samples [m], ascending
     clusters: NDArray[np.int64]  # of all samples of the run [n], after all decisions; -1: none
     names: Mapping[int, str] = field(default_factory=dict)  # of the clusters that have a name
+    checked: NDArray[np.bool_] | None = None  # of all samples [n]; None: nothing was checked
+    decisions: str = ""  # lines of curation.jsonl
 
     @classmethod
     def of(
@@ -39,6 +43,7 @@ class Content:
     ) -> Self:
         """Select samples of a run by split and cluster after all decisions; by default all."""
         curation = Curation(samples)
+        lines = [{k: v for k, v in line.items() if k != "undone"} for line in curation.lines]
         after = curation.clusters
         rows = np.flatnonzero(~curation.excluded)
         if unknown := [name for name in splits if name not in samples.splits]:
@@ -57,7 +62,15 @@ class Content:
                 f"no sample of {samples.path} is in the selected splits and clusters: select more "
                 "of them"
             )
-        return cls(samples, rows, after, curation.names)
+        checked = curation.checked
+        return cls(
+            samples,
+            rows,
+            after,
+            curation.names,
+            checked if checked.any() else None,
+            "".join(json.dumps(line) + "\n" for line in lines),
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -71,6 +84,11 @@ class Content:
         """Return number -> name (or number as text) of each exported cluster."""
         clusters = np.unique(self.clusters[self.rows]).tolist()
         return {cluster: self.names.get(cluster, str(cluster)) for cluster in clusters}
+
+    def write_decisions(self, folder: Path) -> None:
+        """Write the decisions, if there are any, to `curation.jsonl` in a folder."""
+        if self.decisions:
+            (folder / FILE).write_text(self.decisions, encoding="utf-8")
 
     def batches(self, size: int) -> Iterator[arrow.RecordBatch]:
         """Yield the exported samples with all columns, in batches of `size` rows."""
@@ -94,6 +112,8 @@ class Content:
                 columns["cluster_name"] = arrow.array(texts, arrow.string())
         if (self.samples.column("cluster") != self.clusters).any():
             columns["cluster_of_run"] = table.column("cluster").combine_chunks()
+        if self.checked is not None:
+            columns["checked"] = arrow.array(self.checked[rows])
         return arrow.RecordBatch.from_pydict(columns)
 
     def with_pictures(self, *, skip_missing: bool = False) -> tuple[Content, list[Path]]:

@@ -17,10 +17,11 @@ from ssl_kd.workbench.output_files import new_folder, write_list
 def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -> Path:
     """Write one FiftyOne sample per picture, with levels and label as Classifications.
 
-    Numbers become fields, and the split becomes a tag.
+    Numbers become fields. The split becomes a tag, and so does `checked`.
     """
     content, files = content.with_pictures(skip_missing=skip_missing)
     with new_folder(out) as folder:
+        content.write_decisions(folder)
         write_list(folder / "samples.json", _samples(content, files), '{"samples": [', "]}")
     return out
 
@@ -28,6 +29,8 @@ def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -
 def _samples(content: Content, files: list[Path]) -> Iterator[dict[str, Any]]:
     for file, row in zip(files, content.records(), strict=True):
         sample = {"filepath": str(file), "tags": [row.pop("split")]}
+        if row.pop("checked", False):
+            sample["tags"].append("checked")
         confidence = row.pop("confidence")
         del row["file"]
         for level in content.samples.levels:

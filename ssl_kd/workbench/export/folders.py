@@ -28,6 +28,7 @@ def write_folders(
     }
     unique = {cluster: UniqueNames() for cluster in folders}
     with new_folder(out) as root:
+        content.write_decisions(root)
         for folder in folders.values():
             (root / folder).mkdir()
         for row, file in zip(content.rows.tolist(), files, strict=True):

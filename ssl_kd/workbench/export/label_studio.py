@@ -32,6 +32,7 @@ def write_label_studio(
         return f"{url.rstrip('/')}/{quote(os.fsencode(file.relative_to(common).as_posix()))}"
 
     with new_folder(out) as folder:
+        content.write_decisions(folder)
         (folder / "label_config.xml").write_text(_interface(choices), encoding="utf-8")
         rows = zip(content.rows.tolist(), files, content.records(), strict=True)
         tasks = (_task(content.title, number, address(file), row) for number, file, row in rows)
@@ -48,9 +49,12 @@ def _task(run: str, number: int, image: str, row: dict[str, Any]) -> dict[str, A
         "value": {"choices": [row["cluster_name"]]},
     }
     prediction = {"score": row["confidence"], "model_version": run, "result": [choice]}
+    meta = {"run": run, "row": number, "split": row["split"]}
+    if "checked" in row:
+        meta["checked"] = row["checked"]
     return {
         "data": {"image": image, "file": row["file"]},
-        "meta": {"run": run, "row": number, "split": row["split"]},
+        "meta": meta,
         "predictions": [prediction],
     }
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from pyarrow import parquet
 from ssl_kd.errors import InputError
 from ssl_kd.vision.estimator import MultiHeadClusterer
 from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.export import export
 from ssl_kd.workbench.export.content import Content
 from tests.faults.matrix import row as fault
@@ -112,3 +114,44 @@ def test_features_have_no_pictures(content, tmp_path, monkeypatch):
     for to in ("folders", "fiftyone", "label-studio"):
         with pytest.raises(InputError, match="not picture files"):
             export(content, to, tmp_path / to)
+
+
+def test_decisions_that_are_too_long_for_a_file_are_left_out(
+    content, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("ssl_kd.workbench.export.parquet_table.LARGEST", 3)
+    out = export(replace(content, decisions="long"), "parquet", tmp_path / "a.parquet")
+    assert b"ssl_kd.decisions" not in (parquet.read_metadata(out).metadata or {})
+    assert "no copy of the decisions" in caplog.text
+
+
+@pytest.mark.parametrize("to", ["parquet", "folders", "fiftyone", "label-studio", "hf-dataset"])
+def test_every_format_carries_the_decisions(photo_run, tmp_path, to):
+    run = shutil.copytree(photo_run, tmp_path / "run")
+    curation = Curation.open(run, by="änna")
+    curation.rename(0, "zeros")
+    curation.check([2, 5])
+    curation.exclude([3])
+    curation.undo()
+    out = export(Content.of(Samples(run)), to, tmp_path / ("a.parquet" if to == "parquet" else "a"))
+    if to == "parquet":
+        text = parquet.read_metadata(out).metadata[b"ssl_kd.decisions"].decode()
+    else:
+        text = (out / "curation.jsonl").read_text()
+    assert text == curation.path.read_text()
+    if to == "fiftyone":
+        samples = json.loads((out / "samples.json").read_text())["samples"]
+        checked = ["checked" in sample["tags"] for sample in samples]
+        assert not any("checked" in sample for sample in samples)
+    elif to == "label-studio":
+        checked = [task["meta"]["checked"] for task in tasks_of(out)]
+    elif to != "folders":
+        file = out if to == "parquet" else out / "clusters.parquet"
+        checked = parquet.read_table(file).column("checked").to_pylist()
+    assert to == "folders" or [row for row, is_checked in enumerate(checked) if is_checked] == [
+        2,
+        5,
+    ]
+    fresh = shutil.copytree(photo_run, tmp_path / "fresh")
+    (tmp_path / "lines.jsonl").write_text(text)
+    assert len(Curation.open(fresh).apply(tmp_path / "lines.jsonl")) == 4
