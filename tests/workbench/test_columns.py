@@ -12,13 +12,17 @@ from ssl_kd.workbench.decisions import Curation
 
 
 @pytest.fixture
-def columns(photo_run, tmp_path):
-    samples = Samples(shutil.copytree(photo_run, tmp_path / "copy"))
+def samples(photo_run, tmp_path):
+    return Samples(shutil.copytree(photo_run, tmp_path / "copy"))
+
+
+@pytest.fixture
+def columns(samples):
     return Columns(samples, Curation(samples))
 
 
-def test_filters_find_what_pandas_finds(columns):
-    frame = columns._samples.table.to_pandas()
+def test_filters_find_what_pandas_finds(samples, columns):
+    frame = samples.table.to_pandas()
     wanted = {
         ("confidence", "<0.9"): frame.confidence < 0.9,
         ("confidence", " 0.5 .. 0.9"): frame.confidence.between(0.5, 0.9),
