@@ -92,6 +92,25 @@ def agreement(candidates: Iterable[Candidate], answer: Ints) -> dict[str, float]
     return {family: float(np.mean(of_family)) for family, of_family in shares.items()}
 
 
+def cluster_agreement(
+    candidates: Iterable[Candidate], answer: Ints, n_clusters: int
+) -> NDArray[np.float64]:
+    """Return how well families agree with each cluster of `answer` `[n]`, 0 to 1, `[n_clusters]`.
+
+    It is the best Jaccard overlap with a cluster of the family, averaged over families.
+    """
+    sizes = np.bincount(answer, minlength=n_clusters)
+    best: dict[str, NDArray[np.float64]] = {}
+    for candidate in candidates:
+        of_candidate = np.bincount(candidate.clusters)
+        cells = candidate.clusters * n_clusters + answer
+        shared = np.bincount(cells, minlength=len(of_candidate) * n_clusters)
+        shared = shared.reshape(-1, n_clusters)
+        overlap = (shared / (of_candidate[:, None] + sizes - shared)).max(0)
+        best[candidate.family] = np.maximum(best.get(candidate.family, 0.0), overlap)
+    return np.mean([*best.values()], axis=0)
+
+
 def form_ensemble(
     cosine: View,
     euclidean: View,

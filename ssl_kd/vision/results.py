@@ -13,7 +13,7 @@ from torch import Tensor
 from ssl_kd import evaluate
 from ssl_kd.evaluate.baselines import Baseline
 from ssl_kd.files import atomic_write
-from ssl_kd.graph import agreement
+from ssl_kd.graph.ensemble import agreement, cluster_agreement
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.vision.assignments import SplitAssignments, write_assignments
@@ -63,7 +63,7 @@ def judge(
         metrics = {
             "table": table,
             "heads": _heads(trained, heads["train"], accuracies),
-            "graph": None if trained.partition is None else _graph(trained.partition),
+            "graph": _graph(trained.partition, context.settings.by_graph),
             "cluster_sizes": evaluate.cluster_sizes(train.clusters, n_clusters).tolist(),
             "calibration": {name: _calibration(split) for name, split in splits.items()},
             **_embedding_scores(train, test, seed, run_baselines),
@@ -128,11 +128,20 @@ def _heads(
     ]
 
 
-def _graph(answer: GraphAnswer) -> dict[str, Any]:
-    """Return how well each family of partitions agrees with the result, and which ones voted."""
-    ensemble = answer.ensemble
+def _graph(answer: GraphAnswer | None, is_learned: bool) -> dict[str, Any] | None:
+    """Return how the families of partitions voted, and how well they agree with the result.
+
+    `is_learned` means that the heads learned the answer, so that its clusters are those of the run.
+    """
+    if answer is None:
+        return None
+    ensemble, of_clusters = answer.ensemble, None
+    if is_learned:
+        clusters = answer.clusters.numpy()
+        of_clusters = cluster_agreement(ensemble.voters, clusters, answer.n_clusters).tolist()
     return {
         "agreement": agreement(ensemble.candidates, ensemble.clusters),
+        "cluster_agreement": of_clusters,
         "voters": sorted({candidate.family for candidate in ensemble.voters}),
         "evenness": ensemble.evenness,
         "number": None if answer.number is None else dataclasses.asdict(answer.number),

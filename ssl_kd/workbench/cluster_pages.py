@@ -41,7 +41,7 @@ class ClusterPages:
         clusters, checked = self._curation.clusters, self._curation.checked
         names, confidence = self._curation.names, self._samples.column("confidence")
         graph = self._samples.metrics.get("graph") or {}
-        agreement = dict(enumerate(graph.get("cluster_agreement", [])))
+        agreement = dict(enumerate(graph.get("cluster_agreement") or ()))
         groups = group_rows(clusters, self._columns.find({}, "confidence", descending=True))
         entries = [
             {

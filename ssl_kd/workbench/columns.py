@@ -94,19 +94,7 @@ class Columns:
     def find(
         self, filter: Mapping[str, str], sort: str | None = None, descending: bool = False
     ) -> NDArray[np.int64]:
-        """Return the rows of the samples that pass all filters.
-
-        Args:
-            filter: column -> text. `cat` finds texts that contain it, in any case; `=cat` and
-                `!=cat` compare; for numbers there are `3`, `<0.5`, `<=`, `>`, `>=`, `0.2..0.5`. A
-                cluster is found by its number or name. `=` alone finds missing values, and `!=`
-                all others. The text of the column `""` is searched in all columns of texts.
-            sort: column to sort by, with missing values last; None keeps the order of the rows.
-            descending: whether the largest value comes first.
-
-        Raises:
-            InputError: there is no such column, or the text of a filter is not valid.
-        """
+        """Return the rows of the samples that pass all filters (`Run.find` explains them)."""
         mask = np.ones(self._n, bool)
         for name, text in filter.items():
             _check_text(name, text)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.report.gallery import thumbnail
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench import curate
+from ssl_kd.workbench.columns import Columns
 from ssl_kd.workbench.curate import Duplicates, Ranked
 from ssl_kd.workbench.curate.image_checks import ImageChecks
 from ssl_kd.workbench.decisions import Curation
@@ -152,6 +154,28 @@ class Run:
         """
         lines = [line for line in self.curation.lines if line["do"] != "undo"]
         return [line for line in lines if not line.pop("undone")]
+
+    def find(
+        self, filter: Mapping[str, str], sort: str | None = None, descending: bool = False
+    ) -> NDArray[np.int64]:
+        """Return the rows of the samples that pass all filters, as the explorer's table shows them.
+
+        Args:
+            filter: column -> text, as typed into a filter of the table: `cat` (contains, ignoring
+                case), `=cat`, `!=cat`; for numbers `3`, `<0.5`, `<=`, `>`, `>=`, `0.2..0.5`. `=`
+                alone finds missing values. `cluster` also takes a name or a part of it. The column
+                `""` stands for all columns of texts.
+            sort: column to sort by, missing values last; None keeps the order of the rows.
+            descending: whether the largest value comes first.
+
+        Raises:
+            InputError: there is no such column, or a filter is not valid.
+        """
+        return self._columns.find(filter, sort, descending)
+
+    @cached_property
+    def _columns(self) -> Columns:
+        return Columns(self.samples, self.curation)
 
     def frame(self) -> Any:
         """Return a pandas data frame with one row per sample that is not excluded.

@@ -7,7 +7,15 @@ from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
 from ssl_kd.graph import View, agreement, consensus, form_ensemble, fuzzy_graph
-from ssl_kd.graph.ensemble import MASS, PEAKS, Candidate, aligned, kind_of, uneven_consensus
+from ssl_kd.graph.ensemble import (
+    MASS,
+    PEAKS,
+    Candidate,
+    aligned,
+    cluster_agreement,
+    kind_of,
+    uneven_consensus,
+)
 
 R = np.random.default_rng(0)
 
@@ -30,6 +38,17 @@ def test_a_partition_takes_the_names_of_the_answer():
     more = np.array([0, 0, 3, 1, 1, 2, 2, 2])  # a cluster that is left over goes where it was
     assert aligned(more, answer).tolist() == answer.tolist()
     assert set(aligned(np.zeros(8, int), answer)) == {0}
+
+
+def test_each_family_counts_once_in_the_agreement_with_a_cluster():
+    answer = np.array([0, 0, 0, 0, 1, 1, 2, 2])
+    parts = [
+        Candidate("a", np.array([0, 0, 0, 0, 1, 1, 1, 1])),
+        Candidate("a", np.array([0, 1, 1, 1, 2, 2, 2, 2])),  # worse than its sibling
+        Candidate("b", np.array([0, 0, 0, 1, 1, 1, 2, 2])),
+    ]
+    found = cluster_agreement(parts, answer, 4)
+    assert found.tolist() == [(1 + 3 / 4) / 2, (1 / 2 + 2 / 3) / 2, (1 / 2 + 1) / 2, 0]
 
 
 def test_errors_that_partitions_do_not_share_are_outvoted():
