@@ -22,7 +22,8 @@ from ssl_kd.workbench.columns import Columns
 from ssl_kd.workbench.curate import Duplicates, Ranked
 from ssl_kd.workbench.curate.image_checks import ImageChecks
 from ssl_kd.workbench.decisions import Curation
-from ssl_kd.workbench.explore import serve, write_site
+from ssl_kd.workbench.explore import map_of, serve, write_site
+from ssl_kd.workbench.explore.map_image import map_image
 from ssl_kd.workbench.export import export
 from ssl_kd.workbench.export.content import Content
 
@@ -232,6 +233,19 @@ class Run:
         if folder is not None:
             return write_site(self.samples, folder)
         return serve(self.samples, port)
+
+    def map_image(self, color: str = "cluster", width: int = 800) -> Image.Image:
+        """Draw the map of all samples as a picture.
+
+        Args:
+            color: column that colors the samples, such as `cluster`, `label` or `confidence`.
+            width: width and height in pixels, 64 to 4096.
+
+        Raises:
+            InputError: there is no such column, it has texts, or the width is out of range.
+        """
+        columns = Columns(self.samples, self.curation)
+        return map_image(map_of(self.samples), columns, color, width)
 
     def export(
         self,

@@ -71,7 +71,7 @@ class Curation:
         self._digests: dict[int, str] = {}
         self._content, self._history = b"", History(samples)
         remove_orphans(self.path)
-        self._refresh()
+        self.refresh()
 
     @classmethod
     def open(cls, path: str | Path | Samples, by: str | None = None) -> Curation:
@@ -106,15 +106,9 @@ class Curation:
     @property
     def lines(self) -> list[Line]:
         """All decisions, oldest first; `undone` is True where a later line undoes the decision."""
-        self._refresh()
+        self.refresh()
         history = self._history
         return [line | {"undone": line["id"] not in history.active} for line in history.lines]
-
-    @property
-    def n_lines(self) -> int:
-        """Number of decisions, including those that are undone; it changes with every decision."""
-        self._refresh()
-        return len(self._history.lines)
 
     def rename(self, cluster: int, name: str) -> Line:
         """Give a cluster a name; an empty name removes the present one.
@@ -252,7 +246,7 @@ class Curation:
         With a `source`, the file that they were read from, decisions already have `id` and `time`.
         """
         with _MUTEX, Lock(self.path.parent / LOCK, wait=WAIT):
-            self._refresh()
+            self.refresh()
             first, history = len(self._history.lines), self._history.copy()
             known = {line["id"]: line for line in history.lines}
             for number, line in enumerate(lines, 1):
@@ -273,7 +267,7 @@ class Curation:
                 self._content, self._history = content, history
             return new
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Read `curation.jsonl` again if its content changed."""
         with _MUTEX:
             try:

@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,8 @@ from ssl_kd.store.neighbors import nearest_among, search_on
 from ssl_kd.training.clock import Progress
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
+from ssl_kd.workbench.explore.api import openapi
+from ssl_kd.workbench.explore.map_image import map_image
 from ssl_kd.workbench.explore.page_data import (
     DATA,
     PAGE,
@@ -127,6 +130,16 @@ class ExploreServer(ThreadingHTTPServer):
         query, search = safe_normalize(self.samples.embeddings([row])), search_on(CPU)
         nearest = nearest_among(query, torch.tensor([row]), candidates(), NEIGHBORS, search)
         return [neighbor for neighbor in nearest[0].tolist() if neighbor != row]
+
+    def map_png(self, query: dict[str, str]) -> bytes:
+        """Draw the map as a PNG; the query may have `color` and `width`."""
+        places = np.frombuffer(self.data["places.f32"], "<f4").reshape(2, -1).T
+        width = query.get("width", "800")
+        if not (width.isascii() and width.isdecimal() and len(width) < 6):
+            raise InputError(f"`width` is {printable(width)[:20]!r}; expected a number of pixels")
+        color, target = query.get("color", "cluster"), io.BytesIO()
+        map_image(places, self.routes.columns, color, int(width)).save(target, "PNG")
+        return target.getvalue()
 
 
 def serve(
@@ -229,8 +242,13 @@ class _Handler(BaseHTTPRequestHandler):
             if rest in contents:
                 kind = _TYPES.get(rest.rpartition(".")[2], "application/octet-stream")
                 return self._send(contents[rest], kind)
-        if name == "api/version":
-            return self._send(as_json({"lines": server.curation.n_lines}), _TYPES["json"])
+        if folder == "api":
+            server.curation.refresh()  # another server may have written a decision
+        if name in ("api/version", "api/schema"):
+            value = openapi() if rest == "schema" else {"lines": len(server.curation.lines)}
+            return self._send(as_json(value), _TYPES["json"])
+        if name == "api/map.png":
+            return self._send(server.map_png(dict(parse_qsl(query))), "image/png")
         if name.startswith("api/image/"):
             return self._image(self._row(name))
         if name.startswith("api/neighbors/"):
