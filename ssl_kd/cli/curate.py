@@ -86,7 +86,11 @@ def _parser() -> FlagParser:
     rules = ("first", "largest")
     add("--rule", choices=rules, default="first", help="which duplicate to keep; default: first")
     add("--out", type=home_resolved, help="new folder for the tables; default: FOLDER/curated")
-    add("--images", action="store_true", help="find corrupt, blank and tiny images of a run")
+    add(
+        "--images",
+        action="store_true",
+        help="find corrupt, blank and tiny images; measure all for explore",
+    )
     undo = "ssl_kd explore RUN --undo includes them again"
     add(
         "--exclude",
@@ -144,6 +148,7 @@ def _check(
 ) -> tuple[list[tuple[str, str, arrow.Table]], NDArray[np.bool_]]:
     """Return name, summary and table of each check, and a mask of the samples to keep `[n]`."""
     from ssl_kd.workbench.curate import leaks, mislabelled, near_duplicates, outliers
+    from ssl_kd.workbench.metadata import write_measures
 
     def show(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: progress(stage, done, total, {})
@@ -167,6 +172,8 @@ def _check(
         kept[list(pictures.reasons)] = False
         summary = f"{len(pictures.reasons):,} corrupt, blank or tiny images"
         tables.append(("images", summary, pictures.frame()))
+        if run is not None:
+            write_measures(run.samples, split, pictures.measures)
     if test is not None:
         leaked = leaks(store, test, floor, progress=show("leaks"))
         summary = f"{len(leaked):,} of {test.n:,} test samples are also in {split}"

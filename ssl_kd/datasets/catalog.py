@@ -12,6 +12,8 @@ import numpy as np
 
 from ssl_kd.datasets.features import FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
+from ssl_kd.datasets.media import Rows
+from ssl_kd.datasets.tables import is_saved, one_line_errors, open_table
 from ssl_kd.errors import DatasetUnavailable, InputError, UserError
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.settings.early import DATASETS, dataset_path
@@ -44,9 +46,10 @@ def open_dataset(
 
     Args:
         name: `digits`, `cifar10`, `cifar100`, `stl10`, `fashion_mnist`, `imagenet`, or the path of
-            an image folder or a feature file (.npy, .npz, .pt, .safetensors, .parquet). A folder
-            may have the subfolders `train` and `test` (or `val`). The test split of a feature file
-            `..._train.npz` is `..._test.npz` in the same folder.
+            an image folder, a feature file (.npy, .npz, .pt, .safetensors, .parquet, .h5ad) or a
+            data set that Hugging Face's `save_to_disk` wrote. A folder may have the subfolders
+            `train` and `test` (or `val`). The test split of a feature file `..._train.npz` is
+            `..._test.npz` in the same folder.
         split: `train` or `test`.
         root: folder of the data sets that torchvision or image-net.org provide.
         download: whether to download a missing data set of torchvision.
@@ -60,17 +63,17 @@ def open_dataset(
         raise ValueError(f"split is {split!r}; expected 'train' or 'test'")
     dataset: ImageDataset | FeatureDataset | None
     path = None if name in NAMES else dataset_path(name)
-    if column is not None and (path is None or path.is_dir()):
+    is_file = path is not None and (path.is_file() or is_saved(path))
+    if column is not None and not is_file:
         raise InputError(
             f"COLUMN is {column!r}, but {name} contains images instead of columns: remove --column"
         )
     if path is None:
         return NAMES[name](name, split, Path(root), download)
-    if path.is_dir():
+    if not is_file:
         dataset = _open_folder(path, name, split, class_names, whole, labels == "folders")
     else:
-        read = open_features if split == "train" or whole else _open_test_features
-        dataset = read(path, split, class_names, column)
+        dataset = _open_features(path, split, class_names, column, whole)
     if dataset is None:
         raise NoSuchSplit(f"the data set {name} has no {split} split")
     return dataset
@@ -110,16 +113,43 @@ def _class_folders(train: Path | None) -> tuple[str, ...] | None:
     return tuple(names) or None
 
 
-def _open_test_features(
-    path: Path, split: Split, class_names: tuple[str, ...] | None, column: str | None
-) -> FeatureDataset | None:
-    if not path.stem.endswith("train"):
+def open_rows(
+    name: str, split: Split, *, whole: bool = False, column: str | None, media: str | None
+) -> Rows | None:
+    """Open the rows of one split of a table of embeddings; None if the data set is not a table."""
+    source = None if name in NAMES else _part(dataset_path(name), split, whole)
+    if source is None:
         return None
+    with one_line_errors(source):
+        table = open_table(source)
+        return None if table is None else Rows(name, table, column, media)
+
+
+def _part(path: Path, split: Split, whole: bool = False) -> Path | None:
+    """Return the feature file, or the folder of a saved data set, with one split of `path`."""
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file():
+            places = (path / name for name in _FOLDER_OF_SPLIT[split])
+            return next((place for place in places if is_saved(place)), None)
+        return path if split == "train" or whole else None
+    if split == "train" or whole:
+        return path
     test_path = path.with_name(path.stem.removesuffix("train") + "test" + path.suffix)
-    if not test_path.is_file():
+    return test_path if path.stem.endswith("train") and test_path.is_file() else None
+
+
+def _open_features(
+    path: Path,
+    split: Split,
+    class_names: tuple[str, ...] | None,
+    column: str | None,
+    whole: bool,
+) -> FeatureDataset | None:
+    if (part := _part(path, split, whole)) is None:
         return None
-    class_names = class_names or open_features(path, column=column).class_names
-    return open_features(test_path, split, class_names, column)
+    if split == "test" and not whole and class_names is None:
+        class_names = open_features(_part(path, "train") or path, column=column).class_names
+    return open_features(part, split, class_names, column)
 
 
 def _digits(name: str, split: Split, root: Path, download: bool) -> ImageDataset:

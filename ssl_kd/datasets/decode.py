@@ -15,6 +15,8 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 """Accepted formats. For some others PIL starts external programs, such as Ghostscript for EPS."""
 LARGEST = 512 << 20
 """Bytes of memory that decoding an image may need; larger images are unreadable."""
+FILE_BYTES = "ssl_kd.bytes"
+"""Key in `info` of a decoded image: the size of its file in bytes."""
 STRIP = 64
 """Rows of an image to convert at once."""
 
@@ -38,7 +40,11 @@ def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -
     try:
         with Image.open(source, formats=FORMATS) as image:
             _check_size(image)
-            return _convert(image)
+            converted = _convert(image)
+        is_file = not isinstance(source, io.BytesIO)
+        size = os.path.getsize(source) if is_file else source.getbuffer().nbytes
+        converted.info[FILE_BYTES] = size
+        return converted
     except MemoryError:
         raise
     except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and more

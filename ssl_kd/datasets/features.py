@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,29 +11,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
-from ssl_kd.datasets.decode import UnreadableImage, decode
-from ssl_kd.datasets.images import EXTENSIONS, digest_array
-from ssl_kd.datasets.spill import LazyStrings
-from ssl_kd.errors import InputError, printable
-from ssl_kd.files import CorruptFileError, load_tensors
+from ssl_kd.datasets.images import digest_array
+from ssl_kd.datasets.media import Media, Shown, find_media, row_names
+from ssl_kd.datasets.tables import (
+    FEATURES,
+    IDS,
+    LABELS,
+    Table,
+    as_text,
+    check_column,
+    one_line_errors,
+    open_table,
+    readable_values,
+)
+from ssl_kd.errors import InputError
+from ssl_kd.files import load_tensors
 
 __all__ = ["FeatureDataset", "class_numbers", "open_features"]
 
 logger = logging.getLogger(__name__)
 
-_FEATURES = ("features", "embeddings", "x", "X", "data")
-_LABELS = ("labels", "label", "targets", "target", "y", "Y")
-_IDS = ("ids", "id", "file", "path")
-_PREVIEW_ROWS = 20  # rows in which a column of image paths is detected
 
-
-class FeatureDataset:
+class FeatureDataset(Shown):
     """A data set of feature vectors `[n, d]` with names and, if known, classes.
 
-    `labels` are int64 `[n]`, -1 where unknown, or None if no row is labeled. `paths` are the image
-    files of the rows, relative to `root`.
+    `labels` are int64 `[n]`, -1 where unknown, or None if no row is labeled. `media` shows what the
+    rows are.
     """
 
     def __init__(
@@ -45,15 +48,14 @@ class FeatureDataset:
         labels: np.ndarray | Sequence[Any] | None = None,
         ids: Sequence[Any] | None = None,
         class_names: tuple[str, ...] | None = None,
-        root: Path = Path(),
-        paths: Sequence[str | None] | None = None,
+        media: Media | None = None,
     ) -> None:
         if features.ndim != 2 or not features.size or features.dtype.kind not in "fiub":
             raise InputError(
                 f"{name}: features are {features.dtype} {list(features.shape)}; expected numbers "
                 "[samples, dimensions] with at least one row"
             )
-        self.root, self.paths = root, paths
+        self.media = media
         for what, values in (("labels", labels), ("ids", ids)):
             if values is not None and len(values) != len(features):
                 raise InputError(
@@ -62,8 +64,7 @@ class FeatureDataset:
         self.name = name
         self.split = split
         self.features = features
-        names = range(len(features)) if ids is None else ids
-        self.ids = LazyStrings(len(names), lambda row: _text(str(names[row])))
+        self.ids = row_names(len(features), ids)
         self.labels: np.ndarray | None = None
         self.class_names: tuple[str, ...] | None = None
         if labels is not None:
@@ -95,28 +96,6 @@ class FeatureDataset:
         """SHA-256 of features and labels."""
         return digest_array(self.features, self.labels)
 
-    @property
-    def pictured(self) -> bool:
-        """Whether the rows have images."""
-        return self.paths is not None
-
-    def image(self, i: int) -> Image.Image:
-        """Decode the image of row `i` to mode `L` or `RGB`; raise UnreadableImage."""
-        path = self._path(i)
-        if path is None or path.suffix.lower() not in EXTENSIONS or not os.path.isfile(path):
-            raise UnreadableImage(self.ids[i], f"{printable(str(path))} is not an image file")
-        return decode(path, self.ids[i])
-
-    def image_file(self, i: int) -> Path | None:
-        """Return the image file of row `i`, or None; raise UnreadableImage if it is no image."""
-        if self.paths is not None:
-            self.image(i)
-        return self._path(i)
-
-    def _path(self, i: int) -> Path | None:
-        path = None if self.paths is None else self.paths[i]
-        return self.root / path if isinstance(path, str) else None
-
 
 def class_numbers(
     labels: np.ndarray | Sequence[Any], class_names: tuple[str, ...] | None = None
@@ -133,7 +112,7 @@ def class_numbers(
     if values.ndim != 1 or values.dtype.kind not in "biufUSO":
         raise InputError(f"labels are {values.dtype} {list(values.shape)}; expected [samples]")
     if values.dtype.kind in "SOU":
-        values = np.array([_text(v) for v in values.tolist()], dtype=object)
+        values = np.array([as_text(v) for v in values.tolist()], dtype=object)
         known = np.array([v is not None and v == v and str(v) != "" for v in values], dtype=bool)
         values = values.astype(str)
     else:
@@ -162,12 +141,6 @@ def class_numbers(
     return numbers, names
 
 
-def _text(value: Any) -> Any:
-    if isinstance(value, str):
-        value = value.encode("utf-8", "backslashreplace")
-    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
-
-
 def open_features(
     path: str | os.PathLike[str],
     split: str = "train",
@@ -179,30 +152,25 @@ def open_features(
     - `.npy`: one array. Labels may be in `NAME_labels.npy` in the same folder.
     - `.npz`, `.pt`, `.safetensors`: an array named `features`, `embeddings` or `x`, and optionally
       `labels` or `y`, and `ids`.
-    - `.parquet`: a list column (with one of these names, if there are several). A column of image
-      paths, relative to the folder of the file, provides the images of the rows.
+    - `.parquet`, or a folder written by `save_to_disk` of Hugging Face's `datasets`: a list column
+      (with one of these names, if there are several). A column of pictures, or of image paths
+      relative to the folder of the file, provides the images of the rows.
+    - `.h5ad` of AnnData: a matrix of `obsm`, by default `X_pca` or `X_scVI`.
 
     `column` names the array or list column with the features.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"the feature file {path} does not exist")
-    try:
-        columns = _READERS[path.suffix.lower()](path, column)
+    with one_line_errors(path):
+        table = open_table(path)
+        if table is None:
+            columns = _READERS[path.suffix.lower()](path, column)
+        else:
+            columns = _read_table(table, column)
         features, labels, ids = (as_array(value) for value in columns[:3])
         features = np.asanyarray(features)
-    except (ImportError, FileNotFoundError, InputError):
-        raise
-    except CorruptFileError as error:
-        raise InputError(str(error)) from error
-    except Exception as error:  # each format has its own exceptions for a broken file
-        reason = " ".join(str(error).split())[:200]
-        if "allow_pickle" in reason:  # NumPy's message recommends setting it
-            reason = "it contains Python objects, which are not loaded; expected numbers or text"
-        raise InputError(f"{path} cannot be read as a {path.suffix} file: {reason}") from error
-    return FeatureDataset(
-        str(path), split, features, labels, ids, class_names, path.parent, columns.paths
-    )
+    return FeatureDataset(str(path), split, features, labels, ids, class_names, columns.media)
 
 
 class _Columns(NamedTuple):
@@ -211,7 +179,7 @@ class _Columns(NamedTuple):
     features: Any
     labels: Any = None
     ids: Any = None
-    paths: Sequence[str | None] | None = None
+    media: Media | None = None
 
 
 def as_array(X: Any) -> Any:
@@ -238,27 +206,15 @@ def _columns(
     path: Path, names: Sequence[str], get: Callable[[str], Any], column: str | None
 ) -> _Columns:
     if column is not None:
-        _check_column(path, column, names)
+        check_column(path, column, names)
     rest = [name for name in names if name != column]
-    wanted = [column or _first(_FEATURES, rest), _first(_LABELS, rest), _first(_IDS, rest)]
+    wanted = [column or _first(FEATURES, rest), _first(LABELS, rest), _first(IDS, rest)]
     if wanted[0] is None:
         raise InputError(
             f"{path} contains {list(names)[:10]}; expected features with one of the names "
-            f"{_FEATURES}: choose another name with --column"
+            f"{FEATURES}: choose another name with --column"
         )
     return _Columns(*(None if name is None else get(name) for name in wanted))
-
-
-def _check_column(path: Path, column: str, names: Sequence[str]) -> None:
-    if column not in names:
-        texts = [str(name) for name in names]
-        close = difflib.get_close_matches(column, texts, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        shown = ", ".join(texts[:10]) + (", ..." if len(texts) > 10 else "")
-        raise InputError(
-            f"{path} has no column {printable(column)!r}; expected one of {printable(shown)}"
-            f"{printable(hint)}"
-        )
 
 
 def _refuse_column(path: Path, column: str | None) -> None:
@@ -295,72 +251,22 @@ def _read_safetensors(path: Path, column: str | None) -> _Columns:
         return _columns(path, list(file.keys()), file.get_tensor, column)
 
 
-def _read_parquet(path: Path, column: str | None) -> _Columns:
-    from pyarrow import parquet
-
-    file = parquet.ParquetFile(path)  # read_table would add columns from folder names
-    kinds = {field.name: field.type for field in file.schema_arrow}
-    lists = [name for name, kind in kinds.items() if _is_list(kind)]
-    if column is not None:
-        _check_column(path, column, list(kinds))
-        if column not in lists:
-            raise InputError(
-                f"COLUMN is {column!r}, whose type in {path} is {kinds[column]}; expected lists of "
-                "numbers"
-            )
-    rest = [name for name in kinds if name != column]
-    names = [_first(known, rest) for known in (_LABELS, _IDS)]
-    labels, ids = (
-        None if name is None else np.asarray(file.read([name]).column(name).to_pylist())
-        for name in names
-    )
-    path_column = _path_column(path, file)
-    paths = None if path_column is None else file.read([path_column]).column(0).to_pylist()
-    lists = [name for name in lists if name not in names]
-    if not lists:
+def _read_table(table: Table, column: str | None) -> _Columns:
+    chosen, label, _ = table.roles(column).values()
+    if not table.lists:
         raise InputError(
-            f"{path} has the columns {list(kinds)[:10]}; expected a column with a list of numbers "
-            "in each row: in pandas, frame.assign(features=[*frame[columns].to_numpy()])"
+            f"{table.path} has the columns {list(table.kinds)[:10]}; expected a column with a list "
+            "of numbers in each row: in pandas, frame.assign(features=[*frame[columns].to_numpy()])"
         )
-    chosen = column or _first([*_FEATURES, *(lists if len(lists) == 1 else [])], lists)
     if chosen is None:
         raise InputError(
-            f"{path} has {len(lists)} columns of lists, {', '.join(lists[:10])}: choose the one "
-            f"with the features, --column {lists[0]}"
+            f"{table.path} has {len(table.lists)} columns of lists, {', '.join(table.lists[:10])}: "
+            f"choose the one with the features, --column {table.lists[0]}"
         )
-    if others := [name for name in kinds if name not in (chosen, path_column, *names)]:
-        logger.info("%s: these columns are not read: %s", path, ", ".join(others[:10]))
-    features = _stacked(path, chosen, file.read([chosen]).column(0))
-    return _Columns(features, labels, ids, paths)
-
-
-def _is_list(kind: Any) -> bool:
-    from pyarrow import types
-
-    return hasattr(kind, "value_type") and not types.is_dictionary(kind)
-
-
-def _path_column(path: Path, file: Any) -> str | None:
-    """Return the name of the first column that contains paths of images, or None."""
-    from pyarrow import types
-
-    texts = [field.name for field in file.schema_arrow if types.is_string(field.type)]
-    batch = next(file.iter_batches(_PREVIEW_ROWS, columns=texts), None) if texts else None
-    for name, values in ({} if batch is None else batch.to_pydict()).items():
-        values = [value for value in values if value]
-        if not values or any(Path(v).suffix.lower() not in EXTENSIONS for v in values):
-            continue
-        if any(os.path.isfile(path.parent / value) for value in values):
-            logger.info("%s: the column %s contains the image paths", path, name)
-            return name
-        logger.info(
-            "%s: no images are shown, since the column %s names no files in %s; the first is %s",
-            path,
-            name,
-            path.parent,
-            printable(values[0]),
-        )
-    return None
+    labels = None if label is None else np.asarray(readable_values(table.read(label)))
+    ids = table.names_of_rows(column)
+    features = _stacked(table.path, chosen, table.read(chosen))
+    return _Columns(features, labels, ids, find_media(table))
 
 
 def _stacked(path: Path, name: str, column: Any) -> np.ndarray:
@@ -384,5 +290,4 @@ _READERS: Mapping[str, Callable[[Path, str | None], _Columns]] = {
     ".pt": _read_pt,
     ".pth": _read_pt,
     ".safetensors": _read_safetensors,
-    ".parquet": _read_parquet,
 }

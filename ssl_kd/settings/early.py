@@ -9,7 +9,7 @@ from pathlib import Path
 from ssl_kd.errors import DatasetUnavailable, RunFolderError
 
 DATASETS = ("digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet")
-FEATURE_FILES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".parquet")
+FEATURE_FILES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".parquet", ".h5ad")
 """Suffixes of files that hold features instead of images."""
 
 LAUNCHERS = {  # environment variable with the number of processes -> variable with the rank

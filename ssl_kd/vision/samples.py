@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +16,23 @@ from PIL import Image
 from pyarrow import csv, parquet
 from torch import Tensor
 
-from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
-from ssl_kd.errors import InputError, RunFolderError
-from ssl_kd.files import CorruptFileError
+from ssl_kd.datasets import ImageDataset, open_dataset
+from ssl_kd.datasets.catalog import open_rows
+from ssl_kd.datasets.media import Media, Rows
+from ssl_kd.datasets.tables import open_table
+from ssl_kd.errors import InputError, RunFolderError, UserError
+from ssl_kd.files import CorruptFileError, atomic_write_json
 from ssl_kd.files.cells import from_cells
 from ssl_kd.settings.early import run_folder
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.assignments import assignments_of, read_finished
-from ssl_kd.vision.model import has_pictures
+from ssl_kd.vision.model import has_pictures, read_object
+
+logger = logging.getLogger(__name__)
 
 NEEDED = ("file", "cluster", "confidence", "split")
+JOINED, MEDIA = "metadata.parquet", "media.json"
+"""Files of a run: columns that a user joined, one row per sample, and the column to show."""
 
 
 class Samples:
@@ -35,6 +43,9 @@ class Samples:
 
     Args:
         path: folder of the run.
+        media: column of the data set, or of the joined metadata, that shows what a sample is; it is
+            remembered for the run. None: the column that was chosen before, or a column of
+            pictures, sounds, links or texts that is found.
 
     Attributes:
         path: folder of the run.
@@ -48,12 +59,24 @@ class Samples:
         CorruptFileError: a file is damaged, or was edited so that columns are missing.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, media: str | None = None) -> None:
         self.path = run_folder(path).resolve()  # runs/latest may be another run's by then
         self.config, self.metrics = read_finished(self.path)
         self.table = read_table(assignments_of(self.path))
         self._stores: dict[str, EmbeddingStore] = {}
-        self._pictures: dict[str, tuple[ImageDataset | FeatureDataset, dict[str, int]] | None] = {}
+        self._opened: dict[str, ImageDataset | Rows | None] = {}
+        self._numbers: dict[str, dict[str, int]] = {}
+        chosen = self.path / MEDIA
+        remembered = read_object(chosen)["column"] if chosen.is_file() else None
+        self._column = remembered if media is None else media
+        if media is not None:
+            rows = self._joined or self.rows("train")
+            if rows is None or isinstance(rows, ImageDataset):
+                raise InputError(
+                    f"--media is {media!r}, but {self.settings['DATASET']} has no columns: add a "
+                    "table that has it with ssl_kd explore RUN --metadata TABLE"
+                )
+            atomic_write_json(chosen, {"column": media})
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -173,7 +196,7 @@ class Samples:
         return torch.empty(0, 0) if embeddings is None else embeddings
 
     def image(self, row: int) -> Image.Image | None:
-        """Decode the picture of a sample; return None if the run was trained on features.
+        """Decode the picture of a sample; return None if the samples have no pictures.
 
         Raises:
             FileNotFoundError: the picture does not exist any more.
@@ -187,30 +210,72 @@ class Samples:
         picture = self._picture(row)
         return None if picture is None else picture[0].image_file(picture[1])
 
-    def _picture(self, row: int) -> tuple[ImageDataset | FeatureDataset, int] | None:
-        """Return the data set that holds the picture of a sample, and the picture's row in it."""
-        split = next(name for name, rows in self.splits.items() if row in rows)
-        if split not in self._pictures:
-            self._pictures[split] = self._open_pictures(split)
-        if (pictures := self._pictures[split]) is None:
+    @property
+    def media(self) -> dict[str, str] | None:
+        """What shows a sample: `kind` (image, audio, video, text or url) and `column`, or None."""
+        try:
+            rows = self._joined or self.rows("train")
+        except (UserError, OSError) as error:
+            logger.warning("the data set cannot be opened, so samples are not shown: %s", error)
             return None
-        dataset, numbers = pictures
+        if isinstance(rows, ImageDataset):
+            return {"kind": "image", "column": "file"}
+        media = None if rows is None else rows.media
+        return None if media is None else {"kind": media.kind, "column": media.column}
+
+    def medium(self, row: int) -> tuple[Media, int] | None:
+        """Return the media that a sample is shown by, and its row there; None if it has none."""
+        found = self._row_of_data(row)
+        if found is None or isinstance(found[0], ImageDataset) or found[0].media is None:
+            return None
+        return found[0].media, found[1]
+
+    def _picture(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
+        if not (has_pictures(self.metrics) or (self.media or {}).get("kind") == "image"):
+            return None
+        found = self._row_of_data(row)
+        return found if found is not None and found[0].pictured else None
+
+    def _row_of_data(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
+        """Return the data set that shows a sample, and its row there."""
+        if self._joined is not None:
+            return self._joined, row
+        split = next(name for name, rows in self.splits.items() if row in rows)
+        if (dataset := self.rows(split)) is None:
+            return None
         name, position = str(self.table.column("file")[row]), row - self.splits[split].start
         if position < len(dataset) and dataset.ids[position] == name:  # rows may share an id
             return dataset, position
-        if numbers.get(name, -1) < 0:
-            count = "in several rows of" if name in numbers else "no longer in"
+        if split not in self._numbers:
+            numbers = self._numbers[split] = {}
+            for number, known in enumerate(dataset.ids):
+                numbers[known] = -1 if known in numbers else number
+        if (number := self._numbers[split].get(name)) is None or number < 0:
+            count = "no longer in" if number is None else "in several rows of"
             raise FileNotFoundError(
                 f"the picture {name} is {count} {dataset.name}; expected it in one row: restore "
                 "the data set that the run was trained on"
             )
-        return dataset, numbers[name]
+        return dataset, number
 
-    def _open_pictures(
-        self, split: str
-    ) -> tuple[ImageDataset | FeatureDataset, dict[str, int]] | None:
-        if not has_pictures(self.metrics):
-            return None
+    @cached_property
+    def _joined(self) -> Rows | None:
+        """The joined metadata, if the column that shows a sample is in them."""
+        path = self.path / JOINED
+        table = open_table(path) if self._column is not None and path.is_file() else None
+        is_there = table is not None and self._column in table.kinds
+        return Rows(str(path), table, None, self._column) if is_there else None
+
+    def rows(self, split: str) -> ImageDataset | Rows | None:
+        """Open the images, or the table of embeddings, that a split was read from.
+
+        It is None for features without names, media or other columns, such as `.npy` files.
+        """
+        if split not in self._opened:
+            self._opened[split] = self._open_rows(split)
+        return self._opened[split]
+
+    def _open_rows(self, split: str) -> ImageDataset | Rows | None:
         added, other = self._extension(split), self.settings["DATASET_TEST"]
         name, whole = self.settings["DATASET"], False
         if added is not None:
@@ -218,14 +283,12 @@ class Samples:
         elif split == "test" and other is not None:
             name, whole = other, True
         kind = "test" if split == "test" else "train"
-        root, column = self.settings["DATA_DIR"], self.settings["COLUMN"]
-        dataset = open_dataset(name, kind, root=root, whole=whole, column=column)
-        if not dataset.pictured:
-            return None
-        numbers: dict[str, int] = {}
-        for number, name in enumerate(dataset.ids):
-            numbers[name] = -1 if name in numbers else number
-        return dataset, numbers
+        column = self.settings["COLUMN"]
+        rows = open_rows(name, kind, whole=whole, column=column, media=self._column)
+        if rows is not None or not has_pictures(self.metrics):
+            return rows
+        opened = open_dataset(name, kind, root=self.settings["DATA_DIR"], whole=whole)
+        return opened if isinstance(opened, ImageDataset) else None
 
     def _split(self, name: str) -> range:
         if name not in self.splits:

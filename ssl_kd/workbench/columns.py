@@ -20,6 +20,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.settings import nearest
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
+from ssl_kd.workbench.metadata import metadata
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 FREQUENT = 8  # values of a category that a chart shows; the others are counted together
@@ -82,6 +83,13 @@ class Columns:
             name: Categories.of(table[name]) if kind == "category" else table[name]
             for name, kind in self.kinds.items()
         }
+        for name, column in metadata(samples).items():
+            self.kinds[name], self._columns[name] = "number", column
+            if arrow.types.is_string(column.type):
+                n_values = compute.count_distinct(column).as_py()
+                is_category = n_values <= min(MOST_VALUES, self._n // 2)
+                self.kinds[name] = "category" if is_category else "text"
+                self._columns[name] = Categories.of(column) if is_category else column
         self.kinds |= {"checked": "category", "excluded": "category"}
         self._order = functools.lru_cache(8)(self._sort)
         self._ranks = functools.lru_cache(4)(self._rank)

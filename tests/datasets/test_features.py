@@ -58,7 +58,6 @@ def test_the_only_list_column_has_the_features_whatever_its_name(tmp_path, name,
     data = open_features(path)
     np.testing.assert_array_equal(data.features, X)
     assert data.labels is not None and data.labels.tolist() == Y.tolist()
-    assert "these columns are not read: url" in caplog.text
 
 
 def test_one_of_several_list_columns_must_be_chosen(tmp_path):

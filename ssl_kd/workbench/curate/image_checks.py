@@ -9,15 +9,18 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as arrow
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
+from scipy.ndimage import laplace
 
-from ssl_kd.datasets import UnreadableImage
+from ssl_kd.datasets.decode import FILE_BYTES, UnreadableImage
 from ssl_kd.errors import InputError
 
 BLANK = 2.0  # largest standard deviation of the gray values (0 to 255) of a blank image
 TINY = 8  # largest shorter side in pixels of a tiny image, if the median one is four times as large
 ROWS = 256  # images that are decoded between two calls of `progress`
 WORKERS = 4  # threads
+MEASURES = ("width", "height", "sharpness", "brightness", "bytes")
+SIDE = 256  # pixels of the longer side of the image whose sharpness is measured
 
 
 class ImageChecks(NamedTuple):
@@ -27,6 +30,7 @@ class ImageChecks(NamedTuple):
     sizes: NDArray[np.int64]  # pixels of each image [n], 0 for an unreadable one
     spread: NDArray[np.float64]  # standard deviation of the gray values of each image [n]
     reasons: dict[int, str]  # row -> reason, for each unreadable, blank or tiny image
+    measures: dict[str, NDArray[np.float64]]  # of `MEASURES`, of each image [n], NaN if unreadable
 
     def frame(self) -> arrow.Table:
         """Return a table of the odd images: `row`, `file`, `reason`, `pixels`, `spread`."""
@@ -51,13 +55,15 @@ def odd_images(
 
     An image is blank if its gray values have a standard deviation of 2 of 255 or less, and tiny if
     its shorter side is 8 pixels or less where the median one is 32 or more. `open_image`, for
-    example `Samples.image`, gets a row number and may raise `UnreadableImage`.
+    example `Samples.image`, gets a row number and may raise `UnreadableImage`. The sharpness is the
+    variance of the Laplacian of the gray image, fitted into 256 x 256 pixels.
     """
     n = len(ids)
-    sides, sizes, spread = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n)
+    sizes, spread = np.zeros(n, np.int64), np.zeros(n)
+    measures = {name: np.full(n, np.nan) for name in MEASURES}
     reasons: dict[int, str] = {}
 
-    def check(row: int) -> tuple[int, int, float] | UnreadableImage:
+    def check(row: int) -> tuple[float, dict[str, float]] | UnreadableImage:
         try:
             image = open_image(row)
         except UnreadableImage as error:
@@ -67,8 +73,13 @@ def odd_images(
                 f"sample {ids[row]} has no image, because the run was trained on features: leave "
                 "out the check of images"
             )
-        gray = np.asarray(image.convert("L"), np.float32)
-        return min(image.size), image.width * image.height, float(gray.std())
+        gray = image.convert("L")
+        pixels = np.asarray(gray, np.float32)
+        small = ImageOps.contain(gray, (SIDE, SIDE))
+        sharpness = laplace(np.asarray(small, np.float32)).var()
+        size = image.info.get(FILE_BYTES, np.nan)
+        values = (image.width, image.height, sharpness, pixels.mean(), size)
+        return float(pixels.std()), dict(zip(MEASURES, map(float, values), strict=True))
 
     with ThreadPoolExecutor(WORKERS, "decode") as pool:
         for start in range(0, n, ROWS):
@@ -77,12 +88,16 @@ def odd_images(
                 if isinstance(result, UnreadableImage):
                     reasons[row] = f"unreadable: {result.reason}"
                     continue
-                sides[row], sizes[row], spread[row] = result
+                spread[row], measured = result
+                sizes[row] = measured["width"] * measured["height"]
+                for name, value in measured.items():
+                    measures[name][row] = value
                 if spread[row] <= BLANK:
                     reasons[row] = "blank"
             if progress is not None:
                 progress(rows.stop, n)
-    if (sides > 0).any() and np.median(sides[sides > 0]) >= 4 * TINY:
-        for row in np.flatnonzero((sides > 0) & (sides <= TINY)).tolist():
+    sides = np.fmin(measures["width"], measures["height"])
+    if sizes.any() and np.nanmedian(sides) >= 4 * TINY:
+        for row in np.flatnonzero(sides <= TINY).tolist():
             reasons.setdefault(row, "tiny")
-    return ImageChecks(ids, sizes, spread, reasons)
+    return ImageChecks(ids, sizes, spread, reasons, measures)

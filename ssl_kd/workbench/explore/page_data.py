@@ -108,6 +108,7 @@ def write_page_data(
         "table": table,
         "examples": examples.tolist(),
         "images": first is not None,
+        "media": samples.media,
         "tiny": is_tiny,
         "sheets": sheets,
     }

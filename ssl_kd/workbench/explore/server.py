@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import io
 import logging
+import mmap
 import secrets
 import socket
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl
 
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssl_kd.datasets.media import SOUNDS_AND_VIDEOS
 from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.files import strict_json
 from ssl_kd.guard.finite import safe_normalize
@@ -58,8 +61,8 @@ _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=ut
 # regl compiles its commands with `Function`, and regl-scatterplot sorts points in a worker.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-eval'; worker-src blob:; connect-src 'self'; "
-    "img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
+    "img-src 'self' data: blob:; media-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
@@ -251,6 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(server.map_png(dict(parse_qsl(query))), "image/png")
         if name.startswith("api/image/"):
             return self._image(self._row(name))
+        if name.startswith("api/media/"):
+            return self._media(self._row(name))
         if name.startswith("api/neighbors/"):
             return self._send(as_json(server.neighbors(self._row(name))), _TYPES["json"])
         if (answer := server.routes.answer(name, dict(parse_qsl(query)))) is not None:
@@ -311,9 +316,30 @@ class _Handler(BaseHTTPRequestHandler):
         fitted(image, IMAGE_SIDE).save(target, "JPEG", quality=85)
         self._send(target.getvalue(), "image/jpeg", keep=True)
 
+    def _media(self, row: int) -> None:
+        """Send a text or link of a sample as JSON, or its sound or video as it is."""
+        if (medium := self.server.samples.medium(row)) is None:
+            raise _Refused(HTTPStatus.NOT_FOUND, "the samples have no texts, links or sounds")
+        media, place = medium
+        if media.kind not in ("audio", "video"):
+            link, text = media.link(place), media.text(place)
+            value = {"kind": "text", "text": text} if link is None else {"kind": "url", "url": link}
+            return self._send(as_json(value), _TYPES["json"])
+        kind, content = (
+            SOUNDS_AND_VIDEOS.get(Path(media.text(place)).suffix.lower()),
+            media.content(place),
+        )
+        if content is not None and kind is not None:
+            return self._send(content, kind, keep=True)
+        if kind is None or (path := media.file(place)) is None:
+            message = f"sample {row} has no {media.kind} file that may be sent"
+            raise _Refused(HTTPStatus.NOT_FOUND, message)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            self._send(view, kind, keep=True)
+
     def _send(
         self,
-        body: bytes,
+        body: bytes | mmap.mmap,
         kind: str,
         status: HTTPStatus = HTTPStatus.OK,
         *,

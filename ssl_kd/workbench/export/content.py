@@ -19,6 +19,7 @@ from ssl_kd.errors import InputError, printable
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.decisions.curation import FILE
+from ssl_kd.workbench.metadata import metadata
 
 logger = logging.getLogger(__name__)
 
@@ -92,15 +93,18 @@ class Content:
 
     def batches(self, size: int) -> Iterator[arrow.RecordBatch]:
         """Yield the exported samples with all columns, in batches of `size` rows."""
+        more = metadata(self.samples)
         for start in range(0, len(self.rows), size):
-            yield self._batch(self.rows[start : start + size])
+            yield self._batch(self.rows[start : start + size], more)
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield each exported sample as a dict of its columns."""
         for batch in self.batches(RECORDS):
             yield from batch.to_pylist()
 
-    def _batch(self, rows: NDArray[np.int64]) -> arrow.RecordBatch:
+    def _batch(
+        self, rows: NDArray[np.int64], more: Mapping[str, arrow.ChunkedArray]
+    ) -> arrow.RecordBatch:
         table = self.samples.table.take(arrow.array(rows))
         columns: dict[str, Any] = {}
         for name in table.column_names:
@@ -114,6 +118,8 @@ class Content:
             columns["cluster_of_run"] = table.column("cluster").combine_chunks()
         if self.checked is not None:
             columns["checked"] = arrow.array(self.checked[rows])
+        for name, column in more.items():
+            columns[name] = column.take(arrow.array(rows)).combine_chunks()
         return arrow.RecordBatch.from_pydict(columns)
 
     def with_pictures(self, *, skip_missing: bool = False) -> tuple[Content, list[Path]]:

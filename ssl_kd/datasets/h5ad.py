@@ -1,0 +1,92 @@
+"""Read `.h5ad` files of AnnData (0.7 and later) with h5py.
+
+References:
+    https://anndata.readthedocs.io/en/stable/fileformat-prose.html
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as arrow
+
+from ssl_kd.datasets.tables import PREVIEW_ROWS, Table
+from ssl_kd.errors import InputError, MissingPackage
+
+PREFERRED = ("X_pca", "X_scVI")
+_DRAWN = ("X_umap", "X_tsne", "X_draw_graph", "spatial")  # layouts, which are not embeddings
+
+
+def open_h5ad(path: Path) -> Table:
+    """Open a file; the matrices of `obsm`, and `X`, are list columns, and those of `obs` scalars.
+
+    The names of the observations are the column `id`.
+    """
+    try:
+        import h5py
+    except ImportError as error:
+        raise MissingPackage(f"{path} needs the package h5py: pip install h5py") from error
+    file = h5py.File(path)
+    obs = file["obs"]
+    if not isinstance(obs, h5py.Group):
+        raise InputError(f"{path} was written by anndata before 0.7: write it with a newer one")
+    names = [name for name in obs if name != "__categories"]
+    columns = {name: _obs_column(file, obs[name]) for name in names}
+    columns["id"] = columns.pop(obs.attrs["_index"])
+    matrices: dict[str, Any] = dict(file.get("obsm", {}))
+    matrices = {name: x for name, x in matrices.items() if getattr(x, "ndim", 0) == 2}
+    if "X" in file:
+        matrices["X"] = file["X"]
+
+    def read(name: str) -> arrow.ChunkedArray:
+        if name not in matrices:
+            return arrow.chunked_array([columns[name]])
+        x = _dense(matrices[name])
+        flat = arrow.array(np.ascontiguousarray(x).reshape(-1))
+        return arrow.chunked_array([arrow.FixedSizeListArray.from_arrays(flat, x.shape[1])])
+
+    lists = dict.fromkeys(matrices, arrow.list_(arrow.float32()))
+    return Table(
+        path,
+        path.parent,
+        len(columns["id"]),
+        {name: column.type for name, column in columns.items()} | lists,
+        read,
+        lambda name: columns[name][:PREVIEW_ROWS],
+        PREFERRED,
+        [name for name in matrices if name == "X" or name.startswith(_DRAWN)],
+    )
+
+
+def _obs_column(file: Any, stored: Any) -> arrow.Array:
+    """Return a column of `obs`: an array, a categorical, or values with a mask."""
+    if hasattr(stored, "keys"):  # a group
+        if "codes" in stored:
+            return _categories(stored["codes"][:], _values(stored["categories"]))
+        return arrow.array(_values(stored["values"]), mask=stored["mask"][:])
+    if (reference := stored.attrs.get("categories")) is not None:  # before anndata 0.8
+        return _categories(stored[:], _values(file[reference]))
+    return arrow.array(_values(stored))
+
+
+def _categories(codes: np.ndarray, categories: np.ndarray) -> arrow.Array:
+    known = arrow.array(np.maximum(codes, 0), mask=codes < 0)
+    return arrow.array(categories).take(known)
+
+
+def _values(stored: Any) -> np.ndarray:
+    is_text = stored.dtype.kind in "OS"
+    return stored.asstr(errors="backslashreplace")[:] if is_text else stored[:]
+
+
+def _dense(stored: Any) -> np.ndarray:
+    """Return a matrix of an `.h5ad` file as an array `[n, d]`; it may be stored as sparse."""
+    if not hasattr(stored, "keys"):
+        return stored[:]
+    from scipy.sparse import csc_matrix, csr_matrix
+
+    kind = csc_matrix if stored.attrs["encoding-type"] == "csc_matrix" else csr_matrix
+    parts = tuple(stored[name][:] for name in ("data", "indices", "indptr"))
+    return kind(parts, shape=tuple(stored.attrs["shape"])).toarray()

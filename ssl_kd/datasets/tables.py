@@ -1,0 +1,213 @@
+"""Read the columns of Parquet files, saved Hugging Face data sets and `.h5ad` files one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as arrow
+from pyarrow import compute, ipc, parquet, types
+
+from ssl_kd.datasets.decode import UnreadableImage
+from ssl_kd.errors import InputError, printable
+from ssl_kd.files import CorruptFileError
+
+FEATURES = ("features", "embeddings", "x", "X", "data")
+LABELS = ("labels", "label", "targets", "target", "y", "Y")
+IDS = ("ids", "id", "file", "path")
+PREVIEW_ROWS = 20  # rows by which the kind of a column is found
+LONGEST = 2000  # characters of a text that are kept
+_ROOT = b"ssl_kd.root"  # in the metadata of a Parquet file: the folder of relative paths
+
+
+class Table(NamedTuple):
+    """The columns of a file, each read when it is needed."""
+
+    path: Path
+    root: Path  # folder of the relative paths in the columns
+    n: int
+    kinds: Mapping[str, arrow.DataType]
+    read: Callable[[str], arrow.ChunkedArray]
+    preview: Callable[[str], arrow.Array]  # the first rows
+    preferred: Sequence[str] = FEATURES  # names of the column with the features
+    drawn: Sequence[str] = ()  # list columns that are features only if the user names them
+
+    def roles(self, column: str | None = None) -> dict[str, str | None]:
+        """Return the columns with `features` (`column`, if given), `label` and `id`, or None.
+
+        Raises:
+            InputError: `column` is not a list column.
+        """
+        if column is not None:
+            check_column(self.path, column, list(self.kinds))
+            if not _is_list(self.kinds[column]):
+                raise InputError(
+                    f"COLUMN is {column!r}, whose type in {self.path} is {self.kinds[column]}; "
+                    "expected lists of numbers"
+                )
+        rest = [name for name in self.kinds if name != column]
+        label, row_id = (next((n for n in known if n in rest), None) for known in (LABELS, IDS))
+        lists = [n for n in self.lists if n not in (label, row_id, *self.drawn)]
+        preferred = [*self.preferred, *(lists if len(lists) == 1 else [])]
+        features = column or next((name for name in preferred if name in lists), None)
+        return {"features": features, "label": label, "id": row_id}
+
+    def names_of_rows(self, column: str | None = None) -> list[Any] | None:
+        """Return the names of the rows, or None if no column holds them."""
+        name = self.roles(column)["id"]
+        return None if name is None else readable_values(self.read(name))
+
+    @property
+    def lists(self) -> list[str]:
+        """Names of the list columns."""
+        return [name for name, kind in self.kinds.items() if _is_list(kind)]
+
+
+def open_table(path: Path) -> Table | None:
+    """Open a Parquet file, an `.h5ad` file or a saved data set; None for other files."""
+    if path.suffix.lower() == ".h5ad":
+        from ssl_kd.datasets.h5ad import open_h5ad
+
+        return open_h5ad(path)
+    if path.is_dir():
+        return _open_saved(path)
+    return _open_parquet(path) if path.suffix.lower() == ".parquet" else None
+
+
+@contextlib.contextmanager
+def one_line_errors(path: Path) -> Iterator[None]:
+    """Raise InputError with one line for every way in which a file cannot be read."""
+    try:
+        yield
+    except (ImportError, FileNotFoundError, InputError, UnreadableImage):
+        raise
+    except CorruptFileError as error:
+        raise InputError(str(error)) from error
+    except Exception as error:  # each format has its own exceptions for a broken file
+        reason = " ".join(str(error).split())[:200]
+        if "allow_pickle" in reason:  # NumPy's message recommends setting it
+            reason = "it contains Python objects, which are not loaded; expected numbers or text"
+        raise InputError(f"{path} cannot be read as a {path.suffix} file: {reason}") from error
+
+
+def check_column(path: Path, column: str, names: Sequence[str]) -> None:
+    """Raise InputError if a file has no such column; suggest a similar name."""
+    if column not in names:
+        texts = [str(name) for name in names]
+        close = difflib.get_close_matches(column, texts, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        shown = ", ".join(texts[:10]) + (", ..." if len(texts) > 10 else "")
+        raise InputError(
+            f"{path} has no column {printable(column)!r}; expected one of {printable(shown)}"
+            f"{printable(hint)}"
+        )
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` of Hugging Face's `datasets` wrote a folder."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _is_list(kind: arrow.DataType) -> bool:
+    return hasattr(kind, "value_type") and not types.is_dictionary(kind)
+
+
+def is_text(kind: arrow.DataType) -> bool:
+    """Return whether values of an Arrow type are text."""
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def as_text(value: Any) -> Any:
+    """Return a string or bytes as text that can be encoded; return other values unchanged."""
+    if isinstance(value, str):
+        value = value.encode("utf-8", "backslashreplace")
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
+
+
+def readable_values(column: arrow.ChunkedArray | arrow.Array) -> list[Any]:
+    """Return the values of a column; escape bytes that are not UTF-8."""
+    if not is_text(column.type):
+        return column.to_pylist()
+    plain = column.cast(arrow.large_string()).cast(arrow.large_binary())
+    return [as_text(value) for value in plain.to_pylist()]
+
+
+def scalar_columns(table: Table, left_out: Collection[str | None]) -> dict[str, Any]:
+    """Read all columns with numbers or text except some; times and truth values become text."""
+    columns: dict[str, arrow.ChunkedArray] = {}
+    for name, kind in table.kinds.items():
+        if name in left_out or not (types.is_primitive(kind) or is_text(kind)):
+            continue
+        column = table.read(name)
+        if is_text(kind):
+            column = short_texts(column)
+        elif types.is_temporal(kind) or types.is_boolean(kind):
+            column = column.cast(arrow.string())
+        columns[name] = column
+    return columns
+
+
+def short_texts(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
+    """Return valid UTF-8 of at most 2,000 characters per row, of Arrow type `string`."""
+    column = column.cast(arrow.large_string())
+    try:
+        column.validate(full=True)
+    except arrow.ArrowInvalid:
+        column = arrow.chunked_array([arrow.array(readable_values(column), arrow.large_string())])
+    return compute.call_function(
+        "utf8_slice_codeunits", [column], compute.SliceOptions(0, LONGEST)
+    ).cast(arrow.string())
+
+
+def _open_parquet(path: Path) -> Table:
+    file = parquet.ParquetFile(path)  # read_table would add columns from folder names
+    schema = file.schema_arrow
+
+    def preview(name: str) -> arrow.Array:
+        batch = next(file.iter_batches(PREVIEW_ROWS, columns=[name]), None)
+        return arrow.nulls(0) if batch is None else batch.column(0)
+
+    root = (schema.metadata or {}).get(_ROOT)
+    folder = path.parent if root is None else Path(os.fsdecode(root))
+    n = file.metadata.num_rows
+    return _with_class_names(path, folder, n, schema, lambda n: file.read([n]).column(0), preview)
+
+
+def _open_saved(folder: Path) -> Table | None:
+    """Open one split of a data set that `save_to_disk` wrote; None if the folder has none."""
+    if not (folder / "state.json").is_file():
+        return None
+    parts = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
+    files = [arrow.memory_map(str(folder / Path(part["filename"]).name)) for part in parts]
+    table = arrow.concat_tables([ipc.open_stream(file).read_all() for file in files])
+
+    def preview(name: str) -> arrow.Array:
+        return table.column(name).slice(0, PREVIEW_ROWS).combine_chunks()
+
+    return _with_class_names(folder, folder, len(table), table.schema, table.column, preview)
+
+
+def _with_class_names(
+    path: Path, root: Path, n: int, schema: arrow.Schema, read: Any, preview: Any
+) -> Table:
+    """Return a table in which the numbers of Hugging Face's ClassLabel are class names."""
+    info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
+    features = info.get("features", {}).items()
+    names = {k: f["names"] for k, f in features if f.get("_type") == "ClassLabel" and f["names"]}
+
+    def read_named(name: str) -> arrow.ChunkedArray:
+        column = read(name)
+        if name not in names or not types.is_integer(column.type):
+            return column
+        known = compute.call_function("greater_equal", [column, 0])  # -1: unknown
+        known = compute.call_function("if_else", [known, column, arrow.scalar(None, column.type)])
+        return compute.call_function("take", [arrow.array(names[name], arrow.string()), known])
+
+    kinds = {f.name: arrow.string() if f.name in names else f.type for f in schema}
+    return Table(path, root, n, kinds, read_named, preview)

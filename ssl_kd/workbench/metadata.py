@@ -1,0 +1,138 @@
+"""Read the columns that describe samples beside their clusters, and join a user's own table.
+
+They come from the data set itself, from a table that was joined (`metadata.parquet` in the run's
+folder), and from measures of the images (`image_measures.parquet`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as arrow
+from numpy.typing import NDArray
+from pyarrow import compute, csv, parquet
+
+from ssl_kd.datasets.media import Rows
+from ssl_kd.datasets.tables import open_table, scalar_columns, short_texts
+from ssl_kd.errors import InputError, UserError
+from ssl_kd.files import atomic_write
+from ssl_kd.vision.samples import JOINED, Samples
+
+logger = logging.getLogger(__name__)
+
+MEASURES = "image_measures.parquet"
+KEYS = ("file", "id", "path")  # columns of a table that name its samples
+_OURS = {"row", "file", "cluster", "cluster_name", "cluster_of_run", "checked", "excluded", "split"}
+
+
+def metadata(samples: Samples) -> dict[str, arrow.ChunkedArray]:
+    """Return all columns about the samples of a run, in the order of its table.
+
+    A column with the name of a column of the run is called `data_NAME`.
+    """
+    columns: dict[str, arrow.ChunkedArray] = {}
+    try:
+        columns = _columns_of_data(samples)
+    except (UserError, OSError) as error:
+        logger.warning("the columns of the data set are left out: %s", error)
+    for name in (JOINED, MEASURES):
+        path = samples.path / name
+        if path.is_file() and (table := open_table(path)) is not None:
+            columns |= scalar_columns(table, ("file",))
+    taken = _OURS.union(samples.table.column_names)
+    return {f"data_{n}" if n in taken else n: column for n, column in columns.items()}
+
+
+def _columns_of_data(samples: Samples) -> dict[str, arrow.ChunkedArray]:
+    """Return the other columns of the data set's tables; null for splits without the column."""
+    parts = {}
+    for split, rows in samples.splits.items():
+        opened = samples.rows(split)
+        if isinstance(opened, Rows):
+            names = samples.table.column("file").slice(rows.start, len(rows))
+            known = arrow.array(list(opened.ids), arrow.string())
+            at = _places(names, known)
+            parts[split] = {n: c.take(at) for n, c in opened.columns().items()}
+    columns = {}
+    for name in dict.fromkeys(name for part in parts.values() for name in part):
+        kind = next(part[name].type for part in parts.values() if name in part)
+        pieces = [
+            parts.get(split, {}).get(name, arrow.nulls(len(rows), kind))
+            for split, rows in samples.splits.items()
+        ]
+        if any(piece.type != kind for piece in pieces):  # splits whose files differ
+            pieces = [piece.cast(arrow.string()) for piece in pieces]
+        chunks = [c for p in pieces for c in getattr(p, "chunks", [p])]
+        columns[name] = arrow.chunked_array(chunks, pieces[0].type)
+    return columns
+
+
+def _places(names: arrow.ChunkedArray, known: arrow.Array) -> arrow.Array:
+    """Return the row in `known` of each name; null for unknown names and names of several rows."""
+    if len(names) == len(known) and names.combine_chunks().equals(known):
+        return arrow.array(np.arange(len(known)))
+    counts = known.value_counts()
+    several = counts.field("values").filter(compute.greater(counts.field("counts"), 1))
+    at = compute.index_in(names, value_set=known)
+    is_unclear = compute.is_in(names, value_set=several)
+    return compute.if_else(is_unclear, arrow.scalar(None, at.type), at)
+
+
+def join_table(samples: Samples, path: Path) -> int:
+    """Join a CSV or Parquet table to the samples of a run; return how many of them it has.
+
+    The columns are written to `metadata.parquet` in the run's folder, in place of those joined
+    before. Relative paths in them are relative to the table.
+
+    Raises:
+        InputError: no column names the samples, or no name is one of a sample.
+    """
+    try:
+        if path.suffix.lower() == ".parquet":
+            table = parquet.read_table(path, partitioning=None)
+        else:
+            table = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
+    except arrow.ArrowInvalid as error:
+        raise InputError(f"{path} cannot be read as a table: {error}") from error
+    found = ", ".join(table.column_names[:20])
+    key = next((name for name in KEYS if name in table.column_names), None)
+    if key is None:
+        raise InputError(
+            f"{path} has the columns {found}; expected one called {', '.join(KEYS)} with the names "
+            f"of the samples, as in the column file of {samples.path.name}"
+        )
+    names = samples.table.column("file")
+    at = _places(names, short_texts(table.column(key).cast(arrow.string())).combine_chunks())
+    if not (matched := len(at) - at.null_count):
+        raise InputError(
+            f"none of the {len(table):,} values of {key} in {path} names one of the "
+            f"{len(samples):,} samples (columns: {found}); expected names such as {names[0]}"
+        )
+    joined = (table.drop_columns(["file"]) if key == "file" else table).take(at)
+    joined = joined.replace_schema_metadata({"ssl_kd.root": str(path.absolute().parent)})
+    write_columns(samples, JOINED, joined.add_column(0, "file", names))
+    return matched
+
+
+def write_columns(samples: Samples, name: str, table: arrow.Table) -> None:
+    """Write a table with one row per sample to the run's folder."""
+    atomic_write(samples.path / name, lambda file: parquet.write_table(table, file))
+
+
+def write_measures(
+    samples: Samples, split: str, measures: Mapping[str, NDArray[np.float64]]
+) -> None:
+    """Write the measures of the images of a split; those of other splits are kept."""
+    path, rows = samples.path / MEASURES, samples.splits[split]
+    before = parquet.read_table(path) if path.is_file() else arrow.table({})
+    columns = {}
+    for name, values in measures.items():
+        column = np.full(len(samples), np.nan)
+        if len(before) == len(samples) and name in before.column_names:
+            column = before.column(name).to_numpy().copy()
+        column[rows.start : rows.stop] = values
+        columns[name] = arrow.array(column, from_pandas=True)
+    write_columns(samples, MEASURES, arrow.table(columns))
