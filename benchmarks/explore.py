@@ -89,7 +89,8 @@ def made_run(folder: Path, rows: int) -> Path:
     settings = {"DATASET": "made up", "EMBEDDINGS_DIR": str(cache.absolute()), "DATA_DIR": "data"}
     config = {"settings": settings, "learns_from": digest, "n_clusters": FINE}
     (run / "config.json").write_text(json.dumps(config))
-    metrics = {"dataset": {"n_clusters": FINE}, "teacher": {"name": "features"}}
+    dataset = {"n_clusters": FINE, "pictured": False}
+    metrics = {"dataset": dataset, "teacher": {"name": "features"}, "table": []}
     (run / "metrics.json").write_text(json.dumps(metrics))
     return run
 
