@@ -28,7 +28,7 @@ from ssl_kd.workbench.output_files import new_folder
 logger = logging.getLogger(__name__)
 
 PAGE, DATA = "explore.html", "data"
-SCRIPTS = ("explore", "clusters", "colors", "data", "messages", "pictures", "plot")
+SCRIPTS = ("explore", "cluster_page", "clusters", "colors", "data", "messages", "pictures", "plot")
 PAGE_FILES = (
     PAGE,
     "explore.css",

@@ -8,6 +8,11 @@ export async function get(path) {
   return answer;
 }
 
+/** The cells of samples: a list of values for each row. */
+export async function readCells(rows, columns) {
+  return (await (await get(`api/cells?${new URLSearchParams({ rows, columns })}`)).json()).rows;
+}
+
 export async function post(path, value) {
   const headers = { "X-Token": TOKEN, "Content-Type": "application/json" };
   const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(value) });

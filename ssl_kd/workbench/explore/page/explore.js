@@ -29,7 +29,6 @@ async function readDecisions(content) {
 async function decide(decision) {
   try {
     await readDecisions(await post("api/curation", decision));
-    clusters.forget();
     showMessage("Written to curation.jsonl");
   } catch (error) {
     showMessage(error.message, true);
@@ -166,14 +165,14 @@ function onSelected(rows) {
   chosen = Uint32Array.from(rows);
   for (const row of chosen) isChosen[row] = 1;
   showPanel();
-  $("panel").scrollTop = 0;
+  if (!$("cluster").childElementCount) $("panel").scrollTop = 0;
 }
 
-function pictureButton(row) {
+function pictureButton(row, text) {
   const button = document.createElement("button"), images = pictures.list(row, 64);
   button.type = "button";
   button.dataset.row = row;
-  button.title = table.files?.[row] ?? `sample ${row}`;
+  button.title = text ?? table.files?.[row] ?? `sample ${row}`;
   button.setAttribute("aria-label", button.title);
   button.append(...images);
   if (!images.length) {
@@ -291,11 +290,10 @@ const click = (id) => () => $(id).click();
 const KEYS = [
   ["0", "show the whole map", click("home")],
   ["l", "lasso on or off; or drag with Shift", click("lasso")],
-  ["Escape", "select nothing", () => { setLasso(false); select([]); }],
+  ["Escape", "close the page of a cluster, or select nothing", () => { if (clusters.close()) return; setLasso(false); select([]); }],
   ["e", "example images on or off", click("examples")],
   ["/", "search by file name", () => $("query").focus()],
-  ["g", "go to the list of clusters; Space ticks, Enter selects",
-    () => $("clusters").querySelector("button")?.focus()],
+  ["g", "go to the list of clusters; Space ticks or selects, Enter opens", () => clusters.focus()],
   ["?", "this list", showHelp],
 ];
 const EDITING_KEYS = [
@@ -349,7 +347,8 @@ function setBackground() {
 }
 
 // What other modules, tests, benchmarks and the browser's console use.
-const app = { search, select, decide, nameOf, get plot() { return plot; }, get meta() { return meta; },
+const app = { search, select, decide, nameOf, pictureButton, get pictures() { return pictures; },
+  get plot() { return plot; }, get meta() { return meta; }, get clusters() { return clusters; },
   get decisions() { return decisions; }, get chosen() { return chosen; } };
 window.explore = app;
 

@@ -3,6 +3,15 @@
 export const $ = (id) => document.getElementById(id);
 export const number = (value) => value.toLocaleString("en");
 
+export const percent = (share) => `${Math.round(100 * share)} %`;
+
+/** Make an element with properties and children. */
+export function make(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+}
+
 let timer;
 export function showMessage(text, isError = false, stays = false) {
   $("status").textContent = text;

@@ -1,5 +1,7 @@
 // The picture of a sample: from the server, or a part of a sheet of many.
 
+import { readCells } from "./data.js";
+
 export class Pictures {
   /**
    * @param meta sheets: { rows: samples in order, tile, columns, per_sheet } of a static page
@@ -35,4 +37,12 @@ export class Pictures {
     const element = this.element(row, size);
     return element ? [element] : [];
   }
+}
+
+/** The text or file name of samples (row -> text) of a run without pictures; the server gives it. */
+export async function readWords({ pictures, meta }, rows) {
+  if (pictures.any || !rows.length) return new Map();
+  const column = meta.media?.kind === "text" ? meta.media.column : "file";
+  const cells = await readCells(rows, [column]);
+  return new Map(rows.map((row, i) => [row, String(cells[i][0] ?? `sample ${row}`)]));
 }

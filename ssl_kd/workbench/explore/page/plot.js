@@ -22,7 +22,7 @@ export class Plot {
     this.map = createScatterplot({ canvas, pointSize: size, pointSizeSelected: 2, opacity: 0.85,
       opacityInactiveMax: 0.25, opacityInactiveScale: 0.4, lassoColor: "#6cb2f0", lassoMinDelay: 1,
       actionKeyMap: { lasso: "shift", merge: "ctrl", remove: "alt" },
-      performanceMode: n > 500000, pointOutlineWidth: 1, pointColorActive: "#ffffff" });
+      performanceMode: n > 500000, deselectOnEscape: false, pointOutlineWidth: 1, pointColorActive: "#ffffff" });
     const listeners = { pointover: on.hover, pointout: () => on.hover(null), lassoEnd: on.lassoed,
       select: ({ points }) => on.select(this.selected = points),
       deselect: () => on.select(this.selected = []),
