@@ -276,3 +276,48 @@ def test_failed_requests(page):
       window.fetch = usual;
       return message; }""")
     assert refusal == "refused"
+
+
+def test_the_list_shows_faces_and_sorts(server, opened):
+    page = opened(server.url)
+    page.wait_for_selector("#clusters button img")
+    known = page.evaluate("[...explore.clusters.about.values()]")
+    first = page.locator("#clusters li").first
+    assert first.locator("img").get_attribute("src") == f"api/image/{known[0]['typical'][0]}"
+    assert first.locator(".numbers small").first.inner_text() == f"{known[0]['confidence']:.2f}"
+    page.select_option("#sort-clusters", "confidence")
+    shown = page.locator("#clusters li > button:not(.open)").evaluate_all(
+        "all => all.map((b) => +b.dataset.of)"
+    )
+    assert shown == [one["cluster"] for one in sorted(known, key=lambda one: one["confidence"])]
+
+
+def test_the_page_of_a_cluster_compares_moves_and_merges(server, opened, run):
+    page = opened(server.url)
+    page.wait_for_selector("#clusters .open")
+    page.keyboard.press("g")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#cluster article")
+    k = page.evaluate("explore.clusters.page.cluster")
+    nearest = f"fetch('api/cluster/{k}').then((answer) => answer.json()).then((k) => k.nearest[0])"
+    near = page.evaluate(nearest)
+    assert not page.locator("#clusters").is_visible()
+    article = page.locator("#cluster article").first
+    shown = article.locator(".pictures button").evaluate_all(
+        "all => all.map((b) => +b.dataset.row)"
+    )
+    assert shown == near["between"]
+    article.get_by_text("Select the ones between").click()
+    until(page, "(n) => explore.chosen.length === n", len(shown))
+    article.get_by_text("selected there").click()
+    assert lines(page, 1)[0]["into"] == near["cluster"]
+    assert (Curation.open(run).clusters[shown] == near["cluster"]).all()
+    other = page.evaluate(f"fetch('api/cluster/{k}').then((a) => a.json())")["nearest"][0][
+        "cluster"
+    ]
+    page.wait_for_selector(f"#cluster [data-of='near {other}']:nth-of-type(1)")
+    article.get_by_text("Merge with it").click()
+    assert sorted([k, other]) == lines(page, 2)[-1]["clusters"]
+    until(page, "(n) => explore.clusters.page.cluster === n", min(k, other))
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#clusters", state="visible")

@@ -80,7 +80,7 @@ export class ClusterPage {
     } });
     const select = make("button", { textContent: "Select the ones between", disabled: !between.length,
       onclick: () => app.select(between) });
-    return make("article", {},
+    const article = make("article", {},
       make("div", { className: "title" }, ...this.faceOf(cluster), dotOf(cluster), open, make("small", { title: "Cosine of the mean embeddings",
         textContent: `similarity ${similarity?.toFixed(2) ?? "unknown"}` })),
       ...(between.length ? [make("small", { textContent: "Between the two, the most ambiguous first:" }),
@@ -88,6 +88,8 @@ export class ClusterPage {
       ...(lines.length ? [make("table", {}, make("tr", {}, make("th"), make("th", { textContent: "here" }),
         make("th", { textContent: "there" })), ...lines)] : []),
       make("p", { className: "buttons" }, merge, select, moves));
+    article.dataset.of = `near ${cluster}`;
+    return article;
   }
 
   /** The button of a sample, with the color of its cluster. */
