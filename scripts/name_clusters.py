@@ -5,7 +5,7 @@ python scripts/name_clusters.py --url 'http://127.0.0.1:8090/?token=...' \
 
 The model's server speaks OpenAI's chat API (Ollama, vLLM, llama.cpp, ...) and gets up to 8 typical
 pictures of each cluster; an API key is read from the environment variable MODEL_API_KEY. Clusters
-that have a name or that a person checked are left alone. Each name is a decision, which can be undone.
+that have a name or that a person checked are left alone. Each name can be undone.
 """
 
 import argparse
@@ -28,7 +28,7 @@ class NoRedirect(HTTPRedirectHandler):
     """Follow no redirect, which would send the key to another server."""
 
     def redirect_request(self, *_):
-        return None
+        """Return no request."""
 
 
 def send(opener, url, headers, content=None):
