@@ -38,8 +38,11 @@ class ClusterPages:
 
     def list_clusters(self) -> list[dict[str, Any]]:
         """Return number, name, size, scores and typical rows of each cluster, largest first."""
-        clusters, checked = self._curation.clusters, self._curation.checked
-        names, confidence = self._curation.names, self._samples.column("confidence")
+        return self._list(self._curation.clusters)
+
+    def _list(self, clusters: NDArray[np.int64]) -> list[dict[str, Any]]:
+        names, checked = self._curation.names, self._curation.checked
+        confidence = self._samples.column("confidence")
         graph = self._samples.metrics.get("graph") or {}
         agreement = dict(enumerate(graph.get("cluster_agreement") or ()))
         groups = group_rows(clusters, self._columns.find({}, "confidence", descending=True))
@@ -64,11 +67,11 @@ class ClusterPages:
             InputError: there is no such cluster.
         """
         clusters = self._curation.clusters
+        entry = next((e for e in self._list(clusters) if e["cluster"] == cluster), None)
+        if entry is None:
+            known = ", ".join(map(str, [*self._curation.sizes][:12])) or "none"
+            raise InputError(f"there is no cluster {cluster}; the first clusters are {known}")
         numbers, centroids = self._centroids.at(clusters)
-        entry = next((e for e in self.list_clusters() if e["cluster"] == cluster), None)
-        if entry is None or cluster not in numbers:
-            known = ", ".join(map(str, numbers[:12]))
-            raise InputError(f"there is no cluster {cluster}; expected one of {known}, ...")
         place = numbers.index(cluster)
         similarities = centroids @ centroids[place]
         order = np.argsort(-similarities, kind="stable").tolist()
@@ -158,8 +161,8 @@ def _differing_value(
     ]
     place = int(np.argmax(np.abs(shares[0] - shares[1])))
     value = [*column.values, ""][place] or "none"
-    texts = [f"{100 * share[place]:.0f} % {value}" for share in shares]
-    return float(abs(shares[0][place] - shares[1][place])), *texts
+    one, other = (f"{100 * share[place]:.0f} % {value}" for share in shares)
+    return float(abs(shares[0][place] - shares[1][place])), one, other
 
 
 def _differing_median(here: NDArray[Any], there: NDArray[Any]) -> tuple[float, str, str]:
@@ -168,14 +171,13 @@ def _differing_median(here: NDArray[Any], there: NDArray[Any]) -> tuple[float, s
     The distance is the share that two normal distributions with this standardized difference do
     not have in common, which compares with a difference of shares.
     """
-    here, there = (np.float64(part[np.isfinite(part)]) for part in (here, there))
-    if not len(here) or not len(there):
+    x, y = (part[np.isfinite(part)].astype(np.float64) for part in (here, there))
+    if not len(x) or not len(y):
         return 0.0, "", ""
-    medians = [float(np.median(part)) for part in (here, there)]
-    spread = math.sqrt((np.var(here) + np.var(there)) / 2)
-    difference = abs(medians[0] - medians[1])
+    medians = np.median(x), np.median(y)
+    spread, difference = math.sqrt((np.var(x) + np.var(y)) / 2), abs(medians[0] - medians[1])
     share = math.erf(difference / spread / math.sqrt(8)) if spread > 0 else float(difference > 0)
-    return share, *(f"median {median:.3g}" for median in medians)
+    return share, f"median {medians[0]:.3g}", f"median {medians[1]:.3g}"
 
 
 def _finite(value: Any) -> float | None:

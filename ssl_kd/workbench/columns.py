@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pyarrow import compute
 from typing_extensions import Self
 
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, printable
 from ssl_kd.settings import nearest
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
@@ -27,6 +27,7 @@ FREQUENT = 8  # values of a category that a chart shows; the others are counted 
 MOST_VALUES = 1000  # of a category; texts with more different values are not grouped
 CHARACTERS = 1000  # at most, of a filter and of a text in a cell
 DECIDED = ("cluster", "checked", "excluded")  # columns that decisions change
+TEXTS = ("text", "category", "media")  # kinds of columns
 _COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
                 "": operator.eq, "=": operator.eq, "!=": operator.ne}  # fmt: skip
 _NUMBER = r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)"
@@ -65,12 +66,12 @@ class Columns:
 
     Args:
         samples: the samples of the run.
-        curation: the decisions of the run, which change the columns `cluster`, `checked` and
-            `excluded`.
+        curation: the decisions of the run, which change `cluster`, `checked` and `excluded`.
 
     Attributes:
         kinds: name -> kind, in the order in which a table shows the columns: `number`; `category`,
-            texts with few different values; `text`; or `cluster`, numbers of clusters.
+            texts with few different values; `text`; `cluster`, numbers of clusters; or `media`,
+            texts that stand for what a sample is, such as addresses of pictures.
     """
 
     def __init__(self, samples: Samples, curation: Curation) -> None:
@@ -79,17 +80,16 @@ class Columns:
                  "outlier": "number", "split": "category"}  # fmt: skip
         kinds |= dict.fromkeys((*samples.levels, "second"), "cluster")
         self.kinds = {name: kind for name, kind in kinds.items() if name in table.column_names}
-        self._columns: dict[str, arrow.ChunkedArray | Categories] = {
+        self._columns: dict[str, Any] = {
             name: Categories.of(table[name]) if kind == "category" else table[name]
             for name, kind in self.kinds.items()
         }
-        for name, column in metadata(samples).items():
-            self.kinds[name], self._columns[name] = "number", column
-            if arrow.types.is_string(column.type):
-                n_values = compute.count_distinct(column).as_py()
-                is_category = n_values <= min(MOST_VALUES, self._n // 2)
-                self.kinds[name] = "category" if is_category else "text"
-                self._columns[name] = Categories.of(column) if is_category else column
+        own = metadata(samples)
+        media = (samples.media or {}).get("column") if own else None
+        for name, column in own.items():
+            self.kinds[name], self._columns[name] = _classify(column)
+            if name == media:
+                self.kinds[name], self._columns[name] = "media", column
         self.kinds |= {"checked": "category", "excluded": "category"}
         self._order = functools.lru_cache(8)(self._sort)
         self._ranks = functools.lru_cache(4)(self._rank)
@@ -98,6 +98,26 @@ class Columns:
     def names(self) -> list[str]:
         """Names of all columns."""
         return list(self.kinds)
+
+    def values(self, name: str) -> NDArray[Any] | Categories | arrow.ChunkedArray:
+        """Return a column: an array of numbers (clusters: -1 where missing), categories or texts.
+
+        Raises:
+            InputError: there is no such column.
+        """
+        if name not in self.kinds:
+            known = printable(", ".join(self.names[:20]))
+            hint = printable(nearest(name[:CHARACTERS], self.kinds))
+            raise InputError(f"there is no column {_short(name)}; expected {known}.{hint}")
+        if name == "cluster":
+            return self._curation.clusters
+        if name in DECIDED:
+            flags = self._curation.checked if name == "checked" else self._curation.excluded
+            return Categories(flags.astype(np.int32), ["", "yes"])
+        if self.kinds[name] == "cluster":
+            return self._columns[name].fill_null(-1).to_numpy()
+        is_number = self.kinds[name] == "number"
+        return self._columns[name].to_numpy() if is_number else self._columns[name]
 
     def find(
         self, filter: Mapping[str, str], sort: str | None = None, descending: bool = False
@@ -110,7 +130,6 @@ class Columns:
                 mask &= self._passes(name, text) if name else self._passes_anywhere(text)
         if sort is None:
             return np.flatnonzero(mask)
-        self.check(sort)
         order = (self._sort if sort in DECIDED else self._order)(sort, descending)
         return order[mask[order]].astype(np.int64)
 
@@ -120,14 +139,10 @@ class Columns:
         Raises:
             InputError: there is no such row or column.
         """
-        self.check(*columns)
         for row in rows:
             if not 0 <= row < self._n:
                 raise InputError(f"there is no sample {row}; expected 0 to {self._n - 1}")
-        numbers = np.asarray(rows, np.int64)
-        parts = [
-            _take(self.values(name), numbers, self.kinds[name] == "cluster") for name in columns
-        ]
+        parts = [self._take(name, np.asarray(rows, np.int64)) for name in columns]
         return [list(cells) for cells in zip(*parts, strict=True)]
 
     def chart(self, name: str) -> dict[str, Any]:
@@ -136,66 +151,26 @@ class Columns:
         Raises:
             InputError: there is no such column, or it has texts.
         """
-        self.check(name)
         values, clusters = self.values(name), self._curation.clusters
+        if isinstance(values, Categories):
+            return _count_values(values, clusters)
         if isinstance(values, arrow.ChunkedArray):
             raise InputError(
-                f"column {name!r} has texts, which have no chart; expected a column of numbers or "
-                "categories, such as confidence"
+                f"column {_short(name)} has texts, which have no chart; expected a column of "
+                "numbers or categories, such as confidence"
             )
-        if self.kinds[name] == "number":
-            assert isinstance(values, np.ndarray)
-            groups = group_rows(clusters, np.flatnonzero(np.isfinite(values)))
-            return {"kind": "number", "clusters": [
-                {"cluster": cluster, "n": len(rows), "quantiles": plain(
-                    np.quantile(values[rows], QUANTILES, method="nearest"))}
-                for cluster, rows in groups.items()]}  # fmt: skip
-        categories = Categories.of_clusters(values) if isinstance(values, np.ndarray) else values
-        rows = np.flatnonzero(categories.codes >= 0)
-        sizes = np.bincount(categories.codes[rows], minlength=len(categories.values))
-        order = np.argsort(-sizes, kind="stable")
-        shown = [categories.values[place] for place in order[:FREQUENT]]
-        places = np.empty(len(order), np.int64)
-        places[order] = np.minimum(np.arange(len(order)), FREQUENT)
-        shown += ["other"] if len(order) > FREQUENT else []
-        counts = {
-            cluster: np.bincount(places[categories.codes[members]], minlength=len(shown)).tolist()
-            for cluster, members in group_rows(clusters, rows).items()
-        }
-        return {"kind": "category", "values": shown, "clusters": [
-            {"cluster": cluster, "n": sum(n), "counts": n} for cluster, n in counts.items()
-        ]}  # fmt: skip
-
-    def check(self, *names: str) -> None:
-        """Raise InputError if there is no column of one of these names."""
-        for name in names:
-            if name not in self.kinds:
-                hint = nearest(name[:CHARACTERS], self.kinds)
-                known = ", ".join(self.kinds)
-                raise InputError(f"there is no column {_short(name)}; expected {known}.{hint}")
-
-    def values(self, name: str) -> NDArray[Any] | Categories | arrow.ChunkedArray:
-        """Return a column: an array of numbers, categories, or texts."""
-        if name == "cluster":
-            return self._curation.clusters
-        if name in DECIDED:
-            flags = self._curation.checked if name == "checked" else self._curation.excluded
-            return Categories(flags.astype(np.int32), ["", "yes"])
-        column = self._columns[name]
         if self.kinds[name] == "cluster":
-            return column.fill_null(-1).to_numpy()
-        return column.to_numpy() if self.kinds[name] == "number" else column
+            return _count_values(Categories.of_clusters(values), clusters)
+        return _quantiles(values, clusters)
 
     def _passes(self, name: str, text: str) -> NDArray[np.bool_]:
         """Return whether each sample passes the filter of one column, `[n]`."""
-        self.check(name)
         values = self.values(name)
         if isinstance(values, Categories):
-            return _contains(arrow.array([*values.values, ""]), text)[values.codes]
+            return _match(arrow.array([*values.values, ""]), text)[values.codes]
         if isinstance(values, arrow.ChunkedArray):
-            return _contains(values, text)
-        missing = values < 0 if self.kinds[name] == "cluster" else np.isnan(values)
-        mask = _compare(values, missing, text)
+            return _match(values, text)
+        mask = _compare(values, self._missing(name, values), text)
         if mask is not None:
             return mask
         if name == "cluster":
@@ -207,7 +182,7 @@ class Columns:
 
     def _passes_anywhere(self, text: str) -> NDArray[np.bool_]:
         """Return whether any text of each sample passes, `[n]`; for `!=`, whether all do."""
-        names = [name for name, kind in self.kinds.items() if kind in ("text", "category")]
+        names = [name for name, kind in self.kinds.items() if kind in TEXTS]
         masks = [self._passes(name, text) for name in names if name not in DECIDED]
         masks.append(self._has_name(self._curation.clusters, text))
         combine = np.logical_and if text.startswith("!=") else np.logical_or
@@ -216,10 +191,13 @@ class Columns:
     def _has_name(self, clusters: NDArray[Any], text: str) -> NDArray[np.bool_]:
         """Return whether the name of each sample's cluster passes, `[n]`."""
         names = self._curation.names
-        passes = _contains(arrow.array([*names.values(), ""]), text)
-        chosen = [number for number, is_in in zip(names, passes[:-1], strict=True) if is_in]
-        unnamed = ~np.isin(clusters, list(names)) if passes[-1] else False
-        return np.isin(clusters, chosen) | unnamed
+        numbers = [-1, *self._curation.sizes]
+        texts = arrow.array([names.get(number, "") for number in numbers], arrow.string())
+        return np.isin(clusters, np.array(numbers)[_match(texts, text)])
+
+    def _missing(self, name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return where the numbers of a column (codes or ranks if it has texts) are missing."""
+        return np.isnan(numbers) if self.kinds[name] == "number" else numbers < 0
 
     def _sort(self, name: str, descending: bool) -> NDArray[np.uint32]:
         """Return all rows sorted by a column: equal ones in row order, missing ones last."""
@@ -228,7 +206,7 @@ class Columns:
             keys = keys.codes
         elif isinstance(keys, arrow.ChunkedArray):
             keys = self._ranks(name)
-        missing = np.isnan(keys) if self.kinds[name] == "number" else keys < 0
+        missing = self._missing(name, keys)
         rows = np.flatnonzero(~missing)
         keys = keys[rows]
         if keys.dtype.kind == "i" and len(rows) and 0 <= keys.min() and keys.max() < 1 << 16:
@@ -241,8 +219,31 @@ class Columns:
     def _rank(self, name: str) -> NDArray[np.int32]:
         """Return the rank of each text in a column, equal for equal texts; -1 where missing."""
         texts = self._columns[name]
-        ranks = np.asarray(compute.rank(texts, tiebreaker="dense")).astype(np.int32)
-        return np.where(_contains(texts, "="), -1, ranks)
+        ranks = compute.call_function("rank", [texts], compute.RankOptions(tiebreaker="dense"))
+        return np.where(_match(texts, "="), -1, np.asarray(ranks).astype(np.int32))
+
+    def _take(self, name: str, rows: NDArray[np.int64]) -> list[Any]:
+        """Return the values of a column in some rows for JSON; None where missing."""
+        values = self.values(name)
+        if isinstance(values, Categories):
+            texts = [*values.values, None]
+            return [texts[code] for code in values.codes[rows]]
+        if isinstance(values, arrow.ChunkedArray):
+            texts = values.take(arrow.array(rows)).to_pylist()
+            return [text and text[:CHARACTERS] for text in texts]
+        numbers = values[rows]
+        missing = self._missing(name, numbers)
+        return [None if gone else x for x, gone in zip(plain(numbers), missing, strict=True)]
+
+
+def _classify(column: arrow.ChunkedArray) -> tuple[str, arrow.ChunkedArray | Categories]:
+    """Return the kind of a column of numbers or strings, and its content."""
+    if not arrow.types.is_string(column.type):
+        return "number", column
+    n_values = compute.call_function("count_distinct", [column]).as_py()
+    if n_values <= min(MOST_VALUES, 1 + len(column) // 2):
+        return "category", Categories.of(column)
+    return "text", column
 
 
 def group_rows(clusters: NDArray[np.int64], rows: NDArray[Any]) -> dict[int, NDArray[Any]]:
@@ -255,7 +256,7 @@ def group_rows(clusters: NDArray[np.int64], rows: NDArray[Any]) -> dict[int, NDA
     if len(numbers) < 1 << 16:
         codes = codes.astype(np.uint16)  # sorted in linear time
     parts = np.split(rows[np.argsort(codes, kind="stable")], np.cumsum(sizes[numbers])[:-1])
-    return dict(zip(numbers.tolist(), parts, strict=True)) if len(numbers) else {}
+    return dict(zip(numbers.tolist(), parts[: len(numbers)], strict=True))
 
 
 def plain(numbers: NDArray[Any]) -> list[Any]:
@@ -265,19 +266,44 @@ def plain(numbers: NDArray[Any]) -> list[Any]:
     return [float(str(x)) if np.isfinite(x) else None for x in numbers]
 
 
+def _quantiles(numbers: NDArray[Any], clusters: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the number of finite numbers of each cluster, and five quantiles of them."""
+    entries = []
+    for cluster, rows in group_rows(clusters, np.flatnonzero(np.isfinite(numbers))).items():
+        quantiles = np.quantile(numbers[rows], QUANTILES, method="nearest")
+        entries.append({"cluster": cluster, "n": len(rows), "quantiles": plain(quantiles)})
+    return {"kind": "number", "clusters": entries}
+
+
+def _count_values(column: Categories, clusters: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the most frequent values, and how often they and all others occur in each cluster."""
+    present = np.flatnonzero(column.codes >= 0)
+    order = np.argsort(
+        -np.bincount(column.codes[present], minlength=len(column.values)), kind="stable"
+    )
+    values = [column.values[code] for code in order[:FREQUENT]]
+    values += ["other"] if len(order) > FREQUENT else []
+    places = np.empty(len(order), np.int64)
+    places[order] = np.minimum(np.arange(len(order)), FREQUENT)
+    entries = []
+    for cluster, rows in group_rows(clusters, present).items():
+        counts = np.bincount(places[column.codes[rows]], minlength=len(values)).tolist()
+        entries.append({"cluster": cluster, "n": len(rows), "counts": counts})
+    return {"kind": "category", "values": values, "clusters": entries}
+
+
 def _check_text(name: str, text: object) -> None:
-    if not isinstance(text, str) or len(text) > CHARACTERS or not _is_unicode(name + text):
+    is_valid = isinstance(text, str) and len(text) <= CHARACTERS
+    if not is_valid or f"{name}{text}".encode("utf-8", "replace").decode() != f"{name}{text}":
         raise InputError(
             f"the filter of column {_short(name)} is {_short(text)}; expected a text of at most "
             f"{CHARACTERS} characters, such as '<0.5' or '=cat'"
         )
 
 
-def _is_unicode(text: str) -> bool:
-    return text.encode("utf-8", "replace").decode() == text
-
-
-def _compare(numbers: NDArray[Any], missing: NDArray[np.bool_], text: str) -> Any:
+def _compare(
+    numbers: NDArray[Any], missing: NDArray[np.bool_], text: str
+) -> NDArray[np.bool_] | None:
     """Return which numbers pass a comparison, `[n]`; None if the text is not a comparison."""
     if text.strip() in ("=", "!="):
         return missing == (text.strip() == "=")
@@ -291,24 +317,17 @@ def _compare(numbers: NDArray[Any], missing: NDArray[np.bool_], text: str) -> An
     return None
 
 
-def _contains(texts: arrow.Array | arrow.ChunkedArray, text: str) -> NDArray[np.bool_]:
-    """Return which texts contain `text`, or are (not) equal to it if it begins with `=` (`!=`)."""
+def _match(texts: arrow.Array | arrow.ChunkedArray, text: str) -> NDArray[np.bool_]:
+    """Return which texts contain `text`, or equal it if it begins with `=`, or not with `!=`."""
     if text.startswith(("=", "!=")):
         wanted = text.removeprefix("!").removeprefix("=").strip()
-        mask = np.asarray(compute.equal(texts, wanted).fill_null(wanted == ""))
+        mask = compute.call_function("equal", [texts, arrow.scalar(wanted)])
+        mask = np.asarray(mask.fill_null(not wanted))
         return ~mask if text.startswith("!") else mask
-    return np.asarray(compute.match_substring(texts, text, ignore_case=True).fill_null(False))
+    options = compute.MatchSubstringOptions(text, ignore_case=True)
+    mask = compute.call_function("match_substring", [texts], options)
+    return np.asarray(mask.fill_null(False))
 
 
 def _short(value: object) -> str:
     return reprlib.repr(value)
-
-
-def _take(values: Any, rows: NDArray[np.int64], is_cluster: bool) -> list[Any]:
-    """Return the values in some rows for JSON; None where missing."""
-    if isinstance(values, Categories):
-        texts = [*values.values, None]
-        return [texts[code] for code in values.codes[rows]]
-    if isinstance(values, arrow.ChunkedArray):
-        return [text and text[:CHARACTERS] for text in values.take(arrow.array(rows)).to_pylist()]
-    return [None if is_cluster and value < 0 else value for value in plain(values[rows])]

@@ -244,8 +244,7 @@ class Run:
         Raises:
             InputError: there is no such column, it has texts, or the width is out of range.
         """
-        columns = Columns(self.samples, self.curation)
-        return map_image(map_of(self.samples), columns, color, width)
+        return map_image(map_of(self.samples), self._columns, color, width)
 
     def export(
         self,

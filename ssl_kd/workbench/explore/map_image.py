@@ -48,7 +48,6 @@ def _color_codes(columns: Columns, name: str) -> tuple[NDArray[np.int64], list[s
 
     from ssl_kd.report.figures import tint
 
-    columns.check(name)
     values = columns.values(name)
     values = values.codes if isinstance(values, Categories) else values
     if not isinstance(values, np.ndarray):

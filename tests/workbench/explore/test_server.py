@@ -18,6 +18,7 @@ from ssl_kd.files import CorruptFileError
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore import server as module
+from ssl_kd.workbench.explore.routes import _column_names
 from ssl_kd.workbench.explore.server import ExploreServer, serve
 from tests.faults.matrix import row as fault
 from tests.workbench.explore.conftest import answering
@@ -79,6 +80,39 @@ def test_rows_cells_charts_and_clusters(server):
     assert entry["typical"] == rows[:8].tolist() and entry["size"] == len(rows)
     status, page = get(server, "/api/cluster/1")
     assert status == 200 and {near["cluster"] for near in page["nearest"]} == {0, 2}
+
+
+INVALID_QUERIES = [
+    ("rows", {"filter": "{"}, "the filter is not valid JSON"),
+    ("rows", {"filter": "[1]"}, "not a JSON object"),
+    ("rows", {"filter": '{"file": 3}'}, "is 3; expected a text"),
+    ("rows", {"filter": '{"confidence": "<"}'}, "expected a number, such as"),
+    ("rows", {"filter": '{"file": "\\ud800"}'}, "expected a text"),
+    ("rows", {"filter": "[" * 20_000}, "nested too deeply"),
+    ("rows", {"sort": "fil"}, "no column 'fil'; expected file, cluster"),
+    ("cells", {}, "`rows` has 1 entries; expected 1 to 1,000 numbers"),
+    ("cells", {"rows": "1,-1", "columns": "file"}, "expected 1 to 1,000 numbers"),
+    ("cells", {"rows": "1,99999", "columns": "file"}, "no sample 99999; expected 0 to"),
+    ("cells", {"rows": ",".join("1" * 1001), "columns": "file"}, "`rows` has 1001 entries"),
+    ("cells", {"rows": "1"}, "no column ''"),
+    ("cells", {"rows": "1", "columns": "file" + "," * 9000}, "no column ''"),
+    ("chart", {"column": "file"}, "texts, which have no chart"),
+    ("chart", {}, "no column ''"),
+    ("cluster/77", {}, "no cluster 77; the first clusters are"),
+]
+
+
+@pytest.mark.parametrize(("path", "query", "why"), INVALID_QUERIES)
+def test_an_invalid_query_is_refused_in_a_line(server, path, query, why):
+    status, answer = get(server, f"/api/{path}", **query)
+    assert status == 400 and why in answer["error"]
+    assert len(answer["error"]) < 400 and "\n" not in answer["error"]
+
+
+def test_names_of_columns_may_have_commas():
+    known = ["file", "size, in cm", "in cm"]
+    assert _column_names("size, in cm,file,in cm", known) == ["size, in cm", "file", "in cm"]
+    assert _column_names("size,file", known) == ["size", "file"]
 
 
 OTHER_PATHS = (
