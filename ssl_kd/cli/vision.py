@@ -38,7 +38,7 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
     if argv[:1] == ["extract"]:
         work = partial(_extract, argv[1:], config, f"{prog} extract")
         return guarded(work, command, kept="complete shards")
-    return guarded(lambda: _train(_settings_of_run(argv, config, prog)), command)
+    return guarded(lambda: train_and_report(_settings_of_run(argv, config, prog)), command)
 
 
 def program(prog: str) -> list[str]:
@@ -69,7 +69,8 @@ def _settings_of_run(argv: Sequence[str], config: Path, prog: str) -> VisionSett
     return inherited(resolved, flags)
 
 
-def _train(settings: VisionSettings) -> int:
+def train_and_report(settings: VisionSettings) -> int:
+    """Train with the settings, write the report, and print the results."""
     from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
 
     screen = open_screen()

@@ -48,6 +48,22 @@ def check_dataset(name: str | None) -> None:
         dataset_path(name)
 
 
+def is_run(name: str) -> bool:
+    """Return whether a value is the path of a run folder; False for a data set.
+
+    Raises:
+        RunFolderError: the value is neither of them.
+    """
+    path = home_resolved(name)
+    if (path / "config.json").is_file():
+        return True
+    try:
+        check_dataset(name)
+    except DatasetUnavailable as error:
+        raise RunFolderError(f"{path} is not a run folder (no config.json), and {error}") from error
+    return False
+
+
 def run_folder(name: str | Path) -> Path:
     """Return the path of a run folder, with `~` expanded; raise RunFolderError if it is none."""
     path = home_resolved(str(name))

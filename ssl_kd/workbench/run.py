@@ -16,8 +16,11 @@ from PIL import Image
 
 from ssl_kd.errors import InputError
 from ssl_kd.report.gallery import thumbnail
+from ssl_kd.vision.run import run as train
 from ssl_kd.vision.samples import Samples
+from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.workbench import curate
+from ssl_kd.workbench.clustered import is_finished, settings_of, write_frame
 from ssl_kd.workbench.columns import Columns
 from ssl_kd.workbench.curate import Duplicates, Ranked
 from ssl_kd.workbench.curate.image_checks import ImageChecks
@@ -97,6 +100,32 @@ class Run:
             CorruptFileError: a file of the run is damaged or was edited.
         """
         return cls(Samples(path))
+
+    @classmethod
+    def of(cls, data: Any, *, media: str | None = None, **settings: Any) -> Run:
+        """Cluster embeddings or images, unless that was done before, and open the run.
+
+        Args:
+            data: path of a feature file or of a folder of images, or a data frame (pandas, polars
+                or pyarrow) with a column of embeddings. A data frame is written to a Parquet file
+                in `runs/explore-frames`.
+            media: column that shows what a row is: texts, links, or paths of files; None: find one.
+            **settings: settings of `train.py`, such as `column="clip"` for the column with the
+                embeddings, or `n_clusters=20`, which is `auto` by default.
+
+        Raises:
+            InputError: the data or a setting is not valid.
+
+        Example:
+            `Run.of(frame, column="embedding", media="text").explore()`
+        """
+        chosen = VisionSettings(**{"n_clusters": AUTO, **settings})
+        is_path = isinstance(data, (str, Path))
+        path = str(data) if is_path else str(write_frame(data, chosen.runs_dir))
+        chosen, folder = settings_of(path, chosen)
+        if not is_finished(folder):
+            train(chosen)
+        return cls(Samples(folder, media))
 
     @property
     def path(self) -> Path:

@@ -28,7 +28,8 @@ from ssl_kd.workbench.output_files import new_folder
 logger = logging.getLogger(__name__)
 
 PAGE, DATA = "explore.html", "data"
-SCRIPTS = ("explore", "cluster_page", "clusters", "colors", "data", "messages", "pictures", "plot")
+SCRIPTS = ("explore", "cluster_page", "clusters", "colors", "data", "media", "messages",
+           "pictures", "plot")  # fmt: skip
 PAGE_FILES = (
     PAGE,
     "explore.css",

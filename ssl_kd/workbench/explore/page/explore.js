@@ -4,6 +4,7 @@
 import { Clusters } from "./clusters.js";
 import { GRAY, RAMP, clusterColor, rampColor, toHex } from "./colors.js";
 import { TOKEN, Table, get, post, readBytes } from "./data.js";
+import { mediaElement } from "./media.js";
 import { $, ask, describe, number, showMessage } from "./messages.js";
 import { Pictures } from "./pictures.js";
 import { Plot } from "./plot.js";
@@ -146,8 +147,9 @@ async function hover(row) {
   const name = document.createElement("div"), cluster = document.createElement("small");
   name.textContent = (await table.names())[row];
   cluster.textContent = nameOf(decisions.clusters[row]);
+  const media = await mediaElement(meta, row);
   if (hovered !== row) return;
-  $("tip").replaceChildren(...pictures.list(row, 160), name, cluster);
+  $("tip").replaceChildren(...pictures.list(row, 160), media ?? "", name, cluster);
   placeTip();
 }
 
@@ -192,6 +194,7 @@ async function showSample(row) {
     else if (kind === "number") lines.push([name, Number.isNaN(value) ? "unknown" : value.toFixed(3)]);
     else lines.push([name, values[value] ?? "unknown"]);
   }
+  const media = await mediaElement(meta, row, true);
   if (chosen.length !== 1 || chosen[0] !== row) return;
   about.replaceChildren(...lines.map(([name, value]) => {
     const line = document.createElement("div"), small = document.createElement("small");
@@ -199,6 +202,7 @@ async function showSample(row) {
     line.append(small, String(value));
     return line;
   }));
+  about.prepend(media ?? "");
   $("sample").replaceChildren(...pictures.list(row, 112), about);
   if (!TOKEN) return;
   try {

@@ -1,0 +1,89 @@
+"""Find or make the run of a data set, so that a feature file can be explored in one step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+from pyarrow import parquet
+
+from ssl_kd.errors import InputError
+from ssl_kd.files import sha256_file
+from ssl_kd.settings.early import DATASETS, dataset_path
+from ssl_kd.vision.settings import VisionSettings
+
+FRAMES = "explore-frames"  # folder of data frames, in RUNS_DIR
+
+
+def settings_of(data: str, settings: VisionSettings) -> tuple[VisionSettings, Path]:
+    """Return settings that cluster a data set, and the run's folder `RUNS_DIR/explore-NAME-HASH`.
+
+    The hash is of the paths, sizes and times of the data's files, and of all settings that affect
+    the result. If the run was interrupted, the settings resume it.
+    """
+    name, state = data, []
+    if data not in DATASETS:
+        path = dataset_path(data).resolve()
+        name, state = path.stem, list(_states(path))
+        settings = settings.replace(dataset=str(path))
+    else:
+        settings = settings.replace(dataset=data)
+    free = {*settings.free_on_resume, "resume", "run_name", "runs_dir", "device"}
+    values = {k: v for k, v in settings.to_dict().items() if k.lower() not in free}
+    digest = hashlib.sha256(json.dumps([state, values], sort_keys=True).encode()).hexdigest()
+    readable = re.sub(r"[^\w.]+", "_", name).strip("._")[:40]
+    folder = Path(settings.runs_dir) / f"explore-{readable}-{digest[:10]}"
+    begun = (folder / "config.json").is_file()
+    return settings.replace(run_name=folder.name, resume=begun), folder
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether the run of a folder is finished."""
+    return (folder / "metrics.json").is_file()
+
+
+def _states(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield the path, size and time of a file, or of all files below a folder, in order."""
+    files = [path]
+    if path.is_dir():
+        walk = os.walk(path)
+        files = sorted(Path(folder) / name for folder, _, names in walk for name in names)
+    for file in files:
+        status = file.lstat() if file.is_symlink() else file.stat()
+        yield str(file), status.st_size, status.st_mtime_ns
+
+
+def write_frame(frame: Any, runs: str) -> Path:
+    """Write a data frame to `RUNS_DIR/explore-frames`, unless it is there; return its path.
+
+    Raises:
+        InputError: the value is not a data frame of pandas, polars or pyarrow.
+    """
+    if isinstance(frame, arrow.Table):
+        table = frame
+    elif hasattr(frame, "to_arrow"):  # polars
+        table = frame.to_arrow()
+    elif type(frame).__module__.partition(".")[0] == "pandas":
+        table = arrow.Table.from_pandas(frame)
+    else:
+        raise InputError(
+            f"the data is {type(frame).__name__}; expected a path or a data frame of pandas, "
+            "polars or pyarrow with a column of lists"
+        )
+    folder = Path(runs) / FRAMES
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f".{os.getpid()}.parquet"
+    try:
+        parquet.write_table(table, new)
+        path = folder / f"frame-{sha256_file(new)[:16]}.parquet"
+        if not path.exists():  # else its time, and so the run's name, would change
+            new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    return path
