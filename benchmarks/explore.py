@@ -86,7 +86,8 @@ def made_run(folder: Path, rows: int) -> Path:
     else:
         parquet.write_table(table, run / "assignments.parquet")
     digest = EmbeddingStore.open(cache, "train", verify=False).fingerprint.digest
-    settings = {"DATASET": "made up", "EMBEDDINGS_DIR": str(cache.absolute()), "DATA_DIR": "data"}
+    settings = {"DATASET": "made up", "DATASET_TEST": None, "COLUMN": None, "DATA_DIR": "data"}
+    settings |= {"EMBEDDINGS_DIR": str(cache.absolute())}
     config = {"settings": settings, "learns_from": digest, "n_clusters": FINE}
     (run / "config.json").write_text(json.dumps(config))
     dataset = {"n_clusters": FINE, "pictured": False}
