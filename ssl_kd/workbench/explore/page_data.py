@@ -23,6 +23,7 @@ from ssl_kd.training.clock import Progress
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore.map_layout import map_of
+from ssl_kd.workbench.explore.spatial_index import spatial_index
 from ssl_kd.workbench.output_files import new_folder
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def write_page_data(
     0 if a server serves single pictures.
     """
     places = map_of(samples, progress)
-    put("places.f32", places.T.astype("<f4").tobytes())
+    put("places.kd", spatial_index(places))
     columns = {name: _write_column(samples, name, put) for name in _color_columns(samples)}
     put("files.txt", _lines(samples.column("file")).encode())
     examples = examples_of(places, samples)

@@ -12,7 +12,8 @@ from ssl_kd.cli import main
 from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
-from ssl_kd.workbench.explore import page_data, write_site
+from ssl_kd.workbench.explore import map_of, page_data, write_site
+from ssl_kd.workbench.explore.spatial_index import spatial_index
 from tests.faults.matrix import row as fault
 
 
@@ -45,8 +46,7 @@ def test_the_data_are_those_of_the_run_after_decisions(run, tmp_path):
     assert [labels[k] for k in column("label")] == list(samples.column("label"))
     files = (data / "files.txt").read_text().split("\n")
     assert files == list(samples.column("file"))
-    places = np.fromfile(data / "places.f32", np.float32)
-    assert places.shape == (2 * len(samples),) and np.abs(places).max() <= 1
+    assert (data / "places.kd").read_bytes() == spatial_index(map_of(samples))
     clusters = np.fromfile(data / "clusters.i32", np.int32)
     assert np.array_equal(clusters, curation.clusters) and (clusters[[3, 4]] == -1).all()
     decisions = json.loads((data / "decisions.json").read_text())

@@ -7,7 +7,7 @@ import { TOKEN, Table, get, post, readBytes } from "./data.js";
 import { mediaElement } from "./media.js";
 import { $, ask, describe, number, showMessage } from "./messages.js";
 import { Pictures } from "./pictures.js";
-import { Plot } from "./plot.js";
+import { Plot, bytesOfIndex } from "./plot.js";
 
 const SHOWN_PICTURES = 60, SHOWN_EXAMPLES = 40, SHOWN_VALUES = 24;
 
@@ -368,11 +368,11 @@ async function start() {
   pictures = new Pictures(meta, Boolean(TOKEN));
   $("color").replaceChildren(...["cluster", ...Object.keys(meta.columns)]
     .map((name) => new Option(name.replace("_", " "), name)));
-  const flat = new Float32Array(await readBytes("data/places.f32", 8 * n));
-  await readDecisions(await (await get("data/decisions.json")).json());
+  const [index] = await Promise.all([readBytes("data/places.kd", bytesOfIndex(n)),
+    get("data/decisions.json").then((answer) => answer.json()).then(readDecisions)]);
   $("loading-text").textContent = `Drawing ${number(n)} samples`;
   await new Promise(requestAnimationFrame);
-  plot = new Plot($("canvas"), flat.subarray(0, n), flat.subarray(n), {
+  plot = new Plot($("canvas"), index, {
     view: placeExamples, hover, select: onSelected, lassoed: () => setLasso(false) });
   setBackground();
   await paint();

@@ -8,16 +8,44 @@ const DRAWN = 25000; // of them
 const STILL = 200; // milliseconds without a move until all are drawn again
 const SMOOTH = { transition: true, transitionDuration: 300 };
 
+/** Bytes of the spatial index of n places (KDBush 4: header, rows, places in the order of the rows). */
+export const bytesOfIndex = (n) => 8 + 8 * Math.ceil((n * (n < 65536 ? 2 : 4)) / 8) + 8 * n;
+
+/** The coordinates x and y of all samples, in the order of the samples; move the index within the margin. */
+function readPlaces(index) {
+  const [n] = new Uint32Array(index, 4, 1), rows = new (n < 65536 ? Uint16Array : Uint32Array)(index, 8, n);
+  const places = new Float32Array(index, bytesOfIndex(n) - 8 * n), x = new Float32Array(n), y = new Float32Array(n);
+  for (let i = 0; i < n; i++) {
+    x[rows[i]] = places[2 * i] *= MARGIN;
+    y[rows[i]] = places[2 * i + 1] *= MARGIN;
+  }
+  return [x, y];
+}
+
+/** All samples as regl-scatterplot reads them, without an array for each: points[row] is [x, y, code]. */
+function pointsOf(x, y, codes) {
+  const texture = (side) => {
+    const values = new Float32Array(4 * side * side);
+    for (let row = 0, at = 0; row < x.length; row++, at += 4) {
+      values[at] = x[row];
+      values[at + 1] = y[row];
+      values[at + 2] = codes[row];
+    }
+    return values;
+  };
+  const points = Object.assign([], { texture, length: x.length });
+  return new Proxy(points, { get: (_, key) => (Object.hasOwn(x, key) ? [x[key], y[key], codes[key]] : points[key]) });
+}
+
 export class Plot {
   /**
    * @param canvas to draw on
-   * @param x Float32Array, within -1 and 1; changed
-   * @param y like x
+   * @param index the places of all samples, within -1 and 1: a spatial index as an ArrayBuffer; changed
    * @param on callbacks: view(), hover(row or null), select(rows), lassoed()
    */
-  constructor(canvas, x, y, on) {
-    Object.assign(this, { canvas, x, y, on, selected: [], busy: Promise.resolve() });
-    for (const axis of [x, y]) for (let i = 0; i < axis.length; i++) axis[i] *= MARGIN;
+  constructor(canvas, index, on) {
+    const [x, y] = readPlaces(index);
+    Object.assign(this, { canvas, index, x, y, on, selected: [], busy: Promise.resolve() });
     const n = x.length, size = n < 3000 ? 7 : n < 30000 ? 4 : n < 300000 ? 2.5 : 1.5;
     this.map = createScatterplot({ canvas, pointSize: size, pointSizeSelected: 2, opacity: 0.85,
       opacityInactiveMax: 0.25, opacityInactiveScale: 0.4, lassoColor: "#6cb2f0", lassoMinDelay: 1,
@@ -26,7 +54,7 @@ export class Plot {
     const listeners = { pointover: on.hover, pointout: () => on.hover(null), lassoEnd: on.lassoed,
       select: ({ points }) => on.select(this.selected = points),
       deselect: () => on.select(this.selected = []),
-      view: () => { if (this.index) { on.view(); this.thinOut(); } } };
+      view: () => { if (this.isDrawn) { on.view(); this.thinOut(); } } };
     for (const [name, listener] of Object.entries(listeners)) this.map.subscribe(name, listener);
     if (n > MANY) this.some = Array.from({ length: DRAWN }, (_, i) => Math.floor((i * n) / DRAWN));
   }
@@ -42,9 +70,11 @@ export class Plot {
       if (this.newest !== codes) return;
       Object.assign(this, { codes, colors });
       this.map.set({ colorBy: "valueA", pointColor: colors });
-      await this.map.draw({ x: this.x, y: this.y, valueA: codes },
-        { spatialIndex: this.index, zDataType: "categorical", preventFilterReset: true });
-      this.index = this.map.get("spatialIndex");
+      await this.map.draw(pointsOf(this.x, this.y, codes),
+        { spatialIndex: this.index, zDataType: "categorical", preventFilterReset: true,
+          ...(this.some && !this.isDrawn && { filter: this.some }) }); // some show sooner than all
+      if (this.some && !this.isDrawn) this.drawAllSoon();
+      this.isDrawn = true;
       this.select(this.selected);
     });
     return this.busy;
@@ -67,6 +97,10 @@ export class Plot {
       this.on.hover(null); // the library does not report that a hovered sample is filtered out
       this.map.filter(this.some, { preventEvent: true });
     }
+    this.drawAllSoon();
+  }
+
+  drawAllSoon() {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
       this.timer = null;
