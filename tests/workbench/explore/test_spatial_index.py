@@ -1,4 +1,4 @@
-"""The spatial index of the map holds every place, and each part of it is separated in the middle."""
+"""The spatial index of the map holds every place; the middle of each part separates it."""
 
 import numpy as np
 import pytest

@@ -119,7 +119,7 @@ export function lineOfNumbers({ confidence, agreement, checked, size }) {
   const line = make("span", { className: "numbers" }, make("small", { textContent: confidence?.toFixed(2) ?? "",
     title: "Mean confidence of its samples" }));
   if (agreement !== null) {
-    const text = `Agreement ${percent(agreement)}: how far different clustering methods agree on this cluster`;
+    const text = `Agreement ${percent(agreement)}: how closely the families of clustering methods that voted find this cluster`;
     const bar = make("span", { className: "bar", role: "img", ariaLabel: text, title: text });
     bar.style.setProperty("--share", `${100 * agreement}%`);
     line.append(bar);
