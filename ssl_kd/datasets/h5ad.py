@@ -40,9 +40,9 @@ def open_h5ad(path: Path) -> Table:
     if "X" in file:
         matrices["X"] = file["X"]
 
-    def read(name: str) -> arrow.ChunkedArray:
+    def read(name: str, preview: bool = False) -> arrow.ChunkedArray:
         if name not in matrices:
-            return arrow.chunked_array([columns[name]])
+            return arrow.chunked_array([columns[name][: PREVIEW_ROWS if preview else None]])
         x = _dense(matrices[name])
         flat = arrow.array(np.ascontiguousarray(x).reshape(-1))
         return arrow.chunked_array([arrow.FixedSizeListArray.from_arrays(flat, x.shape[1])])
@@ -54,7 +54,6 @@ def open_h5ad(path: Path) -> Table:
         len(columns["id"]),
         {name: column.type for name, column in columns.items()} | lists,
         read,
-        lambda name: columns[name][:PREVIEW_ROWS],
         PREFERRED,
         [name for name in matrices if name == "X" or name.startswith(_DRAWN)],
     )

@@ -164,7 +164,7 @@ def row_names(n: int, names: Sequence[Any] | None) -> LazyStrings:
 
 
 def find_media(table: Table, column: str | None = None) -> Media | None:
-    """Return the media of a column, or find them: pictures, else sounds, links, or `text`.
+    """Return the media of a column, or find one: pictures, sounds, videos, `text`, links.
 
     Raises:
         InputError: the table has no such column, or it holds something else.
@@ -178,23 +178,18 @@ def find_media(table: Table, column: str | None = None) -> Media | None:
             )
         return Media(table, column, kind)
     kinds = {name: _media_kind(table, name) for name in table.kinds}
-    for name, kind in kinds.items():
-        if kind in _SUFFIXES and not _has_content(table, name):
-            kinds[name] = None
-    for wanted in (*_SUFFIXES, "url"):
-        if (name := next((name for name, kind in kinds.items() if kind == wanted), None)) is None:
-            continue
-        if wanted == "url":
-            logger.info(
-                "%s: no images are shown, since the column %s holds links, which are not fetched; "
-                "the explorer shows them",
-                table.path,
-                name,
-            )
-        else:
-            logger.info("%s: the column %s contains the %s files", table.path, name, wanted)
-        return Media(table, name, wanted)
-    return Media(table, "text", "text") if kinds.get("text") == "text" else None
+    for wanted in _SUFFIXES:
+        for name in (name for name, kind in kinds.items() if kind == wanted):
+            if _has_content(table, name):
+                logger.info("%s: the column %s contains the %s files", table.path, name, wanted)
+                return Media(table, name, wanted)
+    if kinds.get("text") == "text":
+        return Media(table, "text", "text")
+    if (name := next((name for name, kind in kinds.items() if kind == "url"), None)) is None:
+        return None
+    message = "%s: no images are shown, since the column %s contains links, which are not fetched"
+    logger.info(message, table.path, name)
+    return Media(table, name, "url")
 
 
 def _media_kind(table: Table, column: str) -> str | None:
@@ -203,7 +198,7 @@ def _media_kind(table: Table, column: str) -> str | None:
     is_struct = types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}
     if not (is_struct or is_text(kind)):
         return None
-    values = [v for v in readable_values(table.preview(column)) if v]
+    values = [v for v in readable_values(table.read(column, preview=True)) if v]
     paths = [value.get("path") or "" for value in values] if is_struct else values
     for name, suffixes in _SUFFIXES.items():
         if paths and all(Path(p).suffix.lower() in suffixes and not _is_link(p) for p in paths):
@@ -221,7 +216,7 @@ def _has_content(table: Table, column: str) -> bool:
     """Return whether one of the first rows has a file; log a message if none has."""
     if types.is_struct(table.kinds[column]):
         return True
-    paths = [path for path in readable_values(table.preview(column)) if path]
+    paths = [path for path in readable_values(table.read(column, preview=True)) if path]
     if any(os.path.isfile(table.root / path) for path in paths):
         return True
     logger.info(

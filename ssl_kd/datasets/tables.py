@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ LABELS = ("labels", "label", "targets", "target", "y", "Y")
 IDS = ("ids", "id", "file", "path")
 PREVIEW_ROWS = 20  # rows by which the kind of a column is found
 LONGEST = 2000  # characters of a text that are kept
-_ROOT = b"ssl_kd.root"  # in the metadata of a Parquet file: the folder of relative paths
+ROOT = "ssl_kd.root"  # in the metadata of a Parquet file: the folder of relative paths
+Read = Callable[[str, bool], arrow.ChunkedArray]
 
 
 class Table(NamedTuple):
@@ -32,8 +34,7 @@ class Table(NamedTuple):
     root: Path  # folder of the relative paths in the columns
     n: int
     kinds: Mapping[str, arrow.DataType]
-    read: Callable[[str], arrow.ChunkedArray]
-    preview: Callable[[str], arrow.Array]  # the first rows
+    read: Callable[..., arrow.ChunkedArray]  # (name); the first rows with preview=True
     preferred: Sequence[str] = FEATURES  # names of the column with the features
     drawn: Sequence[str] = ()  # list columns that are features only if the user names them
 
@@ -160,23 +161,24 @@ def short_texts(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
         column.validate(full=True)
     except arrow.ArrowInvalid:
         column = arrow.chunked_array([arrow.array(readable_values(column), arrow.large_string())])
-    return compute.call_function(
-        "utf8_slice_codeunits", [column], compute.SliceOptions(0, LONGEST)
-    ).cast(arrow.string())
+    return compute.utf8_slice_codeunits(column, 0, LONGEST).cast(arrow.string())
 
 
 def _open_parquet(path: Path) -> Table:
     file = parquet.ParquetFile(path)  # read_table would add columns from folder names
     schema = file.schema_arrow
 
-    def preview(name: str) -> arrow.Array:
-        batch = next(file.iter_batches(PREVIEW_ROWS, columns=[name]), None)
-        return arrow.nulls(0) if batch is None else batch.column(0)
+    def read(name: str, preview: bool) -> arrow.ChunkedArray:
+        if not preview:
+            return file.read([name]).column(0)
+        batches = file.iter_batches(PREVIEW_ROWS, columns=[name])
+        return arrow.chunked_array(
+            [b.column(0) for b in islice(batches, 1)], schema.field(name).type
+        )
 
-    root = (schema.metadata or {}).get(_ROOT)
+    root = (schema.metadata or {}).get(ROOT.encode())
     folder = path.parent if root is None else Path(os.fsdecode(root))
-    n = file.metadata.num_rows
-    return _with_class_names(path, folder, n, schema, lambda n: file.read([n]).column(0), preview)
+    return _with_class_names(path, folder, file.metadata.num_rows, schema, read)
 
 
 def _open_saved(folder: Path) -> Table | None:
@@ -187,27 +189,24 @@ def _open_saved(folder: Path) -> Table | None:
     files = [arrow.memory_map(str(folder / Path(part["filename"]).name)) for part in parts]
     table = arrow.concat_tables([ipc.open_stream(file).read_all() for file in files])
 
-    def preview(name: str) -> arrow.Array:
-        return table.column(name).slice(0, PREVIEW_ROWS).combine_chunks()
+    def read(name: str, preview: bool) -> arrow.ChunkedArray:
+        return table.column(name)[: PREVIEW_ROWS if preview else None]
 
-    return _with_class_names(folder, folder, len(table), table.schema, table.column, preview)
+    return _with_class_names(folder, folder, len(table), table.schema, read)
 
 
-def _with_class_names(
-    path: Path, root: Path, n: int, schema: arrow.Schema, read: Any, preview: Any
-) -> Table:
+def _with_class_names(path: Path, root: Path, n: int, schema: arrow.Schema, read: Read) -> Table:
     """Return a table in which the numbers of Hugging Face's ClassLabel are class names."""
     info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
     features = info.get("features", {}).items()
     names = {k: f["names"] for k, f in features if f.get("_type") == "ClassLabel" and f["names"]}
 
-    def read_named(name: str) -> arrow.ChunkedArray:
-        column = read(name)
+    def read_named(name: str, preview: bool = False) -> arrow.ChunkedArray:
+        column = read(name, preview)
         if name not in names or not types.is_integer(column.type):
             return column
-        known = compute.call_function("greater_equal", [column, 0])  # -1: unknown
-        known = compute.call_function("if_else", [known, column, arrow.scalar(None, column.type)])
-        return compute.call_function("take", [arrow.array(names[name], arrow.string()), known])
+        known = compute.if_else(compute.greater_equal(column, 0), column, None)  # -1: unknown
+        return compute.take(arrow.array(names[name], arrow.string()), known)
 
     kinds = {f.name: arrow.string() if f.name in names else f.type for f in schema}
-    return Table(path, root, n, kinds, read_named, preview)
+    return Table(path, root, n, kinds, read_named)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pyarrow import compute, csv, parquet
 
 from ssl_kd.datasets.media import Rows
-from ssl_kd.datasets.tables import open_table, scalar_columns, short_texts
+from ssl_kd.datasets.tables import ROOT, open_table, scalar_columns, short_texts
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import atomic_write
 from ssl_kd.vision.samples import JOINED, Samples
@@ -112,7 +112,7 @@ def join_table(samples: Samples, path: Path) -> int:
             f"{len(samples):,} samples (columns: {found}); expected names such as {names[0]}"
         )
     joined = (table.drop_columns(["file"]) if key == "file" else table).take(at)
-    joined = joined.replace_schema_metadata({"ssl_kd.root": str(path.absolute().parent)})
+    joined = joined.replace_schema_metadata({ROOT: str(path.absolute().parent)})
     write_columns(samples, JOINED, joined.add_column(0, "file", names))
     return matched
 

@@ -1,0 +1,141 @@
+"""Tables of embeddings: AnnData, saved Hugging Face data sets, and what their rows are."""
+
+import io
+
+import datasets
+import numpy as np
+import pyarrow as arrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from ssl_kd.datasets import UnreadableImage, open_dataset
+from ssl_kd.datasets.catalog import open_rows
+from ssl_kd.datasets.tables import LONGEST
+from ssl_kd.errors import InputError
+
+X = np.arange(12, dtype=np.float32).reshape(6, 2)
+
+
+def rows_of(path, media=None, **options):
+    return open_rows(str(path), "train", **{"column": None, "media": media, **options})
+
+
+@pytest.fixture
+def cells(tmp_path):
+    """An .h5ad file as anndata 0.8 and later write it."""
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "cells.h5ad"
+    with h5py.File(path, "w") as file:
+        obs = file.create_group("obs")
+        obs.attrs["_index"] = "_index"
+        obs["_index"] = [f"cell{i}" for i in range(6)]
+        obs["n_genes"] = np.arange(6)
+        for name, codes in {"label": [0, 1, -1, 0, 1, 0], "tissue": [1] * 6}.items():
+            obs[f"{name}/codes"], obs[f"{name}/categories"] = np.int8(codes), ["B", "T"]
+        obs["age/values"], obs["age/mask"] = np.arange(6), np.arange(6) == 1
+        file["obsm/X_pca"], file["obsm/X_umap"] = X, -X
+        file["X/data"], file["X/indices"] = np.ones(3), [0, 2, 1]
+        file["X/indptr"] = [0, 2, 3, 3, 3, 3, 3]
+        file["X"].attrs.update({"encoding-type": "csr_matrix", "shape": [6, 3]})
+    return path
+
+
+def test_h5ad(cells):
+    data = open_dataset(str(cells), "train")
+    assert np.array_equal(data.features, X) and data.ids[5] == "cell5"
+    assert data.labels.tolist() == [0, 1, -1, 0, 1, 0] and data.class_names == ("B", "T")
+    genes = open_dataset(str(cells), "train", column="X").features
+    assert genes.tolist() == [[1, 0, 1], [0, 1, 0], *[[0, 0, 0]] * 4]
+    assert np.array_equal(open_dataset(str(cells), "train", column="X_umap").features, -X)
+    columns = {name: values.to_pylist() for name, values in rows_of(cells).columns().items()}
+    assert columns == {
+        "n_genes": [*range(6)], "tissue": ["T"] * 6, "age": [0, None, 2, 3, 4, 5],
+    }  # fmt: skip
+    with pytest.raises(InputError, match="has no column 'X_pcb'.*did you mean 'X_pca'"):
+        open_dataset(str(cells), "train", column="X_pcb")
+
+
+@pytest.mark.parametrize("is_on_hub", [False, True])
+def test_data_sets_of_hugging_face_with_pictures(tmp_path, is_on_hub):
+    pictures = [Image.new("RGB", (4, 4), color) for color in ("red", "blue") * 3]
+    kinds = {
+        "clip": datasets.List(datasets.Value("float32")),
+        "photo": datasets.Image(),
+        "label": datasets.ClassLabel(names=["dog", "cat"]),
+        "note": datasets.Value("string"),
+    }
+    columns = {"clip": list(X), "photo": pictures, "label": [0, 1] * 3, "note": ["a", None] * 3}
+    data = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+    path = tmp_path / ("data.parquet" if is_on_hub else "data")
+    if is_on_hub:
+        data.to_parquet(path)
+    else:
+        datasets.DatasetDict(train=data, validation=data.select([0])).save_to_disk(path)
+        assert len(open_dataset(str(path), "test")) == 1
+    opened, rows = open_dataset(str(path), "train"), rows_of(path)
+    assert np.array_equal(opened.features, X) and opened.pictured
+    assert [opened.class_names[k] for k in opened.labels] == ["dog", "cat"] * 3
+    assert rows.image(1).getpixel((0, 0)) == (0, 0, 255) and rows.image_file(1) is None
+    assert rows.columns()["note"].to_pylist() == ["a", None] * 3
+
+
+def write(folder, **columns):
+    parquet.write_table(arrow.table({"clip": list(X), **columns}), folder / "f.parquet")
+    return folder / "f.parquet"
+
+
+def test_what_a_column_shows_is_found(tmp_path):
+    (tmp_path / "a.wav").write_bytes(b"RIFF")
+    Image.new("L", (2, 2)).save(tmp_path / "a.png")
+    sounds, links = ["a.wav", None] * 3, ["https://example.org/a.png"] * 6
+    path = write(
+        tmp_path, n=range(6), sound=sounds, url=links, text=["words"] * 6, photo=["a.png"] * 6
+    )
+    assert (rows_of(path).media.kind, rows_of(path).media.column) == ("image", "photo")
+    found = {name: rows_of(path, name).media.kind for name in ("sound", "url", "text", "photo")}
+    assert found == {"sound": "audio", "url": "url", "text": "text", "photo": "image"}
+    with pytest.raises(InputError, match="--media is 'n', whose type in .* is int64"):
+        rows_of(path, "n")
+    assert rows_of(write(tmp_path, url=links)).media.kind == "url"
+    assert rows_of(write(tmp_path, url=links, text=["a"] * 6)).media.kind == "text"
+    assert rows_of(write(tmp_path, text=["a"] * 6)).media.kind == "text"
+    assert rows_of(write(tmp_path, title=["a"] * 6)).media is None
+
+
+def test_texts_that_are_long_or_not_utf8(tmp_path):
+    broken = arrow.array([b"\xff<b>", b"x" * 10_000_000, "é".encode() * 9000, b"", None, b"a"])
+    texts = arrow.Array.from_buffers(arrow.string(), 6, broken.buffers())
+    rows = rows_of(write(tmp_path, text=texts))
+    shown = [rows.media.text(row) for row in range(6)]
+    assert shown == ["\\xff<b>", "x" * LONGEST, "é" * LONGEST, "", "", "a"]
+    assert rows.columns()["text"].to_pylist() == [*shown[:4], None, "a"]
+
+
+@pytest.mark.parametrize("kind", ["wav", "png"])
+def test_only_media_files_are_given_out(tmp_path, kind):
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / f"good.{kind}").write_bytes(b"x")
+    (tmp_path / f"link.{kind}").symlink_to("secret.txt")
+    (tmp_path / f"folder.{kind}").mkdir()
+    hostile = [f"good.{kind}", "/etc/passwd", f"link.{kind}", f"folder.{kind}", "../../etc/passwd"]
+    rows = rows_of(write(tmp_path, path=[*hostile, f"/dev/zero\0.{kind}"]), "path")
+    rows.media.kind = {"wav": "audio", "png": "image"}[kind]  # whatever the first rows are
+    assert rows.media.file(0) == tmp_path / f"good.{kind}"
+    for row in range(1, 6):
+        if kind == "wav":
+            assert rows.media.file(row) is None
+        else:
+            with pytest.raises(UnreadableImage):
+                rows.image(row)
+
+
+def test_a_picture_that_is_no_picture(tmp_path):
+    content = io.BytesIO()
+    Image.new("L", (2, 2)).save(content, "PNG")
+    values = [{"bytes": b, "path": None} for b in (content.getvalue(), b"x", None)] * 2
+    rows = rows_of(write(tmp_path, photo=values))
+    assert rows.image(0).size == (2, 2)
+    for row in (1, 2):
+        with pytest.raises(UnreadableImage):
+            rows.image(row)

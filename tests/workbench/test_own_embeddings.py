@@ -1,0 +1,153 @@
+"""Embeddings of a user: clustered and opened in one step, with media and more columns."""
+
+import json
+import shutil
+import wave
+
+import numpy as np
+import pyarrow as arrow
+import pytest
+from PIL import Image, ImageFilter
+from pyarrow import csv, parquet
+from sklearn.datasets import load_digits, load_sample_image
+
+from ssl_kd import Run, cli
+from ssl_kd.errors import InputError
+from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.columns import Columns
+from ssl_kd.workbench.explore.server import ExploreServer
+from ssl_kd.workbench.metadata import join_table, metadata
+from tests.photos import QUICK
+from tests.workbench.explore.conftest import answering
+from tests.workbench.explore.test_server import ask
+
+N = 90
+HTML = "<img src=x onerror=alert(1)>"
+
+
+def frame(root):
+    with wave.open(str(root / "a.wav"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(b"\0\0" * 800)
+    (root / "link.wav").symlink_to("/etc/passwd")
+    Image.new("L", (8, 8), 200).save(root / "a.png")
+    sounds = ["a.wav", str(root / "a.wav"), "link.wav", "../a.wav", "/dev/zero.wav", None] * 15
+    links = ["https://example.org/x", "javascript:alert(1)"] * 45
+    x = load_digits().data[:N].astype(np.float32)  # pyright: ignore[reportAttributeAccessIssue]
+    return arrow.table(
+        {"clip": list(x), "id": [f"d{i}" for i in range(N)], "text": [HTML, "b" * 9000] * 45,
+         "sound": sounds, "url": links, "photo": ["a.png"] * N, "size": np.arange(N) / 2,
+         "cluster": ["mine"] * N}
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder with a table of embeddings, and its run in `runs`."""
+    root = tmp_path_factory.mktemp("own")
+    parquet.write_table(frame(root), root / "own.parquet")
+    Run.of(root / "own.parquet", **settings(root))
+    return root
+
+
+def settings(root):
+    places = {"runs_dir": str(root / "runs"), "embeddings_dir": str(root / "cache")}
+    return {**QUICK, **places, "n_clusters": 3}
+
+
+@pytest.fixture
+def run(root, tmp_path):
+    return shutil.copytree(next((root / "runs").glob("explore-own-*")), tmp_path / "run")
+
+
+def test_data_is_clustered_once(root, capfd, monkeypatch):
+    run = Run.of(str(root / "own.parquet"), media="text", **settings(root))
+    assert len(run) == N and run.samples.media == {"kind": "text", "column": "text"}
+    assert len([*(root / "runs").glob("explore-*")]) == 1
+    assert Samples(run.path).media == run.samples.media  # remembered
+    (run.path / "media.json").unlink()
+    monkeypatch.chdir(root)
+    flags = [f"--{name}={value}" for name, value in settings(root).items()]
+    assert cli.main(["explore", "own.parquet", *flags, "--static", "page"]) == 0
+    out = capfd.readouterr().out
+    assert "own.parquet was clustered before" in out and (root / "page/explore.html").is_file()
+    assert cli.main(["explore", str(run.path), "--n_clusters", "4"]) == 2
+    assert "There is no flag --n_clusters" in capfd.readouterr().err
+    assert cli.main(["explore", "a.wav"]) == 2
+    assert "a.wav is not a run folder (no config.json), and 'a.wav'" in capfd.readouterr().err
+
+
+def test_a_data_frame(tmp_path):
+    table = frame(tmp_path).select(["clip", "text"])
+    run = Run.of(table.to_pandas(), **settings(tmp_path))
+    assert run.samples.media == {"kind": "text", "column": "text"}
+    assert run.frame().text.tolist() == [HTML, "b" * 2000] * 45
+    with pytest.raises(InputError, match="the data is list; expected a path or a data frame"):
+        Run.of([1, 2])
+
+
+def test_texts_links_and_sounds_are_served_as_such(run):
+    def serve(media):
+        with ExploreServer(Samples(run, media)) as server, answering(server):
+            meta = json.loads(server.data["meta.json"])
+            assert meta["media"]["column"] == media
+            return [ask(server, "GET", f"/api/media/{row}") for row in range(6)]
+
+    texts = serve("text")
+    assert json.loads(texts[0][1]) == {"kind": "text", "text": HTML}
+    assert texts[0][2]["Content-Type"] == "application/json" and len(texts[1][1]) < 2100
+    links = [json.loads(content) for _, content, _ in serve("url")]
+    assert links[0] == {"kind": "url", "url": "https://example.org/x"}
+    assert links[1] == {"kind": "text", "text": "javascript:alert(1)"}
+    sounds = serve("sound")
+    assert [status for status, _, _ in sounds] == [200, 200, 404, 404, 404, 404]
+    assert sounds[0][1][:4] == b"RIFF" and sounds[0][2]["Content-Type"] == "audio/wav"
+    assert "media-src 'self'" in sounds[0][2]["Content-Security-Policy"]
+    assert b"root:" not in b"".join(content for _, content, _ in sounds)
+
+
+def test_columns_of_the_data_can_be_filtered_and_exported(run):
+    samples = Samples(run)
+    assert samples.media == {"kind": "image", "column": "photo"}
+    assert samples.image(4).size == (8, 8)
+    opened = Run(samples)
+    columns = Columns(samples, opened.curation)
+    assert columns.find({"size": ">=44"}).tolist() == [88, 89]
+    assert columns.kinds["size"] == "number" and columns.kinds["data_cluster"] == "category"
+    assert opened.frame()["size"].tolist() == [i / 2 for i in range(N)]
+    moved = Samples(run)
+    moved.settings["DATASET"] = str(run / "gone.parquet")
+    assert metadata(moved) == {} and moved.media is None
+
+
+def test_a_table_is_joined_by_the_names_of_samples(run, tmp_path):
+    samples, table = Samples(run), tmp_path / "more.csv"
+    more = {"path": ["d5", "d1", "d5", "other"], "price": [5, 1, 6, 7], "photo2": ["x.png"] * 4}
+    csv.write_csv(arrow.table(more), table)
+    assert join_table(samples, table) == 1  # d5 is in two rows
+    assert metadata(samples)["price"].to_pylist() == [None, 1, *[None] * (N - 2)]
+    assert Run(samples).frame().price[1] == 1
+    Image.new("L", (3, 3)).save(tmp_path / "x.png")
+    shown = Samples(run, "photo2")  # the paths are relative to the table
+    assert shown.media["kind"] == "image" and shown.image(1).size == (3, 3)
+    wrong = {"name": "has the columns name; expected one called file, id", "file": "names such as"}
+    for column, words in wrong.items():
+        csv.write_csv(arrow.table({column: ["e1"]}), table)
+        with pytest.raises(InputError, match=words):
+            join_table(samples, table)
+
+
+def test_blurred_images_are_found_by_sharpness(tmp_path):
+    photo = Image.fromarray(load_sample_image("china.jpg"))
+    (tmp_path / "photos").mkdir()
+    for i in range(40):
+        part = photo.crop((10 * i, 5 * i, 10 * i + 200, 5 * i + 150))
+        blurred = part.filter(ImageFilter.GaussianBlur(4)) if i % 10 == 3 else part
+        blurred.save(tmp_path / f"photos/{i:02}.png")
+    run = Run.of(tmp_path / "photos", teacher="pixels", image_size=16, **settings(tmp_path))
+    assert cli.main(["curate", str(run.path), "--images"]) == 0
+    columns = Columns(run.samples, run.curation)
+    assert sorted(columns.find({}, "sharpness")[:4].tolist()) == [3, 13, 23, 33]
+    first = metadata(run.samples)
+    assert first["width"][0].as_py() == 200 and first["height"][0].as_py() == 150
+    assert first["bytes"][0].as_py() == (tmp_path / "photos/00.png").stat().st_size
