@@ -127,8 +127,8 @@ class Centroids:
             for start in range(0, len(moved), BLOCK):
                 rows = moved[start : start + BLOCK]
                 x = safe_normalize(self._samples.embeddings(rows)).double().numpy()
-                self._add(-x, self._clusters[rows])
-                self._add(x, clusters[rows])
+                self._add(x, self._clusters[rows], -1.0)
+                self._add(x, clusters[rows], 1.0)
                 self._clusters[rows] = clusters[rows]
             used = np.unique(clusters[clusters >= 0]).tolist()
             self._sums = {number: self._sums[number] for number in used}
@@ -136,10 +136,10 @@ class Centroids:
         lengths = np.linalg.norm(sums, axis=1, keepdims=True)
         return used, sums / np.where(lengths > 0, lengths, 1)
 
-    def _add(self, x: NDArray[np.float64], clusters: NDArray[np.int64]) -> None:
-        """Add rows `[m, dim]` to the sums of their clusters; -1 is left out."""
+    def _add(self, x: NDArray[np.float64], clusters: NDArray[np.int64], times: float) -> None:
+        """Add rows `[m, dim]`, multiplied, to the sums of their clusters; -1 is left out."""
         numbers, codes = np.unique(clusters, return_inverse=True)
-        members = sp.csr_array((np.ones(len(x)), (codes, np.arange(len(x)))))
+        members = sp.csr_array((np.full(len(x), times), (codes, np.arange(len(x)))))
         for number, total in zip(numbers.tolist(), members @ x, strict=True):
             if number >= 0:
                 self._sums[number] = self._sums.get(number, 0) + total
@@ -175,7 +175,9 @@ def _differing_median(here: NDArray[Any], there: NDArray[Any]) -> tuple[float, s
     if not len(x) or not len(y):
         return 0.0, "", ""
     medians = np.median(x), np.median(y)
-    spread, difference = math.sqrt((np.var(x) + np.var(y)) / 2), abs(medians[0] - medians[1])
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest float
+        spread = math.sqrt((np.var(x) + np.var(y)) / 2)
+        difference = abs(medians[0] - medians[1])
     share = math.erf(difference / spread / math.sqrt(8)) if spread > 0 else float(difference > 0)
     return share, f"median {medians[0]:.3g}", f"median {medians[1]:.3g}"
 
