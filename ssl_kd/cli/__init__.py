@@ -14,6 +14,7 @@ from ssl_kd.cli.export import export
 from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, print_failure
 from ssl_kd.cli.language import cache_teacher, distill, distill_as, judge, verify
 from ssl_kd.cli.vision import program, train
+from ssl_kd.cli.watch import watch
 from ssl_kd.errors import BAD_INPUT, OK
 from ssl_kd.settings import nearest
 
@@ -40,6 +41,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "verify": (verify, "compare the losses of live and cached teachers on your models"),
     "curate": (curate, "find duplicates, outliers, leaks and wrong labels"),
     "explore": (explore, "show a run's samples on a map; name, merge and split its clusters"),
+    "watch": (watch, "add the new pictures of a folder to a run, and report what drifted"),
     "export": (export, "write a finished run for other programs"),
     "doctor": (
         doctor,

@@ -15,8 +15,8 @@ from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, fi
 from ssl_kd.datasets.media import Rows
 from ssl_kd.datasets.tables import is_saved, one_line_errors, open_table
 from ssl_kd.errors import DatasetUnavailable, InputError, UserError
-from ssl_kd.files import atomic_write_bytes
-from ssl_kd.settings.early import DATASETS, dataset_path
+from ssl_kd.files import CorruptFileError, atomic_write_bytes, strict_json
+from ssl_kd.settings.early import DATASETS, FILE_LIST, dataset_path
 
 Split = Literal["train", "test"]
 Labels = Literal["auto", "folders"]
@@ -49,7 +49,7 @@ def open_dataset(
             an image folder, a feature file (.npy, .npz, .pt, .safetensors, .parquet, .h5ad) or a
             data set that Hugging Face's `save_to_disk` wrote. A folder may have the subfolders
             `train` and `test` (or `val`). The test split of a feature file `..._train.npz` is
-            `..._test.npz` in the same folder.
+            `..._test.npz` in the same folder. Or a list of image files (.files) of `ssl_kd watch`.
         split: `train` or `test`.
         root: folder of the data sets that torchvision or image-net.org provide.
         download: whether to download a missing data set of torchvision.
@@ -63,20 +63,38 @@ def open_dataset(
         raise ValueError(f"split is {split!r}; expected 'train' or 'test'")
     dataset: ImageDataset | FeatureDataset | None
     path = None if name in NAMES else dataset_path(name)
-    is_file = path is not None and (path.is_file() or is_saved(path))
+    is_list = path is not None and path.suffix == FILE_LIST and path.is_file()
+    is_file = path is not None and not is_list and (path.is_file() or is_saved(path))
     if column is not None and not is_file:
         raise InputError(
             f"COLUMN is {column!r}, but {name} contains images instead of columns: remove --column"
         )
     if path is None:
         return NAMES[name](name, split, Path(root), download)
-    if not is_file:
+    if is_list:
+        listed = read_file_list(path)
+        names = {"labelled": labels == "folders", "class_names": class_names}
+        root, files = listed["folder"], listed["files"]
+        is_split = split == "train" or whole
+        dataset = FolderDataset(root, root, split, **names, paths=files) if is_split else None
+    elif not is_file:
         dataset = _open_folder(path, name, split, class_names, whole, labels == "folders")
     else:
         dataset = _open_features(path, split, class_names, column, whole)
     if dataset is None:
         raise NoSuchSplit(f"the data set {name} has no {split} split")
     return dataset
+
+
+def read_file_list(path: Path) -> dict[str, Any]:
+    """Read a list of image files: a `folder`, and `files`, relative path -> size and mtime_ns."""
+    try:
+        listed = strict_json(path.read_bytes())
+        if isinstance(listed["folder"], str) and isinstance(listed["files"], dict):
+            return listed
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise CorruptFileError(f"{path} is not a list of image files that ssl_kd watch wrote")
 
 
 def _open_folder(

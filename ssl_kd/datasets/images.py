@@ -6,7 +6,7 @@ import errno
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -86,7 +86,7 @@ class ArrayDataset(ImageDataset):
 
 
 class FolderDataset(ImageDataset):
-    """A data set of all image files in a folder and its subfolders.
+    """A data set of the image files in a folder and its subfolders, or of those in `paths`.
 
     Hidden files are skipped. Symbolic links that leave the folder are listed but not followed:
     reading such an image raises UnreadableImage. If `labelled`, the subfolders of `root` are
@@ -102,11 +102,12 @@ class FolderDataset(ImageDataset):
         *,
         labelled: bool = False,
         class_names: tuple[str, ...] | None = None,
+        paths: Iterable[str] | None = None,
     ) -> None:
         self.root = Path(root)
         if not self.root.is_dir():
             raise FileNotFoundError(f"the image folder {self.root} does not exist")
-        self.paths = sorted(find_images(self.root))
+        self.paths = sorted(find_images(self.root) if paths is None else paths)
         if self.paths == [os.curdir]:
             raise PermissionError(errno.EACCES, "the folder cannot be listed", str(self.root))
         if not self.paths:
@@ -130,7 +131,7 @@ class FolderDataset(ImageDataset):
         super().__init__(
             name,
             split,
-            [_printable(path).replace(os.sep, "/") for path in self.paths],
+            list(map(image_id, self.paths)),
             labels,
             names,
             digest_files(self.root, self.paths),
@@ -142,20 +143,29 @@ class FolderDataset(ImageDataset):
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`; raise UnreadableImage."""
-        path = self.root / self.paths[i]
-        reason = ""
-        try:
-            if not is_inside(path, self.root):
-                reason = "a symbolic link that leaves the data folder"
-            elif path.is_dir() and not path.is_symlink():
-                reason = "a folder that cannot be listed"
-            elif not path.is_file():  # opening a pipe would block
-                reason = "a broken link, a folder or a device, not a file"
-        except OSError as error:
-            reason = error.strerror
-        if reason:
-            raise UnreadableImage(self.ids[i], reason)
-        return decode(path, self.ids[i])
+        return read_image(self.root, self.paths[i])
+
+
+def read_image(root: Path, relative: str) -> Image.Image:
+    """Decode an image file below `root` to mode `L` or `RGB`; raise UnreadableImage."""
+    path, reason = root / relative, ""
+    try:
+        if not is_inside(path, root):
+            reason = "a symbolic link that leaves the data folder"
+        elif path.is_dir() and not path.is_symlink():
+            reason = "a folder that cannot be listed"
+        elif not path.is_file():  # opening a pipe would block
+            reason = "a broken link, a folder or a device, not a file"
+    except OSError as error:
+        reason = error.strerror
+    if reason:
+        raise UnreadableImage(image_id(relative), reason)
+    return decode(path, image_id(relative))
+
+
+def image_id(path: str) -> str:
+    """Return the id of an image: its path relative to the root, printable and with `/`."""
+    return _printable(path).replace(os.sep, "/")
 
 
 def _printable(path: str) -> str:

@@ -30,13 +30,18 @@ def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
         name, content = "language.html", language.content(run)
     else:
         name, content = "vision.html", vision.content(run, images)
+    return write_page(run, name, content, "report.html")
+
+
+def write_page(run: RunResults, template: str, content: dict[str, Any], name: str) -> Path:
+    """Write the page `name` into the folder of a run, and return its path."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ssl_kd.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    page = environment.get_template(name).render(_frame(run) | content)
-    path = run.path / "report.html"
+    page = environment.get_template(template).render(_frame(run) | content)
+    path = run.path / name
     atomic_write_text(path, page)
     return path
 

@@ -11,6 +11,8 @@ from ssl_kd.errors import DatasetUnavailable, RunFolderError
 DATASETS = ("digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet")
 FEATURE_FILES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".parquet", ".h5ad")
 """Suffixes of files that hold features instead of images."""
+FILE_LIST = ".files"
+"""Suffix of a list of image files, which `ssl_kd watch` writes."""
 
 LAUNCHERS = {  # environment variable with the number of processes -> variable with the rank
     "WORLD_SIZE": "RANK",  # torchrun, accelerate
@@ -32,7 +34,7 @@ def home_resolved(name: str) -> Path:
 def dataset_path(name: str) -> Path:
     """Return the path of a data set that is a folder of images or a feature file."""
     path = home_resolved(name)
-    if path.is_dir() or (path.suffix.lower() in FEATURE_FILES and path.is_file()):
+    if path.is_dir() or (path.suffix.lower() in (*FEATURE_FILES, FILE_LIST) and path.is_file()):
         return path
     close = difflib.get_close_matches(name, DATASETS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

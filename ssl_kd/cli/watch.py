@@ -1,0 +1,103 @@
+"""The command `ssl_kd watch`: add the new pictures of a folder to a run, again and again."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ssl_kd.cli.failures import guarded, print_failure
+from ssl_kd.cli.flags import FlagParser, integer_from, resolve_settings
+from ssl_kd.errors import OK, InputError, Interrupted, UserError, printable
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SET_BY_WATCH = {"dataset", "extend", "resume", "run_name"}
+
+
+def watch(argv: Sequence[str]) -> int:
+    """Train on the pictures of a folder, then extend the run by new ones in rounds."""
+    return guarded(
+        partial(_watch, argv), shlex.join(["ssl_kd", "watch", *argv]), kept="finished rounds"
+    )
+
+
+def _watch(argv: Sequence[str]) -> int:
+    about = (
+        "Trains on the pictures in FOLDER (flags of ssl_kd train; --n_clusters auto by default), "
+        "then adds new pictures in rounds. Every round has a run folder RUNS_DIR/NAME/round-N; "
+        "its page watch.html says what is new and what drifted."
+    )
+    parser = FlagParser(prog="ssl_kd watch", description=about)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="pictures, at any depth")
+    parser.add_argument("--run", metavar="NAME", help="name of the watch; default: watch-FOLDER")
+    parser.add_argument("--once", action="store_true", help="do one round and exit, as for cron")
+    every = "pause between rounds, such as 30s, 10m or 1h; default: 10m"
+    parser.add_argument("--every", type=_duration, default="10m", metavar="TIME", help=every)
+    least = "new pictures that a round needs; default: 1"
+    parser.add_argument("--at-least", type=integer_from(1), default=1, metavar="N", help=least)
+    flags, rest = parser.parse_known_args(argv)
+    if not flags.folder.is_dir():
+        raise InputError(f"FOLDER is {str(flags.folder)!r}, which is not a folder of pictures")
+
+    from ssl_kd.cli.screen import ProgressBars, open_screen
+    from ssl_kd.vision.settings import AUTO, VisionSettings
+    from ssl_kd.workbench.output_files import safe_name
+
+    settings, given = resolve_settings(VisionSettings, rest, Path("config.py"), prog="ssl_kd watch")
+    if refused := sorted(_SET_BY_WATCH & given.keys()):
+        raise InputError(f"--{refused[0]} is set by ssl_kd watch: leave the flag out")
+    if settings.n_clusters is None:
+        settings = settings.replace(n_clusters=AUTO)
+    name = flags.run or f"watch-{flags.folder.resolve().name}"
+    if name != safe_name(name):
+        raise InputError(f"--run is {name!r}, expected the name of a folder: {safe_name(name)!r}")
+    screen = open_screen()
+    from ssl_kd.workbench.watch import Watch
+
+    watched, n_rounds = Watch(flags.folder, Path(settings.runs_dir) / name), 0
+    while True:
+        try:
+            with ProgressBars(screen) as progress:
+                options: Any = {"at_least": flags.at_least, "progress": progress}
+                summary, is_new = watched.advance(settings, given, **options)
+            print("\n".join(_lines(summary, is_new, flags.at_least)), flush=True)
+            n_rounds += 1
+        except Interrupted as stopped:  # the same command continues, not --resume
+            raise Interrupted(stopped.signal, None) from None
+        except (UserError, OSError) as error:
+            if flags.once or not n_rounds:
+                raise
+            print_failure(error)  # such as a network drive that will be back
+        if flags.once:
+            return OK
+        time.sleep(flags.every)
+
+
+def _duration(text: str) -> int:
+    """Parse a time such as `30s`, `10m` or `1h` to seconds."""
+    if not re.fullmatch(r"[1-9]\d{0,5}[smhd]", text):
+        raise argparse.ArgumentTypeError(f"expected a time such as 30s, 10m or 1h, got {text}")
+    return int(text[:-1]) * _SECONDS[text[-1]]
+
+
+def _lines(summary: dict[str, Any], is_new: bool, at_least: int) -> list[str]:
+    """Return what to print after a round: only the first line if nothing changed."""
+    when, n_new, run = time.strftime("%H:%M"), len(summary["new"]), summary["run"]
+    if run is None:
+        return [f"{when} {n_new} pictures, but --at_least is {at_least}: no run yet"]
+    newest = summary["rounds"][-1]
+    if not is_new:
+        return [f"{when} Nothing has changed since round {newest['round']}"]
+    lines = [f"{when} Round {newest['round']}: {'. '.join(newest['sentences'])}."]
+    for what in ("new", "waiting", "replaced", "deleted"):
+        if files := [printable(file) for file in summary[what]]:
+            lines.append(
+                f"{what.capitalize()}: {len(files)} ({', '.join(files[:3])}"
+                f"{', ...' if len(files) > 3 else ''})"
+            )
+    return [*lines, f"Page: {run}/watch.html", f"Next: ssl_kd explore {shlex.quote(run)}"]
