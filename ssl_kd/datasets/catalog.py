@@ -73,10 +73,10 @@ def open_dataset(
         return NAMES[name](name, split, Path(root), download)
     if is_list:
         listed = read_file_list(path)
-        names = {"labelled": labels == "folders", "class_names": class_names}
-        root, files = listed["folder"], listed["files"]
-        is_split = split == "train" or whole
-        dataset = FolderDataset(root, root, split, **names, paths=files) if is_split else None
+        options = {"labelled": labels == "folders", "class_names": class_names}
+        is_split, folder = split == "train" or whole, listed["folder"]
+        options["paths"] = listed["files"]
+        dataset = FolderDataset(folder, folder, split, **options) if is_split else None
     elif not is_file:
         dataset = _open_folder(path, name, split, class_names, whole, labels == "folders")
     else:
