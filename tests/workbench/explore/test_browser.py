@@ -155,6 +155,8 @@ def test_hover_click_neighbors_search_and_colors(server, opened):
     row = page.evaluate("explore.chosen[0]")
     shown = page.locator("#pictures button").evaluate_all("all => all.map((b) => +b.dataset.row)")
     assert shown == server.neighbors(row)
+    nearest = str(server.samples.column("file")[shown[0]])
+    until(page, "(name) => document.querySelector('#pictures button').title === name", nearest)
     name = str(server.samples.column("file")[row])
     assert name in page.locator("#sample").inner_text()
     page.fill("#query", name)

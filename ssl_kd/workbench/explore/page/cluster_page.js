@@ -43,7 +43,7 @@ export class ClusterPage {
     try {
       const about = await (await get(`api/cluster/${cluster}`)).json();
       const rows = [...about.typical, ...about.nearest.flatMap(({ between }) => between)];
-      const words = await readWords(app, rows);
+      const words = await readWords(app.meta, rows);
       if (this.cluster !== cluster) return;
       this.samples = (some) => make("div", { className: "pictures" },
         ...some.map((row) => this.sample(row, words.get(row))));

@@ -37,7 +37,7 @@ export class Clusters {
     const { decisions } = this;
     this.page.refresh();
     const about = await (await get("api/clusters")).json();
-    const words = await readWords(this.app, about.slice(0, 1000).map((one) => one.typical[0]));
+    const words = await readWords(this.app.meta, about.slice(0, 1000).map((one) => one.typical[0]));
     if (decisions !== this.decisions) return; // newer ones are on their way
     Object.assign(this, { about: new Map(about.map((one) => [one.cluster, one])), words });
     this.draw();
@@ -80,8 +80,8 @@ export class Clusters {
       button.append(title);
       return make("li", {}, tick, button);
     }
-    const words = this.words.get(about.typical[0]);
-    button.append(...this.face(k, 40), make("span", { className: "about" }, title,
+    const face = this.face(k, 40), words = face.length ? "" : this.words.get(about.typical[0]);
+    button.append(...face, make("span", { className: "about" }, title,
       ...(words ? [make("q", { textContent: words })] : []), lineOfNumbers(about)));
     button.onkeydown = (event) => { if (event.key === "Enter") { event.preventDefault(); this.open(k); } };
     const open = make("button", { textContent: "›", className: "open", onclick: () => this.open(k),

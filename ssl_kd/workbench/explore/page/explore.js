@@ -6,7 +6,7 @@ import { GRAY, RAMP, clusterColor, rampColor, toHex } from "./colors.js";
 import { TOKEN, Table, get, post, readBytes } from "./data.js";
 import { mediaElement } from "./media.js";
 import { $, ask, describe, number, showMessage } from "./messages.js";
-import { Pictures } from "./pictures.js";
+import { Pictures, readWords } from "./pictures.js";
 import { Plot, bytesOfIndex } from "./plot.js";
 
 const SHOWN_PICTURES = 60, SHOWN_EXAMPLES = 40, SHOWN_VALUES = 24;
@@ -145,7 +145,7 @@ async function hover(row) {
   hovered = row;
   if (row === null) return placeTip();
   const name = document.createElement("div"), cluster = document.createElement("small");
-  name.textContent = (await table.names())[row];
+  name.textContent = await table.name(row);
   cluster.textContent = nameOf(decisions.clusters[row]);
   const media = await mediaElement(meta, row);
   if (hovered !== row) return;
@@ -174,19 +174,27 @@ function pictureButton(row, text) {
   const button = document.createElement("button"), images = pictures.list(row, 64);
   button.type = "button";
   button.dataset.row = row;
-  button.title = text ?? table.files?.[row] ?? `sample ${row}`;
-  button.setAttribute("aria-label", button.title);
   button.append(...images);
-  if (!images.length) {
-    button.className = "plain";
-    button.textContent = button.title;
-  }
+  button.className = images.length ? "" : "plain";
+  setTitle(button, text ?? table.files?.[row] ?? `sample ${row}`);
   button.onclick = () => { select([row]); plot.panTo(row); };
   return button;
 }
 
+function setTitle(button, text) {
+  button.title = button.ariaLabel = text;
+  if (button.className) button.textContent = text; // it has no picture
+}
+
+async function showPictures(rows) {
+  const buttons = rows.map((row) => pictureButton(row));
+  $("pictures").replaceChildren(...buttons);
+  const words = await readWords(meta, rows);
+  buttons.forEach((button, i) => setTitle(button, words.get(rows[i]) ?? button.title));
+}
+
 async function showSample(row) {
-  const about = document.createElement("div"), lines = [["", (await table.names())[row]]];
+  const about = document.createElement("div"), lines = [["", await table.name(row)]];
   lines.push(["cluster", nameOf(decisions.clusters[row])]);
   for (const [name, { kind, values }] of Object.entries(meta.columns)) {
     const value = (await table.column(name))[row];
@@ -207,7 +215,7 @@ async function showSample(row) {
   if (!TOKEN) return;
   try {
     const near = await (await get(`api/neighbors/${row}`)).json();
-    if (chosen.length === 1 && chosen[0] === row) $("pictures").replaceChildren(...near.map(pictureButton));
+    if (chosen.length === 1 && chosen[0] === row) await showPictures(near);
   } catch (error) {
     showMessage(error.message, true);
   }
@@ -233,7 +241,7 @@ function showPanel() {
     const step = Math.max(1, chosen.length / SHOWN_PICTURES);
     const rows = Array.from({ length: Math.min(chosen.length, SHOWN_PICTURES) },
       (_, i) => chosen[Math.floor(i * step)]);
-    $("pictures").replaceChildren(...rows.map(pictureButton));
+    showPictures(rows);
   }
   clusters.show(counts);
   showHistory();

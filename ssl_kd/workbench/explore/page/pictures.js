@@ -1,6 +1,6 @@
 // The picture of a sample: from the server, or a part of a sheet of many.
 
-import { readCells } from "./data.js";
+import { TOKEN, readCells } from "./data.js";
 
 export class Pictures {
   /**
@@ -39,9 +39,9 @@ export class Pictures {
   }
 }
 
-/** The text or file name of samples (row -> text) of a run without pictures; the server gives it. */
-export async function readWords({ pictures, meta }, rows) {
-  if (pictures.any || !rows.length) return new Map();
+/** The text or file name of samples (row -> text); a static page has none. */
+export async function readWords(meta, rows) {
+  if (!TOKEN || !rows.length) return new Map();
   const column = meta.media?.kind === "text" ? meta.media.column : "file";
   const cells = await readCells(rows, [column]);
   return new Map(rows.map((row, i) => [row, String(cells[i][0] ?? `sample ${row}`)]));
