@@ -29,13 +29,16 @@ from ssl_kd.workbench.output_files import new_folder
 logger = logging.getLogger(__name__)
 
 PAGE, DATA = "explore.html", "data"
-SCRIPTS = ("explore", "cluster_page", "clusters", "colors", "data", "media", "messages",
-           "pictures", "plot")  # fmt: skip
+SCRIPTS = ("explore", "chart", "cluster_page", "clusters", "colors", "data", "dock", "follow",
+           "gallery", "media", "messages", "pictures", "plot", "table")  # fmt: skip
 PAGE_FILES = (
     PAGE,
     "explore.css",
+    "dock.css",
     *(f"{name}.js" for name in SCRIPTS),
     "vendor/regl-scatterplot.js",
+    "vendor/regular-table.js",
+    "vendor/sub-cell-scrolling.css",
     "vendor/LICENSES.txt",
 )
 _REDIRECT = (

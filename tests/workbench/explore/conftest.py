@@ -9,6 +9,9 @@ import pytest
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.explore import map_of
 from ssl_kd.workbench.explore.server import ExploreServer
+from tests.workbench.explore.chromium import chromium, launch
+
+LIMIT = 60_000  # milliseconds, of any one wait, on a machine that does much else
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +52,42 @@ def answering(server):
     finally:
         server.shutdown()
         thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Yield one Chromium for the tests of a module."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        if chromium(playwright) is None:
+            pytest.skip("there is no Chromium: playwright install chromium")
+        browser = launch(playwright)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opening(browser):
+    """Yield a function that opens pages; fail at the end if anything went wrong in one."""
+    faults, contexts = [], []
+
+    def open_page(url):
+        contexts.append(browser.new_context(viewport={"width": 1200, "height": 800}))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(LIMIT)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda m: faults.append(m.text) if m.type == "error" else None)
+        page.goto(url)
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+@pytest.fixture
+def opened(browser):
+    with opening(browser) as open_page:
+        yield open_page

@@ -3,7 +3,6 @@
 One browser and one served run are shared; the decisions of a test are removed after it.
 """
 
-from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,48 +11,10 @@ import pytest
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore import write_site
-from tests.workbench.explore.chromium import chromium, launch, until
-from tests.workbench.explore.conftest import answering
+from tests.workbench.explore.chromium import until
+from tests.workbench.explore.conftest import answering, opening
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-LIMIT = 60_000  # milliseconds, of any one wait, on a machine that does much else
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        if chromium(playwright) is None:
-            pytest.skip("there is no Chromium: playwright install chromium")
-        browser = launch(playwright)
-        yield browser
-        browser.close()
-
-
-@contextmanager
-def opening(browser):
-    """Yield a function that opens pages; fail at the end if anything went wrong in one."""
-    faults, contexts = [], []
-
-    def open_page(url):
-        contexts.append(browser.new_context(viewport={"width": 1200, "height": 800}))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(LIMIT)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda m: faults.append(m.text) if m.type == "error" else None)
-        page.goto(url)
-        page.wait_for_selector("body[data-ready]")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert faults == []
-
-
-@pytest.fixture
-def opened(browser):
-    with opening(browser) as open_page:
-        yield open_page
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,18 @@ export const TOKEN = document.querySelector('meta[name="token"]').content; // ""
 
 export async function get(path) {
   const answer = await fetch(path);
-  if (!answer.ok) throw new Error((await answer.text()).slice(0, 300) || `${path}: ${answer.status}`);
-  return answer;
+  if (answer.ok) return answer;
+  const text = (await answer.text()).slice(0, 300);
+  const [, reason] = text.match(/^{"error": (".*")}$/) ?? []; // of the server of `ssl_kd explore`
+  throw new Error(reason ? JSON.parse(reason) : text || `${path}: ${answer.status}`);
+}
+
+/** Find the samples that pass the filters (column -> text), in the order of a column if there is one. */
+export async function findRows(filters, sort = null, descending = false) {
+  const query = new URLSearchParams({ filter: JSON.stringify(filters) });
+  if (sort) query.set("sort", sort);
+  if (descending) query.set("descending", "1");
+  return new Uint32Array(await (await get(`api/rows?${query}`)).arrayBuffer());
 }
 
 /** The cells of samples: a list of values for each row. */

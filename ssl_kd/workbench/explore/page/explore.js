@@ -4,14 +4,17 @@
 import { Clusters } from "./clusters.js";
 import { GRAY, RAMP, clusterColor, rampColor, toHex } from "./colors.js";
 import { TOKEN, Table, get, post, readBytes } from "./data.js";
+import { Dock } from "./dock.js";
+import { follow } from "./follow.js";
 import { mediaElement } from "./media.js";
 import { $, ask, describe, number, showMessage } from "./messages.js";
 import { Pictures, readWords } from "./pictures.js";
 import { Plot, bytesOfIndex } from "./plot.js";
 
 const SHOWN_PICTURES = 60, SHOWN_EXAMPLES = 40, SHOWN_VALUES = 24;
+const RESIZED = 200; // milliseconds until the map has its new size
 
-let meta, table, pictures, plot, clusters, ready = false;
+let meta, table, pictures, plot, clusters, dock, ready = false;
 let color = "cluster", chosen = [], isChosen; // rows of the selected samples; isChosen: [n]
 let decisions; // { clusters: [n], sizes: number -> samples, names: number -> name, lines }
 
@@ -29,13 +32,18 @@ async function readDecisions(content) {
 
 async function decide(decision) {
   try {
-    await readDecisions(await post("api/curation", decision));
+    await showDecisions(await post("api/curation", decision));
     showMessage("Written to curation.jsonl");
   } catch (error) {
     showMessage(error.message, true);
   }
+}
+
+/** Show the samples after all decisions; `content` is decisions.json. */
+async function showDecisions(content) {
+  await readDecisions(content);
   showPanel();
-  await paint();
+  await Promise.all([paint(), dock.tab && dock.refresh()]);
 }
 
 const lastActive = () => decisions.lines.findLast((line) => !line.undone && line.do !== "undo");
@@ -168,6 +176,7 @@ function onSelected(rows) {
   for (const row of chosen) isChosen[row] = 1;
   showPanel();
   if (!$("cluster").childElementCount) $("panel").scrollTop = 0;
+  dock.selected();
 }
 
 function pictureButton(row, text) {
@@ -284,12 +293,17 @@ const sortedRows = () => [...chosen.slice().sort()];
 const exclude = () => (chosen.length ? decide({ do: "exclude", rows: sortedRows() })
   : showMessage("Select samples first"));
 
+const check = () => (chosen.length ? decide({ do: "check", rows: sortedRows() })
+  : showMessage("Select samples first"));
+
 async function search() {
   const text = $("query").value.trim().toLowerCase(), rows = [];
-  if (!text) return select([]);
-  (await table.names()).forEach((name, row) => { if (name.toLowerCase().includes(text)) rows.push(row); });
-  select(rows, true);
-  showMessage(rows.length ? `${number(rows.length)} found` : `No file name contains “${text}”`);
+  if (TOKEN) await dock.search(text);
+  else if (text) {
+    (await table.names()).forEach((name, row) => { if (name.toLowerCase().includes(text)) rows.push(row); });
+    select(rows, true);
+  } else select([]);
+  if (text) showMessage(chosen.length ? `${number(chosen.length)} found` : `Nothing contains “${text}”`);
 }
 
 function setLasso(on) {
@@ -304,7 +318,7 @@ const KEYS = [
   ["l", "lasso on or off; or drag with Shift", click("lasso")],
   ["Escape", "close the page of a cluster, or select nothing", () => { if (clusters.close()) return; setLasso(false); select([]); }],
   ["e", "example images on or off", click("examples")],
-  ["/", "search by file name", () => $("query").focus()],
+  ["/", "search", () => $("query").focus()],
   ["g", "go to the list of clusters; Space ticks or selects, Enter opens", () => clusters.focus()],
   ["?", "this list", showHelp],
 ];
@@ -314,6 +328,8 @@ const EDITING_KEYS = [
   ["t", "split the ticked cluster by the tree", () => clusters.split()],
   ["s", "make a cluster of the selected samples", makeCluster],
   ["x", "exclude the selected samples", exclude],
+  ["c", "mark the selected samples as checked", check],
+  ["b", "table, pictures and chart: open or close", () => dock.show(dock.tab ? null : undefined)],
   ["u", "undo the last decision", () => undo()],
 ];
 if (TOKEN) KEYS.push(...EDITING_KEYS);
@@ -333,7 +349,7 @@ function onKey(event) {
 // --- Start --------------------------------------------------------------------------------------
 
 function addListeners() {
-  const actions = { new: makeCluster, exclude, clear: () => select([]),
+  const actions = { new: makeCluster, exclude, check, clear: () => select([]),
     lasso: () => setLasso(!plot.lasso), undo: () => undo(), help: showHelp, home: () => plot.home(),
     examples: () => { $("examples").ariaPressed = $("examples").ariaPressed !== "true"; placeExamples(); } };
   for (const [id, act] of Object.entries(actions)) $(id).onclick = act;
@@ -344,6 +360,7 @@ function addListeners() {
   $("find").onsubmit = (event) => { event.preventDefault(); search(); };
   $("color").onchange = () => { color = $("color").value; return paint(); };
   document.addEventListener("keydown", onKey);
+  new ResizeObserver(() => setTimeout(placeExamples, RESIZED)).observe($("map"));
   window.addEventListener("unhandledrejection",
     ({ reason }) => showMessage(reason?.message ?? `${reason}`, true));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", setBackground);
@@ -359,9 +376,10 @@ function setBackground() {
 }
 
 // What other modules, tests, benchmarks and the browser's console use.
-const app = { search, select, decide, nameOf, pictureButton, get pictures() { return pictures; },
-  get plot() { return plot; }, get meta() { return meta; }, get clusters() { return clusters; },
-  get decisions() { return decisions; }, get chosen() { return chosen; } };
+const app = { search, select, decide, nameOf, showDecisions, pictureButton,
+  get pictures() { return pictures; }, get plot() { return plot; }, get meta() { return meta; },
+  get clusters() { return clusters; }, get dock() { return dock; }, get decisions() { return decisions; },
+  get chosen() { return chosen; }, get isChosen() { return isChosen; } };
 window.explore = app;
 
 async function start() {
@@ -385,11 +403,13 @@ async function start() {
   setBackground();
   await paint();
   clusters = new Clusters(app);
+  dock = new Dock(app);
   addListeners();
   showPanel();
   $("loading").hidden = true;
   ready = true;
   document.body.dataset.ready = "yes";
+  if (TOKEN) follow(app);
 }
 
 start().catch((error) => {

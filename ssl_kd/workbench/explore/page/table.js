@@ -1,0 +1,113 @@
+// The table of the dock. The server sends the cells in view, and regular-table draws them.
+
+import "./vendor/regular-table.js";
+import { clusterColor } from "./colors.js";
+import { readCells } from "./data.js";
+import { make, showMessage } from "./messages.js";
+
+const ROW = 34, PICTURE = 28, KEPT = 400, TYPING = 300; // pixels; pictures; milliseconds
+
+export class Grid {
+  constructor(element, dock) {
+    Object.assign(this, { element, dock, rows: [], heads: new Map(), pictures: new Map() });
+    element.setDataListener((...corners) => this.read(...corners));
+    element.addStyleListener(() => this.mark());
+    element.querySelector("table").setAttribute("role", "grid");
+    element.onmousedown = (event) => event.shiftKey && event.preventDefault(); // selects no text
+    element.onkeydown = (event) => dock.onKey(event, this.rows, 1, (at) => this.reveal(at));
+    element.onclick = (event) => {
+      const at = element.getMeta(event.target.closest("td, tbody th") ?? undefined)?.y;
+      if (!(at < this.rows.length)) return;
+      element.focus({ preventScroll: true });
+      dock.pick(this.rows, at, event);
+    };
+  }
+
+  show(rows) {
+    this.rows = rows;
+    return this.draw();
+  }
+
+  draw() {
+    return this.element.draw();
+  }
+
+  /** Return what regular-table draws between two corners. */
+  async read(x0, y0, x1, y1) {
+    const { meta, pictures } = this.dock.app, rows = [...this.rows.slice(y0, y1)];
+    const columns = meta.table.slice(x0, x1), isEmpty = !rows.length || !columns.length;
+    const cells = isEmpty ? [] : await readCells(rows, columns.map(({ name }) => name));
+    return { num_rows: this.rows.length, num_columns: meta.table.length, row_height: ROW,
+      num_row_headers: Number(pictures.any), num_column_headers: 2, merge_headers: "none",
+      column_header_merge_depth: 0, column_headers: columns.map((column) => this.head(column)),
+      row_headers: pictures.any ? rows.map((row) => [this.picture(row)]) : undefined,
+      data: columns.map((column, x) => cells.map((values) => this.content(column, values[x]))) };
+  }
+
+  picture(row) {
+    if (this.pictures.size > KEPT) this.pictures.clear();
+    if (!this.pictures.has(row)) this.pictures.set(row, this.dock.app.pictures.element(row, PICTURE));
+    return this.pictures.get(row);
+  }
+
+  content({ name, kind }, value) {
+    if (value === null) return "";
+    if (kind === "number" && !Number.isInteger(value)) {
+      return Math.abs(value) >= 0.001 ? value.toFixed(3) : value.toPrecision(3);
+    }
+    if (name !== "cluster") return `${value}`;
+    const dot = make("i");
+    dot.style.background = clusterColor(value);
+    return make("span", {}, dot, this.dock.app.nameOf(value));
+  }
+
+  /** The name of a column, which sorts by it, and the box that filters it. */
+  head({ name, kind }) {
+    if (!this.heads.has(name)) {
+      const button = make("button", { textContent: name.replaceAll("_", " "), title: `Sort by ${name}`,
+        onclick: () => this.dock.sortBy(name) });
+      const box = make("input", { type: "search", placeholder: kind === "number" ? "0.2..0.5" : "contains",
+        ariaLabel: `Filter ${name}`, title: "cat: contains · =cat: equal · !=cat · <0.5 · >=0.5 · 0.2..0.5" });
+      box.oninput = () => {
+        clearTimeout(this.timer);
+        this.timer = setTimeout(() => this.filter(name, box), TYPING);
+      };
+      this.heads.set(name, [button, box]);
+    }
+    return this.heads.get(name);
+  }
+
+  async filter(name, box) {
+    try {
+      await this.dock.filter({ ...this.dock.filters, [name]: box.value.trim() });
+      box.ariaInvalid = null;
+    } catch (error) {
+      box.ariaInvalid = "true";
+      showMessage(error.message, true);
+    }
+  }
+
+  /** Mark what is selected and sorted; bring the first selected row into view if it `moves`. */
+  mark(moves = false) {
+    const { element, dock, rows } = this, { isChosen, meta } = dock.app;
+    for (const line of element.querySelectorAll("tbody tr")) {
+      line.ariaSelected = isChosen[rows[element.getMeta(line.lastElementChild)?.y]] === 1;
+    }
+    for (const cell of element.querySelectorAll("td")) {
+      cell.classList.toggle("number", meta.table[element.getMeta(cell).x]?.kind === "number");
+      cell.title = cell.textContent;
+    }
+    for (const [name, [button, box]] of this.heads) {
+      const order = dock.sort !== name ? "none" : dock.descending ? "descending" : "ascending";
+      button.parentElement?.setAttribute("aria-sort", order);
+      if (box !== document.activeElement) box.value = dock.filters[name] ?? "";
+    }
+    if (moves) this.reveal(rows.findIndex((row) => isChosen[row]));
+  }
+
+  reveal(at) {
+    const { scrollTop, clientHeight } = this.element, top = at * ROW;
+    if (at < 0 || (top >= scrollTop && top < scrollTop + clientHeight - 3 * ROW)) return;
+    this.element.scrollTop = Math.max(0, top - clientHeight / 3);
+  }
+}
