@@ -27,7 +27,9 @@ def map_image(
     codes, colors = _color_codes(columns, color)
     side = 2 * width  # twice the size, for smooth edges
     order = np.random.default_rng(0).permutation(len(places))  # no cluster covers all others
-    pixels = ((1 + places * np.float32([MARGIN, -MARGIN])) / 2 * (side - 1)).astype(np.int32)
+    pixels = ((1 + places * np.array([MARGIN, -MARGIN], np.float32)) / 2 * (side - 1)).astype(
+        np.int32
+    )
     x, y = pixels[order].T
     radius = min(max(0.2 * side / math.sqrt(len(places)), 1), side / 100)
     steps = np.arange(-int(radius), int(radius) + 1, dtype=np.int32)
@@ -38,7 +40,7 @@ def map_image(
     table = np.array([*map(ImageColor.getrgb, colors), (255, 255, 255)], np.uint8)
     image = Image.fromarray(table[canvas].reshape(side, side, 3)).reduce(2)
     if color == "cluster":
-        _write_numbers(image, pixels / 2, columns.values(color))
+        _write_numbers(image, pixels / 2, np.asarray(columns.values(color)))
     return image
 
 

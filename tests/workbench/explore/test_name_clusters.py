@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ SCRIPT = ROOT / "scripts" / "name_clusters.py"
 
 class Model(BaseHTTPRequestHandler):
     """Answers each question with the next of `replies`; a number is the status of a refusal."""
+
+    server: Any
 
     def do_POST(self):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -38,6 +41,7 @@ class Model(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def model():
+    server: Any
     with LocalServer(Model) as server:
         server.asked, server.replies = [], []
         yield server

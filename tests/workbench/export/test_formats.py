@@ -133,6 +133,7 @@ def test_every_format_carries_the_decisions(photo_run, tmp_path, to):
     curation.check([2, 5])
     curation.exclude([3])
     curation.undo()
+    checked = []
     out = export(Content.of(Samples(run)), to, tmp_path / ("a.parquet" if to == "parquet" else "a"))
     if to == "parquet":
         text = parquet.read_metadata(out).metadata[b"ssl_kd.decisions"].decode()
