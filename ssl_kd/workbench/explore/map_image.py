@@ -27,9 +27,8 @@ def map_image(
     codes, colors = _color_codes(columns, color)
     side = 2 * width  # twice the size, for smooth edges
     order = np.random.default_rng(0).permutation(len(places))  # no cluster covers all others
-    pixels = ((1 + places * np.array([MARGIN, -MARGIN], np.float32)) / 2 * (side - 1)).astype(
-        np.int32
-    )
+    upright = places * np.array([MARGIN, -MARGIN], np.float32)  # rows of a picture go down
+    pixels = ((1 + upright) / 2 * (side - 1)).astype(np.int32)
     x, y = pixels[order].T
     radius = min(max(0.2 * side / math.sqrt(len(places)), 1), side / 100)
     steps = np.arange(-int(radius), int(radius) + 1, dtype=np.int32)

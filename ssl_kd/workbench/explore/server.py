@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore.api import openapi
 from ssl_kd.workbench.explore.map_image import map_image
+from ssl_kd.workbench.explore.map_layout import map_of
 from ssl_kd.workbench.explore.page_data import (
     DATA,
     PAGE,
@@ -136,11 +136,10 @@ class ExploreServer(ThreadingHTTPServer):
 
     def map_png(self, query: dict[str, str]) -> bytes:
         """Draw the map as a PNG; the query may have `color` and `width`."""
-        places = np.frombuffer(self.data["places.f32"], "<f4").reshape(2, -1).T
-        width = query.get("width", "800")
+        width, target = query.get("width", "800"), io.BytesIO()
         if not (width.isascii() and width.isdecimal() and len(width) < 6):
             raise InputError(f"`width` is {printable(width)[:20]!r}; expected a number of pixels")
-        color, target = query.get("color", "cluster"), io.BytesIO()
+        places, color = map_of(self.samples), query.get("color", "cluster")
         map_image(places, self.routes.columns, color, int(width)).save(target, "PNG")
         return target.getvalue()
 
