@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import operator
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -87,9 +87,8 @@ class Columns:
         own = metadata(samples)
         media = (samples.media or {}).get("column") if own else None
         for name, column in own.items():
-            self.kinds[name], self._columns[name] = _classify(column)
-            if name == media:
-                self.kinds[name], self._columns[name] = "media", column
+            classified = ("media", column) if name == media else _classify(column)
+            self.kinds[name], self._columns[name] = classified
         self.kinds |= {"checked": "category", "excluded": "category"}
         self._order = functools.lru_cache(8)(self._sort)
         self._ranks = functools.lru_cache(4)(self._rank)
@@ -108,7 +107,7 @@ class Columns:
         if name not in self.kinds:
             known = printable(", ".join(self.names[:20]))
             hint = printable(nearest(name[:CHARACTERS], self.kinds))
-            raise InputError(f"there is no column {_short(name)}; expected {known}.{hint}")
+            raise InputError(f"there is no column {short(name)}; expected {known}.{hint}")
         if name == "cluster":
             return self._curation.clusters
         if name in DECIDED:
@@ -156,7 +155,7 @@ class Columns:
             return _count_values(values, clusters)
         if isinstance(values, arrow.ChunkedArray):
             raise InputError(
-                f"column {_short(name)} has texts, which have no chart; expected a column of "
+                f"column {short(name)} has texts, which have no chart; expected a column of "
                 "numbers or categories, such as confidence"
             )
         if self.kinds[name] == "cluster":
@@ -176,7 +175,7 @@ class Columns:
         if name == "cluster":
             return self._has_name(values, text)
         raise InputError(
-            f"the filter of column {_short(name)} is {_short(text)}; expected a number, such as 3, "
+            f"the filter of column {short(name)} is {short(text)}; expected a number, such as 3, "
             "<0.5, >=2 or 0.2..0.5"
         )
 
@@ -231,9 +230,8 @@ class Columns:
         if isinstance(values, arrow.ChunkedArray):
             texts = values.take(arrow.array(rows)).to_pylist()
             return [text and text[:CHARACTERS] for text in texts]
-        numbers = values[rows]
-        missing = self._missing(name, numbers)
-        return [None if gone else x for x, gone in zip(plain(numbers), missing, strict=True)]
+        is_cluster = self.kinds[name] == "cluster"
+        return [None if is_cluster and x < 0 else x for x in plain(values[rows])]
 
 
 def _classify(column: arrow.ChunkedArray) -> tuple[str, arrow.ChunkedArray | Categories]:
@@ -278,9 +276,8 @@ def _quantiles(numbers: NDArray[Any], clusters: NDArray[np.int64]) -> dict[str, 
 def _count_values(column: Categories, clusters: NDArray[np.int64]) -> dict[str, Any]:
     """Return the most frequent values, and how often they and all others occur in each cluster."""
     present = np.flatnonzero(column.codes >= 0)
-    order = np.argsort(
-        -np.bincount(column.codes[present], minlength=len(column.values)), kind="stable"
-    )
+    sizes = np.bincount(column.codes[present], minlength=len(column.values))
+    order = np.argsort(-sizes, kind="stable")
     values = [column.values[code] for code in order[:FREQUENT]]
     values += ["other"] if len(order) > FREQUENT else []
     places = np.empty(len(order), np.int64)
@@ -296,7 +293,7 @@ def _check_text(name: str, text: object) -> None:
     is_valid = isinstance(text, str) and len(text) <= CHARACTERS
     if not is_valid or f"{name}{text}".encode("utf-8", "replace").decode() != f"{name}{text}":
         raise InputError(
-            f"the filter of column {_short(name)} is {_short(text)}; expected a text of at most "
+            f"the filter of column {short(name)} is {short(text)}; expected a text of at most "
             f"{CHARACTERS} characters, such as '<0.5' or '=cat'"
         )
 
@@ -327,7 +324,3 @@ def _match(texts: arrow.Array | arrow.ChunkedArray, text: str) -> NDArray[np.boo
     options = compute.MatchSubstringOptions(text, ignore_case=True)
     mask = compute.call_function("match_substring", [texts], options)
     return np.asarray(mask.fill_null(False))
-
-
-def _short(value: object) -> str:
-    return reprlib.repr(value)
