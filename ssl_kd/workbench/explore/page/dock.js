@@ -109,7 +109,7 @@ export class Dock {
   /** Select a row alone; with Shift, all rows from the one before to it; with Ctrl, it too. */
   pick(rows, at, event) {
     const row = rows[at], { chosen, isChosen, plot } = this.app, start = rows.indexOf(this.anchor);
-    this.reached = row;
+    Object.assign(this, { reached: row, at });
     if (event.shiftKey && start >= 0) {
       return this.select(rows.slice(Math.min(start, at), Math.max(start, at) + 1));
     }
@@ -126,7 +126,8 @@ export class Dock {
     const step = { ArrowUp: -across, ArrowDown: across, ...(across > 1 && { ArrowLeft: -1, ArrowRight: 1 }) }[event.key];
     if (!step || !rows.length || event.target.matches("input, button")) return;
     event.preventDefault();
-    const at = Math.min(Math.max(rows.indexOf(this.reached) + step, 0), rows.length - 1);
+    const from = rows.indexOf(this.reached); // -1: a decision has changed what the rows are
+    const at = Math.min(Math.max(from < 0 ? this.at ?? 0 : from + step, 0), rows.length - 1);
     reveal(at);
     this.pick(rows, at, event);
   }

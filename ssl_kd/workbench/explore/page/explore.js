@@ -14,7 +14,7 @@ import { Plot, bytesOfIndex } from "./plot.js";
 const SHOWN_PICTURES = 60, SHOWN_EXAMPLES = 40, SHOWN_VALUES = 24;
 const RESIZED = 200; // milliseconds until the map has its new size
 
-let meta, table, pictures, plot, clusters, dock, ready = false;
+let meta, table, pictures, plot, clusters, dock, ready = false, isDeciding = false;
 let color = "cluster", chosen = [], isChosen; // rows of the selected samples; isChosen: [n]
 let decisions; // { clusters: [n], sizes: number -> samples, names: number -> name, lines }
 
@@ -31,12 +31,14 @@ async function readDecisions(content) {
 }
 
 async function decide(decision) {
+  isDeciding = true;
   try {
     await showDecisions(await post("api/curation", decision));
     showMessage("Written to curation.jsonl");
   } catch (error) {
     showMessage(error.message, true);
   }
+  isDeciding = false;
 }
 
 /** Show the samples after all decisions; `content` is decisions.json. */
@@ -379,7 +381,8 @@ function setBackground() {
 const app = { search, select, decide, nameOf, showDecisions, pictureButton,
   get pictures() { return pictures; }, get plot() { return plot; }, get meta() { return meta; },
   get clusters() { return clusters; }, get dock() { return dock; }, get decisions() { return decisions; },
-  get chosen() { return chosen; }, get isChosen() { return isChosen; } };
+  get chosen() { return chosen; }, get isChosen() { return isChosen; },
+  get isDeciding() { return isDeciding; } };
 window.explore = app;
 
 async function start() {

@@ -31,6 +31,7 @@ export function describe(line) {
     move: () => `${rows} moved to ${line.into ?? line.new}`,
     exclude: () => `${rows} excluded`,
     check: () => `${rows} checked`,
+    undo: () => "a decision is undone",
   }[line.do]() + (line.by ? ` by ${line.by}` : "");
 }
 

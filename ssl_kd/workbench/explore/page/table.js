@@ -55,7 +55,7 @@ export class Grid {
     if (kind === "number" && !Number.isInteger(value)) {
       return Math.abs(value) >= 0.001 ? value.toFixed(3) : value.toPrecision(3);
     }
-    if (name !== "cluster") return `${value}`;
+    if (name !== "cluster" && name !== "second") return `${value}`;
     const dot = make("i");
     dot.style.background = clusterColor(value);
     return make("span", {}, dot, this.dock.app.nameOf(value));
