@@ -78,6 +78,25 @@ def test_filters_select_on_the_map(page, columns, server):
     assert page.input_value('input[aria-label="Filter split"]') == ""
 
 
+def test_a_wrong_filter_is_marked_and_says_why(page):
+    page.evaluate("""() => { window.usual = window.fetch; window.fetch = async () =>
+      new Response('{"error": "expected a number"}', { status: 400 }); }""")
+    filter_by(page, "confidence", "much")
+    page.wait_for_selector("#status.bad:has-text('expected a number')")
+    assert page.locator('#table input[aria-invalid="true"]').count() == 1
+    page.evaluate("() => { window.fetch = window.usual; }")
+
+
+def test_arrow_keys_go_on_to_the_next_row_that_is_not_checked(page):
+    page.evaluate("() => explore.dock.filter({ checked: '=' })")
+    until(page, "() => explore.chosen.length > 2")
+    page.locator(ROWS).nth(1).click()
+    page.keyboard.press("c")
+    until(page, "() => explore.dock.rows[1] === 2")
+    page.keyboard.press("ArrowDown")
+    wait_for(page, [2])
+
+
 def test_search_covers_all_text_even_if_the_table_is_closed(page, columns):
     page.keyboard.press("b")
     page.fill("#query", "digit 1")
