@@ -7,7 +7,8 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
 # --- Data -----------------------------------------------------------------------------------------
 
 # What to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of a folder
-# of images, at any depth | path of features (.npy .npz .pt .safetensors .parquet).
+# of images, at any depth | path of features (.npy .npz .pt .safetensors .parquet .h5ad, or a folder
+# of save_to_disk).
 DATASET = "digits"
 # Held-out folder or file of features; None: the data set's own test split, if it has one.
 DATASET_TEST = None

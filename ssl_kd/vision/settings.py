@@ -28,7 +28,7 @@ class DataSettings(Settings):
         "digits",
         "what to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of"
         " a folder of images, at any depth | path of features (.npy .npz"
-        " .pt .safetensors .parquet)",
+        " .pt .safetensors .parquet .h5ad, or a folder of save_to_disk)",
         section="Data",
     )
     dataset_test: str | None = setting(
