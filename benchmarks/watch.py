@@ -42,7 +42,7 @@ def rounds(args: argparse.Namespace, seed: int, root: Path) -> Iterator[list[str
     left = [rng.permutation(rows).tolist() for rows in rows_of]
     folders = {"runs_dir": str(root / "runs"), "embeddings_dir": str(root / "embeddings")}
     settings = VisionSettings(**folders, teacher=args.teacher, n_clusters="auto", baselines=False)
-    watched, before = Watch(root / "images", root / "runs" / "watch"), b""
+    watched, before = Watch(root / "images", root / "runs" / "watch", settings, {}), b""
     for number in range(1, ROUNDS + 1):
         weights = np.array([float(APPEARS.get(place, 1) <= number) for place in range(10)])
         if number == SKEWED:
@@ -52,8 +52,8 @@ def rounds(args: argparse.Namespace, seed: int, root: Path) -> Iterator[list[str
             file = root / "images" / f"{left[place].pop():06}.png"
             source.image(int(file.stem)).save(file)
             os.utime(file, (1e9, 1e9))  # not changed lately
-        about = watched.advance(settings, {})[0]["rounds"][-1]
-        samples = Samples(watched.runs[-1])
+        about = watched.advance()[0]["rounds"][-1]
+        samples = Samples(watched.runs()[number])
         files, clusters = (samples.column(name)[-args.each :] for name in ("file", "cluster"))
         labels = source.labels[[int(Path(file).stem) for file in files]]
         late = [rows_of[place][0] for place, first in APPEARS.items() if first <= number]

@@ -46,26 +46,21 @@ def _watch(argv: Sequence[str]) -> int:
 
     from ssl_kd.cli.screen import ProgressBars, open_screen
     from ssl_kd.vision.settings import AUTO, VisionSettings
-    from ssl_kd.workbench.output_files import safe_name
 
     settings, given = resolve_settings(VisionSettings, rest, Path("config.py"), prog="ssl_kd watch")
     if refused := sorted(_SET_BY_WATCH & given.keys()):
         raise InputError(f"--{refused[0]} is set by ssl_kd watch: leave the flag out")
-    if settings.n_clusters is None:
-        settings = settings.replace(n_clusters=AUTO)
-    name = flags.run or f"watch-{flags.folder.resolve().name}"
-    if name != safe_name(name):
-        raise InputError(f"--run is {name!r}, expected the name of a folder: {safe_name(name)!r}")
+    settings = settings.replace(n_clusters=settings.n_clusters or AUTO)
+    place = Path(settings.runs_dir) / (flags.run or f"watch-{flags.folder.resolve().name}")
     screen = open_screen()
     from ssl_kd.workbench.watch import Watch
 
-    watched, n_rounds = Watch(flags.folder, Path(settings.runs_dir) / name), 0
+    watched, n_rounds = Watch(flags.folder, place, settings, given), 0
     while True:
         try:
             with ProgressBars(screen) as progress:
-                options: Any = {"at_least": flags.at_least, "progress": progress}
-                summary, is_new = watched.advance(settings, given, **options)
-            print("\n".join(_lines(summary, is_new, flags.at_least)), flush=True)
+                summary, is_new = watched.advance(flags.at_least, progress)
+            _show(summary, is_new, flags.at_least)
             n_rounds += 1
         except Interrupted as stopped:  # the same command continues, not --resume
             raise Interrupted(stopped.signal, None) from None
@@ -85,19 +80,18 @@ def _duration(text: str) -> int:
     return int(text[:-1]) * _SECONDS[text[-1]]
 
 
-def _lines(summary: dict[str, Any], is_new: bool, at_least: int) -> list[str]:
-    """Return what to print after a round: only the first line if nothing changed."""
-    when, n_new, run = time.strftime("%H:%M"), len(summary["new"]), summary["run"]
-    if run is None:
-        return [f"{when} {n_new} pictures, but --at_least is {at_least}: no run yet"]
-    newest = summary["rounds"][-1]
-    if not is_new:
-        return [f"{when} Nothing has changed since round {newest['round']}"]
-    lines = [f"{when} Round {newest['round']}: {'. '.join(newest['sentences'])}."]
-    for what in ("new", "waiting", "replaced", "deleted"):
-        if files := [printable(file) for file in summary[what]]:
-            lines.append(
-                f"{what.capitalize()}: {len(files)} ({', '.join(files[:3])}"
-                f"{', ...' if len(files) > 3 else ''})"
-            )
-    return [*lines, f"Page: {run}/watch.html", f"Next: ssl_kd explore {shlex.quote(run)}"]
+def _show(summary: dict[str, Any], is_new: bool, at_least: int) -> None:
+    """Print the result of a round: only one line if nothing changed."""
+    if (run := summary["run"]) is None:
+        lines = [f"No run yet: {len(summary['new'])} pictures, but --at_least is {at_least}"]
+    elif not is_new:
+        lines = [f"Nothing has changed since round {len(summary['rounds'])}"]
+    else:
+        newest = summary["rounds"][-1]
+        lines = [f"Round {newest['round']}: {'. '.join(newest['sentences'])}."]
+        for what in ("new", "waiting", "replaced", "deleted"):
+            if files := [printable(file) for file in summary[what]]:
+                more = ", ..." if len(files) > 3 else ""
+                lines.append(f"{what.capitalize()}: {len(files)} ({', '.join(files[:3])}{more})")
+        lines += [f"Page: {run}/watch.html", f"Next: ssl_kd explore {shlex.quote(run)}"]
+    print(time.strftime("%Y-%m-%d %H:%M"), "\n".join(lines), flush=True)

@@ -18,13 +18,16 @@ LISTED = 20  # names of files in a list
 def write_watch_page(samples: Samples, summary: dict[str, Any]) -> Path:
     """Write `watch.html` into the folder of the last run, and return its path."""
     newest_first = summary["rounds"][::-1]
-    newest, shown = newest_first[0], newest_first[:SHOWN]
+    newest, shown, first = newest_first[0], newest_first[:SHOWN], newest_first[SHOWN:][-1:]
+    columns = [*first, *shown[::-1]]
     problems = {
         "Replaced since their round (give a changed picture a new name to add it)": "replaced",
         "Deleted since their round (their rows and numbers stay)": "deleted",
         "Waiting for a later round": "waiting",
     }
-    lists = [(title, list(summary[key])) for title, key in problems.items() if summary[key]]
+    waiting = [f"{file}: {reason}" for file, reason in summary["waiting"].items()]
+    files = summary | {"waiting": waiting}
+    lists = [(title, files[key]) for title, key in problems.items() if files[key]]
     content = {
         "title": f"{base_name(summary['folder'])} · ssl_kd watch",
         "eyebrow": f"{summary['folder']} · round {newest['round']} · {newest['time'] or DASH}",
@@ -32,7 +35,8 @@ def write_watch_page(samples: Samples, summary: dict[str, Any]) -> Path:
         "lead": " ".join(f"{text}." for text in newest["sentences"][1:]),
         "rounds": [_shown(samples, about) for about in shown],
         "all_rounds": newest_first,
-        "shares": _shares([*shown, newest_first[-1]] if len(newest_first) > SHOWN else shown),
+        "columns": columns,
+        "clusters": sorted({k for about in columns for k in about["shares"]}),
         "lists": [(title, files[:LISTED], len(files)) for title, files in lists],
     }
     return write_page(RunResults.read(samples.path), "watch.html", content, "watch.html")
@@ -44,8 +48,7 @@ def _shown(samples: Samples, about: dict[str, Any]) -> dict[str, Any]:
         cluster | {"color": tint(cluster["cluster"]), "pictures": _pictures(samples, cluster)}
         for cluster in about["new_clusters"]
     ]
-    outliers = about.get("outliers")
-    unusual = _pictures(samples, outliers) if outliers else []
+    unusual = _pictures(samples, about.get("outliers", {"rows": [], "files": []}))
     return about | {"new_clusters": clusters, "unusual": unusual}
 
 
@@ -53,19 +56,3 @@ def _pictures(samples: Samples, listed: dict[str, Any]) -> list[dict[str, str]]:
     images = [decoded(samples.image, row) for row in listed["rows"]]
     pairs = zip(listed["files"], images, strict=True)
     return [thumbnail(image) | {"name": name} for name, image in pairs if image is not None]
-
-
-def _shares(newest_first: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the share of each cluster in each round in percent, oldest round first."""
-    rounds = newest_first[::-1]
-    numbers = sorted({k for about in rounds for k in about["shares"]})
-    changed = [{c["cluster"] for c in a.get("drift", {}).get("changed", ())} for a in rounds]
-    rows = [
-        [
-            (f"{100 * a['shares'].get(k, 0):.1f}", k in c)
-            for a, c in zip(rounds, changed, strict=True)
-        ]
-        for k in numbers
-    ]
-    names = [about["round"] for about in rounds]
-    return {"rounds": names, "rows": list(zip(numbers, rows, strict=True))}

@@ -13,7 +13,7 @@ from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 
 CHANCE = 0.01  # probability of a false alarm in a round
-TESTS = 3  # in a round: shares of the clusters, distribution of the outlier scores, high scores
+ALARM = CHANCE / 3  # largest p-value of an alarm; a round has three tests
 UNUSUAL = 0.99  # outlier score that 1 % of ordinary samples exceed
 MIN_EXPECTED = 5  # samples that the chi-squared test expects in a cluster; smaller ones are pooled
 TYPICAL = 12  # pictures that represent a new cluster, or the unusual ones
@@ -35,77 +35,70 @@ def _describe(samples: Samples, curation: Curation, rounds: list[NDArray]) -> di
     """Describe the last of the rounds, given as row numbers."""
     *earlier, rows = rounds
     assigned, clusters, names = samples.column("cluster"), curation.clusters, curation.names
-    confidence, files = samples.column("confidence"), samples.column("file")
-    added = np.flatnonzero(assigned[rows] >= samples.config["n_clusters"])  # after the training
-    new = np.setdiff1d(assigned[rows[added]], assigned[np.concatenate([rows[:0], *earlier])])
-    joined = rows[~np.isin(assigned[rows], new)]
+    confidence, n_trained = samples.column("confidence"), samples.config["n_clusters"]
+    known = np.r_[np.arange(n_trained), assigned[: rows[0]]]
+    joined = rows[np.isin(assigned[rows], known)]
     about: dict[str, Any] = {"round": len(rounds), "n": len(rows), "joined": len(joined)}
-    about["new_clusters"] = []
-    for k in new.tolist():
+    about["confidence"], about["new_clusters"] = float(confidence[rows].mean()), []
+    for k in np.setdiff1d(assigned[rows], known).tolist():
         members = rows[assigned[rows] == k]
-        typical = members[np.argsort(-confidence[members], kind="stable")[:TYPICAL]]
         cluster = {"cluster": k, "name": names.get(k, ""), "size": len(members)}
-        cluster |= {"files": files[typical].tolist(), "rows": typical.tolist()}
-        about["new_clusters"].append(cluster)
-    about["shares"] = shares_of(clusters[rows])
-    about["confidence"] = float(confidence[rows].mean())
+        about["new_clusters"].append(cluster | _first(samples, members, confidence))
+    numbers, counts = np.unique(clusters[rows][clusters[rows] >= 0], return_counts=True)
+    about["shares"] = dict(zip(numbers.tolist(), (counts / counts.sum()).tolist(), strict=True))
     if not earlier:
-        text = f"{len(rows):,} pictures in {len(about['shares'])} clusters"
+        text = f"{len(rows):,} pictures in {len(numbers)} clusters"
         return about | {"alarms": [], "sentences": [text]}
 
-    recent, enough = earlier[-1], len(rows)
-    for before in reversed(earlier[:-1]):
-        recent = np.concatenate([before, recent]) if len(recent) < enough else recent
-    about["confidence_before"] = float(confidence[recent].mean())
+    enough = next(
+        (n for n in range(1, len(earlier)) if sum(map(len, earlier[-n:])) >= len(rows)), 0
+    )
+    recent = np.concatenate(earlier[-enough:])
     about["drift"] = compare_shares(clusters[recent], clusters[joined])
     about["drift_since_first"] = compare_shares(clusters[earlier[0]], clusters[joined])
     # The scores in added clusters are not comparable: there, only the nearest samples count.
-    ordinary = joined[assigned[joined] < samples.config["n_clusters"]]
-    scores = samples.column("outlier")[ordinary]
-    about["outliers"] = compare_outliers(scores, min(len(earlier[0]), REFERENCE_ROWS))
-    unusual = ordinary[np.argsort(-scores, kind="stable")][: int((scores > UNUSUAL).sum())]
-    about["outliers"]["files"] = files[unusual[:TYPICAL]].tolist()
-    about["outliers"]["rows"] = unusual[:TYPICAL].tolist()
-    about["alarms"] = _alarms(about["drift"], about["outliers"])
+    ordinary, outlier = joined[assigned[joined] < n_trained], samples.column("outlier")
+    about["outliers"] = compare_outliers(outlier[ordinary], min(len(earlier[0]), REFERENCE_ROWS))
+    unusual = ordinary[outlier[ordinary] > UNUSUAL]
+    about["outliers"] |= _first(samples, unusual, outlier)
+    p_values = {"shares": about["drift"]["p"], "outliers": about["outliers"]["p"]}
+    p_values["unusual"] = about["outliers"]["p_unusual"]
+    about["alarms"] = [name for name, p in p_values.items() if p is not None and p < ALARM]
     return about | {"sentences": _sentences(about, names)}
 
 
-def shares_of(clusters: NDArray) -> dict[int, float]:
-    """Return cluster -> share of the samples, without samples in no cluster (-1)."""
-    numbers, counts = np.unique(clusters[clusters >= 0], return_counts=True)
-    return dict(zip(numbers.tolist(), (counts / max(counts.sum(), 1)).tolist(), strict=True))
+def _first(samples: Samples, rows: NDArray, scores: NDArray) -> dict[str, Any]:
+    """Return the rows with the highest scores, and their files."""
+    first = rows[np.argsort(-scores[rows], kind="stable")[:TYPICAL]]
+    return {"rows": first.tolist(), "files": samples.column("file")[first].tolist()}
 
 
 def compare_shares(before: NDArray, now: NDArray) -> dict[str, Any]:
     """Test whether two groups of samples `[n]` are distributed alike over the clusters.
 
     `p` is that of the chi-squared test of homogeneity, in which clusters with few expected samples
-    are pooled. `changed` lists clusters whose share changed by more than `noise`, the bound that
-    chance exceeds in any cluster with probability `CHANCE` (normal approximation, Bonferroni).
+    are pooled. `changed` lists clusters whose share changed by more than `noise`, a bound that
+    chance exceeds in any cluster with probability `ALARM` (normal approximation, Bonferroni).
     """
     before, now = before[before >= 0], now[now >= 0]
-    n_before, n = len(before), len(now)
-    result: dict[str, Any] = {"n_before": n_before, "n": n, "p": None, "changed": []}
-    if not n_before or not n:
-        return result
-    numbers, columns = np.unique(np.concatenate([before, now]), return_inverse=True)
-    columns = np.split(columns, [n_before])
-    counts = np.stack([np.bincount(part, minlength=len(numbers)) for part in columns])
-    small = counts.sum(0) * min(n_before, n) / (n_before + n) < MIN_EXPECTED
-    pooled = np.concatenate([counts[:, ~small], counts[:, small].sum(1, keepdims=True)], 1)
-    pooled = pooled[:, pooled.any(0)]
-    if pooled.shape[1] > 1:
-        result["p"] = float(scipy.stats.chi2_contingency(pooled, correction=False).pvalue)
-    share = counts.sum(0) / (n_before + n)
-    deviations = scipy.stats.norm.isf(CHANCE / TESTS / 2 / len(numbers))
-    noise = deviations * np.sqrt(share * (1 - share) * (1 / n_before + 1 / n))
-    old, new = counts / [[n_before], [n]]
-    for k in np.argsort(-np.abs(new - old), kind="stable"):
-        if abs(new[k] - old[k]) > noise[k]:
-            values = {"before": old[k], "now": new[k], "noise": noise[k]}
-            changed = {"cluster": int(numbers[k])} | {name: float(values[name]) for name in values}
-            result["changed"].append(changed)
-    return result
+    if not len(before) or not len(now):
+        return {"p": None, "changed": []}
+    numbers = np.union1d(before, now)
+    places = [np.searchsorted(numbers, x) for x in (before, now)]
+    counts = np.stack([np.bincount(x, minlength=len(numbers)) for x in places])
+    sizes, total = counts.sum(1, keepdims=True), counts.sum(0)
+    small = total * sizes.min() / sizes.sum() < MIN_EXPECTED
+    table = np.c_[counts[:, ~small], counts[:, small].sum(1)]
+    table = table[:, table.any(0)]
+    p = scipy.stats.chi2_contingency(table, correction=False).pvalue if table.shape[1] > 1 else None
+    share, (old, new) = total / sizes.sum(), counts / sizes
+    deviations = scipy.stats.norm.isf(ALARM / 2 / len(numbers))
+    noise = deviations * np.sqrt(share * (1 - share) * (1 / sizes).sum())
+    values = zip(numbers.tolist(), old.tolist(), new.tolist(), noise.tolist(), strict=True)
+    changed = [dict(zip(("cluster", "before", "now", "noise"), v, strict=True)) for v in values]
+    changed = [c for c in changed if abs(c["now"] - c["before"]) > c["noise"]]
+    changed.sort(key=lambda c: -abs(c["now"] - c["before"]))
+    return {"p": None if p is None else float(p), "changed": changed}
 
 
 def compare_outliers(scores: NDArray, n_reference: int) -> dict[str, Any]:
@@ -127,12 +120,6 @@ def compare_outliers(scores: NDArray, n_reference: int) -> dict[str, Any]:
         "p": float(np.exp(-2 * distance**2 * n * n_reference / (n + n_reference))),
         "p_unusual": float(scipy.stats.hypergeom.sf(unusual - 1, *total)),
     }
-
-
-def _alarms(drift: dict[str, Any], outliers: dict[str, Any]) -> list[str]:
-    """Return the tests whose result chance explains with a probability below `CHANCE / TESTS`."""
-    values = {"shares": drift["p"], "outliers": outliers["p"], "unusual": outliers["p_unusual"]}
-    return [name for name, p in values.items() if p is not None and p < CHANCE / TESTS]
 
 
 def _sentences(about: dict[str, Any], names: dict[int, str]) -> list[str]:

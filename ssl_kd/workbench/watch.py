@@ -14,7 +14,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,72 +39,63 @@ logger = logging.getLogger(__name__)
 
 SETTLED = 5.0  # seconds since the last change after which a file counts as complete
 ROUND, SUMMARY = "round-", "watch.json"
-Stamp = list[int]  # size in bytes, time of the last change in nanoseconds
-
-
-@dataclass
-class Scan:
-    """The differences between a folder and the last run of its watch."""
-
-    new: dict[str, Stamp] = field(default_factory=dict)  # by path relative to the folder
-    waiting: dict[str, str] = field(default_factory=dict)  # id -> why it is not added yet
-    replaced: list[str] = field(default_factory=list)  # ids
-    deleted: list[str] = field(default_factory=list)
+Files = dict[str, list[int]]  # path relative to the folder -> size, time of the change in ns
 
 
 class Watch:
-    """The rounds of the watched `folder`, whose runs are in the folder `place`."""
+    """The rounds of the watched `folder`, whose runs are in the folder `place`.
 
-    def __init__(self, folder: Path, place: Path) -> None:
-        self.folder, self.place = folder.resolve(), place.resolve()
+    `settings` are those of the first run; `given` are those that were set by flags, which must
+    agree with the first run in later rounds.
+    """
+
+    def __init__(
+        self, folder: Path, place: Path, settings: VisionSettings, given: Mapping[str, Any]
+    ) -> None:
+        self.folder, self.place, self.given = folder.resolve(), place.resolve(), given
+        self.settings = settings.replace(runs_dir=str(self.place))
         if self.place.is_relative_to(self.folder) or self.folder.is_relative_to(self.place):
             raise InputError(
                 f"{self.folder} and the runs of its watch, {self.place}, lie in each other, so "
-                "files of the runs could be taken for new pictures: set --runs_dir to a folder "
-                "outside"
+                "files of the runs could be taken for new pictures: set another --runs_dir"
             )
 
-    @property
-    def runs(self) -> list[Path]:
-        """Folders of the finished rounds, oldest first."""
-        finished = [path.parent for path in self.place.glob(f"{ROUND}*/metrics.json")]
-        return sorted(finished, key=_number)
+    def runs(self) -> dict[int, Path]:
+        """Return number -> folder of the finished rounds, in order."""
+        found = {file.parent for file in self.place.glob(f"{ROUND}*/metrics.json")}
+        return dict(sorted((int(path.name.removeprefix(ROUND)), path) for path in found))
 
     def advance(
-        self,
-        settings: VisionSettings,
-        given: Mapping[str, Any],
-        *,
-        at_least: int = 1,
-        progress: Progress = no_progress,
+        self, at_least: int = 1, progress: Progress = no_progress
     ) -> tuple[dict[str, Any], bool]:
         """Add the new pictures in a round, if there are enough; write the page and the summary.
 
-        `given` are the settings that were set by flags. Return the summary (`watch.json`), and
-        whether it has changed since the last call. Its `run` is None while there is no run.
-
-        Raises:
-            LockHeld: another watch works on this folder.
-            InputError: the folder has no pictures, or the settings do not fit the first run.
+        Return the summary (`watch.json`), and whether it has changed since the last call. Its
+        `run` is None while there is no run. LockHeld is raised while another watch is at work.
         """
         self.place.mkdir(parents=True, exist_ok=True)
         with Lock(self.place / ".lock"):
-            runs = self.runs
-            samples = Samples(runs[-1]) if runs else None
+            runs = self.runs()
+            *earlier, last = runs.values() or [None]
+            samples = None if last is None else Samples(last)
             if samples is not None:
-                _add_late_decisions(samples, runs[:-1])
-            number = _number(runs[-1]) + 1 if runs else 1
+                _add_late_decisions(samples, earlier)
+            number = max(runs, default=0) + 1
             lists = self._lists(number)
-            scan = self._scan(samples, lists)
-            files = lists.get(number, {}).get("files", {})  # of a round that was killed
-            if not files or any(scan.new.get(path) != stamp for path, stamp in files.items()):
-                files = dict(scan.new)
+            new, others = self._scan(samples, lists)
+            files = lists.pop(number, {}).get("files", {})  # of a round that was killed
+            if not files or any(new.get(path) != stamp for path, stamp in files.items()):
+                files = dict(new)
             if len(files) >= at_least:
                 lists[number] = {"folder": str(self.folder), "files": files}
                 lists[number]["time"] = time.strftime("%Y-%m-%d %H:%M:%S")
-                samples = Samples(self._add(number, lists[number], settings, given, progress))
-                scan.new = {path: scan.new[path] for path in scan.new.keys() - files.keys()}
-            return self._report(samples, scan, lists)
+                samples = Samples(self._add(number, lists[number], last, progress))
+                new = {path: stamp for path, stamp in new.items() if path not in files}
+            summary = {"folder": str(self.folder), "run": None, "rounds": []}
+            return _report(summary | {"new": list(map(image_id, new))} | others, samples, lists)
+
+    def _list(self, number: int) -> Path:
+        return self.place / f"{ROUND}{number:04}{FILE_LIST}"
 
     def _lists(self, last: int) -> dict[int, dict[str, Any]]:
         """Return the lists of files of the rounds up to `last`, as far as they still exist."""
@@ -118,12 +108,11 @@ class Watch:
             )
         return lists
 
-    def _list(self, number: int) -> Path:
-        return self.place / f"{ROUND}{number:04}{FILE_LIST}"
-
-    def _scan(self, samples: Samples | None, lists: Mapping[int, dict[str, Any]]) -> Scan:
-        """Compare the folder with the samples of the last run, and check the new files."""
-        scan, known = Scan(), set()
+    def _scan(
+        self, samples: Samples | None, lists: Mapping[int, dict[str, Any]]
+    ) -> tuple[Files, dict[str, Any]]:
+        """Return the files to add, and the ids of files that wait, were replaced or deleted."""
+        known, new, waiting, replaced = set(), {}, {}, []
         if samples is not None:
             known = set(samples.column("file")[samples.column("split") != "test"].tolist())
         stamps = {image_id(p): s for listed in lists.values() for p, s in listed["files"].items()}
@@ -135,41 +124,41 @@ class Watch:
             try:
                 status = (self.folder / path).stat()
             except OSError as error:
-                scan.waiting[id] = str(error.strerror)
+                waiting[id] = str(error.strerror)
                 continue
             stamp = [status.st_size, status.st_mtime_ns]
             if id in known:
-                scan.replaced += [id] if stamps.get(id, stamp) != stamp else []
+                replaced += [id] if stamps.get(id, stamp) != stamp else []
             elif abs(time.time() - status.st_mtime) < SETTLED:
-                scan.waiting[id] = f"changed less than {SETTLED:g} seconds ago"
+                waiting[id] = f"changed less than {SETTLED:g} seconds ago"
             else:
-                scan.new[path] = stamp
-        scan.deleted = sorted(known - paths.keys())
+                new[path] = stamp
         with ThreadPoolExecutor() as pool:
-            faults = list(pool.map(partial(_fault, self.folder), scan.new))
-        for path, fault in zip(list(scan.new), faults, strict=True):
-            if fault:
-                del scan.new[path]
-                scan.waiting[image_id(path)] = fault
-        return scan
+            faults = dict(zip(list(new), pool.map(self._fault, new), strict=True))
+        waiting |= {image_id(path): fault for path, fault in faults.items() if fault}
+        new = {path: stamp for path, stamp in new.items() if not faults[path]}
+        deleted = sorted(known - paths.keys())
+        return new, {"waiting": waiting, "replaced": replaced, "deleted": deleted}
+
+    def _fault(self, path: str) -> str:
+        """Return why an image cannot be read; an empty text if it can."""
+        try:
+            read_image(self.folder, path).close()
+        except UnreadableImage as error:
+            return error.reason
+        return ""
 
     def _add(
-        self,
-        number: int,
-        listed: dict[str, Any],
-        settings: VisionSettings,
-        given: Mapping[str, Any],
-        progress: Progress,
+        self, number: int, listed: dict[str, Any], last: Path | None, progress: Progress
     ) -> Path:
         """Train on listed files, or extend the last run by them; return the folder of the run."""
-        file, runs = self._list(number), self.runs
-        place = {"runs_dir": str(self.place), "run_name": f"{ROUND}{number:04}"}
-        settings = settings.replace(dataset=str(file), **place)
-        if runs:
-            work = partial(extend, inherited(settings.replace(extend=str(runs[-1])), given))
-        else:
-            shutil.rmtree(self.place / place["run_name"], ignore_errors=True)  # of a killed round
+        file, name = self._list(number), f"{ROUND}{number:04}"
+        settings = self.settings.replace(dataset=str(file), run_name=name)
+        if last is None:
+            shutil.rmtree(self.place / name, ignore_errors=True)  # of a round that was killed
             work = partial(run, settings)
+        else:
+            work = partial(extend, inherited(settings.replace(extend=str(last)), self.given))
         atomic_write_json(file, listed)
         try:
             return reported(work, progress)
@@ -177,39 +166,22 @@ class Watch:
             file.unlink()
             raise
 
-    def _report(
-        self, samples: Samples | None, scan: Scan, lists: Mapping[int, dict[str, Any]]
-    ) -> tuple[dict[str, Any], bool]:
-        """Write page and summary of the last run, unless they are up to date."""
-        summary: dict[str, Any] = {"folder": str(self.folder), "run": None, "rounds": []}
-        summary |= {"new": sorted(map(image_id, scan.new)), "waiting": scan.waiting}
-        summary |= {"replaced": scan.replaced, "deleted": scan.deleted}
-        if samples is None:
-            return summary, True
-        summary |= {"run": str(samples.path), "rounds": describe_rounds(samples)}
-        for about in summary["rounds"]:
-            about["time"] = lists.get(about["round"], {}).get("time")
-        path = samples.path / SUMMARY
-        text = json.dumps(summary, indent=1, allow_nan=False) + "\n"
-        if path.exists() and path.read_text(encoding="utf-8") == text:
-            return summary, False
-        write_watch_page(samples, summary)
-        atomic_write_text(path, text)  # the last file: both are complete
+
+def _report(
+    summary: dict[str, Any], samples: Samples | None, lists: Mapping[int, dict[str, Any]]
+) -> tuple[dict[str, Any], bool]:
+    """Complete the summary, and write it and the page unless they are up to date."""
+    if samples is None:
         return summary, True
-
-
-def _number(run: Path) -> int:
-    """Return the number of a round from the name of its run folder."""
-    return int(run.name.removeprefix(ROUND))
-
-
-def _fault(folder: Path, path: str) -> str:
-    """Return why an image cannot be read; an empty text if it can."""
-    try:
-        read_image(folder, path).close()
-    except UnreadableImage as error:
-        return error.reason
-    return ""
+    summary |= {"run": str(samples.path), "rounds": describe_rounds(samples)}
+    for about in summary["rounds"]:
+        about["time"] = lists.get(about["round"], {}).get("time")
+    path, text = samples.path / SUMMARY, json.dumps(summary, indent=1, allow_nan=False) + "\n"
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return summary, False
+    write_watch_page(samples, summary)
+    atomic_write_text(path, text)  # the last file: both are complete
+    return summary, True
 
 
 def _add_late_decisions(samples: Samples, earlier: list[Path]) -> None:
