@@ -1,5 +1,7 @@
 """Table, pictures and chart in a real Chromium: sort, filter, search, select, decide together."""
 
+import csv
+
 import pytest
 
 from ssl_kd.workbench.columns import Columns
@@ -150,6 +152,23 @@ def test_map_table_pictures_and_chart_share_one_selection(page, columns, server)
     page.wait_for_selector(".track.stack")
     drawn = page.locator("#chart button").evaluate_all("all => all.map((b) => b.dataset.cluster)")
     assert sorted(drawn) == sorted(clusters)
+
+
+def test_the_shown_rows_are_saved_as_a_table(page, server, columns, tmp_path):
+    server.curation.rename(0, "=zeros, all")
+    filter_by(page, "confidence", "<0.9")
+    until(page, "() => explore.dock.rows.length < explore.meta.samples")
+    until(page, "() => explore.decisions.names[0]")
+    with page.expect_download() as saving:
+        page.click("#download")
+    saving.value.save_as(tmp_path / "samples.csv")
+    with (tmp_path / "samples.csv").open(newline="", encoding="utf-8") as file:
+        head, *lines = csv.reader(file)
+    rows = columns.find({"confidence": "<0.9"})
+    assert head == columns.names and [line[0] for line in lines] == [
+        file for (file,) in columns.cells(rows.tolist(), ["file"])
+    ]
+    assert "'=zeros, all" in {line[head.index("cluster")] for line in lines}
 
 
 def test_two_pages_see_each_others_decisions(page, server, opened):

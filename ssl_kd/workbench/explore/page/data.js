@@ -23,6 +23,15 @@ export async function readCells(rows, columns) {
   return (await (await get(`api/cells?${new URLSearchParams({ rows, columns })}`)).json()).rows;
 }
 
+// A spreadsheet would run such a text as a formula; `ssl_kd.files.cells` escapes it in the same way.
+const FORMULA = /^'*(?![-+]?\d+(\.\d+)?$)[=+\-@\t\r\n＝＋－＠]/;
+
+/** The text of a CSV file; `lines` are lists of values. */
+export const toCsv = (lines) => lines.map((line) => `${line.map((value) => {
+  const cell = typeof value === "string" && FORMULA.test(value) ? `'${value}` : `${value ?? ""}`;
+  return /[",\r\n]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell;
+}).join(",")}\r\n`).join("");
+
 export async function post(path, value) {
   const headers = { "X-Token": TOKEN, "Content-Type": "application/json" };
   const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(value) });

@@ -2,10 +2,12 @@
 // the map, and what is selected anywhere is marked in all of them.
 
 import { Chart } from "./chart.js";
-import { findRows } from "./data.js";
+import { findRows, readCells, toCsv } from "./data.js";
 import { Gallery } from "./gallery.js";
-import { $, number } from "./messages.js";
+import { $, make, number } from "./messages.js";
 import { Grid } from "./table.js";
+
+const MOST_CELLS = 1000; // rows of a request
 
 export class Dock {
   /** @param app the page: meta, pictures, plot, clusters, decisions, chosen, isChosen, select(rows, zoom) */
@@ -19,6 +21,7 @@ export class Dock {
     for (const tab in this.views) $(`show-${tab}`).onclick = () => this.show(this.tab === tab ? null : tab);
     $("only-selected").onchange = () => { this.setScope(); this.draw(); };
     $("select-shown").onclick = () => this.select(this.shown());
+    $("download").onclick = () => this.download();
     $("clear-filters").onclick = () => { $("query").value = ""; this.filter({}); };
     new ResizeObserver(() => this.tab && this.views[this.tab].draw()).observe($("dock"));
   }
@@ -98,6 +101,19 @@ export class Dock {
       if (this.tab) this.draw();
     }
     if (this.tab) this.views[this.tab].mark(!this.isSelecting);
+  }
+
+  /** Save the rows of the table, with all columns, as a CSV file. */
+  async download() {
+    const { meta, nameOf } = this.app, names = meta.table.map(({ name }) => name), rows = [...this.shown()];
+    const lines = [names], at = names.indexOf("cluster");
+    for (let start = 0; start < rows.length; start += MOST_CELLS) {
+      lines.push(...await readCells(rows.slice(start, start + MOST_CELLS), names));
+    }
+    for (const line of lines.slice(1)) if (line[at] !== null) line[at] = nameOf(line[at]);
+    const href = URL.createObjectURL(new Blob([toCsv(lines)], { type: "text/csv" }));
+    make("a", { href, download: `${meta.title}.csv` }).click();
+    setTimeout(() => URL.revokeObjectURL(href), 60_000);
   }
 
   setScope() {
