@@ -8,6 +8,7 @@ from functools import partial
 
 from ssl_kd import __version__
 from ssl_kd.cli.checks import config, doctor, install_check, replay
+from ssl_kd.cli.compare import compare
 from ssl_kd.cli.curate import curate
 from ssl_kd.cli.explore import explore
 from ssl_kd.cli.export import export
@@ -42,6 +43,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "curate": (curate, "find duplicates, outliers, leaks and wrong labels"),
     "explore": (explore, "show a run's samples on a map; name, merge and split its clusters"),
     "watch": (watch, "add the new pictures of a folder to a run, and report what drifted"),
+    "compare": (compare, "show where the clusters of two runs differ, and which are better"),
     "export": (export, "write a finished run for other programs"),
     "doctor": (
         doctor,

@@ -22,6 +22,7 @@ from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.workbench import curate
 from ssl_kd.workbench.clustered import is_finished, settings_of, write_frame
 from ssl_kd.workbench.columns import Columns
+from ssl_kd.workbench.compare import compare_runs
 from ssl_kd.workbench.curate import Duplicates, Ranked
 from ssl_kd.workbench.curate.image_checks import ImageChecks
 from ssl_kd.workbench.decisions import Curation
@@ -250,6 +251,19 @@ class Run:
         samples = self.samples
         ids, rows = samples.column("file", split).tolist(), samples.splits[split]
         return curate.odd_images(ids, lambda row: samples.image(rows.start + row), progress)
+
+    def compare(self, other: Run) -> dict[str, Any]:
+        """Compare the clusters with those of another run, on the files that both have.
+
+        Returns:
+            The numbers that `ssl_kd compare` writes: `agreement`, `splits` and `merges` of
+            clusters, the largest `differences`, the `judgement` (which run is better, without
+            labels, and how sure that is), and scores by `labels` if any are known.
+
+        Raises:
+            InputError: the runs have no file in common.
+        """
+        return compare_runs(self.samples, other.samples)
 
     def explore(self, folder: str | Path | None = None, *, port: int = 0) -> Path | None:
         """Show a map of all samples in a browser.

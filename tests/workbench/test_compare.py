@@ -1,0 +1,127 @@
+"""Two runs side by side: `ssl_kd compare` and `Run.compare`."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.csv
+import pytest
+
+from ssl_kd import Run
+from ssl_kd.cli import main
+from ssl_kd.errors import InputError
+from ssl_kd.training.folder import RunFolderError
+from ssl_kd.vision.assignments import assignments_of
+from ssl_kd.workbench.compare import summary
+from ssl_kd.workbench.compare.runs import divided_clusters, largest_differences
+from tests.report.reading import Reader, check_that_nothing_is_loaded
+
+
+@pytest.fixture
+def copy(photo_run, tmp_path):
+    """A run that a test may decide about, or edit."""
+    return shutil.copytree(photo_run, tmp_path / "copy")
+
+
+def edit_files(folder, change) -> None:
+    """Replace the file names of a run, `[n]` strings."""
+    path = assignments_of(folder)
+    table = pyarrow.csv.read_csv(path)
+    names = arrow.array(change(np.array(table["file"].to_pylist(), object)).tolist())
+    pyarrow.csv.write_csv(table.set_column(table.column_names.index("file"), "file", names), path)
+
+
+def test_a_run_agrees_with_itself(photo_run):
+    result = Run.open(photo_run).compare(Run.open(photo_run))
+    assert result["agreement"] == {"matched": 1.0, "ami": 1.0, "ari": 1.0}
+    assert result["differences"] == result["splits"] == result["merges"] == []
+    assert result["judgement"]["better"] is None
+    assert result["labels"]["a"] == result["labels"]["b"]
+
+
+def test_a_merged_cluster_is_named(photo_run, copy, capsys):
+    run, other = Run.open(photo_run), Run.open(copy)
+    other.curation.merge([1, 2], "both")
+    sizes = run.curation.sizes
+    result = run.compare(other)
+    (merge,) = result["merges"]
+    assert result["splits"] == [] and merge["cluster"] == 1
+    assert {part["cluster"]: part["samples"] for part in merge["parts"]} == {
+        1: sizes[1],
+        2: sizes[2],
+    }
+    (one,) = result["differences"]
+    small = min(sizes[1], sizes[2])
+    assert one["samples"] == small and one["b"] == 1 and len(one["files"]) == 8
+    assert set(run.curation.clusters[one["rows"]]) == {one["a"]}
+    text = "\n".join(summary(result))
+    assert f"1 both of B ({sizes[1] + sizes[2]}) is" in text and "By the" in text
+
+
+def test_the_command_writes_a_page_and_its_numbers(photo_run, copy, capsys):
+    Run.open(copy).curation.merge([1, 2], "<b>both</b>")
+    assert main(["compare", str(copy), str(photo_run)]) == 0
+    page = copy / f"compare-{photo_run.name}.html"
+    assert "A and B agree on" in (printed := capsys.readouterr().out) and str(page) in printed
+    source = page.read_text()
+    reader = Reader(source)
+    check_that_nothing_is_loaded(source, reader)
+    assert reader.tags.count("img") == 24 and "1 <b>both</b>" in reader.text
+    assert json.loads(page.with_suffix(".json").read_text())["agreement"]["matched"] < 1
+    assert main(["compare", str(copy), str(photo_run), "--out", str(page)]) == 2
+    assert "exists: choose another path" in capsys.readouterr().err
+
+
+def test_samples_that_only_one_run_has(photo_run, copy):
+    rng = np.random.default_rng(0)
+    edit_files(copy, lambda names: np.where(np.arange(len(names)) < 5, "new " + names, names))
+    result = Run.open(photo_run).compare(Run.open(copy))
+    n = result["a"]["samples"]
+    assert result["samples"] == n - 5 and result["agreement"]["ari"] == 1
+    assert result["a"]["missing_in_other"] == result["b"]["missing_in_other"] == 5
+    edit_files(copy, rng.permutation)
+    assert Run.open(photo_run).compare(Run.open(copy))["agreement"]["ari"] < 0.1
+    edit_files(copy, lambda names: "other/" + names)
+    with pytest.raises(InputError, match="have no sample in common: their first files are"):
+        Run.open(photo_run).compare(Run.open(copy))
+
+
+def test_excluded_samples_do_not_count(photo_run, copy):
+    other = Run.open(copy)
+    other.curation.exclude([0, 1])
+    result = other.compare(Run.open(photo_run))
+    assert result["without_cluster"] == 2 and result["agreement"]["matched"] == 1
+
+
+def test_a_language_run_is_refused(photo_run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"mode": "language"}))
+    with pytest.raises(RunFolderError, match="language"):
+        Run.open(photo_run).compare(Run.open(tmp_path))
+
+
+def test_pictures_and_embeddings_that_are_gone(photo_run, copy, tmp_path, caplog):
+    other = Run.open(copy)
+    other.curation.merge([0, 1])
+    settings = other.samples.settings
+    for name in ("DATASET", "EMBEDDINGS_DIR"):
+        shutil.move(settings[name], tmp_path / name)
+    try:
+        assert main(["compare", str(copy), str(photo_run), "--out", str(tmp_path / "a.html")]) == 0
+    finally:
+        for name in ("DATASET", "EMBEDDINGS_DIR"):
+            shutil.move(tmp_path / name, settings[name])
+    text = Reader((tmp_path / "a.html").read_text()).text
+    assert "There are no pictures" in text and "the embeddings of" in text
+    assert "cannot be told" in text and ".png" in text
+
+
+def test_divided_clusters_and_differences_of_arrays():
+    a, b = np.repeat([5, 5, 7], [60, 40, 100]), np.repeat([0, 1, 2], [60, 40, 100])
+    parts = [{"cluster": 0, "samples": 60}, {"cluster": 1, "samples": 40}]
+    assert divided_clusters(a, b) == [{"cluster": 5, "samples": 100, "parts": parts}]
+    assert divided_clusters(b, a) == []
+    (one,) = largest_differences(a, b, np.linspace(0, 1, 200), np.ones(200))
+    assert (one["a"], one["b"], one["samples"]) == (5, 1, 40)
+    assert one["rows"].tolist() == list(range(99, 91, -1))
+    assert one["typical_a"].tolist() == list(range(59, 51, -1))
