@@ -5,8 +5,9 @@
 
 Needs playwright and a Chromium. Each visit uses a fresh browser with the same flags; medians are
 printed. Browser memory is the PSS of all its processes minus that with an empty page; server memory
-is its peak; js is the page's heap plus typed arrays. The frame rate is measured while the map is
-dragged. Without a graphics card Chromium renders on the CPU, so other load there slows it down.
+is its peak; js is the page's heap plus typed arrays, table_js the same with the table open. The
+frame rate is measured while the map is dragged, filter_s from the last key of a filter until the
+table shows its rows. Without a graphics card Chromium renders on the CPU, so other load there slows it down.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = p
 DRAWN = """() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => {
   const gl = explore.plot.map.get("regl")._gl;
   gl.readPixels(0, 0, 1, 1, gl.RGBA, gl.UNSIGNED_BYTE, new Uint8Array(4)); done(); })))"""
+# Milliseconds from the last key to the picture after the cells of the table have changed.
+FILTERED = """() => { let typed;
+  addEventListener("input", () => { typed = performance.now(); }, true);
+  new MutationObserver((_, observer) => { observer.disconnect();
+    requestAnimationFrame(() => setTimeout(() => { globalThis.filtered = performance.now() - typed; }));
+  }).observe(document.querySelector("#table tbody"),
+    { childList: true, characterData: true, subtree: true }); }"""
 LIMIT = 600  # seconds, of any one wait
 BLOCK, DIM, COARSE, FINE = 50_000, 32, 20, 200
 
@@ -162,6 +170,29 @@ def wait_for_points(page: Any) -> None:
     raise SystemExit(f"{page.url} shows no points after {LIMIT} s")
 
 
+def page_memory(page: Any) -> float:
+    """Return the heap and the typed arrays of a page in MiB."""
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("HeapProfiler.collectGarbage")
+    used = devtools.send("Runtime.getHeapUsage")
+    devtools.detach()
+    return (used["usedSize"] + used.get("backingStorageSize", 0)) / 2**20
+
+
+def filtered(page: Any) -> dict[str, float]:
+    """Open the table and type a filter; return the seconds until its rows show, and the memory."""
+    page.keyboard.press("b")
+    page.wait_for_selector("#table tbody td")
+    results = {"table_js_MiB": page_memory(page)}
+    page.evaluate(FILTERED)
+    page.type("input[aria-label='Filter confidence']", "<0.5")
+    until(page, "() => globalThis.filtered !== undefined", seconds=LIMIT)
+    seconds = page.evaluate("() => filtered") / 1000
+    page.keyboard.press("Escape")
+    page.keyboard.press("b")
+    return results | {"filter_s": seconds}
+
+
 def seconds_of(page: Any, script: str) -> float:
     """Return the seconds until an action has completed and been drawn."""
     page.evaluate(DRAWN)
@@ -197,15 +228,12 @@ def visit(playwright: Any, url: str, seconds: float) -> dict[str, float]:
     wait_for_points(page)
     results = {"load_s": time.perf_counter() - started}
     page.wait_for_timeout(3000)
-    devtools = page.context.new_cdp_session(page)
-    devtools.send("HeapProfiler.collectGarbage")
-    used = devtools.send("Runtime.getHeapUsage")
-    results["js_MiB"] = (used["usedSize"] + used.get("backingStorageSize", 0)) / 2**20
+    results["js_MiB"] = page_memory(page)
     results["browser_MiB"] = browser_memory() - empty
     results["frames"] = dragged(page, seconds)
     recolor = "() => { const c = document.getElementById('color'); c.value = 'outlier'; "
     results["color_s"] = seconds_of(page, recolor + "return c.onchange(); }")
-    results |= lassoed(page)
+    results |= filtered(page) | lassoed(page)
     search = "() => { document.getElementById('query').value = '99999'; return explore.search(); }"
     results["search_s"] = seconds_of(page, search)
     browser.close()
