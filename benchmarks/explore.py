@@ -7,7 +7,8 @@ Needs playwright and a Chromium. Each visit uses a fresh browser with the same f
 printed. Browser memory is the PSS of all its processes minus that with an empty page; server memory
 is its peak; js is the page's heap plus typed arrays, table_js the same with the table open. The
 frame rate is measured while the map is dragged, filter_s from the last key of a filter until the
-table shows its rows. Without a graphics card Chromium renders on the CPU, so other load there slows it down.
+table shows its rows. Without a graphics card Chromium renders on the CPU, so other load there slows
+it down.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ DRAWN = """() => new Promise((done) => requestAnimationFrame(() => requestAnimat
 FILTERED = """() => { let typed;
   addEventListener("input", () => { typed = performance.now(); }, true);
   new MutationObserver((_, observer) => { observer.disconnect();
-    requestAnimationFrame(() => setTimeout(() => { globalThis.filtered = performance.now() - typed; }));
+    requestAnimationFrame(() => setTimeout(() => {
+      globalThis.filtered = performance.now() - typed; }));
   }).observe(document.querySelector("#table tbody"),
     { childList: true, characterData: true, subtree: true }); }"""
 LIMIT = 600  # seconds, of any one wait

@@ -52,6 +52,7 @@ export class Dock {
     this.filters = Object.fromEntries(Object.entries(filters).filter(([, text]) => text));
     $("table").scrollTop = 0;
     if (!await this.refresh()) return;
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); // the map may take longer
     const isLimited = this.scope || Object.keys(this.filters).length;
     this.subset = isLimited ? this.shown() : new Uint32Array(0);
     this.select(this.subset, zoom);

@@ -5,7 +5,7 @@ import { clusterColor } from "./colors.js";
 import { readCells } from "./data.js";
 import { make, showMessage } from "./messages.js";
 
-const ROW = 34, PICTURE = 28, KEPT = 400, TYPING = 300; // pixels; pictures; milliseconds
+const ROW = 34, PICTURE = 28, KEPT = 400, TYPING = 100; // pixels; pictures; milliseconds
 
 export class Grid {
   constructor(element, dock) {
