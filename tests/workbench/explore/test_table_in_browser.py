@@ -37,7 +37,8 @@ def wait_for(page, rows):
 
 def shown(page, name):
     """The cells in view of a column."""
-    at = page.evaluate("(name) => explore.meta.table.findIndex((c) => c.name === name)", name)
+    place = "(name) => explore.dock.views.table.columns.findIndex((column) => column.name === name)"
+    at = page.evaluate(place, name)
     return page.locator(f"{ROWS} td:nth-of-type({at + 1})").all_inner_texts()
 
 

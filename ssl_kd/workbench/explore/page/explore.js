@@ -3,7 +3,7 @@
 
 import { Clusters } from "./clusters.js";
 import { GRAY, RAMP, clusterColor, rampColor, toHex } from "./colors.js";
-import { TOKEN, Table, get, post, readBytes } from "./data.js";
+import { TOKEN, Table, get, post, readBytes, readCells } from "./data.js";
 import { Dock } from "./dock.js";
 import { follow } from "./follow.js";
 import { mediaElement } from "./media.js";
@@ -204,15 +204,25 @@ async function showPictures(rows) {
   buttons.forEach((button, i) => setTitle(button, words.get(rows[i]) ?? button.title));
 }
 
-async function showSample(row) {
-  const about = document.createElement("div"), lines = [["", await table.name(row)]];
-  lines.push(["cluster", nameOf(decisions.clusters[row])]);
-  for (const [name, { kind, values }] of Object.entries(meta.columns)) {
-    const value = (await table.column(name))[row];
-    if (kind === "cluster") lines.push([name, value]);
-    else if (kind === "number") lines.push([name, Number.isNaN(value) ? "unknown" : value.toFixed(3)]);
-    else lines.push([name, values[value] ?? "unknown"]);
+/** What is known about a sample: name and value of each column. */
+async function valuesOf(row) {
+  if (TOKEN) {
+    const columns = meta.table.filter(({ kind, name }) => kind !== "media" && name !== "cluster");
+    const [cells] = await readCells([row], columns.map(({ name }) => name));
+    return columns.map(({ name }, at) => [name, cells[at]]);
   }
+  return Promise.all(["file", ...Object.keys(meta.columns)].map(async (name) => {
+    if (name === "file") return [name, await table.name(row)];
+    const value = (await table.column(name))[row], { values } = meta.columns[name];
+    return [name, values ? values[value] : value];
+  }));
+}
+
+async function showSample(row) {
+  const about = document.createElement("div"), [[, file], ...others] = await valuesOf(row);
+  const known = others.filter(([, value]) => (value ?? "") !== "" && !Number.isNaN(value))
+    .map(([name, value]) => [name, typeof value === "number" && value % 1 ? value.toFixed(3) : value]);
+  const lines = [["", file], ["cluster", nameOf(decisions.clusters[row])], ...known];
   const media = await mediaElement(meta, row, true);
   if (chosen.length !== 1 || chosen[0] !== row) return;
   about.replaceChildren(...lines.map(([name, value]) => {

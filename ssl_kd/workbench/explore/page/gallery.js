@@ -10,6 +10,7 @@ export class Gallery {
     const { pictures, meta } = dock.app;
     Object.assign(this, { box, dock, rows: [], tiles: new Map(), sheet: make("div") });
     this.caption = !pictures.any && meta.media?.kind === "text" ? meta.media.column : "file";
+    if (!pictures.any) $("show-gallery").textContent = "Samples";
     box.append(this.sheet);
     box.onscroll = () => this.draw();
     box.onkeydown = (event) => dock.onKey(event, this.rows, this.across, (at) => this.reveal(at));

@@ -9,7 +9,10 @@ const ROW = 34, PICTURE = 28, KEPT = 400, TYPING = 100; // pixels; pictures; mil
 
 export class Grid {
   constructor(element, dock) {
-    Object.assign(this, { element, dock, rows: [], heads: new Map(), pictures: new Map() });
+    const place = ({ name, kind }) => (name === "file" ? 0 : kind === "media" ? 1
+      : kind === "cluster" && name !== "cluster" ? 3 : 2); // last: levels of the tree
+    const columns = [...(dock.app.meta.table ?? [])].sort((a, b) => place(a) - place(b));
+    Object.assign(this, { element, dock, columns, rows: [], heads: new Map(), pictures: new Map() });
     element.setDataListener((...corners) => this.read(...corners));
     element.addStyleListener(() => this.mark());
     element.querySelector("table").setAttribute("role", "grid");
@@ -34,14 +37,14 @@ export class Grid {
 
   /** Return what regular-table draws between two corners. */
   async read(x0, y0, x1, y1) {
-    const { meta, pictures } = this.dock.app, rows = [...this.rows.slice(y0, y1)];
-    const columns = meta.table.slice(x0, x1), isEmpty = !rows.length || !columns.length;
+    const { pictures } = this.dock.app, rows = [...this.rows.slice(y0, y1)];
+    const columns = this.columns.slice(x0, x1), isEmpty = !rows.length || !columns.length;
     const cells = isEmpty ? [] : await readCells(rows, columns.map(({ name }) => name));
-    return { num_rows: this.rows.length, num_columns: meta.table.length, row_height: ROW,
+    return { num_rows: this.rows.length, num_columns: this.columns.length, row_height: ROW,
       num_row_headers: Number(pictures.any), num_column_headers: 2, merge_headers: "none",
       column_header_merge_depth: 0, column_headers: columns.map((column) => this.head(column)),
       row_headers: pictures.any ? rows.map((row) => [this.picture(row)]) : undefined,
-      data: columns.map((column, x) => cells.map((values) => this.content(column, values[x]))) };
+      data: columns.map((column, x) => this.contents(column, cells.map((values) => values[x]))) };
   }
 
   picture(row) {
@@ -50,15 +53,17 @@ export class Grid {
     return this.pictures.get(row);
   }
 
-  content({ name, kind }, value) {
-    if (value === null) return "";
-    if (kind === "number" && !Number.isInteger(value)) {
-      return Math.abs(value) >= 0.001 ? value.toFixed(3) : value.toPrecision(3);
-    }
-    if (name !== "cluster" && name !== "second") return `${value}`;
-    const dot = make("i");
-    dot.style.background = clusterColor(value);
-    return make("span", {}, dot, this.dock.app.nameOf(value));
+  /** What the cells of a column show. */
+  contents({ name, kind }, values) {
+    const digits = kind === "number" && values.some((value) => value % 1) ? 3 : 0;
+    return values.map((value) => {
+      if (value === null) return "";
+      if (kind === "number") return value.toFixed(digits);
+      if (name !== "cluster" && name !== "second") return `${value}`;
+      const dot = make("i");
+      dot.style.background = clusterColor(value);
+      return make("span", {}, dot, this.dock.app.nameOf(value));
+    });
   }
 
   /** The name of a column, which sorts by it, and the box that filters it. */
@@ -89,12 +94,12 @@ export class Grid {
 
   /** Mark what is selected and sorted; bring the first selected row into view if it `moves`. */
   mark(moves = false) {
-    const { element, dock, rows } = this, { isChosen, meta } = dock.app;
+    const { element, dock, rows } = this, { isChosen } = dock.app;
     for (const line of element.querySelectorAll("tbody tr")) {
       line.ariaSelected = isChosen[rows[element.getMeta(line.lastElementChild)?.y]] === 1;
     }
     for (const cell of element.querySelectorAll("td")) {
-      cell.classList.toggle("number", meta.table[element.getMeta(cell).x]?.kind === "number");
+      cell.classList.toggle("number", this.columns[element.getMeta(cell).x]?.kind === "number");
       cell.title = cell.textContent;
     }
     for (const [name, [button, box]] of this.heads) {
