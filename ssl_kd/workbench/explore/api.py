@@ -45,6 +45,7 @@ _PARAMETERS = {
     "color": (str, "Column that colors the map; default: cluster"),
     "width": (int, "Width and height in pixels; default: 800"),
 }
+JSON = "application/json"
 _NEEDED = ("row", "cluster", "rows", "columns", "column")
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", None: "null"}
 
@@ -53,7 +54,7 @@ def openapi() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the server's requests."""
     paths = {f"/{path}": {"get": _get(path, *route)} for path, route in ROUTES.items()}
     about = "Append a decision to curation.jsonl; the token must be in the header"
-    body = {"required": True, "content": _content("application/json", schema(is_request=True))}
+    body = {"required": True, "content": {JSON: {"schema": schema(is_request=True)}}}
     post = {"summary": about, "requestBody": body, "responses": _responses(_DECISIONS)}
     token = {"type": "apiKey", "in": "header", "name": "X-Token"}
     return {
@@ -77,17 +78,12 @@ def _get(path: str, summary: str, query: str, answer: Any) -> dict[str, Any]:
 
 
 def _responses(answer: Any) -> dict[str, Any]:
-    is_json = not isinstance(answer, str)
-    good = _content("application/json", _schema_of(answer)) if is_json else _content(answer, {})
-    bad = _content("application/json", _schema_of({"error": str}))
+    good = {answer: {}} if isinstance(answer, str) else {JSON: {"schema": _schema_of(answer)}}
+    bad = {JSON: {"schema": _schema_of({"error": str})}}
     return {
         "200": {"description": "The answer", "content": good},
         "4XX": {"description": "What was wrong, in one line", "content": bad},
     }
-
-
-def _content(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {kind: {"schema": schema}}
 
 
 def _schema_of(shape: Any) -> dict[str, Any]:
