@@ -81,13 +81,18 @@ def test_filters_select_on_the_map(page, columns, server):
     assert page.input_value('input[aria-label="Filter split"]') == ""
 
 
-def test_a_wrong_filter_is_marked_and_says_why(page):
+def test_a_wrong_filter_is_marked_and_an_unfinished_one_waits(page, columns):
     page.evaluate("""() => { window.usual = window.fetch; window.fetch = async () =>
       new Response('{"error": "expected a number"}', { status: 400 }); }""")
     filter_by(page, "confidence", "much")
     page.wait_for_selector("#status.bad:has-text('expected a number')")
     assert page.locator('#table input[aria-invalid="true"]').count() == 1
     page.evaluate("() => { window.fetch = window.usual; }")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("<")
+    page.wait_for_timeout(200)
+    page.keyboard.type("0.8")
+    wait_for(page, columns.find({"confidence": "<0.8"}))
 
 
 def test_arrow_keys_go_on_to_the_next_row_that_is_not_checked(page):

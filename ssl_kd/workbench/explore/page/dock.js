@@ -49,9 +49,15 @@ export class Dock {
 
   /** Set the filters (column -> text), and select the rows that pass them. */
   async filter(filters, zoom = false) {
-    this.filters = Object.fromEntries(Object.entries(filters).filter(([, text]) => text));
+    const before = this.filters;
+    filters = this.filters = Object.fromEntries(Object.entries(filters).filter(([, text]) => text));
     $("table").scrollTop = 0;
-    if (!await this.refresh()) return;
+    try {
+      if (!await this.refresh()) return;
+    } catch (error) {
+      if (this.filters === filters) this.filters = before;
+      throw error;
+    }
     await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); // the map may take longer
     const isLimited = this.scope || Object.keys(this.filters).length;
     this.subset = isLimited ? this.shown() : new Uint32Array(0);

@@ -6,6 +6,7 @@ import { readCells } from "./data.js";
 import { make, showMessage } from "./messages.js";
 
 const ROW = 34, PICTURE = 28, KEPT = 400, TYPING = 100; // pixels; pictures; milliseconds
+const UNFINISHED = /(^[!.]|[<>]=?|\.\.)\s*-?$|^-$/; // a comparison of which more will be typed
 
 export class Grid {
   constructor(element, dock) {
@@ -70,11 +71,12 @@ export class Grid {
   head({ name, kind }) {
     if (!this.heads.has(name)) {
       const button = make("button", { textContent: name.replaceAll("_", " "), title: `Sort by ${name}`,
-        onclick: () => this.dock.sortBy(name) });
+        className: kind === "number" ? kind : "", onclick: () => this.dock.sortBy(name) });
       const box = make("input", { type: "search", placeholder: kind === "number" ? "0.2..0.5" : "contains",
         ariaLabel: `Filter ${name}`, title: "cat: contains · =cat: equal · !=cat · <0.5 · >=0.5 · 0.2..0.5" });
       box.oninput = () => {
         clearTimeout(this.timer);
+        if (kind === "number" && UNFINISHED.test(box.value)) return;
         this.timer = setTimeout(() => this.filter(name, box), TYPING);
       };
       this.heads.set(name, [button, box]);
@@ -105,7 +107,7 @@ export class Grid {
     for (const [name, [button, box]] of this.heads) {
       const order = dock.sort !== name ? "none" : dock.descending ? "descending" : "ascending";
       button.parentElement?.setAttribute("aria-sort", order);
-      if (box !== document.activeElement) box.value = dock.filters[name] ?? "";
+      if (box !== document.activeElement) Object.assign(box, { value: dock.filters[name] ?? "", ariaInvalid: null });
     }
     if (moves) this.reveal(rows.findIndex((row) => isChosen[row]));
   }
