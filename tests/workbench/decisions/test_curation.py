@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssl_kd import files
+from ssl_kd import cli, files
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.files.lock import Lock, LockHeld
@@ -73,6 +73,15 @@ def test_checked_samples_stay_checked_when_they_move_and_not_after_an_undo(run):
     for by in ("", "a\nb", "x" * 201):
         with pytest.raises(InputError, match="`by` is .*; expected one line of at most 200"):
             Curation.open(run, by=by)
+
+
+def test_the_command_line_says_who_decided(run, capsys):
+    Curation.open(run).rename(0, "zeros")
+    assert cli.main(["explore", str(run), "--undo", "--by", "anna"]) == 0
+    assert "Undid decision" in capsys.readouterr().out
+    assert Curation.open(run).lines[-1]["by"] == "anna"
+    assert cli.main(["explore", str(run), "--undo", "--by", "a\tb"]) == 2
+    assert "`by` is 'a\\tb'; expected one line" in capsys.readouterr().err
 
 
 def test_a_merged_cluster_keeps_the_first_name_or_gets_one(run):
