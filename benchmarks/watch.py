@@ -19,6 +19,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,10 @@ def rounds(args: argparse.Namespace, seed: int, root: Path) -> Iterator[list[str
     rng = np.random.default_rng(seed)
     rows_of = [np.flatnonzero(source.labels == c) for c in rng.permutation(10)]
     left = [rng.permutation(rows).tolist() for rows in rows_of]
-    folders = {"runs_dir": str(root / "runs"), "embeddings_dir": str(root / "embeddings")}
+    folders: dict[str, Any] = {
+        "runs_dir": str(root / "runs"),
+        "embeddings_dir": str(root / "embeddings"),
+    }
     settings = VisionSettings(**folders, teacher=args.teacher, n_clusters="auto", baselines=False)
     watched, before = Watch(root / "images", root / "runs" / "watch", settings, {}), b""
     for number in range(1, ROUNDS + 1):

@@ -85,7 +85,7 @@ def _show(summary: dict[str, Any], is_new: bool, at_least: int) -> None:
     if (run := summary["run"]) is None:
         lines = [f"No run yet: {len(summary['new'])} pictures, but --at_least is {at_least}"]
     elif not is_new:
-        lines = [f"Nothing has changed since round {len(summary['rounds'])}"]
+        lines = [f"Nothing has changed since round {summary['rounds'][-1]['round']}"]
     else:
         newest = summary["rounds"][-1]
         lines = [f"Round {newest['round']}: {'. '.join(newest['sentences'])}."]

@@ -94,7 +94,9 @@ def read_file_list(path: Path) -> dict[str, Any]:
             return listed
     except (ValueError, KeyError, TypeError):
         pass
-    raise CorruptFileError(f"{path} is not a list of image files that ssl_kd watch wrote")
+    raise CorruptFileError(
+        f"{path} is not a list of image files that ssl_kd watch wrote: restore it"
+    )
 
 
 def _open_folder(

@@ -14,13 +14,14 @@ from ssl_kd.workbench.decisions import Curation
 
 CHANCE = 0.01  # probability of a false alarm in a round
 ALARM = CHANCE / 3  # largest p-value of an alarm; a round has three tests
+DESCRIBED = 100  # rounds, the newest ones
 UNUSUAL = 0.99  # outlier score that 1 % of ordinary samples exceed
 MIN_EXPECTED = 5  # samples that the chi-squared test expects in a cluster; smaller ones are pooled
 TYPICAL = 12  # pictures that represent a new cluster, or the unusual ones
 
 
 def describe_rounds(samples: Samples) -> list[dict[str, Any]]:
-    """Describe each round of a run (split `train`, `extend1`, ...) and its drift.
+    """Describe the newest rounds of a run (split `train`, `extend1`, ...) and their drift.
 
     Shares and names are those of the clusters after all decisions; a new cluster has the number
     under which it was offered.
@@ -28,19 +29,29 @@ def describe_rounds(samples: Samples) -> list[dict[str, Any]]:
     curation = Curation(samples)
     splits = [rows for name, rows in samples.splits.items() if name != "test"]
     rounds = [np.arange(rows.start, rows.stop) for rows in splits]
-    return [_describe(samples, curation, rounds[:n]) for n in range(1, len(rounds) + 1)]
+    numbers, first = np.unique(samples.column("cluster"), return_index=True)
+    first_rows = np.full(max(numbers.max(), samples.config["n_clusters"]) + 1, -1)
+    added = numbers >= samples.config["n_clusters"]  # after the training
+    first_rows[numbers[added]] = first[added]
+    described = range(max(1, len(rounds) - DESCRIBED + 1), len(rounds) + 1)
+    return [_describe(samples, curation, rounds[:n], first_rows) for n in described]
 
 
-def _describe(samples: Samples, curation: Curation, rounds: list[NDArray]) -> dict[str, Any]:
-    """Describe the last of the rounds, given as row numbers."""
+def _describe(
+    samples: Samples, curation: Curation, rounds: list[NDArray], first_rows: NDArray
+) -> dict[str, Any]:
+    """Describe the last of the rounds, given as row numbers.
+
+    `first_rows` has the first row of each cluster that was added after the training, else -1.
+    """
     *earlier, rows = rounds
     assigned, clusters, names = samples.column("cluster"), curation.clusters, curation.names
     confidence, n_trained = samples.column("confidence"), samples.config["n_clusters"]
-    known = np.r_[np.arange(n_trained), assigned[: rows[0]]]
-    joined = rows[np.isin(assigned[rows], known)]
+    is_new = first_rows[assigned[rows]] >= rows[0]
+    joined = rows[~is_new]
     about: dict[str, Any] = {"round": len(rounds), "n": len(rows), "joined": len(joined)}
     about["confidence"], about["new_clusters"] = float(confidence[rows].mean()), []
-    for k in np.setdiff1d(assigned[rows], known).tolist():
+    for k in np.unique(assigned[rows][is_new]).tolist():
         members = rows[assigned[rows] == k]
         cluster = {"cluster": k, "name": names.get(k, ""), "size": len(members)}
         about["new_clusters"].append(cluster | _first(samples, members, confidence))
@@ -70,7 +81,7 @@ def _describe(samples: Samples, curation: Curation, rounds: list[NDArray]) -> di
 def _first(samples: Samples, rows: NDArray, scores: NDArray) -> dict[str, Any]:
     """Return the rows with the highest scores, and their files."""
     first = rows[np.argsort(-scores[rows], kind="stable")[:TYPICAL]]
-    return {"rows": first.tolist(), "files": samples.column("file")[first].tolist()}
+    return {"rows": first.tolist(), "files": samples.table.column("file").take(first).to_pylist()}
 
 
 def compare_shares(before: NDArray, now: NDArray) -> dict[str, Any]:
@@ -83,9 +94,10 @@ def compare_shares(before: NDArray, now: NDArray) -> dict[str, Any]:
     before, now = before[before >= 0], now[now >= 0]
     if not len(before) or not len(now):
         return {"p": None, "changed": []}
-    numbers = np.union1d(before, now)
-    places = [np.searchsorted(numbers, x) for x in (before, now)]
-    counts = np.stack([np.bincount(x, minlength=len(numbers)) for x in places])
+    size = 1 + max(before.max(), now.max())
+    counts = np.stack([np.bincount(x, minlength=size) for x in (before, now)])
+    numbers = np.flatnonzero(counts.any(0))
+    counts = counts[:, numbers]
     sizes, total = counts.sum(1, keepdims=True), counts.sum(0)
     small = total * sizes.min() / sizes.sum() < MIN_EXPECTED
     table = np.c_[counts[:, ~small], counts[:, small].sum(1)]
@@ -136,8 +148,8 @@ def _sentences(about: dict[str, Any], names: dict[int, str]) -> list[str]:
             name = f" {names[change['cluster']]!r}" if change["cluster"] in names else ""
             values = [f"{100 * change[key]:.0f} %" for key in ("before", "now")]
             sentences.append(
-                f"Cluster {change['cluster']}{name} {verb} from {values[0]} to {values[1]} (chance "
-                f"alone: up to {100 * change['noise']:.0f} points)"
+                f"Cluster {change['cluster']}{name} {verb} from {values[0]} to {values[1]} of the "
+                f"joined pictures (chance alone: up to {100 * change['noise']:.0f} points)"
             )
         if not about["drift"]["changed"]:
             sentences.append("The shares of many clusters changed a little, more than by chance")

@@ -76,10 +76,10 @@ class Watch:
         self.place.mkdir(parents=True, exist_ok=True)
         with Lock(self.place / ".lock"):
             runs = self.runs()
-            *earlier, last = runs.values() or [None]
+            last = runs[max(runs)] if runs else None
             samples = None if last is None else Samples(last)
             if samples is not None:
-                _add_late_decisions(samples, earlier)
+                _add_late_decisions(samples, [path for path in runs.values() if path != last])
             number = max(runs, default=0) + 1
             lists = self._lists(number)
             new, others = self._scan(samples, lists)
