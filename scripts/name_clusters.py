@@ -60,7 +60,7 @@ def name_from(answer, taken):
 
 def main():
     """Name the clusters one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Name clusters by a vision model of yours.")
     parser.add_argument("--url", required=True, help="the address that ssl_kd explore printed")
     parser.add_argument("--model_url", required=True, help="such as http://localhost:11434/v1")
     parser.add_argument("--model", required=True, help="name of the model on that server")
@@ -76,11 +76,12 @@ def main():
     for cluster in clusters:
         if cluster["name"] or cluster["checked"]:
             continue
-        parts = [{"type": "text", "text": QUESTION}]
+        pictures = []
         for row in cluster["typical"]:
             picture = base64.b64encode(send(local, f"{api}/image/{row}", token)).decode()
             url = f"data:image/jpeg;base64,{picture}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
+            pictures.append({"type": "image_url", "image_url": {"url": url}})
+        parts = [{"type": "text", "text": QUESTION}, *pictures]
         question = {"model": flags.model, "messages": [{"role": "user", "content": parts}]}
         name = name_from(send(model, chat, model_headers, question), taken)
         decision = {"do": "rename", "cluster": cluster["cluster"], "name": name, "by": flags.model}
