@@ -6,6 +6,7 @@ const MARGIN = 0.94; // the outermost samples are so far from the middle
 const MANY = 50000; // samples; of more, only some are drawn while the map moves
 const DRAWN = 25000; // of them
 const STILL = 200; // milliseconds without a move until all are drawn again
+const FIRST = 600; // milliseconds from the first picture until all are drawn
 const SMOOTH = { transition: true, transitionDuration: 300 };
 
 /** Bytes of the spatial index of n places (KDBush 4: header, rows, places in the order of the rows). */
@@ -73,7 +74,7 @@ export class Plot {
       await this.map.draw(pointsOf(this.x, this.y, codes),
         { spatialIndex: this.index, zDataType: "categorical", preventFilterReset: true,
           ...(this.some && !this.isDrawn && { filter: this.some }) }); // some show sooner than all
-      if (this.some && !this.isDrawn) this.drawAllSoon();
+      if (this.some && !this.isDrawn) this.drawAllAfter(FIRST);
       this.isDrawn = true;
       this.select(this.selected);
     });
@@ -97,16 +98,16 @@ export class Plot {
       this.on.hover(null); // the library does not report that a hovered sample is filtered out
       this.map.filter(this.some, { preventEvent: true });
     }
-    this.drawAllSoon();
+    this.drawAllAfter(STILL);
   }
 
-  drawAllSoon() {
+  drawAllAfter(wait) {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
       this.timer = null;
       this.map.unfilter({ preventEvent: true });
       this.select(this.selected);
-    }, STILL);
+    }, wait);
   }
 
   get lasso() {
