@@ -37,23 +37,17 @@ SOUNDS_AND_VIDEOS = {
 }  # fmt: skip
 """Suffix -> type of the files that the explorer sends to the browser as they are."""
 _SUFFIXES = {
-    "image": EXTENSIONS,
-    **{
-        kind: {s for s, full in SOUNDS_AND_VIDEOS.items() if full.startswith(kind)}
-        for kind in ("audio", "video")
-    },
+    kind: {s for s, full in SOUNDS_AND_VIDEOS.items() if full.startswith(kind)}
+    for kind in ("audio", "video")
 }
-_LINKS = ("http://", "https://")
+_SUFFIXES = {"image": EXTENSIONS, **_SUFFIXES}
 
 
 class Media:
     """The column of a table that shows what its rows are.
 
-    Args:
-        table: the table.
-        column: name of the column: texts, links, paths of files relative to `table.root`, or
-            structs of Hugging Face with the fields `bytes` and `path`.
-        kind: `image`, `audio`, `video`, `text` or `url`.
+    The column has texts, links, paths of files relative to the table's folder, or structs of
+    Hugging Face with the fields `bytes` and `path`; `kind` is image, audio, video, text or url.
     """
 
     def __init__(self, table: Table, column: str, kind: str) -> None:
@@ -69,15 +63,8 @@ class Media:
         value = self._values[row]
         if types.is_struct(value.type):
             return (value.as_py() or {}).get("path") or ""
-        content = value.as_buffer() if value.is_valid else b""
-        return bytes(memoryview(content)[: 4 * LONGEST]).decode("utf-8", "backslashreplace")[
-            :LONGEST
-        ]
-
-    def link(self, row: int) -> str | None:
-        """Return the text of a row if it is a link to a web page or file."""
-        text = self.text(row)
-        return text if _is_link(text) else None
+        content = memoryview(value.as_buffer() if value.is_valid else b"")
+        return as_text(bytes(content[: 4 * LONGEST]))[:LONGEST]
 
     def content(self, row: int) -> bytes | None:
         """Return the bytes of a row that is a struct of Hugging Face; None if there are none."""
@@ -90,9 +77,7 @@ class Media:
         A symbolic link to a file without a suffix of sounds or videos does not count, since such
         files are sent to the browser as they are.
         """
-        if not (text := self.text(row)):
-            return None
-        path, suffixes = self._table.root / text, _SUFFIXES.get(self.kind, ())
+        path, suffixes = self._table.root / self.text(row), _SUFFIXES.get(self.kind, ())
         if path.suffix.lower() not in suffixes or not os.path.isfile(path):
             return None
         is_safe = self.kind == "image" or Path(os.path.realpath(path)).suffix.lower() in suffixes
@@ -135,16 +120,10 @@ class Shown:
 class Rows(Shown):
     """The rows of a table of embeddings without the embeddings.
 
-    Args:
-        name: name of the data set.
-        table: its table.
-        column: name of the column with the embeddings, if it is not the default.
-        media: name of the column that shows what a row is; None: find one.
+    `column` has the embeddings, if it is not the default; `media` is as in `find_media`.
     """
 
-    def __init__(
-        self, name: str, table: Table, column: str | None = None, media: str | None = None
-    ) -> None:
+    def __init__(self, name: str, table: Table, column: str | None, media: str | None) -> None:
         self.name, self.table, self.roles = name, table, table.roles(column)
         self.media = find_media(table, media)
         self.ids = row_names(table.n, table.names_of_rows(column))
@@ -164,11 +143,7 @@ def row_names(n: int, names: Sequence[Any] | None) -> LazyStrings:
 
 
 def find_media(table: Table, column: str | None = None) -> Media | None:
-    """Return the media of a column, or find one: pictures, sounds, videos, `text`, links.
-
-    Raises:
-        InputError: the table has no such column, or it holds something else.
-    """
+    """Return the media of a column, or find one: pictures, sounds, videos, `text`, links."""
     if column is not None:
         check_column(table.path, column, list(table.kinds))
         if (kind := _media_kind(table, column)) is None:
@@ -179,8 +154,8 @@ def find_media(table: Table, column: str | None = None) -> Media | None:
         return Media(table, column, kind)
     kinds = {name: _media_kind(table, name) for name in table.kinds}
     for wanted in _SUFFIXES:
-        for name in (name for name, kind in kinds.items() if kind == wanted):
-            if _has_content(table, name):
+        for name, kind in kinds.items():
+            if kind == wanted and _has_content(table, name):
                 logger.info("%s: the column %s contains the %s files", table.path, name, wanted)
                 return Media(table, name, wanted)
     if kinds.get("text") == "text":
@@ -201,15 +176,16 @@ def _media_kind(table: Table, column: str) -> str | None:
     values = [v for v in readable_values(table.read(column, preview=True)) if v]
     paths = [value.get("path") or "" for value in values] if is_struct else values
     for name, suffixes in _SUFFIXES.items():
-        if paths and all(Path(p).suffix.lower() in suffixes and not _is_link(p) for p in paths):
+        if paths and all(Path(p).suffix.lower() in suffixes and not is_link(p) for p in paths):
             return name
     if is_struct:
         return "image"
-    return "url" if paths and all(map(_is_link, paths)) else "text"
+    return "url" if paths and all(map(is_link, paths)) else "text"
 
 
-def _is_link(text: str) -> bool:
-    return text.lower().startswith(_LINKS)
+def is_link(text: str) -> bool:
+    """Return whether a text is a link to a web page."""
+    return text.lower().startswith(("http://", "https://"))
 
 
 def _has_content(table: Table, column: str) -> bool:
@@ -219,11 +195,6 @@ def _has_content(table: Table, column: str) -> bool:
     paths = [path for path in readable_values(table.read(column, preview=True)) if path]
     if any(os.path.isfile(table.root / path) for path in paths):
         return True
-    logger.info(
-        "%s: no images are shown, since the column %s names no files in %s; the first is %s",
-        table.path,
-        column,
-        table.root,
-        printable(paths[0]),
-    )
+    message = "%s: no images are shown, since the column %s names no files in %s; the first is %s"
+    logger.info(message, table.path, column, table.root, printable(paths[0]))
     return False

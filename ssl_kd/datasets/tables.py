@@ -39,11 +39,7 @@ class Table(NamedTuple):
     drawn: Sequence[str] = ()  # list columns that are features only if the user names them
 
     def roles(self, column: str | None = None) -> dict[str, str | None]:
-        """Return the columns with `features` (`column`, if given), `label` and `id`, or None.
-
-        Raises:
-            InputError: `column` is not a list column.
-        """
+        """Return the columns with `features` (`column`, if given), `label` and `id`, or None."""
         if column is not None:
             check_column(self.path, column, list(self.kinds))
             if not _is_list(self.kinds[column]):
@@ -161,7 +157,9 @@ def short_texts(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
         column.validate(full=True)
     except arrow.ArrowInvalid:
         column = arrow.chunked_array([arrow.array(readable_values(column), arrow.large_string())])
-    return compute.utf8_slice_codeunits(column, 0, LONGEST).cast(arrow.string())
+    options = compute.SliceOptions(0, LONGEST)
+    short = compute.call_function("utf8_slice_codeunits", [column], options)
+    return short.cast(arrow.string())
 
 
 def _open_parquet(path: Path) -> Table:
@@ -171,10 +169,8 @@ def _open_parquet(path: Path) -> Table:
     def read(name: str, preview: bool) -> arrow.ChunkedArray:
         if not preview:
             return file.read([name]).column(0)
-        batches = file.iter_batches(PREVIEW_ROWS, columns=[name])
-        return arrow.chunked_array(
-            [b.column(0) for b in islice(batches, 1)], schema.field(name).type
-        )
+        batches = islice(file.iter_batches(PREVIEW_ROWS, columns=[name]), 1)
+        return arrow.chunked_array([b.column(0) for b in batches], schema.field(name).type)
 
     root = (schema.metadata or {}).get(ROOT.encode())
     folder = path.parent if root is None else Path(os.fsdecode(root))
@@ -198,15 +194,15 @@ def _open_saved(folder: Path) -> Table | None:
 def _with_class_names(path: Path, root: Path, n: int, schema: arrow.Schema, read: Read) -> Table:
     """Return a table in which the numbers of Hugging Face's ClassLabel are class names."""
     info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
-    features = info.get("features", {}).items()
-    names = {k: f["names"] for k, f in features if f.get("_type") == "ClassLabel" and f["names"]}
+    features = {k: f for k, f in info.get("features", {}).items() if isinstance(f, dict)}
+    names = {k: f["names"] for k, f in features.items() if f.get("_type") == "ClassLabel"}
+    names = {k: dict(enumerate(known)) for k, known in names.items() if known}  # -1: unknown
 
     def read_named(name: str, preview: bool = False) -> arrow.ChunkedArray:
         column = read(name, preview)
         if name not in names or not types.is_integer(column.type):
             return column
-        known = compute.if_else(compute.greater_equal(column, 0), column, None)  # -1: unknown
-        return compute.take(arrow.array(names[name], arrow.string()), known)
+        return arrow.chunked_array([[names[name].get(k) for k in column.to_pylist()]], kinds[name])
 
     kinds = {f.name: arrow.string() if f.name in names else f.type for f in schema}
     return Table(path, root, n, kinds, read_named)

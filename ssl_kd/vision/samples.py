@@ -263,8 +263,9 @@ class Samples:
         """The joined metadata, if the column that shows a sample is in them."""
         path = self.path / JOINED
         table = open_table(path) if self._column is not None and path.is_file() else None
-        is_there = table is not None and self._column in table.kinds
-        return Rows(str(path), table, None, self._column) if is_there else None
+        if table is None or self._column not in table.kinds:
+            return None
+        return Rows(str(path), table, None, self._column)
 
     def rows(self, split: str) -> ImageDataset | Rows | None:
         """Open the images, or the table of embeddings, that a split was read from.

@@ -75,10 +75,11 @@ def _places(names: arrow.ChunkedArray, known: arrow.Array) -> arrow.Array:
     if len(names) == len(known) and names.combine_chunks().equals(known):
         return arrow.array(np.arange(len(known)))
     counts = known.value_counts()
-    several = counts.field("values").filter(compute.greater(counts.field("counts"), 1))
-    at = compute.index_in(names, value_set=known)
-    is_unclear = compute.is_in(names, value_set=several)
-    return compute.if_else(is_unclear, arrow.scalar(None, at.type), at)
+    once = arrow.array(np.asarray(counts.field("counts")) == 1)
+    unique = compute.SetLookupOptions(counts.field("values").filter(once))
+    is_clear = compute.call_function("is_in", [names], unique)
+    at = compute.call_function("index_in", [names], compute.SetLookupOptions(known))
+    return compute.call_function("if_else", [is_clear, at, arrow.scalar(None, at.type)])
 
 
 def join_table(samples: Samples, path: Path) -> int:
@@ -92,7 +93,7 @@ def join_table(samples: Samples, path: Path) -> int:
     """
     try:
         if path.suffix.lower() == ".parquet":
-            table = parquet.read_table(path, partitioning=None)
+            table = parquet.ParquetFile(path).read()  # read_table adds columns of folder names
         else:
             table = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
     except arrow.ArrowInvalid as error:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from ssl_kd.datasets import UnreadableImage, open_dataset
+from ssl_kd.datasets import FeatureDataset, UnreadableImage, open_dataset
 from ssl_kd.datasets.catalog import open_rows
 from ssl_kd.datasets.tables import LONGEST
 from ssl_kd.errors import InputError
@@ -19,6 +19,12 @@ X = np.arange(12, dtype=np.float32).reshape(6, 2)
 
 def rows_of(path, media=None, **options):
     return open_rows(str(path), "train", **{"column": None, "media": media, **options})
+
+
+def opened(path, column=None):
+    data = open_dataset(str(path), "train", column=column)
+    assert isinstance(data, FeatureDataset)
+    return data
 
 
 @pytest.fixture
@@ -42,18 +48,18 @@ def cells(tmp_path):
 
 
 def test_h5ad(cells):
-    data = open_dataset(str(cells), "train")
+    data = opened(cells)
     assert np.array_equal(data.features, X) and data.ids[5] == "cell5"
     assert data.labels.tolist() == [0, 1, -1, 0, 1, 0] and data.class_names == ("B", "T")
-    genes = open_dataset(str(cells), "train", column="X").features
+    genes = opened(cells, "X").features
     assert genes.tolist() == [[1, 0, 1], [0, 1, 0], *[[0, 0, 0]] * 4]
-    assert np.array_equal(open_dataset(str(cells), "train", column="X_umap").features, -X)
+    assert np.array_equal(opened(cells, "X_umap").features, -X)
     columns = {name: values.to_pylist() for name, values in rows_of(cells).columns().items()}
     assert columns == {
         "n_genes": [*range(6)], "tissue": ["T"] * 6, "age": [0, None, 2, 3, 4, 5],
     }  # fmt: skip
     with pytest.raises(InputError, match="has no column 'X_pcb'.*did you mean 'X_pca'"):
-        open_dataset(str(cells), "train", column="X_pcb")
+        opened(cells, "X_pcb")
 
 
 @pytest.mark.parametrize("is_on_hub", [False, True])
@@ -71,11 +77,11 @@ def test_data_sets_of_hugging_face_with_pictures(tmp_path, is_on_hub):
     if is_on_hub:
         data.to_parquet(path)
     else:
-        datasets.DatasetDict(train=data, validation=data.select([0])).save_to_disk(path)
+        datasets.DatasetDict({"train": data, "validation": data.select([0])}).save_to_disk(path)
         assert len(open_dataset(str(path), "test")) == 1
-    opened, rows = open_dataset(str(path), "train"), rows_of(path)
-    assert np.array_equal(opened.features, X) and opened.pictured
-    assert [opened.class_names[k] for k in opened.labels] == ["dog", "cat"] * 3
+    data, rows = opened(path), rows_of(path)
+    assert np.array_equal(data.features, X) and data.pictured
+    assert [(data.class_names or ())[k] for k in data.labels.tolist()] == ["dog", "cat"] * 3
     assert rows.image(1).getpixel((0, 0)) == (0, 0, 255) and rows.image_file(1) is None
     assert rows.columns()["note"].to_pylist() == ["a", None] * 3
 

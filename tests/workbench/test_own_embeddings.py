@@ -91,7 +91,8 @@ def test_texts_links_and_sounds_are_served_as_such(run):
         with ExploreServer(Samples(run, media)) as server, answering(server):
             meta = json.loads(server.data["meta.json"])
             assert meta["media"]["column"] == media
-            return [ask(server, "GET", f"/api/media/{row}") for row in range(6)]
+            part = ask(server, "GET", "/api/media/0", Range="bytes=4-")
+            return [*(ask(server, "GET", f"/api/media/{row}") for row in range(6)), part]
 
     texts = serve("text")
     assert json.loads(texts[0][1]) == {"kind": "text", "text": HTML}
@@ -99,7 +100,9 @@ def test_texts_links_and_sounds_are_served_as_such(run):
     links = [json.loads(content) for _, content, _ in serve("url")]
     assert links[0] == {"kind": "url", "url": "https://example.org/x"}
     assert links[1] == {"kind": "text", "text": "javascript:alert(1)"}
-    sounds = serve("sound")
+    *sounds, (status, part, headers) = serve("sound")
+    assert (status, part) == (206, sounds[0][1][4:])
+    assert headers["Content-Range"] == f"bytes 4-{len(part) + 3}/{len(part) + 4}"
     assert [status for status, _, _ in sounds] == [200, 200, 404, 404, 404, 404]
     assert sounds[0][1][:4] == b"RIFF" and sounds[0][2]["Content-Type"] == "audio/wav"
     assert "media-src 'self'" in sounds[0][2]["Content-Security-Policy"]

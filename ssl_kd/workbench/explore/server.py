@@ -12,6 +12,7 @@ import hmac
 import io
 import logging
 import mmap
+import re
 import secrets
 import socket
 import time
@@ -26,7 +27,7 @@ from urllib.parse import parse_qs, parse_qsl
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets.media import SOUNDS_AND_VIDEOS
+from ssl_kd.datasets.media import SOUNDS_AND_VIDEOS, is_link
 from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.files import strict_json
 from ssl_kd.guard.finite import safe_normalize
@@ -52,6 +53,7 @@ from ssl_kd.workbench.explore.routes import DataRoutes
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+PART = 8 << 20  # bytes of a sound or video in one answer, if the browser asks for parts
 ADDRESS, LARGEST, IMAGE_SIDE = "127.0.0.1", 32 << 20, 320
 NEIGHBORS, BLOCK = 12, 65_536  # neighbors of a sample that the page shows; rows compared at once
 PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for the rest of a refused request
@@ -320,21 +322,27 @@ class _Handler(BaseHTTPRequestHandler):
         if (medium := self.server.samples.medium(row)) is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "the samples have no texts, links or sounds")
         media, place = medium
+        text, content = media.text(place), media.content(place)
         if media.kind not in ("audio", "video"):
-            link, text = media.link(place), media.text(place)
-            value = {"kind": "text", "text": text} if link is None else {"kind": "url", "url": link}
-            return self._send(as_json(value), _TYPES["json"])
-        kind, content = (
-            SOUNDS_AND_VIDEOS.get(Path(media.text(place)).suffix.lower()),
-            media.content(place),
-        )
-        if content is not None and kind is not None:
-            return self._send(content, kind, keep=True)
-        if kind is None or (path := media.file(place)) is None:
+            kind = "url" if is_link(text) else "text"
+            return self._send(as_json({"kind": kind, kind: text}), _TYPES["json"])
+        kind, path = SOUNDS_AND_VIDEOS.get(Path(text).suffix.lower()), media.file(place)
+        if kind is None or (content is None and (path is None or not path.stat().st_size)):
             message = f"sample {row} has no {media.kind} file that may be sent"
             raise _Refused(HTTPStatus.NOT_FOUND, message)
+        if content is not None or path is None:
+            return self._send_part(content or b"", kind)
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            self._send(view, kind, keep=True)
+            self._send_part(view, kind)
+
+    def _send_part(self, content: bytes | mmap.mmap, kind: str) -> None:
+        """Send a file, or the part that the browser wants, at most `PART` bytes of it."""
+        wanted = re.fullmatch(r"bytes=(\d{1,15})-(\d{0,15})", self.headers.get("Range", ""))
+        if wanted is None or (start := int(wanted[1])) >= len(content):
+            return self._send(content, kind)
+        part = content[start : min(start + PART, int(wanted[2] or len(content)) + 1)]
+        span = f"bytes {start}-{start + len(part) - 1}/{len(content)}"
+        self._send(part, kind, HTTPStatus.PARTIAL_CONTENT, span=span)
 
     def _send(
         self,
@@ -344,6 +352,7 @@ class _Handler(BaseHTTPRequestHandler):
         *,
         keep: bool = False,
         cookie: bool = False,
+        span: str | None = None,
     ) -> None:
         self.send_response(status)
         headers = {
@@ -358,6 +367,8 @@ class _Handler(BaseHTTPRequestHandler):
         if cookie:
             value = f"{self.server.cookie}={self.server.token}"
             headers["Set-Cookie"] = f"{value}; Path=/; HttpOnly; SameSite=Strict"
+        if span is not None:
+            headers["Content-Range"] = span
         if self.close_connection:
             headers["Connection"] = "close"
         for name, value in headers.items():
