@@ -5,6 +5,7 @@ import csv
 import pytest
 
 from ssl_kd.workbench.columns import Columns
+from ssl_kd.workbench.decisions import Curation
 from tests.workbench.explore.chromium import until
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -187,6 +188,11 @@ def test_two_pages_see_each_others_decisions(page, server, opened):
     until(page, "() => document.querySelector('#table tbody').textContent.includes('yes')")
     filter_by(page, "checked", "=yes")
     until(page, "() => explore.dock.rows.length === 1")
+    Curation.open(server.samples.path, by="anna").rename(0, "zeros")  # of another process
+    until(other, "() => document.getElementById('status').textContent.endsWith('“zeros” by anna')")
+    until(page, "() => explore.nameOf(0) === 'zeros'")
     other.keyboard.press("u")
-    until(page, "() => explore.decisions.lines.length === 2")
+    until(page, "() => explore.nameOf(0) !== 'zeros'")
+    other.keyboard.press("u")
+    until(page, "() => explore.decisions.lines.length === 4")
     until(page, "() => explore.dock.rows.length === 0")

@@ -76,17 +76,18 @@ export class Grid {
         ariaLabel: `Filter ${name}`, title: "cat: contains · =cat: equal · !=cat · <0.5 · >=0.5 · 0.2..0.5" });
       box.oninput = () => {
         clearTimeout(this.timer);
-        if (kind === "number" && UNFINISHED.test(box.value)) return;
-        this.timer = setTimeout(() => this.filter(name, box), TYPING);
+        const text = box.value.trim(); // a redraw may reset the box
+        if (kind === "number" && UNFINISHED.test(text)) return;
+        this.timer = setTimeout(() => this.filter(name, box, text), TYPING);
       };
       this.heads.set(name, [button, box]);
     }
     return this.heads.get(name);
   }
 
-  async filter(name, box) {
+  async filter(name, box, text) {
     try {
-      await this.dock.filter({ ...this.dock.filters, [name]: box.value.trim() });
+      await this.dock.filter({ ...this.dock.filters, [name]: text });
       box.ariaInvalid = null;
     } catch (error) {
       box.ariaInvalid = "true";
