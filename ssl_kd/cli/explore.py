@@ -83,7 +83,8 @@ def _cluster(flags: Namespace, of_train: Sequence[str]) -> int:
     settings, typed = resolve_settings(VisionSettings, of_train, Path("config.py"), prog=prog)
     if "n_clusters" not in typed:
         settings = settings.replace(n_clusters=AUTO)
-    settings, folder = settings_of(data, settings)
+    media = flags.media if flags.metadata is None else None  # else the table may have it
+    settings, folder = settings_of(data, settings, media)
     flags.run = str(folder)
     if is_finished(folder):
         print(f"{data} was clustered before: {folder}")

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as arrow
 from pyarrow import parquet
 
+from ssl_kd.datasets.catalog import open_rows
 from ssl_kd.errors import InputError
 from ssl_kd.files import sha256_file
 from ssl_kd.settings.early import DATASETS, dataset_path
@@ -21,12 +22,17 @@ from ssl_kd.vision.settings import VisionSettings
 FRAMES = "explore-frames"  # folder of data frames, in RUNS_DIR
 
 
-def settings_of(data: str, settings: VisionSettings) -> tuple[VisionSettings, Path]:
+def settings_of(
+    data: str, settings: VisionSettings, media: str | None = None
+) -> tuple[VisionSettings, Path]:
     """Return settings that cluster a data set, and the run's folder `RUNS_DIR/explore-NAME-HASH`.
 
     The hash is of the paths, sizes and times of the data's files, and of all settings that affect
-    the result. If the run was interrupted, the settings resume it.
+    the result. If the run was interrupted, the settings resume it. A column `media` that cannot
+    be shown raises InputError, before the data are clustered.
     """
+    if media is not None:
+        open_rows(data, "train", column=settings.column, media=media)
     name, state = data, []
     if data not in DATASETS:
         path = dataset_path(data).resolve()

@@ -123,7 +123,7 @@ class Run:
         chosen = VisionSettings(**{"n_clusters": AUTO, **settings})
         is_path = isinstance(data, (str, Path))
         path = str(data) if is_path else str(write_frame(data, chosen.runs_dir))
-        chosen, folder = settings_of(path, chosen)
+        chosen, folder = settings_of(path, chosen, media)
         if not is_finished(folder):
             train(chosen)
         return cls(Samples(folder, media))

@@ -82,6 +82,8 @@ def test_a_data_frame(tmp_path):
     run = Run.of(table.to_pandas(), **settings(tmp_path))
     assert run.samples.media == {"kind": "text", "column": "text"}
     assert run.frame().text.tolist() == [HTML, "b" * 2000] * 45
+    with pytest.raises(InputError, match="has no column 'txt'.*did you mean 'text'"):
+        Run.of(table, media="txt", **settings(tmp_path) | {"n_clusters": 4})
     with pytest.raises(InputError, match="the data is list; expected a path or a data frame"):
         Run.of([1, 2])
 
