@@ -1,20 +1,110 @@
-"""Judge without labels which of two clusterings of the same samples is better."""
+"""Judge without labels which of two clusterings of the same samples is better.
+
+A criterion computed in one embedding favors the clusters formed in it. Here both clusterings are
+judged by the same pairs of samples: those that are mutual neighbors in both embeddings. The better
+one tells more about a sample's cluster from its neighbor's cluster, for its number of clusters.
+
+`benchmarks.compare` fitted the constants on half of its data sets. On the other half the better
+clustering was found about as often as the stated probability says. The probability never exceeds
+1 - FLOOR, because two embeddings may share neighbors that do not matter (of photos, their colors).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from ssl_kd.graph import partition_value
+from ssl_kd.store import nearest_neighbors
+
+Ints = NDArray[np.int64]
+
 JUDGED = 2000  # samples that are judged, at most
+NEIGHBORS = 15
+ALPHA = 0.75  # power of the entropy in the value of a partition
+SLOPE, FLOOR = 13.7, 0.074  # of the probability, as a function of the difference in value
+SURE = 2 / 3  # least probability at which one clustering is called better
+RESAMPLES = 100
+FEWEST_PAIRS = 20
 
 
 def cannot_judge(reason: str) -> dict[str, Any]:
     """Return the judgement for data that cannot be judged."""
-    verdict = f"Without labels, which is better cannot be told: {reason}."
+    verdict = f"Which is better cannot be told without labels: {reason}."
     return {"better": None, "probability": None, "verdict": verdict, "evidence": {}}
 
 
-def judge(x_a: NDArray, x_b: NDArray, clusters_a: NDArray, clusters_b: NDArray) -> dict[str, Any]:
-    """Return which clustering is better, and how sure that is."""
-    return cannot_judge("their criterion is being measured")
+def judge(x_a: NDArray, x_b: NDArray, clusters_a: Ints, clusters_b: Ints) -> dict[str, Any]:
+    """Return which clustering of n samples is better, given both embeddings, `[n, d]` each.
+
+    The result holds `better` (`a`, `b` or None), the `probability` that A is better, a sentence
+    `verdict`, and the `evidence` for it.
+    """
+    a, b = (np.unique(clusters, return_inverse=True)[1] for clusters in (clusters_a, clusters_b))
+    n = len(a)
+    pairs = common_neighbors(x_a, x_b)
+    if pairs.shape[1] < FEWEST_PAIRS:
+        return cannot_judge(f"only {pairs.shape[1]} pairs of samples are neighbors in both runs")
+    weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES)
+    resampled = [probability_of_a(pairs, a, b, of_sample) for of_sample in weights]
+    probability, (low, high) = probability_of_a(pairs, a, b), np.quantile(resampled, (0.05, 0.95))
+    better = "a" if probability >= SURE else "b" if probability <= 1 - SURE else None
+    if better is None:
+        verdict = "No difference in quality can be told without labels"
+        verdict += f" (A is better with a probability of {100 * probability:.0f} %)."
+    else:
+        sure = max(probability, 1 - probability)
+        verdict = f"Judged without labels, {better.upper()} is better"
+        verdict += f" (probability {100 * sure:.0f} %)."
+    evidence = {
+        "value of A": round(value(pairs, a), 4),
+        "value of B": round(value(pairs, b), 4),
+        "probability that A is better, %": round(100 * probability, 1),
+        "its 90 % interval over resampled samples, %": f"{100 * low:.0f} to {100 * high:.0f}",
+        "samples judged": n,
+        "neighbors that both runs share, per sample": round(pairs.shape[1] / n, 2),
+    }
+    return {"better": better, "probability": probability, "verdict": verdict, "evidence": evidence}
+
+
+def common_neighbors(x_a: NDArray, x_b: NDArray) -> Ints:
+    """Return the pairs `[2, pair]` of rows that are mutual nearest neighbors in both embeddings.
+
+    Each pair is listed in both orders.
+    """
+    n = len(x_a)
+    k = min(NEIGHBORS, n - 1)
+    if k < 1:
+        return np.empty((2, 0), np.int64)
+    mutual = []
+    for x in (x_a, x_b):
+        near = nearest_neighbors(torch.from_numpy(np.ascontiguousarray(x, np.float32)), k).numpy()
+        rows = np.repeat(np.arange(n), k)
+        mutual.append(np.intersect1d(rows * n + near.ravel(), near.ravel() * n + rows))
+    return np.stack(np.divmod(np.intersect1d(*mutual), n))
+
+
+def probability_of_a(pairs: Ints, a: Ints, b: Ints, weights: NDArray | None = None) -> float:
+    """Return the probability that clusters `a` are better than `b` (`[n]`, numbered without gaps).
+
+    The difference in value is divided by how far the two clusterings disagree (1 - ARI). `weights`
+    `[n]` count each sample's pairs several times, or not at all.
+    """
+    from sklearn.metrics import adjusted_rand_score
+
+    disagreement = max(1 - adjusted_rand_score(a, b), 0.01)
+    difference = (value(pairs, a, weights) - value(pairs, b, weights)) / disagreement
+    return float(FLOOR + (1 - 2 * FLOOR) / (1 + np.exp(-SLOPE * difference)))
+
+
+def value(pairs: Ints, clusters: Ints, weights: NDArray | None = None) -> float:
+    """Return the partition value of clusters on a graph with an edge for each of the pairs."""
+    k = int(clusters.max()) + 1
+    cells, of_pairs = clusters[pairs[0]] * k + clusters[pairs[1]], None
+    if weights is not None:
+        of_pairs = weights[pairs[0]]
+    table = np.bincount(cells, of_pairs, k * k).reshape(k, k)
+    return partition_value((table + table.T) / max(2 * table.sum(), 1), ALPHA)
