@@ -13,7 +13,7 @@ from ssl_kd.cli import main
 from ssl_kd.errors import InputError
 from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.assignments import assignments_of
-from ssl_kd.workbench.compare import summary
+from ssl_kd.workbench.compare import judge, summary
 from ssl_kd.workbench.compare.runs import divided_clusters, largest_differences
 from tests.report.reading import Reader, check_that_nothing_is_loaded
 
@@ -125,3 +125,29 @@ def test_divided_clusters_and_differences_of_arrays():
     assert (one["a"], one["b"], one["samples"]) == (5, 1, 40)
     assert one["rows"].tolist() == list(range(99, 91, -1))
     assert one["typical_a"].tolist() == list(range(59, 51, -1))
+
+
+def blobs(noise: float, n_columns: int = 8) -> np.ndarray:
+    """Return 300 samples around five centers; the noise differs with its amount."""
+    centers = 3 * np.random.default_rng(0).normal(size=(5, n_columns))
+    rng = np.random.default_rng(int(10 * noise))
+    return centers[np.arange(300) % 5] + noise * rng.normal(size=(300, n_columns))
+
+
+def test_the_clustering_that_common_neighbors_share_is_better():
+    true = np.arange(300) % 5
+    wrong = np.where(np.random.default_rng(1).random(300) < 0.3, (true + 1) % 5, true)
+    for a, b, better in ((true, wrong, "a"), (wrong, true, "b"), (true, (true + 2) % 5, None)):
+        result = judge(blobs(1), blobs(2), a, b)
+        assert result["better"] == better, result
+    assert result["probability"] == 0.5
+    other_way = judge(blobs(2), blobs(1), wrong, true)["probability"]
+    assert judge(blobs(1), blobs(2), true, wrong)["probability"] == pytest.approx(1 - other_way)
+    assert 0.85 < 1 - other_way < 0.93
+
+
+def test_nothing_is_told_without_common_neighbors():
+    one = np.ones((1, 2)), np.zeros(1, int)
+    alone = judge(one[0], one[0], one[1], one[1])
+    assert alone["better"] is None and alone["probability"] is None
+    assert "only 0 pairs of samples are neighbors in both" in alone["verdict"]

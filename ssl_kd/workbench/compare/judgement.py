@@ -27,8 +27,8 @@ NEIGHBORS = 15
 ALPHA = 0.75  # power of the entropy in the value of a partition
 SLOPE, FLOOR = 13.7, 0.074  # of the probability, as a function of the difference in value
 SURE = 2 / 3  # least probability at which one clustering is called better
-RESAMPLES = 100
-FEWEST_PAIRS = 20
+RESAMPLES, INTERVAL = 100, (0.05, 0.95)
+FEWEST_PAIRS, LEAST_DISAGREEMENT = 20, 0.01
 
 
 def cannot_judge(reason: str) -> dict[str, Any]:
@@ -49,25 +49,25 @@ def judge(x_a: NDArray, x_b: NDArray, clusters_a: Ints, clusters_b: Ints) -> dic
     if pairs.shape[1] < FEWEST_PAIRS:
         return cannot_judge(f"only {pairs.shape[1]} pairs of samples are neighbors in both runs")
     weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES)
-    resampled = [probability_of_a(pairs, a, b, of_sample) for of_sample in weights]
-    probability, (low, high) = probability_of_a(pairs, a, b), np.quantile(resampled, (0.05, 0.95))
-    better = "a" if probability >= SURE else "b" if probability <= 1 - SURE else None
+    resampled = [probability(evidence(pairs, a, b, of_sample)) for of_sample in weights]
+    of_a, (low, high) = float(probability(evidence(pairs, a, b))), np.quantile(resampled, INTERVAL)
+    better = "a" if of_a >= SURE else "b" if of_a <= 1 - SURE else None
     if better is None:
         verdict = "No difference in quality can be told without labels"
-        verdict += f" (A is better with a probability of {100 * probability:.0f} %)."
+        verdict += f" (A is better with a probability of {100 * of_a:.0f} %)."
     else:
-        sure = max(probability, 1 - probability)
+        sure = max(of_a, 1 - of_a)
         verdict = f"Judged without labels, {better.upper()} is better"
         verdict += f" (probability {100 * sure:.0f} %)."
-    evidence = {
+    facts = {
         "value of A": round(value(pairs, a), 4),
         "value of B": round(value(pairs, b), 4),
-        "probability that A is better, %": round(100 * probability, 1),
+        "probability that A is better, %": round(100 * of_a, 1),
         "its 90 % interval over resampled samples, %": f"{100 * low:.0f} to {100 * high:.0f}",
         "samples judged": n,
         "neighbors that both runs share, per sample": round(pairs.shape[1] / n, 2),
     }
-    return {"better": better, "probability": probability, "verdict": verdict, "evidence": evidence}
+    return {"better": better, "probability": of_a, "verdict": verdict, "evidence": facts}
 
 
 def common_neighbors(x_a: NDArray, x_b: NDArray) -> Ints:
@@ -87,17 +87,21 @@ def common_neighbors(x_a: NDArray, x_b: NDArray) -> Ints:
     return np.stack(np.divmod(np.intersect1d(*mutual), n))
 
 
-def probability_of_a(pairs: Ints, a: Ints, b: Ints, weights: NDArray | None = None) -> float:
-    """Return the probability that clusters `a` are better than `b` (`[n]`, numbered without gaps).
+def evidence(pairs: Ints, a: Ints, b: Ints, weights: NDArray | None = None) -> float:
+    """Return how much better clusters `a` are than `b` (`[n]`, numbered without gaps).
 
-    The difference in value is divided by how far the two clusterings disagree (1 - ARI). `weights`
+    It is the difference in value over the disagreement of the two clusterings (1 - ARI). `weights`
     `[n]` count each sample's pairs several times, or not at all.
     """
     from sklearn.metrics import adjusted_rand_score
 
-    disagreement = max(1 - adjusted_rand_score(a, b), 0.01)
-    difference = (value(pairs, a, weights) - value(pairs, b, weights)) / disagreement
-    return float(FLOOR + (1 - 2 * FLOOR) / (1 + np.exp(-SLOPE * difference)))
+    disagreement = max(1 - adjusted_rand_score(a, b), LEAST_DISAGREEMENT)
+    return (value(pairs, a, weights) - value(pairs, b, weights)) / disagreement
+
+
+def probability(evidence: Any, slope: float = SLOPE, floor: float = FLOOR) -> Any:
+    """Return the probability that A is better, between `floor` and `1 - floor`."""
+    return floor + (1 - 2 * floor) / (1 + np.exp(-slope * evidence))
 
 
 def value(pairs: Ints, clusters: Ints, weights: NDArray | None = None) -> float:
