@@ -9,7 +9,8 @@ import hashlib
 import json
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError, atomic_write_bytes, remove_orphans
+from ssl_kd.files import atomic_write_bytes, remove_orphans
 from ssl_kd.files.lock import Lock
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions.line_format import (
     check_field,
     check_line,
-    describe_fault,
+    line_fault,
     parse_lines,
     read_file,
 )
@@ -117,7 +118,7 @@ class Curation:
             InputError: the cluster does not exist, another cluster has the name, or the name is not
                 one line of at most 200 characters.
         """
-        return self._decide({"do": "rename", "cluster": _number(cluster), "name": name})
+        return self.decide({"do": "rename", "cluster": cluster, "name": name})
 
     def merge(self, clusters: Iterable[int], name: str | None = None) -> Line:
         """Merge clusters into the one with the lowest number.
@@ -130,9 +131,8 @@ class Curation:
         Raises:
             InputError: there are fewer than two different numbers, or a cluster does not exist.
         """
-        numbers = sorted({_number(cluster) for cluster in clusters})
-        decision: Line = {"do": "merge", "clusters": numbers}
-        return self._decide(decision if name is None else decision | {"name": name})
+        decision = {"do": "merge", "clusters": np.unique([*clusters]).tolist()}
+        return self.decide(decision if name is None else decision | {"name": name})
 
     def split(
         self, cluster: int, rows: Sequence[int] | NDArray[Any] | None = None, name: str = ""
@@ -150,11 +150,10 @@ class Curation:
             InputError: the cluster does not exist, `rows` are not in it or are all of it, or no
                 tree level splits it.
         """
-        decision: Line = {"do": "split", "cluster": _number(cluster)}
         if rows is None:
-            return self._decide(decision)
-        decision |= {"rows": self._rows(rows), "new": None}
-        return self._decide(decision | ({"name": name} if name else {}))
+            return self.decide({"do": "split", "cluster": cluster})
+        decision = {"do": "split", "cluster": cluster, "rows": self._rows(rows), "new": None}
+        return self.decide(decision | ({"name": name} if name else {}))
 
     def move(
         self, rows: Sequence[int] | NDArray[Any], cluster: int | None = None, name: str = ""
@@ -170,9 +169,9 @@ class Curation:
             InputError: the cluster or a sample does not exist, or there is a `name` although the
                 cluster exists.
         """
-        target = {"new": None} if cluster is None else {"into": _number(cluster)}
+        target = {"new": None} if cluster is None else {"into": cluster}
         decision = {"do": "move", "rows": self._rows(rows), **target}
-        return self._decide(decision | ({"name": name} if name else {}))
+        return self.decide(decision | ({"name": name} if name else {}))
 
     def exclude(self, rows: Sequence[int] | NDArray[Any]) -> Line:
         """Remove samples from their clusters; exports leave excluded samples out.
@@ -180,7 +179,7 @@ class Curation:
         Raises:
             InputError: a sample does not exist.
         """
-        return self._decide({"do": "exclude", "rows": self._rows(rows)})
+        return self.decide({"do": "exclude", "rows": self._rows(rows)})
 
     def check(
         self, rows: Sequence[int] | NDArray[Any] | None = None, *, cluster: int | None = None
@@ -194,15 +193,22 @@ class Curation:
         Raises:
             InputError: a sample or the cluster does not exist, or both or none are given.
         """
-        if (rows is None) == (cluster is None):
-            raise InputError("expected either `rows` or `cluster`: what was checked")
-        if rows is None:
-            return self._decide({"do": "check", "cluster": _number(cluster)})
-        return self._decide({"do": "check", "rows": self._rows(rows)})
+        decision: Line = {"do": "check"} | ({} if rows is None else {"rows": self._rows(rows)})
+        return self.decide(decision if cluster is None else decision | {"cluster": cluster})
 
     def decide(self, request: Any) -> Line:
-        """Append a decision that the page sent; raise InputError if it is not valid."""
-        return self._decide(check_line(request, is_request=True))
+        """Append a decision: a dict as the page sends it, without the fields that identify it.
+
+        Raises:
+            InputError: it does not fit `schema(is_request=True)` or the present clusters.
+        """
+        if isinstance(request, dict):  # JSON cannot store integers of NumPy
+            numbers = {k: int(v) for k, v in request.items() if isinstance(v, np.integer)}
+            request = request | numbers
+        check_line(request, is_request=True)
+        with self._extended() as history:
+            history.append(self._completed(request, history))
+        return history.lines[-1]
 
     def undo(self, id: str | None = None) -> Line:
         """Undo a decision by appending a line. To redo the decision, undo the id of that line.
@@ -219,7 +225,7 @@ class Curation:
             if not active:
                 raise InputError(f"{self.path} has no decision that could be undone")
             id = active[-1]
-        return self._decide({"do": "undo", "of": id})
+        return self.decide({"do": "undo", "of": id})
 
     def apply(self, path: str | Path) -> list[Line]:
         """Append all decisions of another `curation.jsonl`, or none if one of them is not valid.
@@ -235,37 +241,30 @@ class Curation:
                 clusters.
         """
         path = Path(path).expanduser()
-        return self._append(parse_lines(path, read_file(path)), path)
-
-    def _decide(self, decision: Line) -> Line:
-        return self._append([decision])[0]
-
-    def _append(self, lines: list[Line], source: Path | None = None) -> list[Line]:
-        """Check decisions one after the other, and append them to the file with one write.
-
-        With a `source`, the file that they were read from, decisions already have `id` and `time`.
-        """
-        with _MUTEX, Lock(self.path.parent / LOCK, wait=WAIT):
-            self.refresh()
-            first, history = len(self._history.lines), self._history.copy()
-            known = {line["id"]: line for line in history.lines}
+        lines = parse_lines(path, read_file(path))
+        with self._extended() as history:
+            known, n_known = {line["id"]: line for line in history.lines}, len(history.lines)
             for number, line in enumerate(lines, 1):
                 try:
-                    line = self._completed(line, history) if source is None else line
                     if known.get(line["id"]) != line:
                         self._check_run(line)
                         history.append(line)
                 except InputError as error:
-                    if source is None:
-                        raise
-                    raise CorruptFileError(describe_fault(source, number, error)) from error
-            new = history.lines[first:]
-            if new:
+                    raise line_fault(path, number, error) from error
+        return history.lines[n_known:]
+
+    @contextmanager
+    def _extended(self) -> Iterator[History]:
+        """Lock and read the file, yield a copy of its history, and write the lines added to it."""
+        with _MUTEX, Lock(self.path.parent / LOCK, wait=WAIT):
+            self.refresh()
+            history = self._history.copy()
+            yield history
+            if new := history.lines[len(self._history.lines) :]:
                 text = "".join(json.dumps(line) + "\n" for line in new)
                 content = self._content + text.encode()
                 atomic_write_bytes(self.path, content)
                 self._content, self._history = content, history
-            return new
 
     def refresh(self) -> None:
         """Read `curation.jsonl` again if its content changed."""
@@ -284,30 +283,27 @@ class Curation:
                 history.replay()
             except InputError as error:
                 bad = error.number if isinstance(error, LineError) else len(history.lines) + 1
-                raise CorruptFileError(describe_fault(self.path, bad, error)) from error
+                raise line_fault(self.path, bad, error) from error
             self._content, self._history = content, history
 
-    def _completed(self, decision: Line, history: History) -> Line:
-        """Return the decision with an id, the time, the run's digest and ids of new clusters.
+    def _completed(self, request: Line, history: History) -> Line:
+        """Return a request as a line, with the fields that identify it and numbers of new clusters.
 
         A split by the tree gets its parts here, and the check of a cluster its samples, because
         another program may have changed the cluster since the decision was requested.
         """
-        new, n, do = history.next_number, len(self.samples), decision["do"]
-        if do == "split" and "rows" not in decision:
-            level, parts = history.state.tree_parts(decision["cluster"])
-            pairs = [[part, new + k] for k, part in enumerate(parts)]
-            decision = decision | {"level": level, "parts": pairs}
-        elif do == "check" and "cluster" in decision:
-            decision = {key: value for key, value in decision.items() if key != "cluster"} | {
-                "rows": history.state.members(decision["cluster"])
-            }
-        elif "new" in decision:
-            decision = decision | {"new": new}
+        line, new, n = dict(request), history.next_number, len(self.samples)
+        if line["do"] == "split" and "rows" not in line:
+            level, parts = history.state.tree_parts(line["cluster"])
+            line |= {"level": level, "parts": [[part, new + k] for k, part in enumerate(parts)]}
+        elif line["do"] == "check" and "cluster" in line:
+            line["rows"] = history.state.members(line.pop("cluster"))
+        elif "new" in line:
+            line["new"] = new
         time = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         about = {"id": secrets.token_hex(6), "time": time, "samples": n, "digest": self._digest(n)}
-        about |= {} if self.by is None else {"by": self.by}
-        return check_line(about | decision)
+        by = {} if self.by is None else {"by": self.by}
+        return check_line(about | by | line)
 
     def _check_run(self, line: Mapping[str, Any]) -> None:
         ends = {rows.stop for rows in self.samples.splits.values()}
@@ -338,12 +334,3 @@ class Curation:
                 f"numbers of at least one sample, or a boolean mask of shape [{n}]"
             )
         return np.unique(numbers).tolist()
-
-
-def _number(cluster: Any) -> int:
-    """Convert a NumPy integer, which JSON cannot store, to a plain one."""
-    if isinstance(cluster, np.integer):
-        return int(cluster)
-    if type(cluster) is not int:
-        raise InputError(f"a cluster is {cluster!r}; expected its number, an integer from 0")
-    return cluster

@@ -26,17 +26,13 @@ class ClusterState:
         self.clusters = samples.column("cluster").astype(np.int64)  # [n], -1: no cluster
         self.excluded: NDArray[np.bool_] = np.zeros(len(self.clusters), bool)  # by a decision
         self.checked = self.excluded.copy()  # by a person
-        self._ended_by: dict[int, Mapping[str, Any]] = {}  # cluster -> line that emptied it
+        self._ended: dict[int, str] = {}  # cluster -> which decision emptied it
         self.names: dict[int, str] = {}  # of the clusters that have a name
         self._count()
 
     def copy(self) -> Self:
         """Return an independent copy."""
-        other = copy.copy(self)
-        other.clusters, other.excluded = self.clusters.copy(), self.excluded.copy()
-        other.checked, other.names = self.checked.copy(), dict(self.names)
-        other._ended_by = dict(self._ended_by)
-        return other
+        return copy.deepcopy(self, {id(self._samples): self._samples})
 
     def members(self, cluster: int) -> list[int]:
         """Return the rows of the samples of a cluster."""
@@ -61,11 +57,12 @@ class ClusterState:
         """
         before = self.sizes
         getattr(self, f"_{line['do']}")(line)
-        self._ended_by |= dict.fromkeys(before.keys() - self.sizes.keys(), line)
+        by = f" by {line['by']}" if "by" in line else ""
+        ended = f" since the {line['do']}{by} of {line['time']}"
+        self._ended |= dict.fromkeys(before.keys() - self.sizes.keys(), ended)
 
     def _rename(self, line: Mapping[str, Any]) -> None:
-        cluster = self._existing(line["cluster"])
-        self._set_name(cluster, self._free_name(line["name"], cluster))
+        self._set_name(self._existing(line["cluster"]), line["name"])
 
     def _merge(self, line: Mapping[str, Any]) -> None:
         merged = sorted({self._existing(cluster) for cluster in line["clusters"]})
@@ -75,42 +72,16 @@ class ClusterState:
                 "more"
             )
         names = [self.names[cluster] for cluster in merged if cluster in self.names]
-        name = self._free_name(line["name"] if "name" in line else (names or [""])[0], *merged)
         self._assign(np.flatnonzero(np.isin(self.clusters, merged)), merged[0])
-        self._set_name(merged[0], name)
+        self._set_name(merged[0], line.get("name", names[0] if names else ""))
 
     def _split(self, line: Mapping[str, Any]) -> None:
         cluster = self._existing(line["cluster"])
         members = self.clusters == cluster
-        if "rows" in line:
-            self._split_rows(line, cluster, members)
+        if "parts" in line:
+            self._split_by_tree(line, cluster, members)
             return
-        levels, parts = self._samples.levels, [part for part, _ in line["parts"]]
-        if line["level"] not in levels:
-            raise InputError(
-                f"a split has the tree level {line['level']!r}; expected {', '.join(levels)}"
-            )
-        level = self._samples.column(line["level"])
-        masks = [(members & (level == part), self._unused(new)) for part, new in line["parts"]]
-        n_moved = sum(int(mask.sum()) for mask, _ in masks)
-        if not all(mask.any() for mask, _ in masks) or n_moved >= members.sum():
-            inside = np.unique(level[members]).tolist()
-            raise InputError(
-                f"a split of cluster {cluster} moves the parts {parts} of {line['level']}; "
-                f"expected some, but not all, of {inside}"
-            )
-        if len({new for _, new in masks}) < len(masks):
-            raise InputError(
-                f"a split of cluster {cluster} has the parts {line['parts']}; expected a different "
-                "new cluster number for each"
-            )
-        for mask, new in masks:
-            self._assign(np.flatnonzero(mask), new)
-
-    def _split_rows(
-        self, line: Mapping[str, Any], cluster: int, members: NDArray[np.bool_]
-    ) -> None:
-        rows, new = self._rows(line), self._unused(line["new"])
+        rows = self._rows(line)
         if not members[rows].all():
             raise InputError(
                 f"sample {int(rows[~members[rows]][0])} is not in cluster {cluster}: a split takes "
@@ -120,21 +91,33 @@ class ClusterState:
             raise InputError(
                 f"a split selects all samples of cluster {cluster}: leave at least one in it"
             )
-        name = self._free_name(line.get("name", ""))
-        self._assign(rows, new)
-        self._set_name(new, name)
+        self._assign(rows, self._unused(line["new"]))
+        self._set_name(line["new"], line.get("name", ""))
+
+    def _split_by_tree(
+        self, line: Mapping[str, Any], cluster: int, members: NDArray[np.bool_]
+    ) -> None:
+        levels, parts = self._samples.levels, [part for part, _ in line["parts"]]
+        if line["level"] not in levels:
+            raise InputError(
+                f"a split has the tree level {line['level']!r}; expected {', '.join(levels)}"
+            )
+        level = self._samples.column(line["level"])
+        inside = np.unique(level[members]).tolist()
+        if len({*parts}) < len(parts) or not {*parts} < {*inside}:
+            raise InputError(
+                f"a split of cluster {cluster} moves the parts {parts} of {line['level']}; "
+                f"expected some, but not all, of {inside}, each once"
+            )
+        for part, new in line["parts"]:
+            self._assign(np.flatnonzero(members & (level == part)), self._unused(new))
 
     def _move(self, line: Mapping[str, Any]) -> None:
-        rows, name = self._rows(line), self._free_name(line.get("name", ""))
-        target = self._unused(line["new"]) if "new" in line else self._existing(line["into"])
-        if name and "into" in line:
-            raise InputError(
-                f"a move names the existing cluster {target} {name!r}, but only a new cluster gets "
-                "its name by a move: rename the cluster in a second decision"
-            )
-        self._assign(rows, target)
-        if name:
-            self._set_name(target, name)
+        if "into" in line:
+            self._assign(self._rows(line), self._existing(line["into"]))
+        else:
+            self._assign(self._rows(line), self._unused(line["new"]))
+            self._set_name(line["new"], line.get("name", ""))
 
     def _exclude(self, line: Mapping[str, Any]) -> None:
         self._assign(self._rows(line), -1)
@@ -155,31 +138,25 @@ class ClusterState:
         self.sizes = dict(zip(used.tolist(), counts[used].tolist(), strict=True))
 
     def _set_name(self, cluster: int, name: str) -> None:
+        """Give a cluster a name that no other one has, ignoring case; "" removes its name."""
         self.names.pop(cluster, None)
-        if name:
-            self.names[cluster] = name
-
-    def _free_name(self, name: str, *clusters: int) -> str:
-        """Strip a name; raise InputError if a cluster outside `clusters` has it already."""
-        folded = name.strip().casefold()
-        for other, text in self.names.items() if folded else ():
-            if text.casefold() == folded and other not in clusters:
+        if not (name := name.strip()):
+            return
+        for other, text in self.names.items():
+            if text.casefold() == name.casefold():
                 raise InputError(
                     f"cluster {other} is called {text!r} already: merge the two clusters, or "
                     "choose another name"
                 )
-        return name.strip()
+        self.names[cluster] = name
 
     def _existing(self, cluster: int) -> int:
         if cluster not in self.sizes:
             known = ", ".join(map(str, list(self.sizes)[:12]))
             more = ", ..." if len(self.sizes) > 12 else ""
-            since = ""
-            if (line := self._ended_by.get(cluster)) is not None:
-                by = f" by {line['by']}" if "by" in line else ""
-                since = f" since the {line['do']}{by} of {line['time']}"
             raise InputError(
-                f"there is no cluster {cluster!r}{since}; expected one of {known}{more}"
+                f"there is no cluster {cluster}{self._ended.get(cluster, '')}; expected one of "
+                f"{known}{more}"
             )
         return cluster
 

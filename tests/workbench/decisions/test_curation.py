@@ -68,7 +68,7 @@ def test_checked_samples_stay_checked_when_they_move_and_not_after_an_undo(run):
     assert again.checked.sum() == 1
     assert [n.get("by") for n in again.lines] == ["anna", "anna", None, None]
     for arguments in ({}, {"rows": [1], "cluster": 1}):
-        with pytest.raises(InputError, match="either `rows` or `cluster`"):
+        with pytest.raises(InputError, match="check has the fields .*; expected rows or cluster"):
             curation.check(**arguments)
     for by in ("", "a\nb", "x" * 201):
         with pytest.raises(InputError, match="`by` is .*; expected one line of at most 200"):
@@ -185,10 +185,10 @@ def test_a_cluster_is_split_as_the_tree_does(run):
         (lambda c: c.split(0, []), "at least one"),
         (lambda c: c.move([10**6]), "there is no sample 1000000; expected numbers from 0 to"),
         (lambda c: c.move([-1]), r"`rows` is \[-1\]; expected numbers of samples"),
-        (lambda c: c.rename(True, "x"), "a cluster is True; expected its number"),
+        (lambda c: c.rename(True, "x"), "`cluster` is True; expected a number"),
         (lambda c: c.rename(-1, "x"), "`cluster` is -1; expected a number, 0 or more"),
         (lambda c: c.move([0], 55), "there is no cluster 55"),
-        (lambda c: c.move([0], 0, "zeros"), "existing cluster 0 'zeros', but only a new"),
+        (lambda c: c.move([0], 0, "x"), "move has the fields .*; expected .* or rows into"),
     ],
 )
 def test_an_invalid_decision_is_refused_and_nothing_written(run, decide, message):
@@ -331,7 +331,7 @@ def test_every_line_fits_the_schema_and_what_is_refused_does_not(run):
     validator = jsonschema.Draft202012Validator(schema())
     validator.check_schema(schema())
     assert all(validator.is_valid(json.loads(line)) for line in lines)
-    assert {json.loads(line)["do"] for line in lines} == set(line_format._FORMS)
+    assert {json.loads(line)["do"] for line in lines} == set(line_format.FORMS)
     edited = [edit(lines[0].encode()) for edit, _ in HOSTILE.values()]
     for line in lines:
         for key in json.loads(line):
