@@ -21,7 +21,7 @@ from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.workbench import curate
 from ssl_kd.workbench.clustered import is_finished, settings_of, write_frame
-from ssl_kd.workbench.columns import Columns
+from ssl_kd.workbench.columns import Columns, group_rows
 from ssl_kd.workbench.compare import compare_runs
 from ssl_kd.workbench.curate import Duplicates, Ranked
 from ssl_kd.workbench.curate.image_checks import ImageChecks
@@ -154,15 +154,10 @@ class Run:
     @property
     def clusters(self) -> list[Cluster]:
         """All clusters that are not empty, sorted by number."""
-        clusters, names = self.curation.clusters, self.curation.names
-        order = np.argsort(clusters, kind="stable")
-        numbers, first = np.unique(clusters[order], return_index=True)
-        parts = dict(zip(numbers.tolist(), np.split(order, first[1:]), strict=True))
-        confidence = self.samples.column("confidence")
+        names, confidence = self.curation.names, self.samples.column("confidence")
         return [
             Cluster(self, number, names.get(number, ""), rows, float(confidence[rows].mean()))
-            for number, rows in parts.items()
-            if number >= 0
+            for number, rows in group_rows(self.curation.clusters, np.arange(len(self))).items()
         ]
 
     def cluster(self, which: int | str) -> Cluster:

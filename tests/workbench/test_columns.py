@@ -11,8 +11,8 @@ import pytest
 from ssl_kd import Run
 from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.cluster_pages import Centroids, ClusterPages
-from ssl_kd.workbench.columns import CHARACTERS, Columns
+from ssl_kd.workbench.cluster_pages import ClusterPages
+from ssl_kd.workbench.columns import CHARACTERS, DECIDED, Columns
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.metadata import join_table
 
@@ -66,7 +66,8 @@ def column(columns, name):
 def test_the_kinds_of_columns_and_their_order(columns):
     kinds = columns.kinds
     assert [*kinds][:6] == ["file", "cluster", "label", "confidence", "outlier", "split"]
-    assert [*kinds][-2:] == ["checked", "excluded"] and "third" not in kinds
+    order = ["data_cluster", "checked", "excluded", "second"]
+    assert [name for name in kinds if name in order] == order and "third" not in kinds
     assert kinds["file"] == kinds["text"] == "text" and kinds["second"] == "cluster"
     assert kinds["count"] == kinds["größe, in cm"] == "number"
     assert {kinds[n] for n in ("flag", "kind", "nothing", "label", "data_cluster")} == {"category"}
@@ -98,12 +99,9 @@ def test_filters_find_what_pandas_finds(samples, columns):
 @pytest.mark.parametrize("descending", [False, True])
 def test_every_column_sorts_with_missing_values_last(columns, descending):
     for name, kind in columns.kinds.items():
-        rows, values = columns.find({}, name, descending), columns.values(name)
-        if isinstance(values, np.ndarray):
-            gone, keys = values < 0 if kind == "cluster" else np.isnan(values), values.tolist()
-        else:
-            keys = [(text or "").encode() for text in column(columns, name)]
-            gone = np.array([not key for key in keys]) & (name not in ("checked", "excluded"))
+        rows, keys = columns.find({}, name, descending), columns.column(name).to_pylist()
+        gone = np.array([key is None for key in keys])
+        assert not {"", -1}.intersection(keys) or kind == "number" or name in DECIDED
         present = sorted(np.flatnonzero(~gone), key=keys.__getitem__, reverse=descending)
         assert rows.tolist() == [*present, *np.flatnonzero(gone)], name
 
@@ -206,15 +204,15 @@ def test_cells_name_what_does_not_exist(columns):
         columns.cells([0], ["fil"])
 
 
-def test_centroids_follow_decisions_as_if_computed_anew(samples, curation):
-    centroids = Centroids(samples)
-    centroids.at(curation.clusters)
+def test_centroids_follow_decisions_as_if_computed_anew(samples, curation, columns):
+    pages = ClusterPages(samples, curation, columns)
+    pages._centroids(curation.clusters)
     rows = np.flatnonzero(curation.clusters == 0)
     curation.move(rows[:20])
     curation.merge([1, 2])
     curation.exclude(rows[20:25])
-    numbers, means = centroids.at(curation.clusters)
-    again, anew = Centroids(samples).at(curation.clusters)
+    numbers, means = pages._centroids(curation.clusters)
+    again, anew = ClusterPages(samples, curation, columns)._centroids(curation.clusters)
     assert numbers == again == [0, 1, 1000] and np.allclose(means, anew, atol=1e-9)
 
 
@@ -222,7 +220,7 @@ def test_a_cluster_page_compares_neighbors(samples, curation, columns):
     pages = ClusterPages(samples, curation, columns)
     page = pages.describe_cluster(1)
     assert page["size"] == max(page["size"], *curation.sizes.values()) or page["nearest"]
-    numbers, means = Centroids(samples).at(curation.clusters)
+    numbers, means = pages._centroids(curation.clusters)
     x = samples.embeddings(range(len(samples))).double().numpy()
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     here, there = (means[numbers.index(k)] for k in (1, page["nearest"][0]["cluster"]))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from ssl_kd.errors import InputError
-from ssl_kd.workbench.columns import Categories, Columns, group_rows
+from ssl_kd.workbench.columns import Columns, codes_of, group_rows
 
 GRAY, MARGIN = "#8b949e", 0.94  # as on the page (colors.js, plot.js)
 RAMP = ("#3b4cc0", "#5b8dd6", "#86c5c2", "#d9d27a", "#f2a14a", "#c8362f")
@@ -39,7 +39,7 @@ def map_image(
     table = np.array([*map(ImageColor.getrgb, colors), (255, 255, 255)], np.uint8)
     image = Image.fromarray(table[canvas].reshape(side, side, 3)).reduce(2)
     if color == "cluster":
-        _write_numbers(image, pixels / 2, np.asarray(columns.values(color)))
+        _write_numbers(image, pixels / 2, codes_of(columns.column(color)))
     return image
 
 
@@ -49,17 +49,18 @@ def _color_codes(columns: Columns, name: str) -> tuple[NDArray[np.int64], list[s
 
     from ssl_kd.report.figures import tint
 
-    values = columns.values(name)
-    values = values.codes if isinstance(values, Categories) else values
-    if not isinstance(values, np.ndarray):
+    column = columns.column(name)
+    if columns.kinds[name] in ("text", "media"):
         raise InputError(f"`color` is {name}, a column of texts; expected one of few values")
     if columns.kinds[name] == "number":
+        values = np.asarray(column, np.float64)
         is_known = np.isfinite(values)
         low, high = np.quantile(values[is_known], [0, 0.99]) if is_known.any() else (0, 1)
         shares = np.nan_to_num(np.clip((values - low) / max(high - low, 1e-12), 0, 1))
         codes = np.where(is_known, 1 + np.round(shares * (STEPS - 1)), 0).astype(np.int64)
         ramp = LinearSegmentedColormap.from_list("ramp", RAMP)(np.linspace(0, 1, STEPS))
         return codes, [GRAY, *map(to_hex, ramp)]
+    values = codes_of(column)
     used = np.flatnonzero(np.bincount(values[values >= 0]))
     codes = np.zeros(values.max(initial=-1) + 2, np.int64)  # by number; the last one is that of -1
     codes[used] = np.arange(1, len(used) + 1)
@@ -67,7 +68,7 @@ def _color_codes(columns: Columns, name: str) -> tuple[NDArray[np.int64], list[s
 
 
 def _write_numbers(
-    image: Image.Image, pixels: NDArray[np.float64], clusters: NDArray[np.int64]
+    image: Image.Image, pixels: NDArray[np.float64], clusters: NDArray[np.integer]
 ) -> None:
     """Write the numbers of the largest clusters at their sample nearest to the median."""
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(max(12, image.width // 50))

@@ -21,6 +21,7 @@ from ssl_kd.evaluate.sample import random_rows
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.training.clock import Progress
 from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.columns import categories, codes_of
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore.map_layout import map_of
 from ssl_kd.workbench.explore.spatial_index import spatial_index
@@ -162,13 +163,10 @@ def _color_columns(samples: Samples) -> list[str]:
 
 def _write_column(samples: Samples, name: str, put: Put) -> dict[str, Any]:
     if name in ("label", "split"):
-        text = samples.table.column(name).cast("string").combine_chunks().dictionary_encode()
-        dictionary = text.dictionary.to_pylist()
-        values = sorted(set(dictionary) - {""})
-        known = {value: code for code, value in enumerate(values)}
-        codes = np.array([*(known.get(value, -1) for value in dictionary), -1])  # -1: unknown
-        put(f"{name}.i32", codes[text.indices.fill_null(-1).to_numpy()].astype("<i4").tobytes())
-        return {"kind": "category", "file": f"{name}.i32", "values": [*map(printable, values)]}
+        column = categories(samples.table[name])
+        put(f"{name}.i32", codes_of(column).astype("<i4").tobytes())
+        values = [*map(printable, column.dictionary.to_pylist())]
+        return {"kind": "category", "file": f"{name}.i32", "values": values}
     values = samples.column(name)
     if name in ("confidence", "outlier"):
         numbers = values.astype("<f4")

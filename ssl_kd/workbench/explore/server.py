@@ -29,7 +29,6 @@ from torch import Tensor
 
 from ssl_kd.datasets.media import SOUNDS_AND_VIDEOS, is_link
 from ssl_kd.errors import InputError, UserError, printable
-from ssl_kd.files import strict_json
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.neighbors import nearest_among, search_on
 from ssl_kd.training.clock import Progress
@@ -48,7 +47,7 @@ from ssl_kd.workbench.explore.page_data import (
     page_file,
     write_page_data,
 )
-from ssl_kd.workbench.explore.routes import DataRoutes
+from ssl_kd.workbench.explore.routes import DataRoutes, is_number, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +104,8 @@ class ExploreServer(ThreadingHTTPServer):
             self.cookie = f"ssl_kd_explore_{self.server_port}"
             self.data: dict[str, bytes] = {}
             self.routes = DataRoutes(samples, self.curation)
-            table = self.routes.table
+            kinds = self.routes.columns.kinds
+            table = [{"name": name, "kind": kind} for name, kind in kinds.items()]
             write_page_data(samples, self.data.__setitem__, table=table, progress=progress)
         except BaseException:
             self.server_close()
@@ -139,7 +139,7 @@ class ExploreServer(ThreadingHTTPServer):
     def map_png(self, query: dict[str, str]) -> bytes:
         """Draw the map as a PNG; the query may have `color` and `width`."""
         width, target = query.get("width", "800"), io.BytesIO()
-        if not (width.isascii() and width.isdecimal() and len(width) < 6):
+        if not is_number(width):
             raise InputError(f"`width` is {printable(width)[:20]!r}; expected a number of pixels")
         places, color = map_of(self.samples), query.get("color", "cluster")
         map_image(places, self.routes.columns, color, int(width)).save(target, "PNG")
@@ -259,8 +259,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._media(self._row(name))
         if name.startswith("api/neighbors/"):
             return self._send(as_json(server.neighbors(self._row(name))), _TYPES["json"])
-        if (answer := server.routes.answer(name, dict(parse_qsl(query)))) is not None:
-            return self._send(*answer)
+        answer = server.routes.answer(name, dict(parse_qsl(query)))
+        if isinstance(answer, bytes):
+            return self._send(answer, "application/octet-stream")
+        if answer is not None:
+            return self._send(as_json(answer), _TYPES["json"])
         raise _Refused(HTTPStatus.NOT_FOUND, "there is no page or data at this path")
 
     def _cookies(self) -> list[str]:
@@ -274,12 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(HTTPStatus.FORBIDDEN, "only the page of this server may send decisions")
         if path != "/api/curation":
             raise _Refused(HTTPStatus.NOT_FOUND, "this path does not accept POST requests")
-        try:
-            decision = strict_json(self._body())
-        except ValueError as error:
-            message = f"the decision is not valid JSON: {error}"
-            raise _Refused(HTTPStatus.BAD_REQUEST, message) from error
-        self.server.curation.decide(decision)
+        self.server.curation.decide(parse_json(self._body(), "the decision"))
         self._send(decision_files(self.server.curation)["decisions.json"], _TYPES["json"])
 
     def _body(self) -> bytes:
@@ -301,7 +299,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _row(self, name: str) -> int:
         text, n = name.rpartition("/")[2], len(self.server.samples)
-        if not (text.isascii() and text.isdecimal() and len(text) < 12 and int(text) < n):
+        if not is_number(text) or int(text) >= n:
             raise _Refused(
                 HTTPStatus.NOT_FOUND, f"there is no sample {text[:20]!r}; expected 0 to {n - 1}"
             )

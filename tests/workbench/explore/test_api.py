@@ -93,7 +93,7 @@ def test_a_million_samples_are_drawn_with_those_without_a_value_in_gray():
     places, values = rng.uniform(-1, 1, (n, 2)).astype(np.float32), np.full(n, np.nan)
 
     class OneColumn:
-        kinds, check, values = {"x": "number"}, lambda *_: None, lambda *_: values
+        kinds, column = {"x": "number"}, lambda *_: values
 
     columns: Any = OneColumn()
     picture = module.map_image(places, columns, "x", 400)

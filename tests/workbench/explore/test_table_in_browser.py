@@ -172,7 +172,7 @@ def test_the_shown_rows_are_saved_as_a_table(page, server, columns, tmp_path):
     with (tmp_path / "samples.csv").open(newline="", encoding="utf-8") as file:
         head, *lines = csv.reader(file)
     rows = columns.find({"confidence": "<0.9"})
-    assert head == columns.names and [line[0] for line in lines] == [
+    assert head == [*columns.kinds] and [line[0] for line in lines] == [
         file for (file,) in columns.cells(rows.tolist(), ["file"])
     ]
     assert "'=zeros, all" in {line[head.index("cluster")] for line in lines}
