@@ -10,9 +10,7 @@ const UNFINISHED = /(^[!.]|[<>]=?|\.\.)\s*-?$|^-$/; // a comparison of which mor
 
 export class Grid {
   constructor(element, dock) {
-    const place = ({ name, kind }) => (name === "file" ? 0 : kind === "media" ? 1
-      : kind === "cluster" && name !== "cluster" ? 3 : 2); // last: levels of the tree
-    const columns = [...(dock.app.meta.table ?? [])].sort((a, b) => place(a) - place(b));
+    const columns = dock.app.meta.table ?? [];
     Object.assign(this, { element, dock, columns, rows: [], heads: new Map(), pictures: new Map() });
     element.setDataListener((...corners) => this.read(...corners));
     element.addStyleListener(() => this.mark());
@@ -70,14 +68,16 @@ export class Grid {
   /** The name of a column, which sorts by it, and the box that filters it. */
   head({ name, kind }) {
     if (!this.heads.has(name)) {
+      const isNumber = kind === "number" || (kind === "cluster" && name !== "cluster"); // levels have no names
       const button = make("button", { textContent: name.replaceAll("_", " "), title: `Sort by ${name}`,
         className: kind === "number" ? kind : "", onclick: () => this.dock.sortBy(name) });
-      const box = make("input", { type: "search", placeholder: kind === "number" ? "0.2..0.5" : "contains",
+      const box = make("input", { type: "search",
+        placeholder: kind === "number" ? "0.2..0.5" : isNumber ? "2..5" : "contains",
         ariaLabel: `Filter ${name}`, title: "cat: contains · =cat: equal · !=cat · <0.5 · >=0.5 · 0.2..0.5" });
       box.oninput = () => {
         clearTimeout(this.timer);
         const text = box.value.trim(); // a redraw may reset the box
-        if (kind === "number" && UNFINISHED.test(text)) return;
+        if (isNumber && UNFINISHED.test(text)) return;
         this.timer = setTimeout(() => this.filter(name, box, text), TYPING);
       };
       this.heads.set(name, [button, box]);
