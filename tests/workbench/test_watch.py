@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import numpy as np
@@ -24,11 +25,6 @@ from tests.photos import QUICK, save_digits
 def settings(root):
     folders = {"runs_dir": str(root / "runs"), "embeddings_dir": str(root / "embeddings")}
     return VisionSettings(**QUICK, **folders, n_clusters=3)
-
-
-def numbers(content):
-    """Return a JSON object with the keys of `shares` as numbers again."""
-    return {int(key) if key.isdecimal() else key: value for key, value in content.items()}
 
 
 def add(folder, rows, classes):
@@ -75,32 +71,24 @@ def test_new_pictures_join_ids_and_decisions_stay_and_the_page_tells(root):
     shutil.copy2(root / "photos" / "digit 1" / "0001.png", odd)
     summary, is_new = advance(root)
     run = root / "runs" / "w" / "round-0002"
-    assert is_new and summary == json.loads((run / "watch.json").read_text(), object_hook=numbers)
+    written = json.loads((run / "watch.json").read_text())
+    assert is_new and written == json.loads(json.dumps(summary))
     assert table(run)[: len(table(old))] == table(old) and Curation.open(run).names == {0: "mine"}
-    about = summary["rounds"][1]
-    assert (
-        about["n"]
-        == len(table(run)) - len(table(old))
-        == about["joined"] + sum(cluster["size"] for cluster in about["new_clusters"])
-    )
+    about, n_old = summary["rounds"][1], len(table(old))
+    in_new = sum(cluster["size"] for cluster in about["new_clusters"])
+    assert about["n"] == about["joined"] + in_new == len(table(run)) - n_old
     (offered,) = about["new_clusters"]
     assert offered["cluster"] == 3 and all("digit 6" in file for file in offered["files"])
     page = (run / "watch.html").read_text()
-    assert (
-        "Cluster 3 (new)" in page
-        and "data:image/png" in page
-        and "http:" not in page
-        and "https:" not in page
-    )
+    assert "Cluster 3 (new)" in page and "data:image/png" in page
+    assert not re.search("https?:", page)
 
-    samples, n_old = Samples(run), len(table(old))
+    samples = Samples(run)
     for row in (0, n_old, n_old + 9):
         assert samples.image_file(row) == root / "photos" / samples.column("file")[row]
         assert samples.image(row).size == (8, 8)
-    content = Content.of(samples)
-    assert {odd, *(root / "photos").rglob("*.png")} == set(
-        map(content.samples.image_file, content.rows)
-    )
+    exported = set(map(samples.image_file, Content.of(samples).rows))
+    assert exported == {odd, *(root / "photos").rglob("*.png")}
 
     Curation.open(old).rename(1, "late")  # by a person who still looks at the first round
     summary, is_new = advance(root)
