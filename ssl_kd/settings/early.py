@@ -59,6 +59,8 @@ def is_run(name: str) -> bool:
     path = home_resolved(name)
     if (path / "config.json").is_file():
         return True
+    if any(path.glob("*/config.json")):
+        raise RunFolderError(f"{path} is a folder of runs: give one, such as {path / 'latest'}")
     try:
         check_dataset(name)
     except DatasetUnavailable as error:
