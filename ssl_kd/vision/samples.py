@@ -285,7 +285,8 @@ class Samples:
             name, whole = other, True
         kind = "test" if split == "test" else "train"
         column = self.settings["COLUMN"]
-        rows = open_rows(name, kind, whole=whole, column=column, media=self._column)
+        media = None if self._joined is not None else self._column
+        rows = open_rows(name, kind, whole=whole, column=column, media=media)
         if rows is not None or not has_pictures(self.metrics):
             return rows
         opened = open_dataset(name, kind, root=self.settings["DATA_DIR"], whole=whole)

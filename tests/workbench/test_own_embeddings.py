@@ -137,6 +137,7 @@ def test_a_table_is_joined_by_the_names_of_samples(run, tmp_path):
     Image.new("L", (3, 3)).save(tmp_path / "x.png")
     shown = Samples(run, "photo2")  # the paths are relative to the table
     assert shown.media["kind"] == "image" and shown.image(1).size == (3, 3)
+    assert metadata(shown).keys() >= {"text", "price", "photo2"}
     wrong = {"name": "has the columns name; expected one called file, id", "file": "names such as"}
     for column, words in wrong.items():
         csv.write_csv(arrow.table({column: ["e1"]}), table)
