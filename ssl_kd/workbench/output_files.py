@@ -61,26 +61,17 @@ def safe_name(text: str) -> str:
     """
     name = _UNSAFE.sub("_", unicodedata.normalize("NFC", text)).strip(" ").rstrip(". ")
     name = f"_{name}" if not name.strip(".") or _RESERVED.fullmatch(name) else name
-    stem, dot, suffix = name.rpartition(".")
-    if not stem or len(suffix.encode()) > 10:
-        stem, dot, suffix = name, "", ""
-    room = LONGEST - len((dot + suffix).encode())
-    return stem.encode()[:room].decode(errors="ignore") + dot + suffix
+    stem, suffix = os.path.splitext(name)
+    if len(suffix.encode()) > 11:
+        stem, suffix = name, ""
+    return stem.encode()[: LONGEST - len(suffix.encode())].decode(errors="ignore") + suffix
 
 
-class UniqueNames:
-    """Make file names within a folder unique, ignoring case: `a.png`, `A (2).png`."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def __call__(self, name: str) -> str:
-        """Return the name, with a number appended if the name is taken."""
-        stem, dot, suffix = name.rpartition(".")
-        stem, dot, suffix = (stem, dot, suffix) if stem else (name, "", "")
-        unique, number = name, 1
-        while unique.casefold() in self._taken:
-            number += 1
-            unique = f"{stem} ({number}){dot}{suffix}"
-        self._taken.add(unique.casefold())
-        return unique
+def unique_name(name: str, taken: set[str]) -> str:
+    """Number a name that is taken, ignoring case, as `A (2).png`, and add it to those taken."""
+    (stem, suffix), unique, number = os.path.splitext(name), name, 1
+    while unique.casefold() in taken:
+        number += 1
+        unique = f"{stem} ({number}){suffix}"
+    taken.add(unique.casefold())
+    return unique

@@ -211,8 +211,7 @@ class Run:
         changed clusters, the original ones are in `cluster_of_run`.
         """
         content = Content.of(self.samples)
-        table = arrow.Table.from_batches(content.batches(max(len(content), 1)))
-        return table.add_column(0, "row", arrow.array(content.rows)).to_pandas()
+        return content.table.add_column(0, "row", arrow.array(content.rows)).to_pandas()
 
     def duplicates(self, split: str = "train", *, floor: float | None = None) -> Duplicates:
         """Find exact and near copies in a split (`curate.near_duplicates`)."""

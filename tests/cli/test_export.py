@@ -5,10 +5,12 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from pyarrow import parquet
 
 from ssl_kd import cli
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 from tests.faults.matrix import row as fault
 
@@ -25,7 +27,9 @@ def test_a_selection_with_the_names_that_people_chose(copied, tmp_path, capsys):
     assert cli.main(["export", *argv, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert f"parquet: {out}" in printed and "read_parquet" in printed
-    table = parquet.read_table(out)
+    table, samples = parquet.read_table(out), Samples(copied)
+    selected = np.isin(samples.column("cluster"), [0, 1]) & (samples.column("split") == "test")
+    assert table["file"].to_pylist() == samples.column("file")[selected].tolist()
     assert set(table.column("split").to_pylist()) == {"test"}
     assert set(table.column("cluster").to_pylist()) == {0, 1}
     assert set(table.column("cluster_name").to_pylist()) == {"a ring", "1"}
@@ -40,7 +44,7 @@ def test_force_replaces_a_file_once_the_new_one_is_complete_and_no_folder(
     out.write_text("mine")
     assert cli.main(argv) == 2 and "replace it with --force" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(parquet.ParquetWriter, "write_batch", lambda *a, **k: 1 / 0)
+        patch.setattr(parquet, "write_table", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cli.main([*argv, "--force"])
     assert out.read_text() == "mine"

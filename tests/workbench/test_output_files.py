@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ssl_kd.errors import InputError
-from ssl_kd.workbench.output_files import UniqueNames, new_folder, safe_name
+from ssl_kd.workbench.output_files import new_folder, safe_name, unique_name
 
 HOSTILE = [
     "..",
@@ -39,9 +39,9 @@ def test_the_suffix_of_a_long_name_is_kept():
 
 
 def test_names_differ_in_more_than_case():
-    unique = UniqueNames()
+    taken: set[str] = set()
     names = ["a.png", "A.PNG", "a (2).png", "a.png", "b", "b"]
-    assert [unique(name) for name in names] == [
+    assert [unique_name(name, taken) for name in names] == [
         "a.png", "A (2).PNG", "a (2) (2).png", "a (3).png", "b", "b (2)"
     ]  # fmt: skip
 

@@ -15,7 +15,6 @@ from ssl_kd.vision.model import DIGEST, MODEL_FILES, ClusterModel
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.export.parquet_table import write_parquet
-from ssl_kd.workbench.output_files import new_folder
 
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
 _NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # other text settings may hold paths
@@ -23,28 +22,25 @@ TAGS = ["clustering", "self-distillation", "image-feature-extraction"]
 ANSWER = "consensus"  # name of the final clusters in the run's table of scores
 
 
-def write_model(content: Content, out: Path) -> Path:
-    """Write a folder with the files of a model repository, including the card README.md."""
+def write_model(content: Content, folder: Path) -> None:
+    """Write the files of a model repository to a folder, including the card README.md."""
     samples = content.samples
     for name in MODEL_FILES:
         if not (samples.path / name).is_file():
             raise FileNotFoundError(
                 f"{samples.path} has no {name}, so it has no model to export: finish the run first"
             )
-    with new_folder(out) as folder:
-        shutil.copyfile(samples.path / "model.safetensors", folder / "model.safetensors")
-        atomic_write_json(folder / "config.json", _config(samples))
-        (folder / "README.md").write_text(str(model_card(samples)), encoding="utf-8")
-    return out
+    shutil.copyfile(samples.path / "model.safetensors", folder / "model.safetensors")
+    atomic_write_json(folder / "config.json", _config(samples))
+    model_card(samples).save(folder / "README.md")
 
 
-def write_dataset(content: Content, out: Path) -> Path:
-    """Write a folder with the files of a dataset repository: README.md and clusters.parquet."""
-    with new_folder(out) as folder:
-        write_parquet(content, folder / "clusters.parquet")
-        content.write_decisions(folder)
-        (folder / "README.md").write_text(str(dataset_card(content)), encoding="utf-8")
-    return out
+def write_dataset(content: Content, folder: Path) -> None:
+    """Write the files of a dataset repository to a folder: README.md and clusters.parquet."""
+    with open(folder / "clusters.parquet", "wb") as file:
+        write_parquet(content, file)
+    content.write_decisions(folder)
+    dataset_card(content).save(folder / "README.md")
 
 
 def model_card(samples: Samples) -> ModelCard:
@@ -83,7 +79,7 @@ def dataset_card(content: Content) -> DatasetCard:
         tags=["clustering", "ssl_kd"],
         configs=[{"config_name": "default", "data_files": files}],
     )
-    columns = ", ".join(f"`{name}`" for name in next(content.batches(1)).schema.names)
+    columns = ", ".join(f"`{name}`" for name in content.table.column_names)
     body = f"""# Clusters of {content.title}
 
 {len(content)} samples and the cluster of each, by ssl_kd {__version__}; the pictures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,59 +92,44 @@ class Content:
         if self.decisions:
             (folder / FILE).write_text(self.decisions, encoding="utf-8")
 
-    def batches(self, size: int) -> Iterator[arrow.RecordBatch]:
-        """Yield the exported samples with all columns, in batches of `size` rows."""
-        more = metadata(self.samples)
-        for start in range(0, len(self.rows), size):
-            yield self._batch(self.rows[start : start + size], more)
+    @property
+    def table(self) -> arrow.Table:
+        """The exported samples with all columns; `cluster` has the clusters after all decisions."""
+        table, columns = self.samples.table, dict[str, Any]()
+        for name in table.column_names:
+            columns[name] = table.column(name)
+            if name == "cluster":
+                columns[name] = arrow.array(self.clusters, arrow.int32())
+                names = [self.names.get(number, str(number)) for number in self.clusters.tolist()]
+                columns["cluster_name"] = arrow.array(names, arrow.string())
+        if (self.samples.column("cluster") != self.clusters).any():
+            columns["cluster_of_run"] = table.column("cluster")
+        if self.checked is not None:
+            columns["checked"] = self.checked
+        is_exported = np.isin(np.arange(len(self.samples)), self.rows)
+        return arrow.table(columns | metadata(self.samples)).filter(arrow.array(is_exported))
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield each exported sample as a dict of its columns."""
-        for batch in self.batches(RECORDS):
+        for batch in self.table.to_batches(RECORDS):
             yield from batch.to_pylist()
-
-    def _batch(
-        self, rows: NDArray[np.int64], more: Mapping[str, arrow.ChunkedArray]
-    ) -> arrow.RecordBatch:
-        table = self.samples.table.take(arrow.array(rows))
-        columns: dict[str, Any] = {}
-        for name in table.column_names:
-            columns[name] = table.column(name).combine_chunks()
-            if name == "cluster":
-                numbers = self.clusters[rows]
-                columns[name] = arrow.array(numbers, arrow.int32())
-                texts = [self.names.get(c, str(c)) for c in numbers.tolist()]
-                columns["cluster_name"] = arrow.array(texts, arrow.string())
-        if (self.samples.column("cluster") != self.clusters).any():
-            columns["cluster_of_run"] = table.column("cluster").combine_chunks()
-        if self.checked is not None:
-            columns["checked"] = arrow.array(self.checked[rows])
-        for name, column in more.items():
-            columns[name] = column.take(arrow.array(rows)).combine_chunks()
-        return arrow.RecordBatch.from_pydict(columns)
 
     def with_pictures(self, *, skip_missing: bool = False) -> tuple[Content, list[Path]]:
         """Return the samples whose picture exists, and the absolute path of each picture.
 
         Missing pictures raise InputError; with `skip_missing`, a warning lists them.
         """
-        rows, files, missing = [], [], []
+        files: dict[int, Path] = {}
         for row in self.rows.tolist():
-            try:
-                path = self.samples.image_file(row)
-            except (FileNotFoundError, UnreadableImage):
-                missing.append(row)
-                continue
-            if path is None:
-                raise InputError(
-                    f"the samples of {self.samples.path} are features or records in a single "
-                    "file, not picture files: export them with --to parquet"
-                )
-            if path.is_file():
-                rows.append(row)
-                files.append(Path(path).absolute())
-            else:
-                missing.append(row)
+            with suppress(FileNotFoundError, UnreadableImage):
+                if (path := self.samples.image_file(row)) is None:
+                    raise InputError(
+                        f"the samples of {self.samples.path} are features or records in a single "
+                        "file, not picture files: export them with --to parquet"
+                    )
+                if path.is_file():
+                    files[row] = path.absolute()
+        missing = [row for row in self.rows.tolist() if row not in files]
         if missing:
             names = self.samples.column("file")
             shown = ", ".join(printable(str(names[row])) for row in missing[:SHOWN])
@@ -152,4 +138,4 @@ class Content:
             if not skip_missing or not files:
                 raise InputError(f"{message}. Put them back, or skip them with --skip_missing")
             logger.warning("%s; these samples are not exported", message)
-        return replace(self, rows=np.array(rows, dtype=np.int64)), files
+        return replace(self, rows=np.array([*files], np.int64)), [*files.values()]

@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.output_files import new_folder, write_list
+from ssl_kd.workbench.output_files import write_list
 
 
-def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -> Path:
+def write_fiftyone(content: Content, folder: Path, *, skip_missing: bool = False) -> None:
     """Write one FiftyOne sample per picture, with levels and label as Classifications.
 
     Numbers become fields. The split becomes a tag, and so does `checked`.
     """
     content, files = content.with_pictures(skip_missing=skip_missing)
-    with new_folder(out) as folder:
-        content.write_decisions(folder)
-        write_list(folder / "samples.json", _samples(content, files), '{"samples": [', "]}")
-    return out
+    content.write_decisions(folder)
+    write_list(folder / "samples.json", _samples(content, files), '{"samples": [', "]}")
 
 
 def _samples(content: Content, files: list[Path]) -> Iterator[dict[str, Any]]:

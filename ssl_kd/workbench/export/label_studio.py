@@ -9,35 +9,29 @@ from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.output_files import new_folder, write_list
+from ssl_kd.workbench.output_files import write_list
 
 LOCAL = "/data/local-files/?d="
 
 
 def write_label_studio(
-    content: Content, out: Path, *, url: str | None = None, skip_missing: bool = False
-) -> Path:
+    content: Content, folder: Path, *, url: str | None = None, skip_missing: bool = False
+) -> None:
     """Write `tasks.json`, which Label Studio imports, and the interface `label_config.xml`.
 
     `url` serves the common folder of all pictures, as `https://example.org/photos`. None stands for
     Label Studio's local files, with `LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT` set to `/`.
     """
     content, files = content.with_pictures(skip_missing=skip_missing)
-    choices = [*content.cluster_names().values()]
-    common = Path(os.path.commonpath([file.parent for file in files]))
-
-    def address(file: Path) -> str:
-        if url is None:
-            return LOCAL + quote(os.fsencode(file).lstrip(b"/"))
-        return f"{url.rstrip('/')}/{quote(os.fsencode(file.relative_to(common).as_posix()))}"
-
-    with new_folder(out) as folder:
-        content.write_decisions(folder)
-        (folder / "label_config.xml").write_text(_interface(choices), encoding="utf-8")
-        rows = zip(content.rows.tolist(), files, content.records(), strict=True)
-        tasks = (_task(content.title, number, address(file), row) for number, file, row in rows)
-        write_list(folder / "tasks.json", tasks)
-    return out
+    content.write_decisions(folder)
+    interface = _interface([*content.cluster_names().values()])
+    (folder / "label_config.xml").write_text(interface, encoding="utf-8")
+    served = "/" if url is None else os.path.commonpath([file.parent for file in files])
+    base = LOCAL if url is None else f"{url.rstrip('/')}/"
+    paths = [os.fsencode(file.relative_to(served).as_posix()) for file in files]
+    rows = zip(content.rows.tolist(), paths, content.records(), strict=True)
+    tasks = (_task(content.title, number, base + quote(path), row) for number, path, row in rows)
+    write_list(folder / "tasks.json", tasks)
 
 
 def _task(run: str, number: int, image: str, row: dict[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ssl_kd.errors import InputError
 from ssl_kd.settings import nearest
-from ssl_kd.workbench.output_files import refuse_existing
+from ssl_kd.workbench.output_files import new_folder, refuse_existing
 
 if TYPE_CHECKING:
     from ssl_kd.workbench.export.content import Content
@@ -23,7 +21,7 @@ class Format:
     """Description of an export format."""
 
     what: str  # for the help
-    writer: str  # module and function that write the format, (content, out, **options) -> Path
+    writer: str  # module and function (content, open file or new folder, **options)
     name: str  # default name of the output: a file if it has a suffix, else a folder
     options: tuple[str, ...] = ()  # of the writer
     how_to_read: str = ""  # code or a sentence, with {out} for the path of the output
@@ -79,17 +77,22 @@ def export(
     `out` is by default in `export/` of the run's folder. With `force`, an existing file is replaced
     once the new one is complete; a folder is never replaced. The `options` are the format's own.
     """
+    from ssl_kd.files import atomic_write  # imports torch
+
     path = checked_path(content.samples.path, to, out, options, force=force)
     module, _, name = FORMATS[to].writer.rpartition(".")
     write = getattr(importlib.import_module(f"ssl_kd.workbench.export.{module}"), name)
-    if not os.path.lexists(path):
-        return write(content, path, **options)
-    temporary = path.with_name(f".{secrets.token_hex(4)}{path.suffix}")
-    try:
-        write(content, temporary, **options)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+
+    def write_file(file: BinaryIO) -> None:
+        write(content, file, **options)
+        if not force:
+            refuse_existing(path)  # another program may have written it meanwhile
+
+    if Path(FORMATS[to].name).suffix:
+        atomic_write(path, write_file)
+    else:
+        with new_folder(path) as folder:
+            write(content, folder, **options)
     return path
 
 

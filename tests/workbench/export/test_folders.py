@@ -66,15 +66,14 @@ def test_files_of_one_name_and_hostile_ones(photo_run, tmp_path):
 
 @fault(133)
 def test_a_failed_export_leaves_nothing(content, tmp_path, monkeypatch):
-    put, paths = folders._put, []
+    paths = []
 
-    def failing(path, file, link):
+    def failing(file, path):
         if len(paths) == 20:
             raise OSError(28, "No space left on device")
-        paths.append(path)
-        put(path, file, link)
+        paths.append(shutil.copy(file, path))
 
-    monkeypatch.setattr(folders, "_put", failing)
+    monkeypatch.setitem(folders.LINKS, "copy", failing)
     with pytest.raises(OSError, match="No space"):
         export(content, "folders", tmp_path / "out", link="copy")
     assert not list(tmp_path.iterdir())

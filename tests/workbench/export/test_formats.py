@@ -32,14 +32,10 @@ def content(photo_run):
     return replace(Content.of(Samples(photo_run)), names={1: RING})
 
 
-def rows_of(content):
-    return [row for batch in content.batches(1000) for row in batch.to_pylist()]
-
-
 def test_fiftyone_samples(photo_run, content, tmp_path):
     out = export(content, "fiftyone", tmp_path / "out")
     written = json.loads((out / "samples.json").read_text())["samples"]
-    for sample, row in zip(written, rows_of(content), strict=True):
+    for sample, row in zip(written, content.table.to_pylist(), strict=True):
         assert sample["filepath"].endswith(row["file"]) and sample["tags"] == [row["split"]]
         assert sample["cluster"] == {
             "_cls": "Classification",
@@ -60,7 +56,7 @@ def test_label_studio_tasks(content, tmp_path):
     interface = ElementTree.parse(out / "label_config.xml").getroot()
     choices = [choice.get("value") for choice in interface.iter("Choice")]
     assert choices == ["0", RING, "2"]
-    for task, row in zip(tasks_of(out), rows_of(content), strict=True):
+    for task, row in zip(tasks_of(out), content.table.to_pylist(), strict=True):
         url = task["data"]["image"].removeprefix("/data/local-files/?d=")
         assert " " not in url and ("/" + unquote(url)).endswith(row["file"])
         (prediction,) = task["predictions"]
