@@ -67,7 +67,7 @@ class Samples:
         self._opened: dict[str, ImageDataset | Rows | None] = {}
         self._numbers: dict[str, dict[str, int]] = {}
         chosen = self.path / MEDIA
-        remembered = read_object(chosen)["column"] if chosen.is_file() else None
+        remembered = read_object(chosen).get("column") if chosen.is_file() else None
         self._column = remembered if media is None else media
         if media is not None:
             rows = self._joined or self.rows("train")

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from pyarrow import compute, csv, parquet
 
 from ssl_kd.datasets.media import Rows
-from ssl_kd.datasets.tables import ROOT, open_table, scalar_columns, short_texts
+from ssl_kd.datasets.tables import ROOT, one_line_errors, open_table, scalar_columns, short_texts
 from ssl_kd.errors import InputError, UserError
-from ssl_kd.files import atomic_write
+from ssl_kd.files import CorruptFileError, atomic_write
 from ssl_kd.vision.samples import JOINED, Samples
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,13 @@ def metadata(samples: Samples) -> dict[str, arrow.ChunkedArray]:
         logger.warning("the columns of the data set are left out: %s", error)
     for name in (JOINED, MEASURES):
         path = samples.path / name
-        if path.is_file() and (table := open_table(path)) is not None:
-            columns |= scalar_columns(table, ("file",))
+        if not path.is_file():
+            continue
+        with one_line_errors(path):
+            table = open_table(path)
+        if table is None or table.n != len(samples):
+            raise CorruptFileError(f"{path} has not one row per sample: remove it")
+        columns |= scalar_columns(table, ("file",))
     taken = _OURS.union(samples.table.column_names)
     return {f"data_{n}" if n in taken else n: column for n, column in columns.items()}
 

@@ -138,6 +138,10 @@ def test_a_table_is_joined_by_the_names_of_samples(run, tmp_path):
     shown = Samples(run, "photo2")  # the paths are relative to the table
     assert shown.media["kind"] == "image" and shown.image(1).size == (3, 3)
     assert metadata(shown).keys() >= {"text", "price", "photo2"}
+    for damaged in (b"PAR1", (samples.path / "metadata.parquet").read_bytes()[:-9]):
+        (samples.path / "metadata.parquet").write_bytes(damaged)
+        with pytest.raises(InputError, match="metadata.parquet cannot be read as a .parquet"):
+            metadata(samples)
     wrong = {"name": "has the columns name; expected one called file, id", "file": "names such as"}
     for column, words in wrong.items():
         csv.write_csv(arrow.table({column: ["e1"]}), table)
