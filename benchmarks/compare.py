@@ -169,7 +169,7 @@ def questions(name: str, pool: Arrays) -> Iterator[tuple[str, str, float, float]
 
 
 def report(rows: list[tuple[str, str, float, float]]) -> str:
-    """Fit the constants on half of the families; return tables of the families left out."""
+    """Fit the constants on the sets in FITTED, and return a table of the other sets."""
     names, kinds, evidences, better = (np.array(column) for column in zip(*rows, strict=True))
     fitted = np.isin(names, FITTED)
     cells = np.unique(np.char.add(names, kinds), return_inverse=True)[1]
