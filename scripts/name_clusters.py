@@ -13,35 +13,29 @@ import base64
 import json
 import os
 import sys
-from urllib.error import HTTPError
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import parse_qs, urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-LONGEST = 60  # characters of a name
 QUESTION = (
     "These pictures are typical of one group. Answer with a name for the group, one to four words "
     "that say what the pictures share, and nothing else."
 )
 
 
-class NoRedirect(HTTPRedirectHandler):
-    """Follow no redirect, which would send the key to another server."""
-
-    def redirect_request(self, *_):
-        """Return no request."""
-
-
-def send(opener, url, headers, content=None):
-    """Return the body of the answer to a GET, or to a POST of `content` as JSON."""
-    data = None if content is None else json.dumps(content).encode()
-    request = Request(url, data, {"Content-Type": "application/json"} | headers)
+def send(url, headers, content=None):
+    """Return the body of the answer to a GET, or to a POST of `content`; follow no redirect."""
+    address, body = urlsplit(url), None if content is None else json.dumps(content)
+    connect = HTTPSConnection if address.scheme == "https" else HTTPConnection
     try:
-        with opener.open(request, timeout=300) as answer:
-            return answer.read()
-    except HTTPError as error:
-        sys.exit(f"error: {url}: {error.code} {error.read(300).decode(errors='replace')}")
-    except OSError as error:
-        sys.exit(f"error: {url} cannot be reached: {getattr(error, 'reason', error)}")
+        connection = connect(address.netloc, timeout=300)
+        connection.request("POST" if body else "GET", address.path, body, headers)
+        answer = connection.getresponse()
+        content = answer.read()
+    except (OSError, HTTPException) as error:
+        sys.exit(f"error: {url} cannot be reached: {error}")
+    if answer.status != 200:
+        sys.exit(f"error: {url}: {answer.status} {content[:300].decode(errors='replace')}")
+    return content
 
 
 def name_from(answer, taken):
@@ -51,10 +45,11 @@ def name_from(answer, taken):
     except (ValueError, LookupError, TypeError, AttributeError):
         sys.exit(f"error: the model's server answered {answer[:200]!r}; expected a chat completion")
     line = "".join(c for c in text.partition("\n")[0] if c.isprintable())
-    name = line.strip(" .\"'*`")[:LONGEST].strip() or "unnamed"
-    unique, number = name, 2
+    unique = name = line.strip(" .\"'*`")[:60].strip() or "unnamed"
+    number = 1
     while unique.casefold() in taken:
-        unique, number = f"{name} {number}", number + 1
+        number += 1
+        unique = f"{name} {number}"
     return unique
 
 
@@ -65,27 +60,26 @@ def main():
     parser.add_argument("--model_url", required=True, help="such as http://localhost:11434/v1")
     parser.add_argument("--model", required=True, help="name of the model on that server")
     flags = parser.parse_args()
-    address, key = urlsplit(flags.url), os.environ.get("MODEL_API_KEY")
-    token = {"X-Token": parse_qs(address.query).get("token", [""])[0]}
-    api, local = f"http://{address.netloc}/api", build_opener(ProxyHandler({}))
-    chat, model = f"{flags.model_url.rstrip('/')}/chat/completions", build_opener(NoRedirect())
-    model_headers = {"Authorization": f"Bearer {key}"} if key else {}
+    page, chat = urlsplit(flags.url), f"{flags.model_url.rstrip('/')}/chat/completions"
+    api, token = f"http://{page.netloc}/api", parse_qs(page.query).get("token", [""])[0]
+    of_page, of_model = {"X-Token": token}, {"Content-Type": "application/json"}
+    if key := os.environ.get("MODEL_API_KEY"):
+        of_model["Authorization"] = f"Bearer {key}"
 
-    clusters = json.loads(send(local, f"{api}/clusters", token))
+    clusters = json.loads(send(f"{api}/clusters", of_page))
     taken = {cluster["name"].casefold() for cluster in clusters}
     for cluster in clusters:
         if cluster["name"] or cluster["checked"]:
             continue
-        pictures = []
+        parts = [{"type": "text", "text": QUESTION}]
         for row in cluster["typical"]:
-            picture = base64.b64encode(send(local, f"{api}/image/{row}", token)).decode()
+            picture = base64.b64encode(send(f"{api}/image/{row}", of_page)).decode()
             url = f"data:image/jpeg;base64,{picture}"
-            pictures.append({"type": "image_url", "image_url": {"url": url}})
-        parts = [{"type": "text", "text": QUESTION}, *pictures]
+            parts.append({"type": "image_url", "image_url": {"url": url}})
         question = {"model": flags.model, "messages": [{"role": "user", "content": parts}]}
-        name = name_from(send(model, chat, model_headers, question), taken)
+        name = name_from(send(chat, of_model, question), taken)
         decision = {"do": "rename", "cluster": cluster["cluster"], "name": name, "by": flags.model}
-        send(local, f"{api}/curation", token, decision)
+        send(f"{api}/curation", of_page, decision)
         taken.add(name.casefold())
         print(f"{cluster['cluster']}: {name}", flush=True)
 

@@ -58,12 +58,10 @@ def odd_images(
     example `Samples.image`, gets a row number and may raise `UnreadableImage`. The sharpness is the
     variance of the Laplacian of the gray image, fitted into 256 x 256 pixels.
     """
-    n = len(ids)
-    sizes, spread = np.zeros(n, np.int64), np.zeros(n)
-    measures = {name: np.full(n, np.nan) for name in MEASURES}
-    reasons: dict[int, str] = {}
+    n, reasons = len(ids), dict[int, str]()
+    values = np.full((n, 1 + len(MEASURES)), np.nan)  # spread and measures
 
-    def check(row: int) -> tuple[float, dict[str, float]] | UnreadableImage:
+    def measure(row: int) -> tuple[float, ...] | UnreadableImage:
         try:
             image = open_image(row)
         except UnreadableImage as error:
@@ -77,27 +75,24 @@ def odd_images(
         pixels = np.asarray(gray, np.float32)
         small = ImageOps.contain(gray, (SIDE, SIDE))
         sharpness = laplace(np.asarray(small, np.float32)).var()
-        size = image.info.get(FILE_BYTES, np.nan)
-        values = (image.width, image.height, sharpness, pixels.mean(), size)
-        return float(pixels.std()), dict(zip(MEASURES, map(float, values), strict=True))
+        n_bytes = image.info.get(FILE_BYTES, np.nan)
+        return pixels.std(), image.width, image.height, sharpness, pixels.mean(), n_bytes
 
     with ThreadPoolExecutor(WORKERS, "decode") as pool:
         for start in range(0, n, ROWS):
             rows = range(start, min(start + ROWS, n))
-            for row, result in zip(rows, pool.map(check, rows), strict=True):
+            for row, result in zip(rows, pool.map(measure, rows), strict=True):
                 if isinstance(result, UnreadableImage):
                     reasons[row] = f"unreadable: {result.reason}"
-                    continue
-                spread[row], measured = result
-                sizes[row] = measured["width"] * measured["height"]
-                for name, value in measured.items():
-                    measures[name][row] = value
-                if spread[row] <= BLANK:
-                    reasons[row] = "blank"
+                else:
+                    values[row] = result
             if progress is not None:
                 progress(rows.stop, n)
+    spread, *columns = values.T
+    measures = dict(zip(MEASURES, columns, strict=True))
+    reasons |= dict.fromkeys(np.flatnonzero(spread <= BLANK).tolist(), "blank")
     sides = np.fmin(measures["width"], measures["height"])
-    if sizes.any() and np.nanmedian(sides) >= 4 * TINY:
-        for row in np.flatnonzero(sides <= TINY).tolist():
-            reasons.setdefault(row, "tiny")
-    return ImageChecks(ids, sizes, spread, reasons, measures)
+    if np.nan_to_num(sides).any() and np.nanmedian(sides) >= 4 * TINY:
+        reasons = dict.fromkeys(np.flatnonzero(sides <= TINY).tolist(), "tiny") | reasons
+    sizes = np.nan_to_num(measures["width"] * measures["height"]).astype(np.int64)
+    return ImageChecks(ids, sizes, np.nan_to_num(spread), reasons, measures)

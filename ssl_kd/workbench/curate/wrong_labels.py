@@ -12,12 +12,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from torch import Tensor
 
 from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore, find_neighbors
-from ssl_kd.workbench.curate.duplicates import NEIGHBORS
-from ssl_kd.workbench.curate.neighbor_spacing import neighbor_distances, similarity
+from ssl_kd.store import EmbeddingStore
+from ssl_kd.workbench.curate.neighbor_spacing import similarity, sorted_neighbors
 from ssl_kd.workbench.curate.ranked_samples import Ranked
 
 TEMPERATURE = 0.07  # of the neighbors' votes, as in the k-NN accuracy
@@ -75,11 +73,13 @@ def mislabelled(
     parts: list[NDArray[np.floating]] = [_by_regression(store, known, known_codes, len(classes))]
     if clusters is not None:
         parts.append(_by_cluster(np.asarray(clusters)[known], known_codes, len(classes)))
-    k = min(NEIGHBORS, store.n - 1)
-    neighbors, _ = find_neighbors(store, k)
+    neighbors, distances = sorted_neighbors(store)
+    cosine = similarity(distances)
+    nearness = np.exp((cosine - cosine[:, :1]) / TEMPERATURE)
     mean, belief = parts[0], np.ones(store.n)
     for _ in range(ROUNDS):
-        votes = _by_neighbors(store, neighbors, codes, len(classes), belief)[known]
+        weights = nearness * belief[neighbors]
+        votes = _by_neighbors(codes[neighbors], weights, len(classes))[known]
         mean = np.mean([votes, *parts], 0)
         belief[known] = mean[np.arange(len(known)), known_codes]
     columns = {"label": labels[known], "suggested": classes[mean.argmax(1)]}
@@ -89,24 +89,16 @@ def mislabelled(
 
 
 def _by_neighbors(
-    store: EmbeddingStore,
-    neighbors: Tensor,
-    codes: NDArray[np.integer],
-    n_classes: int,
-    belief: NDArray[np.float64],
+    codes: NDArray[np.integer], weights: NDArray[np.float64], n_classes: int
 ) -> NDArray[np.float32]:
-    """Return the neighbors' vote for each class, `[n, class]`, weighted by nearness and belief.
+    """Return the vote for each class, `[n, class]`, of neighbors with these classes `[n, k]`.
 
     Votes are uniform for a row without a labelled neighbor.
     """
-    votes = np.zeros((store.n, n_classes), np.float32)
-    for rows, others, distance in neighbor_distances(store, neighbors):
-        cosine = similarity(distance)
-        weight = np.exp((cosine - cosine[:, :1]) / TEMPERATURE) * belief[others]
-        for place in range(others.shape[1]):
-            voted = codes[others[:, place]]
-            labelled = voted >= 0
-            votes[rows[labelled], voted[labelled]] += weight[labelled, place]
+    votes = np.zeros((len(codes), n_classes), np.float32)
+    for voted, weight in zip(codes.T, weights.T, strict=True):
+        labelled = np.flatnonzero(voted >= 0)
+        votes[labelled, voted[labelled]] += weight[labelled]
     total = votes.sum(1, keepdims=True)
     return np.where(total > 0, votes / np.where(total > 0, total, 1), 1 / n_classes)
 
