@@ -25,13 +25,7 @@ LEAST = 0.1  # difference of a column that is worth a line, as a share of sample
 
 
 class ClusterPages:
-    """What the explorer shows about each cluster.
-
-    Args:
-        samples: the samples of the run.
-        curation: the decisions of the run.
-        columns: the columns by which clusters are compared.
-    """
+    """What the explorer shows about each cluster, after all decisions."""
 
     def __init__(self, samples: Samples, curation: Curation, columns: Columns) -> None:
         self._samples, self._curation, self._columns = samples, curation, columns
@@ -64,11 +58,7 @@ class ClusterPages:
         return sorted(entries, key=lambda entry: -entry["size"])
 
     def describe_cluster(self, cluster: int) -> dict[str, Any]:
-        """Return the entry of a cluster in `list_clusters`, and its nearest clusters.
-
-        Raises:
-            InputError: there is no such cluster.
-        """
+        """Return the entry of a cluster in `list_clusters`, and its nearest clusters."""
         clusters = self._curation.clusters
         entries = {entry["cluster"]: entry for entry in self._list(clusters)}
         if cluster not in entries:

@@ -40,22 +40,17 @@ compute: Any = _compute  # pyright does not know its functions, which are made o
 
 
 class Columns:
-    """The columns of a run's samples, for filters, sorting, cells and charts.
+    """The columns of a run's samples after all decisions: filters, sorting, cells and charts.
 
-    Args:
-        samples: the samples of the run.
-        curation: the decisions of the run, which change `cluster`, `checked` and `excluded`.
-
-    Attributes:
-        kinds: name -> kind, in the order in which a table shows the columns: `number`; `category`,
-            texts with few different values; `text`; `cluster`, numbers of clusters; or `media`,
-            texts that stand for what a sample is, such as addresses of pictures.
+    `kinds` has name -> kind, in the order of a table: `number`; `category`, texts with few
+    different values; `text`; `cluster`, numbers of clusters; or `media`, texts that stand for what
+    a sample is, such as addresses of pictures.
     """
 
     def __init__(self, samples: Samples, curation: Curation) -> None:
         self._curation, self._n, table = curation, len(samples), samples.table
         own = metadata(samples)
-        media = (samples.media or {}).get("column")
+        media = (samples.media or {}).get("column") if own else None
         kinds = {"file": "text"} | ({media: "media"} if media in own else {})
         kinds |= {name: kind for name, kind in _OF_RUN.items() if name in table.column_names}
         kinds |= {name: _kind(column) for name, column in own.items() if name != media}
@@ -70,11 +65,7 @@ class Columns:
         self._order = functools.lru_cache(8)(self._sort)
 
     def column(self, name: str) -> Column:
-        """Return a column, with null where a value is missing; categories are a `DictionaryArray`.
-
-        Raises:
-            InputError: there is no such column.
-        """
+        """Return a column, with null where a value is missing, or raise InputError."""
         if name == "cluster":
             clusters = self._curation.clusters
             return arrow.array(clusters, mask=clusters < 0)
@@ -102,11 +93,7 @@ class Columns:
         return order[mask[order]].astype(np.int64)
 
     def cells(self, rows: Sequence[int], columns: Sequence[str]) -> list[list[Any]]:
-        """Return the values of `columns` for each of the `rows`; None where missing.
-
-        Raises:
-            InputError: there is no such row or column.
-        """
+        """Return the values of `columns` for each of the `rows`; None where missing."""
         for row in rows:
             if not 0 <= row < self._n:
                 raise InputError(f"there is no sample {row}; expected 0 to {self._n - 1}")
@@ -114,11 +101,7 @@ class Columns:
         return [[*map(_cell, values)] for values in zip(*parts, strict=True)]
 
     def chart(self, name: str) -> dict[str, Any]:
-        """Return quantiles of a column of numbers, or counts of values, for each cluster.
-
-        Raises:
-            InputError: there is no such column, or it has texts.
-        """
+        """Return quantiles of a column of numbers, or counts of values, for each cluster."""
         column, clusters = self.column(name), self._curation.clusters
         if self.kinds[name] == "number":
             return _quantiles(np.asarray(column, np.float64), clusters)

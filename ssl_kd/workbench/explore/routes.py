@@ -24,11 +24,7 @@ class DataRoutes:
         self._pages = ClusterPages(samples, curation, self.columns)
 
     def answer(self, path: str, query: dict[str, str]) -> Any:
-        """Return bytes or a value for JSON; None if there is no such path.
-
-        Raises:
-            InputError: the query is not valid.
-        """
+        """Return bytes or a value for JSON; None if there is no such path."""
         columns = self.columns
         if path == "api/rows":
             is_descending = query.get("descending", "0") not in ("", "0", "false")
