@@ -44,7 +44,9 @@ def shown(page, name):
 
 
 def filter_by(page, name, text):
-    page.fill(f'input[aria-label="Filter {name}"]', text)
+    page.click(f'input[aria-label="Filter {name}"]')
+    page.keyboard.press("ControlOrMeta+a")
+    page.keyboard.type(text)
 
 
 def tiles(page):

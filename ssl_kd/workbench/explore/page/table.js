@@ -15,7 +15,7 @@ export class Grid {
     element.setDataListener((...corners) => this.read(...corners));
     element.addStyleListener(() => this.mark());
     element.querySelector("table").setAttribute("role", "grid");
-    element.onmousedown = (event) => event.shiftKey && event.preventDefault(); // selects no text
+    element.onmousedown = (event) => { if (event.shiftKey) event.preventDefault(); }; // selects no text
     element.onkeydown = (event) => dock.onKey(event, this.rows, 1, (at) => this.reveal(at));
     element.onclick = (event) => {
       const at = element.getMeta(event.target.closest("td, tbody th") ?? undefined)?.y;
