@@ -4,12 +4,12 @@
     python -m benchmarks.everyday FOLDER --photos cifar10/test --tutorial docs/tutorial
     python -m benchmarks.everyday FOLDER --atlas VENV/bin/embedding-atlas --fiftyone VENV/bin/python
 
-Makes 310 photos with a table of metadata and clusters them; the peers get the same clusters, columns
-and map. The steps are in `everyday_tasks.py`: a click, a drag, a text, a key, and scrolling to a
-control are one each. Seconds are the machine's, from the first action to the result. A person's
-follow the keystroke-level model (Card, Moran and Newell, 1980): 1.35 s to prepare each step, 1.1 s
-to point, 0.2 s for a click or a key. Looking at pictures comes on top. `--tutorial` does the steps
-of docs/tutorial.md, with its pictures.
+Makes 310 photos with a table of metadata and clusters them; the peers get the same clusters,
+columns and map. The steps are in `everyday_tasks.py`: a click, a drag, a text, a key, and scrolling
+to a control are one each. Seconds are the machine's, from the first action to the result. A
+person's follow the keystroke-level model (Card, Moran and Newell, 1980): 1.35 s to prepare each
+step, 1.1 s to point, 0.2 s for a click or a key; looking at pictures comes on top. `--tutorial`
+does the steps of docs/tutorial.md and takes its pictures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -35,7 +35,7 @@ import pyarrow as arrow
 from PIL import Image, ImageFilter
 from pyarrow import parquet
 
-from benchmarks.everyday_tasks import BEFORE, LOAD_FIFTYONE, TASKS, TUTORIAL
+from benchmarks.everyday_tasks import BEFORE, CLUSTER, LOAD_FIFTYONE, TASKS, TUTORIAL
 from benchmarks.explore import served
 from benchmarks.turns import header, row
 from ssl_kd import Run
@@ -89,9 +89,7 @@ def prepare(folder: Path) -> Path:
     """Cluster the photos, measure them, join their table, and return the run."""
     run = folder / "prepared"
     if not run.is_dir():
-        shell(
-            folder, "ssl_kd train --dataset photos --teacher efficientnet_lite0 --n_clusters auto"
-        )
+        shell(folder, CLUSTER)
         shell(folder, "ssl_kd curate runs/latest --images")
         shell(folder, "ssl_kd explore runs/latest --metadata photos.csv --static page")
         shutil.copytree((folder / "runs/latest").resolve(), run)
@@ -117,8 +115,10 @@ def shell(folder: Path, command: str) -> None:
 class Hands:
     """A person's hands: they do the steps of a task, and count them and a person's seconds."""
 
-    def __init__(self, page: Any, folder: Path, pictures: Path | None = None) -> None:
-        self.page, self.folder, self.pictures = page, folder, pictures
+    def __init__(
+        self, page: Any, folder: Path, pictures: Path | None = None, servers: Any = None
+    ) -> None:
+        self.page, self.folder, self.pictures, self.servers = page, folder, pictures, servers
         self.steps, self.person, self.machine = 0, 0.0, 0.0
 
     def do(self, steps: Sequence[str]) -> None:
@@ -182,6 +182,15 @@ class Hands:
         shell(self.folder, command)
         self.count(PRESS * len(command))
         self.count(PRESS)  # Enter
+
+    def open(self, command: str) -> None:
+        """Type the command that serves a run, and open the address that it prints."""
+        self.count(PRESS * len(command))
+        self.count(POINT + PRESS)
+        run, *flags = command.split()[2:]
+        _, _, url = self.servers.enter_context(served(Path(run), *flags))
+        self.page.goto(url)
+        self.page.wait_for_selector("body[data-ready]")
 
     def see(self, selector: str) -> None:
         self.page.locator(selector).first.wait_for()
@@ -263,11 +272,15 @@ def measure(browser: Any, program: str, place: int, args: argparse.Namespace) ->
 
 def tutorial(browser: Any, folder: Path, pictures: Path) -> None:
     """Do the steps of docs/tutorial.md; print the steps and seconds of each."""
+    pictures.mkdir(parents=True, exist_ok=True)
+    page = browser.new_page(viewport={"width": 1120, "height": 700})
+    page.set_default_timeout(LIMIT)
     header("step", "steps", "a person's seconds", "the machine's seconds")
-    total, page, waiting = [0, 0.0, 0.0], None, []
-    for name, steps in TUTORIAL.items():
-        hands = Hands(page, folder, pictures)
-        hands.do(steps)
+    with ExitStack() as servers:
+        for name, steps in TUTORIAL.items():
+            hands = Hands(page, folder, pictures, servers)
+            hands.do(steps)
+            row(name, str(hands.steps), f"{hands.person:.0f}", f"{hands.machine:.0f}")
 
 
 def main() -> None:
@@ -282,16 +295,22 @@ def main() -> None:
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     args.photos = args.photos and args.photos.absolute()
+    args.tutorial = args.tutorial and args.tutorial.absolute()
     os.chdir(args.folder)  # a run finds its photos from the folder that it was started in
     args.folder = Path()
     if not (args.folder / "photos").is_dir():
         make_photos(args.photos, args.folder / "photos")
     prepare(args.folder)
-    installed = {"ssl_kd": True, **dict(zip([*BEFORE][1:], (args.atlas, args.fiftyone)))}
+    installed = {
+        "ssl_kd": True,
+        **dict(zip([*BEFORE][1:], (args.atlas, args.fiftyone), strict=True)),
+    }
     rounds: dict[str, list[dict[str, list]]] = {name: [] for name in BEFORE if installed[name]}
     with sync_playwright() as playwright:
         flags = [*FLAGS, *WEBGPU]
         browser = playwright.chromium.launch(executable_path=chromium(playwright), args=flags)
+        if args.tutorial is not None:
+            return tutorial(browser, args.folder, args.tutorial)
         for _ in range(args.rounds):
             for program in rounds:
                 place = [*BEFORE].index(program)
@@ -303,7 +322,7 @@ def main() -> None:
             done = [result[task] for result in results if task in result]
             plan = tools[[*BEFORE].index(program)]
             if done:
-                steps, seconds, person = map(statistics.median, zip(*done))
+                steps, seconds, person = map(statistics.median, zip(*done, strict=True))
                 cells.append(f"{steps:.0f} steps, {seconds:.1f} s ({person:.0f} s)")
             else:
                 cells.append(plan if isinstance(plan, str) else "failed")

@@ -1,12 +1,13 @@
 """The steps of ten everyday tasks in each program; `benchmarks.everyday` does and counts them.
 
 A person does `click`, `type`, `key`, `drag` and `scroll`; `shell` is a command typed in a terminal.
-`download` is a click that saves a file. `see` and `gone` wait. A text that begins with "no" says why
-a program cannot do the task in the browser.
+`download` is a click that saves a file. `see` and `gone` wait. A text that begins with "no" says
+why a program cannot do the task in the browser.
 """
 
 from __future__ import annotations
 
+CLUSTER = "ssl_kd train --dataset photos --teacher efficientnet_lite0 --n_clusters auto"
 FIRST, SECOND, THIRD = (f"#clusters li:nth-child({k})" for k in (1, 2, 3))
 DECIDED = "see #status:has-text('Written')"
 DIALOG = "[role=dialog]"
@@ -105,7 +106,8 @@ TASKS = {
         ["click button[title=X100V]", "see text='99 points'",
          "scroll button[title=X100V] 0 -5000"],
         [*only("camera", "+ filter by camera", "X100V"), "click [data-cy=new-panel-btn]",
-         "click text=Histograms", "click [placeholder='Select field']", "click text='cluster.label'",
+         "click text=Histograms", "click [placeholder='Select field']",
+         "click text='cluster.label'",
          "see .recharts-surface"],
     ),
     "page through a cluster, mark it as checked": (

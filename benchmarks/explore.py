@@ -130,10 +130,10 @@ def browser_memory() -> float:
 
 
 @contextmanager
-def served(run: Path) -> Iterator[tuple[float, int, str]]:
+def served(run: Path, *flags: str) -> Iterator[tuple[float, int, str]]:
     """Start `ssl_kd explore` and yield its startup seconds, process ID and address."""
     started = time.perf_counter()
-    argv = [sys.executable, "-u", "-m", "ssl_kd", "explore", str(run), "--port", "0"]
+    argv = [sys.executable, "-u", "-m", "ssl_kd", "explore", str(run), "--port", "0", *flags]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     try:
