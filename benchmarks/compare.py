@@ -17,6 +17,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,7 +39,11 @@ from ssl_kd.workbench.compare.judgement import common_neighbors, evidence, proba
 ROWS, MOST_CLASSES = 900, 60  # of a set with more classes, 40 are drawn
 TAILED = ("usps_small", "cifar10_resnet18_pca50", "mouse_bladder")
 SYNTHETIC = ("two", "rare", "unequal")
-IMAGES = {"digits": "train", "fashion": "test", "cifar": "train"}
+IMAGES: dict[str, Literal["train", "test"]] = {
+    "digits": "train",
+    "fashion": "test",
+    "cifar": "train",
+}
 DESCRIPTORS = {"handwritten_mfeat": (216, 76, 64, 6, 240, 47), "landuse21": (20, 59, 40)}
 FITTED = ("banking77_tfidf", "coil20", "digits", "fashion", "handwritten_mfeat", "landuse21")
 FITTED += ("palm100", "two", "unequal")
