@@ -55,22 +55,23 @@ def _watch(argv: Sequence[str]) -> int:
     screen = open_screen()
     from ssl_kd.workbench.watch import Watch
 
-    watched, n_rounds = Watch(flags.folder, place, settings, given), 0
-    while True:
+    watched = Watch(flags.folder, place, settings, given)
+
+    def do_round() -> None:
         try:
             with ProgressBars(screen) as progress:
-                summary, is_new = watched.advance(flags.at_least, progress)
-            _show(summary, is_new, flags.at_least)
-            n_rounds += 1
+                _show(*watched.advance(flags.at_least, progress), flags.at_least)
         except Interrupted as stopped:  # the same command continues, not --resume
             raise Interrupted(stopped.signal, None) from None
-        except (UserError, OSError) as error:
-            if flags.once or not n_rounds:
-                raise
-            print_failure(error)  # such as a network drive that will be back
-        if flags.once:
-            return OK
+
+    do_round()
+    while not flags.once:
         time.sleep(flags.every)
+        try:
+            do_round()
+        except (UserError, OSError) as error:  # such as a network drive that will be back
+            print_failure(error)
+    return OK
 
 
 def _duration(text: str) -> int:

@@ -63,21 +63,14 @@ def open_dataset(
         raise ValueError(f"split is {split!r}; expected 'train' or 'test'")
     dataset: ImageDataset | FeatureDataset | None
     path = None if name in NAMES else dataset_path(name)
-    is_list = path is not None and path.suffix == FILE_LIST and path.is_file()
-    is_file = path is not None and not is_list and (path.is_file() or is_saved(path))
+    is_file = path is not None and path.suffix != FILE_LIST and (path.is_file() or is_saved(path))
     if column is not None and not is_file:
         raise InputError(
             f"COLUMN is {column!r}, but {name} contains images instead of columns: remove --column"
         )
     if path is None:
         return NAMES[name](name, split, Path(root), download)
-    if is_list:
-        listed = read_file_list(path)
-        options = {"labelled": labels == "folders", "class_names": class_names}
-        is_split, folder = split == "train" or whole, listed["folder"]
-        options["paths"] = listed["files"]
-        dataset = FolderDataset(folder, folder, split, **options) if is_split else None
-    elif not is_file:
+    if not is_file:
         dataset = _open_folder(path, name, split, class_names, whole, labels == "folders")
     else:
         dataset = _open_features(path, split, class_names, column, whole)
@@ -116,10 +109,15 @@ def _open_folder(
     folder = splits[split]
     if folder is None:
         return None
+    paths = None
+    if folder.is_file():
+        listed = read_file_list(folder)
+        folder, name, paths = listed["folder"], listed["folder"], listed["files"]
     try:
         if split == "test" and class_names is None and labelled:
             class_names = _class_folders(splits["train"])
-        return FolderDataset(folder, name, split, labelled=labelled, class_names=class_names)
+        options = {"labelled": labelled, "class_names": class_names, "paths": paths}
+        return FolderDataset(folder, name, split, **options)
     except FileNotFoundError as error:
         raise DatasetUnavailable(str(error)) from None
 

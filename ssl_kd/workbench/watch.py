@@ -26,6 +26,7 @@ from ssl_kd.files import atomic_write_json, atomic_write_text
 from ssl_kd.files.lock import Lock
 from ssl_kd.report import reported
 from ssl_kd.report.watch import write_watch_page
+from ssl_kd.report.wording import DASH
 from ssl_kd.settings.early import FILE_LIST
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.extend import DECIDED, extend, inherited
@@ -39,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 SETTLED = 5.0  # seconds since the last change after which a file counts as complete
 ROUND, SUMMARY = "round-", "watch.json"
-Files = dict[str, list[int]]  # path relative to the folder -> size, time of the change in ns
+Stamp = list[int] | None  # size of a file and the time of its last change in ns; None: unreadable
+Lists = dict[int, dict[str, Any]]  # round -> `folder`, `time`, and `files`: path -> stamp
 
 
 class Watch:
@@ -60,11 +62,6 @@ class Watch:
                 "files of the runs could be taken for new pictures: set another --runs_dir"
             )
 
-    def runs(self) -> dict[int, Path]:
-        """Return number -> folder of the finished rounds, in order."""
-        found = {file.parent for file in self.place.glob(f"{ROUND}*/metrics.json")}
-        return dict(sorted((int(path.name.removeprefix(ROUND)), path) for path in found))
-
     def advance(
         self, at_least: int = 1, progress: Progress = no_progress
     ) -> tuple[dict[str, Any], bool]:
@@ -75,32 +72,28 @@ class Watch:
         """
         self.place.mkdir(parents=True, exist_ok=True)
         with Lock(self.place / ".lock"):
-            runs = self.runs()
-            last = runs[max(runs)] if runs else None
-            samples = None if last is None else Samples(last)
-            if samples is not None:
-                _add_late_decisions(samples, [path for path in runs.values() if path != last])
-            number = max(runs, default=0) + 1
-            lists = self._lists(number)
-            new, others = self._scan(samples, lists)
-            files = lists.pop(number, {}).get("files", {})  # of a round that was killed
-            if not files or any(new.get(path) != stamp for path, stamp in files.items()):
-                files = dict(new)
+            finished = [file.parent.name for file in self.place.glob(f"{ROUND}*/metrics.json")]
+            last = max((int(name.removeprefix(ROUND)) for name in finished), default=0)
+            samples = Samples(self._run(last)) if last else None
+            lists = self._lists()
+            new, summary = self._scan(samples, lists)
+            files = lists.pop(last + 1, {}).get("files")  # of a round that was killed
+            if not files or not files.items() <= new.items():
+                files = new
             if len(files) >= at_least:
-                lists[number] = {"folder": str(self.folder), "files": files}
-                lists[number]["time"] = time.strftime("%Y-%m-%d %H:%M:%S")
-                samples = Samples(self._add(number, lists[number], last, progress))
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                lists[last + 1] = {"folder": str(self.folder), "time": now, "files": files}
+                samples = Samples(self._add(last + 1, lists[last + 1], progress))
                 new = {path: stamp for path, stamp in new.items() if path not in files}
-            summary = {"folder": str(self.folder), "run": None, "rounds": []}
-            return _report(summary | {"new": list(map(image_id, new))} | others, samples, lists)
+            return self._report(summary | {"new": list(map(image_id, new))}, samples, lists)
 
-    def _list(self, number: int) -> Path:
-        return self.place / f"{ROUND}{number:04}{FILE_LIST}"
+    def _run(self, number: int) -> Path:
+        return self.place / f"{ROUND}{number:04}"
 
-    def _lists(self, last: int) -> dict[int, dict[str, Any]]:
-        """Return the lists of files of the rounds up to `last`, as far as they still exist."""
-        paths = {number: self._list(number) for number in range(1, last + 1)}
-        lists = {number: read_file_list(path) for number, path in paths.items() if path.exists()}
+    def _lists(self) -> Lists:
+        """Return the lists of files of the rounds, as far as they still exist."""
+        paths = self.place.glob(f"{ROUND}*{FILE_LIST}")
+        lists = {int(path.stem.removeprefix(ROUND)): read_file_list(path) for path in paths}
         if others := {listed["folder"] for listed in lists.values()} - {str(self.folder)}:
             raise InputError(
                 f"{self.place} belongs to the watch of {min(others)}: choose another name for the "
@@ -109,53 +102,56 @@ class Watch:
         return lists
 
     def _scan(
-        self, samples: Samples | None, lists: Mapping[int, dict[str, Any]]
-    ) -> tuple[Files, dict[str, Any]]:
+        self, samples: Samples | None, lists: Lists
+    ) -> tuple[dict[str, Stamp], dict[str, Any]]:
         """Return the files to add, and the ids of files that wait, were replaced or deleted."""
-        known, new, waiting, replaced = set(), {}, {}, []
+        known = set()
         if samples is not None:
             known = set(samples.column("file")[samples.column("split") != "test"].tolist())
-        stamps = {image_id(p): s for listed in lists.values() for p, s in listed["files"].items()}
         paths = {image_id(path): path for path in sorted(find_images(self.folder))}
         if os.curdir in paths or not (paths or known):
             what = "cannot be listed" if paths else "holds no images"
             raise InputError(f"{self.folder} {what}: expected a readable folder of images")
-        for id, path in paths.items():
-            try:
-                status = (self.folder / path).stat()
-            except OSError as error:
-                waiting[id] = str(error.strerror)
-                continue
-            stamp = [status.st_size, status.st_mtime_ns]
-            if id in known:
-                replaced += [id] if stamps.get(id, stamp) != stamp else []
-            elif abs(time.time() - status.st_mtime) < SETTLED:
-                waiting[id] = f"changed less than {SETTLED:g} seconds ago"
-            else:
-                new[path] = stamp
+        stamps = {path: self._stamp(path) for path in paths.values()}
+        listed = {path: stamp for each in lists.values() for path, stamp in each["files"].items()}
+        unknown = [path for id, path in paths.items() if id not in known]
         with ThreadPoolExecutor() as pool:
-            faults = dict(zip(list(new), pool.map(self._fault, new), strict=True))
-        waiting |= {image_id(path): fault for path, fault in faults.items() if fault}
-        new = {path: stamp for path, stamp in new.items() if not faults[path]}
-        deleted = sorted(known - paths.keys())
-        return new, {"waiting": waiting, "replaced": replaced, "deleted": deleted}
+            faults = dict(zip(unknown, pool.map(self._fault, unknown), strict=True))
+        return {path: stamps[path] for path in unknown if not faults[path]}, {
+            "waiting": {image_id(path): fault for path, fault in faults.items() if fault},
+            "replaced": [
+                id
+                for id, path in paths.items()
+                if id in known and listed.get(path, stamps[path]) != stamps[path]
+            ],
+            "deleted": sorted(known - paths.keys()),
+        }
+
+    def _stamp(self, path: str) -> Stamp:
+        try:
+            status = (self.folder / path).stat()
+        except OSError:
+            return None
+        return [status.st_size, status.st_mtime_ns]
 
     def _fault(self, path: str) -> str:
-        """Return why an image cannot be read; an empty text if it can."""
+        """Return why a new file has to wait; an empty text if it can be added."""
+        stamp = self._stamp(path)
+        if stamp and abs(time.time() - stamp[1] / 1e9) < SETTLED:
+            return f"changed less than {SETTLED:g} seconds ago"
         try:
             read_image(self.folder, path).close()
         except UnreadableImage as error:
             return error.reason
         return ""
 
-    def _add(
-        self, number: int, listed: dict[str, Any], last: Path | None, progress: Progress
-    ) -> Path:
+    def _add(self, number: int, listed: dict[str, Any], progress: Progress) -> Path:
         """Train on listed files, or extend the last run by them; return the folder of the run."""
-        file, name = self._list(number), f"{ROUND}{number:04}"
-        settings = self.settings.replace(dataset=str(file), run_name=name)
-        if last is None:
-            shutil.rmtree(self.place / name, ignore_errors=True)  # of a round that was killed
+        place, last = self._run(number), self._run(number - 1)
+        file = place.with_suffix(FILE_LIST)
+        settings = self.settings.replace(dataset=str(file), run_name=place.name)
+        if number == 1:
+            shutil.rmtree(place, ignore_errors=True)  # of a round that was killed
             work = partial(run, settings)
         else:
             work = partial(extend, inherited(settings.replace(extend=str(last)), self.given))
@@ -166,29 +162,28 @@ class Watch:
             file.unlink()
             raise
 
-
-def _report(
-    summary: dict[str, Any], samples: Samples | None, lists: Mapping[int, dict[str, Any]]
-) -> tuple[dict[str, Any], bool]:
-    """Complete the summary, and write it and the page unless they are up to date."""
-    if samples is None:
+    def _report(
+        self, summary: dict[str, Any], samples: Samples | None, lists: Lists
+    ) -> tuple[dict[str, Any], bool]:
+        """Complete the summary, and write it and the page unless they are up to date."""
+        if samples is None:
+            return summary | {"run": None, "rounds": []}, True
+        self._add_late_decisions(samples)
+        rounds = describe_rounds(samples)
+        for described in rounds:
+            described["time"] = lists.get(described["round"], {}).get("time", DASH)
+        summary |= {"folder": str(self.folder), "run": str(samples.path), "rounds": rounds}
+        path, text = samples.path / SUMMARY, json.dumps(summary, indent=1, allow_nan=False) + "\n"
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            return summary, False
+        write_watch_page(samples, summary)
+        atomic_write_text(path, text)  # the last file: both are complete
         return summary, True
-    summary |= {"run": str(samples.path), "rounds": describe_rounds(samples)}
-    for about in summary["rounds"]:
-        about["time"] = lists.get(about["round"], {}).get("time")
-    path, text = samples.path / SUMMARY, json.dumps(summary, indent=1, allow_nan=False) + "\n"
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return summary, False
-    write_watch_page(samples, summary)
-    atomic_write_text(path, text)  # the last file: both are complete
-    return summary, True
 
-
-def _add_late_decisions(samples: Samples, earlier: list[Path]) -> None:
-    """Add decisions that were made about earlier rounds after the last round began."""
-    for path in earlier:
-        if (path / DECIDED).is_file():
+    def _add_late_decisions(self, samples: Samples) -> None:
+        """Add decisions about earlier rounds that were made after the last round began."""
+        for path in sorted(self.place.glob(f"{ROUND}*/{DECIDED}")):
             try:
-                Curation(samples).apply(path / DECIDED)
+                Curation(samples).apply(path)
             except UserError as error:
-                logger.warning("decisions about %s do not fit the last round: %s", path.name, error)
+                logger.warning("%s does not fit the last round: %s", path, error)
