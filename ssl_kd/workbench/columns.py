@@ -151,8 +151,8 @@ class Columns:
 def categories(texts: Column) -> arrow.DictionaryArray:
     """Encode texts with few different values, which are sorted; null where a text is missing."""
     values = arrow.array(sorted({*texts.unique().to_pylist()} - {None, ""}), arrow.string())
-    codes = compute.index_in(arrow.chunked_array(texts), value_set=values).combine_chunks()
-    return arrow.DictionaryArray.from_arrays(codes, values)
+    codes = np.asarray(compute.index_in(texts, value_set=values).fill_null(-1))
+    return arrow.DictionaryArray.from_arrays(codes, values, mask=codes < 0)
 
 
 def codes_of(column: Column) -> NDArray[np.integer]:

@@ -33,15 +33,15 @@ def map_image(
     axes.set_axis_off()
     dot = points_per_pixel * min(max(0.4 * width / math.sqrt(len(places)), 1), width / 50)
     order = np.random.default_rng(0).permutation(len(places))  # no cluster covers all others
-    axes.scatter(*places[order].T, dot**2, colors[order], linewidths=0)
+    axes.scatter(*places[order].T, s=dot**2, c=colors[order], linewidths=0)
     clusters = codes_of(columns.column(color)) if color == "cluster" else np.array([], np.int64)
     groups = group_rows(clusters, np.arange(len(clusters)))
     style = {"ha": "center", "va": "center", "fontsize": points_per_pixel * max(12, width / 50)}
     for cluster, rows in sorted(groups.items(), key=lambda item: -len(item[1]))[:NUMBERED]:
         members = places[rows]
-        nearest = np.square(members - np.median(members, axis=0)).sum(1).argmin()
+        x, y = members[np.square(members - np.median(members, axis=0)).sum(1).argmin()]
         white = [withStroke(linewidth=3, foreground="white")]
-        axes.text(*members[nearest], str(cluster), **style, path_effects=white)
+        axes.text(x, y, str(cluster), **style, path_effects=white)
     canvas.draw()
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
 
