@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -183,14 +183,15 @@ class History:
         self._samples = samples
         self.lines: list[dict[str, Any]] = []  # oldest first
         self.active: set[str] = set()  # IDs of the lines that are not undone; an undo is a line
-        self._ids: set[str] = set()
+        self._by_id: dict[str, dict[str, Any]] = {}
         self._last_number = -1
         self.state = ClusterState(samples)
 
     def copy(self) -> Self:
         """Return an independent copy."""
         other = copy.copy(self)
-        other.lines, other._ids = self.lines.copy(), self._ids.copy()
+        other.lines, other.active = self.lines.copy(), self.active.copy()
+        other._by_id = self._by_id.copy()
         return other
 
     @property
@@ -201,13 +202,14 @@ class History:
 
     def record(self, line: dict[str, Any]) -> None:
         """Append a line without updating `state`; call `replay` after the last line."""
-        if line["id"] in self._ids:
+        if line["id"] in self._by_id:
             raise InputError(f"the id {line['id']} is the id of an earlier line; expected a new id")
         if line["do"] == "undo" and line["of"] not in self.active:
-            if line["of"] not in self._ids:
+            if line["of"] not in self._by_id:
                 raise InputError(f"an undo names the id {line['of']!r}, which no earlier line has")
             raise InputError(f"the decision {line['of']} is undone already")
-        new, end = new_numbers(line), self.next_number + STEP
+        new = [line["new"]] if "new" in line else [number for _, number in line.get("parts", [])]
+        end = self.next_number + STEP
         if new and (min(new) <= self._last_number or max(new) >= end):
             # A number far above the others would leave none for later clusters.
             raise InputError(
@@ -215,10 +217,12 @@ class History:
                 "all that were used before"
             )
         self.lines.append(line)
-        self._ids.add(line["id"])
+        self._by_id[line["id"]] = line
         self._last_number = max([self._last_number, *new])
-        is_undo = line["do"] == "undo"
-        self.active = active_ids(self.lines) if is_undo else self.active | {line["id"]}
+        self.active.add(line["id"])
+        while line["do"] == "undo":  # which may undo an undo
+            line = self._by_id[line["of"]]
+            self.active ^= {line["id"]}
 
     def append(self, line: dict[str, Any]) -> None:
         """Append a line and update `state`."""
@@ -253,21 +257,3 @@ class LineError(InputError):
     def __init__(self, number: int, line: dict[str, Any], error: InputError) -> None:
         super().__init__(str(error))
         self.number, self.line = number, line
-
-
-def active_ids(lines: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the ids of the lines that are not undone."""
-    active: set[str] = set()
-    undone: set[str] = set()
-    for line in reversed(lines):
-        if line["id"] not in undone:
-            active.add(line["id"])
-            if line["do"] == "undo":
-                undone.add(line["of"])
-    return active
-
-
-def new_numbers(line: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the clusters that a line creates."""
-    new = [line["new"]] if "new" in line else []
-    return new + [number for _, number in line.get("parts", [])]
