@@ -44,15 +44,20 @@ def test_a_run_and_its_copies_are_excluded_on_request(photo_run, tmp_path, capsy
     assert parquet.read_table(tmp_path / "x.parquet").num_rows == len(samples) - n_copies
 
 
-def test_a_cache(tmp_path, capsys):
+def test_a_cache_whose_tables_are_replaced_by_force_alone(tmp_path, capsys):
     x, _ = distinct(200)
     cache = write(tmp_path / "cache", np.concatenate([x, x[:4]])).folder
     assert main(["curate", str(cache)]) == 0
     found = csv.read_csv(cache / "curated" / "duplicates.csv")
     assert found.num_rows == 8 and "leaks" not in capsys.readouterr().out
     assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 200
+    (cache / "curated" / "kept.txt").write_text("edited")
+    assert main(["curate", str(cache)]) == 2
+    assert "curated is not empty: give another folder with --out" in error_of(capsys)
+    assert (cache / "curated" / "kept.txt").read_text() == "edited"
     assert main(["curate", str(cache), "--duplicates", "0.3", "--force"]) == 0
     assert csv.read_csv(cache / "curated" / "duplicates.csv").num_rows > 8
+    assert len((cache / "curated" / "kept.txt").read_text().splitlines()) < 200
 
 
 def test_wrong_labels_are_listed_by_class_name(tmp_path):
@@ -79,17 +84,6 @@ def test_no_name_forges_a_line_of_kept_or_a_formula_of_a_table(tmp_path, odd):
     table = csv.read_csv(cache / "curated" / "outliers.csv", None, parsed)
     cell = table["file"][table["row"].to_pylist().index(0)].as_py()
     assert from_cell(cell) == odd and cell[0] not in "=+-@\t\r\n"
-
-
-def test_tables_are_replaced_by_force_alone(tmp_path, capsys):
-    cache = write(tmp_path / "cache", distinct(50)[0]).folder
-    assert main(["curate", str(cache)]) == 0
-    (cache / "curated" / "kept.txt").write_text("edited")
-    assert main(["curate", str(cache)]) == 2
-    assert "curated is not empty: give another folder with --out" in error_of(capsys)
-    assert (cache / "curated" / "kept.txt").read_text() == "edited"
-    assert main(["curate", str(cache), "--force"]) == 0
-    assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 50
 
 
 @pytest.mark.parametrize(

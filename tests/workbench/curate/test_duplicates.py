@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ssl_kd.errors import InputError
+from ssl_kd.store import EmbeddingStore
 from ssl_kd.workbench.curate import near_duplicates, outliers
 from tests.workbench.curate.stores import distinct, write
 
@@ -29,6 +30,12 @@ def test_all_copies_are_found_and_nothing_else(copied):
     assert as_lists(found.exact) == [[40, 430, 431, 432]]
     assert found.kept().sum() == 400 and found.kept()[:400].all()
     assert found.similarity[found.pairs()].min() > 0.99
+    table = found.frame()
+    assert table.num_rows == 64 and table.column("kept").to_pylist().count(True) == 31
+    last = table.slice(60).to_pydict()
+    assert last["group"] == [40] * 4 and last["row"] == [40, 430, 431, 432]
+    assert last["file"][1] == "train/430.png" and last["exact"] == [True] * 4
+    assert last["size"] == [4] * 4 and last["similarity"] == [1.0] * 4
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -100,27 +107,14 @@ def test_one_row_two_rows_and_equal_rows(tmp_path):
         assert len(copies) == n - 1 and copies.kept().sum() == 1
 
 
-def test_a_row_that_is_not_finite_is_named(tmp_path):
+@pytest.mark.parametrize("look", [near_duplicates, outliers])
+def test_a_row_that_is_not_finite_is_named(tmp_path, monkeypatch, look):
+    gather = EmbeddingStore.gather
+
+    def damaged(self, rows):
+        return gather(self, rows).masked_fill((rows == 7).unsqueeze(1), torch.nan)
+
     store = write(tmp_path, distinct(150)[0])
-    whole = type(store).gather
-
-    class Damaged(type(store)):
-        def gather(self, rows):
-            x = whole(self, rows)
-            x[rows == 7] = torch.nan
-            return x
-
-    store.__class__ = Damaged
-    for look in (near_duplicates, outliers):
-        with pytest.raises(InputError, match="row 7 .*is not finite"):
-            look(store)
-
-
-def test_the_table_of_groups(copied):
-    found = near_duplicates(copied)
-    table = found.frame()
-    assert table.num_rows == 64 and table.column("kept").to_pylist().count(True) == 31
-    last = table.slice(60).to_pydict()
-    assert last["group"] == [40] * 4 and last["row"] == [40, 430, 431, 432]
-    assert last["file"][1] == "train/430.png" and last["exact"] == [True] * 4
-    assert last["size"] == [4] * 4 and last["similarity"] == [1.0] * 4
+    monkeypatch.setattr(EmbeddingStore, "gather", damaged)
+    with pytest.raises(InputError, match="row 7 .*is not finite"):
+        look(store)
