@@ -6,7 +6,7 @@
 Needs playwright and a Chromium. Each visit uses a fresh browser with the same flags; medians are
 printed. Browser memory is the PSS of all its processes minus that with an empty page; server memory
 is its peak; js is the page's heap plus typed arrays, table_js the same with the table open. The
-frame rate is measured while the map is dragged, filter_s from the last key of a filter until the
+frame rate is measured while the map is dragged, filter_s from the entry of a filter until the
 table shows its rows. Without a graphics card Chromium renders on the CPU, so other load there slows
 it down.
 """
@@ -44,7 +44,7 @@ FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = p
 DRAWN = """() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => {
   const gl = explore.plot.map.get("regl")._gl;
   gl.readPixels(0, 0, 1, 1, gl.RGBA, gl.UNSIGNED_BYTE, new Uint8Array(4)); done(); })))"""
-# Milliseconds from the last key to the picture after the cells of the table have changed.
+# Milliseconds from the entry to the picture after the cells of the table have changed.
 FILTERED = """() => { let typed;
   addEventListener("input", () => { typed = performance.now(); }, true);
   new MutationObserver((_, observer) => { observer.disconnect();
@@ -187,7 +187,7 @@ def filtered(page: Any) -> dict[str, float]:
     page.wait_for_selector("#table tbody td")
     results = {"table_js_MiB": page_memory(page)}
     page.evaluate(FILTERED)
-    page.type("input[aria-label='Filter confidence']", "<0.5")
+    page.fill("input[aria-label='Filter confidence']", "<0.5")
     until(page, "() => globalThis.filtered !== undefined", seconds=LIMIT)
     seconds = page.evaluate("() => filtered") / 1000
     page.keyboard.press("Escape")
