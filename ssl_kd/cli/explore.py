@@ -19,7 +19,7 @@ def explore(argv: Sequence[str]) -> int:
     parser = FlagParser(prog="ssl_kd explore", description=about)
     what = "a finished clustering run, or data to cluster first; flags of train.py may follow then"
     parser.add_argument("run", metavar="RUN|DATA", help=what)
-    media = "column to show: texts, links, or paths of images, sounds or videos"
+    media = "column to show: texts, links, or paths of images or sounds"
     parser.add_argument("--media", metavar="COLUMN", help=media)
     table = "CSV or Parquet file with more columns, and a column file, id or path"
     parser.add_argument("--metadata", metavar="FILE", type=home_resolved, help=table)

@@ -140,7 +140,7 @@ def open_rows(
         return None
     with one_line_errors(source):
         table = open_table(source)
-        return None if table is None else Rows(name, table, column, media)
+        return None if table is None else Rows(table, column, media)
 
 
 def _part(path: Path, split: Split, whole: bool = False) -> Path | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ssl_kd.datasets.images import digest_array
-from ssl_kd.datasets.media import Media, Shown, find_media, row_names
+from ssl_kd.datasets.media import Rows, row_names
 from ssl_kd.datasets.tables import (
     FEATURES,
     IDS,
@@ -33,10 +33,10 @@ __all__ = ["FeatureDataset", "class_numbers", "open_features"]
 logger = logging.getLogger(__name__)
 
 
-class FeatureDataset(Shown):
+class FeatureDataset:
     """A data set of feature vectors `[n, d]` with names and, if known, classes.
 
-    `labels` are int64 `[n]`, -1 where unknown, or None if no row is labeled. `media` shows what the
+    `labels` are int64 `[n]`, -1 where unknown, or None if no row is labeled. `rows` shows what the
     rows are.
     """
 
@@ -48,14 +48,14 @@ class FeatureDataset(Shown):
         labels: np.ndarray | Sequence[Any] | None = None,
         ids: Sequence[Any] | None = None,
         class_names: tuple[str, ...] | None = None,
-        media: Media | None = None,
+        rows: Rows | None = None,
     ) -> None:
         if features.ndim != 2 or not features.size or features.dtype.kind not in "fiub":
             raise InputError(
                 f"{name}: features are {features.dtype} {list(features.shape)}; expected numbers "
                 "[samples, dimensions] with at least one row"
             )
-        self.media = media
+        self.rows = rows
         for what, values in (("labels", labels), ("ids", ids)):
             if values is not None and len(values) != len(features):
                 raise InputError(
@@ -95,6 +95,11 @@ class FeatureDataset(Shown):
     def fingerprint(self) -> str:
         """SHA-256 of features and labels."""
         return digest_array(self.features, self.labels)
+
+    @property
+    def pictured(self) -> bool:
+        """Whether the rows have pictures."""
+        return self.rows is not None and self.rows.pictured
 
 
 def class_numbers(
@@ -170,7 +175,7 @@ def open_features(
             columns = _read_table(table, column)
         features, labels, ids = (as_array(value) for value in columns[:3])
         features = np.asanyarray(features)
-    return FeatureDataset(str(path), split, features, labels, ids, class_names, columns.media)
+    return FeatureDataset(str(path), split, features, labels, ids, class_names, columns.rows)
 
 
 class _Columns(NamedTuple):
@@ -179,7 +184,7 @@ class _Columns(NamedTuple):
     features: Any
     labels: Any = None
     ids: Any = None
-    media: Media | None = None
+    rows: Rows | None = None
 
 
 def as_array(X: Any) -> Any:
@@ -264,9 +269,8 @@ def _read_table(table: Table, column: str | None) -> _Columns:
             f"choose the one with the features, --column {table.lists[0]}"
         )
     labels = None if label is None else np.asarray(readable_values(table.read(label)))
-    ids = table.names_of_rows(column)
-    features = _stacked(table.path, chosen, table.read(chosen))
-    return _Columns(features, labels, ids, find_media(table))
+    rows = Rows(table, column)
+    return _Columns(_stacked(table.path, chosen, table.read(chosen)), labels, rows.ids, rows)
 
 
 def _stacked(path: Path, name: str, column: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Read `.h5ad` files of AnnData (0.7 and later) with h5py.
+"""Read `.h5ad` files of AnnData (0.8 and later) with h5py.
 
 References:
     https://anndata.readthedocs.io/en/stable/fileformat-prose.html
@@ -28,51 +28,40 @@ def open_h5ad(path: Path) -> Table:
         import h5py
     except ImportError as error:
         raise MissingPackage(f"{path} needs the package h5py: pip install h5py") from error
-    file = h5py.File(path)
+    file: Any = h5py.File(path)
     obs = file["obs"]
-    if not isinstance(obs, h5py.Group):
-        raise InputError(f"{path} was written by anndata before 0.7: write it with a newer one")
-    names = [name for name in obs if name != "__categories"]
-    columns = {name: _obs_column(file, obs[name]) for name in names}
+    if not isinstance(obs, h5py.Group) or "__categories" in obs:
+        raise InputError(f"{path} was written by anndata before 0.8: write it with a newer one")
+    columns = {name: _obs_column(obs[name]) for name in obs}
     columns["id"] = columns.pop(obs.attrs["_index"])
-    matrices: dict[str, Any] = dict(file.get("obsm", {}))
-    matrices = {name: x for name, x in matrices.items() if getattr(x, "ndim", 0) == 2}
+    stored = file.get("obsm", {})
+    matrices = {name: stored[name] for name in stored if getattr(stored[name], "ndim", 0) == 2}
     if "X" in file:
         matrices["X"] = file["X"]
+    scalars = arrow.table(columns)
 
-    def read(name: str, preview: bool = False) -> arrow.ChunkedArray:
+    def read(name: str) -> arrow.ChunkedArray:
         if name not in matrices:
-            return arrow.chunked_array([columns[name][: PREVIEW_ROWS if preview else None]])
+            return scalars.column(name)
         x = _dense(matrices[name])
         flat = arrow.array(np.ascontiguousarray(x).reshape(-1))
         return arrow.chunked_array([arrow.FixedSizeListArray.from_arrays(flat, x.shape[1])])
 
-    lists = dict.fromkeys(matrices, arrow.list_(arrow.float32()))
-    return Table(
-        path,
-        path.parent,
-        len(columns["id"]),
-        {name: column.type for name, column in columns.items()} | lists,
-        read,
-        PREFERRED,
-        [name for name in matrices if name == "X" or name.startswith(_DRAWN)],
-    )
+    kinds = {name: column.type for name, column in columns.items()}
+    kinds |= dict.fromkeys(matrices, arrow.list_(arrow.float32()))
+    drawn = [name for name in matrices if name == "X" or name.startswith(_DRAWN)]
+    head = scalars[:PREVIEW_ROWS]
+    return Table(path, path.parent, len(scalars), kinds, head, read, PREFERRED, drawn)
 
 
-def _obs_column(file: Any, stored: Any) -> arrow.Array:
+def _obs_column(stored: Any) -> arrow.Array:
     """Return a column of `obs`: an array, a categorical, or values with a mask."""
-    if hasattr(stored, "keys"):  # a group
-        if "codes" in stored:
-            return _categories(stored["codes"][:], _values(stored["categories"]))
+    if not hasattr(stored, "keys"):
+        return arrow.array(_values(stored))
+    if "codes" not in stored:
         return arrow.array(_values(stored["values"]), mask=stored["mask"][:])
-    if (reference := stored.attrs.get("categories")) is not None:  # before anndata 0.8
-        return _categories(stored[:], _values(file[reference]))
-    return arrow.array(_values(stored))
-
-
-def _categories(codes: np.ndarray, categories: np.ndarray) -> arrow.Array:
-    known = arrow.array(np.maximum(codes, 0), mask=codes < 0)
-    return arrow.array(categories).take(known)
+    codes, categories = stored["codes"][:], arrow.array(_values(stored["categories"]))
+    return categories.take(arrow.array(np.maximum(codes, 0), mask=codes < 0))
 
 
 def _values(stored: Any) -> np.ndarray:

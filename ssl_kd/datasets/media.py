@@ -1,4 +1,4 @@
-"""Show what a row of a table of embeddings is: a picture, a sound, a video, a text or a link."""
+"""Show what a row of a table of embeddings is: a picture, a sound, a text or a link."""
 
 from __future__ import annotations
 
@@ -30,32 +30,45 @@ from ssl_kd.errors import InputError, printable
 
 logger = logging.getLogger(__name__)
 
-SOUNDS_AND_VIDEOS = {
+SOUNDS = {
     ".wav": "audio/wav", ".mp3": "audio/mpeg", ".flac": "audio/flac", ".ogg": "audio/ogg",
-    ".opus": "audio/ogg", ".m4a": "audio/mp4", ".aac": "audio/aac", ".mp4": "video/mp4",
-    ".m4v": "video/mp4", ".webm": "video/webm", ".ogv": "video/ogg", ".mov": "video/quicktime",
+    ".opus": "audio/ogg", ".m4a": "audio/mp4", ".aac": "audio/aac",
 }  # fmt: skip
 """Suffix -> type of the files that the explorer sends to the browser as they are."""
-_SUFFIXES = {
-    kind: {s for s, full in SOUNDS_AND_VIDEOS.items() if full.startswith(kind)}
-    for kind in ("audio", "video")
-}
-_SUFFIXES = {"image": EXTENSIONS, **_SUFFIXES}
+LARGEST_SOUND = 512 << 20  # bytes
+_SUFFIXES = {"image": EXTENSIONS, "audio": SOUNDS.keys()}
 
 
-class Media:
-    """The column of a table that shows what its rows are.
+class Rows:
+    """The rows of a table of embeddings without the embeddings.
 
-    The column has texts, links, paths of files relative to the table's folder, or structs of
-    Hugging Face with the fields `bytes` and `path`; `kind` is image, audio, video, text or url.
+    `media` is the column that shows what the rows are, or None. It has texts, links, paths of files
+    relative to the table's folder, or structs of Hugging Face with the fields `bytes` and `path`;
+    `kind` is image, audio, text or url.
     """
 
-    def __init__(self, table: Table, column: str, kind: str) -> None:
-        self.column, self.kind, self._table = column, kind, table
+    def __init__(self, table: Table, column: str | None = None, media: str | None = None) -> None:
+        self.name, self.table, self.roles = str(table.path), table, table.roles(column)
+        self.media, self.kind = _find_media(table, media)
+        name = self.roles["id"]
+        self.ids = row_names(table.n, None if name is None else readable_values(table.read(name)))
+
+    def __len__(self) -> int:
+        return self.table.n
+
+    @property
+    def pictured(self) -> bool:
+        """Whether the rows have pictures."""
+        return self.kind == "image"
+
+    def columns(self) -> dict[str, arrow.ChunkedArray]:
+        """Read the columns that are neither features, labels nor names."""
+        return scalar_columns(self.table, self.roles.values())
 
     @cached_property
     def _values(self) -> arrow.ChunkedArray:
-        values = self._table.read(self.column)
+        assert self.media is not None
+        values = self.table.read(self.media)
         return values.cast(arrow.large_string()) if is_text(values.type) else values
 
     def text(self, row: int) -> str:
@@ -66,74 +79,44 @@ class Media:
         content = memoryview(value.as_buffer() if value.is_valid else b"")
         return as_text(bytes(content[: 4 * LONGEST]))[:LONGEST]
 
-    def content(self, row: int) -> bytes | None:
+    def sound(self, row: int) -> tuple[str, bytes] | None:
+        """Return the type and content of a sound; None if it is missing, empty or too large."""
+        content, path = self._content(row), self._file(row)
+        if content is None and path is not None and path.stat().st_size <= LARGEST_SOUND:
+            content = path.read_bytes()
+        kind = SOUNDS.get(Path(self.text(row)).suffix.lower())
+        return (kind, content) if kind and content else None
+
+    def image(self, row: int) -> Image.Image:
+        """Decode the picture of a row to mode `L` or `RGB`; raise UnreadableImage."""
+        name = self.ids[row]
+        if (content := self._content(row)) is not None:
+            return decode(io.BytesIO(content), name)
+        if (path := self._file(row)) is None:
+            raise UnreadableImage(name, f"{printable(self.text(row))!r} is not an image file")
+        return decode(path, name)
+
+    def image_file(self, row: int) -> Path | None:
+        """Return the file of a picture, or None; raise UnreadableImage if it is damaged."""
+        self.image(row)
+        return None if self._content(row) is not None else self._file(row)
+
+    def _content(self, row: int) -> bytes | None:
         """Return the bytes of a row that is a struct of Hugging Face; None if there are none."""
         is_struct = types.is_struct(self._values.type)
         return (self._values[row].as_py() or {}).get("bytes") if is_struct else None
 
-    def file(self, row: int) -> Path | None:
+    def _file(self, row: int) -> Path | None:
         """Return the path of the file of a row; None if it is not a regular file of this kind.
 
-        A symbolic link to a file without a suffix of sounds or videos does not count, since such
-        files are sent to the browser as they are.
+        A symbolic link to a file without a suffix of sounds does not count, since sounds are sent
+        to the browser as they are.
         """
-        path, suffixes = self._table.root / self.text(row), _SUFFIXES.get(self.kind, ())
+        path, suffixes = self.table.root / self.text(row), _SUFFIXES.get(self.kind or "", ())
         if path.suffix.lower() not in suffixes or not os.path.isfile(path):
             return None
         is_safe = self.kind == "image" or Path(os.path.realpath(path)).suffix.lower() in suffixes
         return path if is_safe else None
-
-    def image(self, row: int, name: str) -> Image.Image:
-        """Decode the picture of a row to mode `L` or `RGB`; raise UnreadableImage."""
-        if (content := self.content(row)) is not None:
-            return decode(io.BytesIO(content), name)
-        if (path := self.file(row)) is None:
-            raise UnreadableImage(name, f"{printable(self.text(row))!r} is not an image file")
-        return decode(path, name)
-
-
-class Shown:
-    """Rows with names, some of which have pictures."""
-
-    media: Media | None
-    ids: Sequence[str]
-
-    @property
-    def pictured(self) -> bool:
-        """Whether the rows have pictures."""
-        return self.media is not None and self.media.kind == "image"
-
-    def image(self, i: int) -> Image.Image:
-        """Decode the picture of row `i` to mode `L` or `RGB`; raise UnreadableImage."""
-        assert self.media is not None
-        return self.media.image(i, self.ids[i])
-
-    def image_file(self, i: int) -> Path | None:
-        """Return the picture's file of row `i`, or None; raise UnreadableImage if it is damaged."""
-        if not self.pictured:
-            return None
-        self.image(i)
-        assert self.media is not None
-        return None if self.media.content(i) is not None else self.media.file(i)
-
-
-class Rows(Shown):
-    """The rows of a table of embeddings without the embeddings.
-
-    `column` has the embeddings, if it is not the default; `media` is as in `find_media`.
-    """
-
-    def __init__(self, name: str, table: Table, column: str | None, media: str | None) -> None:
-        self.name, self.table, self.roles = name, table, table.roles(column)
-        self.media = find_media(table, media)
-        self.ids = row_names(table.n, table.names_of_rows(column))
-
-    def __len__(self) -> int:
-        return self.table.n
-
-    def columns(self) -> dict[str, arrow.ChunkedArray]:
-        """Read the columns that are neither features, labels nor names."""
-        return scalar_columns(self.table, self.roles.values())
 
 
 def row_names(n: int, names: Sequence[Any] | None) -> LazyStrings:
@@ -142,8 +125,13 @@ def row_names(n: int, names: Sequence[Any] | None) -> LazyStrings:
     return LazyStrings(len(known), lambda row: as_text(str(known[row])))
 
 
-def find_media(table: Table, column: str | None = None) -> Media | None:
-    """Return the media of a column, or find one: pictures, sounds, videos, `text`, links."""
+def is_link(text: str) -> bool:
+    """Return whether a text is a link to a web page."""
+    return text.lower().startswith(("http://", "https://"))
+
+
+def _find_media(table: Table, column: str | None) -> tuple[str | None, str | None]:
+    """Return the column that shows the rows, and its kind; None: find one."""
     if column is not None:
         check_column(table.path, column, list(table.kinds))
         if (kind := _media_kind(table, column)) is None:
@@ -151,50 +139,36 @@ def find_media(table: Table, column: str | None = None) -> Media | None:
                 f"--media is {column!r}, whose type in {table.path} is {table.kinds[column]}; "
                 "expected texts, links, paths of files, or pictures of Hugging Face"
             )
-        return Media(table, column, kind)
-    kinds = {name: _media_kind(table, name) for name in table.kinds}
-    for wanted in _SUFFIXES:
+        return column, kind
+    kinds = {name: _media_kind(table, name, needs_files=True) for name in table.kinds}
+    for wanted in ("image", "audio", "text", "url"):
         for name, kind in kinds.items():
-            if kind == wanted and _has_content(table, name):
-                logger.info("%s: the column %s contains the %s files", table.path, name, wanted)
-                return Media(table, name, wanted)
-    if kinds.get("text") == "text":
-        return Media(table, "text", "text")
-    if (name := next((name for name, kind in kinds.items() if kind == "url"), None)) is None:
-        return None
-    message = "%s: no images are shown, since the column %s contains links, which are not fetched"
-    logger.info(message, table.path, name)
-    return Media(table, name, "url")
+            if kind == wanted and (kind != "text" or name == "text"):
+                if kind == "url":
+                    _log_no_images(table, name, "contains links, which are not fetched")
+                return name, kind
+    return None, None
 
 
-def _media_kind(table: Table, column: str) -> str | None:
+def _media_kind(table: Table, column: str, *, needs_files: bool = False) -> str | None:
     """Return what the first rows of a column hold: `image`, `text`, ...; None: other values."""
     kind = table.kinds[column]
     is_struct = types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}
     if not (is_struct or is_text(kind)):
         return None
-    values = [v for v in readable_values(table.read(column, preview=True)) if v]
-    paths = [value.get("path") or "" for value in values] if is_struct else values
+    values = [v for v in readable_values(table.head.column(column)) if v]
+    texts = [value.get("path") or "" for value in values] if is_struct else values
+    if texts and all(map(is_link, texts)):
+        return "url"
     for name, suffixes in _SUFFIXES.items():
-        if paths and all(Path(p).suffix.lower() in suffixes and not is_link(p) for p in paths):
-            return name
-    if is_struct:
-        return "image"
-    return "url" if paths and all(map(is_link, paths)) else "text"
+        if texts and all(Path(text).suffix.lower() in suffixes for text in texts):
+            if is_struct or not needs_files or any(os.path.isfile(table.root / t) for t in texts):
+                return name
+            first = f"names no files in {table.root}; the first is {printable(texts[0])}"
+            return _log_no_images(table, column, first)
+    return "image" if is_struct else "text"
 
 
-def is_link(text: str) -> bool:
-    """Return whether a text is a link to a web page."""
-    return text.lower().startswith(("http://", "https://"))
-
-
-def _has_content(table: Table, column: str) -> bool:
-    """Return whether one of the first rows has a file; log a message if none has."""
-    if types.is_struct(table.kinds[column]):
-        return True
-    paths = [path for path in readable_values(table.read(column, preview=True)) if path]
-    if any(os.path.isfile(table.root / path) for path in paths):
-        return True
-    message = "%s: no images are shown, since the column %s names no files in %s; the first is %s"
-    logger.info(message, table.path, column, table.root, printable(paths[0]))
-    return False
+def _log_no_images(table: Table, column: str, reason: str) -> None:
+    message = "%s: no images are shown, since the column %s %s"
+    logger.info(message, table.path, column, reason)

@@ -7,11 +7,12 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as arrow
+from numpy.typing import NDArray
 from pyarrow import compute, ipc, parquet, types
 
 from ssl_kd.datasets.decode import UnreadableImage
@@ -24,7 +25,6 @@ IDS = ("ids", "id", "file", "path")
 PREVIEW_ROWS = 20  # rows by which the kind of a column is found
 LONGEST = 2000  # characters of a text that are kept
 ROOT = "ssl_kd.root"  # in the metadata of a Parquet file: the folder of relative paths
-Read = Callable[[str, bool], arrow.ChunkedArray]
 
 
 class Table(NamedTuple):
@@ -34,7 +34,8 @@ class Table(NamedTuple):
     root: Path  # folder of the relative paths in the columns
     n: int
     kinds: Mapping[str, arrow.DataType]
-    read: Callable[..., arrow.ChunkedArray]  # (name); the first rows with preview=True
+    head: arrow.Table | arrow.RecordBatch  # the first rows of the columns that are not lists
+    read: Callable[[str], arrow.ChunkedArray]
     preferred: Sequence[str] = FEATURES  # names of the column with the features
     drawn: Sequence[str] = ()  # list columns that are features only if the user names them
 
@@ -53,11 +54,6 @@ class Table(NamedTuple):
         preferred = [*self.preferred, *(lists if len(lists) == 1 else [])]
         features = column or next((name for name in preferred if name in lists), None)
         return {"features": features, "label": label, "id": row_id}
-
-    def names_of_rows(self, column: str | None = None) -> list[Any] | None:
-        """Return the names of the rows, or None if no column holds them."""
-        name = self.roles(column)["id"]
-        return None if name is None else readable_values(self.read(name))
 
     @property
     def lists(self) -> list[str]:
@@ -139,14 +135,11 @@ def scalar_columns(table: Table, left_out: Collection[str | None]) -> dict[str, 
     """Read all columns with numbers or text except some; times and truth values become text."""
     columns: dict[str, arrow.ChunkedArray] = {}
     for name, kind in table.kinds.items():
-        if name in left_out or not (types.is_primitive(kind) or is_text(kind)):
-            continue
-        column = table.read(name)
-        if is_text(kind):
-            column = short_texts(column)
-        elif types.is_temporal(kind) or types.is_boolean(kind):
-            column = column.cast(arrow.string())
-        columns[name] = column
+        if name not in left_out and (types.is_primitive(kind) or is_text(kind)):
+            column = table.read(name)
+            if types.is_temporal(kind) or types.is_boolean(kind):
+                column = column.cast(arrow.string())
+            columns[name] = short_texts(column) if is_text(column.type) else column
     return columns
 
 
@@ -162,19 +155,28 @@ def short_texts(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
     return short.cast(arrow.string())
 
 
+def find_rows(names: Sequence[str], known: Sequence[str]) -> NDArray[np.int64]:
+    """Return the row in `known` of each name: the same one, or the only one; else -1."""
+    known = list(known)
+    numbers: dict[str, int] = {}
+    for number, name in enumerate(known):
+        numbers[name] = -1 if name in numbers else number
+    rows = np.array([numbers.get(name, -1) for name in names], np.int64)
+    for row in np.flatnonzero(rows[: len(known)] < 0).tolist():
+        rows[row] = row if known[row] == names[row] else -1
+    return rows
+
+
 def _open_parquet(path: Path) -> Table:
     file = parquet.ParquetFile(path)  # read_table would add columns from folder names
     schema = file.schema_arrow
-
-    def read(name: str, preview: bool) -> arrow.ChunkedArray:
-        if not preview:
-            return file.read([name]).column(0)
-        batches = islice(file.iter_batches(PREVIEW_ROWS, columns=[name]), 1)
-        return arrow.chunked_array([b.column(0) for b in batches], schema.field(name).type)
-
+    scalars = [field.name for field in schema if not _is_list(field.type)]
+    head = next(file.iter_batches(PREVIEW_ROWS, columns=scalars), schema.empty_table())
     root = (schema.metadata or {}).get(ROOT.encode())
     folder = path.parent if root is None else Path(os.fsdecode(root))
-    return _with_class_names(path, folder, file.metadata.num_rows, schema, read)
+    read = _with_class_names(schema, lambda name: file.read([name]).column(name))
+    kinds = dict(zip(schema.names, schema.types, strict=True))
+    return Table(path, folder, file.metadata.num_rows, kinds, head, read)
 
 
 def _open_saved(folder: Path) -> Table | None:
@@ -184,25 +186,24 @@ def _open_saved(folder: Path) -> Table | None:
     parts = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
     files = [arrow.memory_map(str(folder / Path(part["filename"]).name)) for part in parts]
     table = arrow.concat_tables([ipc.open_stream(file).read_all() for file in files])
-
-    def read(name: str, preview: bool) -> arrow.ChunkedArray:
-        return table.column(name)[: PREVIEW_ROWS if preview else None]
-
-    return _with_class_names(folder, folder, len(table), table.schema, read)
+    kinds = dict(zip(table.schema.names, table.schema.types, strict=True))
+    read = _with_class_names(table.schema, table.column)
+    return Table(folder, folder, len(table), kinds, table[:PREVIEW_ROWS], read)
 
 
-def _with_class_names(path: Path, root: Path, n: int, schema: arrow.Schema, read: Read) -> Table:
-    """Return a table in which the numbers of Hugging Face's ClassLabel are class names."""
+def _with_class_names(
+    schema: arrow.Schema, read: Callable[[str], arrow.ChunkedArray]
+) -> Callable[[str], arrow.ChunkedArray]:
+    """Return `read`, but the numbers of Hugging Face's ClassLabel become class names."""
     info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
     features = {k: f for k, f in info.get("features", {}).items() if isinstance(f, dict)}
-    names = {k: f["names"] for k, f in features.items() if f.get("_type") == "ClassLabel"}
-    names = {k: dict(enumerate(known)) for k, known in names.items() if known}  # -1: unknown
 
-    def read_named(name: str, preview: bool = False) -> arrow.ChunkedArray:
-        column = read(name, preview)
-        if name not in names or not types.is_integer(column.type):
+    def read_named(name: str) -> arrow.ChunkedArray:
+        column, feature = read(name), features.get(name, {})
+        if feature.get("_type") != "ClassLabel" or not types.is_integer(column.type):
             return column
-        return arrow.chunked_array([[names[name].get(k) for k in column.to_pylist()]], kinds[name])
+        names = dict(enumerate(feature.get("names") or ()))  # -1: unknown
+        texts = [names.get(number) for number in column.to_pylist()]
+        return arrow.chunked_array([texts], arrow.string())
 
-    kinds = {f.name: arrow.string() if f.name in names else f.type for f in schema}
-    return Table(path, root, n, kinds, read_named)
+    return read_named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from ssl_kd.datasets import ImageDataset, open_dataset
 from ssl_kd.datasets.catalog import open_rows
-from ssl_kd.datasets.media import Media, Rows
-from ssl_kd.datasets.tables import open_table
+from ssl_kd.datasets.media import Rows
+from ssl_kd.datasets.tables import find_rows, open_table
 from ssl_kd.errors import InputError, RunFolderError, UserError
 from ssl_kd.files import CorruptFileError, atomic_write_json
 from ssl_kd.files.cells import from_cells
@@ -64,8 +65,8 @@ class Samples:
         self.config, self.metrics = read_finished(self.path)
         self.table = read_table(assignments_of(self.path))
         self._stores: dict[str, EmbeddingStore] = {}
-        self._opened: dict[str, ImageDataset | Rows | None] = {}
-        self._numbers: dict[str, dict[str, int]] = {}
+        self.rows = functools.cache(self._open_rows)
+        self.places = functools.cache(self._find_places)
         chosen = self.path / MEDIA
         remembered = read_object(chosen).get("column") if chosen.is_file() else None
         self._column = remembered if media is None else media
@@ -210,9 +211,9 @@ class Samples:
         picture = self._picture(row)
         return None if picture is None else picture[0].image_file(picture[1])
 
-    @property
+    @cached_property
     def media(self) -> dict[str, str] | None:
-        """What shows a sample: `kind` (image, audio, video, text or url) and `column`, or None."""
+        """What shows a sample: `kind` (image, audio, text or url) and `column`, or None."""
         try:
             rows = self._joined or self.rows("train")
         except (UserError, OSError) as error:
@@ -220,43 +221,32 @@ class Samples:
             return None
         if isinstance(rows, ImageDataset):
             return {"kind": "image", "column": "file"}
-        media = None if rows is None else rows.media
-        return None if media is None else {"kind": media.kind, "column": media.column}
-
-    def medium(self, row: int) -> tuple[Media, int] | None:
-        """Return the media that a sample is shown by, and its row there; None if it has none."""
-        found = self._row_of_data(row)
-        if found is None or isinstance(found[0], ImageDataset) or found[0].media is None:
-            return None
-        return found[0].media, found[1]
+        found = {} if rows is None else {"kind": rows.kind, "column": rows.media}
+        return {key: value for key, value in found.items() if value} or None
 
     def _picture(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
-        if not (has_pictures(self.metrics) or (self.media or {}).get("kind") == "image"):
+        if not has_pictures(self.metrics) and (self.media or {}).get("kind") != "image":
             return None
-        found = self._row_of_data(row)
+        found = self.row_of_data(row)
         return found if found is not None and found[0].pictured else None
 
-    def _row_of_data(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
-        """Return the data set that shows a sample, and its row there."""
+    def row_of_data(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
+        """Return the data set that shows a sample, and its row there; None if it shows nothing.
+
+        Raises:
+            FileNotFoundError: the data set has changed.
+        """
         if self._joined is not None:
             return self._joined, row
         split = next(name for name, rows in self.splits.items() if row in rows)
         if (dataset := self.rows(split)) is None:
             return None
-        name, position = str(self.table.column("file")[row]), row - self.splits[split].start
-        if position < len(dataset) and dataset.ids[position] == name:  # rows may share an id
-            return dataset, position
-        if split not in self._numbers:
-            numbers = self._numbers[split] = {}
-            for number, known in enumerate(dataset.ids):
-                numbers[known] = -1 if known in numbers else number
-        if (number := self._numbers[split].get(name)) is None or number < 0:
-            count = "no longer in" if number is None else "in several rows of"
+        if (place := int(self.places(split)[row - self.splits[split].start])) < 0:
             raise FileNotFoundError(
-                f"the picture {name} is {count} {dataset.name}; expected it in one row: restore "
-                "the data set that the run was trained on"
+                f"the sample {self.table.column('file')[row]} is no longer in {dataset.name}, or "
+                "in several of its rows: restore the data set that the run was trained on"
             )
-        return dataset, number
+        return dataset, place
 
     @cached_property
     def _joined(self) -> Rows | None:
@@ -265,18 +255,13 @@ class Samples:
         table = open_table(path) if self._column is not None and path.is_file() else None
         if table is None or self._column not in table.kinds:
             return None
-        return Rows(str(path), table, None, self._column)
-
-    def rows(self, split: str) -> ImageDataset | Rows | None:
-        """Open the images, or the table of embeddings, that a split was read from.
-
-        It is None for features without names, media or other columns, such as `.npy` files.
-        """
-        if split not in self._opened:
-            self._opened[split] = self._open_rows(split)
-        return self._opened[split]
+        return Rows(table, media=self._column)
 
     def _open_rows(self, split: str) -> ImageDataset | Rows | None:
+        """Open the images, or the table of embeddings, that a split was read from.
+
+        It is None for features in other files, such as `.npy`.
+        """
         added, other = self._extension(split), self.settings["DATASET_TEST"]
         name, whole = self.settings["DATASET"], False
         if added is not None:
@@ -291,6 +276,11 @@ class Samples:
             return rows
         opened = open_dataset(name, kind, root=self.settings["DATA_DIR"], whole=whole)
         return opened if isinstance(opened, ImageDataset) else None
+
+    def _find_places(self, split: str) -> NDArray[np.int64]:
+        """Return the row in the data set of each sample of a split; -1 if it is not clear."""
+        data = self.rows(split)
+        return find_rows(self.column("file", split).tolist(), [] if data is None else data.ids)
 
     def _split(self, name: str) -> range:
         if name not in self.splits:

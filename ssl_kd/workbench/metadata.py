@@ -9,14 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as arrow
 from numpy.typing import NDArray
-from pyarrow import compute, csv, parquet
+from pyarrow import csv, parquet
 
 from ssl_kd.datasets.media import Rows
-from ssl_kd.datasets.tables import ROOT, one_line_errors, open_table, scalar_columns, short_texts
+from ssl_kd.datasets.tables import (
+    ROOT,
+    find_rows,
+    one_line_errors,
+    open_table,
+    scalar_columns,
+    short_texts,
+)
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import CorruptFileError, atomic_write
 from ssl_kd.vision.samples import JOINED, Samples
@@ -25,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MEASURES = "image_measures.parquet"
 KEYS = ("file", "id", "path")  # columns of a table that name its samples
+_SPLIT = "ssl_kd.split"  # column that the tables of all splits have
 _OURS = {"row", "file", "cluster", "cluster_name", "cluster_of_run", "checked", "excluded", "split"}
 
 
@@ -36,7 +45,7 @@ def metadata(samples: Samples) -> dict[str, arrow.ChunkedArray]:
     columns: dict[str, arrow.ChunkedArray] = {}
     try:
         columns = _columns_of_data(samples)
-    except (UserError, OSError) as error:
+    except (UserError, OSError, arrow.ArrowException) as error:
         logger.warning("the columns of the data set are left out: %s", error)
     for name in (JOINED, MEASURES):
         path = samples.path / name
@@ -53,38 +62,19 @@ def metadata(samples: Samples) -> dict[str, arrow.ChunkedArray]:
 
 def _columns_of_data(samples: Samples) -> dict[str, arrow.ChunkedArray]:
     """Return the other columns of the data set's tables; null for splits without the column."""
-    parts = {}
+    parts = []
     for split, rows in samples.splits.items():
-        opened = samples.rows(split)
-        if isinstance(opened, Rows):
-            names = samples.table.column("file").slice(rows.start, len(rows))
-            known = arrow.array(list(opened.ids), arrow.string())
-            at = _places(names, known)
-            parts[split] = {n: c.take(at) for n, c in opened.columns().items()}
-    columns = {}
-    for name in dict.fromkeys(name for part in parts.values() for name in part):
-        kind = next(part[name].type for part in parts.values() if name in part)
-        pieces = [
-            parts.get(split, {}).get(name, arrow.nulls(len(rows), kind))
-            for split, rows in samples.splits.items()
-        ]
-        if any(piece.type != kind for piece in pieces):  # splits whose files differ
-            pieces = [piece.cast(arrow.string()) for piece in pieces]
-        chunks = [c for p in pieces for c in getattr(p, "chunks", [p])]
-        columns[name] = arrow.chunked_array(chunks, pieces[0].type)
-    return columns
+        data = samples.rows(split)
+        columns = data.columns() if isinstance(data, Rows) else {}
+        taken = {name: _take(column, samples.places(split)) for name, column in columns.items()}
+        parts.append(arrow.table({**taken, _SPLIT: [split] * len(rows)}))
+    table = arrow.concat_tables(parts, promote_options="permissive").drop_columns([_SPLIT])
+    return dict(zip(table.column_names, table.columns, strict=True))
 
 
-def _places(names: arrow.ChunkedArray, known: arrow.Array) -> arrow.Array:
-    """Return the row in `known` of each name; null for unknown names and names of several rows."""
-    if len(names) == len(known) and names.combine_chunks().equals(known):
-        return arrow.array(np.arange(len(known)))
-    counts = known.value_counts()
-    once = arrow.array(np.asarray(counts.field("counts")) == 1)
-    unique = compute.SetLookupOptions(counts.field("values").filter(once))
-    is_clear = compute.call_function("is_in", [names], unique)
-    at = compute.call_function("index_in", [names], compute.SetLookupOptions(known))
-    return compute.call_function("if_else", [is_clear, at, arrow.scalar(None, at.type)])
+def _take(values: Any, rows: NDArray[np.int64]) -> Any:
+    """Return the rows of a column or table; null where a row is -1."""
+    return values.take(arrow.array(rows, mask=rows < 0))
 
 
 def join_table(samples: Samples, path: Path) -> int:
@@ -111,13 +101,14 @@ def join_table(samples: Samples, path: Path) -> int:
             f"of the samples, as in the column file of {samples.path.name}"
         )
     names = samples.table.column("file")
-    at = _places(names, short_texts(table.column(key).cast(arrow.string())).combine_chunks())
-    if not (matched := len(at) - at.null_count):
+    known = short_texts(table.column(key).cast(arrow.string())).to_pylist()
+    rows = find_rows(names.to_pylist(), known)
+    if not (matched := int((rows >= 0).sum())):
         raise InputError(
             f"none of the {len(table):,} values of {key} in {path} names one of the "
             f"{len(samples):,} samples (columns: {found}); expected names such as {names[0]}"
         )
-    joined = (table.drop_columns(["file"]) if key == "file" else table).take(at)
+    joined = _take(table.drop_columns(["file"]) if key == "file" else table, rows)
     joined = joined.replace_schema_metadata({ROOT: str(path.absolute().parent)})
     write_columns(samples, JOINED, joined.add_column(0, "file", names))
     return matched

@@ -120,10 +120,10 @@ def pictured(folder, paths, **columns):
 def test_a_column_of_image_paths_gives_the_pictures(tmp_path, absolute):
     name = str(tmp_path / "a.png") if absolute else "a.png"
     data = open_features(pictured(tmp_path, [None, name, name, "", name], note=["x.png y"] * 5))
-    assert data.pictured and data.image(1).getpixel((0, 0)) == (255, 0, 0)
-    assert data.image_file(4) == tmp_path / "a.png"
+    assert data.pictured and data.rows.image(1).getpixel((0, 0)) == (255, 0, 0)
+    assert data.rows.image_file(4) == tmp_path / "a.png"
     for row in (0, 3):  # null and empty
-        for give in (data.image, data.image_file):
+        for give in (data.rows.image, data.rows.image_file):
             with pytest.raises(UnreadableImage, match="is not an image file"):
                 give(row)
 
@@ -141,7 +141,7 @@ def test_only_images_are_given_out_by_a_path(tmp_path, path):
     (tmp_path / "link.png").symlink_to("secret.txt")
     data = open_features(pictured(tmp_path, ["a.png", None, None, None, path]))
     if data.pictured:  # not where a row names no image at all
-        for give in (data.image, data.image_file):
+        for give in (data.rows.image, data.rows.image_file):
             with pytest.raises(UnreadableImage) as error:
                 give(4)
             assert "\n" not in str(error.value)

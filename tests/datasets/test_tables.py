@@ -98,22 +98,22 @@ def test_what_a_column_shows_is_found(tmp_path):
     path = write(
         tmp_path, n=range(6), sound=sounds, url=links, text=["words"] * 6, photo=["a.png"] * 6
     )
-    assert (rows_of(path).media.kind, rows_of(path).media.column) == ("image", "photo")
-    found = {name: rows_of(path, name).media.kind for name in ("sound", "url", "text", "photo")}
+    assert (rows_of(path).kind, rows_of(path).media) == ("image", "photo")
+    found = {name: rows_of(path, name).kind for name in ("sound", "url", "text", "photo")}
     assert found == {"sound": "audio", "url": "url", "text": "text", "photo": "image"}
     with pytest.raises(InputError, match="--media is 'n', whose type in .* is int64"):
         rows_of(path, "n")
-    assert rows_of(write(tmp_path, url=links)).media.kind == "url"
-    assert rows_of(write(tmp_path, url=links, text=["a"] * 6)).media.kind == "text"
-    assert rows_of(write(tmp_path, text=["a"] * 6)).media.kind == "text"
-    assert rows_of(write(tmp_path, title=["a"] * 6)).media is None
+    assert rows_of(write(tmp_path, url=links)).kind == "url"
+    assert rows_of(write(tmp_path, url=links, text=["a"] * 6)).kind == "text"
+    assert rows_of(write(tmp_path, text=["a"] * 6)).kind == "text"
+    assert rows_of(write(tmp_path, title=["a"] * 6)).kind is None
 
 
 def test_texts_that_are_long_or_not_utf8(tmp_path):
     broken = arrow.array([b"\xff<b>", b"x" * 10_000_000, "é".encode() * 9000, b"", None, b"a"])
     texts = arrow.Array.from_buffers(arrow.string(), 6, broken.buffers())
     rows = rows_of(write(tmp_path, text=texts))
-    shown = [rows.media.text(row) for row in range(6)]
+    shown = [rows.text(row) for row in range(6)]
     assert shown == ["\\xff<b>", "x" * LONGEST, "é" * LONGEST, "", "", "a"]
     assert rows.columns()["text"].to_pylist() == [*shown[:4], None, "a"]
 
@@ -126,11 +126,11 @@ def test_only_media_files_are_given_out(tmp_path, kind):
     (tmp_path / f"folder.{kind}").mkdir()
     hostile = [f"good.{kind}", "/etc/passwd", f"link.{kind}", f"folder.{kind}", "../../etc/passwd"]
     rows = rows_of(write(tmp_path, path=[*hostile, f"/dev/zero\0.{kind}"]), "path")
-    rows.media.kind = {"wav": "audio", "png": "image"}[kind]  # whatever the first rows are
-    assert rows.media.file(0) == tmp_path / f"good.{kind}"
+    rows.kind = {"wav": "audio", "png": "image"}[kind]  # whatever the first rows are
+    assert rows._file(0) == tmp_path / f"good.{kind}"
     for row in range(1, 6):
         if kind == "wav":
-            assert rows.media.file(row) is None
+            assert rows.sound(row) is None
         else:
             with pytest.raises(UnreadableImage):
                 rows.image(row)

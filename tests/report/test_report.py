@@ -235,7 +235,7 @@ def test_a_report_after_the_run_finds_its_pictures_again(run, tmp_path):
 
     (folder / "img04.jpg").unlink()
     _, page = read(run, images)
-    assert "no pictures: FileNotFoundError: the picture img04.jpg is no longer in" in page.text
+    assert "no pictures: FileNotFoundError: the sample img04.jpg is no longer in" in page.text
     shutil.rmtree(folder)
     _, page = read(run, images)
     assert "There are no pictures: " in page.text and "my images" in page.text

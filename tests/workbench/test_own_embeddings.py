@@ -95,8 +95,7 @@ def test_texts_links_and_sounds_are_served_as_such(run):
         with ExploreServer(Samples(run, media)) as server, answering(server):
             meta = json.loads(server.data["meta.json"])
             assert meta["media"]["column"] == media
-            part = ask(server, "GET", "/api/media/0", Range="bytes=4-")
-            return [*(ask(server, "GET", f"/api/media/{row}") for row in range(6)), part]
+            return [ask(server, "GET", f"/api/media/{row}") for row in range(6)]
 
     texts = serve("text")
     assert json.loads(texts[0][1]) == {"kind": "text", "text": HTML}
@@ -104,9 +103,7 @@ def test_texts_links_and_sounds_are_served_as_such(run):
     links = [json.loads(content) for _, content, _ in serve("url")]
     assert links[0] == {"kind": "url", "url": "https://example.org/x"}
     assert links[1] == {"kind": "text", "text": "javascript:alert(1)"}
-    *sounds, (status, part, headers) = serve("sound")
-    assert (status, part) == (206, sounds[0][1][4:])
-    assert headers["Content-Range"] == f"bytes 4-{len(part) + 3}/{len(part) + 4}"
+    sounds = serve("sound")
     assert [status for status, _, _ in sounds] == [200, 200, 404, 404, 404, 404]
     assert sounds[0][1][:4] == b"RIFF" and sounds[0][2]["Content-Type"] == "audio/wav"
     assert "media-src 'self'" in sounds[0][2]["Content-Security-Policy"]

@@ -11,8 +11,6 @@ from __future__ import annotations
 import hmac
 import io
 import logging
-import mmap
-import re
 import secrets
 import socket
 import time
@@ -20,14 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl
 
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets.media import SOUNDS_AND_VIDEOS, is_link
+from ssl_kd.datasets.media import Rows, is_link
 from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.neighbors import nearest_among, search_on
@@ -52,7 +49,6 @@ from ssl_kd.workbench.explore.routes import DataRoutes, is_number, parse_json
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-PART = 8 << 20  # bytes of a sound or video in one answer, if the browser asks for parts
 ADDRESS, LARGEST, IMAGE_SIDE = "127.0.0.1", 32 << 20, 320
 NEIGHBORS, BLOCK = 12, 65_536  # neighbors of a sample that the page shows; rows compared at once
 PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for the rest of a refused request
@@ -316,41 +312,26 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(target.getvalue(), "image/jpeg", keep=True)
 
     def _media(self, row: int) -> None:
-        """Send a text or link of a sample as JSON, or its sound or video as it is."""
-        if (medium := self.server.samples.medium(row)) is None:
+        """Send a text or link of a sample as JSON, or its sound as it is."""
+        rows, place = self.server.samples.row_of_data(row) or (None, 0)
+        if not isinstance(rows, Rows) or rows.media is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "the samples have no texts, links or sounds")
-        media, place = medium
-        text, content = media.text(place), media.content(place)
-        if media.kind not in ("audio", "video"):
+        if rows.kind != "audio":
+            text = rows.text(place)
             kind = "url" if is_link(text) else "text"
             return self._send(as_json({"kind": kind, kind: text}), _TYPES["json"])
-        kind, path = SOUNDS_AND_VIDEOS.get(Path(text).suffix.lower()), media.file(place)
-        if kind is None or (content is None and (path is None or not path.stat().st_size)):
-            message = f"sample {row} has no {media.kind} file that may be sent"
-            raise _Refused(HTTPStatus.NOT_FOUND, message)
-        if content is not None or path is None:
-            return self._send_part(content or b"", kind)
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            self._send_part(view, kind)
-
-    def _send_part(self, content: bytes | mmap.mmap, kind: str) -> None:
-        """Send a file, or the part that the browser wants, at most `PART` bytes of it."""
-        wanted = re.fullmatch(r"bytes=(\d{1,15})-(\d{0,15})", self.headers.get("Range", ""))
-        if wanted is None or (start := int(wanted[1])) >= len(content):
-            return self._send(content, kind)
-        part = content[start : min(start + PART, int(wanted[2] or len(content)) + 1)]
-        span = f"bytes {start}-{start + len(part) - 1}/{len(content)}"
-        self._send(part, kind, HTTPStatus.PARTIAL_CONTENT, span=span)
+        if (sound := rows.sound(place)) is None:
+            raise _Refused(HTTPStatus.NOT_FOUND, f"sample {row} has no sound that may be sent")
+        self._send(sound[1], sound[0])
 
     def _send(
         self,
-        body: bytes | mmap.mmap,
+        body: bytes,
         kind: str,
         status: HTTPStatus = HTTPStatus.OK,
         *,
         keep: bool = False,
         cookie: bool = False,
-        span: str | None = None,
     ) -> None:
         self.send_response(status)
         headers = {
@@ -365,8 +346,6 @@ class _Handler(BaseHTTPRequestHandler):
         if cookie:
             value = f"{self.server.cookie}={self.server.token}"
             headers["Set-Cookie"] = f"{value}; Path=/; HttpOnly; SameSite=Strict"
-        if span is not None:
-            headers["Content-Range"] = span
         if self.close_connection:
             headers["Connection"] = "close"
         for name, value in headers.items():

@@ -1,14 +1,13 @@
-// What a sample is, if it is no picture: a text, a link, a sound or a video.
+// What a sample is, if it is no picture: a text, a link or a sound.
 
 import { TOKEN, get } from "./data.js";
 
-/** The element that shows a sample, or null; sounds and videos only where they `canPlay`. */
+/** The element that shows a sample, or null; sounds only where they `canPlay`. */
 export async function mediaElement(meta, row, canPlay = false) {
   const kind = meta.media?.kind, className = "media";
   if (!TOKEN || !kind || kind === "image") return null;
-  if (kind === "audio" || kind === "video") {
-    const player = canPlay ? document.createElement(kind) : null;
-    return player && Object.assign(player, { className, controls: true, src: `api/media/${row}` });
+  if (kind === "audio") {
+    return canPlay ? Object.assign(new Audio(`api/media/${row}`), { className, controls: true }) : null;
   }
   const { text, url } = await (await get(`api/media/${row}`)).json();
   const element = document.createElement(url ? "a" : "div");
