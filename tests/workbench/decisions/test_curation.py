@@ -81,7 +81,7 @@ def test_a_merged_cluster_keeps_the_first_name_or_gets_one(run):
     curation = Curation.open(run)
     curation.rename(1, "ones")
     curation.rename(2, "fours")
-    curation.merge([0, 2])
+    curation.merge(np.array([2, 0]))
     assert curation.names == {0: "fours", 1: "ones"}
     curation.merge([0, 1], name="digits")
     assert curation.names == {0: "digits"} and set(curation.sizes) == {0}
@@ -237,19 +237,14 @@ def _tree(**changes):
 
 
 HOSTILE = {
-    "parts of a rename": (_with(parts=5), "rename has the fields"),
     "an unknown field": (_with(__proto__=1), "rename has the fields"),
     "true as a number": (_with(cluster=True), "`cluster` is True; expected a number"),
-    "text as a number": (_with(cluster="0"), "`cluster` is '0'"),
-    "a number that JavaScript rounds": (_with(cluster=2**53), "`cluster` is 9007199254740992"),
     "an unknown cluster": (_with(cluster=7), "there is no cluster 7"),
-    "a long name": (_with(name="x" * 201), "`name` is .*; expected one line of at most 200"),
     "a name that clears the screen": (_with(name="\x1b[2J"), "`name` is .*; expected one line"),
     "an unknown decision": (_with(do=["rename"]), r"`do` is \['rename'\]; expected one of rename"),
     "an id with a line break": (_with(id="0" * 12 + "\n"), "`id` is .*; expected 12 hex"),
     "markup as a time": (_with(time="<b>"), "`time` is '<b>'; expected a UTC time"),
     "some of the samples": (_with(samples=7), "about another run"),
-    "a number as parts": (_tree(parts=5), "`parts` is 5; expected pairs"),
     "parts of three": (_tree(parts=[[1, 2, 3]]), "`parts` is .*; expected pairs"),
     "a level that is a column": (_tree(level="file"), "has the tree level 'file'; expected"),
     "parts that do not exist": (_tree(parts=[[99, 1000]]), "moves the parts .99. of level_4;"),
