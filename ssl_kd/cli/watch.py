@@ -29,15 +29,14 @@ def watch(argv: Sequence[str]) -> int:
 def _watch(argv: Sequence[str]) -> int:
     about = (
         "Trains on the pictures in FOLDER (flags of ssl_kd train; --n_clusters auto by default), "
-        "then adds new pictures in rounds. Every round has a run folder RUNS_DIR/NAME/round-N; "
-        "its page watch.html says what is new and what drifted."
+        "then adds new pictures in rounds. The page RUNS_DIR/NAME/round-N/watch.html says what is "
+        "new and what drifted."
     )
     parser = FlagParser(prog="ssl_kd watch", description=about)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="pictures, at any depth")
     parser.add_argument("--run", metavar="NAME", help="name of the watch; default: watch-FOLDER")
     parser.add_argument("--once", action="store_true", help="do one round and exit, as for cron")
-    every = "pause between rounds, such as 30s, 10m or 1h; default: 10m"
-    parser.add_argument("--every", type=_duration, default="10m", metavar="TIME", help=every)
+    parser.add_argument("--every", type=_duration, default="10m", help="pause; default: 10m")
     least = "new pictures that a round needs; default: 1"
     parser.add_argument("--at-least", type=integer_from(1), default=1, metavar="N", help=least)
     flags, rest = parser.parse_known_args(argv)
@@ -83,16 +82,16 @@ def _duration(text: str) -> int:
 
 def _show(summary: dict[str, Any], is_new: bool, at_least: int) -> None:
     """Print the result of a round: only one line if nothing changed."""
-    if (run := summary["run"]) is None:
-        lines = [f"No run yet: {len(summary['new'])} pictures, but --at_least is {at_least}"]
+    if summary["run"] is None:
+        text = f"No run yet: {len(summary['new'])} new pictures, but --at_least is {at_least}"
     elif not is_new:
-        lines = [f"Nothing has changed since round {summary['rounds'][-1]['round']}"]
+        text = f"Nothing has changed since round {summary['rounds'][-1]['round']}"
     else:
-        newest = summary["rounds"][-1]
-        lines = [f"Round {newest['round']}: {'. '.join(newest['sentences'])}."]
+        newest, run = summary["rounds"][-1], summary["run"]
+        text = f"Round {newest['round']}: {'. '.join(newest['sentences'])}."
         for what in ("new", "waiting", "replaced", "deleted"):
             if files := [printable(file) for file in summary[what]]:
                 more = ", ..." if len(files) > 3 else ""
-                lines.append(f"{what.capitalize()}: {len(files)} ({', '.join(files[:3])}{more})")
-        lines += [f"Page: {run}/watch.html", f"Next: ssl_kd explore {shlex.quote(run)}"]
-    print(time.strftime("%Y-%m-%d %H:%M"), "\n".join(lines), flush=True)
+                text += f"\n{what.capitalize()}: {len(files)} ({', '.join(files[:3])}{more})"
+        text += f"\nPage: {run}/watch.html\nNext: ssl_kd explore {shlex.quote(run)}"
+    print(time.strftime("%Y-%m-%d %H:%M"), text, flush=True)

@@ -15,22 +15,15 @@ from ssl_kd.vision.samples import Samples
 
 def write_watch_page(samples: Samples, summary: dict[str, Any]) -> Path:
     """Write `watch.html` into the folder of the last run, and return its path."""
-    newest_first, newest = summary["rounds"][::-1], summary["rounds"][-1]
-    lists = {
-        "Replaced since their round (give a changed picture a new name to add it)": "replaced",
-        "Deleted since their round (their rows and numbers stay)": "deleted",
-        "Waiting for a later round": "waiting",
-    }
-    waiting = [f"{file}: {reason}" for file, reason in summary["waiting"].items()]
-    files = summary | {"waiting": waiting}
+    newest = summary["rounds"][-1]
     content = {
         "title": f"{base_name(summary['folder'])} · ssl_kd watch",
         "eyebrow": f"{summary['folder']} · round {newest['round']} · {newest['time']}",
         "headline": newest["sentences"][0],
         "lead": " ".join(f"{text}." for text in newest["sentences"][1:]),
-        "rounds": newest_first,
-        "clusters": sorted({number for each in newest_first for number in each["shares"]}),
-        "lists": {title: files[key] for title, key in lists.items() if files[key]},
+        "summary": summary,
+        "clusters": sorted({number for each in summary["rounds"] for number in each["shares"]}),
+        "waiting": [f"{file}: {reason}" for file, reason in summary["waiting"].items()],
         "load_pictures": partial(_load_pictures, samples),
         "tint": tint,
     }

@@ -36,15 +36,14 @@ def describe_rounds(samples: Samples) -> list[dict[str, Any]]:
 def _describe(samples: Samples, curation: Curation, rounds: list[NDArray]) -> dict[str, Any]:
     """Describe the last of the rounds, each of which is an array of row numbers."""
     *earlier, rows = rounds
-    assigned, outlier = samples.column("cluster"), samples.column("outlier")
-    clusters, confidence = curation.clusters, samples.column("confidence")
-    n_trained = samples.config["n_clusters"]
+    clusters, names, n_trained = curation.clusters, curation.names, samples.config["n_clusters"]
+    assigned, confidence, outlier = map(samples.column, ("cluster", "confidence", "outlier"))
     n_known = assigned[: rows[0]].max(initial=n_trained - 1) + 1
     joined = rows[assigned[rows] < n_known]
     new_clusters = []
     for number in range(n_known, assigned[rows].max() + 1):
         members = rows[assigned[rows] == number]
-        cluster = {"cluster": number, "name": curation.names.get(number, ""), "size": len(members)}
+        cluster = {"cluster": number, "name": names.get(number, ""), "size": len(members)}
         new_clusters.append(cluster | _highest(samples, members, confidence))
     present, counts = np.unique(clusters[rows][clusters[rows] >= 0], return_counts=True)
 
@@ -67,7 +66,7 @@ def _describe(samples: Samples, curation: Curation, rounds: list[NDArray]) -> di
         "unusual": unusual | _highest(samples, ordinary[outlier[ordinary] > UNUSUAL], outlier),
         "alarms": [name for name, p in p_values.items() if p < ALARM],
     }
-    return described | {"sentences": _sentences(described, curation.names)}
+    return described | {"sentences": _sentences(described, names)}
 
 
 def _highest(samples: Samples, rows: NDArray, scores: NDArray) -> dict[str, Any]:
@@ -95,11 +94,9 @@ def compare_shares(before: NDArray, now: NDArray) -> dict[str, Any]:
     old, new = counts / sizes
     noise = np.sqrt(share * (1 - share) * (1 / sizes).sum())
     is_changed = np.abs(new - old) > scipy.stats.norm.isf(ALARM / 2 / len(clusters)) * noise
-    order = np.argsort(-np.abs(new - old))
-    changed = [
-        {"cluster": int(clusters[i]), "before": float(old[i]), "now": float(new[i])}
-        for i in order[is_changed[order]]
-    ]
+    values = np.c_[clusters, old, new][is_changed].tolist()
+    changed = [{"cluster": int(k), "before": before, "now": now} for k, before, now in values]
+    changed.sort(key=lambda change: -abs(change["now"] - change["before"]))
     return {"p": float(p), "changed": changed}
 
 
@@ -123,19 +120,14 @@ def _sentences(described: dict[str, Any], names: dict[int, str]) -> list[str]:
     text = f"{described['joined']:,} of {described['n']:,} new pictures joined known clusters"
     for new in described["new_clusters"]:
         text += f"; offered as new: cluster {new['cluster']} ({new['size']:,} pictures)"
-    sentences = [text]
+    sentences, unusual = [text], described["unusual"]
     if "shares" in described["alarms"]:
-        changes = []
+        sentences.append("The shares of the clusters changed beyond chance")
         for change in described["drift"]["changed"]:
             name = names.get(change["cluster"], f"cluster {change['cluster']}")
-            percent = [f"{100 * change[key]:.0f} %" for key in ("before", "now")]
-            changes.append(f"{name} from {percent[0]} to {percent[1]}")
-        text = "The shares of the clusters changed beyond chance"
-        sentences.append(f"{text}: {', '.join(changes)}" if changes else text)
+            before, now = (f"{100 * change[key]:.0f} %" for key in ("before", "now"))
+            sentences[-1] += f", {name} from {before} to {now}"
     if "unusual" in described["alarms"]:
-        unusual = described["unusual"]
-        sentences.append(
-            f"{unusual['n']:,} pictures look like nothing seen before; by chance it would be about "
-            f"{unusual['expected']:.0f}"
-        )
+        text = f"{unusual['n']:,} pictures look like nothing seen before"
+        sentences.append(f"{text}; by chance it would be about {unusual['expected']:.0f}")
     return sentences if described["alarms"] else [*sentences, "Nothing drifted beyond chance"]

@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 SETTLED = 5.0  # seconds since the last change after which a file counts as complete
 ROUND, SUMMARY = "round-", "watch.json"
-Stamp = list[int] | None  # size of a file and the time of its last change in ns; None: unreadable
-Lists = dict[int, dict[str, Any]]  # round -> `folder`, `time`, and `files`: path -> stamp
+Lists = dict[int, dict[str, Any]]  # round -> `folder`, `time`, and `files`: path -> `_stamp`
 
 
 class Watch:
@@ -81,11 +80,14 @@ class Watch:
             if not files or not files.items() <= new.items():
                 files = new
             if len(files) >= at_least:
-                now = time.strftime("%Y-%m-%d %H:%M:%S")
-                lists[last + 1] = {"folder": str(self.folder), "time": now, "files": files}
+                time_now = time.strftime("%Y-%m-%d %H:%M:%S")
+                lists[last + 1] = {"folder": str(self.folder), "time": time_now, "files": files}
                 samples = Samples(self._add(last + 1, lists[last + 1], progress))
                 new = {path: stamp for path, stamp in new.items() if path not in files}
-            return self._report(summary | {"new": list(map(image_id, new))}, samples, lists)
+            summary["new"] = list(map(image_id, new))
+            if samples is None:
+                return summary | {"run": None, "rounds": []}, True
+            return self._report(summary, samples, lists)
 
     def _run(self, number: int) -> Path:
         return self.place / f"{ROUND}{number:04}"
@@ -101,9 +103,7 @@ class Watch:
             )
         return lists
 
-    def _scan(
-        self, samples: Samples | None, lists: Lists
-    ) -> tuple[dict[str, Stamp], dict[str, Any]]:
+    def _scan(self, samples: Samples | None, lists: Lists) -> tuple[dict, dict[str, Any]]:
         """Return the files to add, and the ids of files that wait, were replaced or deleted."""
         known = set()
         if samples is not None:
@@ -112,22 +112,20 @@ class Watch:
         if os.curdir in paths or not (paths or known):
             what = "cannot be listed" if paths else "holds no images"
             raise InputError(f"{self.folder} {what}: expected a readable folder of images")
-        stamps = {path: self._stamp(path) for path in paths.values()}
         listed = {path: stamp for each in lists.values() for path, stamp in each["files"].items()}
+        stamps = {path: self._stamp(path) for path in paths.values()}
         unknown = [path for id, path in paths.items() if id not in known]
         with ThreadPoolExecutor() as pool:
             faults = dict(zip(unknown, pool.map(self._fault, unknown), strict=True))
+        changed = {path for path, stamp in stamps.items() if listed.get(path, stamp) != stamp}
         return {path: stamps[path] for path in unknown if not faults[path]}, {
             "waiting": {image_id(path): fault for path, fault in faults.items() if fault},
-            "replaced": [
-                id
-                for id, path in paths.items()
-                if id in known and listed.get(path, stamps[path]) != stamps[path]
-            ],
+            "replaced": [id for id, path in paths.items() if id in known and path in changed],
             "deleted": sorted(known - paths.keys()),
         }
 
-    def _stamp(self, path: str) -> Stamp:
+    def _stamp(self, path: str) -> list[int] | None:
+        """Return the size of a file and the time of its last change in ns; None on an error."""
         try:
             status = (self.folder / path).stat()
         except OSError:
@@ -163,12 +161,14 @@ class Watch:
             raise
 
     def _report(
-        self, summary: dict[str, Any], samples: Samples | None, lists: Lists
+        self, summary: dict[str, Any], samples: Samples, lists: Lists
     ) -> tuple[dict[str, Any], bool]:
         """Complete the summary, and write it and the page unless they are up to date."""
-        if samples is None:
-            return summary | {"run": None, "rounds": []}, True
-        self._add_late_decisions(samples)
+        for path in sorted(self.place.glob(f"{ROUND}*/{DECIDED}")):
+            try:  # add decisions about earlier rounds that were made after the last round began
+                Curation(samples).apply(path)
+            except UserError as error:
+                logger.warning("%s does not fit the last round: %s", path, error)
         rounds = describe_rounds(samples)
         for described in rounds:
             described["time"] = lists.get(described["round"], {}).get("time", DASH)
@@ -179,11 +179,3 @@ class Watch:
         write_watch_page(samples, summary)
         atomic_write_text(path, text)  # the last file: both are complete
         return summary, True
-
-    def _add_late_decisions(self, samples: Samples) -> None:
-        """Add decisions about earlier rounds that were made after the last round began."""
-        for path in sorted(self.place.glob(f"{ROUND}*/{DECIDED}")):
-            try:
-                Curation(samples).apply(path)
-            except UserError as error:
-                logger.warning("%s does not fit the last round: %s", path, error)
