@@ -39,7 +39,7 @@ def compare(argv: Sequence[str]) -> int:
     a, b = map(Samples, folders)
     comparison = compare_runs(a, b)
     page = flags.out or a.path / f"compare-{b.path.name}.html"
-    write_comparison(comparison, a.image, b.image, page)
+    write_comparison(comparison, a, b, page)
     print(f"A: {a.path}\nB: {b.path}")
     print("\n".join(printable(line) for line in summary(comparison)))
     print(f"Page: {page}\nNumbers: {page.with_suffix('.json')}")

@@ -121,6 +121,14 @@ def _caption(cluster: int, size: int, labels: Counter[str] | None, new: bool) ->
     return {"title": title, "about": about}
 
 
+def strip(samples: Samples, rows: list[int]) -> list[dict[str, str]]:
+    """Return small pictures of samples, named by their files, without those that are unreadable."""
+    images = [decoded(samples.image, row) for row in rows]
+    names = [samples.table.column("file")[row].as_py() for row in rows]
+    named = zip(names, images, strict=True)
+    return [thumbnail(image) | {"name": name} for name, image in named if image is not None]
+
+
 def thumbnail(image: Image.Image) -> dict[str, str]:
     """Return a picture as a data URI of a few kilobytes, with its kind: `tiny` or `photo`."""
     tiny = max(image.size) <= 32

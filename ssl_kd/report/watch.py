@@ -4,9 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.datasets.decode import decoded
 from ssl_kd.report.figures import tint
-from ssl_kd.report.gallery import thumbnail
+from ssl_kd.report.gallery import strip
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import base_name
 from ssl_kd.report.write import write_page
@@ -24,14 +23,7 @@ def write_watch_page(samples: Samples, summary: dict[str, Any]) -> Path:
         "summary": summary,
         "clusters": sorted({number for each in summary["rounds"] for number in each["shares"]}),
         "waiting": [f"{file}: {reason}" for file, reason in summary["waiting"].items()],
-        "load_pictures": partial(_load_pictures, samples),
+        "pictures_of": partial(strip, samples),
         "tint": tint,
     }
     return write_page(RunResults.read(samples.path), "watch.html", content, "watch.html")
-
-
-def _load_pictures(samples: Samples, listed: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the pictures of listed `rows` whose names are `files`, without unreadable ones."""
-    images = [decoded(samples.image, row) for row in listed["rows"]]
-    pairs = zip(listed["files"], images, strict=True)
-    return [thumbnail(image) | {"name": name} for name, image in pairs if image is not None]

@@ -35,15 +35,19 @@ def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
 
 def write_page(run: RunResults, template: str, content: dict[str, Any], name: str) -> Path:
     """Write the page `name` into the folder of a run, and return its path."""
+    path = run.path / name
+    atomic_write_text(path, rendered(template, _frame(run) | content))
+    return path
+
+
+def rendered(template: str, content: dict[str, Any]) -> str:
+    """Return the HTML of a template; raise if `content` lacks a value."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ssl_kd.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    page = environment.get_template(template).render(_frame(run) | content)
-    path = run.path / name
-    atomic_write_text(path, page)
-    return path
+    return environment.get_template(template).render(content)
 
 
 def reported(start: Callable[..., Path], progress: Progress) -> Path:

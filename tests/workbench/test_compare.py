@@ -14,7 +14,6 @@ from ssl_kd.errors import InputError
 from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.assignments import assignments_of
 from ssl_kd.workbench.compare import judge, summary
-from ssl_kd.workbench.compare.runs import divided_clusters, largest_differences
 from tests.report.reading import Reader, check_that_nothing_is_loaded
 
 
@@ -40,21 +39,22 @@ def test_a_run_agrees_with_itself(photo_run):
     assert result["labels"]["a"] == result["labels"]["b"]
 
 
-def test_a_merged_cluster_is_named(photo_run, copy, capsys):
+def test_a_merged_cluster_is_named(photo_run, copy):
     run, other = Run.open(photo_run), Run.open(copy)
     other.curation.merge([1, 2], "both")
-    sizes = run.curation.sizes
+    sizes, clusters = run.curation.sizes, run.curation.clusters
     result = run.compare(other)
-    (merge,) = result["merges"]
+    (merge,), (difference,) = result["merges"], result["differences"]
     assert result["splits"] == [] and merge["cluster"] == 1
-    assert {part["cluster"]: part["samples"] for part in merge["parts"]} == {
-        1: sizes[1],
-        2: sizes[2],
-    }
-    (one,) = result["differences"]
-    small = min(sizes[1], sizes[2])
-    assert one["samples"] == small and one["b"] == 1 and len(one["files"]) == 8
-    assert set(run.curation.clusters[one["rows"]]) == {one["a"]}
+    large, small = sorted((1, 2), key=lambda cluster: -sizes[cluster])
+    assert merge["parts"] == [{"cluster": k, "samples": sizes[k]} for k in (large, small)]
+    assert (difference["a"], difference["b"], difference["samples"]) == (small, 1, sizes[small])
+    confidence = run.samples.column("confidence")
+    typical = {k: np.flatnonzero(clusters == k) for k in (large, small)}
+    typical = {k: rows[np.argsort(-confidence[rows], kind="stable")] for k, rows in typical.items()}
+    assert difference["rows"] == difference["typical_a"] == typical[small][:8].tolist()
+    assert difference["typical_b"] == typical[large][:8].tolist()  # in B and agreed on
+    assert difference["files"] == run.samples.column("file")[difference["rows"]].tolist()
     text = "\n".join(summary(result))
     assert f"1 both of B ({sizes[1] + sizes[2]}) is" in text and "By the" in text
 
@@ -75,6 +75,10 @@ def test_the_command_writes_a_page_and_its_numbers(photo_run, copy, capsys):
 
 def test_samples_that_only_one_run_has(photo_run, copy):
     rng = np.random.default_rng(0)
+    edit_files(copy, lambda names: np.where(np.arange(len(names)) == 1, names[0], names))
+    result = Run.open(photo_run).compare(Run.open(copy))
+    assert result["samples"] == result["a"]["samples"] - 2  # both samples of the repeated name
+    edit_files(copy, lambda names: np.where(np.arange(len(names)) == 1, "restored", names))
     edit_files(copy, lambda names: np.where(np.arange(len(names)) < 5, "new " + names, names))
     result = Run.open(photo_run).compare(Run.open(copy))
     n = result["a"]["samples"]
@@ -114,17 +118,6 @@ def test_pictures_and_embeddings_that_are_gone(photo_run, copy, tmp_path, caplog
     text = Reader((tmp_path / "a.html").read_text()).text
     assert "There are no pictures" in text and "the embeddings of" in text
     assert "cannot be told" in text and ".png" in text
-
-
-def test_divided_clusters_and_differences_of_arrays():
-    a, b = np.repeat([5, 5, 7], [60, 40, 100]), np.repeat([0, 1, 2], [60, 40, 100])
-    parts = [{"cluster": 0, "samples": 60}, {"cluster": 1, "samples": 40}]
-    assert divided_clusters(a, b) == [{"cluster": 5, "samples": 100, "parts": parts}]
-    assert divided_clusters(b, a) == []
-    (one,) = largest_differences(a, b, np.linspace(0, 1, 200), np.ones(200))
-    assert (one["a"], one["b"], one["samples"]) == (5, 1, 40)
-    assert one["rows"].tolist() == list(range(99, 91, -1))
-    assert one["typical_a"].tolist() == list(range(59, 51, -1))
 
 
 def blobs(noise: float, n_columns: int = 8) -> np.ndarray:

@@ -52,13 +52,11 @@ def judge(x_a: NDArray, x_b: NDArray, clusters_a: Ints, clusters_b: Ints) -> dic
     resampled = [probability(evidence(pairs, a, b, of_sample)) for of_sample in weights]
     of_a, (low, high) = float(probability(evidence(pairs, a, b))), np.quantile(resampled, INTERVAL)
     better = "a" if of_a >= SURE else "b" if of_a <= 1 - SURE else None
-    if better is None:
-        verdict = "No difference in quality can be told without labels"
-        verdict += f" (A is better with a probability of {100 * of_a:.0f} %)."
-    else:
-        sure = max(of_a, 1 - of_a)
+    verdict = "No difference in quality can be told without labels (A is better with a probability"
+    verdict += f" of {100 * of_a:.0f} %)."
+    if better:
         verdict = f"Judged without labels, {better.upper()} is better"
-        verdict += f" (probability {100 * sure:.0f} %)."
+        verdict += f" (probability {100 * max(of_a, 1 - of_a):.0f} %)."
     facts = {
         "value of A": round(value(pairs, a), 4),
         "value of B": round(value(pairs, b), 4),
@@ -71,10 +69,7 @@ def judge(x_a: NDArray, x_b: NDArray, clusters_a: Ints, clusters_b: Ints) -> dic
 
 
 def common_neighbors(x_a: NDArray, x_b: NDArray) -> Ints:
-    """Return the pairs `[2, pair]` of rows that are mutual nearest neighbors in both embeddings.
-
-    Each pair is listed in both orders.
-    """
+    """Return the pairs `[2, pair]` of mutual neighbors in both embeddings, each in both orders."""
     n = len(x_a)
     k = min(NEIGHBORS, n - 1)
     if k < 1:
@@ -107,8 +102,7 @@ def probability(evidence: Any, slope: float = SLOPE, floor: float = FLOOR) -> An
 def value(pairs: Ints, clusters: Ints, weights: NDArray | None = None) -> float:
     """Return the partition value of clusters on a graph with an edge for each of the pairs."""
     k = int(clusters.max()) + 1
-    cells, of_pairs = clusters[pairs[0]] * k + clusters[pairs[1]], None
-    if weights is not None:
-        of_pairs = weights[pairs[0]]
+    cells = clusters[pairs[0]] * k + clusters[pairs[1]]
+    of_pairs = None if weights is None else weights[pairs[0]]
     table = np.bincount(cells, of_pairs, k * k).reshape(k, k)
     return partition_value((table + table.T) / max(2 * table.sum(), 1), ALPHA)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as arrow
 from numpy.typing import NDArray
+from pyarrow import compute
 from scipy.optimize import linear_sum_assignment
 
 from ssl_kd.errors import InputError, printable
 from ssl_kd.evaluate import clustering_scores, contingency
 from ssl_kd.evaluate.sample import random_rows
+from ssl_kd.report.wording import percent
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.compare.judgement import JUDGED, cannot_judge, judge
 from ssl_kd.workbench.decisions import Curation
@@ -26,30 +29,19 @@ SHOWN = 8  # samples that are shown of each
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two runs: its clusters after all decisions."""
+    """One of the two runs, reduced to the `n` common samples that have a cluster in both."""
 
+    letter: str
     samples: Samples
-    clusters: Ints  # of all samples `[n]`, -1: none
-    names: Mapping[int, str]
+    names: dict[int, str]
+    rows: Ints  # `[n]`
+    numbers: Ints  # `[k]` of the clusters that these samples have, after all decisions
+    clusters: Ints  # `[n]` positions in `numbers`
 
-    @classmethod
-    def of(cls, samples: Samples) -> Side:
-        """Return the clusters of a run; an excluded sample has none."""
-        curation = Curation(samples)
-        clusters = np.where(curation.excluded, -1, curation.clusters)
-        return cls(samples, clusters, curation.names)
-
-    def describe(self, n_common: int) -> dict[str, Any]:
-        """Return the facts about the run that the page shows."""
-        return {
-            "run": str(self.samples.path),
-            "name": self.samples.path.name,
-            "teacher": self.samples.metrics.get("teacher", {}).get("name"),
-            "samples": len(self.samples),
-            "missing_in_other": len(self.samples) - n_common,
-            "clusters": int(np.count_nonzero(np.unique(self.clusters) >= 0)),
-            "names": {str(number): name for number, name in self.names.items()},
-        }
+    def title(self, cluster: int) -> str:
+        """Return the number of a cluster, with its name if it has one."""
+        number = int(self.numbers[cluster])
+        return f"{number} {self.names[number]}" if number in self.names else str(number)
 
 
 def compare_runs(a: Samples, b: Samples) -> dict[str, Any]:
@@ -58,43 +50,50 @@ def compare_runs(a: Samples, b: Samples) -> dict[str, Any]:
     Raises:
         InputError: the runs have no sample in common.
     """
-    side_a, side_b = Side.of(a), Side.of(b)
-    rows_a, rows_b = common_rows(a, b)
-    n_common = len(rows_a)
-    has_cluster = (side_a.clusters[rows_a] >= 0) & (side_b.clusters[rows_b] >= 0)
-    rows_a, rows_b = rows_a[has_cluster], rows_b[has_cluster]
+    runs, all_rows = (a, b), common_rows(a, b)
+    curations = [Curation(samples) for samples in runs]
+    clusters = [np.where(c.excluded, -1, c.clusters) for c in curations]  # -1: none
+    n_common = len(all_rows[0])
+    has_both = np.all([c[rows] >= 0 for c, rows in zip(clusters, all_rows, strict=True)], 0)
     if not n_common:
-        first = [printable(str(s.column("file")[0])) for s in (a, b) if len(s)]
+        first = [printable(str(s.column("file")[0])) for s in runs if len(s)]
         raise InputError(
             f"{a.path} and {b.path} have no sample in common: their first files are "
             f"{' and '.join(first)}. Expected two runs on the same files"
         )
-    if not len(rows_a):
+    if not has_both.any():
         raise InputError(
             f"all {n_common:,} samples that {a.path} and {b.path} have in common are excluded or "
             "have no cluster: undo a decision with ssl_kd explore RUN --undo"
         )
-    clusters_a, clusters_b = side_a.clusters[rows_a], side_b.clusters[rows_b]
-    confidence = a.column("confidence")[rows_a], b.column("confidence")[rows_b]
-    differences = largest_differences(clusters_a, clusters_b, *confidence)
-    files = a.column("file")[rows_a]
-    for difference in differences:
-        difference["files"] = [str(files[row]) for row in difference["rows"]]
-        difference["typical_b"] = rows_b[difference["typical_b"]].tolist()
-        for key in ("rows", "typical_a"):
-            difference[key] = rows_a[difference[key]].tolist()
-    return {
-        "a": side_a.describe(n_common),
-        "b": side_b.describe(n_common),
-        "samples": len(rows_a),
-        "without_cluster": n_common - len(rows_a),
-        "agreement": agreement(clusters_a, clusters_b),
-        "splits": divided_clusters(clusters_a, clusters_b),
-        "merges": divided_clusters(clusters_b, clusters_a),
-        "differences": differences,
-        "judgement": _judgement(side_a, side_b, rows_a, rows_b),
-        "labels": _label_scores(a, b, rows_a, rows_b, clusters_a, clusters_b),
+    sides, about = [], {}
+    for i, (letter, samples, curation) in enumerate(zip("AB", runs, curations, strict=True)):
+        rows = all_rows[i][has_both]
+        codes = np.unique(clusters[i][rows], return_inverse=True)
+        sides.append(Side(letter, samples, curation.names, rows, *codes))
+        about[letter.lower()] = {
+            "run": str(samples.path),
+            "name": samples.path.name,
+            "teacher": samples.metrics.get("teacher", {}).get("name"),
+            "samples": len(samples),
+            "missing_in_other": len(samples) - n_common,
+            "clusters": int(np.count_nonzero(np.unique(clusters[i]) >= 0)),
+            "names": {str(number): name for number, name in curation.names.items()},
+        }
+    side_a, side_b = sides
+    table = contingency(side_a.clusters, side_b.clusters)
+    scores = clustering_scores(side_a.clusters, side_b.clusters)
+    comparison = about | {
+        "samples": len(side_a.rows),
+        "without_cluster": n_common - len(side_a.rows),
+        "agreement": {"matched": scores["acc"], "ami": scores["ami"], "ari": scores["ari"]},
+        "splits": divided(side_a, side_b, table),
+        "merges": divided(side_b, side_a, table.T),
+        "differences": list(largest_differences(side_a, side_b, table)),
+        "judgement": _judgement(side_a, side_b),
+        "labels": _label_scores(side_a, side_b),
     }
+    return comparison | {"sentences": list(agreement_sentences(comparison))}
 
 
 def common_rows(a: Samples, b: Samples) -> tuple[Ints, Ints]:
@@ -103,120 +102,120 @@ def common_rows(a: Samples, b: Samples) -> tuple[Ints, Ints]:
     If a file name repeats within a run, split and name identify a sample in both runs; a sample
     that is not unique then is left out.
     """
-    maps = [_rows_by_name(samples, ("file",)) for samples in (a, b)]
-    if any(row < 0 for of_run in maps for row in of_run.values()):
-        maps = [_rows_by_name(samples, ("split", "file")) for samples in (a, b)]
-    of_a, of_b = maps
-    pairs = [(row, of_b[name]) for name, row in of_a.items() if of_b.get(name, -1) >= 0 <= row]
-    rows = np.array(pairs, np.int64).reshape(-1, 2)
-    return rows[:, 0], rows[:, 1]
+    for keys in (["file"], ["split", "file"]):
+        tables = [_rows_by_name(samples, keys) for samples in (a, b)]
+        if all(compute.max(table["row_count"]).as_py() in (None, 1) for table in tables):
+            break
+    unique_a, unique_b = (table.filter(compute.equal(table["row_count"], 1)) for table in tables)
+    both = unique_a.join(unique_b, keys, join_type="inner", right_suffix="_b").sort_by("row_min")
+    return both["row_min"].to_numpy(), both["row_min_b"].to_numpy()
 
 
-def _rows_by_name(samples: Samples, columns: tuple[str, ...]) -> dict[tuple[str, ...], int]:
-    """Map the values of columns to row numbers; -1 for values that several rows have."""
-    rows: dict[tuple[str, ...], int] = {}
-    names = zip(*(samples.table.column(name).to_pylist() for name in columns), strict=True)
-    for row, name in enumerate(names):
-        rows[name] = -1 if name in rows else row
-    return rows
+def _rows_by_name(samples: Samples, keys: list[str]) -> arrow.Table:
+    """Return the values of columns, the first row that has each, and how many rows have it."""
+    columns = {key: samples.table.column(key).cast(arrow.string()) for key in keys}
+    table = arrow.table(columns | {"row": np.arange(len(samples))})
+    return table.group_by(keys).aggregate([("row", "min"), ("row", "count")])
 
 
-def agreement(clusters_a: Ints, clusters_b: Ints) -> dict[str, float]:
-    """Return AMI, ARI, and the share of samples in clusters that are paired one to one."""
-    a, b = (np.unique(clusters, return_inverse=True)[1] for clusters in (clusters_a, clusters_b))
-    scores = clustering_scores(a, b)
-    return {
-        "matched": scores["acc"] or 0.0,
-        "ami": scores["ami"] or 0.0,
-        "ari": scores["ari"] or 0.0,
-    }
+def agreement_sentences(comparison: dict[str, Any]) -> Iterator[str]:
+    """Yield sentences on how far two runs agree, the most important first."""
+    a, b, agreement = comparison["a"], comparison["b"], comparison["agreement"]
+    matched = percent(agreement["matched"])
+    yield f"A and B agree on {matched} % of {comparison['samples']:,} samples."
+    yield (
+        f"AMI {agreement['ami']:.3f}, ARI {agreement['ari']:.3f}; "
+        f"A has {a['clusters']} clusters, B {b['clusters']}."
+    )
+    for letter, other in (("A", b), ("B", a)):
+        if lacking := other["missing_in_other"]:
+            yield f"{letter} lacks {lacking:,} samples of the other."
+    if left_out := comparison["without_cluster"]:
+        yield f"{left_out:,} common samples are excluded or have no cluster in one of them."
 
 
-def divided_clusters(clusters: Ints, others: Ints) -> list[dict[str, Any]]:
+def divided(whole: Side, other: Side, table: Ints) -> list[dict[str, Any]]:
     """Return the clusters that fall into several clusters of the other run, largest loss first.
 
-    Each has its size and all parts with at least a fifth of its samples, largest first.
+    Each has its size, all parts with at least a fifth of its samples, largest first, and a `text`
+    such as `3 of A (412) is 7 (300) and 9 (105) of B`. `table` `[whole, other]` counts samples.
     """
-    numbers, a = np.unique(clusters, return_inverse=True)
-    of_others, b = np.unique(others, return_inverse=True)
-    table = contingency(a, b, len(numbers), len(of_others))
-    divided = []
-    for number, row in zip(numbers.tolist(), table, strict=True):
-        size, order = int(row.sum()), np.argsort(-row, kind="stable")
-        large = [k for k in order if row[k] >= PART * size]
-        if len(large) > 1:
-            parts = [{"cluster": int(of_others[k]), "samples": int(row[k])} for k in large]
-            divided.append({"cluster": number, "samples": size, "parts": parts})
-    return sorted(divided, key=lambda one: -one["parts"][1]["samples"])[:LISTED]
-
-
-def largest_differences(
-    clusters_a: Ints, clusters_b: Ints, confidence_a: NDArray, confidence_b: NDArray
-) -> list[dict[str, Any]]:
-    """Return the largest groups of samples that the two runs put into clusters that do not pair.
-
-    Each has the most confident samples of the group (`rows`), and the typical samples of its
-    cluster of each run (`typical_a`, `typical_b`), those that the other run agrees with if there
-    are any; all as positions in the arguments.
-    """
-    numbers_a, a = np.unique(clusters_a, return_inverse=True)
-    numbers_b, b = np.unique(clusters_b, return_inverse=True)
-    table = contingency(a, b, len(numbers_a), len(numbers_b))
-    paired = linear_sum_assignment(table, maximize=True)
-    is_paired = np.zeros(table.shape, bool)
-    is_paired[paired] = True
-    order = np.argsort(-np.where(is_paired, 0, table), axis=None, kind="stable")[:LISTED]
-    is_agreed = is_paired[a, b]
-    both = np.minimum(confidence_a, confidence_b)
-    differences = []
-    for row, column in zip(*np.unravel_index(order, table.shape), strict=True):
-        if is_paired[row, column] or not table[row, column]:
-            break
-        of_a, of_b = a == row, b == column
-        agreed_a, agreed_b = of_a & is_agreed, of_b & is_agreed
-        differences.append(
+    listed = []
+    for cluster, counts in enumerate(table):
+        size = int(counts.sum())
+        order = np.argsort(-counts, kind="stable")
+        parts = [(int(k), int(counts[k])) for k in order if counts[k] >= PART * size]
+        if len(parts) < 2:
+            continue
+        *texts, last = (f"{other.title(part)} ({n:,})" for part, n in parts)
+        text = f"{whole.title(cluster)} of {whole.letter} ({size:,}) is "
+        listed.append(
             {
-                "a": int(numbers_a[row]),
-                "b": int(numbers_b[column]),
-                "samples": int(table[row, column]),
-                "rows": _top(of_a & of_b, both),
-                "typical_a": _top(agreed_a if agreed_a.any() else of_a, confidence_a),
-                "typical_b": _top(agreed_b if agreed_b.any() else of_b, confidence_b),
+                "cluster": int(whole.numbers[cluster]),
+                "samples": size,
+                "parts": [{"cluster": int(other.numbers[k]), "samples": n} for k, n in parts],
+                "text": f"{text}{', '.join(texts)} and {last} of {other.letter}",
             }
         )
-    return differences
+    return sorted(listed, key=lambda split: -split["parts"][1]["samples"])[:LISTED]
 
 
-def _top(mask: NDArray[np.bool_], scores: NDArray) -> Ints:
-    rows = np.flatnonzero(mask)
-    return rows[np.argsort(-scores[rows], kind="stable")[:SHOWN]]
+def largest_differences(a: Side, b: Side, table: Ints) -> Iterator[dict[str, Any]]:
+    """Yield the largest groups of samples that the two runs put into clusters that do not pair.
+
+    Each has the most confident samples of the group (`rows` of A), and the typical samples of its
+    cluster of each run (`typical_a`, `typical_b`), first those that the other run agrees with.
+    """
+    is_paired = np.zeros(table.shape, bool)
+    is_paired[linear_sum_assignment(table, maximize=True)] = True
+    is_agreed = is_paired[a.clusters, b.clusters]
+    confidence_a, confidence_b = (s.samples.column("confidence")[s.rows] for s in (a, b))
+    unpaired = np.where(is_paired, 0, table)
+    order = np.argsort(-unpaired, axis=None, kind="stable")[:LISTED]
+    for row, column in zip(*np.unravel_index(order, table.shape), strict=True):
+        if not unpaired[row, column]:
+            return
+        in_a, in_b = a.clusters == row, b.clusters == column
+        rows = a.rows[_first(in_a & in_b, np.minimum(confidence_a, confidence_b))]
+        yield {
+            "a": int(a.numbers[row]),
+            "b": int(b.numbers[column]),
+            "name_a": a.title(row),
+            "name_b": b.title(column),
+            "samples": int(table[row, column]),
+            "rows": rows.tolist(),
+            "files": a.samples.table.column("file").take(rows).to_pylist(),
+            "typical_a": a.rows[_first(in_a, confidence_a, is_agreed)].tolist(),
+            "typical_b": b.rows[_first(in_b, confidence_b, is_agreed)].tolist(),
+        }
 
 
-def _judgement(side_a: Side, side_b: Side, rows_a: Ints, rows_b: Ints) -> dict[str, Any]:
+def _first(mask: NDArray[np.bool_], *scores: NDArray) -> Ints:
+    """Return the positions in a mask with the largest scores, the last score first."""
+    positions = np.flatnonzero(mask)
+    order = np.lexsort([-score[positions].astype(float) for score in scores])
+    return positions[order[:SHOWN]]
+
+
+def _judgement(a: Side, b: Side) -> dict[str, Any]:
     """Judge without labels on a random subset of the samples, or say why this is impossible."""
-    chosen = random_rows(len(rows_a), JUDGED, 0)
+    chosen = random_rows(len(a.rows), JUDGED, 0)
     try:
-        x_a = side_a.samples.embeddings(rows_a[chosen]).numpy()
-        x_b = side_b.samples.embeddings(rows_b[chosen]).numpy()
+        x_a, x_b = (side.samples.embeddings(side.rows[chosen]).numpy() for side in (a, b))
     except (OSError, InputError) as error:  # the cache of a run was deleted or replaced
         return cannot_judge(str(error))
-    return judge(x_a, x_b, side_a.clusters[rows_a[chosen]], side_b.clusters[rows_b[chosen]])
+    return judge(x_a, x_b, a.clusters[chosen], b.clusters[chosen])
 
 
-def _label_scores(
-    a: Samples, b: Samples, rows_a: Ints, rows_b: Ints, clusters_a: Ints, clusters_b: Ints
-) -> dict[str, Any] | None:
+def _label_scores(a: Side, b: Side) -> dict[str, Any] | None:
     """Return the scores of both runs against the labels of the first run that has any."""
-    for samples, rows in ((a, rows_a), (b, rows_b)):
-        if "label" not in samples.table.column_names:
+    for side in (a, b):
+        if "label" not in side.samples.table.column_names:
             continue
-        texts = [text or "" for text in samples.table.column("label").take(rows).to_pylist()]
-        names, labels = np.unique(texts, return_inverse=True)
+        texts = compute.fill_null(side.samples.table.column("label").take(side.rows), "")
+        names, labels = np.unique(texts.to_numpy().astype(str), return_inverse=True)
         labels = np.where(np.isin(names, ("", "-1"))[labels], -1, labels)
-        if (labels >= 0).any():
-            scores = {
-                key: clustering_scores(labels, np.unique(clusters, return_inverse=True)[1])
-                for key, clusters in (("a", clusters_a), ("b", clusters_b))
-            }
-            return {"known": int((labels >= 0).sum()), "from": str(samples.path), **scores}
+        if known := int((labels >= 0).sum()):
+            scores = {s.letter.lower(): clustering_scores(labels, s.clusters) for s in (a, b)}
+            return {"known": known, "from": str(side.samples.path), **scores}
     return None
