@@ -27,7 +27,7 @@ from ssl_kd.files.lock import Lock
 from ssl_kd.report import reported
 from ssl_kd.report.watch import write_watch_page
 from ssl_kd.report.wording import DASH
-from ssl_kd.settings.early import FILE_LIST
+from ssl_kd.settings.early import FILE_LIST, check_run_name
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.extend import DECIDED, extend, inherited
 from ssl_kd.vision.run import run
@@ -71,8 +71,7 @@ class Watch:
         """
         self.place.mkdir(parents=True, exist_ok=True)
         with Lock(self.place / ".lock"):
-            finished = [file.parent.name for file in self.place.glob(f"{ROUND}*/metrics.json")]
-            last = max((int(name.removeprefix(ROUND)) for name in finished), default=0)
+            last = max(self._numbered("/metrics.json"), default=0)
             samples = Samples(self._run(last)) if last else None
             lists = self._lists()
             new, summary = self._scan(samples, lists)
@@ -92,10 +91,15 @@ class Watch:
     def _run(self, number: int) -> Path:
         return self.place / f"{ROUND}{number:04}"
 
+    def _numbered(self, end: str) -> dict[int, Path]:
+        """Return number -> path for a file of the rounds; `round-1-old` is a copy, no round."""
+        paths = {str(p.relative_to(self.place)): p for p in self.place.glob(f"{ROUND}*{end}")}
+        numbers = {name: name.removeprefix(ROUND).removesuffix(end) for name in paths}
+        return {int(n): paths[name] for name, n in numbers.items() if n.isdecimal()}
+
     def _lists(self) -> Lists:
         """Return the lists of files of the rounds, as far as they still exist."""
-        paths = self.place.glob(f"{ROUND}*{FILE_LIST}")
-        lists = {int(path.stem.removeprefix(ROUND)): read_file_list(path) for path in paths}
+        lists = {n: read_file_list(path) for n, path in self._numbered(FILE_LIST).items()}
         if others := {listed["folder"] for listed in lists.values()} - {str(self.folder)}:
             raise InputError(
                 f"{self.place} belongs to the watch of {min(others)}: choose another name for the "
@@ -148,8 +152,10 @@ class Watch:
         place, last = self._run(number), self._run(number - 1)
         file = place.with_suffix(FILE_LIST)
         settings = self.settings.replace(dataset=str(file), run_name=place.name)
+        if number == 1 and file.exists():  # of a round that was killed, so the folder is ours
+            shutil.rmtree(place, ignore_errors=True)
+        check_run_name(place, resume=False)
         if number == 1:
-            shutil.rmtree(place, ignore_errors=True)  # of a round that was killed
             work = partial(run, settings)
         else:
             work = partial(extend, inherited(settings.replace(extend=str(last)), self.given))
@@ -157,7 +163,8 @@ class Watch:
         try:
             return reported(work, progress)
         except Exception:  # unlike a kill: the next round chooses its files anew
-            file.unlink()
+            if not place.exists():
+                file.unlink()
             raise
 
     def _report(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ssl_kd.cli import main
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, RunFolderError
 from ssl_kd.files.lock import Lock
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
@@ -110,6 +110,20 @@ def test_files_that_changed_vanished_or_are_not_complete_are_reported(root):
     os.utime(photos / "fresh.png", (1e9, 1e9))
     summary, _ = watch.advance(at_least=2)
     assert len(summary["rounds"]) == 2 and summary["new"] == ["fresh.png"]
+
+
+def test_a_folder_that_is_no_round_of_this_watch_is_left_alone(root):
+    place = root / "runs" / "w"
+    shutil.copytree(place / "round-0001", place / "round-0001-old")
+    shutil.copy2(place / "round-0001.files", place / "round-best.files")
+    assert len(watch_of(root).advance()[0]["rounds"]) == 2
+    shutil.rmtree(place)
+    (place / "round-0001").mkdir(parents=True)
+    (place / "round-0001" / "thesis.txt").write_text("mine")
+    for _ in range(2):
+        with pytest.raises(RunFolderError, match="something else: choose another"):
+            watch_of(root).advance()
+    assert (place / "round-0001" / "thesis.txt").exists()
 
 
 def watch_in(folder, first):
