@@ -30,14 +30,14 @@ def only(field: str, placeholder: str, text: str) -> list[str]:
     """Return the steps of FiftyOne's sidebar that show only the samples with a value."""
     result = "[data-cy*=selector-result-]"
     return [f"click {ARROW}{field}]", f"click [placeholder='{placeholder}']", f"type {text}",
-            f"click {result}:has-text('{text}')", "see [data-cy=entry-counts]"]  # fmt: skip
+            f"click {result}:has-text('{text}')", "see text=/[0-9]+ samples/"]  # fmt: skip
 
 
 # What is done after opening a page, the first of it once; not counted.
 BEFORE = {
     "ssl_kd": ["see main", "see body[data-ready]"],
     "embedding-atlas 0.24": ["see text=of 7", "see text=of 7"],
-    "FiftyOne 1.22": ["click text=Dismiss", "see [data-cy=entry-counts]"],
+    "FiftyOne 1.22": ["click text=Dismiss", "see text=/[0-9]+ samples/"],
 }
 LOAD_FIFTYONE = """
 import json, sys, time, numpy, fiftyone, fiftyone.brain
@@ -57,7 +57,9 @@ while True:
     time.sleep(60)
 """
 LASSOED = [*("click [data-cy=new-panel-btn]", "click text=Embeddings", "click text=last updated"),
-           "click text='Select'", "drag canvas >> nth=-1 .1 .4 .45 .95"]  # fmt: skip
+           "click text='Select'", "see text=/^[0-9]+ points/",
+           "drag canvas >> nth=-1 .1 .4 .45 .95",
+           "see text=/[0-9]+ selected/"]  # fmt: skip
 VIEW = f"click {DIALOG} >> text=Current view"
 # Task -> the steps in ssl_kd, embedding-atlas and FiftyOne.
 TASKS = {
@@ -125,4 +127,29 @@ TASKS = {
         "no: there is no history of changes",
     ),
 }  # fmt: skip
-TUTORIAL: dict[str, list[str]] = {}
+TABLE = ["click #show-table", "see td"]
+NAMES = {2: "frogs", 1: "ships and planes", 4: "cars", 0: "horses", 1000: "heads"}
+# Section of docs/tutorial.md -> its steps; `look` is at that many pictures.
+TUTORIAL = {
+    "cluster": [f"shell {CLUSTER}"],
+    "drop copies": ["shell ssl_kd curate runs/latest --images --exclude"],
+    "open": ["open ssl_kd explore runs/latest --metadata photos.csv", "look 40", "picture map"],
+    "drop blurred photos": [
+        *TABLE, "scroll #table 2000 0", "click [aria-label='Filter sharpness']", "type <1.4",
+        "scroll #table -2000 0", "click [aria-label='Filter camera']", "type old",
+        "see #shown:has-text('2')", "picture table", "click #show-gallery", "look 23",
+        "picture blurred", "key x", DECIDED, "click [data-of='3']", "look 2", "key x", DECIDED],
+    "split": [
+        "click [data-of='open 2']", "see article .buttons", "look 32", "picture cluster",
+        "key Escape", "click [data-of='tick 2']", "key t", DECIDED, "click [data-of='tick 2']"],
+    "name": [
+        *(step for k, name in NAMES.items() for step in (
+            f"click [data-of='{k}']", "look 20", f"click [data-of='tick {k}']", "key r",
+            f"type {name}", "key Enter", f"see #clusters b:has-text('{name}')",
+            f"click [data-of='tick {k}']")), "picture names"],
+    "check the doubtful": [
+        *TABLE, "click #clear-filters", "click [aria-label='Filter confidence']", "type <0.4",
+        "see #shown:not(:has-text('295 of'))", "click #show-gallery", "look 25", "picture doubtful",
+        "key c", DECIDED],
+    "export": ["shell ssl_kd export runs/latest --to folders --link copy"],
+}  # fmt: skip
