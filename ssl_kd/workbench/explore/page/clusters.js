@@ -100,6 +100,8 @@ export class Clusters {
   mark() {
     const { selected } = this, [k] = selected.size === 1 && this.app.chosen.length > 1 ? selected.keys() : [];
     for (const [other, item] of this.items) item.classList.toggle("on", other === k);
+    this.marked = k;
+    this.showButtons();
     this.page?.showButtons();
   }
 
@@ -127,14 +129,19 @@ export class Clusters {
     if (!this.close()) $("clusters").querySelector("button")?.focus();
   }
 
+  /** The ticked clusters; if none is ticked, the one whose samples are selected. */
+  get meant() {
+    return this.ticked.size || this.marked === undefined ? [...this.ticked] : [this.marked];
+  }
+
   showButtons() {
-    $("rename").disabled = $("split").disabled = this.ticked.size !== 1;
+    $("rename").disabled = $("split").disabled = this.meant.length !== 1;
     $("merge").disabled = this.ticked.size < 2;
   }
 
   async rename() {
-    const { decide, decisions, nameOf } = this.app, [k] = this.ticked;
-    if (this.ticked.size !== 1) return showMessage("Tick one cluster to rename it");
+    const { decide, decisions, nameOf } = this.app, [k] = this.meant;
+    if (this.meant.length !== 1) return showMessage("Select or tick one cluster to rename it");
     const name = await ask(`Name of ${nameOf(k)} (empty: none)`, decisions.names[k] ?? "");
     if (name !== null) await decide({ do: "rename", cluster: k, name });
   }
@@ -145,7 +152,7 @@ export class Clusters {
   }
 
   split() {
-    if (this.ticked.size !== 1) return showMessage("Tick one cluster to split it");
-    return this.app.decide({ do: "split", cluster: [...this.ticked][0] });
+    if (this.meant.length !== 1) return showMessage("Select or tick one cluster to split it");
+    return this.app.decide({ do: "split", cluster: this.meant[0] });
   }
 }

@@ -335,9 +335,9 @@ const KEYS = [
   ["?", "this list", showHelp],
 ];
 const EDITING_KEYS = [
-  ["r", "rename the ticked cluster", () => clusters.rename()],
+  ["r", "rename the selected or ticked cluster", () => clusters.rename()],
   ["m", "merge the ticked clusters", () => clusters.merge()],
-  ["t", "split the ticked cluster by the tree", () => clusters.split()],
+  ["t", "split the selected or ticked cluster by the tree", () => clusters.split()],
   ["s", "make a cluster of the selected samples", makeCluster],
   ["x", "exclude the selected samples", exclude],
   ["c", "mark the selected samples as checked", check],
