@@ -28,6 +28,7 @@ from ssl_kd.workbench.decisions.line_format import (
     line_fault,
     parse_lines,
     read_file,
+    without_person,
 )
 from ssl_kd.workbench.decisions.state import History, LineError
 
@@ -246,7 +247,7 @@ class Curation:
             known, n_known = {line["id"]: line for line in history.lines}, len(history.lines)
             for number, line in enumerate(lines, 1):
                 try:
-                    if known.get(line["id"]) != line:
+                    if without_person(known.get(line["id"], {})) != without_person(line):
                         self._check_run(line)
                         history.append(line)
                 except InputError as error:

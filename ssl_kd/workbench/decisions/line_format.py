@@ -143,6 +143,11 @@ def _is_valid(value: Any, rule: dict[str, Any]) -> bool:
     return is_valid and not (rule.get("uniqueItems") and len(set(value)) < len(value))
 
 
+def without_person(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line without the name of the person who decided."""
+    return {key: value for key, value in line.items() if key != "by"}
+
+
 def read_file(path: Path) -> bytes:
     """Return the bytes of a `curation.jsonl`; refuse devices, pipes and files above 1 GiB."""
     status = path.stat()

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import json
+import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as arrow
 from huggingface_hub import DatasetCard, DatasetCardData, ModelCard, ModelCardData
+from pyarrow import compute
 
 from ssl_kd import __version__
+from ssl_kd.errors import printable
 from ssl_kd.files import atomic_write_json
 from ssl_kd.vision.model import DIGEST, MODEL_FILES, ClusterModel
 from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.decisions.line_format import without_person
 from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.export.parquet_table import write_parquet
+
+logger = logging.getLogger(__name__)
 
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
 _NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # other text settings may hold paths
@@ -36,7 +45,13 @@ def write_model(content: Content, folder: Path) -> None:
 
 
 def write_dataset(content: Content, folder: Path) -> None:
-    """Write the files of a dataset repository to a folder: README.md and clusters.parquet."""
+    """Write the files of a dataset repository: README.md, clusters.parquet and the decisions.
+
+    Repositories are published, so the names of people who decided (`by`) are left out.
+    """
+    lines = [without_person(json.loads(line)) for line in content.decisions.splitlines()]
+    decisions = "".join(json.dumps(line) + "\n" for line in lines)
+    content = replace(content, decisions=decisions)
     with open(folder / "clusters.parquet", "wb") as file:
         write_parquet(content, file)
     content.write_decisions(folder)
@@ -79,7 +94,12 @@ def dataset_card(content: Content) -> DatasetCard:
         tags=["clustering", "ssl_kd"],
         configs=[{"config_name": "default", "data_files": files}],
     )
-    columns = ", ".join(f"`{name}`" for name in content.table.column_names)
+    table = content.table
+    paths = [name for name in table.column_names if _has_absolute_path(table[name])]
+    if paths:
+        what = "the columns %s have absolute paths of this machine: remove them before you publish"
+        logger.warning(what, ", ".join(map(printable, paths)))
+    columns = ", ".join(f"`{name}`" for name in table.column_names)
     body = f"""# Clusters of {content.title}
 
 {len(content)} samples and the cluster of each, by ssl_kd {__version__}; the pictures
@@ -90,6 +110,14 @@ are not included. Columns: {columns}.
 {_about(content.samples)}
 """
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
+
+
+def _has_absolute_path(column: arrow.ChunkedArray) -> bool:
+    if not arrow.types.is_string(column.type):
+        return False
+    options = compute.MatchSubstringOptions(r"^(/[^/]|[A-Za-z]:\\)")
+    is_path = compute.call_function("match_substring_regex", [column], options)
+    return compute.call_function("any", [is_path]).as_py() or False
 
 
 def _config(samples: Samples) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_a_file_name_that_is_not_utf8_is_a_url_of_its_bytes(content, tmp_path, m
     )
 
 
-def test_cards_have_the_scores_of_the_run(content, tmp_path):
+def test_cards_have_the_scores_of_the_run(content, tmp_path, caplog):
     out = export(content, "hf-model", tmp_path / "model")
     card = ModelCard.load(out / "README.md")
     assert card.data.to_dict()["library_name"] == "ssl_kd"
@@ -92,6 +92,9 @@ def test_cards_have_the_scores_of_the_run(content, tmp_path):
     assert data.configs[0]["data_files"][0]["path"] == "clusters.parquet"
     assert f"{len(content)} samples" in card.text and "`cluster_name`" in card.text
     assert parquet.read_table(out / "clusters.parquet").num_rows == len(content)
+    assert "absolute paths" not in caplog.text
+    export(replace(content, names={1: "/home/anna"}), "hf-dataset", tmp_path / "paths")
+    assert "the columns cluster_name have absolute paths" in caplog.text
     content.samples.metrics = {**content.samples.metrics, "table": []}
     text = (export(content, "hf-model", tmp_path / "unlabelled") / "README.md").read_text()
     assert "no scores" in text
@@ -127,7 +130,12 @@ def test_every_format_carries_the_decisions(photo_run, tmp_path, to):
         text = parquet.read_metadata(out).metadata[b"ssl_kd.decisions"].decode()
     else:
         text = (out / "curation.jsonl").read_text()
-    assert text == curation.path.read_text()
+    if to == "hf-dataset":  # which is published
+        assert "by" not in text and not curation.apply(out / "curation.jsonl")
+        metadata = parquet.read_metadata(out / "clusters.parquet").metadata
+        assert metadata[b"ssl_kd.decisions"].decode() == text
+    else:
+        assert text == curation.path.read_text()
     if to == "fiftyone":
         samples = json.loads((out / "samples.json").read_text())["samples"]
         checked = ["checked" in sample.pop("tags") for sample in samples]
