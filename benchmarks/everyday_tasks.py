@@ -141,15 +141,14 @@ TUTORIAL = {
         "picture blurred", "key x", DECIDED, "click [data-of='3']", "look 2", "key x", DECIDED],
     "split": [
         "click [data-of='open 2']", "see article .buttons", "look 32", "picture cluster",
-        "key Escape", "click [data-of='tick 2']", "key t", DECIDED, "click [data-of='tick 2']"],
+        "key t", DECIDED, "key Escape"],
     "name": [
         *(step for k, name in NAMES.items() for step in (
-            f"click [data-of='{k}']", "look 20", f"click [data-of='tick {k}']", "key r",
-            f"type {name}", "key Enter", f"see #clusters b:has-text('{name}')",
-            f"click [data-of='tick {k}']")), "picture names"],
+            f"click [data-of='{k}']", "look 20", "key r", f"type {name}", "key Enter",
+            f"see #clusters b:has-text('{name}')")), "picture names"],
     "check the doubtful": [
-        *TABLE, "click #clear-filters", "click [aria-label='Filter confidence']", "type <0.4",
-        "see #shown:not(:has-text('295 of'))", "click #show-gallery", "look 25", "picture doubtful",
-        "key c", DECIDED],
+        "key Escape", *TABLE, "click #clear-filters", "click [aria-label='Filter confidence']",
+        "type <0.4", "see #shown:not(:has-text('310 of'))", "click #show-gallery",
+        "look 21", "picture doubtful", "key c", DECIDED],
     "export": ["shell ssl_kd export runs/latest --to folders --link copy"],
 }  # fmt: skip
