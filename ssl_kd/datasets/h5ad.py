@@ -15,7 +15,7 @@ import pyarrow as arrow
 from ssl_kd.datasets.tables import PREVIEW_ROWS, Table
 from ssl_kd.errors import InputError, MissingPackage
 
-PREFERRED = ("X_pca", "X_scVI")
+_PREFERRED = ("X_pca", "X_scVI")
 _DRAWN = ("X_umap", "X_tsne", "X_draw_graph", "spatial")  # layouts, which are not embeddings
 
 
@@ -30,12 +30,11 @@ def open_h5ad(path: Path) -> Table:
         raise MissingPackage(f"{path} needs the package h5py: pip install h5py") from error
     file: Any = h5py.File(path)
     obs = file["obs"]
-    if not isinstance(obs, h5py.Group) or "__categories" in obs:
+    if not hasattr(obs, "keys") or "__categories" in obs:
         raise InputError(f"{path} was written by anndata before 0.8: write it with a newer one")
     columns = {name: _obs_column(obs[name]) for name in obs}
     columns["id"] = columns.pop(obs.attrs["_index"])
-    stored = file.get("obsm", {})
-    matrices = {name: stored[name] for name in stored if getattr(stored[name], "ndim", 0) == 2}
+    matrices = {k: x for k, x in file.get("obsm", {}).items() if getattr(x, "ndim", 0) == 2}
     if "X" in file:
         matrices["X"] = file["X"]
     scalars = arrow.table(columns)
@@ -49,9 +48,9 @@ def open_h5ad(path: Path) -> Table:
 
     kinds = {name: column.type for name, column in columns.items()}
     kinds |= dict.fromkeys(matrices, arrow.list_(arrow.float32()))
-    drawn = [name for name in matrices if name == "X" or name.startswith(_DRAWN)]
-    head = scalars[:PREVIEW_ROWS]
-    return Table(path, path.parent, len(scalars), kinds, head, read, PREFERRED, drawn)
+    known = [name for name in (*_PREFERRED, *matrices) if name in matrices]
+    default = next((name for name in known if not name.startswith(_DRAWN)), None)
+    return Table(path, path.parent, len(scalars), kinds, scalars[:PREVIEW_ROWS], read, default)
 
 
 def _obs_column(stored: Any) -> arrow.Array:

@@ -18,13 +18,13 @@ from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.datasets.images import EXTENSIONS
 from ssl_kd.datasets.spill import LazyStrings
 from ssl_kd.datasets.tables import (
-    LONGEST,
     Table,
     as_text,
     check_column,
     is_text,
     readable_values,
     scalar_columns,
+    short_texts,
 )
 from ssl_kd.errors import InputError, printable
 
@@ -69,19 +69,20 @@ class Rows:
     def _values(self) -> arrow.ChunkedArray:
         assert self.media is not None
         values = self.table.read(self.media)
-        return values.cast(arrow.large_string()) if is_text(values.type) else values
+        return short_texts(values) if is_text(values.type) else values
+
+    def _value(self, row: int) -> dict[str, Any]:
+        """Return the `path` (or text, or link) of a row, and its `bytes`; None if it has none."""
+        value = self._values[row].as_py()
+        return value if isinstance(value, dict) else {"path": value, "bytes": None}
 
     def text(self, row: int) -> str:
         """Return the text of a row, at most 2,000 characters; empty if it has none."""
-        value = self._values[row]
-        if types.is_struct(value.type):
-            return (value.as_py() or {}).get("path") or ""
-        content = memoryview(value.as_buffer() if value.is_valid else b"")
-        return as_text(bytes(content[: 4 * LONGEST]))[:LONGEST]
+        return str(self._value(row)["path"] or "")
 
     def sound(self, row: int) -> tuple[str, bytes] | None:
         """Return the type and content of a sound; None if it is missing, empty or too large."""
-        content, path = self._content(row), self._file(row)
+        content, path = self._value(row)["bytes"], self._file(row)
         if content is None and path is not None and path.stat().st_size <= LARGEST_SOUND:
             content = path.read_bytes()
         kind = SOUNDS.get(Path(self.text(row)).suffix.lower())
@@ -90,7 +91,7 @@ class Rows:
     def image(self, row: int) -> Image.Image:
         """Decode the picture of a row to mode `L` or `RGB`; raise UnreadableImage."""
         name = self.ids[row]
-        if (content := self._content(row)) is not None:
+        if (content := self._value(row)["bytes"]) is not None:
             return decode(io.BytesIO(content), name)
         if (path := self._file(row)) is None:
             raise UnreadableImage(name, f"{printable(self.text(row))!r} is not an image file")
@@ -99,12 +100,7 @@ class Rows:
     def image_file(self, row: int) -> Path | None:
         """Return the file of a picture, or None; raise UnreadableImage if it is damaged."""
         self.image(row)
-        return None if self._content(row) is not None else self._file(row)
-
-    def _content(self, row: int) -> bytes | None:
-        """Return the bytes of a row that is a struct of Hugging Face; None if there are none."""
-        is_struct = types.is_struct(self._values.type)
-        return (self._values[row].as_py() or {}).get("bytes") if is_struct else None
+        return None if self._value(row)["bytes"] is not None else self._file(row)
 
     def _file(self, row: int) -> Path | None:
         """Return the path of the file of a row; None if it is not a regular file of this kind.
@@ -157,7 +153,7 @@ def _media_kind(table: Table, column: str, *, needs_files: bool = False) -> str 
     if not (is_struct or is_text(kind)):
         return None
     values = [v for v in readable_values(table.head.column(column)) if v]
-    texts = [value.get("path") or "" for value in values] if is_struct else values
+    texts = [str(value["path"] or "") for value in values] if is_struct else values
     if texts and all(map(is_link, texts)):
         return "url"
     for name, suffixes in _SUFFIXES.items():

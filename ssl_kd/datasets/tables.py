@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as arrow
 from numpy.typing import NDArray
-from pyarrow import compute, ipc, parquet, types
+from pyarrow import ipc, parquet, types
 
 from ssl_kd.datasets.decode import UnreadableImage
 from ssl_kd.errors import InputError, printable
@@ -36,8 +36,7 @@ class Table(NamedTuple):
     kinds: Mapping[str, arrow.DataType]
     head: arrow.Table | arrow.RecordBatch  # the first rows of the columns that are not lists
     read: Callable[[str], arrow.ChunkedArray]
-    preferred: Sequence[str] = FEATURES  # names of the column with the features
-    drawn: Sequence[str] = ()  # list columns that are features only if the user names them
+    default: str | None = None  # the column with the features, unless the user names another one
 
     def roles(self, column: str | None = None) -> dict[str, str | None]:
         """Return the columns with `features` (`column`, if given), `label` and `id`, or None."""
@@ -50,10 +49,10 @@ class Table(NamedTuple):
                 )
         rest = [name for name in self.kinds if name != column]
         label, row_id = (next((n for n in known if n in rest), None) for known in (LABELS, IDS))
-        lists = [n for n in self.lists if n not in (label, row_id, *self.drawn)]
-        preferred = [*self.preferred, *(lists if len(lists) == 1 else [])]
-        features = column or next((name for name in preferred if name in lists), None)
-        return {"features": features, "label": label, "id": row_id}
+        lists = [name for name in self.lists if name not in (label, row_id)]
+        known = [*FEATURES, *(lists if len(lists) == 1 else [])]
+        found = column or self.default or next((name for name in known if name in lists), None)
+        return {"features": found, "label": label, "id": row_id}
 
     @property
     def lists(self) -> list[str]:
@@ -145,14 +144,8 @@ def scalar_columns(table: Table, left_out: Collection[str | None]) -> dict[str, 
 
 def short_texts(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
     """Return valid UTF-8 of at most 2,000 characters per row, of Arrow type `string`."""
-    column = column.cast(arrow.large_string())
-    try:
-        column.validate(full=True)
-    except arrow.ArrowInvalid:
-        column = arrow.chunked_array([arrow.array(readable_values(column), arrow.large_string())])
-    options = compute.SliceOptions(0, LONGEST)
-    short = compute.call_function("utf8_slice_codeunits", [column], options)
-    return short.cast(arrow.string())
+    texts = [text and text[:LONGEST] for text in readable_values(column)]
+    return arrow.chunked_array([texts], arrow.string())
 
 
 def find_rows(names: Sequence[str], known: Sequence[str]) -> NDArray[np.int64]:

@@ -221,8 +221,9 @@ class Samples:
             return None
         if isinstance(rows, ImageDataset):
             return {"kind": "image", "column": "file"}
-        found = {} if rows is None else {"kind": rows.kind, "column": rows.media}
-        return {key: value for key, value in found.items() if value} or None
+        if rows is None or rows.kind is None or rows.media is None:
+            return None
+        return {"kind": rows.kind, "column": rows.media}
 
     def _picture(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
         if not has_pictures(self.metrics) and (self.media or {}).get("kind") != "image":

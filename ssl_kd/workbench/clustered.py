@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,10 @@ def settings_of(
     """
     if media is not None:
         open_rows(data, "train", column=settings.column, media=media)
-    name, state = data, []
+    name, state, settings = data, [], settings.replace(dataset=data)
     if data not in DATASETS:
         path = dataset_path(data).resolve()
-        name, state = path.stem, list(_states(path))
-        settings = settings.replace(dataset=str(path))
-    else:
-        settings = settings.replace(dataset=data)
+        name, state, settings = path.stem, _states(path), settings.replace(dataset=str(path))
     free = {*settings.free_on_resume, "resume", "run_name", "runs_dir", "device"}
     values = {k: v for k, v in settings.to_dict().items() if k.lower() not in free}
     digest = hashlib.sha256(json.dumps([state, values], sort_keys=True).encode()).hexdigest()
@@ -54,15 +50,10 @@ def is_finished(folder: Path) -> bool:
     return (folder / "metrics.json").is_file()
 
 
-def _states(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield the path, size and time of a file, or of all files below a folder, in order."""
-    files = [path]
-    if path.is_dir():
-        walk = os.walk(path)
-        files = sorted(Path(folder) / name for folder, _, names in walk for name in names)
-    for file in files:
-        status = file.lstat() if file.is_symlink() else file.stat()
-        yield str(file), status.st_size, status.st_mtime_ns
+def _states(path: Path) -> list[tuple[str, int, int]]:
+    """Return the path, size and time of a file, or of all files below a folder, in order."""
+    files = [file for file in sorted([path, *path.rglob("*")]) if not file.is_dir()]
+    return [(str(file), file.lstat().st_size, file.lstat().st_mtime_ns) for file in files]
 
 
 def write_frame(frame: Any, runs: str) -> Path:
@@ -71,17 +62,13 @@ def write_frame(frame: Any, runs: str) -> Path:
     Raises:
         InputError: the value is not a data frame of pandas, polars or pyarrow.
     """
-    if isinstance(frame, arrow.Table):
-        table = frame
-    elif hasattr(frame, "to_arrow"):  # polars
-        table = frame.to_arrow()
-    elif type(frame).__module__.partition(".")[0] == "pandas":
-        table = arrow.Table.from_pandas(frame)
-    else:
+    try:
+        table = frame.to_arrow() if hasattr(frame, "to_arrow") else arrow.table(frame)  # polars
+    except (TypeError, ValueError) as error:
         raise InputError(
             f"the data is {type(frame).__name__}; expected a path or a data frame of pandas, "
-            "polars or pyarrow with a column of lists"
-        )
+            f"polars or pyarrow with a column of lists ({error})"
+        ) from error
     folder = Path(runs) / FRAMES
     folder.mkdir(parents=True, exist_ok=True)
     new = folder / f".{os.getpid()}.parquet"

@@ -1,7 +1,5 @@
 """Tables of embeddings: AnnData, saved Hugging Face data sets, and what their rows are."""
 
-import io
-
 import datasets
 import numpy as np
 import pyarrow as arrow
@@ -65,6 +63,7 @@ def test_h5ad(cells):
 @pytest.mark.parametrize("is_on_hub", [False, True])
 def test_data_sets_of_hugging_face_with_pictures(tmp_path, is_on_hub):
     pictures = [Image.new("RGB", (4, 4), color) for color in ("red", "blue") * 3]
+    pictures[2:4] = [{"bytes": b"x", "path": None}, None]
     kinds = {
         "clip": datasets.List(datasets.Value("float32")),
         "photo": datasets.Image(),
@@ -84,6 +83,9 @@ def test_data_sets_of_hugging_face_with_pictures(tmp_path, is_on_hub):
     assert [(data.class_names or ())[k] for k in data.labels.tolist()] == ["dog", "cat"] * 3
     assert rows.image(1).getpixel((0, 0)) == (0, 0, 255) and rows.image_file(1) is None
     assert rows.columns()["note"].to_pylist() == ["a", None] * 3
+    for damaged in (2, 3):
+        with pytest.raises(UnreadableImage):
+            rows.image(damaged)
 
 
 def write(folder, **columns):
@@ -99,13 +101,12 @@ def test_what_a_column_shows_is_found(tmp_path):
         tmp_path, n=range(6), sound=sounds, url=links, text=["words"] * 6, photo=["a.png"] * 6
     )
     assert (rows_of(path).kind, rows_of(path).media) == ("image", "photo")
-    found = {name: rows_of(path, name).kind for name in ("sound", "url", "text", "photo")}
-    assert found == {"sound": "audio", "url": "url", "text": "text", "photo": "image"}
+    for name, kind in {"sound": "audio", "url": "url", "text": "text"}.items():
+        assert rows_of(path, name).kind == kind
     with pytest.raises(InputError, match="--media is 'n', whose type in .* is int64"):
         rows_of(path, "n")
     assert rows_of(write(tmp_path, url=links)).kind == "url"
     assert rows_of(write(tmp_path, url=links, text=["a"] * 6)).kind == "text"
-    assert rows_of(write(tmp_path, text=["a"] * 6)).kind == "text"
     assert rows_of(write(tmp_path, title=["a"] * 6)).kind is None
 
 
@@ -134,14 +135,3 @@ def test_only_media_files_are_given_out(tmp_path, kind):
         else:
             with pytest.raises(UnreadableImage):
                 rows.image(row)
-
-
-def test_a_picture_that_is_no_picture(tmp_path):
-    content = io.BytesIO()
-    Image.new("L", (2, 2)).save(content, "PNG")
-    values = [{"bytes": b, "path": None} for b in (content.getvalue(), b"x", None)] * 2
-    rows = rows_of(write(tmp_path, photo=values))
-    assert rows.image(0).size == (2, 2)
-    for row in (1, 2):
-        with pytest.raises(UnreadableImage):
-            rows.image(row)
