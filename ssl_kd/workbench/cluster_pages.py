@@ -27,8 +27,9 @@ LEAST = 0.1  # difference of a column that is worth a line, as a share of sample
 class ClusterPages:
     """What the explorer shows about each cluster, after all decisions."""
 
-    def __init__(self, samples: Samples, curation: Curation, columns: Columns) -> None:
-        self._samples, self._curation, self._columns = samples, curation, columns
+    def __init__(self, samples: Samples, curation: Curation) -> None:
+        self.columns = Columns(samples, curation)
+        self._samples, self._curation = samples, curation
         self._lock = threading.Lock()
         self._clusters = np.full(len(samples), -1, np.int64)  # that the sums are about
         self._sums: dict[int, Any] = defaultdict(float)  # of the unit embeddings of each cluster
@@ -42,7 +43,7 @@ class ClusterPages:
         confidence = self._samples.column("confidence")
         graph = self._samples.metrics.get("graph") or {}
         agreement = dict(enumerate(graph.get("cluster_agreement") or ()))
-        groups = group_rows(clusters, self._columns.find({}, "confidence", descending=True))
+        groups = group_rows(clusters, self.columns.find({}, "confidence", descending=True))
         entries = [
             {
                 "cluster": cluster,
@@ -107,9 +108,9 @@ class ClusterPages:
     ) -> list[dict[str, str]]:
         """Return the columns that differ most between two sets of rows, as short texts."""
         found = []
-        for name, kind in self._columns.kinds.items():
+        for name, kind in self.columns.kinds.items():
             if kind in ("number", "category") and name not in DECIDED:
-                share, texts = _difference(self._columns.column(name), here, there)
+                share, texts = _difference(self.columns.column(name), here, there)
                 found.append((share, {"column": name, "here": texts[0], "there": texts[1]}))
         found.sort(key=lambda pair: -pair[0])
         return [text for share, text in found[:DIFFERENT] if share >= LEAST]

@@ -179,9 +179,9 @@ def test_charts_count_by_cluster(curation, columns):
     assert {*columns.chart("second")["values"]} <= {"0", "1", "2"}
 
 
-def test_a_cluster_page_follows_decisions_and_compares_neighbors(curation, columns):
+def test_a_cluster_page_follows_decisions_and_compares_neighbors(curation):
     samples = curation.samples
-    pages = ClusterPages(samples, curation, columns)
+    pages = ClusterPages(samples, curation)
     pages.describe_cluster(1)
     rows = np.flatnonzero(curation.clusters == 0)
     curation.move(rows[:20])

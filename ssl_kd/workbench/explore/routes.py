@@ -8,38 +8,30 @@ from typing import Any
 
 from ssl_kd.errors import InputError
 from ssl_kd.files import strict_json
-from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.cluster_pages import ClusterPages
-from ssl_kd.workbench.columns import Columns
-from ssl_kd.workbench.decisions import Curation
 
 CELL_ROWS = 1000  # rows of one request for cells
 
 
-class DataRoutes:
-    """The paths below `api/` that return data about the samples and clusters of a run."""
-
-    def __init__(self, samples: Samples, curation: Curation) -> None:
-        self.columns = Columns(samples, curation)
-        self._pages = ClusterPages(samples, curation, self.columns)
-
-    def answer(self, path: str, query: dict[str, str]) -> Any:
-        """Return bytes or a value for JSON; None if there is no such path."""
-        columns = self.columns
-        if path == "api/rows":
-            is_descending = query.get("descending", "0") not in ("", "0", "false")
-            filter = _filter(query.get("filter", "{}"))
-            return columns.find(filter, query.get("sort"), is_descending).astype("<u4").tobytes()
-        if path == "api/cells":
-            names = split_names(query.get("columns", ""), columns.kinds)
-            return {"columns": names, "rows": columns.cells(_rows(query.get("rows", "")), names)}
-        if path == "api/chart":
-            return columns.chart(query.get("column", ""))
-        if path == "api/clusters":
-            return self._pages.list_clusters()
-        cluster = path.removeprefix("api/cluster/")
-        is_page = cluster != path and is_number(cluster)
-        return self._pages.describe_cluster(int(cluster)) if is_page else None
+def answer(pages: ClusterPages, path: str, query: dict[str, str]) -> Any:
+    """Return bytes or a value for JSON; None if there is no such path."""
+    columns = pages.columns
+    if path == "api/rows":
+        filter = parse_json(query.get("filter", "{}").encode("utf-8", "replace"), "the filter")
+        if not isinstance(filter, dict):
+            raise InputError('the filter is not a JSON object; expected {"column": "text"}')
+        is_descending = query.get("descending", "0") not in ("", "0", "false")
+        return columns.find(filter, query.get("sort"), is_descending).astype("<u4").tobytes()
+    if path == "api/cells":
+        names = split_names(query.get("columns", ""), columns.kinds)
+        return {"columns": names, "rows": columns.cells(_rows(query.get("rows", "")), names)}
+    if path == "api/chart":
+        return columns.chart(query.get("column", ""))
+    if path == "api/clusters":
+        return pages.list_clusters()
+    cluster = path.removeprefix("api/cluster/")
+    is_page = cluster != path and is_number(cluster)
+    return pages.describe_cluster(int(cluster)) if is_page else None
 
 
 def parse_json(text: bytes, what: str) -> Any:
@@ -57,16 +49,8 @@ def is_number(text: str) -> bool:
 
 def split_names(text: str, known: Collection[str]) -> list[str]:
     """Split names at commas, except within the name of a known column."""
-    longest_first = sorted(known, key=len, reverse=True)
-    names = "|".join(map(re.escape, longest_first))
+    names = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))  # longest first
     return re.findall(rf"(?:^|,)({names}|[^,]*)(?=,|$)", text)
-
-
-def _filter(text: str) -> dict[str, str]:
-    filter = parse_json(text.encode("utf-8", "replace"), "the filter")
-    if not isinstance(filter, dict):
-        raise InputError('the filter is not a JSON object; expected {"column": "text"}')
-    return filter
 
 
 def _rows(text: str) -> list[int]:
@@ -76,4 +60,4 @@ def _rows(text: str) -> list[int]:
             f"`rows` has {len(numbers)} entries; expected 1 to {CELL_ROWS:,} numbers of samples, "
             "such as rows=1,5,9"
         )
-    return [int(number) for number in numbers]
+    return [*map(int, numbers)]

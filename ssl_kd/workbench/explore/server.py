@@ -30,6 +30,7 @@ from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.neighbors import nearest_among, search_on
 from ssl_kd.training.clock import Progress
 from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.cluster_pages import ClusterPages
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore.api import openapi
 from ssl_kd.workbench.explore.map_image import map_image
@@ -44,7 +45,7 @@ from ssl_kd.workbench.explore.page_data import (
     page_file,
     write_page_data,
 )
-from ssl_kd.workbench.explore.routes import DataRoutes, is_number, parse_json
+from ssl_kd.workbench.explore.routes import answer, is_number, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +100,8 @@ class ExploreServer(ThreadingHTTPServer):
             # Browsers send the cookies of all ports of a host.
             self.cookie = f"ssl_kd_explore_{self.server_port}"
             self.data: dict[str, bytes] = {}
-            self.routes = DataRoutes(samples, self.curation)
-            kinds = self.routes.columns.kinds
+            self.pages = ClusterPages(samples, self.curation)
+            kinds = self.pages.columns.kinds
             table = [{"name": name, "kind": kind} for name, kind in kinds.items()]
             write_page_data(samples, self.data.__setitem__, table=table, progress=progress)
         except BaseException:
@@ -138,7 +139,7 @@ class ExploreServer(ThreadingHTTPServer):
         if not is_number(width):
             raise InputError(f"`width` is {printable(width)[:20]!r}; expected a number of pixels")
         places, color = map_of(self.samples), query.get("color", "cluster")
-        map_image(places, self.routes.columns, color, int(width)).save(target, "PNG")
+        map_image(places, self.pages.columns, color, int(width)).save(target, "PNG")
         return target.getvalue()
 
 
@@ -255,11 +256,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._media(self._row(name))
         if name.startswith("api/neighbors/"):
             return self._send(as_json(server.neighbors(self._row(name))), _TYPES["json"])
-        answer = server.routes.answer(name, dict(parse_qsl(query)))
-        if isinstance(answer, bytes):
-            return self._send(answer, "application/octet-stream")
-        if answer is not None:
-            return self._send(as_json(answer), _TYPES["json"])
+        value = answer(server.pages, name, dict(parse_qsl(query)))
+        if isinstance(value, bytes):
+            return self._send(value, "application/octet-stream")
+        if value is not None:
+            return self._send(as_json(value), _TYPES["json"])
         raise _Refused(HTTPStatus.NOT_FOUND, "there is no page or data at this path")
 
     def _cookies(self) -> list[str]:
