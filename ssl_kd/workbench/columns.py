@@ -212,9 +212,8 @@ def _count_values(column: arrow.DictionaryArray, clusters: NDArray[np.int64]) ->
     """Return the most frequent values, and how often they and all others occur in each cluster."""
     codes = codes_of(column)
     present = np.flatnonzero(codes >= 0)
-    order = np.argsort(
-        -np.bincount(codes[present], minlength=len(column.dictionary)), kind="stable"
-    )
+    sizes = np.bincount(codes[present], minlength=len(column.dictionary))
+    order = np.argsort(-sizes, kind="stable")
     places = np.minimum(np.argsort(order), FREQUENT)  # of each value
     values = column.dictionary.take(arrow.array(order[:FREQUENT])).to_pylist()
     values += ["other"] if len(order) > FREQUENT else []
