@@ -25,7 +25,7 @@ from ssl_kd.datasets.tables import (
     scalar_columns,
     short_texts,
 )
-from ssl_kd.errors import InputError, UserError
+from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.files import CorruptFileError, atomic_write
 from ssl_kd.vision.samples import JOINED, Samples
 
@@ -56,8 +56,13 @@ def metadata(samples: Samples) -> dict[str, arrow.ChunkedArray]:
         if table is None or table.n != len(samples):
             raise CorruptFileError(f"{path} has not one row per sample: remove it")
         columns |= scalar_columns(table, ("file",))
-    taken = _OURS.union(samples.table.column_names)
-    return {f"data_{n}" if n in taken else n: column for n, column in columns.items()}
+    taken, named = _OURS.union(samples.table.column_names), dict[str, arrow.ChunkedArray]()
+    for name, column in columns.items():
+        new = name
+        while new in taken or (new != name and new in columns):
+            new = f"data_{new}"
+        named[new] = column
+    return named
 
 
 def _columns_of_data(samples: Samples) -> dict[str, arrow.ChunkedArray]:
@@ -94,6 +99,11 @@ def join_table(samples: Samples, path: Path) -> int:
     except arrow.ArrowInvalid as error:
         raise InputError(f"{path} cannot be read as a table: {error}") from error
     found = ", ".join(table.column_names[:20])
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if table.column_names.count(name) > 1:
+            raise InputError(f"{path} has several columns {printable(name)!r}: rename all but one")
+        if path.suffix.lower() != ".parquet" and arrow.types.is_binary(column.type):
+            raise InputError(f"column {printable(name)!r} of {path} is not UTF-8: save it as UTF-8")
     key = next((name for name in KEYS if name in table.column_names), None)
     if key is None:
         raise InputError(
@@ -101,7 +111,8 @@ def join_table(samples: Samples, path: Path) -> int:
             f"of the samples, as in the column file of {samples.path.name}"
         )
     names = samples.table.column("file")
-    known = short_texts(table.column(key).cast(arrow.string())).to_pylist()
+    with one_line_errors(path):
+        known = short_texts(table.column(key).cast(arrow.string())).to_pylist()
     rows = find_rows(names.to_pylist(), known)
     if not (matched := int((rows >= 0).sum())):
         raise InputError(

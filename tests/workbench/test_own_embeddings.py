@@ -127,10 +127,12 @@ def test_columns_of_the_data_can_be_filtered_and_exported(run):
 def test_a_table_is_joined_by_the_names_of_samples(run, tmp_path):
     samples, table = Samples(run), tmp_path / "more.csv"
     more = {"path": ["d5", "d1", "d5", "other"], "price": [5, 1, 6, 7], "photo2": ["x.png"] * 4}
+    more |= {"confidence": [1] * 4, "data_confidence": [2] * 4}
     csv.write_csv(arrow.table(more), table)
     assert join_table(samples, table) == 1  # d5 is in two rows
     assert metadata(samples)["price"].to_pylist() == [None, 1, *[None] * (N - 2)]
     assert Run(samples).frame().price[1] == 1
+    assert [metadata(samples)[f"data_{n}confidence"][1].as_py() for n in ("data_", "")] == [1, 2]
     Image.new("L", (3, 3)).save(tmp_path / "x.png")
     shown = Samples(run, "photo2")  # the paths are relative to the table
     assert shown.media["kind"] == "image" and shown.image(1).size == (3, 3)
@@ -139,9 +141,14 @@ def test_a_table_is_joined_by_the_names_of_samples(run, tmp_path):
         (samples.path / "metadata.parquet").write_bytes(damaged)
         with pytest.raises(InputError, match="metadata.parquet cannot be read as a .parquet"):
             metadata(samples)
-    wrong = {"name": "has the columns name; expected one called file, id", "file": "names such as"}
-    for column, words in wrong.items():
-        csv.write_csv(arrow.table({column: ["e1"]}), table)
+    wrong = {
+        b"name\ne1\n": "has the columns name; expected one called file, id",
+        b"file\ne1\n": "names such as",
+        b"file,a,a\nd1,1,2\n": "several columns 'a': rename",
+        b"file,a\nd1,caf\xe9\n": "column 'a' of .* is not UTF-8",
+    }
+    for content, words in wrong.items():
+        table.write_bytes(content)
         with pytest.raises(InputError, match=words):
             join_table(samples, table)
 
