@@ -71,7 +71,7 @@ def main():
     for cluster in clusters:
         if cluster["name"] or cluster["checked"]:
             continue
-        parts = [{"type": "text", "text": QUESTION}]
+        parts: list = [{"type": "text", "text": QUESTION}]
         for row in cluster["typical"]:
             picture = base64.b64encode(send(f"{api}/image/{row}", of_page)).decode()
             url = f"data:image/jpeg;base64,{picture}"

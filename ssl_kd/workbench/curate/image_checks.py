@@ -89,7 +89,7 @@ def odd_images(
             if progress is not None:
                 progress(rows.stop, n)
     spread, *columns = values.T
-    measures = dict(zip(MEASURES, columns, strict=True))
+    measures: dict[str, NDArray[np.float64]] = dict(zip(MEASURES, columns, strict=True))
     reasons |= dict.fromkeys(np.flatnonzero(spread <= BLANK).tolist(), "blank")
     sides = np.fmin(measures["width"], measures["height"])
     if np.nan_to_num(sides).any() and np.nanmedian(sides) >= 4 * TINY:
