@@ -46,11 +46,11 @@ def open_h5ad(path: Path) -> Table:
         flat = arrow.array(np.ascontiguousarray(x).reshape(-1))
         return arrow.chunked_array([arrow.FixedSizeListArray.from_arrays(flat, x.shape[1])])
 
-    kinds = {name: column.type for name, column in columns.items()}
-    kinds |= dict.fromkeys(matrices, arrow.list_(arrow.float32()))
+    lists = [arrow.field(name, arrow.list_(arrow.float32())) for name in matrices]
+    schema = arrow.schema([*scalars.schema, *lists])
     known = [name for name in (*_PREFERRED, *matrices) if name in matrices]
     default = next((name for name in known if not name.startswith(_DRAWN)), None)
-    return Table(path, path.parent, len(scalars), kinds, scalars[:PREVIEW_ROWS], read, default)
+    return Table(path, path.parent, len(scalars), schema, scalars[:PREVIEW_ROWS], read, default)
 
 
 def _obs_column(stored: Any) -> arrow.Array:

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +33,30 @@ class Table(NamedTuple):
     path: Path
     root: Path  # folder of the relative paths in the columns
     n: int
-    kinds: Mapping[str, arrow.DataType]
+    schema: arrow.Schema
     head: arrow.Table | arrow.RecordBatch  # the first rows of the columns that are not lists
-    read: Callable[[str], arrow.ChunkedArray]
+    load: Callable[[str], arrow.ChunkedArray]
     default: str | None = None  # the column with the features, unless the user names another one
+
+    @property
+    def kinds(self) -> dict[str, arrow.DataType]:
+        """Name -> type of each column."""
+        return dict(zip(self.schema.names, self.schema.types, strict=True))
+
+    @property
+    def lists(self) -> list[str]:
+        """Names of the list columns."""
+        return [name for name, kind in self.kinds.items() if _is_list(kind)]
+
+    def read(self, name: str) -> arrow.ChunkedArray:
+        """Read a column; the numbers of Hugging Face's ClassLabel become class names."""
+        column, metadata = self.load(name), self.schema.metadata or {}
+        info = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {})
+        feature = info.get("features", {}).get(name)
+        if not isinstance(feature, dict) or feature.get("_type") != "ClassLabel":
+            return column
+        names = dict(enumerate(feature["names"]))  # -1: unknown
+        return arrow.chunked_array([[names.get(k) for k in column.to_pylist()]], arrow.string())
 
     def roles(self, column: str | None = None) -> dict[str, str | None]:
         """Return the columns with `features` (`column`, if given), `label` and `id`, or None."""
@@ -53,11 +73,6 @@ class Table(NamedTuple):
         known = [*FEATURES, *(lists if len(lists) == 1 else [])]
         found = column or self.default or next((name for name in known if name in lists), None)
         return {"features": found, "label": label, "id": row_id}
-
-    @property
-    def lists(self) -> list[str]:
-        """Names of the list columns."""
-        return [name for name, kind in self.kinds.items() if _is_list(kind)]
 
 
 def open_table(path: Path) -> Table | None:
@@ -167,9 +182,8 @@ def _open_parquet(path: Path) -> Table:
     head = next(file.iter_batches(PREVIEW_ROWS, columns=scalars), schema.empty_table())
     root = (schema.metadata or {}).get(ROOT.encode())
     folder = path.parent if root is None else Path(os.fsdecode(root))
-    read = _with_class_names(schema, lambda name: file.read([name]).column(name))
-    kinds = dict(zip(schema.names, schema.types, strict=True))
-    return Table(path, folder, file.metadata.num_rows, kinds, head, read)
+    rows = file.metadata.num_rows
+    return Table(path, folder, rows, schema, head, lambda name: file.read([name]).column(name))
 
 
 def _open_saved(folder: Path) -> Table | None:
@@ -179,24 +193,5 @@ def _open_saved(folder: Path) -> Table | None:
     parts = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
     files = [arrow.memory_map(str(folder / Path(part["filename"]).name)) for part in parts]
     table = arrow.concat_tables([ipc.open_stream(file).read_all() for file in files])
-    kinds = dict(zip(table.schema.names, table.schema.types, strict=True))
-    read = _with_class_names(table.schema, table.column)
-    return Table(folder, folder, len(table), kinds, table[:PREVIEW_ROWS], read)
-
-
-def _with_class_names(
-    schema: arrow.Schema, read: Callable[[str], arrow.ChunkedArray]
-) -> Callable[[str], arrow.ChunkedArray]:
-    """Return `read`, but the numbers of Hugging Face's ClassLabel become class names."""
-    info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
-    features = {k: f for k, f in info.get("features", {}).items() if isinstance(f, dict)}
-
-    def read_named(name: str) -> arrow.ChunkedArray:
-        column, feature = read(name), features.get(name, {})
-        if feature.get("_type") != "ClassLabel" or not types.is_integer(column.type):
-            return column
-        names = dict(enumerate(feature.get("names") or ()))  # -1: unknown
-        texts = [names.get(number) for number in column.to_pylist()]
-        return arrow.chunked_array([texts], arrow.string())
-
-    return read_named
+    head = table[:PREVIEW_ROWS]
+    return Table(folder, folder, len(table), table.schema, head, table.column)
