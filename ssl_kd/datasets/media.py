@@ -42,19 +42,24 @@ _SUFFIXES = {"image": EXTENSIONS, "audio": SOUNDS.keys()}
 class Rows:
     """The rows of a table of embeddings without the embeddings.
 
-    `media` is the column that shows what the rows are, or None. It has texts, links, paths of files
-    relative to the table's folder, or structs of Hugging Face with the fields `bytes` and `path`;
-    `kind` is image, audio, text or url.
+    `media` is the `column` that shows what the rows are, and its `kind`: image, audio, text or url.
+    The column has texts, links, paths of files relative to the table's folder, or structs of
+    Hugging Face with the fields `bytes` and `path`.
     """
 
     def __init__(self, table: Table, column: str | None = None, media: str | None = None) -> None:
         self.name, self.table, self.roles = str(table.path), table, table.roles(column)
-        self.media, self.kind = _find_media(table, media)
+        self.media = _find_media(table, media)
         name = self.roles["id"]
         self.ids = row_names(table.n, None if name is None else readable_values(table.read(name)))
 
     def __len__(self) -> int:
         return self.table.n
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of the media, or None."""
+        return None if self.media is None else self.media["kind"]
 
     @property
     def pictured(self) -> bool:
@@ -68,7 +73,7 @@ class Rows:
     @cached_property
     def _values(self) -> arrow.ChunkedArray:
         assert self.media is not None
-        values = self.table.read(self.media)
+        values = self.table.read(self.media["column"])
         return short_texts(values) if is_text(values.type) else values
 
     def _value(self, row: int) -> dict[str, Any]:
@@ -126,8 +131,8 @@ def is_link(text: str) -> bool:
     return text.lower().startswith(("http://", "https://"))
 
 
-def _find_media(table: Table, column: str | None) -> tuple[str | None, str | None]:
-    """Return the column that shows the rows, and its kind; None: find one."""
+def _find_media(table: Table, column: str | None) -> dict[str, str] | None:
+    """Return the `column` that shows the rows, or one that is found, and its `kind`."""
     if column is not None:
         check_column(table.path, column, list(table.kinds))
         if (kind := _media_kind(table, column)) is None:
@@ -135,15 +140,15 @@ def _find_media(table: Table, column: str | None) -> tuple[str | None, str | Non
                 f"--media is {column!r}, whose type in {table.path} is {table.kinds[column]}; "
                 "expected texts, links, paths of files, or pictures of Hugging Face"
             )
-        return column, kind
+        return {"kind": kind, "column": column}
     kinds = {name: _media_kind(table, name, needs_files=True) for name in table.kinds}
     for wanted in ("image", "audio", "text", "url"):
         for name, kind in kinds.items():
             if kind == wanted and (kind != "text" or name == "text"):
                 if kind == "url":
                     _log_no_images(table, name, "contains links, which are not fetched")
-                return name, kind
-    return None, None
+                return {"kind": wanted, "column": name}
+    return None
 
 
 def _media_kind(table: Table, column: str, *, needs_files: bool = False) -> str | None:
@@ -155,7 +160,7 @@ def _media_kind(table: Table, column: str, *, needs_files: bool = False) -> str 
     values = [v for v in readable_values(table.head.column(column)) if v]
     texts = [str(value["path"] or "") for value in values] if is_struct else values
     if texts and all(map(is_link, texts)):
-        return "url"
+        return "image" if is_struct else "url"
     for name, suffixes in _SUFFIXES.items():
         if texts and all(Path(text).suffix.lower() in suffixes for text in texts):
             if is_struct or not needs_files or any(os.path.isfile(table.root / t) for t in texts):

@@ -65,14 +65,13 @@ class Samples:
         self.config, self.metrics = read_finished(self.path)
         self.table = read_table(assignments_of(self.path))
         self._stores: dict[str, EmbeddingStore] = {}
-        self.rows = functools.cache(self._open_rows)
+        self.rows = functools.cache(self._open_rows)  # of a split
         self.places = functools.cache(self._find_places)
         chosen = self.path / MEDIA
         remembered = read_object(chosen).get("column") if chosen.is_file() else None
         self._column = remembered if media is None else media
         if media is not None:
-            rows = self._joined or self.rows("train")
-            if rows is None or isinstance(rows, ImageDataset):
+            if not isinstance(self._joined or self.rows("train"), Rows):
                 raise InputError(
                     f"--media is {media!r}, but {self.settings['DATASET']} has no columns: add a "
                     "table that has it with ssl_kd explore RUN --metadata TABLE"
@@ -221,9 +220,7 @@ class Samples:
             return None
         if isinstance(rows, ImageDataset):
             return {"kind": "image", "column": "file"}
-        if rows is None or rows.kind is None or rows.media is None:
-            return None
-        return {"kind": rows.kind, "column": rows.media}
+        return None if rows is None else rows.media
 
     def _picture(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
         if not has_pictures(self.metrics) and (self.media or {}).get("kind") != "image":

@@ -93,8 +93,7 @@ def test_a_data_frame(tmp_path):
 def test_texts_links_and_sounds_are_served_as_such(run):
     def serve(media):
         with ExploreServer(Samples(run, media)) as server, answering(server):
-            meta = json.loads(server.data["meta.json"])
-            assert meta["media"]["column"] == media
+            assert json.loads(server.data["meta.json"])["media"]["column"] == media
             return [ask(server, "GET", f"/api/media/{row}") for row in range(6)]
 
     texts = serve("text")
