@@ -122,11 +122,13 @@ def _sentences(described: dict[str, Any], names: dict[int, str]) -> list[str]:
         text += f"; offered as new: cluster {new['cluster']} ({new['size']:,} pictures)"
     sentences, unusual = [text], described["unusual"]
     if "shares" in described["alarms"]:
-        sentences.append("The shares of the clusters changed beyond chance")
+        changes = []
         for change in described["drift"]["changed"]:
             name = names.get(change["cluster"], f"cluster {change['cluster']}")
             before, now = (f"{100 * change[key]:.0f} %" for key in ("before", "now"))
-            sentences[-1] += f", {name} from {before} to {now}"
+            changes.append(f"{name} from {before} to {now}")
+        text = ", ".join(changes) or "many of them a little"
+        sentences.append(f"The shares of the clusters changed beyond chance: {text}")
     if "unusual" in described["alarms"]:
         text = f"{unusual['n']:,} pictures look like nothing seen before"
         sentences.append(f"{text}; by chance it would be about {unusual['expected']:.0f}")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 
 import numpy as np
@@ -72,8 +71,9 @@ def test_new_pictures_join_ids_and_decisions_stay_and_the_page_tells(root, monke
         killed.setattr("ssl_kd.workbench.watch.reported", die)
         watch_of(root).advance()
     shutil.copy2(odd, root / "photos" / "later.png")  # waits: the killed round is repeated first
-    Curation.open(old).rename(1, "late")
-    summary, _ = watch_of(root).advance()
+    watch_of(root).advance()
+    Curation.open(old).rename(1, "late")  # by a person who still looks at the first round
+    summary, _ = watch_of(root).advance(at_least=2)
     assert json.loads((run / "watch.json").read_text()) == json.loads(json.dumps(summary))
     assert summary["new"] == ["later.png"] and Curation.open(run).names == {0: "mine", 1: "late"}
     described, n_old = summary["rounds"][1], len(table(old))
@@ -82,18 +82,17 @@ def test_new_pictures_join_ids_and_decisions_stay_and_the_page_tells(root, monke
     assert described["joined"] + offered["size"] == described["n"]
     assert offered["cluster"] == 3 and all("digit 6" in file for file in offered["files"])
     page = (run / "watch.html").read_text()
-    assert "Cluster 3 (new)" in page and "data:image/png" in page
-    assert not re.search("https?:", page)
+    assert "Cluster 3 (new)" in page and "data:image/png" in page and "://" not in page
     samples = Samples(run)
     exported = set(map(samples.image_file, Content.of(samples).rows))
-    assert exported == {odd, *(root / "photos" / "digit 1").parent.rglob("digit*/*.png")}
+    assert exported == {odd, *(root / "photos").glob("*/*.png")}
 
 
 def test_files_that_changed_vanished_or_are_not_complete_are_reported(root):
     watch, photos = watch_of(root), root / "photos"
     watch.advance()
     assert not watch.advance()[1]
-    names = sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.png"))
+    names = sorted(path.relative_to(photos).as_posix() for path in photos.glob("*/*.png"))
     whole = (photos / names[0]).read_bytes()
     (photos / names[0]).write_bytes((photos / names[1]).read_bytes())
     (photos / names[2]).unlink()
@@ -128,6 +127,7 @@ def test_a_folder_that_is_no_round_of_this_watch_is_left_alone(root):
 
 def watch_in(folder, first):
     if not (folder / "runs").exists():
+        shutil.rmtree(folder / "copy", ignore_errors=True)  # from a killed start
         shutil.copytree(first / "runs", folder / "copy", symlinks=True)
         os.rename(folder / "copy", folder / "runs")
     watch_of(folder, first / "photos").advance()
