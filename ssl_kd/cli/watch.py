@@ -36,7 +36,8 @@ def _watch(argv: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="pictures, at any depth")
     parser.add_argument("--run", metavar="NAME", help="name of the watch; default: watch-FOLDER")
     parser.add_argument("--once", action="store_true", help="do one round and exit, as for cron")
-    parser.add_argument("--every", type=_duration, default="10m", help="pause; default: 10m")
+    pause = "pause between rounds, such as 30s or 2h; default: 10m"
+    parser.add_argument("--every", type=_duration, default="10m", metavar="TIME", help=pause)
     least = "new pictures that a round needs; default: 1"
     parser.add_argument("--at-least", type=integer_from(1), default=1, metavar="N", help=least)
     flags, rest = parser.parse_known_args(argv)
