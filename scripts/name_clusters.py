@@ -5,7 +5,8 @@ python scripts/name_clusters.py --url 'http://127.0.0.1:8090/?token=...' \
 
 The model's server speaks OpenAI's chat API (Ollama, vLLM, llama.cpp, ...) and gets up to 8 typical
 pictures of each cluster; an API key is read from the environment variable MODEL_API_KEY. Clusters
-that have a name or that a person checked are left alone. Each name can be undone.
+that have a name or that a person checked are left alone. Each name can be undone. On a machine that
+others use, set EXPLORE_URL instead of --url: `ps` shows flags, and so the token.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def send(url, headers, content=None):
     except (OSError, HTTPException) as error:
         sys.exit(f"error: {url} cannot be reached: {error}")
     if answer.status != 200:
-        sys.exit(f"error: {url}: {answer.status} {content[:300].decode(errors='replace')}")
+        sys.exit(f"error: {url}: {answer.status} {content[:300]!r}")
     return content
 
 
@@ -56,12 +57,14 @@ def name_from(answer, taken):
 def main():
     """Name the clusters one after the other."""
     parser = argparse.ArgumentParser(description="Name clusters by a vision model of yours.")
-    parser.add_argument("--url", required=True, help="the address that ssl_kd explore printed")
+    about = "the address that ssl_kd explore printed; default: the variable EXPLORE_URL"
+    address = os.environ.get("EXPLORE_URL")
+    parser.add_argument("--url", default=address, required=not address, help=about)
     parser.add_argument("--model_url", required=True, help="such as http://localhost:11434/v1")
     parser.add_argument("--model", required=True, help="name of the model on that server")
     flags = parser.parse_args()
     page, chat = urlsplit(flags.url), f"{flags.model_url.rstrip('/')}/chat/completions"
-    api, token = f"http://{page.netloc}/api", parse_qs(page.query).get("token", [""])[0]
+    api, token = f"{page.scheme}://{page.netloc}/api", parse_qs(page.query).get("token", [""])[0]
     of_page, of_model = {"X-Token": token}, {"Content-Type": "application/json"}
     if key := os.environ.get("MODEL_API_KEY"):
         of_model["Authorization"] = f"Bearer {key}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ssl_kd.cli.flags import FlagParser
-from ssl_kd.errors import OK, printable
+from ssl_kd.errors import OK, InputError, printable
 from ssl_kd.settings.early import home_resolved, run_folder
 from ssl_kd.workbench.output_files import refuse_existing
 
@@ -27,6 +27,8 @@ def compare(argv: Sequence[str]) -> int:
     folders = [run_folder(folder) for folder in (flags.RUN_A, flags.RUN_B)]
 
     if flags.out is not None:
+        if flags.out.suffix != ".html":
+            raise InputError(f"--out is {str(flags.out)!r}; expected a name that ends in .html")
         for path in (flags.out, flags.out.with_suffix(".json")):
             refuse_existing(path, "remove it")
 

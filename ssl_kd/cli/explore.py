@@ -9,8 +9,10 @@ from pathlib import Path
 from ssl_kd.cli.failures import print_failure
 from ssl_kd.cli.flags import FlagParser, resolve_settings
 from ssl_kd.cli.vision import train_and_report
-from ssl_kd.errors import OK, Interrupted
+from ssl_kd.errors import OK, InputError, Interrupted
 from ssl_kd.settings.early import home_resolved, is_run
+
+_SET_BY_EXPLORE = {"dataset", "extend", "resume", "run_name"}
 
 
 def explore(argv: Sequence[str]) -> int:
@@ -81,6 +83,8 @@ def _cluster(flags: Namespace, of_train: Sequence[str]) -> int:
 
     data, prog = flags.run, "ssl_kd explore DATA"
     settings, typed = resolve_settings(VisionSettings, of_train, Path("config.py"), prog=prog)
+    if refused := sorted(_SET_BY_EXPLORE & typed.keys()):
+        raise InputError(f"--{refused[0]} is set by ssl_kd explore: leave the flag out")
     if "n_clusters" not in typed:
         settings = settings.replace(n_clusters=AUTO)
     media = flags.media if flags.metadata is None else None  # else the table may have it

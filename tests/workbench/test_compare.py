@@ -71,6 +71,8 @@ def test_the_command_writes_a_page_and_its_numbers(photo_run, copy, capsys):
     assert json.loads(page.with_suffix(".json").read_text())["agreement"]["matched"] < 1
     assert main(["compare", str(copy), str(photo_run), "--out", str(page)]) == 2
     assert "exists: choose another path" in capsys.readouterr().err
+    assert main(["compare", str(copy), str(photo_run), "--out", "numbers.json"]) == 2
+    assert "expected a name that ends in .html" in capsys.readouterr().err
 
 
 def test_samples_that_only_one_run_has(photo_run, copy):

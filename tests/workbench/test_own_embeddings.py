@@ -73,6 +73,8 @@ def test_data_is_clustered_once(root, capfd, monkeypatch):
     assert "own.parquet was clustered before" in out and (root / "page/explore.html").is_file()
     assert cli.main(["explore", str(run.path), "--n_clusters", "4"]) == 2
     assert "There is no flag --n_clusters" in capfd.readouterr().err
+    assert cli.main(["explore", "own.parquet", "--run_name", "mine"]) == 2
+    assert "--run_name is set by ssl_kd explore" in capfd.readouterr().err
     assert cli.main(["explore", "runs"]) == 2
     assert "runs is a folder of runs: give one, such as runs/latest" in capfd.readouterr().err
     assert cli.main(["explore", "a.wav"]) == 2

@@ -48,9 +48,8 @@ def model():
 
 
 def name(url, model, key="secret"):
-    command = [sys.executable, SCRIPT, "--url", url, "--model_url", f"{model.url}/v1/"]
-    command += ["--model", "llava"]
-    environment = {"MODEL_API_KEY": key}
+    command = [sys.executable, SCRIPT, "--model_url", f"{model.url}/v1/", "--model", "llava"]
+    environment = {"MODEL_API_KEY": key, "EXPLORE_URL": url}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert key not in result.stdout + result.stderr and "Traceback" not in result.stderr
     return result
