@@ -134,18 +134,14 @@ class Hands:
         self.steps += 1
         self.person += PREPARE + seconds
 
-    def click(self, selector: str, **options: Any) -> None:
+    def click(self, selector: str) -> None:
         target = self.page.locator(selector).first
         target.wait_for()
         if not target.evaluate(ON_TOP):
             self.count(POINT)  # it scrolls there first
             target.scroll_into_view_if_needed()
-        target.click(**options)
+        target.click()
         self.count(POINT + PRESS)
-
-    def extend(self, selector: str) -> None:
-        self.click(selector, modifiers=["Shift"])
-        self.person += PRESS
 
     def download(self, selector: str) -> None:
         with self.page.expect_download() as saving:

@@ -37,7 +37,7 @@ def only(field: str, placeholder: str, text: str) -> list[str]:
 BEFORE = {
     "ssl_kd": ["see main", "see body[data-ready]"],
     "embedding-atlas 0.24": ["see text=of 7", "see text=of 7"],
-    "FiftyOne 1.22": ["click text=Dismiss", "see text=/[0-9]+ samples/"],
+    "FiftyOne 1.22": ["click text=Dismiss", "click text='Samples'"],
 }
 LOAD_FIFTYONE = """
 import json, sys, time, numpy, fiftyone, fiftyone.brain
@@ -114,11 +114,12 @@ TASKS = {
     ),
     "page through a cluster, mark it as checked": (
         [f"click {SECOND} button", "click #show-gallery", "see #gallery [role=option]",
+         "scroll #gallery 0 300",
          "scroll #gallery 0 300", "key c", DECIDED],
         READ_ONLY,
-        [*only("cluster", "+ filter by label", "1"), "scroll canvas 0 800",
-         "click [data-cy=action-tag-sample-labels]", "type checked", "key Enter",
-         "click text=Apply"],
+        [*only("cluster", "+ filter by label", "1"), "scroll canvas 0 700", "scroll canvas 0 700",
+         "click [data-cy=action-tag-sample-labels]", "click [placeholder^='+ tag']", "type checked",
+         "key Enter", "click text=Apply"],
     ),
     "see a colleague's decision and undo it": (
         ["colleague", "see #history li:has-text('anna')", "click #history button",
