@@ -22,8 +22,8 @@ from ssl_kd.datasets.tables import (
     find_rows,
     one_line_errors,
     open_table,
+    readable_values,
     scalar_columns,
-    short_texts,
 )
 from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.files import CorruptFileError, atomic_write
@@ -112,7 +112,7 @@ def join_table(samples: Samples, path: Path) -> int:
         )
     names = samples.table.column("file")
     with one_line_errors(path):
-        known = short_texts(table.column(key).cast(arrow.string())).to_pylist()
+        known = readable_values(table.column(key).cast(arrow.string()))
     rows = find_rows(names.to_pylist(), known)
     if not (matched := int((rows >= 0).sum())):
         raise InputError(
@@ -135,12 +135,11 @@ def write_measures(
 ) -> None:
     """Write the measures of the images of a split; those of other splits are kept."""
     path, rows = samples.path / MEASURES, samples.splits[split]
-    before = parquet.read_table(path) if path.is_file() else arrow.table({})
+    before = parquet.read_table(path) if path.is_file() else None
     columns = {}
     for name, values in measures.items():
-        column = np.full(len(samples), np.nan)
-        if len(before) == len(samples) and name in before.column_names:
-            column = before.column(name).to_numpy().copy()
+        known = np.full(len(samples), np.nan) if before is None else before.column(name)
+        column = np.array(known)
         column[rows.start : rows.stop] = values
         columns[name] = arrow.array(column, from_pandas=True)
     write_columns(samples, MEASURES, arrow.table(columns))

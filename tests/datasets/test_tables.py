@@ -1,5 +1,7 @@
 """Tables of embeddings: AnnData, saved Hugging Face data sets, and what their rows are."""
 
+from typing import Any
+
 import datasets
 import numpy as np
 import pyarrow as arrow
@@ -26,53 +28,41 @@ def opened(path, column=None):
     return data
 
 
-@pytest.fixture
-def cells(tmp_path):
-    """An .h5ad file as anndata 0.8 and later write it."""
-    h5py = pytest.importorskip("h5py")
-    path = tmp_path / "cells.h5ad"
+def test_h5ad(tmp_path):
+    """A file as anndata 0.8 and later write it."""
+    h5py, path = pytest.importorskip("h5py"), tmp_path / "cells.h5ad"
     with h5py.File(path, "w") as file:
         obs = file.create_group("obs")
         obs.attrs["_index"] = "_index"
         obs["_index"] = [f"cell{i}" for i in range(6)]
-        obs["n_genes"] = np.arange(6)
         for name, codes in {"label": [0, 1, -1, 0, 1, 0], "tissue": [1] * 6}.items():
             obs[f"{name}/codes"], obs[f"{name}/categories"] = np.int8(codes), ["B", "T"]
-        obs["age/values"], obs["age/mask"] = np.arange(6), np.arange(6) == 1
+        obs["n_genes"] = obs["age/values"] = np.arange(6)
+        obs["age/mask"] = np.arange(6) == 1
         file["obsm/X_pca"], file["obsm/X_umap"] = X, -X
         file["X/data"], file["X/indices"] = np.ones(3), [0, 2, 1]
         file["X/indptr"] = [0, 2, 3, 3, 3, 3, 3]
         file["X"].attrs.update({"encoding-type": "csr_matrix", "shape": [6, 3]})
-    return path
-
-
-def test_h5ad(cells):
-    data = opened(cells)
+    data = opened(path)
     assert np.array_equal(data.features, X) and data.ids[5] == "cell5"
     assert data.labels.tolist() == [0, 1, -1, 0, 1, 0] and data.class_names == ("B", "T")
-    genes = opened(cells, "X").features
+    genes = opened(path, "X").features
     assert genes.tolist() == [[1, 0, 1], [0, 1, 0], *[[0, 0, 0]] * 4]
-    assert np.array_equal(opened(cells, "X_umap").features, -X)
-    columns = {name: values.to_pylist() for name, values in rows_of(cells).columns().items()}
-    assert columns == {
-        "n_genes": [*range(6)], "tissue": ["T"] * 6, "age": [0, None, 2, 3, 4, 5],
-    }  # fmt: skip
+    assert np.array_equal(opened(path, "X_umap").features, -X)
+    columns = {name: values.to_pylist() for name, values in rows_of(path).columns().items()}
+    assert columns["tissue"] == ["T"] * 6 and columns["n_genes"] == [*range(6)]
+    assert columns["age"] == [0, None, 2, 3, 4, 5] and len(columns) == 3
     with pytest.raises(InputError, match="has no column 'X_pcb'.*did you mean 'X_pca'"):
-        opened(cells, "X_pcb")
+        opened(path, "X_pcb")
 
 
 @pytest.mark.parametrize("is_on_hub", [False, True])
 def test_data_sets_of_hugging_face_with_pictures(tmp_path, is_on_hub):
-    pictures = [Image.new("RGB", (4, 4), color) for color in ("red", "blue") * 3]
+    pictures: list[Any] = [Image.new("RGB", (4, 4), color) for color in ("red", "blue") * 3]
     pictures[2:4] = [{"bytes": b"x", "path": None}, None]
-    kinds = {
-        "clip": datasets.List(datasets.Value("float32")),
-        "photo": datasets.Image(),
-        "label": datasets.ClassLabel(names=["dog", "cat"]),
-        "note": datasets.Value("string"),
-    }
     columns = {"clip": list(X), "photo": pictures, "label": [0, 1] * 3, "note": ["a", None] * 3}
-    data = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+    data = datasets.Dataset.from_dict(columns).cast_column("photo", datasets.Image())
+    data = data.cast_column("label", datasets.ClassLabel(names=["dog", "cat"]))
     path = tmp_path / ("data.parquet" if is_on_hub else "data")
     if is_on_hub:
         data.to_parquet(path)

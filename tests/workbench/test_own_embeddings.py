@@ -84,7 +84,6 @@ def test_data_is_clustered_once(root, capfd, monkeypatch):
 def test_a_data_frame(tmp_path):
     table = frame(tmp_path).select(["clip", "text"])
     run = Run.of(table.to_pandas(), **settings(tmp_path))
-    assert run.samples.media == {"kind": "text", "column": "text"}
     assert run.frame().text.tolist() == [HTML, "b" * 2000] * 45
     with pytest.raises(InputError, match="has no column 'txt'.*did you mean 'text'"):
         Run.of(table, media="txt", **settings(tmp_path) | {"n_clusters": 4})
