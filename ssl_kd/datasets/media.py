@@ -50,16 +50,12 @@ class Rows:
     def __init__(self, table: Table, column: str | None = None, media: str | None = None) -> None:
         self.name, self.table, self.roles = str(table.path), table, table.roles(column)
         self.media = _find_media(table, media)
+        self.kind = "" if self.media is None else self.media["kind"]
         name = self.roles["id"]
         self.ids = row_names(table.n, None if name is None else readable_values(table.read(name)))
 
     def __len__(self) -> int:
         return self.table.n
-
-    @property
-    def kind(self) -> str | None:
-        """The kind of the media, or None."""
-        return None if self.media is None else self.media["kind"]
 
     @property
     def pictured(self) -> bool:
@@ -113,7 +109,7 @@ class Rows:
         A symbolic link to a file without a suffix of sounds does not count, since sounds are sent
         to the browser as they are.
         """
-        path, suffixes = self.table.root / self.text(row), _SUFFIXES.get(self.kind or "", ())
+        path, suffixes = self.table.root / self.text(row), _SUFFIXES.get(self.kind, ())
         if path.suffix.lower() not in suffixes or not os.path.isfile(path):
             return None
         is_safe = self.kind == "image" or Path(os.path.realpath(path)).suffix.lower() in suffixes

@@ -81,7 +81,7 @@ def open_table(path: Path) -> Table | None:
         from ssl_kd.datasets.h5ad import open_h5ad
 
         return open_h5ad(path)
-    if path.is_dir():
+    if (path / "state.json").is_file():
         return _open_saved(path)
     return _open_parquet(path) if path.suffix.lower() == ".parquet" else None
 
@@ -186,10 +186,8 @@ def _open_parquet(path: Path) -> Table:
     return Table(path, folder, rows, schema, head, lambda name: file.read([name]).column(name))
 
 
-def _open_saved(folder: Path) -> Table | None:
-    """Open one split of a data set that `save_to_disk` wrote; None if the folder has none."""
-    if not (folder / "state.json").is_file():
-        return None
+def _open_saved(folder: Path) -> Table:
+    """Open one split of a data set that `save_to_disk` wrote."""
     parts = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
     files = [arrow.memory_map(str(folder / Path(part["filename"]).name)) for part in parts]
     table = arrow.concat_tables([ipc.open_stream(file).read_all() for file in files])

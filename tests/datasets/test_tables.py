@@ -98,7 +98,7 @@ def test_what_a_column_shows_is_found(tmp_path):
         rows_of(path, "n")
     assert rows_of(write(tmp_path, url=links)).kind == "url"
     assert rows_of(write(tmp_path, url=links, text=["a"] * 6)).kind == "text"
-    assert rows_of(write(tmp_path, title=["a"] * 6)).kind is None
+    assert rows_of(write(tmp_path, title=["a"] * 6)).media is None
 
 
 def test_texts_that_are_long_or_not_utf8(tmp_path):
