@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def settings_of(
     name, state, settings = data, [], settings.replace(dataset=data)
     if data not in DATASETS:
         path = dataset_path(data).resolve()
-        name, state, settings = path.stem, _states(path), settings.replace(dataset=str(path))
+        own = [Path(f).resolve() for f in (settings.runs_dir, settings.embeddings_root)]
+        name, state, settings = path.stem, _states(path, own), settings.replace(dataset=str(path))
     free = {*settings.free_on_resume, "resume", "run_name", "runs_dir", "device"}
     values = {k: v for k, v in settings.to_dict().items() if k.lower() not in free}
     digest = hashlib.sha256(json.dumps([state, values], sort_keys=True).encode()).hexdigest()
@@ -50,9 +52,20 @@ def is_finished(folder: Path) -> bool:
     return (folder / "metrics.json").is_file()
 
 
-def _states(path: Path) -> list[tuple[str, int, int]]:
-    """Return the path, size and time of a file, or of all files below a folder, in order."""
-    files = [file for file in sorted([path, *path.rglob("*")]) if not file.is_dir()]
+def _states(path: Path, own: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Return the path, size and time of a file, or of all files below a folder, in order.
+
+    Hidden files, and files below the folders `own` that lie in the folder, are left out, since they
+    change while the data stay the same.
+    """
+    below = [folder for folder in own if folder.is_relative_to(path)]
+    files = [
+        file
+        for file in sorted([path, *path.rglob("*")])
+        if not file.is_dir()
+        and not any(file.is_relative_to(folder) for folder in below)
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
     return [(str(file), file.lstat().st_size, file.lstat().st_mtime_ns) for file in files]
 
 

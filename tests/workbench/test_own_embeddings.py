@@ -14,6 +14,8 @@ from sklearn.datasets import load_digits, load_sample_image
 from ssl_kd import Run, cli
 from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.workbench.clustered import settings_of
 from ssl_kd.workbench.columns import Columns
 from ssl_kd.workbench.explore.server import ExploreServer
 from ssl_kd.workbench.metadata import join_table, metadata
@@ -79,6 +81,21 @@ def test_data_is_clustered_once(root, capfd, monkeypatch):
     assert "runs is a folder of runs: give one, such as runs/latest" in capfd.readouterr().err
     assert cli.main(["explore", "a.wav"]) == 2
     assert "a.wav is not a run folder (no config.json), and 'a.wav'" in capfd.readouterr().err
+
+
+def test_runs_and_hidden_files_in_the_folder_of_the_data_do_not_change_the_run(tmp_path):
+    def folder():
+        options = {"runs_dir": str(tmp_path / "runs"), "embeddings_dir": str(tmp_path / "cache")}
+        return settings_of(str(tmp_path), VisionSettings(**options))[1]
+
+    (tmp_path / "a.png").touch()
+    before = folder()
+    for name in ("runs/report.html", "cache/x.pt", ".DS_Store", ".thumbs/a.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert folder() == before
+    (tmp_path / "b.png").touch()
+    assert folder() != before
 
 
 def test_a_data_frame(tmp_path):
