@@ -162,7 +162,8 @@ def _media_kind(table: Table, column: str, *, needs_files: bool = False) -> str 
             if is_struct or not needs_files or any(os.path.isfile(table.root / t) for t in texts):
                 return name
             first = f"names no files in {table.root}; the first is {printable(texts[0])}"
-            return _log_no_images(table, column, first)
+            _log_no_images(table, column, first)
+            return None
     return "image" if is_struct else "text"
 
 
