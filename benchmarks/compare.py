@@ -25,15 +25,12 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from sklearn.metrics import adjusted_mutual_info_score
 
-from benchmarks.regret import table_line
+from benchmarks.regret import ensemble_of
 from benchmarks.sets import SETS, Sources, long_tailed
+from benchmarks.turns import table_head, table_line
 from ssl_kd.datasets import ImageDataset, open_dataset
-from ssl_kd.graph import form_ensemble
 from ssl_kd.graph.kmeans import kmeans
-from ssl_kd.store import nearest_neighbors
 from ssl_kd.teachers import Network, Transform, load_teacher
-from ssl_kd.vision.model_parts import Projection
-from ssl_kd.vision.partition import summed, views
 from ssl_kd.workbench.compare.judgement import common_neighbors, evidence, probability
 
 ROWS, MOST_CLASSES = 900, 60  # of a set with more classes, 40 are drawn
@@ -95,11 +92,7 @@ def embeddings_of(name: str, x: NDArray, rng: np.random.Generator) -> Arrays:
 
 def partitions(x: NDArray, k: int) -> Arrays:
     """Cluster rows of length 1, `[n, d]`, by six methods."""
-    rows = torch.from_numpy(x)
-    projected = Projection.fit(rows, 256)(rows)
-    near = nearest_neighbors(rows, 20)
-    cosine, euclidean, white = views(near, rows.__getitem__, projected, torch.device("cpu"))
-    ensemble = form_ensemble(cosine, euclidean, summed(cosine, euclidean, white), k)
+    ensemble = ensemble_of(x, k)
     first = {c.family: c.clusters for c in reversed(ensemble.candidates)}
     return {
         "consensus": ensemble.clusters,
@@ -116,8 +109,7 @@ def pools(args: argparse.Namespace) -> Iterator[tuple[str, Arrays]]:
     for name in (*IMAGES, *files, *SYNTHETIC, *(f"{name}_lt10" for name in TAILED)):
         path = args.pool / f"{name}.npz"
         if not path.exists():
-            rng = np.random.default_rng(sum(map(ord, name)))
-            y, x = _load(name, files, args, rng)
+            y, x = _load(name, files, args, np.random.default_rng(sum(map(ord, name))))
             pool = {"y": np.unique(y, return_inverse=True)[1]}
             for of, rows in x.items():
                 unit = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
@@ -187,34 +179,26 @@ def report(rows: list[tuple[str, str, float, float]]) -> str:
 
     slope, floor = minimize(loss, [10.0, 0.1], method="Nelder-Mead").x
     sure = np.asarray(probability(np.abs(evidences)))
-    lines = [
-        f"slope {slope:.1f}, floor {abs(floor):.3f}",
-        "",
-        table_line(["pairs", "n", "stated", "right", "right if AMI differs by 5"]),
-    ]
-    lines.append("|---" * 5 + "|")
-    groups = {
-        f"stated {100 * low:.0f} to {100 * high:.0f} %": (low <= sure) & (sure < high)
-        for low, high in BINS
-    }
-    groups |= {kind: kinds == kind for kind in np.unique(kinds)}
+    head = table_head(["pairs", "n", "stated", "right", "right if AMI differs by 5"])
+    lines = [f"slope {slope:.1f}, floor {abs(floor):.3f}", "", head]
+    ranges = {f"stated {100 * a:.0f} to {100 * b:.0f} %": (a <= sure) & (sure < b) for a, b in BINS}
+    groups = ranges | {kind: kinds == kind for kind in np.unique(kinds)}
     groups |= {name: names == name for name in np.unique(names[~fitted])}
     for group, mask in groups.items():
         mask = mask & ~fitted
         large = mask & (np.abs(better) >= 0.05)
-        shares = [np.average(v[m], weights=weights[m]) if m.any() else np.nan
-                  for v, m in ((sure, mask), (right, mask), (right, large))]  # fmt: skip
-        cells_of = [group, f"{mask.sum():,}", *(f"{100 * share:.0f}" for share in shares)]
-        lines.append(table_line(cells_of))
+        shares = []
+        for values, of in ((sure, mask), (right, mask), (right, large)):
+            share = np.average(values[of], weights=weights[of]) if of.any() else np.nan
+            shares.append(f"{100 * share:.0f}")
+        lines.append(table_line([group, f"{mask.sum():,}", *shares]))
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Calibrate the judgement of ssl_kd compare.")
     parser.add_argument("--features", type=Path, required=True, help="folder of NAME.npz")
-    parser.add_argument(
-        "--pool", type=Path, required=True, help="folder that keeps the clusterings"
-    )
+    parser.add_argument("--pool", type=Path, required=True, help="keeps the clusterings")
     Sources.add_flags(parser)
     args = parser.parse_args()
     args.pool.mkdir(parents=True, exist_ok=True)

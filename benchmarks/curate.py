@@ -36,8 +36,9 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFilter
 from sklearn.datasets import load_sample_image
 from sklearn.metrics import average_precision_score
 
-from benchmarks.regret import table_line
 from benchmarks.sets import SETS, Absent, Labelled, Sources, _embedded, _fashion_images
+from benchmarks.turns import header
+from benchmarks.turns import row as print_row
 from ssl_kd.datasets import ArrayDataset, ImageDataset, open_dataset
 from ssl_kd.datasets.catalog import Split
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
@@ -49,6 +50,7 @@ from ssl_kd.workbench.curate.wrong_labels import _by_regression
 
 COPIES, SIDE, FLIPPED, STRANGE, ROWS, SEEDS = 200, 96, 0.05, 100, 2000, 5
 SICK = 60  # images to break; they are not among the intact ones
+BILINEAR = Image.Resampling.BILINEAR
 Scores = dict[str, NDArray]
 
 
@@ -59,37 +61,31 @@ def jpeg(image: Image.Image) -> Image.Image:
 
 
 def smaller(image: Image.Image) -> Image.Image:
-    size = (image.width * 2 // 3, image.height * 2 // 3)
-    return image.resize(size, Image.Resampling.BILINEAR).resize(
-        image.size, Image.Resampling.BILINEAR
-    )
+    small = image.resize((image.width * 2 // 3, image.height * 2 // 3), BILINEAR)
+    return small.resize(image.size, BILINEAR)
 
 
 def cropped(image: Image.Image) -> Image.Image:
-    inside = image.crop((4, 4, image.width - 4, image.height - 4))
-    return inside.resize(image.size, Image.Resampling.BILINEAR)
+    return image.crop((4, 4, image.width - 4, image.height - 4)).resize(image.size, BILINEAR)
 
 
 def brighter(image: Image.Image) -> Image.Image:
     return ImageEnhance.Brightness(image).enhance(1.25)
 
 
-KINDS: dict[str, Callable[[Image.Image], Image.Image]] = {
-    "equal": lambda image: image,
-    "JPEG": jpeg,
-    "smaller": smaller,
-    "cropped": cropped,
-    "brighter": brighter,
-}
+def same(image: Image.Image) -> Image.Image:
+    return image
+
+
+ALTERED = (same, jpeg, smaller, cropped, brighter)
 
 
 def stored(x: NDArray) -> EmbeddingStore:
     """Write rows to a new embeddings cache and open it."""
     n, folder = len(x), Path(tempfile.mkdtemp())
     fingerprint = Fingerprint("features", "none", "none", "float32", "made for a benchmark")
-    with EmbeddingWriter(
-        folder, "train", fingerprint, n, x.shape[1], ids=[str(row) for row in range(n)]
-    ) as writer:
+    ids = list(map(str, range(n)))
+    with EmbeddingWriter(folder, "train", fingerprint, n, x.shape[1], ids=ids) as writer:
         writer.append(torch.from_numpy(np.asarray(x, np.float32)), torch.arange(n))
         return writer.close()
 
@@ -108,8 +104,7 @@ def copied(images: NDArray) -> tuple[NDArray, NDArray]:
     """Return images `[n + 200, 96, 96(, 3)]`, the last 200 copies, and the copied rows `[200]`."""
     large = [Image.fromarray(i).resize((SIDE, SIDE), Image.Resampling.BICUBIC) for i in images]
     rows = np.random.default_rng(0).choice(len(large), COPIES, False)
-    alter = list(KINDS.values())
-    copies = [alter[i % len(alter)](large[row]) for i, row in enumerate(rows)]
+    copies = [ALTERED[i % len(ALTERED)](large[row]) for i, row in enumerate(rows)]
     return np.stack([np.asarray(image) for image in [*large, *copies]]), rows
 
 
@@ -142,8 +137,7 @@ def duplicates(name: str, images: NDArray, x: NDArray, rows: NDArray) -> list[li
     certain = candidates.pairs()
     hits = sum(pair in truth for pair, sure in zip(pairs, certain, strict=True) if sure)
     auto = f"{certain.sum()} pairs, {hits} of {len(rows)} copies ({seconds:.0f} s)"
-    ranked: dict[str, dict[tuple[int, int], float]] = {}
-    ranked["ours"] = dict(zip(pairs, -np.arange(len(pairs), dtype=float), strict=True))
+    ranked = {"ours": dict(zip(pairs, -np.arange(len(pairs), dtype=float), strict=True))}
     ranked["cosine alone"] = dict(zip(pairs, candidates.similarity, strict=True))
     for method in ("PHash", "DHash"):
         if (hashes := hashed(images, method)) is not None:
@@ -311,10 +305,8 @@ def copies(sources: Sources) -> Iterator[list[list[str]]]:
     """Yield the rows of the duplicates table, per data set."""
     fashion = _fashion_images(sources, 5000)
     assert fashion.arrays is not None and fashion.labels is not None
-    for name, small, y in (
-        ("cifar", *_photos(sources, "train")),
-        ("fashion", fashion.arrays, fashion.labels),
-    ):
+    sets = {"cifar": _photos(sources, "train"), "fashion": (fashion.arrays, fashion.labels)}
+    for name, (small, y) in sets.items():
         images, rows = copied(small)
         dataset = ArrayDataset(name, "train", images, np.concatenate([y, y[rows]]), None)
         x, _ = _embedded(sources, dataset, f"{name}_dup96", SIDE)
@@ -348,10 +340,12 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.tables:
         head = [*COLUMNS, "auto"] if name == "copies" else COLUMNS
-        print("\n".join(["", table_line(head), "|---" * len(head) + "|"]), flush=True)
+        print()
+        header(*head)
         try:
             for rows in TABLES[name](Sources.of(args)):
-                print("\n".join(table_line(row) for row in rows), flush=True)
+                for cells in rows:
+                    print_row(*cells)
         except Absent as error:
             raise SystemExit(str(error)) from error
 

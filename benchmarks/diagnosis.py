@@ -11,7 +11,6 @@ range of its dtype. A draw that leaves the loss and the gradients finite is repe
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
 import time
@@ -25,17 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.results_page import write_section
+from benchmarks.turns import table_head, table_line
 from ssl_kd.guard.diagnosis import Cause, diagnose
 from ssl_kd.guard.microscope import Microscope
 
-SETTINGS = {
-    "learning_rate": 1.0,
-    "clip_grad": None,
-    "student_temp": 0.1,
-    "teacher_temp": 0.1,
-    "use_fp16": True,
-    "rebuild_damaged": False,
-}
+SETTINGS = {"learning_rate": 1.0, "clip_grad": None, "student_temp": 0.1, "teacher_temp": 0.1}
+SETTINGS |= {"use_fp16": True, "rebuild_damaged": False}
 Stage = tuple[str, Callable[[Tensor], Tensor]]
 Drawn = tuple[Cause, str, Cause, str, int]
 """The true cause and operation, the diagnosed ones, and the count of draws without a fault."""
@@ -270,15 +264,8 @@ def learning_rate(r: random.Random) -> Case:
     return case
 
 
-KINDS = (
-    poisoned_weight,
-    poisoned_input,
-    fp16_overflow,
-    log_of_zero,
-    zero_norm,
-    temperature,
-    learning_rate,
-)
+KINDS = (poisoned_weight, poisoned_input, fp16_overflow, log_of_zero, zero_norm)
+KINDS += (temperature, learning_rate)
 
 
 def inspect(case: Case) -> tuple[Cause, str]:
@@ -307,37 +294,27 @@ def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
     raise RuntimeError(f"{kind.__name__}: none of 200 draws had a fault")
 
 
-@dataclass
 class Score:
-    """Counts of correct diagnoses over all injections."""
+    """The injections of one mode, and how many diagnoses are right."""
 
-    table: Counter[tuple[Cause, Cause]] = field(default_factory=Counter)
-    misses: list[str] = field(default_factory=list)
-    total: int = 0
-    right_op: int = 0
-    right_cause: int = 0
-    right: int = 0
-    redrawn: int = 0
+    def __init__(self, drawn: list[Drawn]) -> None:
+        self.drawn, self.total = drawn, len(drawn)
+        self.table = Counter((truth, diagnosed) for truth, _, diagnosed, *_ in drawn)
+        self.redrawn = sum(redrawn for *_, redrawn in drawn)
+        self.right_op = sum(op == diagnosed for _, op, _, diagnosed, _ in drawn)
+        self.right_cause = sum(truth == diagnosed for truth, _, diagnosed, *_ in drawn)
+        self.misses = [
+            f"{i}: {truth.value} at {op}, diagnosed {diagnosed.value} at {diagnosed_op}"
+            for i, (truth, op, diagnosed, diagnosed_op, _) in enumerate(drawn)
+            if (truth, op) != (diagnosed, diagnosed_op)
+        ]
+        self.right = self.total - len(self.misses)
 
 
-def measure(
-    kinds: Sequence[Any], draw: Callable[[Any, random.Random], Drawn], injections: int, seed: int
-) -> Score:
+def measure(kinds: Sequence[Any], draw: Callable, injections: int, seed: int) -> Score:
     """Inject faults of each kind and compare the diagnoses with the truth."""
-    r, score = random.Random(seed), Score()
-    for i in range(injections):
-        cause, op, diagnosis, diagnosed_op, redrawn = draw(kinds[i % len(kinds)], r)
-        score.total += 1
-        score.redrawn += redrawn
-        score.table[cause, diagnosis] += 1
-        score.right_op += diagnosed_op == op
-        score.right_cause += diagnosis == cause
-        score.right += diagnosed_op == op and diagnosis == cause
-        if diagnosed_op != op or diagnosis != cause:
-            score.misses.append(
-                f"{i}: {cause.value} at {op}, diagnosed {diagnosis.value} at {diagnosed_op}"
-            )
-    return score
+    r = random.Random(seed)
+    return Score([draw(kinds[i % len(kinds)], r) for i in range(injections)])
 
 
 def section(score: Score) -> list[str]:
@@ -354,37 +331,33 @@ def section(score: Score) -> list[str]:
         "",
         "Rows: what was injected. Columns: what was reported.",
         "",
-        "| | " + " | ".join(c.value for c in causes) + " |",
-        "|---|" + "---|" * len(causes),
+        table_head(["", *(c.value for c in causes)]),
     ]
     for truth in causes:
-        row = [str(score.table[truth, cause] or "") for cause in causes]
-        if any(row):
-            lines.append(f"| {truth.value} | " + " | ".join(row) + " |")
+        counts = [str(score.table[truth, cause] or "") for cause in causes]
+        if any(counts):
+            lines.append(table_line([truth.value, *counts]))
     return lines
 
 
 def report(heads: Score, students: Score) -> str:
     """Return the section of `docs/results.md`."""
     lines = [
-        f"{heads.total} faults of a known cause in random steps (sizes, depth, activation, loss), "
-        "each diagnosed from the",
-        "numbers alone. The truth comes from the injection. Draws in which the fault harmed "
-        "neither loss nor gradient, or",
-        f"whose first operation is not certain in advance ({heads.redrawn} more), were drawn "
-        "again.",
-        "",
+        f"""\
+{heads.total} faults of a known cause in random steps (sizes, depth, activation, loss), each
+diagnosed from the numbers alone. The truth comes from the injection. Draws in which the fault
+harmed neither loss nor gradient, or whose first operation is not certain in advance
+({heads.redrawn} more), were drawn again.
+""",
         *section(heads),
-        "",
-        "### Students of the language mode",
-        "",
-        f"{students.total} faults in random steps of distillation: tiny Llama, GPT-2 and Mixtral "
-        "models of random sizes and weights",
-        "as student and teacher, random vocabulary, batch, divergence, temperature and weights of "
-        "the terms, in float32 or",
-        "emulated float16, each in a guarded step whose event is compared with the truth. Drawn "
-        f"again: {students.redrawn}.",
-        "",
+        f"""
+### Students of the language mode
+
+{students.total} faults in random steps of distillation: tiny Llama, GPT-2 and Mixtral
+models of random sizes and weights as student and teacher, random vocabulary, batch, divergence,
+temperature and weights of the terms, in float32 or emulated float16, each in a guarded step whose
+event is compared with the truth. Drawn again: {students.redrawn}.
+""",
         *section(students),
     ]
     return "\n".join(lines) + "\n"
@@ -393,15 +366,10 @@ def report(heads: Score, students: Score) -> str:
 def main() -> None:
     from benchmarks import diagnosis_language as language  # needs transformers
 
-    parser = argparse.ArgumentParser(description="Measure the diagnosis of injected faults.")
-    parser.add_argument("--injections", type=int, default=200, help="faults in heads")
-    parser.add_argument("--students", type=int, default=100, help="faults in students")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
     began = time.perf_counter()
     logging.disable(logging.WARNING)  # the guards' warnings about injected faults
-    heads = measure(KINDS, draw, args.injections, args.seed)
-    students = measure(language.KINDS, language.draw, args.students, args.seed)
+    heads = measure(KINDS, draw, injections=200, seed=0)
+    students = measure(language.KINDS, language.draw, injections=100, seed=0)
     text = report(heads, students)
     write_section("diagnosis", text)
     seconds = f"{time.perf_counter() - began:.1f} s"

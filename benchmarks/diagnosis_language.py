@@ -146,23 +146,24 @@ def layers_of(lm: Any) -> Any:
     return lm.model.layers if hasattr(lm, "model") else lm.transformer.h
 
 
+READERS = {
+    "Linear": "aten.mm",  # none has a bias
+    "Conv1D": "aten.addmm",
+    "LlamaRMSNorm": "aten.mul",
+    "MixtralRMSNorm": "aten.mul",
+    "LayerNorm": "aten.native_layer_norm",
+    "MixtralTopKRouter": "aten.mm",
+    "MixtralExperts": "aten._grouped_mm",
+}
+
+
 def readers(lm: Any) -> list[tuple[Tensor, str]]:
     """Return all weights but the embeddings, each with the operation that reads it."""
     weights: list[tuple[Tensor, str]] = []
     for name, module in lm.named_modules():
-        kind, op = type(module).__name__, None
-        if isinstance(module, nn.Linear) and not (name == "lm_head" and hasattr(lm, "transformer")):
-            op = "aten.mm"  # none has a bias; GPT-2's head is its embedding
-        elif kind == "Conv1D":
-            op = "aten.addmm"
-        elif kind.endswith("RMSNorm"):
-            op = "aten.mul"
-        elif kind == "LayerNorm":
-            op = "aten.native_layer_norm"
-        elif kind == "MixtralTopKRouter":
-            op = "aten.mm"
-        elif kind == "MixtralExperts":
-            op = "aten._grouped_mm"
+        if name == "lm_head" and hasattr(lm, "transformer"):
+            continue  # GPT-2's head is its embedding
+        op = READERS.get(type(module).__name__)
         weights += [(p, op) for p in module.parameters(recurse=False) if op is not None]
     return weights
 
@@ -278,16 +279,8 @@ def temperature(r: random.Random) -> Case:
     return case
 
 
-KINDS = (
-    poisoned_student,
-    poisoned_teacher,
-    poisoned_embedding,
-    learning_rate,
-    fp16_overflow,
-    log_of_zero,
-    zero_norm,
-    temperature,
-)
+KINDS = (poisoned_student, poisoned_teacher, poisoned_embedding, learning_rate)
+KINDS += (fp16_overflow, log_of_zero, zero_norm, temperature)
 
 
 def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:

@@ -110,16 +110,14 @@ def measure(
         metrics = json.loads((path / "metrics.json").read_text())
         extra = inspect(path)
     rows = {row["name"]: row for row in metrics["table"]}
-    return (
-        rows["student"]
-        | extra
-        | {
-            "before": rows["student before"]["perplexity"],
-            "teacher": rows.get("teacher", {}).get("perplexity"),
-            "success_rate": metrics["success_rate"],
-            "seconds": metrics["seconds"]["train"],
-        }
-    )
+    return {
+        **rows["student"],
+        **extra,
+        "before": rows["student before"]["perplexity"],
+        "teacher": rows.get("teacher", {}).get("perplexity"),
+        "success_rate": metrics["success_rate"],
+        "seconds": metrics["seconds"]["train"],
+    }
 
 
 def best_evaluation(folder: Path) -> dict[str, Any]:
@@ -131,12 +129,8 @@ def best_evaluation(folder: Path) -> dict[str, Any]:
 
 def best_rate(results: Results, way: str) -> float:
     """Return the learning rate with the lowest validation loss."""
-    means = {
-        rate: fmean(row["validation"] for row in rows)
-        for (name, rate), rows in results.items()
-        if name == way
-    }
-    return min(means, key=means.__getitem__)
+    rates = [rate for name, rate in results if name == way]
+    return min(rates, key=lambda rate: fmean(row["validation"] for row in results[way, rate]))
 
 
 def comparison(results: Results, grid: Sequence[float]) -> list[str]:
@@ -175,7 +169,6 @@ def search(settings: LanguageSettings, grid: Sequence[float], seeds: Sequence[in
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--grid", type=float, nargs="*", help=f"learning rates; default: {GRID}")
     add_settings(
@@ -186,17 +179,15 @@ def main() -> None:
         student_model="fresh:2x96",
     )
     flags = vars(parser.parse_args())
-    seeds, first, only, grid = (flags.pop(n) for n in ("seeds", "first_seed", "only", "grid"))
+    seeds, only, grid = (flags.pop(name) for name in ("seeds", "only", "grid"))
     logging.basicConfig(level=logging.ERROR)
     settings = LanguageSettings(**flags, eval_every=max(1, flags["max_steps"] // 5), generations=0)
     if grid is not None:
-        return search(with_teacher(settings), grid or list(GRID), range(first, first + seeds))
+        return search(with_teacher(settings), grid or list(GRID), range(seeds))
     header("run", "held-out perplexity", "agreement with teacher", "KL to teacher", "seconds")
     for name in only:
-        rows = [
-            measure(settings.replace(**VARIANTS[name], seed=seed))
-            for seed in range(first, first + seeds)
-        ]
+        changed = settings.replace(**VARIANTS[name])
+        rows = [measure(changed.replace(seed=seed)) for seed in range(seeds)]
         if name == only[0]:
             print(f"| teacher | {rows[0]['teacher']:.3f} | | | |")
             print(f"| student, before training | {median(r['before'] for r in rows):.1f} | | | |")

@@ -33,6 +33,7 @@ import torch
 from PIL import Image
 from pyarrow import csv, parquet
 
+from benchmarks.turns import memory
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.vision.assignments import CSV_ROWS
 from tests.workbench.explore.chromium import launch, until
@@ -52,6 +53,7 @@ FILTERED = """() => { let typed;
       globalThis.filtered = performance.now() - typed; }));
   }).observe(document.querySelector("#table tbody"),
     { childList: true, characterData: true, subtree: true }); }"""
+ROUNDS = 3
 LIMIT = 600  # seconds, of any one wait
 BLOCK, DIM, COARSE, FINE = 50_000, 32, 20, 200
 
@@ -106,12 +108,6 @@ def made_run(folder: Path, rows: int) -> Path:
     return run
 
 
-def status(pid: int, key: str) -> float:
-    """Return a field of /proc/PID/status in MiB."""
-    match = re.search(rf"{key}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(match[1]) / 1024 if match else 0.0
-
-
 def browser_memory() -> float:
     """Return the memory (PSS, in MiB) of all browser processes started by this process."""
     total, mine = 0.0, {os.getpid()}
@@ -147,7 +143,7 @@ def served(run: Path, *flags: str) -> Iterator[tuple[float, int, str]]:
         process.wait(30)
 
 
-def dragged(page: Any, seconds: float) -> float:
+def dragged(page: Any, seconds: float = 4.0) -> float:
     """Return the frames per second while the map is dragged."""
     page.mouse.move(450, 400)
     page.mouse.down()
@@ -219,7 +215,7 @@ def lassoed(page: Any) -> dict[str, float]:
     return {"lasso_s": seconds, "lassoed": page.evaluate("() => explore.chosen.length")}
 
 
-def visit(playwright: Any, url: str, seconds: float) -> dict[str, float]:
+def visit(playwright: Any, url: str) -> dict[str, float]:
     """Measure one visit to a page in a new browser."""
     browser = launch(playwright)
     page = browser.new_page(viewport={"width": 1280, "height": 800})
@@ -232,7 +228,7 @@ def visit(playwright: Any, url: str, seconds: float) -> dict[str, float]:
     page.wait_for_timeout(3000)
     results["js_MiB"] = page_memory(page)
     results["browser_MiB"] = browser_memory() - empty
-    results["frames"] = dragged(page, seconds)
+    results["frames"] = dragged(page)
     recolor = "() => { const c = document.getElementById('color'); c.value = 'outlier'; "
     results["color_s"] = seconds_of(page, recolor + "return c.onchange(); }")
     results |= filtered(page) | lassoed(page)
@@ -245,24 +241,19 @@ def visit(playwright: Any, url: str, seconds: float) -> dict[str, float]:
 def screenshot(run: Path, file: Path) -> None:
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
-    with served(run) as (_, _, url):
-        with sync_playwright() as playwright:
-            browser = launch(playwright)
-            page = browser.new_page(viewport={"width": 1200, "height": 720})
-            page.goto(url)
-            page.wait_for_selector("body[data-ready]")
-            page.locator("#clusters button").first.click()
-            page.wait_for_timeout(1500)
-            page.screenshot(path=file)
-            browser.close()
+    with served(run) as (_, _, url), sync_playwright() as playwright:
+        page = launch(playwright).new_page(viewport={"width": 1200, "height": 720})
+        page.goto(url)
+        page.wait_for_selector("body[data-ready]")
+        page.locator("#clusters button").first.click()
+        page.wait_for_timeout(1500)
+        page.screenshot(path=file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--screenshot", type=Path, nargs=2, metavar=("RUN", "FILE"))
     args = parser.parse_args()
     if args.screenshot is not None:
@@ -273,10 +264,10 @@ def main() -> None:
     has_map = (run / "map.pt").is_file()
     rounds: list[dict[str, float]] = []
     with sync_playwright() as playwright:
-        for _ in range(args.rounds):
+        for _ in range(ROUNDS):
             with served(run) as (start, pid, url):
-                results = visit(playwright, url, args.seconds)
-                rounds.append(results | {"start_s": start, "server_MiB": status(pid, "VmHWM")})
+                results = visit(playwright, url)
+                rounds.append(results | {"start_s": start, "server_MiB": memory(pid)["VmHWM"]})
             print(json.dumps({k: round(v, 2) for k, v in rounds[-1].items()}), flush=True)
     print(f"{args.rows:,} samples, map {'cached' if has_map else 'computed in the first round'}")
     median = {k: statistics.median(one[k] for one in rounds) for k in rounds[0]}

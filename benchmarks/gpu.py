@@ -99,10 +99,7 @@ def seconds(step: Callable[[], object], size: Size, device: torch.device) -> flo
 
 
 def heads_of(
-    shape: tuple[int, int, int, int],
-    widths: tuple[int, int],
-    device: torch.device,
-    products: str,
+    shape: tuple[int, int, int, int], widths: tuple[int, int], device: torch.device, products: str
 ) -> tuple[HeadTrainer, Tensor]:
     """Return heads with the paper's instance weights, and views for a guarded step."""
     batch, dim, clusters, heads = shape
@@ -125,10 +122,7 @@ def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iter
             yield Row(what, f"{1e3 * median:.3f} ms", f"{1e3 * target:g} ms", median <= target)
         if official is None:
             continue
-        batch, dim, clusters, heads = shape
-        peer = OfficialTEMI(
-            official, in_dim=dim, n_clusters=clusters, n_heads=heads, batch_size=batch
-        )
+        peer = OfficialTEMI(official, shape)
         for module in (peer.student, peer.teacher, peer.loss):
             module.to(device)
         ratio = seconds(lambda: peer.step(views), size, device) / best  # noqa: B023

@@ -9,11 +9,11 @@ because it clips with it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from timeit import timeit
 from unittest.mock import patch
 
 import torch
@@ -30,6 +30,7 @@ from ssl_kd.vision import step as guarded
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 
+PAIRS, SHAPE = 20, (512, 384, 10, 50)  # batch, dim, K, heads
 Way = Callable[[], contextlib.AbstractContextManager[object]]
 
 
@@ -107,24 +108,17 @@ def hooks(dim: int, clusters: int, heads: int, views: Tensor) -> tuple[Callable,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the cost of NaN checks.")
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--shape", type=int, nargs=4, default=(512, 384, 10, 50))
-    parser.add_argument("--only_guard", action="store_true", help="skip the other ways")
-    args = parser.parse_args()
-    batch, dim, clusters, heads = args.shape
-
+    batch, dim, clusters, heads = SHAPE
     bank = HeadBank(lambda: TEMIHead(dim, clusters), heads)
     trainer = HeadTrainer(bank, VisionSettings(), Precision.for_device("cpu"), clusters)
     views = torch.randn(2, batch, dim, generator=torch.Generator().manual_seed(0))
     sizes = [p.numel() for p in TEMIHead(dim, clusters).parameters()]
-    ways: dict[str, Way] = {"the guard": contextlib.nullcontext}
-    if not args.only_guard:
-        ways |= {
-            "`isfinite().all().item()` per tensor": lambda: per_tensor(sizes),
-            "`detect_anomaly`": anomaly,
-            "`isfinite` on every output (dispatch mode)": dispatch,
-        }
+    ways: dict[str, Way] = {
+        "the guard": contextlib.nullcontext,
+        "`isfinite().all().item()` per tensor": lambda: per_tensor(sizes),
+        "`detect_anomaly`": anomaly,
+        "`isfinite` on every output (dispatch mode)": dispatch,
+    }
 
     def seconds(way: Way) -> float:
         with way():
@@ -143,29 +137,23 @@ def main() -> None:
         seconds(way)  # warm up
     overheads: dict[str, list[float]] = {name: [] for name in ways}
     bare = []
-    for pair in range(args.pairs):
+    for pair in range(PAIRS):
         for name, way in ways.items():
-            # The order alternates.
             order = (without_guard, way) if pair % 2 else (way, without_guard)
-            first, second = seconds(order[0]), seconds(order[1])
-            plain, checked = (first, second) if pair % 2 else (second, first)
+            times = {id(of): seconds(of) for of in order}
+            plain, checked = times[id(without_guard)], times[id(way)]
             bare.append(plain)
             overheads[name].append(checked / plain - 1)
 
-    if not args.only_guard:
-        plain, hooked = hooks(dim, clusters, heads, views)
-        name = "forward hooks (heads as modules, relative to the same without hooks)"
-        overheads[name] = []
-        for _ in range(max(3, args.pairs // 4)):
-            times = []
-            for step in (plain, hooked):
-                began = time.perf_counter()
-                step()
-                times.append(time.perf_counter() - began)
-            overheads[name].append(times[1] / times[0] - 1)
+    name = "forward hooks (heads as modules, relative to the same without hooks)"
+    overheads[name] = []
+    steps = hooks(dim, clusters, heads, views)
+    for _ in range(PAIRS // 4):
+        plain, hooked = (timeit(step, number=1) for step in steps)
+        overheads[name].append(hooked / plain - 1)
 
     print(
-        f"{heads} heads of {dim} -> 512 -> 256 -> {clusters}, batch {batch}, {args.pairs} pairs, "
+        f"{heads} heads of {dim} -> 512 -> 256 -> {clusters}, batch {batch}, {PAIRS} pairs, "
         f"{torch.get_num_threads()} threads; a step without checks: "
         f"{1000 * statistics.median(bare):.0f} ms\n"
     )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -29,9 +28,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.turns import memory
+
 CLASSES, MODES = 50, 20
 ROWS_PER_BLOCK = 50_000
-GIB = 2**30
 
 
 def write(path: Path, n: int, dim: int) -> None:
@@ -53,28 +53,20 @@ def write(path: Path, n: int, dim: int) -> None:
     np.save(path.with_name(f"{path.stem}_labels.npy"), labels)
 
 
-def resident(process: int) -> dict[str, int]:
-    """Return the resident bytes of a process: anonymous, of mapped files, and both."""
-    text = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
-    sizes = {name: 1024 * int(kib) for name, kib in re.findall(r"(Rss\w+|VmRSS):\s+(\d+)", text)}
-    return {name: sizes.get(name, 0) for name in ("RssAnon", "RssFile", "VmRSS")}
-
-
-def run(command: list[str], log: Path, threads: int) -> tuple[float, dict[str, int]]:
-    """Run a command; return its seconds and its peak resident memory."""
-    peak: dict[str, int] = {}
+def run(command: list[str], log: Path, threads: int) -> tuple[float, dict[str, float]]:
+    """Run a command; return its seconds and the peaks of its memory in MiB."""
+    peak = {"RssAnon": 0.0, "RssFile": 0.0, "VmRSS": 0.0}
     began = time.perf_counter()
     with open(log, "w", encoding="utf-8") as out:
         env = os.environ | {"OMP_NUM_THREADS": str(threads)}
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None:
-            for name, size in resident(process.pid).items():
-                peak[name] = max(size, peak.get(name, 0))
+            sizes = memory(process.pid)  # empty once the process has ended
+            peak = {name: max(size, sizes.get(name, 0)) for name, size in peak.items()}
             time.sleep(0.05)
     seconds = time.perf_counter() - began
     if process.returncode:
-        message = f"{' '.join(command)} exited with code {process.returncode}"
-        sys.exit(f"{message}:\n{log.read_text()[-2000:]}")
+        sys.exit(f"{' '.join(command)} failed:\n{log.read_text()[-2000:]}")
     return seconds, peak
 
 
@@ -90,13 +82,9 @@ def whole(features: Path, method: str, threads: int, flags: list[str]) -> dict[s
     return {
         "method": method,
         "acc": scores["consensus", "train"],
-        "kmeans": scores.get(("k-means", "train")),
         "steps": metrics["steps"],
         "neighbours": metrics["neighbours"],
-        "seconds": {
-            **metrics["seconds"],
-            "start and report": seconds - metrics["seconds"]["total"],
-        },
+        "seconds": metrics["seconds"] | {"start and report": seconds - metrics["seconds"]["total"]},
         "peak": peak,
     }
 
@@ -112,9 +100,8 @@ def speedup(n: int, search: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Measure whole runs; other flags go to train.py.", allow_abbrev=False
-    )
+    about = "Measure whole runs; other flags go to train.py."
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--methods", nargs="+", default=["heads", "graph"])
@@ -124,18 +111,14 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(dir=args.folder, prefix="large-"))
     try:
         features = work / "features.npy"
-        began = time.perf_counter()
         write(features, args.rows, args.dim)
-        print(
-            f"{args.rows:,} x {args.dim} written in {time.perf_counter() - began:.0f} s", flush=True
-        )
         runs = [whole(features, method, args.threads, flags) for method in args.methods]
     finally:
         shutil.rmtree(work)
     for result in runs:
         print(json.dumps(result))
         stages = ", ".join(f"{name} {value:,.0f} s" for name, value in result["seconds"].items())
-        peak = {name: size / GIB for name, size in result["peak"].items()}
+        peak = {name: size / 1024 for name, size in result["peak"].items()}
         print(
             f"METHOD {result['method']}: ACC {100 * result['acc']:.2f} %, "
             f"{result['steps']:,} steps; {stages}; peak memory {peak['VmRSS']:.2f} GiB, anonymous "

@@ -28,30 +28,27 @@ from ssl_kd import MultiHeadClusterer, evaluate
 from ssl_kd.store import nearest_neighbors
 
 OURS = "ssl_kd"
+STARTS: Any = 10  # scikit-learn declares n_init as a string only
 
 
-def _kmeans(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
-    assert n_clusters is not None
-    clusters = evaluate.kmeans(x, n_clusters, seed).clusters
-    assert clusters is not None
-    return clusters
+def _kmeans(x: NDArray, n_clusters: Any, seed: int) -> Any:
+    return evaluate.kmeans(x, n_clusters, seed).clusters
 
 
-def _spectral(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
-    assert n_clusters is not None
+def _spectral(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
     result = evaluate.spectral(x, n_clusters, seed)
     if result.clusters is None:
         raise ValueError(result.note)
     return result.clusters
 
 
-def _evoc(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+def _evoc(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
     from evoc import EVoC  # pyright: ignore[reportMissingImports]
 
     return EVoC(approx_n_clusters=n_clusters, random_state=seed).fit_predict(x)
 
 
-def _leiden(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+def _leiden(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
     import igraph  # pyright: ignore[reportMissingImports]
     import leidenalg  # pyright: ignore[reportMissingImports]
 
@@ -77,7 +74,7 @@ def _leiden(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
     return min(partitions, key=lambda clusters: abs(clusters.max() + 1 - n_clusters))
 
 
-def _hdbscan(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+def _hdbscan(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
     unit = np.asarray(normalize(x))
     if x.shape[1] > 50:
         unit = PCA(50, random_state=seed).fit_transform(unit)
@@ -91,44 +88,31 @@ def _umap(x: NDArray, seed: int) -> NDArray:
     return UMAP(metric="cosine", min_dist=0.0, random_state=seed, **options).fit_transform(x)
 
 
-def _umap_kmeans(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
-    assert n_clusters is not None
-    starts: Any = 10  # scikit-learn declares n_init as a string only
-    return KMeans(n_clusters, n_init=starts, random_state=seed).fit_predict(_umap(x, seed))
+def _umap_kmeans(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
+    return KMeans(n_clusters, n_init=STARTS, random_state=seed).fit_predict(_umap(x, seed))
 
 
-def _umap_hdbscan(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+def _umap_hdbscan(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
     size = max(5, len(x) // 100)
     return HDBSCAN(size, copy=True).fit_predict(_umap(x, seed))  # pyright: ignore[reportArgumentType]
 
 
-def _ward(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
-    assert n_clusters is not None
+def _ward(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
     return AgglomerativeClustering(n_clusters).fit_predict(normalize(x))
 
 
-def _ours(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
-    clusterer = MultiHeadClusterer(n_clusters, random_state=seed)  # pyright: ignore[reportArgumentType]
-    return clusterer.fit(x).labels_
+def _ours(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
+    return MultiHeadClusterer(n_clusters, random_state=seed).fit(x).labels_
 
 
 @dataclass(frozen=True)
 class Method:
-    """A clustering method.
-
-    Args:
-        title: Name in tables.
-        run: Function of `[n, d]` float32 embeddings, K or None, and a seed; returns `[n]` clusters,
-            -1 for noise.
-        takes_k: Whether K can be given.
-        finds_k: Whether K can be omitted.
-        packages: Modules it needs besides this library.
-    """
+    """A clustering method."""
 
     title: str
-    run: Callable[[NDArray, int | None, int], NDArray]
+    run: Callable[[NDArray, int | None, int], NDArray]  # embeddings, K, seed -> clusters, -1: noise
     takes_k: bool = True
-    finds_k: bool = True
+    finds_k: bool = True  # whether K can be None
     packages: tuple[str, ...] = ()
 
 
@@ -162,9 +146,9 @@ def warm_up(name: str, n_clusters: int | None) -> None:
 
 
 def without_noise(x: NDArray, clusters: NDArray) -> NDArray[np.int64]:
-    """Assign noise (-1) to the majority cluster of its five nearest clustered samples by cosine.
+    """Assign noise (-1) to the majority of its five nearest clustered samples by cosine.
 
-    Takes embeddings `[n, d]` and clusters `[n]`; returns int64 `[n]`, all 0 if everything is noise.
+    Returns int64 `[n]`, all 0 if everything is noise.
     """
     clusters = np.asarray(clusters, np.int64)
     noise = clusters < 0

@@ -9,7 +9,6 @@ norm, as the guard does.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -25,15 +24,16 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.turns import header, row
 from ssl_kd.guard import Guard
 
+WIDTH, DEPTH, BATCH, STEPS = 768, 8, 128, 60
 Step = Callable[[Tensor], None]
 
 
 class TwoTerms(nn.Module):
     """An MLP with two loss terms on its output."""
 
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
+        layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -42,12 +42,12 @@ class TwoTerms(nn.Module):
         return features, {"ce": features.square().mean(), "kd": (features - x).abs().mean()}
 
 
-def ways(width: int, depth: int, device: torch.device) -> dict[str, Step]:
+def ways(device: torch.device) -> dict[str, Step]:
     """Return training steps on inputs `[batch, width]` by name."""
 
     def built() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = DistributedDataParallel(TwoTerms(width, depth).to(device))
+        model = DistributedDataParallel(TwoTerms().to(device))
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def bare() -> Step:
@@ -101,33 +101,26 @@ def measure(step: Step, x: Tensor) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=60)
-    args = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("needs torchrun: torchrun --nproc_per_node 2 -m benchmarks.ranks")
-
+        raise SystemExit("needs torchrun: torchrun --nproc_per_node 2 -m benchmarks.ranks")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    x = torch.randn(args.batch, args.width, device=device)
-    steps = ways(args.width, args.depth, device)
+    x = torch.randn(BATCH, WIDTH, device=device)
+    steps = ways(device)
     measured: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
-    for i in range(args.steps + 5):
+    for i in range(STEPS + 5):
         for name, step in steps.items():
             once = measure(step, x)
             if i >= 5:
                 measured[name].append(once)
 
     if dist.get_rank() == 0:
-        weights = sum(p.numel() for p in TwoTerms(args.width, args.depth).parameters())
+        weights = sum(p.numel() for p in TwoTerms().parameters())
         print(f"{dist.get_world_size()} ranks, {device.type}, {weights:,} weights, batch", end=" ")
-        print(f"{args.batch} per rank\n")
+        print(f"{BATCH} per rank\n")
         header("loop", "ms per step", "relative to bare", "extra all-reduces")
         for name, pairs in measured.items():
             seconds, counts = (statistics.median(column) for column in zip(*pairs, strict=True))

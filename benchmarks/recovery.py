@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.guard_cost import without_guard
+from benchmarks.turns import header, row
 from ssl_kd import evaluate
 from ssl_kd.datasets import ArrayDataset, open_dataset
 from ssl_kd.guard import Precision, TooFewHealthyParts
@@ -153,10 +154,8 @@ class Digits:
         evaluate_every: int | None = None,
     ) -> tuple[HeadTrainer, list[tuple[int, list[float]]]]:
         """Train; return the trainer and the accuracy of every head at regular steps."""
-        settings = VisionSettings(
-            n_clusters=10, n_heads=HEADS, max_steps=steps, epochs=steps, seed=seed,
-            instance_weight=weight,
-        )  # fmt: skip
+        settings = VisionSettings(n_clusters=10, n_heads=HEADS, max_steps=steps, epochs=steps)
+        settings = settings.replace(seed=seed, instance_weight=weight)
         trainer = make_trainer(settings, self.dim, 10, Precision.for_device("cpu"))
         bank = StruckBank(trainer.bank.make_head, HEADS)
         trainer.bank = bank
@@ -201,7 +200,7 @@ class Digits:
         return [100 * (evaluate.accuracy(self.labels, c) or 0.0) for c in clusters.numpy()]
 
 
-def table(steps: int, seeds: int) -> None:
+def table(steps: int = 2000, seeds: int = 3) -> None:
     """Print what happened to the forty healthy heads after all faults in the other ten."""
     digits = Digits()
     kinds = ["NaN weight", "infinite logit", "NaN gradient", "1e30 gradient"]
@@ -213,34 +212,26 @@ def table(steps: int, seeds: int) -> None:
         same = [torch.stack([(x[i] == y[i]).all() for i in range(HEADS)]) for x, y in pairs]
         return int(torch.stack(same).all(0)[others].sum())
 
-    clean, spread = None, []
-    for seed in range(seeds):
-        trainer, curve = digits.run(steps, {}, seed=seed)
-        clean = clean or trainer
-        spread.append(float(np.mean(curve[-1][1][others])))
-    assert clean is not None
+    healthy = [digits.run(steps, {}, seed=seed) for seed in range(seeds)]
+    clean = healthy[0][0]
+    spread = [float(np.mean(curve[-1][1][others])) for _, curve in healthy]
     print(f"{len(struck)} faults in {steps} steps, in heads 0 to {STRUCK - 1} of {HEADS}\n")
-    print("| handling | mean ACC of the other forty | bit-identical to the fault-free run |")
-    print("|---|---|---|")
-    low, high = min(spread), max(spread)
-    title = f"no fault, {seeds} seeds"
-    print(f"| {title} | {spread[0]:.1f} ({low:.1f} to {high:.1f}) | |", flush=True)
+    header("handling", "mean ACC of the other forty", "bit-identical to the fault-free run")
+    interval = f"({min(spread):.1f} to {max(spread):.1f})"
+    row(f"no fault, {seeds} seeds", f"{spread[0]:.1f} {interval}", "")
     for way in WAYS:
         trainer, curve = digits.run(steps, struck, way)
-        acc = np.mean(curve[-1][1][others])
-        print(f"| {way} | {acc:.1f} | {equal(clean, trainer)} of 40 |", flush=True)
+        row(way, f"{np.mean(curve[-1][1][others]):.1f}", f"{equal(clean, trainer)} of 40")
 
     # Instance weights couple the heads: compare with a run without the faulty head in its step.
     struck = strikes(steps, ["infinite logit"])
     guarded, _ = digits.run(steps, struck, weight="mean")
     twin, _ = digits.run(steps, struck, weight="mean", by_hand=True)
-    print(
-        f"\ncoupled by instance weights: {equal(guarded, twin)} of 40 bit-identical to the run in"
-    )
-    print("which each faulty head was removed from its step by hand")
+    print(f"\ncoupled by instance weights: {equal(guarded, twin)} of 40 bit-identical to the run")
+    print("in which each faulty head was removed from its step by hand")
 
 
-def picture(path: Path, steps: int, at: int) -> None:
+def picture(path: Path, steps: int = 800, at: int = 300) -> None:
     """Plot the accuracy after one NaN in a weight of one head at step `at`, for all four ways."""
     from matplotlib.figure import Figure
 
@@ -274,15 +265,12 @@ def picture(path: Path, steps: int, at: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure healthy heads while others fail.")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--at", type=int, default=300)
+    parser.add_argument("--picture", type=Path, help="file of the figure")
     args = parser.parse_args()
     if args.picture:
-        picture(args.picture, args.steps or 800, args.at)
+        picture(args.picture)
     else:
-        table(args.steps or 2000, args.seeds)
+        table()
 
 
 if __name__ == "__main__":

@@ -30,36 +30,21 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
-from benchmarks.sets import SETS, Absent, Labelled, Sources, long_tailed
+from benchmarks.sets import SETS, Labelled, Sources, loaded, long_tailed
+from benchmarks.turns import table_head, table_line
 from ssl_kd import MultiHeadClusterer, evaluate
 from ssl_kd.graph import form_ensemble
-from ssl_kd.graph.ensemble import EVEN, UNEVEN, Kind, kind_of, vote
+from ssl_kd.graph.ensemble import EVEN, UNEVEN, Ensemble, Kind, kind_of, vote
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import summed, views
 
 MOST_ROWS = 2500
-TAILED = (
-    "digits",
-    "handwritten_mfeat",
-    "usps_small",
-    "cifar10_resnet18_pca50",
-    "fashion10k",
-    "fashion10k_efficientnet",
-)
-OWN = (  # from `benchmarks.sets`
-    "digits",
-    "fashion10k",
-    "fashion10k_efficientnet",
-    "cifar_efficientnet",
-    "unequal",
-    "two",
-    "rare",
-)
-FOLDERS = {
-    "cifar_efficientnet": [(3, 90), (10, 400)],
-    "fashion10k_efficientnet": [(2, 60), (6, 200)],
-}
+BOTH = ("digits", "fashion10k", "fashion10k_efficientnet")
+TAILED = (*BOTH, "handwritten_mfeat", "usps_small", "cifar10_resnet18_pca50")
+OWN = (*BOTH, "cifar_efficientnet", "unequal", "two", "rare")  # from `benchmarks.sets`
+FOLDERS = {"cifar_efficientnet": [(3, 90), (10, 400)]}
+FOLDERS["fashion10k_efficientnet"] = [(2, 60), (6, 200)]
 SCORES = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "balanced": "balanced ACC"}
 CROWD: dict[Kind, str] = {
     "even": "only the voters for even clusters",
@@ -83,17 +68,10 @@ def family(name: str) -> str:
 def sets(features: Path | None, sources: Sources) -> Iterator[tuple[str, Labelled]]:
     """Yield the available data sets by name; print the missing ones to stderr."""
     files = sorted(features.glob("*.npz")) if features else []
-    makers: dict[str, Callable[[], Labelled]] = {
-        file.stem: lambda file=file: (np.load(file)["x"], np.load(file)["y"]) for file in files
+    makers: dict[str, Callable[[Sources], Labelled]] = {
+        file.stem: lambda _, file=file: (np.load(file)["x"], np.load(file)["y"]) for file in files
     }
-    for name in OWN:
-        makers[name] = lambda name=name: SETS[name](sources)
-    for name, make in makers.items():
-        try:
-            x, y = make()
-        except Absent as error:
-            print(f"{name} is skipped: {error}", file=sys.stderr)
-            continue
+    for name, x, y in loaded(makers | {name: SETS[name] for name in OWN}, sources):
         yield name, (x, y)
         if name in TAILED:
             for imbalance in (10, 100):
@@ -133,13 +111,18 @@ def scores_of(y: NDArray, clusters: NDArray) -> dict[str, float]:
     return {key: round(100 * (scores[key] or 0.0), 2) for key in SCORES}
 
 
-def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
-    """Return the ensemble's partitions before any head, and the evenness that selects one."""
+def ensemble_of(x: NDArray, n_clusters: int) -> Ensemble:
+    """Return the ensemble of partitions of rows of length 1, `[n, d]`, before any head."""
     rows = torch.from_numpy(x)
     near = nearest_neighbors(rows, min(20, len(x) - 1))
     projected = Projection.fit(rows, 256)(rows)
     cosine, euclidean, white = views(near, rows.__getitem__, projected, torch.device("cpu"))
-    crowd = form_ensemble(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
+    return form_ensemble(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
+
+
+def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
+    """Return the votes of the ensemble, and the evenness that selects one."""
+    crowd = ensemble_of(x, n_clusters)
     partitions = {kind: vote(crowd.candidates, kind, n_clusters) for kind in CROWD}
     return {**partitions, "evenness": crowd.evenness}
 
@@ -237,11 +220,6 @@ def row_of_rule(draw: dict[str, Row], uneven: float, even: float) -> Row:
     return draw[kind_of(row["evenness"], row["classes"], uneven, even)]
 
 
-def table_line(cells: Sequence[str]) -> str:
-    """Return a table row in Markdown."""
-    return f"| {' | '.join(cells)} |"
-
-
 def numbers(rows: Sequence[Row]) -> list[str]:
     """Return tables of the cluster counts found without K."""
     free = [row for row in rows if row["method"].endswith(UNKNOWN)]
@@ -250,7 +228,7 @@ def numbers(rows: Sequence[Row]) -> list[str]:
     if not methods:
         return []
     shown = [METHODS[name].title for name in methods]
-    lines = ["", table_line(["set", "classes", *shown]), "|---" * (2 + len(methods)) + "|"]
+    lines = ["", table_head(["set", "classes", *shown])]
     by_set = {
         (name, method): [r for r in free if (r["set"], r["method"]) == (name, method + UNKNOWN)]
         for name in sorted({row["set"] for row in free})
@@ -261,7 +239,7 @@ def numbers(rows: Sequence[Row]) -> list[str]:
         counts = [", ".join(str(r["found"]) for r in by_set[name, method]) for method in methods]
         lines.append(table_line([name, n_classes, *counts]))
     head = ["method", "within 20 %", "draws", "mean points behind known K", "worst set"]
-    lines += ["", table_line(head), "|---" * len(head) + "|"]
+    lines += ["", table_head(head)]
     for method in methods:
         mine = [row for row in free if row["method"] == method + UNKNOWN]
         close = sum(0.8 <= row["found"] / row["classes"] <= 1.2 for row in mine)
@@ -291,8 +269,8 @@ def report(rows: Sequence[Row]) -> str:
         f"consensus, rule as shipped ({UNEVEN}, {EVEN})": lambda _, d: row_of_rule(d, UNEVEN, EVEN),
         **{title: name for name, title in CROWD.items()},
     }
-    head = "| method | mean regret | worst | median | mean, NMI | mean, ARI | median seconds |"
-    lines = [f"{len(regrets.sets)} sets, {len(regrets.by_draw)} draws", "", head, "|---" * 7 + "|"]
+    head = ["method", "mean regret", "worst", "median", "mean, NMI", "mean, ARI", "median seconds"]
+    lines = [f"{len(regrets.sets)} sets, {len(regrets.by_draw)} draws", "", table_head(head)]
     for title, method in methods.items():
         acc = regrets.of(method, "acc")
         others = [np.mean(list(regrets.of(method, key).values())) for key in ("nmi", "ari")]
@@ -300,29 +278,21 @@ def report(rows: Sequence[Row]) -> str:
         values = list(acc.values())
         cells = [title, f"{np.mean(values):.1f}", f"{acc[worst]:.1f} ({worst})"]
         cells += [f"{np.median(values):.1f}", *(f"{value:.1f}" for value in others)]
-        seconds = [
-            draw[method]["seconds"]
-            for draw in regrets.by_draw.values()
-            if isinstance(method, str) and "seconds" in draw.get(method, {})
-        ]
+        timed = [d[method] for d in regrets.by_draw.values() if isinstance(method, str)]
+        seconds = [row["seconds"] for row in timed if "seconds" in row]
         cells.append(f"{np.median(seconds):.1f}" if seconds else "")
         lines.append(table_line(cells))
-    lines += ["", "| set | best peer | its ACC | ours | rule refitted | ours, balanced ACC |"]
-    lines.append("|---" * 6 + "|")
+    head = ["set", "best peer", "its ACC", "ours", "rule refitted", "ours, balanced ACC"]
+    lines += ["", table_head(head)]
     ours, balanced = regrets.of(OURS, "acc"), regrets.of(OURS, "balanced")
     left = regrets.of(regrets.left_out(), "acc")
     for name in sorted(regrets.sets, key=lambda name: -ours[name]):
         draws = [draw for (of, _), draw in regrets.by_draw.items() if of == name]
-        means = {
-            m: np.mean([draw[m]["acc"] for draw in draws])
-            for m in METHODS
-            if m in PEERS & draws[0].keys()
-        }
+        peers = [m for m in METHODS if m in PEERS & draws[0].keys()]
+        means = {m: np.mean([draw[m]["acc"] for draw in draws]) for m in peers}
         peer = max(means, key=means.__getitem__)
-        lines.append(
-            f"| {name} | {METHODS[peer].title} | {means[peer]:.1f} | {-ours[name]:+.1f} "
-            f"| {-left[name]:+.1f} | {-balanced[name]:+.1f} |"
-        )
+        behind = [f"{-of[name]:+.1f}" for of in (ours, left, balanced)]
+        lines.append(table_line([name, METHODS[peer].title, f"{means[peer]:.1f}", *behind]))
     return "\n".join(lines + numbers(rows))
 
 

@@ -13,46 +13,40 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import platform
-import re
 import statistics
 import sys
-import time
+from functools import partial
 from importlib.metadata import distributions, version
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.turns import header, number_of, row
+from benchmarks.turns import header, memory, number_of, row
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.losses import InstanceWeight
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 
 FULL = (512, 256)  # hidden and bottleneck
 DEFAULT = (VisionSettings().hidden_dim, VisionSettings().bottleneck_dim)
-SHAPES = [(512, 384, 10, 50), (512, 384, 1000, 50), (1024, 768, 1000, 50)]  # batch, dim, K, heads
+PAIRS = 5
+Shape = tuple[int, int, int, int]
+SHAPES: list[Shape] = [(512, 384, 10, 50), (512, 384, 1000, 50), (1024, 768, 1000, 50)]
 
 
-def ours(shape: tuple[int, ...], weight: InstanceWeight, half: bool = False):
+def ours(shape: Shape, half: bool = False):
     """Return our training step as a function of the views."""
     batch, dim, clusters, heads = shape
     trainer = HeadTrainer(
         HeadBank(lambda: TEMIHead(dim, clusters, *FULL), heads),
-        VisionSettings(batch_size=batch, instance_weight=weight),
+        VisionSettings(batch_size=batch, instance_weight="mean"),
         Precision.for_device("cpu", use_fp16=half),
         clusters,
     )
     return lambda views: trainer.step(views, 1e-4)
-
-
-def official(shape: tuple[int, ...], checkout: Path):
-    """Return the official training step as a function of the views."""
-    batch, dim, clusters, heads = shape
-    peer = OfficialTEMI(checkout, in_dim=dim, n_clusters=clusters, n_heads=heads, batch_size=batch)
-    return peer.step
 
 
 class OfficialTEMI:
@@ -62,15 +56,8 @@ class OfficialTEMI:
     except for the copies to a GPU.
     """
 
-    def __init__(
-        self,
-        checkout: Path,
-        *,
-        in_dim: int,
-        n_clusters: int,
-        n_heads: int,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, checkout: Path, shape: Shape) -> None:
+        batch_size, in_dim, n_clusters, n_heads = shape
         if not (checkout / "losses" / "multihead_losses.py").is_file():
             raise SystemExit(f"{checkout} is not a checkout of the official TEMI code")
         sys.path.insert(0, str(checkout))
@@ -133,17 +120,13 @@ class OfficialTEMI:
         return head_losses.detach()
 
 
-def paired(a, b, views, runs: int) -> tuple[float, float, float]:
+def paired(a, b, views) -> tuple[float, float, float]:
     """Return the median seconds of a and b, and the median of b / a over alternating pairs."""
     times: list[tuple[float, float]] = []
-    for run in range(runs + 1):
-        pair = []
-        for step in (a, b):
-            began = time.perf_counter()
-            step(views)
-            pair.append(time.perf_counter() - began)
-        if run:  # the first pair warms up
-            times.append((pair[0], pair[1]))
+    for _ in range(PAIRS + 1):
+        first, second = (timeit(partial(step, views), number=1) for step in (a, b))
+        times.append((first, second))
+    del times[0]  # it warmed up
     first, second = zip(*times, strict=True)
     ratio = statistics.median(y / x for x, y in times)
     return statistics.median(first), statistics.median(second), ratio
@@ -156,42 +139,34 @@ def versions(*packages: str) -> str:
     return ", ".join([f"Python {platform.python_version()}", *names])
 
 
-def peak_mib() -> float:
-    """Return the peak resident set of this process in MiB (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+)", status).group(1)) / 1024  # type: ignore[union-attr]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--official", type=Path, required=True, help="official checkout")
-    parser.add_argument("--runs", type=int, default=5, help="pairs per shape")
-    parser.add_argument("--weight", default="mean", choices=["none", "own", "mean"])
     parser.add_argument("--memory-of", choices=["ours", "official"], help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_of:
         shape, is_ours = SHAPES[args.shape], args.memory_of == "ours"
-        step = ours(shape, args.weight) if is_ours else official(shape, args.official)
-        views, before = torch.randn(2, *shape[:2]), peak_mib()
+        step = ours(shape) if is_ours else OfficialTEMI(args.official, shape).step
+        views, before = torch.randn(2, *shape[:2]), memory()["VmHWM"]
         step(views)
         step(views)
-        print(peak_mib() - before)
+        print(memory()["VmHWM"] - before)
         return
 
     print(Precision.for_device("cpu", use_fp16=True), versions(), sep="; ")
-    print(f"{torch.get_num_threads()} threads, {args.runs} pairs, instance weight {args.weight!r}")
+    print(f"{torch.get_num_threads()} threads, {PAIRS} pairs, instance weight 'mean'")
     columns = ["batch, dim, K, heads", "official s", "ours s", "times faster", "ours half s"]
     header(*columns, "times faster", "MiB official", "MiB ours")
     for index, shape in enumerate(SHAPES):
         views = torch.randn(2, *shape[:2], generator=torch.Generator().manual_seed(0))
-        peer = official(shape, args.official)
-        full, full_peer, ratio = paired(ours(shape, args.weight), peer, views, args.runs)
-        half, _, half_ratio = paired(ours(shape, args.weight, True), peer, views, args.runs)
+        peer = OfficialTEMI(args.official, shape).step
+        full, full_peer, ratio = paired(ours(shape), peer, views)
+        half, _, half_ratio = paired(ours(shape, half=True), peer, views)
         sides = [["--memory-of", side, "--shape", str(index)] for side in ("official", "ours")]
-        memory = [f"{number_of('step_cost', *flags):.0f}" for flags in sides]
+        peaks = [f"{number_of('step_cost', *flags):.0f}" for flags in sides]
         cells = [f"{x:.2f}" for x in (full_peer, full, ratio, half, half_ratio)]
-        row(", ".join(map(str, shape)), *cells, *memory)
+        row(", ".join(map(str, shape)), *cells, *peaks)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ with its guard. Our cross-entropy is computed and logged but has weight 0; TRL's
 
 - `off`: forward KL, off policy. TRL's DistillationTrainer gets the completions instead of
   generating them.
-- `on`: reverse KL. The student continues the first `--prompt` tokens of each row up to `--length`,
+- `on`: reverse KL. The student continues the first 16 tokens of each row up to 256,
   sampled at temperature 1 from all tokens with transformers' `generate`. Ours is the loop of
   `ssl_kd distill`.
-- `served`: forward KL to the `--top_k` likeliest tokens and the remaining mass. A server in another
+- `served`: forward KL to the 20 likeliest tokens and the remaining mass. A server in another
   process returns vLLM's `prompt_logprobs` and caches them, so only the clients are measured. TRL's
   client requires vLLM without using it here; the check for it is patched.
 
@@ -53,8 +53,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from benchmarks.step_cost import peak_mib, versions
-from benchmarks.turns import header, in_turns, middle_half, number_of, row
+from benchmarks.step_cost import versions
+from benchmarks.turns import header, in_turns, memory, middle_half, number_of, row
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.guard import Precision
 from ssl_kd.hf_trainer import DistillationTrainer
@@ -72,6 +72,8 @@ from ssl_kd.teachers.student import build_student
 from tests.served import Server
 
 RATE = 1e-4
+SIZES = {"batch": 8, "length": 256, "prompt": 16, "top_k": 20}  # rows, and tokens in each
+SIZES |= {"rounds": 5, "steps": 2}  # timed, after a warm-up
 Row = dict[str, Tensor]
 Run = Callable[[bool], tuple[list[float], float]]
 """Trains once, greedily if the argument is true; returns the steps' end times and first loss."""
@@ -103,8 +105,8 @@ def models(args: argparse.Namespace) -> tuple[CausalLM, CausalLM]:
         teacher = load_causal_lm(args.teacher_model, dtype=torch.float32)
         student = build_student(args.student_model, teacher, seed=1)
     else:
-        teacher = random_llama(args.teacher_size, args.vocabulary, 0)
-        student = random_llama(args.student_size, args.vocabulary, 1)
+        teacher = random_llama("4x256", args.vocabulary, 0)
+        student = random_llama("2x128", args.vocabulary, 1)
     for lm in (teacher, student):
         lm.model.generation_config.eos_token_id = lm.tokenizer.eos_token_id
     return teacher, student
@@ -338,10 +340,7 @@ METHODS: dict[str, dict[str, Callable[..., Run]]] = {
         "TRL, GKDTrainer": trl_gkd_on_policy,
         "TRL, DistillationTrainer": trl_distillation_on_policy,
     },
-    "served": {
-        "ours, ssl_kd distill": ours_served,
-        "TRL, ServerDistillationTrainer": trl_served,
-    },
+    "served": {"ours, ssl_kd distill": ours_served, "TRL, ServerDistillationTrainer": trl_served},
 }
 
 
@@ -410,21 +409,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--teacher_model", help="folder or hub name; default: a new Llama")
     parser.add_argument("--student_model", default="layers:2", help="with --teacher_model")
-    parser.add_argument("--teacher_size", default="4x256", help="LAYERSxDIM of a new teacher")
-    parser.add_argument("--student_size", default="2x128", help="LAYERSxDIM of a new student")
     parser.add_argument("--vocabulary", type=int, default=32_000, help="of new models")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=16, help="tokens, for `on`")
-    parser.add_argument("--top_k", type=int, default=20, help="for `served`")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after a warm-up")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps per training")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--device", default="cpu", help="cpu; `off` also runs on cuda")
     parser.add_argument("--kinds", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     parser.add_argument("--memory_of", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(namespace=argparse.Namespace(**SIZES))
     torch.set_num_threads(args.threads)
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")  # TRL warns that its trainers are experimental
@@ -432,9 +423,9 @@ def main() -> None:
     if args.memory_of:
         kind, name = args.memory_of
         run = METHODS[kind][name](args, teacher, student)
-        before = peak_mib()
+        before = memory()["VmHWM"]
         run(False)
-        print(peak_mib() - before)
+        print(memory()["VmHWM"] - before)
         return
     sizes = [sum(p.numel() for p in lm.model.parameters()) / 1e6 for lm in (teacher, student)]
     print(

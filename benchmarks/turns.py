@@ -1,11 +1,13 @@
-"""Measure methods alternately, so that a drift in the machine's speed cancels out."""
+"""Measure methods alternately, so that drifts in a machine's speed cancel out; print tables."""
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 
 def in_turns(methods: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -24,15 +26,30 @@ def middle_half(values: Iterable[float], form: str = ".2f", unit: str = "") -> s
     return f"{middle:{form}}{unit} ({low:{form}}{unit} to {high:{form}}{unit})"
 
 
+def table_line(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def table_head(columns: Sequence[str]) -> str:
+    """Return the header of a Markdown table."""
+    return f"{table_line(columns)}\n{'|---' * len(columns)}|"
+
+
 def header(*columns: str) -> None:
     """Print the header of a Markdown table."""
-    row(*columns)
-    print(f"|{'---|' * len(columns)}", flush=True)
+    print(table_head(columns), flush=True)
 
 
 def row(*cells: str) -> None:
     """Print a row of a Markdown table."""
-    print(f"| {' | '.join(cells)} |", flush=True)
+    print(table_line(cells), flush=True)
+
+
+def memory(process: int | str = "self") -> dict[str, float]:
+    """Return the sizes in /proc/PROCESS/status in MiB, such as `VmHWM` (peak resident set)."""
+    text = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
+    return {name: int(kib) / 1024 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", text)}
 
 
 def number_of(module: str, *flags: str) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.regret import table_line
+from benchmarks.turns import header, row
 from ssl_kd.datasets import ImageDataset, open_dataset
 from ssl_kd.vision.assignments import assignments_of
 from ssl_kd.vision.samples import Samples
@@ -72,10 +72,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args()
     for seed in range(args.seeds):
-        print(f"\nseed {seed}\n\n{table_line(COLUMNS)}\n{table_line(['---'] * len(COLUMNS))}")
+        print(f"\nseed {seed}\n")
+        header(*COLUMNS)
         with tempfile.TemporaryDirectory() as folder:
             for cells in rounds(args, seed, Path(folder)):
-                print(table_line(list(map(str, cells))), flush=True)
+                row(*map(str, cells))
 
 
 if __name__ == "__main__":
