@@ -151,6 +151,7 @@ def test_map_table_pictures_and_chart_share_one_selection(page, columns, server)
     wait_for(page, typical[2:4])
     page.evaluate("document.getElementById('gallery').scrollTop = 1e9")
     until(page, "(last) => document.getElementById(`tile-${last}`)?.title", typical[-1])
+    assert page.evaluate("explore.dock.app.meta.columns.constructor === undefined")  # may be a name
     page.click("#show-chart")
     page.select_option("#chart-column", "confidence")
     page.click(f'#chart [data-cluster="{cluster}"]')

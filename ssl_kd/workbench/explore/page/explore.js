@@ -397,6 +397,7 @@ window.explore = app;
 
 async function start() {
   meta = await (await get("data/meta.json")).json();
+  Object.setPrototypeOf(meta.columns, null); // a column may be called `constructor`
   table = new Table(meta);
   document.title = meta.title;
   document.body.classList.toggle("read-only", !TOKEN);

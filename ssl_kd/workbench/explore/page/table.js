@@ -108,7 +108,8 @@ export class Grid {
     for (const [name, [button, box]] of this.heads) {
       const order = dock.sort !== name ? "none" : dock.descending ? "descending" : "ascending";
       button.parentElement?.setAttribute("aria-sort", order);
-      if (box !== document.activeElement) Object.assign(box, { value: dock.filters[name] ?? "", ariaInvalid: null });
+      const value = Object.hasOwn(dock.filters, name) ? dock.filters[name] : ""; // not of `constructor`
+      if (box !== document.activeElement) Object.assign(box, { value, ariaInvalid: null });
     }
     if (moves) this.reveal(rows.findIndex((row) => isChosen[row]));
   }
