@@ -212,7 +212,7 @@ def hosts(sources: Sources) -> Iterator[tuple[str, Host]]:
         dataset = ArrayDataset(name, "train", images, y, None)
         return _embedded(sources, dataset, f"strange_{name}", SIDE)
 
-    splits = [_photos(sources, split) for split in ("train", "test")]
+    splits = _photos(sources, "train"), _photos(sources, "test")
     photos = tuple(np.concatenate(parts) for parts in zip(*splits, strict=True))
     fashion = _fashion_images(sources, len(photos[0]))
     assert fashion.arrays is not None and fashion.labels is not None
@@ -232,11 +232,9 @@ def strange(host: Host, rng: np.random.Generator) -> Iterator[tuple[str, NDArray
     """Yield the kind of outliers, a mask `[n]` of them, and the outlier scores of each method."""
     x = host.x[rng.choice(len(host.x), ROWS, False)]
     sick = host.broken[:, rng.choice(SICK, -(-STRANGE // len(host.broken)), False)]
-    for kind, others in (
-        ("a group from elsewhere", host.elsewhere[rng.choice(len(host.elsewhere), STRANGE, False)]),
-        ("single strange images", host.single),
-        ("broken images", sick.reshape(-1, x.shape[1])),
-    ):
+    elsewhere = host.elsewhere[rng.choice(len(host.elsewhere), STRANGE, False)]
+    kinds = {"a group from elsewhere": elsewhere, "single strange images": host.single}
+    for kind, others in (kinds | {"broken images": sick.reshape(-1, x.shape[1])}).items():
         both = np.concatenate([x, others])
         yield kind, np.arange(len(both)) >= len(x), far_out(both)
 

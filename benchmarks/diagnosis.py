@@ -114,17 +114,12 @@ def network(r: random.Random, dim: int, dtype=torch.float32, bias=True):
 def sound_loss(r: random.Random, rows: int, width: int) -> list[Stage]:
     """Return a loss that is finite for any reasonable input."""
     target = torch.randint(width, (rows,))
-    regression_target = torch.randn(rows, width)
-    return r.choice(
-        [
-            [("aten.mse_loss", lambda x: F.mse_loss(x, regression_target.to(x.dtype)))],
-            [("aten.pow", lambda x: x.pow(2)), ("aten.mean", lambda x: x.mean())],
-            [
-                ("aten._log_softmax", lambda x: F.log_softmax(x, -1)),
-                ("aten.nll_loss_forward", lambda x: F.nll_loss(x, target)),
-            ],
-        ]
-    )
+    values = torch.randn(rows, width)
+    log_softmax: Stage = ("aten._log_softmax", lambda x: F.log_softmax(x, -1))
+    regression: list[Stage] = [("aten.mse_loss", lambda x: F.mse_loss(x, values.to(x.dtype)))]
+    square: list[Stage] = [("aten.pow", lambda x: x.pow(2)), ("aten.mean", lambda x: x.mean())]
+    entropy = [log_softmax, ("aten.nll_loss_forward", lambda x: F.nll_loss(x, target))]
+    return r.choice([regression, square, entropy])
 
 
 def poisoned_weight(r: random.Random) -> Case:

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,8 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks import trl_trainer as language
-from benchmarks.step_cost import DEFAULT, FULL, OfficialTEMI, versions
+from benchmarks.step_cost import DEFAULT, FULL, OfficialTEMI, Shape, versions
+from benchmarks.turns import table_head, table_line
 from ssl_kd.datasets import ImageDataset, open_dataset
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
@@ -56,8 +58,8 @@ class Row:
 class Size:
     """The sizes of the measurements."""
 
-    large: tuple[int, int, int, int]  # batch, dim, K, heads of the large vision step
-    default: tuple[int, int, int, int]  # batch, dim, K, heads of the defaults on digits
+    large: Shape  # of the large vision step
+    default: Shape  # of the defaults on digits
     steps: int  # per round
     rounds: int
     images: int  # to extract
@@ -65,16 +67,10 @@ class Size:
     text: tuple[str, str, int, int, int]  # teacher, student as LAYERSxDIM; V, batch, length
 
 
-WHOLE = Size(
-    (512, 768, 1000, 50),
-    (256, 64, 10, 48),
-    100,
-    5,
-    4000,
-    224,
-    ("24x1024", "12x768", 128_256, 8, 1024),
-)
+WIDE = ("24x1024", "12x768", 128_256, 8, 1024)
+WHOLE = Size((512, 768, 1000, 50), (256, 64, 10, 48), 100, 5, 4000, 224, WIDE)
 TINY = Size((32, 16, 5, 4), (16, 8, 3, 2), 2, 2, 12, 32, ("1x64", "1x64", 500, 2, 16))
+BATCH = 64  # images
 # Seconds; ratio to the official step; share of the pace of forward passes; ratio to our step.
 TARGETS = {"large": 3e-3, "default": 0.5e-3, "official": 50.0, "extraction": 0.95, "language": 1.0}
 
@@ -99,7 +95,7 @@ def seconds(step: Callable[[], object], size: Size, device: torch.device) -> flo
 
 
 def heads_of(
-    shape: tuple[int, int, int, int], widths: tuple[int, int], device: torch.device, products: str
+    shape: Shape, widths: tuple[int, int], device: torch.device, products: str
 ) -> tuple[HeadTrainer, Tensor]:
     """Return heads with the paper's instance weights, and views for a guarded step."""
     batch, dim, clusters, heads = shape
@@ -162,21 +158,12 @@ def bare(teacher: Network, batches: list[Tensor], precision: Precision) -> float
     return time.perf_counter() - began
 
 
-def whole(
-    dataset: ImageDataset, teacher: Network, precision: Precision, batch_size: int, workers: int
-) -> float:
+def whole(dataset: ImageDataset, teacher: Network, precision: Precision) -> float:
     """Return the seconds of an extraction into an empty folder, with fsync and checksums."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        Extraction(
-            dataset,
-            teacher,
-            folder,
-            split="train",
-            precision=precision,
-            batch_size=batch_size,
-            workers=workers,
-        ).store()
+        options: Any = {"split": "train", "precision": precision, "workers": 8}
+        Extraction(dataset, teacher, folder, batch_size=BATCH, **options).store()
         return time.perf_counter() - began
 
 
@@ -195,23 +182,15 @@ def extraction_rows(size: Size, device: torch.device) -> Iterator[Row]:
             Image.fromarray(pixels).save(Path(folder) / f"{i}.jpg")
         dataset = open_dataset(folder, "train")
         assert isinstance(dataset, ImageDataset)
-        batch = 64
-        rows = torch.arange(len(dataset)).split(batch)
-        batches = [
-            teacher.transform.normalize(
-                torch.stack([teacher.preprocess(dataset.image(int(i))) for i in some]).to(device)
-            )
-            for some in rows
-        ]
+        images = [teacher.preprocess(dataset.image(row)) for row in range(len(dataset))]
+        batches = torch.stack(images).split(BATCH)
+        batches = [teacher.transform.normalize(batch.to(device)) for batch in batches]
         bare(teacher, batches[:2], precision)
-        pairs = [
-            (
-                bare(teacher, batches, precision),
-                whole(dataset, teacher, precision, batch, workers=8),
-            )
+        shares = [
+            bare(teacher, batches, precision) / whole(dataset, teacher, precision)
             for _ in range(size.rounds)
         ]
-    share, target = statistics.median(a / b for a, b in pairs), TARGETS["extraction"]
+    share, target = statistics.median(shares), TARGETS["extraction"]
     what = f"extraction, {size.images} JPEGs of {size.side} px, ViT-B/16, {precision}"
     value = f"{100 * share:.1f} % of the pace of forward passes alone"
     yield Row(what, value, f"{100 * target:g} %", share >= target)
@@ -266,10 +245,10 @@ def collected(parts: dict[str, Callable[[], Iterator[Row]]]) -> list[Row]:
 
 def table(rows: list[Row], heading: str) -> str:
     """Return the table in Markdown."""
-    lines = [heading, "", "| what | measured | target | met |", "|---|---|---|---|"]
     verdicts = {True: "yes", False: "**no**", None: ""}
-    lines += [f"| {row.what} | {row.value} | {row.target} | {verdicts[row.met]} |" for row in rows]
-    return "\n".join(lines) + "\n"
+    cells = [[row.what, row.value, row.target, verdicts[row.met]] for row in rows]
+    lines = [heading, "", table_head(["what", "measured", "target", "met"])]
+    return "\n".join([*lines, *map(table_line, cells)]) + "\n"
 
 
 def main() -> None:

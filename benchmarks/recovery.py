@@ -238,18 +238,13 @@ def picture(path: Path, steps: int = 800, at: int = 300) -> None:
     digits = Digits()
     figure = Figure(figsize=(10, 3.6), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, sharey=True)
-    styles = {
-        "guard": ("#0072b2", 2.4, "-"),
-        "no guard": ("#d55e00", 1.6, "-"),
-        "skip the step": ("#e69f00", 1.6, "-"),
-        "nan_to_num": ("#009e73", 1.6, "--"),
-    }
-    for way, (color, width, line) in styles.items():
+    styles = zip(("#0072b2", "#d55e00", "#e69f00", "#009e73"), ("-", "-", "-", "--"), strict=True)
+    for way, (color, line) in zip(WAYS, styles, strict=True):
         _, curve = digits.run(steps, {at: (0, "NaN weight")}, way, evaluate_every=10)
         done = [step for step, _ in curve]
         for axes, pick in ((left, slice(1, None)), (right, slice(0, 1))):
             means = [np.mean(accs[pick]) for _, accs in curve]
-            axes.plot(done, means, label=way, color=color, linewidth=width, linestyle=line)
+            axes.plot(done, means, label=way, color=color, linestyle=line)
             print(f"{way}: {means[-1]:.1f} after step {done[-1]}", flush=True)
     left.set(title="the other 49 heads, mean", ylabel="ACC", ylim=(0, 100))
     right.set_title("the faulty head")

@@ -229,15 +229,11 @@ def numbers(rows: Sequence[Row]) -> list[str]:
         return []
     shown = [METHODS[name].title for name in methods]
     lines = ["", table_head(["set", "classes", *shown])]
-    by_set = {
-        (name, method): [r for r in free if (r["set"], r["method"]) == (name, method + UNKNOWN)]
-        for name in sorted({row["set"] for row in free})
-        for method in methods
-    }
-    for name in sorted({name for name, _ in by_set}):
-        n_classes = str(by_set[name, methods[0]][0]["classes"])
-        counts = [", ".join(str(r["found"]) for r in by_set[name, method]) for method in methods]
-        lines.append(table_line([name, n_classes, *counts]))
+    for name in sorted({row["set"] for row in free}):
+        of_set = [row for row in free if row["set"] == name]
+        found = [[r["found"] for r in of_set if r["method"] == m + UNKNOWN] for m in methods]
+        counts = [", ".join(map(str, numbers)) for numbers in found]
+        lines.append(table_line([name, str(of_set[0]["classes"]), *counts]))
     head = ["method", "within 20 %", "draws", "mean points behind known K", "worst set"]
     lines += ["", table_head(head)]
     for method in methods:
@@ -245,11 +241,9 @@ def numbers(rows: Sequence[Row]) -> list[str]:
         close = sum(0.8 <= row["found"] / row["classes"] <= 1.2 for row in mine)
         cells = [METHODS[method].title, str(close), str(len(mine)), "", ""]
         if method == OURS:
-            behind: dict[str, list[float]] = {}
-            for row in mine:
-                lost = with_k[row["set"], row["draw"]] - row["acc"]
-                behind.setdefault(row["set"], []).append(lost)
-            means = {name: np.mean(of_set) for name, of_set in behind.items()}
+            lost = [(row["set"], with_k[row["set"], row["draw"]] - row["acc"]) for row in mine]
+            names = dict.fromkeys(name for name, _ in lost)
+            means = {name: np.mean([points for of, points in lost if of == name]) for name in names}
             worst = max(means, key=means.__getitem__)
             cells[3:] = [f"{np.mean([*means.values()]):.1f}", f"{means[worst]:.1f} ({worst})"]
         lines.append(table_line(cells))

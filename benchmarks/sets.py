@@ -35,19 +35,12 @@ class Absent(Exception):
 
 @dataclass(frozen=True)
 class Sources:
-    """The locations of the data.
+    """The locations of the data."""
 
-    Args:
-        data_dir: Torchvision folder with Fashion-MNIST.
-        cifar: Folder `train/<class>/*.png` with CIFAR-10 or a part of it.
-        teacher_weights: Weights file of EfficientNet-Lite0; None uses the package's.
-        cache: Folder for the embeddings computed with these weights.
-    """
-
-    data_dir: Path = Path("data")
-    cifar: Path | None = None
-    teacher_weights: Path | None = None
-    cache: Path = Path("data/embeddings/benchmarks")
+    data_dir: Path = Path("data")  # torchvision's, with Fashion-MNIST
+    cifar: Path | None = None  # train/<class>/*.png
+    teacher_weights: Path | None = None  # of EfficientNet-Lite0; None: the package's
+    cache: Path = Path("data/embeddings/benchmarks")  # of embeddings
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -121,11 +114,7 @@ def _cifar_efficientnet(sources: Sources) -> Labelled:
 def long_tailed(x: NDArray, y: NDArray, imbalance: float, seed: int = 0) -> Labelled:
     """Return the largest subset with `n_max * imbalance^(-k / (K - 1))` samples in class k.
 
-    Args:
-        x: Embeddings `[n, d]`.
-        y: Classes `[n]` from 0, none empty.
-        imbalance: Size ratio of the largest to the smallest class.
-        seed: Seed of the class order and of the samples drawn per class.
+    `seed` draws the order of the classes (`y`, none empty) and the samples of each.
     """
     rng = np.random.default_rng(seed)
     counts = np.bincount(y)
@@ -146,16 +135,9 @@ def _tail(sources: Sources, of: str, imbalance: float) -> Labelled:
 def _blobs(
     seed: int, sizes: NDArray, dim: int, apart: float, spread: NDArray, long: float, rank: int
 ) -> Labelled:
-    """Return Gaussians around random centers, each stretched along `rank` random directions.
+    """Return Gaussians of `sizes` `[K]` around random centers, with deviations `spread` `[K]`.
 
-    Args:
-        seed: Seed of all draws.
-        sizes: Sample count of each Gaussian `[K]`.
-        dim: Width of the embeddings.
-        apart: Standard deviation of the center coordinates.
-        spread: Standard deviation of each Gaussian across its stretched directions `[K]`.
-        long: Stretch factor.
-        rank: Count of stretched directions.
+    `apart` is the deviation of the centers; `rank` random directions are stretched by `long`.
     """
     rng, parts = np.random.default_rng(seed), []
     for size, width in zip(sizes, spread, strict=True):

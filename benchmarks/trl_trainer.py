@@ -36,6 +36,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -254,13 +255,9 @@ def _of_trl(cls: type, config: Any, student: CausalLM, **teacher: Any) -> Any:
     )
 
 
-def trl_gkd(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """Return a run of TRL's GKDTrainer at lmbda 0: off policy, loss on full logits."""
-    return _gkd(args, teacher, student, 0, collate)
-
-
-def trl_gkd_on_policy(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """Return a run of TRL's GKDTrainer at lmbda 1: the student generates all text."""
+def trl_gkd(args: argparse.Namespace, teacher: CausalLM, student: CausalLM, policy: int) -> Run:
+    """Return a run of TRL's GKDTrainer at lmbda 0 (off policy) or 1 (the student generates)."""
+    from trl.experimental.gkd import GKDConfig, GKDTrainer  # pyright: ignore[reportMissingImports]
 
     def prompts(rows: list[Row]) -> Row:
         batch = collate(rows)
@@ -269,18 +266,11 @@ def trl_gkd_on_policy(args: argparse.Namespace, teacher: CausalLM, student: Caus
         ids, mask = (batch[name][:, : args.prompt] for name in ("input_ids", "attention_mask"))
         return {**batch, "labels": labels, "prompts": ids, "prompt_attention_mask": mask}
 
-    return _gkd(args, teacher, student, 1, prompts)
-
-
-def _gkd(
-    args: argparse.Namespace, teacher: CausalLM, student: CausalLM, policy: int, collator: Any
-) -> Run:
-    from trl.experimental.gkd import GKDConfig, GKDTrainer  # pyright: ignore[reportMissingImports]
-
     options = {"beta": float(policy), "lmbda": float(policy), "temperature": 1.0}
     config = arguments(args, GKDConfig, max_new_tokens=args.length - args.prompt, **options)
     trainer = _of_trl(GKDTrainer, config, student, teacher_model=teacher.model)
-    return through(trainer, args, plain_rows(rows_of(args, teacher)), collator)
+    rows = plain_rows(rows_of(args, teacher))
+    return through(trainer, args, rows, prompts if policy else collate)
 
 
 def trl_distillation(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
@@ -332,12 +322,12 @@ def trl_served(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -
 METHODS: dict[str, dict[str, Callable[..., Run]]] = {
     "off": {
         "ours, DistillationTrainer": ours,
-        "TRL, GKDTrainer": trl_gkd,
+        "TRL, GKDTrainer": partial(trl_gkd, policy=0),
         "TRL, DistillationTrainer": trl_distillation,
     },
     "on": {
         "ours, ssl_kd distill": ours_on_policy,
-        "TRL, GKDTrainer": trl_gkd_on_policy,
+        "TRL, GKDTrainer": partial(trl_gkd, policy=1),
         "TRL, DistillationTrainer": trl_distillation_on_policy,
     },
     "served": {"ours, ssl_kd distill": ours_served, "TRL, ServerDistillationTrainer": trl_served},
@@ -347,16 +337,13 @@ METHODS: dict[str, dict[str, Callable[..., Run]]] = {
 class CachingServer(Server):
     """A server that caches its responses."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._known: dict[Any, Any] = {}
+    @cache  # noqa: B019
+    def _entries(self, prompt: tuple[int, ...], k: int) -> Any:
+        return super().entries(list(prompt), k)
 
     def entries(self, prompt: Any, k: int) -> Any:
         """Return the response to a prompt, from the cache if possible."""
-        key = (*prompt, k)
-        if key not in self._known:
-            self._known[key] = super().entries(prompt, k)
-        return self._known[key]
+        return self._entries(tuple(prompt), k)
 
 
 def _serve(args: argparse.Namespace, pipe: Any) -> None:
