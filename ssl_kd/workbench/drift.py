@@ -86,18 +86,19 @@ def compare_shares(before: NDArray, now: NDArray) -> dict[str, Any]:
     if not len(before) or not len(now):
         return {"p": 1.0, "changed": []}
     is_now = np.repeat([False, True], [len(before), len(now)])
-    (_, clusters), counts = scipy.stats.contingency.crosstab(is_now, np.r_[before, now])
+    table: Any = scipy.stats.contingency.crosstab(is_now, np.r_[before, now])
+    (_, clusters), counts = table
     sizes, share = counts.sum(1, keepdims=True), counts.sum(0) / counts.sum()
     is_small = share * sizes.min() < MIN_EXPECTED
     pooled = np.c_[counts[:, ~is_small], counts[:, is_small].sum(1)]
-    p = scipy.stats.chi2_contingency(pooled[:, pooled.any(0)], correction=False).pvalue
+    test: Any = scipy.stats.chi2_contingency(pooled[:, pooled.any(0)], correction=False)
     old, new = counts / sizes
     noise = np.sqrt(share * (1 - share) * (1 / sizes).sum())
     is_changed = np.abs(new - old) > scipy.stats.norm.isf(ALARM / 2 / len(clusters)) * noise
     values = np.c_[clusters, old, new][is_changed].tolist()
     changed = [{"cluster": int(k), "before": before, "now": now} for k, before, now in values]
     changed.sort(key=lambda change: -abs(change["now"] - change["before"]))
-    return {"p": float(p), "changed": changed}
+    return {"p": float(test.pvalue), "changed": changed}
 
 
 def count_unusual(scores: NDArray, n_reference: int) -> dict[str, Any]:
@@ -109,8 +110,8 @@ def count_unusual(scores: NDArray, n_reference: int) -> dict[str, Any]:
     n, expected = int((scores > UNUSUAL).sum()), (1 - UNUSUAL) * len(scores)
     n_high = round((1 - UNUSUAL) * n_reference)
     table = [[n, len(scores) - n], [n_high, n_reference - n_high]]
-    p = scipy.stats.fisher_exact(table, alternative="greater").pvalue
-    return {"n": n, "expected": expected, "p": float(p)}
+    test: Any = scipy.stats.fisher_exact(table, alternative="greater")
+    return {"n": n, "expected": expected, "p": float(test.pvalue)}
 
 
 def _sentences(described: dict[str, Any], names: dict[int, str]) -> list[str]:
