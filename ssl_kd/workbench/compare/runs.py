@@ -104,9 +104,9 @@ def common_rows(a: Samples, b: Samples) -> tuple[Ints, Ints]:
     """
     for keys in (["file"], ["split", "file"]):
         tables = [_rows_by_name(samples, keys) for samples in (a, b)]
-        if all(compute.max(table["row_count"]).as_py() in (None, 1) for table in tables):
+        if all(table["row_count"].unique().to_pylist() in ([], [1]) for table in tables):
             break
-    unique_a, unique_b = (table.filter(compute.equal(table["row_count"], 1)) for table in tables)
+    unique_a, unique_b = (table.filter(compute.field("row_count") == 1) for table in tables)
     both = unique_a.join(unique_b, keys, join_type="inner", right_suffix="_b").sort_by("row_min")
     return both["row_min"].to_numpy(), both["row_min_b"].to_numpy()
 
