@@ -16,6 +16,10 @@ export class Grid {
     element.addStyleListener(() => this.mark());
     element.querySelector("table").setAttribute("role", "grid");
     element.onmousedown = (event) => { if (event.shiftKey) event.preventDefault(); }; // selects no text
+    element.addEventListener("focusin", ({ target }) => { this.focused = target; });
+    for (const kind of ["pointerdown", "keydown"]) document.addEventListener(kind, ({ target, key }) => {
+      if (target !== this.focused || key === "Escape" || key === "Tab") this.focused = null;
+    }, true);
     element.onkeydown = (event) => dock.onKey(event, this.rows, 1, (at) => this.reveal(at));
     element.onclick = (event) => {
       const at = element.getMeta(event.target.closest("td, tbody th") ?? undefined)?.y;
@@ -98,6 +102,9 @@ export class Grid {
   /** Mark what is selected and sorted; bring the first selected row into view if it `moves`. */
   mark(moves = false) {
     const { element, dock, rows } = this, { isChosen } = dock.app;
+    if (document.activeElement === document.body && this.focused?.isConnected) { // a redraw moves the boxes
+      this.focused.focus({ preventScroll: true });
+    }
     for (const line of element.querySelectorAll("tbody tr")) {
       line.ariaSelected = isChosen[rows[element.getMeta(line.lastElementChild)?.y]] === 1;
     }
