@@ -12,15 +12,16 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore
+from ssl_kd.store import EmbeddingStore, find_neighbors
 from ssl_kd.workbench.curate.neighbor_spacing import (
     SAME,
     Progress,
     Spacing,
+    neighbor_distances,
     similarity,
-    sorted_neighbors,
 )
 
+NEIGHBORS = 20
 CHANCE = 0.01  # false discovery rate: share of the rows with a copy that have it by chance
 KEPT_SHARE = 0.25  # share of the rows that get a pair when there is no floor
 ROWS = 4096  # rows that are compared at once
@@ -158,7 +159,7 @@ def near_duplicates(
     """Find the pairs of samples that may be copies of each other.
 
     Each row is compared with its 20 nearest neighbors, which are read from the store if it has
-    them. Equal rows are always linked. Memory grows by about a kilobyte per row.
+    them. Equal rows are always linked. Memory grows by about 40 bytes per row and per pair.
 
     The `chance` of a pair is a false discovery rate (Benjamini and Hochberg): the number of rows
     that would have so close a neighbor if no sample were a copy, divided by the number of rows that
@@ -180,16 +181,22 @@ def near_duplicates(
     if n < 2:
         none, empty = np.empty(0, np.int64), np.empty(0)
         return Duplicates(store, none, none, empty, empty, np.arange(n), floor or 0.0)
-    neighbors, distances = sorted_neighbors(store, progress)
-    spacing = Spacing(distances)
+    k = min(NEIGHBORS, n - 1)
+    neighbors, _ = find_neighbors(store, k)
+    spacing = Spacing.measure(store, neighbors, progress)
     equal = _first_equal(store, spacing)
     max_distance, max_closeness = _limits(spacing, floor)
-    rows = np.broadcast_to(np.arange(n)[:, None], neighbors.shape)
-    closeness = spacing.closeness(rows, neighbors, distances)
-    chosen = (distances <= max_distance) | (closeness <= max_closeness)
-    chosen &= equal[rows] != equal[neighbors]
-    one, other, distance = rows[chosen], neighbors[chosen], distances[chosen]
-    first, second = np.minimum(one, other), np.maximum(one, other)
+    close = spacing.nearest <= max_closeness * spacing.scale
+    near = np.flatnonzero((spacing.nearest <= max_distance) | close)
+    pairs = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
+    for rows, others, distance in neighbor_distances(store, neighbors[near], near):
+        rows = np.broadcast_to(rows[:, None], others.shape)
+        closeness = spacing.closeness(rows, others, distance)
+        chosen = (distance <= max_distance) | (closeness <= max_closeness)
+        chosen &= equal[rows] != equal[others]
+        one, other = rows[chosen], others[chosen]
+        pairs.append((np.minimum(one, other), np.maximum(one, other), distance[chosen]))
+    first, second, distance = (np.concatenate(part) for part in zip(*pairs, strict=True))
     keys, at = np.unique(first * np.int64(n) + second, return_index=True)
     first, second, distance = keys // n, keys % n, distance[at]
     chance = _chance(spacing, first, second, distance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore, find_neighbors
+from ssl_kd.store import EmbeddingStore
 
-NEIGHBORS = 20
 BLOCK_BYTES = 32 << 20  # memory of the neighbors' embeddings that are compared at once
 # Distances to the last neighbor are raised to this quantile of them: a row that is surrounded by
 # copies does not show how far apart different samples are.
 DENSEST_SHARE = 0.05
 SAME = 1e-6  # distance of equal rows at most, because directions are rounded
 Progress = Callable[[int, int], None]
+Block = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
 
 
 def units(x: Tensor) -> Tensor:
@@ -28,28 +28,26 @@ def units(x: Tensor) -> Tensor:
     return x / x.norm(dim=1, keepdim=True).clamp(min=tiny)
 
 
-def sorted_neighbors(
-    store: EmbeddingStore, progress: Progress | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the 20 nearest rows of each row and their distances, nearest first, `[n, k]` each.
+def neighbor_distances(
+    store: EmbeddingStore, neighbors: Tensor, rows: NDArray[np.int64] | None = None
+) -> Iterator[Block]:
+    """Yield blocks of rows `[b]`, their neighbors `[b, k]` and distances `[b, k]`, nearest first.
 
-    The distance `sqrt(2 - 2 cos)` is the length of the difference of the rows' directions, which is
-    exact for small distances, too.
+    `neighbors` `[m, k]` belong to `rows` `[m]`, or to all rows. The distance `sqrt(2 - 2 cos)` is
+    the length of the difference of the rows' directions, which is exact for small distances, too.
     """
-    neighbors, _ = find_neighbors(store, k := min(NEIGHBORS, store.n - 1))
-    ordered, distances = np.empty((store.n, k), np.int64), np.empty((store.n, k))
+    k = neighbors.shape[1]
     size = max(1, BLOCK_BYTES // (4 * store.dim * (k + 1)))
-    for rows in torch.arange(store.n).split(size):
-        others = neighbors[rows].long()
-        needed, places = torch.cat([rows.unsqueeze(1), others], 1).unique(return_inverse=True)
+    rows = np.arange(store.n) if rows is None else rows
+    for start in range(0, len(rows), size):
+        block = torch.from_numpy(rows[start : start + size])
+        others = neighbors[start : start + size].long()
+        needed, places = torch.cat([block.unsqueeze(1), others], 1).unique(return_inverse=True)
         x = units(store.gather(needed)).float()
         check_finite(x, store, needed)
         distance = (x[places[:, 1:]] - x[places[:, :1]]).norm(dim=2).double()
-        distances[rows], order = distance.sort(dim=1, stable=True)
-        ordered[rows] = others.gather(1, order)
-        if progress is not None:
-            progress(int(rows[-1]) + 1, store.n)
-    return ordered, distances
+        distance, order = distance.sort(dim=1, stable=True)
+        yield block.numpy(), others.gather(1, order).numpy(), distance.numpy()
 
 
 def check_finite(x: Tensor, store: EmbeddingStore, rows: Tensor) -> None:
@@ -70,7 +68,8 @@ def similarity(distance: NDArray[np.float64]) -> NDArray[np.float64]:
 class Spacing:
     """Distances of rows to their neighbors, and the probability of such distances by chance.
 
-    `distances` `[n, k]` ascend in each row. The estimate of the local dimension uses the further
+    `nearest` and `furthest` are the distances of each row to its nearest and k-th neighbor, and
+    `inverse` is the estimated inverse of its local dimension, `[n]` each. Estimates use the further
     half of the neighbors, because copies of a row are among the nearer half.
 
     References:
@@ -78,14 +77,38 @@ class Spacing:
         MacKay and Ghahramani's comment on that paper, 2005 (the mean of the inverse).
     """
 
-    def __init__(self, distances: NDArray[np.float64]) -> None:
-        inverse = _inverse_dimension(distances)
+    def __init__(
+        self,
+        nearest: NDArray[np.float64],
+        furthest: NDArray[np.float64],
+        inverse: NDArray[np.float64],
+        k: int,
+    ) -> None:
         known = inverse[np.isfinite(inverse) & (inverse > 0)]
         self.dimension = 1 / float(known.mean()) if len(known) else 1.0
-        self.nearest, self.scale, self.k = distances[:, 0], distances[:, -1], distances.shape[1]
-        if (apart := self.scale > SAME).any():
-            densest = np.quantile(self.scale[apart], DENSEST_SHARE)
-            self.scale = np.maximum(self.scale, densest)
+        self.nearest, self.scale, self.k = nearest, furthest, k
+        if (apart := furthest > SAME).any():
+            self.scale = np.maximum(furthest, np.quantile(furthest[apart], DENSEST_SHARE))
+
+    @classmethod
+    def of(cls, distances: NDArray[np.float64]) -> Spacing:
+        """Return the spacing of rows with these ascending distances to neighbors, `[n, k]`."""
+        inverse = _inverse_dimension(distances)
+        return cls(distances[:, 0], distances[:, -1], inverse, distances.shape[1])
+
+    @classmethod
+    def measure(
+        cls, store: EmbeddingStore, neighbors: Tensor, progress: Progress | None = None
+    ) -> Spacing:
+        """Return the spacing of the rows of a store, computed block by block."""
+        n, k = neighbors.shape
+        nearest, furthest, inverse = np.empty(n), np.empty(n), np.empty(n)
+        for rows, _, distance in neighbor_distances(store, neighbors):
+            nearest[rows], furthest[rows] = distance[:, 0], distance[:, -1]
+            inverse[rows] = _inverse_dimension(distance)
+            if progress is not None:
+                progress(int(rows[-1]) + 1, n)
+        return cls(nearest, furthest, inverse, k)
 
     def closeness(
         self, first: NDArray[np.int64], second: NDArray[np.int64], distance: NDArray[np.float64]

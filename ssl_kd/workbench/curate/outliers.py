@@ -9,9 +9,8 @@ from torch import Tensor
 from ssl_kd.errors import InputError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.store.neighbors import nearest_among, search_on
-from ssl_kd.workbench.curate.duplicates import CHANCE, ROWS
+from ssl_kd.workbench.curate.duplicates import CHANCE, NEIGHBORS, ROWS
 from ssl_kd.workbench.curate.neighbor_spacing import (
-    NEIGHBORS,
     SAME,
     Progress,
     Spacing,
@@ -125,7 +124,7 @@ def leaks(
             nearest[start + row] = neighbors[order[0]]
         if progress is not None:
             progress(start + len(x), test.n)
-    spacing = Spacing(distances)
+    spacing = Spacing.of(distances)
     closeness = np.where(distances[:, 0] > SAME, distances[:, 0] / spacing.scale, 0.0)
     columns = {"train_row": nearest, "chance": spacing.excess(closeness)}
     ranked = Ranked(test.ids, np.arange(test.n), similarity(distances[:, 0]), columns)

@@ -12,10 +12,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from torch import Tensor
 
 from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore
-from ssl_kd.workbench.curate.neighbor_spacing import similarity, sorted_neighbors
+from ssl_kd.store import EmbeddingStore, find_neighbors
+from ssl_kd.workbench.curate.duplicates import NEIGHBORS
+from ssl_kd.workbench.curate.neighbor_spacing import neighbor_distances, similarity
 from ssl_kd.workbench.curate.ranked_samples import Ranked
 
 TEMPERATURE = 0.07  # of the neighbors' votes, as in the k-NN accuracy
@@ -73,13 +75,11 @@ def mislabelled(
     parts: list[NDArray[np.floating]] = [_by_regression(store, known, known_codes, len(classes))]
     if clusters is not None:
         parts.append(_by_cluster(np.asarray(clusters)[known], known_codes, len(classes)))
-    neighbors, distances = sorted_neighbors(store)
-    cosine = similarity(distances)
-    nearness = np.exp((cosine - cosine[:, :1]) / TEMPERATURE)
+    k = min(NEIGHBORS, store.n - 1)
+    neighbors, _ = find_neighbors(store, k)
     mean, belief = parts[0], np.ones(store.n)
     for _ in range(ROUNDS):
-        weights = nearness * belief[neighbors]
-        votes = _by_neighbors(codes[neighbors], weights, len(classes))[known]
+        votes = _by_neighbors(store, neighbors, codes, len(classes), belief)[known]
         mean = np.mean([votes, *parts], 0)
         belief[known] = mean[np.arange(len(known)), known_codes]
     columns = {"label": labels[known], "suggested": classes[mean.argmax(1)]}
@@ -89,16 +89,24 @@ def mislabelled(
 
 
 def _by_neighbors(
-    codes: NDArray[np.integer], weights: NDArray[np.float64], n_classes: int
+    store: EmbeddingStore,
+    neighbors: Tensor,
+    codes: NDArray[np.integer],
+    n_classes: int,
+    belief: NDArray[np.float64],
 ) -> NDArray[np.float32]:
-    """Return the vote for each class, `[n, class]`, of neighbors with these classes `[n, k]`.
+    """Return the neighbors' vote for each class, `[n, class]`, weighted by nearness and belief.
 
     Votes are uniform for a row without a labelled neighbor.
     """
-    votes = np.zeros((len(codes), n_classes), np.float32)
-    for voted, weight in zip(codes.T, weights.T, strict=True):
-        labelled = np.flatnonzero(voted >= 0)
-        votes[labelled, voted[labelled]] += weight[labelled]
+    votes = np.zeros((store.n, n_classes), np.float32)
+    for rows, others, distance in neighbor_distances(store, neighbors):
+        cosine = similarity(distance)
+        weight = np.exp((cosine - cosine[:, :1]) / TEMPERATURE) * belief[others]
+        for place in range(others.shape[1]):
+            voted = codes[others[:, place]]
+            labelled = voted >= 0
+            votes[rows[labelled], voted[labelled]] += weight[labelled, place]
     total = votes.sum(1, keepdims=True)
     return np.where(total > 0, votes / np.where(total > 0, total, 1), 1 / n_classes)
 
