@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as arrow
+import scipy.stats
 import torch
 from numpy.typing import NDArray
 
@@ -138,10 +139,8 @@ def _difference(
         texts = [f"{100 * shares[place]:.0f} % {values[place]}" for shares in (x, y)]
         return float(abs(x - y)[place]), texts
     numbers = np.asarray(column, np.float64)
-    x, y = (np.sort(numbers[rows][~np.isnan(numbers[rows])]) for rows in (here, there))
+    x, y = (numbers[rows][~np.isnan(numbers[rows])] for rows in (here, there))
     if not len(x) or not len(y):
         return 0.0, ["", ""]
-    both = np.concatenate([x, y])
-    below = [np.searchsorted(part, both, side="right") / len(part) for part in (x, y)]
-    distance = float(np.abs(below[0] - below[1]).max())
+    distance = float(scipy.stats.ks_2samp(x, y, method="asymp").statistic)
     return distance, [f"median {np.median(part):.3g}" for part in (x, y)]

@@ -243,19 +243,19 @@ class _Handler(BaseHTTPRequestHandler):
             if rest in contents:
                 kind = _TYPES.get(rest.rpartition(".")[2], "application/octet-stream")
                 return self._send(contents[rest], kind)
-        if folder == "api":
-            server.curation.refresh()  # another server may have written a decision
-        if name in ("api/version", "api/schema"):
-            value = openapi() if rest == "schema" else {"lines": len(server.curation.lines)}
-            return self._send(as_json(value), _TYPES["json"])
-        if name == "api/map.png":
-            return self._send(server.map_png(dict(parse_qsl(query))), "image/png")
         if name.startswith("api/image/"):
             return self._image(self._row(name))
         if name.startswith("api/media/"):
             return self._media(self._row(name))
         if name.startswith("api/neighbors/"):
             return self._send(as_json(server.neighbors(self._row(name))), _TYPES["json"])
+        if name == "api/schema":
+            return self._send(as_json(openapi()), _TYPES["json"])
+        if name == "api/version":
+            return self._send(as_json({"lines": len(server.curation.lines)}), _TYPES["json"])
+        server.curation.refresh()  # another server may have written a decision
+        if name == "api/map.png":
+            return self._send(server.map_png(dict(parse_qsl(query))), "image/png")
         value = answer(server.pages, name, dict(parse_qsl(query)))
         if isinstance(value, bytes):
             return self._send(value, "application/octet-stream")
