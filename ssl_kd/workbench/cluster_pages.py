@@ -142,5 +142,5 @@ def _difference(
     x, y = (numbers[rows][~np.isnan(numbers[rows])] for rows in (here, there))
     if not len(x) or not len(y):
         return 0.0, ["", ""]
-    distance = float(scipy.stats.ks_2samp(x, y, method="asymp").statistic)
-    return distance, [f"median {np.median(part):.3g}" for part in (x, y)]
+    test: Any = scipy.stats.ks_2samp(x, y, method="asymp")
+    return float(test.statistic), [f"median {np.median(part):.3g}" for part in (x, y)]
