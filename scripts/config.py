@@ -73,9 +73,10 @@ PACKING = True
 # --- Loss -----------------------------------------------------------------------------------------
 
 # Divergence between teacher and student: forward_kl | reverse_kl | js | skew_kl | skew_reverse_kl |
-# tvd | js:BETA (GKD's, BETA between 0 and 1) | distillm2 (with ON_POLICY: skew_kl on text,
-# skew_reverse_kl on the student's continuations of the same prompts) | auto (forward_kl, or
-# reverse_kl if ROUTER_MODE is all, ka or sar).
+# tvd | js:BETA (GKD's, BETA between 0 and 1) | reverse_kl:K (over the student's K likeliest tokens
+# and all others together) | distillm2 (with ON_POLICY: skew_kl on text, skew_reverse_kl on the
+# student's continuations of the same prompts) | auto (forward_kl, or reverse_kl if ROUTER_MODE is
+# all, ka or sar).
 DIVERGENCE = "auto"
 # Temperature of teacher and student in the divergence, at least 0.05, at most 100. Higher: more
 # weight on unlikely tokens.

@@ -14,12 +14,17 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
+from ssl_kd.errors import InputError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 JS_BETA = r"js:0?\.\d*[1-9]\d*"
 """Regular expression of `js:BETA` with BETA above 0 and below 1."""
+STUDENT_TOP_K = r"reverse_kl:[1-9]\d*"
+"""Regular expression of `reverse_kl:K`, over the student's K likeliest tokens and the rest."""
 SKEW = 0.1  # alpha of DistiLLM: the share of the first distribution in the mixture
+NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, and exp of it is 0
 
 ValueAndGradient: TypeAlias = "tuple[Tensor, Tensor | None]"
 
@@ -78,6 +83,48 @@ def _reverse_kl(
     if exact:
         _exact_(value, lambda p, q, ratio: _kl_near_0(q, p, -ratio), p, q, ratio)
     return value, _centered_(weighted, q) if gradient else None
+
+
+def _student_top_k(
+    log_p: Tensor,
+    p: Tensor,
+    log_q: Tensor,
+    q: Tensor,
+    gradient: bool,
+    exact: bool = True,
+    *,
+    k: int,
+) -> ValueAndGradient:
+    """Compute KL(q, p) over k + 1 outcomes: the k likeliest of q, and any other."""
+    if k > (n := log_q.shape[-1]):
+        raise InputError(
+            f"the divergence is 'reverse_kl:{k}', but teacher and student share a vocabulary of "
+            f"{n} tokens: use 'reverse_kl', which compares all of them"
+        )
+    indices = log_q.topk(k, -1).indices
+    coarse_p, _ = with_tail(log_p, indices)
+    coarse_q, shares = with_tail(log_q, indices)
+    pairs = coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp()
+    value, slope = _reverse_kl(*pairs, gradient, exact)
+    if slope is None:
+        return value, None
+    return value, shares.mul_(slope[:, -1:]).scatter_(-1, indices, slope[:, :-1])
+
+
+def with_tail(log_probs: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities `[n, k + 1]` of k outcomes and of all others together.
+
+    Also returns the share `[n, vocab]` of each other outcome in the tail. Without others, the
+    log-probability of the tail is finite and so low that its probability is 0.
+    """
+    import torch
+
+    # By logarithms: a tail that q has emptied beyond its least number is to be filled again.
+    tail = log_probs.scatter(-1, indices, 2 * NOWHERE)
+    largest = tail.amax(-1, keepdim=True)
+    total = tail.sub_(largest).exp_().sum(-1, keepdim=True)
+    coarse = torch.cat([log_probs.gather(-1, indices), total.log() + largest], -1)
+    return coarse, tail.div_(total)
 
 
 def _js(
@@ -214,6 +261,11 @@ DIVERGENCES: Mapping[str, Divergence] = MappingProxyType(
 )
 
 
+def selects_by_student(name: str) -> bool:
+    """Return whether the divergence needs the teacher's probabilities of the student's tokens."""
+    return re.fullmatch(STUDENT_TOP_K, name) is not None
+
+
 def divergence_named(name: str) -> Divergence:
     """Return the divergence with a given name.
 
@@ -221,12 +273,18 @@ def divergence_named(name: str) -> Divergence:
     with m = BETA p + (1 - BETA) q. Divided by BETA it tends to `forward_kl` as BETA goes to
     0; divided by 1 - BETA, to `reverse_kl` as BETA goes to 1.
 
+    `reverse_kl:K` is the reverse KL over K + 1 outcomes: the student's K likeliest tokens, and all
+    other tokens together. It is at most `reverse_kl`, and equal to it if K is the vocabulary.
+
     References:
         Agarwal et al., On-Policy Distillation of Language Models (GKD), ICLR 2024, equation 3.
     """
+    if selects_by_student(name):
+        return Divergence(partial(_student_top_k, k=int(name.partition(":")[2])))
     if re.fullmatch(JS_BETA, name):
         return Divergence(partial(_js, beta=float(name[3:])))
     if name not in DIVERGENCES:
-        known = ", ".join([*DIVERGENCES, "js:BETA with BETA between 0 and 1"])
+        forms = "js:BETA with BETA between 0 and 1", "reverse_kl:K with K of 1 or more"
+        known = ", ".join([*DIVERGENCES, *forms])
         raise ValueError(f"divergence is {name!r}, expected one of {known}")
     return DIVERGENCES[name]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
-from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.divergences import DIVERGENCES, selects_by_student
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.setting_groups import RouterSettings
@@ -131,4 +131,10 @@ def check_divergence(divergence: str, method: str) -> None:
             f"DIVERGENCE is {divergence!r}; expected {' or '.join(known)} with a cache of "
             "CACHE_METHOD 'sample': change DIVERGENCE, or make a cache with CACHE_METHOD 'topk' or "
             "'hidden'"
+        )
+    if method == "topk" and selects_by_student(divergence):
+        raise SettingsError(
+            f"DIVERGENCE is {divergence!r}, but a cache of CACHE_METHOD 'topk' holds only the "
+            "teacher's own likeliest tokens: set DIVERGENCE to 'reverse_kl', or make a cache with "
+            "CACHE_METHOD 'hidden'"
         )

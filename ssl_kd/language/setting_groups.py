@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssl_kd.divergences import DIVERGENCES, JS_BETA
+from ssl_kd.divergences import DIVERGENCES, JS_BETA, STUDENT_TOP_K
 from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
 
 TRAINED = "4x192", 800  # LAYERSxDIM and steps of TEACHER_MODEL train
@@ -207,11 +207,12 @@ class LossSettings(Settings):
     divergence: str = setting(
         "auto",
         f"divergence between teacher and student: {' | '.join(DIVERGENCES)} | js:BETA (GKD's, BETA"
-        " between 0 and 1) | distillm2 (with ON_POLICY: skew_kl on text, skew_reverse_kl on the"
+        " between 0 and 1) | reverse_kl:K (over the student's K likeliest tokens and all others"
+        " together) | distillm2 (with ON_POLICY: skew_kl on text, skew_reverse_kl on the"
         " student's continuations of the same prompts) | auto (forward_kl, or reverse_kl if"
         " ROUTER_MODE is all, ka or sar)",
         choices=("auto", *DIVERGENCES, "distillm2"),
-        forms=(("js:BETA", JS_BETA),),
+        forms=(("js:BETA", JS_BETA), ("reverse_kl:K", STUDENT_TOP_K)),
         section="Loss",
     )
     temperature: float = setting(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
+from ssl_kd.divergences import selects_by_student
 from ssl_kd.errors import InputError
 from ssl_kd.language.foreign_names import (
     ALIASES,
@@ -177,6 +178,12 @@ class LanguageSettings(
                 f"STUDENT_MODEL is {self.student_model!r}, which is cut from the teacher, but"
                 " TEACHER_URL runs the teacher on a server: set STUDENT_MODEL to a folder, or to"
                 " llama:LAYERSxDIM.",
+            ),
+            (
+                selects_by_student(self.divergence),
+                f"DIVERGENCE is {self.divergence!r}, which needs the teacher's probabilities of the"
+                " student's likeliest tokens, but TEACHER_URL provides only the teacher's own: set"
+                " DIVERGENCE to 'reverse_kl'.",
             ),
             (
                 self.align != "auto" or not original,

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssl_kd.divergences import Divergence
+from ssl_kd.divergences import NOWHERE, Divergence
 from ssl_kd.guard.finite import SHORT, compute_dtype
 
 SATURATION = 65504.0  # the largest finite float16: logits beyond it are clamped to it
-NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, and exp of it is 0
 
 
 def along_clusters(function: Callable[..., Tensor], logits: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.divergences import DIVERGENCES, selects_by_student
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,11 @@ def check_teacher(teacher: TeacherOutput, n: int, vocab: int, divergence: str) -
         raise ValueError(
             f"the divergence is {divergence!r}; sampled tokens can estimate "
             f"{', '.join(estimated)} only: use that, or store the top k tokens instead"
+        )
+    if isinstance(teacher, TopKTeacher) and selects_by_student(divergence):
+        raise ValueError(
+            f"the divergence is {divergence!r}, and a TopKTeacher has no probabilities of the "
+            "student's likeliest tokens: use 'reverse_kl', or a teacher with all its logits"
         )
     if isinstance(teacher, (TopKTeacher, SampledTeacher)):
         indices = teacher.indices

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssl_kd.divergences import Divergence, near_0
+from ssl_kd.divergences import Divergence, near_0, with_tail
 from ssl_kd.guard.finite import compute_dtype
-from ssl_kd.losses.rows import NOWHERE, Outside, differentiated_once, log_softmax_, saturate_
+from ssl_kd.losses.rows import Outside, differentiated_once, log_softmax_, saturate_
 from ssl_kd.losses.teacher_output import (
     LinearTeacher,
     LogitsTeacher,
@@ -272,18 +272,14 @@ def _top_k_divergence(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute D over k + 1 outcomes: the teacher's k tokens, and any other token."""
     indices = teacher.indices.long()
-    # By logarithms: a tail that q has emptied beyond its least number is to be filled again.
-    tail = log_q.scatter(-1, indices, 2 * NOWHERE)
-    largest = tail.amax(-1, keepdim=True)
-    total = tail.sub_(largest).exp_().sum(-1, keepdim=True)
-    coarse_q = torch.cat([log_q.gather(-1, indices), total.log() + largest], -1)
+    coarse_q, shares = with_tail(log_q, indices)
     coarse_p = torch.cat([teacher.log_probs, teacher.log_tail.unsqueeze(-1)], -1)
     coarse_p = saturate_(coarse_p.to(log_q.dtype, copy=True))
     pairs = coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp()
     value, slope = divergence.compute(*pairs, gradient, exact)
     if slope is None:
         return value, None
-    return value, tail.mul_(slope[:, -1:] / total).scatter_(-1, indices, slope[:, :-1])
+    return value, shares.mul_(slope[:, -1:]).scatter_(-1, indices, slope[:, :-1])
 
 
 # --- autograd -------------------------------------------------------------------------------------

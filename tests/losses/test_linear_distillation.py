@@ -87,7 +87,7 @@ def _gradients(terms, student, weights):
 
 
 KINDS = [(kind, name) for kind in ("linear", "logits", "top_k") for name in NAMES]
-KINDS.append(("sampled", "forward_kl"))
+KINDS += [("sampled", "forward_kl"), ("linear", "reverse_kl:4"), ("logits", f"reverse_kl:{VOCAB}")]
 
 
 @pytest.mark.parametrize("chunk", [4, None])

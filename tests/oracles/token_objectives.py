@@ -21,6 +21,12 @@ def _mix(share, log_a, log_b):
 
 def divergence(name, log_p, log_q):
     """Return a divergence of the log-probabilities `[outcome]` of teacher p and student q."""
+    if name.startswith("reverse_kl:"):
+        own = log_q.topk(int(name[11:])).indices
+        rest = log_q.new_ones(len(log_q)).index_fill(0, own, 0).nonzero().flatten()
+        tails = [x[rest].logsumexp(0, keepdim=True)[: len(rest)] for x in (log_p, log_q)]
+        log_p, log_q = torch.cat([log_p[own], tails[0]]), torch.cat([log_q[own], tails[1]])
+        name = "reverse_kl"
     if name.startswith("js:"):
         beta = float(name[3:])
         mixture = _mix(beta, log_p, log_q)
