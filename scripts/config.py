@@ -96,10 +96,14 @@ ALIGN = "auto"
 
 # Share of the rows that the student continues itself in each step, so that the teacher scores its
 # tokens, at least 0, at most 1; 0: none. With ON_POLICY or TEACHER_TEXT a row holds one document.
+# If one of them is 1, records may be prompts alone.
 ON_POLICY = 0.0
 # Share of the rows in which a continuation by the teacher replaces the text, generated once
 # (sequence-level distillation), at least 0, at most 1; 0: none.
 TEACHER_TEXT = 0.0
+# Continuations that the student generates of each row chosen by ON_POLICY, in one step, at least 1.
+# A forward pass has that many times BATCH_SIZE rows, or fewer for ON_POLICY below 1.
+NUM_GENERATIONS = 1
 # Sampling temperature of continuations, at least 0, at most 100; 0: greedy.
 ROLLOUT_TEMPERATURE = 1.0
 # Number of prompts with generated answers in the report, at least 0, at most 100.

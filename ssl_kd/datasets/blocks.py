@@ -142,7 +142,8 @@ class Frame(NamedTuple):
         if example.messages is not None:  # the chat template adds them
             return [], []
         as_text = example.text is not None or not (example.prompt or self.before_prompt)
-        return self.before_text if as_text else self.before_prompt, [self.end]
+        after = [] if example.is_prompt else [self.end]
+        return self.before_text if as_text else self.before_prompt, after
 
 
 def framed(
@@ -193,6 +194,7 @@ def make_blocks(
       beyond the prompt.
     - Messages are formatted by the chat template of the tokenizer. Targets are the assistant turns,
       from the end of the generation prompt to the end of the turn.
+    - A prompt alone (messages with the generation prompt) has no target; a model continues it.
 
     A document longer than a row loses the beginning of its prompt; if it is still too long, it is
     split. Each further part begins with the last token of the previous part, as context that is not
@@ -215,7 +217,7 @@ def make_blocks(
         for start in range(0, len(dataset), _BATCH):
             batch = dataset.examples[start : start + _BATCH]
             for example, document in _tokenize(batch, tokenizer, frame, left_out, turns):
-                for piece in cut_to_fit(document, block_size, example.where, left_out, cut):
+                for piece in cut_to_fit(document, block_size, example, left_out, cut):
                     lengths.append(len(piece.ids))
                     yield piece
 
@@ -236,7 +238,7 @@ def _tokenize(
         rendered = render(example, tokenizer)
         left_out.extend(rendered.left_out)
         turns.update(rendered.turns)
-        if rendered.spans:
+        if rendered.spans or (example.is_prompt and rendered.text):
             renderings.append((example, rendered))
     if not renderings:
         return
@@ -279,16 +281,22 @@ def count_targets(
 
 
 def cut_to_fit(
-    document: Document, block_size: int, where: str, left_out: list[str], cut: list[str]
+    document: Document, block_size: int, example: Example, left_out: list[str], cut: list[str]
 ) -> list[_Part]:
     """Split a document into parts that fit a row, and note in the lists if it is cut or empty."""
+    where, length = example.where, len(document.ids)
+    if example.is_prompt and length < block_size:
+        return [_Part(document.ids.astype(np.int32), document.counts, 0)]
     parts = _fit(document, block_size)
-    if not parts:
+    if example.is_prompt:
+        few = f"the prompt has {length} tokens; expected fewer than BLOCK_SIZE {block_size}"
+        left_out.append(f"{where}: {few}")
+    elif not parts:
         left_out.append(f"{where}: the document has no token to train on")
-    elif len(document.ids) > block_size:
+    elif length > block_size:
         first = int(np.flatnonzero(document.counts)[0]) - int(np.flatnonzero(parts[0].counts)[0])
         cut.append(
-            f"{where}: the document has {len(document.ids)} tokens (block_size {block_size}); "
+            f"{where}: the document has {length} tokens (block_size {block_size}); "
             f"prompt tokens cut off: {first}; parts: {len(parts)}"
         )
     return parts

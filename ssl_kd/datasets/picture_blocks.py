@@ -107,7 +107,7 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
                 f"{len(example.images)} images; expected at most {block_size}: raise --block_size"
             )
             continue
-        parts = cut_to_fit(document, block_size, example.where, left_out, cut)
+        parts = cut_to_fit(document, block_size, example, left_out, cut)
         pieces += parts
         pictures += [example.images] * len(parts)
     rows = [[i] for i in range(len(pieces))]
@@ -143,7 +143,7 @@ class _Reader:
         rendered = render(self._adapted(example), self.tokenizer, self.template)
         self.turns.update(rendered.turns)
         self.lost += rendered.left_out
-        if not rendered.spans:
+        if not rendered.spans and not (example.is_prompt and rendered.text):
             return None
         encoded: Any = self.tokenizer(
             rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False

@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Message fields that contain the reasoning before an assistant's answer."""
 _MESSAGE_FIELDS = ("name", "tool_call_id", *THOUGHTS)
 """Optional message fields that chat templates use."""
+ANSWERS = ("completions", "responses", "generations")
+"""Record fields that may contain a list of answers to one prompt."""
+_NO_TEXT = "; --on_policy 1 or --teacher_text 1 lets a model continue a prompt"
 _EXPECTED = (
     "one of the fields messages, conversations, prompt and completion, question and answer, "
     "instruction and output, or text; choose another text field with --text_field"
@@ -80,7 +83,7 @@ class Example:
     """A training example: a `text`, a `prompt` with a `completion`, or chat `messages`.
 
     Text, completion and assistant messages are trained on, including `tool_calls`
-    (`{"type", "function": {"name", "arguments"}}`).
+    (`{"type", "function": {"name", "arguments"}}`). A prompt alone is continued by a model.
     """
 
     where: str  # position in the data, such as `file.jsonl:17`
@@ -92,6 +95,14 @@ class Example:
     given: int = 0  # number of messages at the beginning that are not trained on
     tools: tuple[Any, ...] | None = None  # JSON schemas of the tools, for the chat template
     images: tuple[Picture, ...] = ()  # in order of IMAGE in strings, or of parts {"type": "image"}
+    group: str = ""  # the same for all answers to a prompt; not part of the content
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether there is no text to train on."""
+        if self.messages is not None:
+            return self.given == len(self.messages)
+        return self.text is None and self.completion is None
 
     def content(self) -> bytes:
         """Return all except `where` as bytes; UnicodeEncodeError for half a surrogate pair."""
@@ -107,8 +118,40 @@ class _Unusable(Exception):
     """Raised with the reason why a record cannot be used for training."""
 
 
+def as_examples(
+    record: Any, where: str, field: str | None = None, **options: Any
+) -> Iterator[Example | str]:
+    """Yield the result of `as_example`, with the same arguments, for each answer of a record.
+
+    A record with several answers has a list of strings, or of lists of messages, in one of the
+    fields ANSWERS, after a `prompt` or `messages` that end with the user's turn.
+    """
+    name = prompt = None
+    if isinstance(record, Mapping) and field is None and record.get("completion") is None:
+        name = next((n for n in ANSWERS if isinstance(record.get(n), list) and record[n]), None)
+        prompt = record.get("prompt") or record.get("messages")
+    if name is None or not prompt or _ends_with_assistant(prompt):
+        yield as_example(record, where, field, **options)
+        return
+    group = hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()
+    for number, answer in enumerate(record[name], 1):
+        single = {**record, "messages": None, "prompt": prompt, "completion": answer}
+        example = as_example(single, f"{where} answer {number}", **options)
+        yield example if isinstance(example, str) else replace(example, group=group)
+
+
+def _ends_with_assistant(messages: Any) -> bool:
+    last = messages[-1] if isinstance(messages, list | tuple) and messages else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
+
+
 def as_example(
-    record: Any, where: str, field: str | None = None, folder: Path | None = None
+    record: Any,
+    where: str,
+    field: str | None = None,
+    folder: Path | None = None,
+    *,
+    prompts: bool = False,
 ) -> Example | str:
     """Convert a record to an example, or return a message that says why it cannot be used.
 
@@ -120,6 +163,7 @@ def as_example(
     4. `question` and `answer` (GSM8K). The prompt is the question and a line break.
     5. `instruction`, `output` and optionally `input` (Alpaca, with its prompt template).
     6. `text`.
+    7. With `prompts`: a `prompt` alone, or messages that end with the user's turn.
 
     Images are parts of messages (`{"type": "image", "image": ...}`, or `path`, `url`, or OpenAI's
     `image_url`), or are in the fields `image` or `images` of the record. The latter fill the image
@@ -132,9 +176,10 @@ def as_example(
         if field is not None:
             return _text(record, where, field)
         example = (
-            _chat(record, where, images := _Images(record, folder or Path()))
+            _chat(record, where, images := _Images(record, folder or Path()), prompts)
             or _prompted(record, where)
             or _alpaca(record, where)
+            or _prompt_alone(record, where, prompts)
             or _text(record, where, "text", _EXPECTED)
         )
         return images.placed(example)
@@ -159,6 +204,15 @@ def _prompted(record: Mapping[str, Any], where: str) -> Example | None:
     return None
 
 
+def _prompt_alone(record: Mapping[str, Any], where: str, prompts: bool) -> Example | None:
+    prompt = record.get("prompt")
+    if not isinstance(prompt, str) or isinstance(record.get("text"), str):
+        return None
+    if not prompts:
+        raise _Unusable(f"there is a prompt without a completion{_NO_TEXT}")
+    return Example(where, prompt=_not_empty(prompt, "prompt"))
+
+
 def _alpaca(record: Mapping[str, Any], where: str) -> Example | None:
     instruction, output = record.get("instruction"), record.get("output")
     if not isinstance(instruction, str) or not isinstance(output, str):
@@ -177,23 +231,27 @@ def _not_empty(text: str, field: str) -> str:
     return text
 
 
-def _chat(record: Mapping[str, Any], where: str, images: _Images) -> Example | None:
+def _chat(record: Mapping[str, Any], where: str, images: _Images, prompts: bool) -> Example | None:
     prompt, completion = record.get("prompt"), record.get("completion")
     given: Sequence[Any] = ()
     if (messages := _listed(record, "messages")) is None:
         if (messages := _listed(record, "conversations")) is not None:
             system = record.get("system")
             messages = [{"role": "system", "content": system}, *messages] if system else messages
-        elif isinstance(prompt, list) and isinstance(completion, list):
-            given, messages = prompt, completion
+        elif isinstance(prompt, list):
+            answer = [{"role": "assistant", "content": completion}]
+            messages = answer if isinstance(completion, str) else completion or ()
+            given = prompt
         else:
             return None
     turns = tuple(_turn(message, images) for message in (*given, *messages))
-    learned = (t for t in turns[len(given) :] if t["role"] == "assistant")
-    if not any(turn["content"].strip() or "tool_calls" in turn for turn in learned):
-        raise _Unusable("there is no assistant message to train on")
+    is_prompt = prompts and bool(turns) and not _ends_with_assistant(turns)
+    n_given = len(turns) if is_prompt else len(given)
+    learned = (t for t in turns[n_given:] if t["role"] == "assistant")
+    if not is_prompt and not any(t["content"].strip() or "tool_calls" in t for t in learned):
+        raise _Unusable(f"there is no assistant message to train on{_NO_TEXT}")
     tools = _plain(_listed(record, "tools"))
-    return Example(where, messages=turns, given=len(given), tools=tuple(tools) if tools else None)
+    return Example(where, messages=turns, given=n_given, tools=tuple(tools) if tools else None)
 
 
 def _listed(record: Mapping[str, Any], field: str) -> list[Any] | None:

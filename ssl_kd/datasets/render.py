@@ -64,7 +64,8 @@ def render(
     if example.messages is None:
         prompt, learned = example.prompt or "", example.text or example.completion or ""
         text = prompt + learned
-        return Rendered(text, ((len(prompt), len(text), len(learned)),))
+        spans = () if example.is_prompt else ((len(prompt), len(text), len(learned)),)
+        return Rendered(text, spans)
     if not (template or tokenizer.chat_template):
         raise InputError(
             f"{example.where}: messages need a chat template, but the tokenizer "
@@ -74,6 +75,9 @@ def render(
     roles = [message["role"] for message in example.messages]
     turns = [i for i in range(example.given, len(roles)) if roles[i] == "assistant"]
     try:
+        if example.is_prompt:
+            shown = show_chat(example.messages, example.tools, tokenizer, template, prompt=True)
+            return Rendered(shown[0])
         return _Chat(example, tokenizer, template).rendered(turns)
     except TemplateError as error:
         line = f"{example.where}: the chat template {error}"

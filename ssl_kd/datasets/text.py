@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ssl_kd.datasets.catalog import DatasetUnavailable, DatasetUnreachable
-from ssl_kd.datasets.records import Example, as_example
+from ssl_kd.datasets.records import Example, as_examples
 from ssl_kd.datasets.spill import SpilledSequence
 from ssl_kd.errors import InputError, MissingPackage
 
@@ -32,6 +32,7 @@ LONGEST = 1_000_000
 """Size in bytes above which an example is left out, since it is probably a mistake."""
 _DOCUMENT, _LONG_DOCUMENT = 4_096, 16_384
 _ROWS = 256  # rows of a table in memory at once
+_Convert = Callable[..., Iterator[Example | str]]  # `as_examples` with its options
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class TextDataset:
     def pictured(self) -> str | None:
         """Position of the first document with images; None if there is none."""
         return next((e.where for e in self.examples if e.images), None)
+
+    @cached_property
+    def prompted(self) -> str | None:
+        """Position of the first document that is a prompt alone; None if there is none."""
+        return next((e.where for e in self.examples if e.is_prompt), None)
 
     def check_text_alone(self) -> None:
         """Raise InputError if a document has images, which a tokenizer cannot read."""
@@ -93,6 +99,7 @@ def open_text(
     field: str | None = None,
     held_out: float = 0.1,
     max_bytes: int | None = None,
+    prompts: bool = False,
 ) -> TextDataset:
     """Open one split of a text data set.
 
@@ -105,7 +112,7 @@ def open_text(
     `validation`, `valid`, `val`, `eval`), files or folders with such names in a folder (also
     `test-00000-of-00002.parquet`), or the splits of a Hugging Face data set. Otherwise the test
     split is the fraction `held_out` of the documents, selected by a hash of the content, so that
-    duplicates are in the same split.
+    duplicates are in the same split; answers to one prompt are, too.
 
     Args:
         source: a file, a folder of files, a folder written by `save_to_disk` of `datasets`,
@@ -115,11 +122,12 @@ def open_text(
         field: name of the field with the text; None: choose one of the forms of `as_example`.
         held_out: fraction of the documents in the test split, if the source has no splits.
         max_bytes: stop reading before the documents exceed this size; None: read all.
+        prompts: whether a record may be a prompt without a text, which a model must continue.
     """
     if split not in ("train", "test", "all"):
         raise ValueError(f"split is {split!r}; expected 'train', 'test' or 'all'")
     name = os.fspath(source)
-    divided, items = _read(name, split, field)
+    divided, items = _read(name, split, partial(as_examples, field=field, prompts=prompts))
 
     left_out: list[str] = []
     digest, documents = hashlib.sha256(), 0  # documents of all splits
@@ -128,7 +136,8 @@ def open_text(
         nonlocal documents
         for example, content in _usable(items, max_bytes, left_out):
             documents += 1
-            if divided or split == "all" or _is_held_out(content, held_out) == (split == "test"):
+            of = example.group.encode() or content
+            if divided or split == "all" or _is_held_out(of, held_out) == (split == "test"):
                 digest.update(content + b"\n")
                 yield example
 
@@ -191,21 +200,21 @@ def _is_held_out(content: bytes, fraction: float) -> bool:
     return number < fraction * 2**64
 
 
-def _read(name: str, split: TextSplit, field: str | None) -> tuple[bool, Iterator[Example | str]]:
+def _read(name: str, split: TextSplit, convert: _Convert) -> tuple[bool, Iterator[Example | str]]:
     """Return whether the source has splits, and its examples and messages about unusable ones."""
     if name == "stdlib":
         return False, _read_stdlib()
     path = Path(name).expanduser()
     saved = any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json"))
     if name.startswith("hf:") or saved:
-        return _read_hugging_face(name, split, field)
+        return _read_hugging_face(name, split, convert)
     if not path.is_dir() and not (path.is_file() and path.suffix.lower() in TEXT_FILES):
         raise DatasetUnavailable(
             f"the text source is {name!r}; expected an existing folder or text file "
             f"({' '.join(TEXT_FILES)}), 'hf:NAME', or 'stdlib' (the Python standard library)"
         )
     divided, paths = _divide(path, split)
-    return divided, (item for path in paths for item in _read_path(path, field))
+    return divided, (item for path in paths for item in _read_path(path, convert))
 
 
 def _divide(path: Path, split: TextSplit) -> tuple[bool, list[Path]]:
@@ -236,11 +245,11 @@ def _named(paths: Iterable[Path], names: Sequence[str]) -> list[Path]:
     return []
 
 
-def _read_path(path: Path, field: str | None) -> Iterator[Example | str]:
+def _read_path(path: Path, convert: _Convert) -> Iterator[Example | str]:
     for file in _files_in(path) if path.is_dir() else (path,):
         # A .json file in a folder may be unrelated, and a plain text file may be blank.
         kind = file.suffix.lower()
-        yield from _examples(file, field, kind not in PLAIN and (file == path or kind != ".json"))
+        yield from _examples(file, convert, kind not in PLAIN and (file == path or kind != ".json"))
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -251,17 +260,18 @@ def _files_in(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _examples(path: Path, field: str | None, must: bool) -> Iterator[Example | str]:
+def _examples(path: Path, convert: _Convert, must: bool) -> Iterator[Example | str]:
     """Yield the examples of a file; raise InputError if `must` and no record is usable."""
     usable, first_message = False, ""
-    for item in _read_file(path):
-        if isinstance(item, _Record):
-            item = as_example(item.content, item.where, field, path.parent)
-        if isinstance(item, str):
-            first_message = first_message or item
-        else:
-            usable = True
-        yield item
+    for read in _read_file(path):
+        record = isinstance(read, _Record)
+        items = convert(read.content, read.where, folder=path.parent) if record else [read]
+        for item in items:
+            if isinstance(item, str):
+                first_message = first_message or item
+            else:
+                usable = True
+            yield item
     if must and not usable:
         raise InputError(f"{path} has no usable record: {first_message or 'the file is empty'}")
 
@@ -285,7 +295,7 @@ def _read_stdlib() -> Iterator[Example | str]:
 
 
 def _read_hugging_face(
-    name: str, split: TextSplit, field: str | None
+    name: str, split: TextSplit, convert: _Convert
 ) -> tuple[bool, Iterator[Example | str]]:
     try:
         import datasets
@@ -316,9 +326,10 @@ def _read_hugging_face(
             "folder, or 'stdlib'"
         ) from error
     return divided, (
-        as_example(_without_nulls(row), f"{name}[{part}]:{i}", field)
+        item
         for part, table in tables.items()
         for i, row in enumerate(_rows(table), 1)
+        for item in convert(_without_nulls(row), f"{name}[{part}]:{i}")
     )
 
 

@@ -166,23 +166,24 @@ def _questions(examples: Iterable[Example], tokenizer: Any) -> Iterator[Generati
 def _question(example: Example, tokenizer: Any) -> Generation | None:
     """Split an example into a prompt and its continuation.
 
-    Return None if the chat template rejects the messages, if no message has the role `assistant`,
-    or if the example has images.
+    Return None if the chat template rejects the messages, if there are messages to train on but
+    none has the role `assistant`, or if the example has images.
     """
     if example.images:
         return None
     if example.messages is not None:
         messages = list(example.messages)
-        while messages and messages[-1]["role"] != "assistant":
+        while messages and not example.is_prompt and messages[-1]["role"] != "assistant":
             messages.pop()
         if not messages:
             return None
+        rest = "" if example.is_prompt else messages.pop()["content"]
         try:
-            prompt, _ = show_chat(messages[:-1], example.tools, tokenizer, prompt=True)
+            prompt, _ = show_chat(messages, example.tools, tokenizer, prompt=True)
         except TemplateError:  # `make_blocks` lists such examples
             return None
         ids = tokenizer(prompt, add_special_tokens=False).input_ids
-        return Generation(example.where, prompt, ids, messages[-1]["content"])
+        return Generation(example.where, prompt, ids, rest)
     if example.text is None:
         prompt, rest = example.prompt or "", example.completion or ""
     else:

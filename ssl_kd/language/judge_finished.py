@@ -12,10 +12,10 @@ from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.language.judge_in_run import ANSWER_PROMPTS
-from ssl_kd.language.setting_groups import TextSettings
+from ssl_kd.language.rollouts import with_held_out_text
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.teachers import load_teacher
+from ssl_kd.language.teachers import ONE_RANK, load_teacher
 from ssl_kd.language.text_rows import lay_out, split_held_out, texts_of
 from ssl_kd.teachers.causal import CausalLM, positions, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
@@ -57,9 +57,9 @@ def judge(
     alike = teacher is not None and (
         tokenizer_id(teacher.tokenizer) == tokenizer_id(student.tokenizer)
     )
-    readings = _readings(settings, settings.eval_rows, texts, student, teacher, alike)
     freeze = partial(FrozenTeacher, device=precision.device, dtype=precision.teacher)
     frozen = teacher and freeze(teacher.model)
+    readings = _readings(settings, texts, student, teacher, frozen, alike, progress)
     language_judge = LanguageJudge(
         texts.examples,
         *readings,
@@ -89,12 +89,13 @@ def judge(
 
 
 def _readings(
-    text: TextSettings,
-    eval_rows: int,
+    text: LanguageSettings,
     texts: TextDataset,
     student: CausalLM,
     teacher: CausalLM | None,
+    frozen: FrozenTeacher | None,
     alike: bool,
+    progress: Progress,
 ) -> list[Reading]:
     """Return the test rows that a run with these settings has, tokenized for each model."""
     lms = [student] if teacher is None else [student, teacher]
@@ -105,9 +106,10 @@ def _readings(
     if teacher is None or alike:
         blocks = lay_out(size, text.packing, texts, student, lms[1:])
         assert isinstance(blocks, Blocks)
+        blocks = with_held_out_text(text, blocks, teacher, frozen, ONE_RANK, progress)
         sides = [blocks] * len(lms)
     else:
         both = aligned_blocks(texts, student.tokenizer, teacher.tokenizer, size)
         sides = [both.student, both.teacher]
-    test, _ = split_held_out(len(sides[0]), eval_rows)
+    test, _ = split_held_out(len(sides[0]), text.eval_rows)
     return [Reading(lm.tokenizer, side.part(test)) for lm, side in zip(lms, sides, strict=True)]

@@ -21,7 +21,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_identity, check_divergence
 from ssl_kd.language.foreign_names import IN_MEMORY
-from ssl_kd.language.rollouts import with_teacher_text
+from ssl_kd.language.rollouts import rows_by_teacher, with_held_out_text, with_teacher_text
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
@@ -145,9 +145,6 @@ def prepare(
     teachers = [lm for lm in (teacher, *others) if lm is not None]
     blocks, eval_blocks = _lay_out(settings, train_set, eval_set, student, teachers)
     check_ranks_see(blocks, ranks.world)
-    sides: Any = eval_blocks, eval_blocks
-    if isinstance(eval_blocks, AlignedBlocks):
-        sides = eval_blocks.student, eval_blocks.teacher
     progress("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
 
     frozen = served = cache = None
@@ -161,12 +158,18 @@ def prepare(
         frozen = FrozenTeacher(teacher.model, **placement)
         if settings.teacher_text:
             assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-            blocks = with_teacher_text(settings, blocks, teacher, frozen, ranks, progress)
+            rows = rows_by_teacher(settings, settings.teacher_text, len(blocks))
+            blocks = with_teacher_text(settings, blocks, rows, teacher, frozen, ranks, progress)
     if settings.router_mode == "auto":
         live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
         settings = settings.replace(router_mode="sar" if live else "native")
         logger.info("ROUTER_MODE auto is %s for this teacher", settings.router_mode)
         check_ranks(ranks, settings.batch_size, settings.router_mode)
+    if isinstance(eval_blocks, AlignedBlocks):
+        sides: Any = eval_blocks.student, eval_blocks.teacher
+    else:
+        models_of_text = teacher, frozen, ranks
+        sides = [with_held_out_text(settings, eval_blocks, *models_of_text, progress)] * 2
     test, validation = split_held_out(len(eval_blocks), settings.eval_rows)
     return Prepared(
         settings=settings,

@@ -32,6 +32,7 @@ from ssl_kd.language.objective import Objective
 from ssl_kd.language.setting_groups import RolloutSettings, TrainingSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.text_rows import rows_of_step
+from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, evaluating, n_ids, positions, without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress
@@ -39,7 +40,7 @@ from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_CHOICE, _DRAW = 0, 1  # distinguish the seeds of a row's choice and of its continuation
+_CHOICE, _DRAW = 0, 1  # distinguish the seeds of a row's choice and of its continuations
 PROMPT_TOKENS = 16  # of a row of plain text, with the start token
 TEACHER_TEXTS = Path("data") / "teacher_text"
 COLUMNS = ("ids", "counts", "documents")
@@ -258,18 +259,19 @@ class RolloutBatches:
         """Return the batches of a step, in which rows of text precede the continued rows.
 
         `shares` are the indices of the rows in each batch. The second result has counts over all
-        batches: `rows`, `written` (continued rows), `tokens` (generated tokens) and `ended`
-        (continuations that reached an end token).
+        batches: `rows` (times NUM_GENERATIONS), `written` (continued rows), `tokens` (generated
+        tokens) and `ended` (continuations that reached an end token).
         """
         distinct = dict.fromkeys(row for share in shares for row in share.tolist())
-        rows = [row for row in distinct if self.chosen(step, row)]
-        seeds = [seed_of(self.seed, step, row, _DRAW) for row in rows]
+        n = self.rollout.num_generations
+        rows = [row for row in distinct if self.chosen(step, row) for _ in range(n)]
+        seeds = [seed_of(self.seed, step, row, _DRAW + i % n) for i, row in enumerate(rows)]
         most = self.rollout.max_new_tokens
         own, new = continue_rows(self.blocks, rows, seeds, self.sample, max_new_tokens=most)
-        place = {row: i for i, row in enumerate(rows)}
+        place = {row: range(i, i + n) for i, row in enumerate(rows) if i % n == 0}
         batches = [self._batch(share.tolist(), own, place, device) for share in shares]
         sums = {
-            "rows": float(sum(map(len, shares))),
+            "rows": float(n * sum(map(len, shares))),
             "written": float(sum(batch.written for batch in batches)),
             "tokens": float(sum(map(len, new))),
             "ended": float(sum(bool(tokens) and tokens[-1] in self._ends for tokens in new)),
@@ -277,11 +279,11 @@ class RolloutBatches:
         return batches, sums
 
     def _batch(
-        self, rows: list[int], own: Blocks, place: Mapping[int, int], device: torch.device
+        self, rows: list[int], own: Blocks, place: Mapping[int, range], device: torch.device
     ) -> Batch:
         text = [row for row in rows if self.keep_text or row not in place]
-        by_student = [row for row in rows if row in place]
-        parts = [self.blocks, text], [own, [place[row] for row in by_student]]
+        by_student = [row for row in rows for _ in place.get(row, ())]
+        parts = [self.blocks, text], [own, [i for row in rows for i in place.get(row, ())]]
 
         def joined(name: str) -> Tensor:
             return torch.cat([getattr(blocks, name)[chosen] for blocks, chosen in parts])
@@ -327,21 +329,49 @@ def sampler(
     )
 
 
+def with_held_out_text(
+    settings: LanguageSettings,
+    blocks: Blocks,
+    teacher: CausalLM | None,
+    frozen: FrozenTeacher | None,
+    ranks: Ranks,
+    progress: Progress,
+) -> Blocks:
+    """Return held-out rows in which the teacher continues the prompts that have no text.
+
+    The scores then compare the student with what the teacher says. Raise SettingsError without a
+    local teacher.
+    """
+    alone = (~blocks.counts.any(1)).nonzero().flatten().tolist()
+    due = sum(row < 2 * settings.eval_rows for row in alone)
+    if not due:
+        return blocks
+    if teacher is None or frozen is None:
+        raise SettingsError(
+            f"{len(alone)} of {len(blocks)} held-out rows are prompts without a text, which only a"
+            " local teacher can continue: set EVAL_PATH to records with a text, or TEACHER_URL to"
+            " None and TEACHER_MODEL to a local model"
+        )
+    logger.info("the teacher continues %d held-out prompts, to score its own text", due)
+    rows = alone[: -(-due // PART) * PART]
+    return with_teacher_text(settings, blocks, rows, teacher, frozen, ranks, progress)
+
+
 def with_teacher_text(
     settings: LanguageSettings,
     blocks: Blocks,
+    rows: Sequence[int],
     teacher: CausalLM,
     frozen: FrozenTeacher,
     ranks: Ranks,
     progress: Progress,
 ) -> Blocks:
-    """Return the text with continuations by the teacher in the share TEACHER_TEXT of its rows.
+    """Return the text with continuations by the teacher in the rows `rows`.
 
     The continuations are stored below `data/teacher_text`, and used again for the same teacher,
-    text and settings. The first rank writes only the rows that training reads, in that order. An
-    interrupted run continues after the last complete file.
+    text and settings. The first rank writes them, in this order. An interrupted run continues after
+    the last complete file.
     """
-    rows = _rows(settings, settings.teacher_text, len(blocks))
     decisive = ("max_new_tokens", "rollout_temperature", "seed", "teacher_text")
     key = [blocks.digest, teacher.weights_id, str(frozen.model.dtype)]
     key += [str(getattr(settings, name)) for name in decisive]
@@ -370,14 +400,14 @@ def with_teacher_text(
     parts = [load_tensors(path) for path in files]
     columns = {name: getattr(blocks, name).clone() for name in COLUMNS}
     for name, column in columns.items():
-        column[rows] = torch.cat([part[name] for part in parts])
+        column[list(rows)] = torch.cat([part[name] for part in parts])
     characters = blocks.row_characters.clone()
-    characters[rows] = 0  # unknown after a continuation
+    characters[list(rows)] = 0  # unknown after a continuation
     digest = digest_of(*(column.numpy() for column in columns.values()))
     return replace(blocks, **columns, row_characters=characters, digest=digest)
 
 
-def _rows(run: TrainingSettings, share: float, n: int) -> list[int]:
+def rows_by_teacher(run: TrainingSettings, share: float, n: int) -> list[int]:
     """Return the rows that the teacher continues and training reads, rounded up to full files."""
     generator = torch.Generator().manual_seed(seed_of(run.seed, n))
     is_chosen = torch.zeros(n, dtype=torch.bool)

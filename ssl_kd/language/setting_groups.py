@@ -270,7 +270,8 @@ class RolloutSettings(Settings):
         0.0,
         "share of the rows that the student continues itself in each step, so that the teacher"
         " scores its tokens; 0: none",
-        "With ON_POLICY or TEACHER_TEXT a row holds one document.",
+        "With ON_POLICY or TEACHER_TEXT a row holds one document. If one of them is 1, records may"
+        " be prompts alone.",
         low=0,
         high=1,
         section="Generated text",
@@ -281,6 +282,12 @@ class RolloutSettings(Settings):
         " (sequence-level distillation); 0: none",
         low=0,
         high=1,
+    )
+    num_generations: int = setting(
+        1,
+        "continuations that the student generates of each row chosen by ON_POLICY, in one step",
+        "A forward pass has that many times BATCH_SIZE rows, or fewer for ON_POLICY below 1.",
+        low=1,
     )
     rollout_temperature: float = setting(
         1.0, "sampling temperature of continuations; 0: greedy", low=0, high=100

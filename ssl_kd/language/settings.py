@@ -69,6 +69,11 @@ class LanguageSettings(
         """Return whether the student also trains on rows that it did not generate."""
         return self.on_policy < 1 or self.divergence == "distillm2"
 
+    @property
+    def continues_prompts(self) -> bool:
+        """Return whether a model continues every row, so that a record may be a prompt alone."""
+        return not self.learns_text or self.teacher_text == 1
+
     def known(self) -> dict[str, Any]:
         """Return all values by lower-case name, with the default LEARNING_RATE filled in."""
         values = {name.lower(): value for name, value in self.to_dict().items()}

@@ -16,7 +16,7 @@ from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
 from ssl_kd.datasets.picture_blocks import PictureBlocks, make_picture_blocks, processor_state
 from ssl_kd.datasets.text import TextDataset, open_text
 from ssl_kd.guard.seeds import seed_of
-from ssl_kd.language.setting_groups import TextSettings
+from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import (
     CausalLM,
@@ -33,9 +33,9 @@ MIN_HELD_OUT = 16  # rows: half of fewer would be too few to score
 _CHECKED_ROWS = 4096  # of text, at once
 
 
-def texts_of(text: TextSettings) -> tuple[TextDataset, TextDataset]:
+def texts_of(text: LanguageSettings) -> tuple[TextDataset, TextDataset]:
     """Return the training text and the held-out text, which have no document in common."""
-    read = partial(open_text, field=text.text_field)
+    read = partial(open_text, field=text.text_field, prompts=text.continues_prompts)
     if text.eval_path is None:
         train_set = read(text.data_path, "train")
         eval_set = read(text.data_path, "test")
@@ -69,7 +69,7 @@ def lay_out(
     if student.processor is not None:  # a document per row: none is cut within an image
         return make_picture_blocks(texts, student.processor, block_size)
     models = [lm.model for lm in (student, *teachers) if lm.model]
-    packing = packing and all(isolates_documents(model) for model in models)
+    packing = packing and texts.prompted is None and all(map(isolates_documents, models))
     return make_blocks(texts, student.tokenizer, block_size, packing=packing)
 
 
