@@ -41,8 +41,10 @@ class DistillationTrainer(Trainer):
     The terms fail separately: a step with a NaN in one of them has the same bits as a step of the
     other term alone, and a step with a NaN in both is skipped (see `GuardCallback`, which is added
     by default). Log lines contain `ce` and `kd` in nats per token, evaluations `eval_ce` and
-    `eval_kd`. All other features of the Trainer work as usual: data sets, schedules, optimizers,
-    PEFT, mixed precision, accumulation, compilation, DDP and checkpoints.
+    `eval_kd`. `kd_left_out` (also `ce_...`, `eval_...`) is the number of batches since the last log
+    line in which the term was not finite, which `logging_nan_inf_filter` would hide. All other
+    features of the Trainer work as usual: data sets, schedules, optimizers, PEFT, mixed precision,
+    accumulation, compilation, DDP and checkpoints.
 
     Args:
         model: the student, a causal language model of transformers, with or without PEFT adapters.
@@ -189,10 +191,10 @@ class DistillationTrainer(Trainer):
                 weights=(self._weights["ce"], self._weights["kd"]),
             )
         sums = {"ce": ce, "kd": kd} if answers else {"ce": ce}
-        for name, term in sums.items():  # for log lines: sum and number of tokens, if finite
-            pair = torch.stack([term.detach(), term.new_tensor(len(rows))]).double()
-            pair = pair.where(pair.isfinite().all(), 0.0)
-            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+        for name, term in sums.items():  # for log lines: sum, tokens, and whether it is left out
+            finite = term.detach().isfinite()
+            row = torch.stack([term.detach().where(finite, 0.0), finite * len(rows), ~finite])
+            self._sums[name] = self._sums.get(name, 0.0) + row.double()
         return sums, outputs
 
     def _prepare_student(self) -> None:
@@ -266,10 +268,14 @@ class DistillationTrainer(Trainer):
     # -- log lines and evaluation -----------------------------------------------------------------
 
     def _means(self, prefix: str = "") -> dict[str, float]:
-        """Return the mean of each term per token, over all processes and since the last call."""
+        """Return each term's mean per token, and in how many batches it was not finite.
+
+        Both are over all processes and since the last call; the mean is over the other batches.
+        """
         sums, self._sums = self._sums, {}
         totals: dict[str, Any] = {n: self.accelerator.reduce(x, "sum") for n, x in sums.items()}
-        return {f"{prefix}{name}": float(total / n) for name, (total, n) in totals.items()}
+        means = {f"{prefix}{name}": float(total / n) for name, (total, n, _) in totals.items()}
+        return means | {f"{prefix}{name}_left_out": int(x[2]) for name, x in totals.items()}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log a line with `ce`, `kd` and the guard's counters added."""

@@ -1,14 +1,19 @@
 """Errors that shipped elsewhere, each as a test named after its public issue or pull request."""
 
+import math
+
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
+from ssl_kd.hf_trainer import GuardCallback  # noqa: E402
+from ssl_kd.hf_trainer.distillation import collate  # noqa: E402
 from ssl_kd.language.caching import check_divergence  # noqa: E402
 from ssl_kd.losses import LogitsTeacher, TopKTeacher, logits_distillation, token_kd  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
+from tests.test_hf_distillation import Moods, arguments, samples, teacher_model, trained  # noqa: E402
 
 # --- reverse KL on the student's own top k --------------------------------------------------------
 
@@ -67,3 +72,32 @@ def test_verl_7590_a_teacher_without_the_students_tokens_is_refused(tiny):
         )  # fmt: skip
     with pytest.raises(SettingsError, match="reverse_kl:K"):
         tiny.settings(divergence="reverse_kl:0")
+
+
+# --- what a log hides -----------------------------------------------------------------------------
+
+
+def test_trl_6702_what_logging_nan_inf_filter_hides_is_counted_in_each_log_line(tmp_path, tiny):
+    teacher = Moods(teacher_model(), bad={1, 2, 8})
+    trainer, witness, _ = trained(tmp_path, teacher, logging_steps=2, max_steps=6)
+    assert trainer.args.logging_nan_inf_filter
+    lines = [line for line in witness.logs if "loss" in line]
+    assert all(math.isfinite(line["loss"] + line["kd"]) for line in lines)
+    assert [line["kd_left_out"] for line in lines] == [1, 1, 0]
+    assert [line["ce_left_out"] for line in lines] == [0, 0, 0]
+    scores = trainer.evaluate(samples(32))
+    assert scores["eval_kd_left_out"] == 1 and scores["eval_ce_left_out"] == 0
+
+    student, passes = tiny.model(seed=1), []
+
+    def spoil(module, inputs, output):
+        passes.append(output)
+        return output * math.nan if len(passes) == 3 else output
+
+    student.lm_head.register_forward_hook(spoil)
+    options = {"args": arguments(tmp_path), "train_dataset": samples(8), "data_collator": collate}
+    plain = transformers.Trainer(student, **options, callbacks=[GuardCallback()])
+    plain.train()
+    lines = [line for line in plain.state.log_history if "loss" in line]
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert [line["guard_skipped"] for line in lines] == [0, 0, 1, 1]
