@@ -95,8 +95,8 @@ ALIGN = "auto"
 # --- Generated text -------------------------------------------------------------------------------
 
 # Share of the rows that the student continues itself in each step, so that the teacher scores its
-# tokens, at least 0, at most 1; 0: none. With ON_POLICY or TEACHER_TEXT a row holds one document.
-# If one of them is 1, records may be prompts alone.
+# tokens, at least 0, at most 1; 0: none. With generated text a row holds one document. If one of
+# the three shares is 1, records may be prompts alone.
 ON_POLICY = 0.0
 # Share of the rows in which a continuation by the teacher replaces the text, generated once
 # (sequence-level distillation), at least 0, at most 1; 0: none.
@@ -104,6 +104,11 @@ TEACHER_TEXT = 0.0
 # Continuations that the student generates of each row chosen by ON_POLICY, in one step, at least 1.
 # A forward pass has that many times BATCH_SIZE rows, or fewer for ON_POLICY below 1.
 NUM_GENERATIONS = 1
+# Share of the rows in which a continuation by the student before training replaces the text,
+# generated once, so that TEACHER_CACHE holds the teacher's answers to it (offline on-policy
+# distillation), at least 0, at most 1; 0: none. cache_teacher.py and distill.py must have the same
+# settings. The student must not have learned from another teacher's text.
+STUDENT_TEXT = 0.0
 # Sampling temperature of continuations, at least 0, at most 100; 0: greedy.
 ROLLOUT_TEMPERATURE = 1.0
 # Number of prompts with generated answers in the report, at least 0, at most 100.

@@ -74,6 +74,7 @@ class Blocks:
     left_out: tuple[str, ...]
     digest: str  # SHA-256 of ids, counts and documents
     turns: Counter[str] = field(default_factory=Counter)  # assistant turns, as in `Rendered`
+    by_student: Tensor | None = None  # bool [n], rows that the student continued before training
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -90,14 +91,18 @@ class Blocks:
 
     def part(self, rows: slice) -> Blocks:
         """Return a slice of the rows, with the digest of all rows."""
-        columns = ("ids", "counts", "documents", "row_characters")
+        columns = ["ids", "counts", "documents", "row_characters"]
+        columns += [] if self.by_student is None else ["by_student"]
         return replace(self, **{name: getattr(self, name)[rows] for name in columns})
 
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None
     ) -> Batch:
-        """Gather rows on a device, without columns that contain only padding."""
-        rows = torch.as_tensor(rows, dtype=torch.int64)
+        """Gather rows on a device, without columns of padding; rows of the student come last."""
+        rows, written = torch.as_tensor(rows, dtype=torch.int64), 0
+        if self.by_student is not None:
+            is_written = self.by_student[rows]
+            rows, written = torch.cat([rows[~is_written], rows[is_written]]), int(is_written.sum())
         documents = self.documents[rows]
         width = int((documents > 0).any(0).sum())
         documents = documents[:, :width]
@@ -113,6 +118,7 @@ class Blocks:
             rows=rows,
             characters=int(self.row_characters[rows].sum()),
             packed=bool((documents > 1).any()),
+            written=written,
         )
 
 

@@ -10,7 +10,7 @@ from ssl_kd.datasets.aligned import aligned_blocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.language import LanguageJudge, Reading
-from ssl_kd.guard.precision import default_torch_state
+from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.language.judge_in_run import ANSWER_PROMPTS
 from ssl_kd.language.rollouts import with_held_out_text
 from ssl_kd.language.settings import LanguageSettings
@@ -59,7 +59,7 @@ def judge(
     )
     freeze = partial(FrozenTeacher, device=precision.device, dtype=precision.teacher)
     frozen = teacher and freeze(teacher.model)
-    readings = _readings(settings, texts, student, teacher, frozen, alike, progress)
+    readings = _readings(settings, texts, student, teacher, precision, alike, progress)
     language_judge = LanguageJudge(
         texts.examples,
         *readings,
@@ -93,7 +93,7 @@ def _readings(
     texts: TextDataset,
     student: CausalLM,
     teacher: CausalLM | None,
-    frozen: FrozenTeacher | None,
+    precision: Precision,
     alike: bool,
     progress: Progress,
 ) -> list[Reading]:
@@ -106,7 +106,7 @@ def _readings(
     if teacher is None or alike:
         blocks = lay_out(size, text.packing, texts, student, lms[1:])
         assert isinstance(blocks, Blocks)
-        blocks = with_held_out_text(text, blocks, teacher, frozen, ONE_RANK, progress)
+        blocks = with_held_out_text(text, blocks, teacher, precision, ONE_RANK, progress)
         sides = [blocks] * len(lms)
     else:
         both = aligned_blocks(texts, student.tokenizer, teacher.tokenizer, size)

@@ -21,7 +21,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_identity, check_divergence
 from ssl_kd.language.foreign_names import IN_MEMORY
-from ssl_kd.language.rollouts import rows_by_teacher, with_held_out_text, with_teacher_text
+from ssl_kd.language.rollouts import rows_to_continue, with_held_out_text, with_text_by
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
@@ -45,6 +45,7 @@ from ssl_kd.language.text_rows import (
     split_held_out,
     texts_of,
 )
+from ssl_kd.language.text_teacher import check_same_teacher
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import (
@@ -139,7 +140,7 @@ def prepare(
     train_set, eval_set = texts_of(settings)
     settings.check_images(train_set.pictured, eval_set.pictured)
     progress("prepare", 1, 3, {"documents": len(train_set)})
-    loader = _ModelLoader(settings, train_set, precision, progress, ranks)
+    loader = ModelLoader(settings, train_set, precision, progress, ranks)
     teacher, student = loader.load(models)
     others = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
     teachers = [lm for lm in (teacher, *others) if lm is not None]
@@ -149,6 +150,12 @@ def prepare(
 
     frozen = served = cache = None
     placement: Any = {"device": precision.device, "dtype": precision.teacher}
+    place = precision, ranks, progress
+    if settings.student_text:
+        assert isinstance(blocks, Blocks) and teacher is not None  # check_together
+        check_same_teacher(student, teacher)
+        rows = rows_to_continue(settings, settings.student_text, len(blocks))
+        blocks = with_text_by("student", rows, settings, blocks, student, *place)
     if teacher is not None and settings.teacher_cache is not None:
         cache = _open_cache(settings, Path(settings.teacher_cache), teacher, train_set, blocks)
     elif teacher is not None and teacher.model is None:
@@ -158,8 +165,8 @@ def prepare(
         frozen = FrozenTeacher(teacher.model, **placement)
         if settings.teacher_text:
             assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-            rows = rows_by_teacher(settings, settings.teacher_text, len(blocks))
-            blocks = with_teacher_text(settings, blocks, rows, teacher, frozen, ranks, progress)
+            rows = rows_to_continue(settings, settings.teacher_text, len(blocks))
+            blocks = with_text_by("teacher", rows, settings, blocks, teacher, *place)
     if settings.router_mode == "auto":
         live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
         settings = settings.replace(router_mode="sar" if live else "native")
@@ -168,8 +175,7 @@ def prepare(
     if isinstance(eval_blocks, AlignedBlocks):
         sides: Any = eval_blocks.student, eval_blocks.teacher
     else:
-        models_of_text = teacher, frozen, ranks
-        sides = [with_held_out_text(settings, eval_blocks, *models_of_text, progress)] * 2
+        sides = [with_held_out_text(settings, eval_blocks, teacher, *place)] * 2
     test, validation = split_held_out(len(eval_blocks), settings.eval_rows)
     return Prepared(
         settings=settings,
@@ -200,8 +206,7 @@ def _lay_out(
 ) -> tuple[Blocks | AlignedBlocks, Blocks | AlignedBlocks]:
     """Lay out both texts in rows, log what was left out, and check that all models fit them."""
     aligned, size = settings.align != "auto", settings.block_size
-    packed = settings.packing and not (settings.on_policy or settings.teacher_text)
-    blocks = lay_out(size, packed, train_set, student, teachers, aligned=aligned)
+    blocks = lay_out(size, settings.packs, train_set, student, teachers, aligned=aligned)
     held_out = lay_out(size, settings.packing, eval_set, student, teachers, aligned=aligned)
     student_blocks = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
     if turns := describe_turns(student_blocks.turns):
@@ -229,7 +234,7 @@ def _lay_out(
 
 
 @dataclass(frozen=True)
-class _ModelLoader:
+class ModelLoader:
     """Load, build or train the first teacher and the student of a run."""
 
     settings: LanguageSettings
@@ -238,7 +243,8 @@ class _ModelLoader:
     progress: Progress
     ranks: Ranks
 
-    def load(self, in_memory: InMemoryModels) -> tuple[CausalLM | None, CausalLM]:
+    def load(self, in_memory: InMemoryModels = NO_MODELS) -> tuple[CausalLM | None, CausalLM]:
+        """Return the first teacher and the student."""
         for role, lm in vars(in_memory).items():
             if lm is None and getattr(self.settings, f"{role}_model") == IN_MEMORY:
                 raise SettingsError(
@@ -246,7 +252,7 @@ class _ModelLoader:
                     " ssl_kd.Distillation with that model again, or set the name of a saved one"
                 )
         self._check_width()
-        teacher = in_memory.teacher or self._teacher()
+        teacher = in_memory.teacher or self.teacher()
         student = self._student(teacher, in_memory.student)
         if teacher is not None and teacher.tokenizer is None:  # compared with that of the cache
             teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
@@ -268,7 +274,7 @@ class _ModelLoader:
                 return
             check_rank(rank, config)
 
-    def _teacher(self) -> CausalLM | None:
+    def teacher(self) -> CausalLM | None:
         """Load or train the teacher; its model is None if it runs on a server."""
         settings, precision, name = self.settings, self.precision, self.settings.teacher_names[0]
         if settings.teacher_url is not None:

@@ -1,4 +1,4 @@
-"""Let a model continue rows of text: the student in each step, or the teacher before training.
+"""Let a model continue rows of text: the student in each step, or a model before training.
 
 In on-policy distillation (ON_POLICY), the student continues some rows of each step, so that it is
 trained on the prefixes that it generates itself (Agarwal et al., GKD, ICLR 2024, algorithm 1; no
@@ -6,7 +6,9 @@ gradient flows through the sampling). The chosen rows and their continuations de
 the step, the row and the weights, but not on other rows, the number of ranks, or a resume.
 
 In sequence-level distillation (TEACHER_TEXT), the teacher continues rows once, and the student is
-trained on the continuations (Kim and Rush, EMNLP 2016).
+trained on the continuations (Kim and Rush, EMNLP 2016). In offline on-policy distillation
+(STUDENT_TEXT), the student continues rows once, so that a cache can hold the teacher's answers to
+them (Wu et al., Lightning OPD, arXiv 2604.13010).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from ssl_kd.datasets.blocks import Batch, Blocks, digest_of
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.generation import Autocast, end_tokens
 from ssl_kd.files import load_tensors, save_tensors
+from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.seeds import seed_of
 from ssl_kd.language.objective import Objective
 from ssl_kd.language.setting_groups import RolloutSettings, TrainingSettings
@@ -34,7 +37,6 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.text_rows import rows_of_step
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, evaluating, n_ids, positions, without_adapters
-from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.ranks import Ranks
 
@@ -42,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 _CHOICE, _DRAW = 0, 1  # distinguish the seeds of a row's choice and of its continuations
 PROMPT_TOKENS = 16  # of a row of plain text, with the start token
-TEACHER_TEXTS = Path("data") / "teacher_text"
+GENERATED = Path("data")  # whose folders teacher_text and student_text hold continuations
 COLUMNS = ("ids", "counts", "documents")
-PART = 256  # rows in a file of the teacher's text, and the most that an interruption loses
+PART = 256  # rows in a file of continuations, and the most that an interruption loses
 
 Continue = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], list[list[int]]]
 """Function of prompts, their maximum numbers of new tokens, and their seeds, which returns the new
@@ -333,7 +335,7 @@ def with_held_out_text(
     settings: LanguageSettings,
     blocks: Blocks,
     teacher: CausalLM | None,
-    frozen: FrozenTeacher | None,
+    precision: Precision,
     ranks: Ranks,
     progress: Progress,
 ) -> Blocks:
@@ -346,7 +348,7 @@ def with_held_out_text(
     due = sum(row < 2 * settings.eval_rows for row in alone)
     if not due:
         return blocks
-    if teacher is None or frozen is None:
+    if teacher is None or teacher.model is None:
         raise SettingsError(
             f"{len(alone)} of {len(blocks)} held-out rows are prompts without a text, which only a"
             " local teacher can continue: set EVAL_PATH to records with a text, or TEACHER_URL to"
@@ -354,30 +356,38 @@ def with_held_out_text(
         )
     logger.info("the teacher continues %d held-out prompts, to score its own text", due)
     rows = alone[: -(-due // PART) * PART]
-    return with_teacher_text(settings, blocks, rows, teacher, frozen, ranks, progress)
+    return with_text_by("teacher", rows, settings, blocks, teacher, precision, ranks, progress)
 
 
-def with_teacher_text(
+def with_text_by(
+    writer: Literal["teacher", "student"],
+    rows: Sequence[int],
     settings: LanguageSettings,
     blocks: Blocks,
-    rows: Sequence[int],
-    teacher: CausalLM,
-    frozen: FrozenTeacher,
+    lm: CausalLM,
+    precision: Precision,
     ranks: Ranks,
     progress: Progress,
 ) -> Blocks:
-    """Return the text with continuations by the teacher in the rows `rows`.
+    """Return the text with continuations by a model in the rows `rows`.
 
-    The continuations are stored below `data/teacher_text`, and used again for the same teacher,
-    text and settings. The first rank writes them, in this order. An interrupted run continues after
-    the last complete file.
+    The continuations are stored below `data/teacher_text` or `data/student_text`, and used again
+    for the same model, text and settings. The first rank writes them, in this order. An interrupted
+    run continues after the last complete file. The student has its weights from before training.
     """
-    decisive = ("max_new_tokens", "rollout_temperature", "seed", "teacher_text")
-    key = [blocks.digest, teacher.weights_id, str(frozen.model.dtype)]
+    if not rows:
+        return blocks
+    kind, by_student = f"{writer}_text", writer == "student"
+    decisive = ("max_new_tokens", "rollout_temperature", "seed", kind)
+    dtype = precision.student if by_student else lm.model.dtype
+    key = [blocks.digest, lm.weights_id, str(dtype)]
     key += [str(getattr(settings, name)) for name in decisive]
-    folder = TEACHER_TEXTS / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
+    key += [settings.quantization] if settings.quantization else []
+    folder = GENERATED / kind / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
     files = [folder / f"part_{start // PART:05d}.pt" for start in range(0, len(rows), PART)]
-    sample = sampler(settings, frozen.model, teacher.tokenizer, settings.batch_size)
+    autocast = precision.autocast if by_student else nullcontext
+    model = lm.model.to(precision.device)
+    sample = sampler(settings, model, lm.tokenizer, settings.batch_size, autocast)
     most = settings.max_new_tokens
 
     def write_missing() -> None:
@@ -389,14 +399,14 @@ def with_teacher_text(
             own, _ = continue_rows(blocks, part, seeds, sample, max_new_tokens=most)
             if sample.sick:
                 raise InputError(
-                    f"the logits of the teacher {teacher.name} are not finite in {sample.sick} of"
+                    f"the logits of the {writer} {lm.name} are not finite in {sample.sick} of"
                     f" {len(part)} rows that it continues: try --model_dtype float32"
                 )
             save_tensors(path, {name: getattr(own, name) for name in COLUMNS})
-            progress("teacher's text", min((i + 1) * PART, len(rows)), len(rows), {})
+            progress(f"{writer}'s text", min((i + 1) * PART, len(rows)), len(rows), {})
 
     ranks.from_first(write_missing)
-    logger.info("the teacher's continuations of %d rows are in %s", len(rows), folder)
+    logger.info("the %s's continuations of %d rows are in %s", writer, len(rows), folder)
     parts = [load_tensors(path) for path in files]
     columns = {name: getattr(blocks, name).clone() for name in COLUMNS}
     for name, column in columns.items():
@@ -404,11 +414,15 @@ def with_teacher_text(
     characters = blocks.row_characters.clone()
     characters[list(rows)] = 0  # unknown after a continuation
     digest = digest_of(*(column.numpy() for column in columns.values()))
-    return replace(blocks, **columns, row_characters=characters, digest=digest)
+    continued = replace(blocks, **columns, row_characters=characters, digest=digest)
+    if not by_student:
+        return continued
+    is_own = torch.zeros(len(blocks), dtype=torch.bool).index_fill_(0, torch.tensor(rows), True)
+    return replace(continued, by_student=is_own)
 
 
-def rows_by_teacher(run: TrainingSettings, share: float, n: int) -> list[int]:
-    """Return the rows that the teacher continues and training reads, rounded up to full files."""
+def rows_to_continue(run: TrainingSettings, share: float, n: int) -> list[int]:
+    """Return the rows that a model continues and training reads, rounded up to full files."""
     generator = torch.Generator().manual_seed(seed_of(run.seed, n))
     is_chosen = torch.zeros(n, dtype=torch.bool)
     is_chosen[torch.randperm(n, generator=generator)[: round(share * n)]] = True

@@ -29,6 +29,7 @@ from ssl_kd.language.run_record import (
 )
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, check_ranks, precision_of
+from ssl_kd.language.text_teacher import save_text_teacher
 from ssl_kd.language.train import Row, train
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board, check_boards
@@ -194,6 +195,8 @@ def _save(folder: RunFolder, prepared: Prepared, distiller: Distiller, table: li
             base=teacher.name if is_cut and teacher is not None else "",
             made=card_facts(prepared),
         )
+        wrote = teacher if prepared.settings.teacher_text else None
+        save_text_teacher(folder.path / "student", student, wrote)
         if isinstance(source, RoutedTeacher) and source.router is not None:
             source.mixture.save_router(folder.path / "router.safetensors")
 

@@ -270,7 +270,7 @@ class RolloutSettings(Settings):
         0.0,
         "share of the rows that the student continues itself in each step, so that the teacher"
         " scores its tokens; 0: none",
-        "With ON_POLICY or TEACHER_TEXT a row holds one document. If one of them is 1, records may"
+        "With generated text a row holds one document. If one of the three shares is 1, records may"
         " be prompts alone.",
         low=0,
         high=1,
@@ -288,6 +288,16 @@ class RolloutSettings(Settings):
         "continuations that the student generates of each row chosen by ON_POLICY, in one step",
         "A forward pass has that many times BATCH_SIZE rows, or fewer for ON_POLICY below 1.",
         low=1,
+    )
+    student_text: float = setting(
+        0.0,
+        "share of the rows in which a continuation by the student before training replaces the"
+        " text, generated once, so that TEACHER_CACHE holds the teacher's answers to it (offline"
+        " on-policy distillation); 0: none",
+        "cache_teacher.py and distill.py must have the same settings. The student must not have"
+        " learned from another teacher's text.",
+        low=0,
+        high=1,
     )
     rollout_temperature: float = setting(
         1.0, "sampling temperature of continuations; 0: greedy", low=0, high=100

@@ -67,7 +67,14 @@ class LanguageSettings(
     @property
     def learns_text(self) -> bool:
         """Return whether the student also trains on rows that it did not generate."""
-        return self.on_policy < 1 or self.divergence == "distillm2"
+        by_student = max(self.on_policy, self.student_text)
+        return by_student < 1 or self.divergence == "distillm2"
+
+    @property
+    def packs(self) -> bool:
+        """Return whether training rows may hold several documents: without generated text."""
+        generated = self.on_policy or self.teacher_text or self.student_text
+        return self.packing and not generated
 
     @property
     def continues_prompts(self) -> bool:
@@ -157,6 +164,7 @@ class LanguageSettings(
             (self.teacher_url, "TEACHER_URL supports only text", "name the teacher's folder"),
             (self.on_policy, "ON_POLICY supports only text", "set it to 0"),
             (self.teacher_text, "TEACHER_TEXT supports only text", "set it to 0"),
+            (self.student_text, "STUDENT_TEXT supports only text", "set it to 0"),
         ):
             _refuse((conflict, f"the text holds images, first in {first}, but {reason}: {fix}."))
 
@@ -229,7 +237,9 @@ class LanguageSettings(
             _refuse((conflict, f"QUANTIZATION is {self.quantization!r}, {fix}, or set it to None."))
 
     def _check_generation(self, no_teacher: bool, cached: bool) -> None:
-        names = " and ".join(n.upper() for n in ("on_policy", "teacher_text") if getattr(self, n))
+        kinds = ("on_policy", "teacher_text", "student_text")
+        names = " and ".join(kind.upper() for kind in kinds if getattr(self, kind))
+        scored = "STUDENT_TEXT" if self.student_text else "ON_POLICY"
         _refuse(
             (
                 self.divergence == "distillm2" and not self.on_policy,
@@ -237,12 +247,22 @@ class LanguageSettings(
                 " ON_POLICY above 0; 1 makes a pair of each row.",
             ),
             (
-                names and (no_teacher or (self.on_policy and self.alpha_kd == 0)),
-                f"{names} is above 0, which needs a teacher; only it scores generated text: name a"
-                " TEACHER_MODEL, and for ON_POLICY set ALPHA_KD above 0.",
+                self.student_text and names != "STUDENT_TEXT",
+                f"{names} are above 0, but STUDENT_TEXT cannot be combined with other generated"
+                " text: set one of them to 0 (train on the teacher's text in an earlier run).",
             ),
             (
-                names and (cached or self.align != "auto"),
+                names and (no_teacher or (names != "TEACHER_TEXT" and self.alpha_kd == 0)),
+                f"{names} is above 0, which needs a teacher; only it scores generated text: name a"
+                f" TEACHER_MODEL, and for {scored} set ALPHA_KD above 0.",
+            ),
+            (
+                self.student_text and self.align != "auto",
+                f"STUDENT_TEXT is above 0, but ALIGN is {self.align!r}: set ALIGN to 'auto', and"
+                " name a teacher with the student's tokenizer.",
+            ),
+            (
+                names and not self.student_text and (cached or self.align != "auto"),
                 f"{names} is above 0, which needs a live teacher with the student's tokenizer: set"
                 " TEACHER_CACHE to None and ALIGN to 'auto'.",
             ),

@@ -86,6 +86,7 @@ def trained_teacher(
         quantization=None,
         lora_rank=0,
         teacher_text=0.0,
+        student_text=0.0,
     )
     key = [texts.digest, precision.student, small.block_size, small.packing, small.batch_size]
     key += [small.gradient_accumulation_steps, size, steps, small.seed, small.weight_decay]

@@ -437,13 +437,16 @@ def _not_finite(self, input_ids, scores):
 
 
 @fault(118)
+@pytest.mark.parametrize("generated", ["on_policy", "student_text"])
 def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
-    settings, models, tiny, tmp_path
+    settings, models, tiny, tmp_path, monkeypatch, generated
 ):
     """The teacher's embeddings of tokens that no text holds are NaN."""
     from transformers import AutoModelForCausalLM
 
-    own = settings(**OWN, teacher_model=str(tmp_path / "teacher"))
+    monkeypatch.chdir(tmp_path)
+    teacher = str(tmp_path / "teacher")
+    own = settings(max_new_tokens=6, teacher_model=teacher).replace(**{generated: 0.5})
     texts = [*tiny.texts(48).examples, *tiny.texts(12, 1000).examples]
     used = {t for example in texts for t in tiny.tokenizer(example.text).input_ids} | {0, 1, 2}
     model = AutoModelForCausalLM.from_pretrained(models("teacher"))
