@@ -48,6 +48,15 @@ STUDENT_MODEL = "fresh:2x128"
 LORA_RANK = 0
 # LoRA alpha, above 0; the adapters are scaled by LORA_ALPHA / LORA_RANK.
 LORA_ALPHA = 16.0
+# Dropout on the input of the adapters, at least 0, below 1.
+LORA_DROPOUT = 0.0
+# Layers with adapters: all-linear (all but the output head) | names of linear layers, separated by
+# commas, as in q_proj,v_proj.
+LORA_TARGET_MODULES = "all-linear"
+# Scale the adapters by LORA_ALPHA / sqrt(LORA_RANK) (rank-stabilized LoRA).
+USE_RSLORA = False
+# Also train the magnitude of each adapted weight (DoRA). Slower, more memory.
+USE_DORA = False
 # Recompute activations in the backward pass: less memory, more time.
 GRADIENT_CHECKPOINTING = False
 # Peak learning rate of AdamW, at least 0, at most 100; None: 3e-3 for new weights, 5e-4 for layers
@@ -139,11 +148,24 @@ EPOCHS = None
 BATCH_SIZE = 8
 # Forward passes per step, at least 1; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
-# Learning rate after the warm-up: cosine (to zero) | linear (to zero) | constant_with_warmup |
-# constant (without a warm-up).
+# Learning rate after the warm-up: cosine (to zero) | cosine_with_min_lr (to MIN_LR_RATE) | linear
+# (to zero) | constant_with_warmup | constant (without a warm-up).
 LR_SCHEDULE = "cosine"
+# Last learning rate of cosine_with_min_lr, as a fraction of the peak, at least 0, at most 1.
+MIN_LR_RATE = 0.1
 # Fraction of the steps used for warm-up, before LR_SCHEDULE, at least 0, below 1.
 WARMUP_FRACTION = 0.1
+# Steps of warm-up, at least 0; 0: WARMUP_FRACTION decides.
+WARMUP_STEPS = 0
+# Optimizer: adamw_torch (its state in float32) | adamw_8bit (of bitsandbytes: the state in 8 bits,
+# except for tensors below 4,096 weights); transformers' other names of the two also work.
+OPTIM = "adamw_torch"
+# Decay of AdamW's mean gradient, at least 0, below 1.
+ADAM_BETA1 = 0.9
+# Decay of AdamW's mean squared gradient, at least 0, below 1.
+ADAM_BETA2 = 0.95
+# Added to the root of the mean squared gradient, at least 1e-30, at most 1.
+ADAM_EPSILON = 1e-8
 # Decoupled weight decay of AdamW, at least 0, at most 10.
 WEIGHT_DECAY = 0.01
 # Maximum gradient norm, above 0; None: no clipping.

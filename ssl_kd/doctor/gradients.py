@@ -70,19 +70,15 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
     yield Finding("precision", str(precision))
     yield from _weights(model)
     if settings.lora_rank:
-        model = add_lora(model, settings.lora_rank, settings.lora_alpha)
+        model = add_lora(model, settings.lora_rank, **settings.lora_options)
     gpus = [precision.device] if precision.device.type == "cuda" else []
     with seeded(settings.seed, gpus):
         distiller = Distiller(model, settings, precision)
         batch = blocks.batch(range(min(settings.batch_size, len(blocks))), precision.device)
         if (yield from _forward(distiller, batch)):
             yield from _backward(distiller, batch)
-            rates = [
-                learning_rate_at(
-                    step, STEPS, settings.peak_lr, settings.warmup_fraction, settings.lr_schedule
-                )
-                for step in range(STEPS)
-            ]
+            schedule = settings.rate_schedule
+            rates = [learning_rate_at(step, STEPS, *schedule) for step in range(STEPS)]
             yield from _steps(distiller, batch, rates)
 
 

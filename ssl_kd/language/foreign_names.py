@@ -23,6 +23,7 @@ ALIASES: Mapping[str, str] = {
     "max_seq_length": "block_size",
     "per_device_batch_size": "batch_size",
     "student_lr": "learning_rate",
+    "target_modules": "lora_target_modules",
     "teacher_model_name_or_path": "teacher_model",
     "train_steps": "max_steps",
 }
@@ -55,8 +56,8 @@ _OTHERS: Mapping[str, str] = {
     "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.": "alpha kd_ratio",
     "Use --align uld (or chunks), and --alpha_kd.": "uld_* use_extended_uld use_uld_loss",
     "Use --lora_rank above 0.": "peft use_lora use_peft",
-    "Adapters are on every linear layer but the head, without dropout; --lora_rank and --lora_alpha"
-    " set them.": "lora_* target_modules",
+    "Adapters are set by --lora_rank, --lora_alpha, --lora_dropout, --lora_target_modules,"
+    " --use_rslora and --use_dora.": "init_lora_weights lora_* modules_to_save",
     "Use --quantization nf4.": "bnb_* load_in_4bit load_in_8bit",
     "Use --teacher_text 1.": "seq_kd",
     "Not supported: the student generates with transformers.": """
@@ -67,7 +68,9 @@ _OTHERS: Mapping[str, str] = {
         liger_kernel_config use_cache use_liger_kernel""",
     "Not supported here; use ssl_kd.hf_trainer.DistillationTrainer.": """
         torch_compile torch_compile_backend torch_compile_mode""",
-    "Use --lr_schedule and --warmup_fraction.": "lr_scheduler_kwargs",
+    "Use --lr_schedule and --min_lr_rate.": "lr_scheduler_kwargs",
+    "Use --optim, --adam_beta1, --adam_beta2 and --adam_epsilon.": """
+        adam_* optim_* optim_target_modules""",
 }
 # Settings of older scripts.
 _REMOVED: Mapping[str, str] = {
@@ -81,8 +84,9 @@ _REMOVED: Mapping[str, str] = {
     "Removed: the first five steps are always logged, see --log_every.": "verbose_steps",
     "Removed: the best student is kept; lower --max_steps to stop earlier.": "patience",
 }
+_SETTINGS_HERE = {"optim", "warmup_steps"}  # though not of the other modes
 INSTEAD: Mapping[str, str] = {
-    **RunSettings.instead,
+    **{name: hint for name, hint in RunSettings.instead.items() if name not in _SETTINGS_HERE},
     **by_name(_OTHERS),
     **by_name(_REMOVED),
 }

@@ -340,8 +340,8 @@ class ModelLoader:
         freeze_tower(student.model, images=self.texts.pictured is not None)
         if not settings.lora_rank:
             return student
-        rank = settings.lora_rank, settings.lora_alpha
-        adapted = add_lora(student.model, *rank, seed=settings.seed)
+        rank, options = settings.lora_rank, settings.lora_options
+        adapted = add_lora(student.model, rank, seed=settings.seed, **options)
         if half:
             halve_products(adapted, precision.student)
         return dataclasses.replace(student, model=adapted)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from ssl_kd.divergences import DIVERGENCES, JS_BETA, STUDENT_TOP_K
+from ssl_kd.language.foreign_names import INSTEAD
 from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
 
 TRAINED = "4x192", 800  # LAYERSxDIM and steps of TEACHER_MODEL train
@@ -147,6 +150,18 @@ class StudentSettings(Settings):
     lora_alpha: float = setting(
         16.0, "LoRA alpha; the adapters are scaled by LORA_ALPHA / LORA_RANK", above=0
     )
+    lora_dropout: float = setting(0.0, "dropout on the input of the adapters", low=0, below=1)
+    lora_target_modules: str = setting(
+        "all-linear",
+        "layers with adapters: all-linear (all but the output head) | names of linear layers,"
+        " separated by commas, as in q_proj,v_proj",
+    )
+    use_rslora: bool = setting(
+        False, "scale the adapters by LORA_ALPHA / sqrt(LORA_RANK) (rank-stabilized LoRA)"
+    )
+    use_dora: bool = setting(
+        False, "also train the magnitude of each adapted weight (DoRA)", "Slower, more memory."
+    )
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass: less memory, more time"
     )
@@ -157,6 +172,23 @@ class StudentSettings(Settings):
         low=0,
         high=100,
     )
+
+    @property
+    def lora_options(self) -> dict[str, Any]:
+        """The keyword arguments of `add_lora`."""
+        names = "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora"
+        return {name: getattr(self, name) for name in names}
+
+    def check_together(self) -> None:
+        """Raise SettingsError if an option of adapters is set, but there are no adapters."""
+        super().check_together()
+        options = self.lora_options | {"lora_alpha": 16.0}
+        for name, value in options.items():
+            if not self.lora_rank and value != getattr(type(self), name):
+                raise SettingsError(
+                    f"{name.upper()} is {value!r}, but LORA_RANK is 0, which trains all weights"
+                    f" without adapters: set LORA_RANK above 0, or leave {name.upper()} out."
+                )
 
     @property
     def peak_lr(self) -> float:
@@ -346,6 +378,8 @@ class RouterSettings(Settings):
 class TrainingSettings(RunSettings):
     """Configure the optimizer, guard, devices, evaluation and logging of a run."""
 
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+
     max_steps: int = setting(500, "optimizer steps", low=1, section="Optimization")
     epochs: float | None = setting(
         None, "passes over the data; None: MAX_STEPS decides", above=0, high=1_000_000
@@ -362,12 +396,28 @@ class TrainingSettings(RunSettings):
     )
     lr_schedule: str = setting(
         "cosine",
-        "learning rate after the warm-up: cosine (to zero) | linear (to zero) |"
-        " constant_with_warmup | constant (without a warm-up)",
-        choices=("cosine", "linear", "constant_with_warmup", "constant"),
+        "learning rate after the warm-up: cosine (to zero) | cosine_with_min_lr (to MIN_LR_RATE) |"
+        " linear (to zero) | constant_with_warmup | constant (without a warm-up)",
+        choices=("cosine", "cosine_with_min_lr", "linear", "constant_with_warmup", "constant"),
+    )
+    min_lr_rate: float = setting(
+        0.1, "last learning rate of cosine_with_min_lr, as a fraction of the peak", low=0, high=1
     )
     warmup_fraction: float = setting(
         0.1, "fraction of the steps used for warm-up, before LR_SCHEDULE", low=0, below=1
+    )
+    warmup_steps: int = setting(0, "steps of warm-up; 0: WARMUP_FRACTION decides", low=0)
+    optim: str = setting(
+        "adamw_torch",
+        "optimizer: adamw_torch (its state in float32) | adamw_8bit (of bitsandbytes: the state in"
+        " 8 bits, except for tensors below 4,096 weights); transformers' other names of the two"
+        " also work",
+        choices=("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit"),
+    )
+    adam_beta1: float = setting(0.9, "decay of AdamW's mean gradient", low=0, below=1)
+    adam_beta2: float = setting(0.95, "decay of AdamW's mean squared gradient", low=0, below=1)
+    adam_epsilon: float = setting(
+        1e-8, "added to the root of the mean squared gradient", low=1e-30, high=1
     )
     weight_decay: float = setting(0.01, "decoupled weight decay of AdamW", low=0, high=10)
     clip_grad: float | None = setting(1.0, "maximum gradient norm; None: no clipping", above=0)

@@ -16,7 +16,6 @@ from ssl_kd.language.foreign_names import (
     FREE_ON_RESUME,
     HEADING,
     IN_MEMORY,
-    INSTEAD,
     PER_PROCESS,
 )
 from ssl_kd.language.setting_groups import (
@@ -47,7 +46,6 @@ class LanguageSettings(
     free_on_resume: ClassVar[frozenset[str]] = FREE_ON_RESUME
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     per_process: ClassVar[frozenset[str]] = PER_PROCESS
-    instead: ClassVar[Mapping[str, str]] = INSTEAD
     obsolete: ClassVar[frozenset[str]] = frozenset({"SHARD"})
     first: ClassVar[tuple[str, ...]] = FIRST
     file_heading: ClassVar[str] = HEADING
@@ -80,6 +78,12 @@ class LanguageSettings(
     def continues_prompts(self) -> bool:
         """Return whether a model continues every row, so that a record may be a prompt alone."""
         return not self.learns_text or self.teacher_text == 1
+
+    @property
+    def rate_schedule(self) -> tuple[float, float, str, int, float]:
+        """Return the arguments of `learning_rate_at` after the number of steps."""
+        warmup = self.warmup_fraction, self.lr_schedule, self.warmup_steps
+        return self.peak_lr, *warmup, self.min_lr_rate
 
     def known(self) -> dict[str, Any]:
         """Return all values by lower-case name, with the default LEARNING_RATE filled in."""

@@ -29,6 +29,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass, rng_state
 from ssl_kd.language.sources import Source, named_rows
 from ssl_kd.settings import SettingsError
+from ssl_kd.teachers.dtypes import bitsandbytes
 from ssl_kd.teachers.finite import in_words
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.process_group import ProcessGroup
@@ -64,6 +65,27 @@ def precision_of(run: TrainingSettings) -> Precision:
     if run.model_dtype == "float32":
         precision = replace(precision, teacher=torch.float32)
     return precision
+
+
+def make_optimizer(
+    student: nn.Module, settings: LanguageSettings, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return the AdamW of OPTIM; vectors (norms and biases) have no weight decay."""
+    trained = [p for p in student.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    options: Any = {
+        "lr": settings.peak_lr,
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_epsilon,
+    }
+    if settings.optim.endswith("8bit"):
+        return bitsandbytes("OPTIM adamw_8bit").optim.AdamW8bit(groups, **options)
+    fused = True if device.type == "cuda" else None  # on a CPU it would change the bits
+    return torch.optim.AdamW(groups, **options, fused=fused)
 
 
 @dataclass(frozen=True)
@@ -164,17 +186,7 @@ class Distiller(Objective):
         device = precision.device
         self.ranks = ProcessGroup(device)
         self.distributed = DistributedStudent(student, self.ranks)
-        trained = [p for p in student.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.peak_lr,
-            betas=(0.9, 0.95),
-            fused=True if device.type == "cuda" else None,  # on a CPU it would change the bits
-        )
+        self.optimizer = make_optimizer(student, settings, device)
         self.guard = Guard(
             student,
             self.optimizer,

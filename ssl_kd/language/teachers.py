@@ -69,24 +69,16 @@ def trained_teacher(
     """
     assert settings.to_train is not None
     size, steps = settings.to_train
-    small = settings.replace(
+    kept = "device model_dtype seed block_size packing batch_size gradient_accumulation_steps"
+    kept += " weight_decay warmup_fraction gradient_checkpointing log_every"
+    small = LanguageSettings(
         teacher_model="none",
-        teacher_cache=None,
         student_model=f"fresh:{size}",
         max_steps=steps,
-        epochs=None,
         alpha_ce=1.0,
         alpha_kd=0.0,
-        legacy_clamp=None,
-        on_policy=0.0,
-        divergence="auto",
         learning_rate=2e-3,
-        lr_schedule="cosine",
-        clip_grad=1.0,
-        quantization=None,
-        lora_rank=0,
-        teacher_text=0.0,
-        student_text=0.0,
+        **{name: getattr(settings, name) for name in kept.split()},
     )
     key = [texts.digest, precision.student, small.block_size, small.packing, small.batch_size]
     key += [small.gradient_accumulation_steps, size, steps, small.seed, small.weight_decay]

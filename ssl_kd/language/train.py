@@ -80,8 +80,7 @@ class _StudentLearner:
     def learn(self, step: int) -> None:
         """Run one guarded step on the rows of text that belong to it."""
         distiller, settings = self.distiller, self.distiller.settings
-        schedule = settings.peak_lr, settings.warmup_fraction, settings.lr_schedule
-        self._learning_rate = rate = learning_rate_at(step, self.steps, *schedule)
+        self._learning_rate = rate = learning_rate_at(step, self.steps, *settings.rate_schedule)
         gpus = [self._device] if self._device.type == "cuda" else []
         rank = distiller.ranks.rank
         with seeded(seed_of(settings.seed, step, *([rank] if rank else [])), gpus):  # of dropout

@@ -16,6 +16,13 @@ from torch import Tensor, nn
 from ssl_kd.errors import MissingPackage
 
 
+def bitsandbytes(setting: str) -> Any:
+    """Return the package; raise MissingPackage, which names the setting that needs it."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingPackage(f"{setting} needs bitsandbytes: pip install 'ssl_kd[quantized]'")
+    return importlib.import_module("bitsandbytes")
+
+
 def nf4(device: torch.device, compute: torch.dtype) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that quantize a frozen model's linear layers.
 
@@ -24,8 +31,7 @@ def nf4(device: torch.device, compute: torch.dtype) -> dict[str, Any]:
     because bitsandbytes rounds the input of such a layer to float16, where it may overflow, and the
     result of a row depends on the other rows of the batch.
     """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingPackage("QUANTIZATION nf4 needs bitsandbytes: pip install 'ssl_kd[quantized]'")
+    bitsandbytes("QUANTIZATION nf4")
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(

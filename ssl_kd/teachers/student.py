@@ -53,6 +53,7 @@ _WIDTHS = (
 )
 _HEAD_DIM = 64  # of a new Llama, if the width allows it
 _TOWERS = {"vision_tower", "visual", "vision_model", "vision_encoder", "image_tower"}
+ALL_LINEAR = "all-linear"  # all linear layers but the output head
 _PROJECTOR = "merger"  # of Qwen-VL, which keeps it inside the tower
 
 
@@ -112,21 +113,31 @@ def build_student(
     return CausalLM.of(model, tokenizer, spec, processor)
 
 
-def add_lora(model: Any, rank: int, alpha: float = 16.0, *, seed: int = 0) -> Any:
+def add_lora(
+    model: Any,
+    rank: int,
+    lora_alpha: float = 16.0,
+    *,
+    lora_target_modules: str = ALL_LINEAR,
+    seed: int = 0,
+    **options: Any,
+) -> Any:
     """Freeze a model and add trainable float32 low-rank adapters to its linear layers, in place.
 
-    The output of the adapters is scaled by alpha / rank. Until they are trained, the logits of
-    PEFT's wrapper are the model's. The global random state is not changed.
+    `lora_target_modules` are names of layers, separated by commas; `options` are those of PEFT's
+    LoraConfig. Until the adapters are trained, the logits of PEFT's wrapper are the model's. The
+    global random state is not changed.
     """
     check_rank(rank, model.config)
     peft = llm_module("peft")
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
-        lora_alpha=alpha,
-        target_modules=_trained_linears(model) if sees(model) else "all-linear",
+        lora_alpha=lora_alpha,
+        target_modules=_adapted_layers(model, lora_target_modules),
         # GPT-2 has transposed linear layers.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+        **options,
     )
     with seeded(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated transformers names
@@ -148,14 +159,33 @@ def freeze_tower(model: Any, *, images: bool) -> None:
         parameter.requires_grad = id(parameter) in language or (images and not in_tower)
 
 
-def _trained_linears(model: Any) -> list[str]:
-    """Return the names of the linear layers that are trained, without the output head."""
+def _adapted_layers(model: Any, wanted: str) -> list[str] | str:
+    """Return the value of PEFT's `target_modules`; raise InputError for an unknown layer.
+
+    Layers of a vision-language model are named in full, because its vision tower may have layers of
+    the same names.
+    """
+    if wanted == ALL_LINEAR and not sees(model):
+        return wanted
     head = model.get_output_embeddings()
-    return [
+    layers = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and module.weight.requires_grad
+        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        and module is not head
+        and (module.weight.requires_grad or not sees(model))
     ]
+    if wanted == ALL_LINEAR:
+        return layers
+    names = [name.strip() for name in wanted.split(",")]
+    chosen = {name: [x for x in layers if f".{x}".endswith(f".{name}")] for name in names}
+    if unknown := [name for name in names if not name or not chosen[name]]:
+        known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+        raise InputError(
+            f"LORA_TARGET_MODULES is {wanted!r}, but the model has no linear layer {unknown[0]!r}; "
+            f"expected {ALL_LINEAR}, or some of {known}"
+        )
+    return [layer for name in names for layer in chosen[name]] if sees(model) else names
 
 
 def check_rank(rank: int, config: Any) -> None:

@@ -115,14 +115,15 @@ def test_a_row_in_which_nothing_counts_changes_no_bit_of_a_step():
 
 KINDS = {
     "all weights": {},
-    "adapters, two batches a step": {"lora": True, "gradient_accumulation_steps": 2},
+    "adapters, two batches a step": {"lora": {}, "gradient_accumulation_steps": 2},
+    "adapters with dropout": {"lora": {"lora_dropout": 0.3, "use_dora": True}},
     "a head that is not linear": {"kind": "Gemma2"},
 }
 
 
-def _taught(strike, teacher, kind="Llama", lora=False, **settings):
+def _taught(strike, teacher, kind="Llama", lora=None, **settings):
     student = make_model(kind, seed=1)
-    student = add_lora(student, 4) if lora else student
+    student = student if lora is None else add_lora(student, 4, **lora)
     return taught(strike, student=student, teacher=teacher, **settings)
 
 

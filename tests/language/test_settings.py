@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from ssl_kd.cli.flags import read_settings
 from ssl_kd.divergences import DIVERGENCES
@@ -81,6 +82,23 @@ def test_the_learning_rate_falls_as_lr_schedule_says():
     assert shapes["constant"] == [8] * 10
     assert shapes["constant_with_warmup"] == [4, *[8] * 9]
     assert shapes["cosine"] == [learning_rate_at(step, 10, 8.0, 0.2) for step in range(10)]
+    assert shapes["linear"] == [
+        learning_rate_at(step, 10, 8.0, 0.7, "linear", 2) for step in range(10)
+    ]
+
+
+def test_the_least_learning_rate_is_that_of_transformers():
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=8.0)
+    scheduler = optimization.get_scheduler(
+        "cosine_with_min_lr", optimizer, 3, 20, {"min_lr_rate": 0.25}
+    )
+    for step in range(20):
+        if step >= 3:  # their warm-up starts at 0
+            ours = learning_rate_at(step, 20, 8.0, 0.1, "cosine_with_min_lr", 3, 0.25)
+            assert ours == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
+        optimizer.step()
+        scheduler.step()
 
 
 # Of TRL's configurations, the fields that users of it are most likely to pass.
@@ -210,6 +228,8 @@ def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path
         ({"model_dtype": "fp16"}, "MODEL_DTYPE is 'fp16', but must be one of"),
         ({"device": "gpu"}, "'cuda:N'"),
         ({"warmup_fraction": 1.0}, "below 1"),
+        ({"use_dora": True}, "USE_DORA is True, but LORA_RANK is 0"),
+        ({"optim": "paged_adamw_8bit"}, "Did you mean adamw_8bit?"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )

@@ -176,7 +176,7 @@ def test_layers_that_do_not_fit_their_new_position_are_refused():
 def test_only_adapters_are_trained_and_they_start_at_zero(architecture):
     teacher = make(architecture)
     expected = logits_of(teacher.model)
-    model = add_lora(teacher.model, 4, alpha=8.0)
+    model = add_lora(teacher.model, 4, lora_alpha=8.0)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name for name in trained)
     assert torch.equal(logits_of(model), expected)

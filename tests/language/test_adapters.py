@@ -1,0 +1,109 @@
+"""Adapters and optimizers by the names of peft and transformers."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ssl_kd.errors import InputError
+from ssl_kd.guard import Guard
+from ssl_kd.guard.faults import Thresholds
+from ssl_kd.language.run import run
+from ssl_kd.language.step import make_optimizer
+from ssl_kd.teachers.student import add_lora
+from ssl_kd.training.stop import Interrupted
+from tests.bits import same
+from tests.faults.inject import stop_at
+from tests.language.test_run import last_checkpoint, log_lines
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+ADAPTERS = {
+    "lora_rank": 4,
+    "lora_dropout": 0.3,
+    "lora_target_modules": "q_proj, v_proj",
+    "use_rslora": True,
+    "use_dora": True,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft
+def test_plain_peft_loads_the_adapters_that_a_run_saved(settings, models):
+    """The layers, dropout and scale are those of a LoraConfig that a user would write."""
+    path = run(settings(student_model=models("student"), **ADAPTERS))
+    base = transformers.AutoModelForCausalLM.from_pretrained(models("student"))
+    loaded = peft.PeftModel.from_pretrained(base, path / "student")
+    saved = loaded.peft_config["default"]
+    assert (saved.r, saved.lora_dropout, saved.use_rslora, saved.use_dora) == (4, 0.3, True, True)
+    assert saved.target_modules == {"q_proj", "v_proj"}
+    layer = base.model.layers[1].self_attn.v_proj
+    assert layer.scaling["default"] == 16 / math.sqrt(4)
+    best = last_checkpoint(path)["best"]["weights"]
+    trained = {n: p for n, p in loaded.named_parameters() if ".default" in n}
+    assert len(trained) == 2 * 2 * 3 and same(trained, {n: best[n] for n in trained})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**ADAPTERS, "student_model": "student", "gradient_checkpointing": True},
+        {"optim": "adamw_8bit"},  # of the embedding, which is large enough
+    ],
+    ids=["adapters", "8 bits"],
+)
+def test_a_resumed_run_ends_with_the_same_bits(settings, models, changes):
+    pytest.importorskip("bitsandbytes")
+    if "student_model" in changes:
+        changes = {**changes, "student_model": models("student")}
+    whole = run(settings(run_name="whole", **changes))
+    with pytest.raises(Interrupted):
+        run(settings(**changes), progress=stop_at(2))
+    path = run(settings(**changes, resume=True))
+    assert log_lines(path) == log_lines(whole)
+    assert same(last_checkpoint(path), last_checkpoint(whole))
+    states = str(last_checkpoint(path)["distiller"]["optimizer"]["state"])
+    assert ("uint8" in states) == ("optim" in changes)
+
+
+def test_the_guard_restores_the_state_of_an_8_bit_optimizer():
+    """After a restore, the same batches give the bits of a run without the bad steps."""
+    bits = pytest.importorskip("bitsandbytes")
+
+    def trained(bad):
+        torch.manual_seed(0)
+        model = nn.Linear(96, 64)
+        optimizer = bits.optim.AdamW8bit(model.parameters(), lr=1e-2)
+        guard = Guard(
+            model, optimizer, thresholds=Thresholds(restore_after=3), snapshot_every=1, group=False
+        )
+        batches = [*torch.randn(6, 8, 96), *[torch.full((8, 96), torch.nan)] * bad]
+        good = [batches[5], *torch.randn(3, 8, 96)]  # the last snapshot is from before batch 5
+        for x in [*batches, *good] if bad else [*batches[:5], *good]:
+            guard.backward(model(x).square().mean())
+            guard.step()
+            optimizer.zero_grad()
+        assert optimizer.state[model.weight]["state1"].dtype == torch.uint8
+        return [p.detach() for p in model.parameters()], optimizer.state_dict()["state"]
+
+    assert same(trained(bad=3), trained(bad=0))
+
+
+def test_the_optimizer_has_the_numbers_of_the_settings(tiny):
+    bits = pytest.importorskip("bitsandbytes")
+    numbers = {"adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "weight_decay": 0.3}
+    for optim, kind in (
+        ("adamw_torch_fused", torch.optim.AdamW),
+        ("adamw_bnb_8bit", bits.optim.AdamW8bit),
+    ):
+        settings = tiny.settings(optim=optim, **numbers)
+        optimizer = make_optimizer(tiny.model(), settings, torch.device("cpu"))
+        assert type(optimizer) is kind and optimizer.defaults["eps"] == 1e-6
+        assert tuple(optimizer.defaults["betas"]) == (0.8, 0.99)
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+
+
+def test_a_misspelt_layer_is_named(tiny):
+    with pytest.raises(InputError, match="no linear layer 'q_prj'; expected .*q_proj"):
+        add_lora(tiny.model(), 2, lora_target_modules="v_proj,q_prj")
