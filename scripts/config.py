@@ -207,6 +207,13 @@ CHECKPOINT_EVERY = 100
 # Where to log curves in addition to metrics.jsonl: none | tensorboard (in the run folder) | wandb |
 # trackio (packages to install).
 REPORT_TO = "none"
+# After the run, upload the student with its model card to HUB_MODEL_ID on the Hugging Face Hub. The
+# token is HF_TOKEN, or that of `hf auth login`. No other file is uploaded.
+PUSH_TO_HUB = False
+# Repository for PUSH_TO_HUB, such as user/name.
+HUB_MODEL_ID = None
+# A new repository is private, and a public one is refused; off: publish the student.
+HUB_PRIVATE_REPO = True
 # Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
 DEVICE = "auto"
 # Seed of all random numbers, at least 0, at most 4294967295. On the CPU the same seed gives the

@@ -15,6 +15,7 @@ from typing import Any
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.language.foreign_names import IN_MEMORY
+from ssl_kd.language.hub import files_of, upload
 from ssl_kd.language.prepare import NO_MODELS, InMemoryModels
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
@@ -133,11 +134,16 @@ def distilled(
     models: InMemoryModels = NO_MODELS,
     progress: Progress = no_progress,
 ) -> DistilledRun:
-    """Train and score a student, and write the report in the first process."""
+    """Train and score a student; the first process writes the report and pushes the student."""
     if follows():
         with following():
             return DistilledRun(run(settings, models=models))
-    return DistilledRun(reported(partial(run, settings, models=models), progress))
+    if settings.hub_model_id is not None:  # before training: a token may be missing
+        upload({}, settings.hub_model_id, private=settings.hub_private_repo)
+    finished = DistilledRun(reported(partial(run, settings, models=models), progress))
+    if settings.hub_model_id is not None:
+        finished.push_to_hub(settings.hub_model_id, private=settings.hub_private_repo)
+    return finished
 
 
 class DistilledRun:
@@ -199,6 +205,20 @@ class DistilledRun:
     def processor(self) -> Any:
         """The processor of a student that reads images; None if it reads only text."""
         return self._saved.processor
+
+    def push_to_hub(self, name: str, *, private: bool = True) -> str:
+        """Upload the saved student with its model card; return the address of the repository.
+
+        The token is `HF_TOKEN`, or that of `hf auth login`.
+
+        Args:
+            name: the repository, `user/name`; it is created if it does not exist.
+            private: create it as private, and refuse a public one. False publishes the student.
+
+        Raises:
+            InputError: the Hub refuses, or only this machine has the base of the adapters.
+        """
+        return upload(files_of(self.path / "student", name), name, private=private)
 
     @cached_property
     def _saved(self) -> CausalLM:

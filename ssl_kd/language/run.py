@@ -193,7 +193,7 @@ def _save(folder: RunFolder, prepared: Prepared, distiller: Distiller, table: li
             table,
             processor=student.processor,
             base=teacher.name if is_cut and teacher is not None else "",
-            made=card_facts(prepared),
+            made=card_facts(prepared, distiller, folder.count_events()),
         )
         wrote = teacher if prepared.settings.teacher_text else None
         save_text_teacher(folder.path / "student", student, wrote)

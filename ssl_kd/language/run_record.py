@@ -15,11 +15,15 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.prepare import Prepared
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
+from ssl_kd.teachers.card import without_folders
 from ssl_kd.teachers.causal import CausalLM, without_adapters
 from ssl_kd.training.folder import versions
 
 logger = logging.getLogger(__name__)
 
+_OF_THE_MACHINE = frozenset(
+    "DEVICE HUB_MODEL_ID HUB_PRIVATE_REPO PUSH_TO_HUB REPORT_TO RESUME RUNS_DIR RUN_NAME".split()
+)
 FIRST_STEPS = 5  # whose loss terms are logged
 
 
@@ -64,15 +68,24 @@ def _model_facts(lm: CausalLM | None) -> dict[str, Any] | None:
     }
 
 
-def card_facts(prepared: Prepared) -> dict[str, str]:
-    """Return teacher, data, settings and versions for the student's model card."""
-    defaults = LanguageSettings().to_dict()
-    changed = {n: v for n, v in prepared.settings.to_dict().items() if v != defaults[n]}
-    data = prepared.train_set
+def card_facts(prepared: Prepared, distiller: Distiller, events: int) -> dict[str, str]:
+    """Return what the student's model card says about its origin, without local folders."""
+    settings, data, defaults = prepared.settings, prepared.train_set, LanguageSettings().to_dict()
+    teachers = [(without_folders(t.name), t.weights_id.split()[0][:16]) for t in prepared.teachers]
+    flags = [
+        f"--{name.lower()}={without_folders(str(value))}"
+        for name, value in settings.to_dict().items()
+        if value != defaults[name] and name not in _OF_THE_MACHINE and not name.endswith("_URL")
+    ]
+    steps, used = f"{distiller.guard.steps:,} steps", distiller.learned.items()
     return {
-        "teacher": ", ".join(lm.name for lm in prepared.teachers) or "none",
-        "data": f"{data.name}, {len(data):,} documents (SHA-256 {data.digest[:16]})",
-        "settings": ", ".join(f"{n} {v!r}" for n, v in changed.items()) or "defaults",
+        "teacher": ", ".join(f"{name} ({weights})" for name, weights in teachers) or "none",
+        "loss": f"{settings.alpha_ce:g} * cross-entropy + {settings.alpha_kd:g} * T^2 *"
+        f" {settings.kind_of_divergence}, T = {settings.temperature:g}",
+        "data": without_folders(settings.data_path),
+        "documents": f"{len(data):,} (SHA-256 {data.digest[:16]})",
+        "guard": ", ".join([f"{events} events", steps, *(f"{n:,} with {t}" for t, n in used)]),
+        "command": f"`{shlex.join(['ssl_kd', 'distill', *flags])}`",
         "versions": ", ".join(f"{n} {v}" for n, v in versions().items()),
     }
 

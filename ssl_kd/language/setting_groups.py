@@ -478,6 +478,15 @@ class TrainingSettings(RunSettings):
         " wandb | trackio (packages to install)",
         choices=("none", "tensorboard", "wandb", "trackio"),
     )
+    push_to_hub: bool = setting(
+        False,
+        "after the run, upload the student's folder to HUB_MODEL_ID on the Hugging Face Hub",
+        "The token is HF_TOKEN, or that of `hf auth login`.",
+    )
+    hub_model_id: str | None = setting(None, "repository for PUSH_TO_HUB, such as user/name")
+    hub_private_repo: bool = setting(
+        True, "a new repository is private, and a public one is refused; off: publish the student"
+    )
 
     @property
     def boards(self) -> set[str]:

@@ -115,6 +115,11 @@ class LanguageSettings(
         original = self.router_mode in ("native", "auto") and not changed_router
         _refuse(
             (
+                self.push_to_hub != (self.hub_model_id is not None),
+                f"PUSH_TO_HUB is {self.push_to_hub} and HUB_MODEL_ID is {self.hub_model_id!r}: set"
+                " both, or neither.",
+            ),
+            (
                 no_teacher and self.alpha_ce == 0,
                 "TEACHER_MODEL is 'none' and ALPHA_CE is 0, so there is no loss: set ALPHA_CE above"
                 " 0, or name a teacher.",

@@ -44,8 +44,8 @@ INSTEAD: Mapping[str, str] = by_name(
             batch_eval_metrics do_eval do_predict do_train eval_do_concat_batches
             eval_use_gather_object include_for_metrics label_names prediction_loss_only""",
         "Not needed: faults are recorded in the run folder; ssl_kd replay explains them.": "debug",
-        "A run uploads nothing. Afterwards, `hf upload` uploads the student's folder.": """
-            hub_* push_to_hub""",
+        "Use --push_to_hub, --hub_model_id and --hub_private_repo; HF_TOKEN or `hf auth login`"
+        " gives the token.": "hub_*",
         "Not supported: targets are used without smoothing or noise.": """
             label_smoothing_factor neftune_noise_alpha""",
     }

@@ -9,6 +9,13 @@ from typing import Any
 
 from ssl_kd.teachers.causal import llm_module
 
+_SCORES = ("perplexity", "bits_per_character", "agreement", "kl", "ece")  # in the front matter
+_LOAD = """```python
+from transformers import AutoModelFor{0}, Auto{1}
+
+model, reader = AutoModelFor{0}.from_pretrained("{2}"), Auto{1}.from_pretrained("{2}")
+```"""
+
 
 def model_card(
     title: str,
@@ -18,28 +25,50 @@ def model_card(
     images: bool,
     made: Mapping[str, str],
 ) -> str:
-    """Return a model card in Markdown with the Hub's front matter.
+    """Return a model card in Markdown with the Hub's front matter; it names no local folder.
 
-    `card` is the text or the rows of a table, `base` is empty for a student with new weights, and
-    `made` lists the student's origin.
+    `card` is the text or the rows of a table with the student's last, `base` is empty for a student
+    with new weights, and `made` lists the student's origin; `data` is the name of its text.
     """
     hub = llm_module("huggingface_hub")
-    folder, hub_name = Path(base).expanduser(), base or None
-    if base and folder.exists():  # the Hub takes no path
-        name = folder.resolve().name
-        hub_name = name if re.fullmatch(r"\w[\w.-]*", name, re.ASCII) else None
+    base, data = without_folders(base), made.get("data", "")
+    hub_name = base if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", base, re.ASCII) else None
+    dataset = data.removeprefix("hf:").partition(":")[0]
+    scores = {} if isinstance(card, str) or not data else card[-1]
+    results = [
+        hub.EvalResult("text-generation", dataset, data, name, float(f"{scores[name]:.4g}"))
+        for name in _SCORES
+        if isinstance(scores.get(name), float)
+    ]
     front = hub.ModelCardData(
         library_name="peft" if adapters else "transformers",
         pipeline_tag="image-text-to-text" if images else "text-generation",
         tags=["distillation", "ssl_kd"],
         base_model=hub_name,
+        base_model_relation=("adapter" if adapters else "finetune") if hub_name else None,
+        datasets=[dataset] if data.startswith("hf:") else None,
+        model_name=title if results else None,
+        eval_results=results or None,
     )
-    body = card if isinstance(card, str) else _table(card)
+    parts = [f"# {title}", card if isinstance(card, str) else _table(card)]
     if made:
         facts = {"base model": base or "none: new weights", **made}
         lines = [f"- {name}: {' '.join(text.split())}" for name, text in facts.items()]
-        body = "\n".join([body.rstrip(), "", "## How it was made", "", *lines])
-    return f"---\n{front.to_yaml()}\n---\n\n# {title}\n\n{body.rstrip()}\n"
+        parts += ["## How it was made", "\n".join(lines)]
+    names = ("ImageTextToText", "Processor") if images else ("CausalLM", "Tokenizer")
+    parts += ["## How to load it", _LOAD.format(*names, title)]
+    return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
+
+
+def without_folders(name: str) -> str:
+    """Return the value of a setting with only the last part of each local path.
+
+    >>> without_folders("0.7*/home/me/Qwen3-8B, 0.3*user/name")
+    '0.7*Qwen3-8B, 0.3*user/name'
+    """
+    parts = [name] if Path(name).exists() else re.split(r"(\s*,\s*|\*)", name)
+    is_local = [part[:1] in ("/", "~", ".") or Path(part).exists() for part in parts]
+    return "".join(Path(p).name if local else p for p, local in zip(parts, is_local, strict=True))
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

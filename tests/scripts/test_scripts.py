@@ -184,7 +184,7 @@ def test_foreign_flags_are_answered_with_what_to_use(script, name):
         (["--warmup_steps", 10], "no flag --warmup_steps. Use --warmup_fraction, a fraction of"),
         (["--bf16"], "no flag --bf16. Use --model_dtype bfloat16."),
         (["--optim", "sgd"], "no flag --optim. The optimizer is AdamW; --learning_rate"),
-        (["--push_to_hub"], "no flag --push_to_hub. A run uploads nothing. Afterwards"),
+        (["--hub_token", "x"], "no flag --hub_token. Use --push_to_hub, --hub_model_id"),
     ):
         code, _, err = script(name, *PLACES[name], *words)
         assert code == 2 and said in err and len(err.splitlines()) == 1, err

@@ -273,7 +273,7 @@ def test_adapters_load_with_peft(on_disk, tmp_path):
     card = ModelCard.load(tmp_path / "adapters" / "README.md")
     data = card.data.to_dict()
     assert (data["library_name"], data["base_model"]) == ("peft", "base")
-    assert f"- base model: {tmp_path / 'base'}\n- teacher: a b\n- data: c" in card.text
+    assert "- base model: base\n- teacher: a b\n- data: c" in card.text
 
 
 def test_adapters_name_their_base_from_everywhere(on_disk, tmp_path, monkeypatch):
