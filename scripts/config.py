@@ -207,8 +207,8 @@ CHECKPOINT_EVERY = 100
 # Where to log curves in addition to metrics.jsonl: none | tensorboard (in the run folder) | wandb |
 # trackio (packages to install).
 REPORT_TO = "none"
-# After the run, upload the student with its model card to HUB_MODEL_ID on the Hugging Face Hub. The
-# token is HF_TOKEN, or that of `hf auth login`. No other file is uploaded.
+# After the run, upload the student's folder to HUB_MODEL_ID on the Hugging Face Hub. The token is
+# HF_TOKEN, or that of `hf auth login`.
 PUSH_TO_HUB = False
 # Repository for PUSH_TO_HUB, such as user/name.
 HUB_MODEL_ID = None
