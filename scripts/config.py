@@ -78,6 +78,13 @@ BLOCK_SIZE = 256
 # Put several documents in a row if the model can mask attention between them; off: one padded
 # document per row.
 PACKING = True
+# Train on the reasoning in assistant turns; off: on their answers and tool calls only.
+LEARN_THOUGHTS = True
+# Chat template, saved with the student: a .jinja file, or a model (folder or name on the Hub) that
+# has it; None: the tokenizer's own.
+CHAT_TEMPLATE_PATH = None
+# Variables of the chat template, as JSON: {"enable_thinking": false}; None: its defaults.
+CHAT_TEMPLATE_KWARGS = None
 
 # --- Loss -----------------------------------------------------------------------------------------
 
@@ -111,7 +118,6 @@ ON_POLICY = 0.0
 # (sequence-level distillation), at least 0, at most 1; 0: none.
 TEACHER_TEXT = 0.0
 # Continuations that the student generates of each row chosen by ON_POLICY, in one step, at least 1.
-# A forward pass has that many times BATCH_SIZE rows, or fewer for ON_POLICY below 1.
 NUM_GENERATIONS = 1
 # Share of the rows in which a continuation by the student before training replaces the text,
 # generated once, so that TEACHER_CACHE holds the teacher's answers to it (offline on-policy

@@ -281,6 +281,28 @@ def test_log_lines_and_evaluation(tmp_path):
         assert line["loss"] == pytest.approx(0.5 * line["ce"] + 0.5 * line["kd"], rel=1e-4)
 
 
+def test_records_are_tokenized_and_packed_without_leaks(tmp_path):
+    student, losses, known = TINY.model(seed=1), [], TINY.tokenizer
+    texts = [example.text for example in TINY.texts(12).examples]
+    for text in texts:  # one document at a time
+        read = known(text, add_special_tokens=False, return_offsets_mapping=True)
+        first = 1 + sum(end <= 9 for _, end in read.offset_mapping)
+        row = torch.tensor([0, *read.input_ids, 1])
+        logits = student(row[None]).logits[0, first - 1 : -1]
+        losses += F.cross_entropy(logits, row[first:], reduction="none").tolist()
+    data = [{"prompt": text[:9], "completion": text[9:]} for text in texts]
+    for packing in (False, True):
+        own = {"processing_class": known, "max_length": 120, "packing": packing, "alpha_kd": 0.0}
+        more = {"train_dataset": data, "eval_dataset": {"own": data}, "args": arguments(tmp_path)}
+        trainer = DistillationTrainer(student, None, **own, **more)
+        assert trainer.evaluate()["eval_own_ce"] == pytest.approx(sum(losses) / len(losses), 1e-6)
+        assert (len(trainer.train_dataset) < 12) == packing
+    with pytest.raises(InputError, match="no usable record: .* a prompt without a completion"):
+        trained(tmp_path, data=[{"prompt": "a"}], processing_class=known, alpha_kd=0.0)
+    with pytest.raises(InputError, match="set processing_class to the student's tokenizer"):
+        trained(tmp_path, data=data, alpha_kd=0.0)
+
+
 def test_logits_for_metrics_of_ones_own(tmp_path):
     trainer = DistillationTrainer(
         TINY.model(seed=1), teacher_model(), arguments(tmp_path), eval_dataset=samples(4, low=5),

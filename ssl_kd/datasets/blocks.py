@@ -220,12 +220,10 @@ def make_blocks(
     turns: Counter[str] = Counter()
 
     def cut_up() -> Iterator[_Part]:
-        for start in range(0, len(dataset), _BATCH):
-            batch = dataset.examples[start : start + _BATCH]
-            for example, document in _tokenize(batch, tokenizer, frame, left_out, turns):
-                for piece in cut_to_fit(document, block_size, example, left_out, cut):
-                    lengths.append(len(piece.ids))
-                    yield piece
+        for example, document in _tokenize(dataset, tokenizer, frame, left_out, turns):
+            for piece in cut_to_fit(document, block_size, example, left_out, cut):
+                lengths.append(len(piece.ids))
+                yield piece
 
     pieces = SpilledSequence(cut_up())
     rows = best_fit(lengths, block_size) if packing else [[i] for i in range(len(pieces))]
@@ -233,38 +231,37 @@ def make_blocks(
 
 
 def _tokenize(
-    examples: Sequence[Example],
+    dataset: TextDataset,
     tokenizer: PreTrainedTokenizerFast,
     frame: Frame,
     left_out: list[str],
     turns: Counter[str],
 ) -> Iterator[tuple[Example, Document]]:
-    renderings: list[tuple[Example, Rendered]] = []
-    for example in examples:
-        rendered = render(example, tokenizer)
-        left_out.extend(rendered.left_out)
-        turns.update(rendered.turns)
-        if rendered.spans or (example.is_prompt and rendered.text):
-            renderings.append((example, rendered))
-    if not renderings:
-        return
-    encoded: Any = tokenizer(
-        [rendered.text for _, rendered in renderings],
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        verbose=False,  # no warning about documents longer than the context
-    )
-    for (example, rendered), ids, offsets in zip(
-        renderings, encoded["input_ids"], encoded["offset_mapping"], strict=True
-    ):
-        if not ids:
-            left_out.append(f"{example.where}: the tokenizer returns no tokens")
+    for start in range(0, len(dataset), _BATCH):
+        renderings: list[tuple[Example, Rendered]] = []
+        for example in dataset.examples[start : start + _BATCH]:
+            rendered = render(example, tokenizer, learn_thoughts=dataset.learn_thoughts)
+            left_out.extend(rendered.left_out)
+            turns.update(rendered.turns)
+            if rendered.spans or (example.is_prompt and rendered.text):
+                renderings.append((example, rendered))
+        if not renderings:
             continue
-        yield (
-            example,
-            Document(*framed(frame.around(example), ids, *count_targets(offsets, rendered))),
+        encoded: Any = tokenizer(
+            [rendered.text for _, rendered in renderings],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,  # no warning about documents longer than the context
         )
+        for (example, rendered), ids, offsets in zip(
+            renderings, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            if not ids:
+                left_out.append(f"{example.where}: the tokenizer returns no tokens")
+                continue
+            targets = count_targets(offsets, rendered)
+            yield example, Document(*framed(frame.around(example), ids, *targets))
 
 
 def count_targets(
@@ -293,12 +290,10 @@ def cut_to_fit(
     where, length = example.where, len(document.ids)
     if example.is_prompt and length < block_size:
         return [_Part(document.ids.astype(np.int32), document.counts, 0)]
-    parts = _fit(document, block_size)
-    if example.is_prompt:
-        few = f"the prompt has {length} tokens; expected fewer than BLOCK_SIZE {block_size}"
-        left_out.append(f"{where}: {few}")
-    elif not parts:
-        left_out.append(f"{where}: the document has no token to train on")
+    if not (parts := _fit(document, block_size)):
+        size = f"the prompt has {length} tokens; expected under {block_size}"
+        none = "the document has no token to train on"
+        left_out.append(f"{where}: {size if example.is_prompt else none}")
     elif length > block_size:
         first = int(np.flatnonzero(document.counts)[0]) - int(np.flatnonzero(parts[0].counts)[0])
         cut.append(

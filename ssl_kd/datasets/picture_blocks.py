@@ -91,7 +91,7 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
     images that is longer than a row is left out, so that no image is cut.
     """
     check_fast(processor.tokenizer)
-    reader = _Reader(processor)
+    reader = _Reader(processor, dataset.learn_thoughts)
     left_out: list[str] = []
     cut: list[str] = []
     pieces, pictures = [], []
@@ -124,8 +124,9 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
 class _Reader:
     """Tokenizes documents with a processor."""
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, learn_thoughts: bool = True) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
+        self.options: Any = {"learn_thoughts": learn_thoughts}
         self.images = image_tokens(processor)
         self.turns: Counter[str] = Counter()
         self.lost: list[str] = []  # messages about turns that the template does not show
@@ -140,7 +141,7 @@ class _Reader:
 
     def read(self, example: Example) -> Document | str | None:
         """Return a document's tokens, or why it is left out; None if `lost` already says why."""
-        rendered = render(self._adapted(example), self.tokenizer, self.template)
+        rendered = render(self._adapted(example), self.tokenizer, self.template, **self.options)
         self.turns.update(rendered.turns)
         self.lost += rendered.left_out
         if not rendered.spans and not (example.is_prompt and rendered.text):

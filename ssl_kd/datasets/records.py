@@ -41,8 +41,7 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Message fields that contain the reasoning before an assistant's answer."""
 _MESSAGE_FIELDS = ("name", "tool_call_id", *THOUGHTS)
 """Optional message fields that chat templates use."""
-ANSWERS = ("completions", "responses", "generations")
-"""Record fields that may contain a list of answers to one prompt."""
+ANSWERS = ("completions", "responses", "generations")  # fields with lists of answers
 _NO_TEXT = "; --on_policy 1 or --teacher_text 1 lets a model continue a prompt"
 _EXPECTED = (
     "one of the fields messages, conversations, prompt and completion, question and answer, "
@@ -126,16 +125,15 @@ def as_examples(
     A record with several answers has a list of strings, or of lists of messages, in one of the
     fields ANSWERS, after a `prompt` or `messages` that end with the user's turn.
     """
-    name = prompt = None
-    if isinstance(record, Mapping) and field is None and record.get("completion") is None:
-        name = next((n for n in ANSWERS if isinstance(record.get(n), list) and record[n]), None)
-        prompt = record.get("prompt") or record.get("messages")
-    if name is None or not prompt or _ends_with_assistant(prompt):
+    fields = record if isinstance(record, Mapping) and field is None else {}
+    answers = next((fields[n] for n in ANSWERS if isinstance(fields.get(n), list)), ())
+    prompt = fields.get("prompt") or fields.get("messages")
+    if not answers or not prompt or fields.get("completion") or _ends_with_assistant(prompt):
         yield as_example(record, where, field, **options)
         return
     group = hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()
-    for number, answer in enumerate(record[name], 1):
-        single = {**record, "messages": None, "prompt": prompt, "completion": answer}
+    for number, answer in enumerate(answers, 1):
+        single = {**fields, "messages": None, "prompt": prompt, "completion": answer}
         example = as_example(single, f"{where} answer {number}", **options)
         yield example if isinstance(example, str) else replace(example, group=group)
 
@@ -146,12 +144,7 @@ def _ends_with_assistant(messages: Any) -> bool:
 
 
 def as_example(
-    record: Any,
-    where: str,
-    field: str | None = None,
-    folder: Path | None = None,
-    *,
-    prompts: bool = False,
+    record: Any, where: str, field: str | None = None, folder: Path = Path(), prompts: bool = False
 ) -> Example | str:
     """Convert a record to an example, or return a message that says why it cannot be used.
 
@@ -176,10 +169,9 @@ def as_example(
         if field is not None:
             return _text(record, where, field)
         example = (
-            _chat(record, where, images := _Images(record, folder or Path()), prompts)
-            or _prompted(record, where)
+            _chat(record, where, images := _Images(record, folder), prompts)
+            or _prompted(record, where, prompts)
             or _alpaca(record, where)
-            or _prompt_alone(record, where, prompts)
             or _text(record, where, "text", _EXPECTED)
         )
         return images.placed(example)
@@ -195,22 +187,18 @@ def _text(record: Mapping[str, Any], where: str, field: str, expected: str = "")
     return Example(where, text=_not_empty(text, field))
 
 
-def _prompted(record: Mapping[str, Any], where: str) -> Example | None:
+def _prompted(record: Mapping[str, Any], where: str, prompts: bool) -> Example | None:
     for prompt, completion in (("prompt", "completion"), ("question", "answer")):
         start, rest = record.get(prompt), record.get(completion)
         if isinstance(start, str) and isinstance(rest, str):
             start += "\n" if prompt == "question" else ""
             return Example(where, prompt=start, completion=_not_empty(rest, completion))
-    return None
-
-
-def _prompt_alone(record: Mapping[str, Any], where: str, prompts: bool) -> Example | None:
-    prompt = record.get("prompt")
-    if not isinstance(prompt, str) or isinstance(record.get("text"), str):
+    start = record.get("prompt")
+    if not isinstance(start, str) or record.get("text") or record.get("instruction"):
         return None
     if not prompts:
         raise _Unusable(f"there is a prompt without a completion{_NO_TEXT}")
-    return Example(where, prompt=_not_empty(prompt, "prompt"))
+    return Example(where, prompt=_not_empty(start, "prompt"))
 
 
 def _alpaca(record: Mapping[str, Any], where: str) -> Example | None:

@@ -24,24 +24,25 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import TemplateError
 
 from ssl_kd.datasets.records import THOUGHTS, Example
 from ssl_kd.errors import InputError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 _CONTROL = re.compile(r"(?:<[^<>\s]+>|\[/?[A-Z_]+\])")  # <|im_end|>, </s>, [/INST]
 _ENDED = re.compile(_CONTROL.pattern + r"\s*")
+_CLOSE = re.compile(r"\s*" + _ENDED.pattern)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_EMPTY = re.compile(r"\s*<think>\s*</think>\s*")
+_INLINE = re.compile(r".*</think>\s*", re.DOTALL)
 _MARK = re.compile("\U00013000(\\d+)([ct]|f\\d+)\U00013001")  # two Egyptian hieroglyphs
 _PARTS = {"f": "tool calls", "t": "reasoning", "c": "content"}
 _NOT_LOCATED = "cannot be located in the output of the chat template"
 _EDGES: dict[tuple[object, ...], int] = {}  # cache of `_Chat._edge`
 
+_Spans = list[tuple[int, int]]
 _Mark = tuple[int, int, str]  # position, number of the message, part: c(ontent), t(hought), f0...
 
 
@@ -58,13 +59,18 @@ class Rendered:
 
 
 def render(
-    example: Example, tokenizer: PreTrainedTokenizerFast, template: str | None = None
+    example: Example, tokenizer: Any, template: str | None = None, *, learn_thoughts: bool = True
 ) -> Rendered:
-    """Format an example as a string, with the tokenizer's chat template or another one."""
+    """Format an example as a string, with the tokenizer's chat template or another one.
+
+    Without `learn_thoughts`, the reasoning of a turn and the marks around it are not trained on.
+    """
     if example.messages is None:
         prompt, learned = example.prompt or "", example.text or example.completion or ""
         text = prompt + learned
-        spans = () if example.is_prompt else ((len(prompt), len(text), len(learned)),)
+        if not learn_thoughts and (thought := _INLINE.match(learned)):
+            learned = learned[thought.end() :]
+        spans = () if example.is_prompt else ((len(text) - len(learned), len(text), len(learned)),)
         return Rendered(text, spans)
     if not (template or tokenizer.chat_template):
         raise InputError(
@@ -78,7 +84,7 @@ def render(
         if example.is_prompt:
             shown = show_chat(example.messages, example.tools, tokenizer, template, prompt=True)
             return Rendered(shown[0])
-        return _Chat(example, tokenizer, template).rendered(turns)
+        return _Chat(example, tokenizer, template).rendered(turns, learn_thoughts)
     except TemplateError as error:
         line = f"{example.where}: the chat template {error}"
         return Rendered("", (), (line,), Counter(there=len(turns)))
@@ -207,7 +213,7 @@ class _Chat:
             cut += len(match[0])
         return _MARK.sub("", text), [*marks.values()]
 
-    def rendered(self, turns: Sequence[int]) -> Rendered:
+    def rendered(self, turns: Sequence[int], learn_thoughts: bool) -> Rendered:
         """Return the text with the spans of the assistant turns, given by message number."""
         spans, lost, hidden = [], [], 0
         try:
@@ -222,6 +228,9 @@ class _Chat:
                 located = self._by_marks(i, marks)
             else:  # the marks changed the output of the template
                 parts, located = sizes.keys(), self._by_prefixes(i)
+            if not learn_thoughts:
+                located = self._without_thoughts(located, i, marks if whole == self._text else [])
+                parts = parts - {"t"}
             characters = [0] * (len(located) - 1) + [sum(sizes[part] for part in parts)]
             spans += [(*span, n) for span, n in zip(located, characters, strict=False)]
             if not located:
@@ -264,6 +273,16 @@ class _Chat:
             following = marks[at[-1] + 1 :] or [(end, 0, "")]
             end = self._edge(i + 1, marks[at[-1]], following[0][0])
         return [] if begin is None or end is None else [(begin, end)]
+
+    def _without_thoughts(self, spans: _Spans, i: int, marks: list[_Mark]) -> _Spans:
+        """Cut the reasoning off the beginning of a turn; return an empty list if that fails."""
+        at = [place for place, message, part in marks if message == i and part == "t"]
+        if not spans or ("t" in self._sizes[i] and not marks):
+            return []
+        end = at[-1] if at else spans[0][0]
+        close = (_CLOSE if at else _EMPTY).match(self._text, end)
+        end = close.end() if close else end
+        return [(max(begin, end), stop) for begin, stop in spans if stop > end]
 
     def _begin(self, i: int, marks: list[_Mark], at: int) -> int | None:
         """Return the position just after the prompt of the turn that `marks[at]` begins."""

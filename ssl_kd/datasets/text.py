@@ -44,6 +44,7 @@ class TextDataset:
     examples: Sequence[Example]
     digest: str  # SHA-256 of the content of all examples, in order
     left_out: tuple[str, ...]  # about the first unusable records: `file.jsonl:17: text is empty`
+    learn_thoughts: bool = True  # whether the reasoning of assistant turns is trained on
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -52,11 +53,6 @@ class TextDataset:
     def pictured(self) -> str | None:
         """Position of the first document with images; None if there is none."""
         return next((e.where for e in self.examples if e.images), None)
-
-    @cached_property
-    def prompted(self) -> str | None:
-        """Position of the first document that is a prompt alone; None if there is none."""
-        return next((e.where for e in self.examples if e.is_prompt), None)
 
     def check_text_alone(self) -> None:
         """Raise InputError if a document has images, which a tokenizer cannot read."""
@@ -329,7 +325,7 @@ def _read_hugging_face(
         item
         for part, table in tables.items()
         for i, row in enumerate(_rows(table), 1)
-        for item in convert(_without_nulls(row), f"{name}[{part}]:{i}")
+        for item in convert(without_nulls(row), f"{name}[{part}]:{i}")
     )
 
 
@@ -431,14 +427,14 @@ def _read_parquet(path: Path) -> Iterator[_Item]:
     with parquet.ParquetFile(path, memory_map=True) as file:
         rows = (row for batch in file.iter_batches(batch_size=_ROWS) for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
-            yield _Record(f"{path.name}:{number}", _without_nulls(row))
+            yield _Record(f"{path.name}:{number}", without_nulls(row))
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Remove null fields, which a table has where only other records have a value."""
     if isinstance(value, Mapping):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _read_plain(path: Path) -> Iterator[_Item]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from ssl_kd.errors import InputError
 from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.hf_trainer.guard_callback import GuardCallback
+from ssl_kd.hf_trainer.records import tokenized
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import distillation_terms, next_token_targets
@@ -60,7 +61,10 @@ class DistillationTrainer(Trainer):
         alpha_ce: weight of the cross-entropy, at least 0.
         processing_class: the tokenizer; compared with that of a teacher loaded by name.
         data_collator: makes batches with `labels`. The default one, `collate`, pads samples of
-            `input_ids` and optional `labels` (not shifted, -100 for tokens without loss).
+            `input_ids` and optional `labels` (not shifted, -100 for tokens without loss). Samples
+            of text, in the forms of `as_example`, are first tokenized with `processing_class`.
+        max_length: maximum tokens of a row of samples of text.
+        packing: put several samples of text in a row, if the student can keep them apart.
         callbacks: a `GuardCallback` among them replaces the default one.
         **options: other arguments of the Trainer.
 
@@ -88,6 +92,8 @@ class DistillationTrainer(Trainer):
         alpha_ce: float = 0.5,
         processing_class: Any = None,
         data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        max_length: int = 1024,
+        packing: bool = False,
         callbacks: Sequence[TrainerCallback] = (),
         **options: Any,
     ) -> None:
@@ -103,6 +109,10 @@ class DistillationTrainer(Trainer):
                 "compute_loss_func is set, but DistillationTrainer computes its own loss: leave"
                 " compute_loss_func out"
             )
+        self._tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+        for name in ("train_dataset", "eval_dataset") if data_collator is None else ():
+            how = self._tokenizer, model, max_length, packing
+            options[name] = tokenized(name, options.get(name), *how)
         guards = [callback for callback in callbacks if isinstance(callback, GuardCallback)]
         self.guarding = guards[0] if guards else GuardCallback()
         super().__init__(
@@ -131,7 +141,7 @@ class DistillationTrainer(Trainer):
     def _answer(self, teacher: Any) -> Any:
         if isinstance(teacher, str | os.PathLike):
             lm = load_causal_lm(teacher, dtype=Precision.for_device(self.args.device).teacher)
-            tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
+            tokenizer = self._tokenizer
             if tokenizer is not None and tokenizer_id(lm.tokenizer) != tokenizer_id(tokenizer):
                 raise InputError(
                     f"the tokenizer of the teacher {lm.name} ({len(lm.tokenizer)} tokens) differs"
@@ -317,7 +327,7 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Pad samples of different lengths at the end and stack them to a batch.
 
     Samples have `input_ids` and optional columns, each a number or `[token]`. `attention_mask` and
-    `labels` are added if the samples do not have them.
+    `labels` are added if the samples do not have them; rows with `position_ids` need no mask.
     """
     columns: dict[str, Tensor] = {}
     for name in samples[0]:
@@ -325,10 +335,9 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         fill = NO_LOSS if name == "labels" else 0
         ragged = values[0].ndim == 1
         columns[name] = pad_sequence(values, True, fill) if ragged else torch.stack(values)
-    if "attention_mask" not in columns:
-        ones = [torch.ones(len(sample["input_ids"]), dtype=torch.int64) for sample in samples]
-        columns["attention_mask"] = pad_sequence(ones, batch_first=True)
-    if "labels" not in columns:
-        real = columns["attention_mask"] > 0
-        columns["labels"] = columns["input_ids"].masked_fill(~real, NO_LOSS)
+    ones = [torch.ones(len(sample["input_ids"]), dtype=torch.int64) for sample in samples]
+    mask = columns.get("attention_mask", pad_sequence(ones, batch_first=True))
+    if "position_ids" not in columns:
+        columns["attention_mask"] = mask
+    columns.setdefault("labels", columns["input_ids"].masked_fill(mask == 0, NO_LOSS))
     return columns

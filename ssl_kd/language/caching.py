@@ -18,7 +18,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, write
 from ssl_kd.language.teachers import router_id
-from ssl_kd.language.text_rows import lay_out, texts_of
+from ssl_kd.language.text_rows import lay_out, texts_of, with_chat_template
 from ssl_kd.language.text_teacher import check_same_teacher
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, n_ids, tokenizer_id
@@ -71,6 +71,7 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
         else:
             teacher = loader.teacher()
             assert teacher is not None  # TEACHER_MODEL is not none
+            teacher = with_chat_template(teacher, settings)
             blocks = lay_out(settings.block_size, settings.packs, texts, teacher)
             assert isinstance(blocks, Blocks)
         dtype, rows = "served", None

@@ -16,7 +16,7 @@ from ssl_kd.language.rollouts import with_held_out_text
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teachers import ONE_RANK, load_teacher
-from ssl_kd.language.text_rows import lay_out, split_held_out, texts_of
+from ssl_kd.language.text_rows import lay_out, split_held_out, texts_of, with_chat_template
 from ssl_kd.teachers.causal import CausalLM, positions, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress
@@ -52,6 +52,8 @@ def judge(
     teacher = None
     if settings.teacher_model != "none":
         teacher = load_teacher(settings, settings.teacher_model, precision)
+    student = with_chat_template(student, settings)
+    teacher = teacher and with_chat_template(teacher, settings)
     train_set, texts = texts_of(settings)
     settings.check_images(train_set.pictured, texts.pictured)
     alike = teacher is not None and (
@@ -59,7 +61,7 @@ def judge(
     )
     freeze = partial(FrozenTeacher, device=precision.device, dtype=precision.teacher)
     frozen = teacher and freeze(teacher.model)
-    readings = _readings(settings, texts, student, teacher, precision, alike, progress)
+    readings = _readings(settings, texts, student, teacher, precision, alike)
     language_judge = LanguageJudge(
         texts.examples,
         *readings,
@@ -95,7 +97,6 @@ def _readings(
     teacher: CausalLM | None,
     precision: Precision,
     alike: bool,
-    progress: Progress,
 ) -> list[Reading]:
     """Return the test rows that a run with these settings has, tokenized for each model."""
     lms = [student] if teacher is None else [student, teacher]
@@ -106,7 +107,7 @@ def _readings(
     if teacher is None or alike:
         blocks = lay_out(size, text.packing, texts, student, lms[1:])
         assert isinstance(blocks, Blocks)
-        blocks = with_held_out_text(text, blocks, teacher, precision, ONE_RANK, progress)
+        blocks = with_held_out_text(text, blocks, teacher, precision, ONE_RANK, no_progress)
         sides = [blocks] * len(lms)
     else:
         both = aligned_blocks(texts, student.tokenizer, teacher.tokenizer, size)

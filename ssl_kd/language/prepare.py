@@ -44,6 +44,7 @@ from ssl_kd.language.text_rows import (
     lay_out,
     split_held_out,
     texts_of,
+    with_chat_template,
 )
 from ssl_kd.language.text_teacher import check_same_teacher
 from ssl_kd.losses.legacy_clamp import LegacyClamp
@@ -258,7 +259,8 @@ class ModelLoader:
             teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
         if teacher is not None and self.settings.align == "auto":
             check_family(student, teacher)
-        return teacher, student
+        student = with_chat_template(student, self.settings)
+        return teacher and with_chat_template(teacher, self.settings), student
 
     def _check_width(self) -> None:
         """Raise InputError if LORA_RANK exceeds the student's width, before a model is loaded."""

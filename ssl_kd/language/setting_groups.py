@@ -318,7 +318,6 @@ class RolloutSettings(Settings):
     num_generations: int = setting(
         1,
         "continuations that the student generates of each row chosen by ON_POLICY, in one step",
-        "A forward pass has that many times BATCH_SIZE rows, or fewer for ON_POLICY below 1.",
         low=1,
     )
     student_text: float = setting(

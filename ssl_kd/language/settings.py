@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from ssl_kd.divergences import selects_by_student
 from ssl_kd.errors import InputError
+from ssl_kd.language.chat_settings import ChatSettings
 from ssl_kd.language.foreign_names import (
     ALIASES,
     FIRST,
@@ -36,6 +37,7 @@ class LanguageSettings(
     TeacherSettings,
     StudentSettings,
     TextSettings,
+    ChatSettings,
     LossSettings,
     RolloutSettings,
     RouterSettings,
@@ -73,11 +75,6 @@ class LanguageSettings(
         """Return whether training rows may hold several documents: without generated text."""
         generated = self.on_policy or self.teacher_text or self.student_text
         return self.packing and not generated
-
-    @property
-    def continues_prompts(self) -> bool:
-        """Return whether a model continues every row, so that a record may be a prompt alone."""
-        return not self.learns_text or self.teacher_text == 1
 
     @property
     def rate_schedule(self) -> tuple[float, float, str, int, float]:
@@ -274,6 +271,10 @@ class LanguageSettings(
                 names and not self.student_text and (cached or self.align != "auto"),
                 f"{names} is above 0, which needs a live teacher with the student's tokenizer: set"
                 " TEACHER_CACHE to None and ALIGN to 'auto'.",
+            ),
+            (
+                not self.learn_thoughts and (names or self.align != "auto"),
+                f"LEARN_THOUGHTS is False, but {names or 'ALIGN'} is set: choose one of them.",
             ),
             (
                 self.teacher_text and self.teacher_url is not None,

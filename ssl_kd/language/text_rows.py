@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +16,14 @@ from torch import Tensor
 from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
 from ssl_kd.datasets.picture_blocks import PictureBlocks, make_picture_blocks, processor_state
-from ssl_kd.datasets.text import TextDataset, open_text
+from ssl_kd.datasets.text import TextDataset, TextSplit, open_text
 from ssl_kd.guard.seeds import seed_of
+from ssl_kd.language.chat_settings import ChatSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import (
     CausalLM,
+    load_tokenizer,
     n_ids,
     positions,
     sees,
@@ -35,7 +39,12 @@ _CHECKED_ROWS = 4096  # of text, at once
 
 def texts_of(text: LanguageSettings) -> tuple[TextDataset, TextDataset]:
     """Return the training text and the held-out text, which have no document in common."""
-    read = partial(open_text, field=text.text_field, prompts=text.continues_prompts)
+
+    def read(path: str, split: TextSplit, **options: Any) -> TextDataset:
+        prompts = not text.learns_text or text.teacher_text == 1  # a model continues every row
+        forms = {"field": text.text_field, "prompts": prompts, **options}
+        return replace(open_text(path, split, **forms), learn_thoughts=text.learn_thoughts)
+
     if text.eval_path is None:
         train_set = read(text.data_path, "train")
         eval_set = read(text.data_path, "test")
@@ -47,6 +56,28 @@ def texts_of(text: LanguageSettings) -> tuple[TextDataset, TextDataset]:
         message = "%d of %d training documents are also in the held-out text: not trained on"
         logger.warning(message, len(train_set) - len(kept), len(train_set))
     return kept, eval_set
+
+
+def with_chat_template(lm: CausalLM, text: ChatSettings) -> CausalLM:
+    """Return a model whose tokenizer uses CHAT_TEMPLATE_PATH and CHAT_TEMPLATE_KWARGS."""
+    path, values = text.chat_template_path, text.chat_template_kwargs or {}
+    if path is None and not values:
+        return lm
+    tokenizer, processor = copy.deepcopy((lm.tokenizer, lm.processor))
+    template = getattr(processor, "chat_template", None) or tokenizer.chat_template
+    if path is not None:
+        is_file = path.endswith(".jinja")
+        template = Path(path).read_text("utf-8") if is_file else load_tokenizer(path).chat_template
+    if not isinstance(template, str):
+        raise SettingsError(
+            f"the tokenizer of {path or lm.name} has no chat template, or several: set"
+            " CHAT_TEMPLATE_PATH to a .jinja file, or to a model whose tokenizer has one"
+        )
+    for n, v in values.items():
+        template = f"{{% if {n} is not defined %}}{{% set {n} = {v!r} %}}{{% endif %}}\n{template}"
+    for each in filter(None, (tokenizer, processor, getattr(processor, "tokenizer", None))):
+        each.chat_template = template
+    return replace(lm, tokenizer=tokenizer, processor=processor)
 
 
 def lay_out(
@@ -69,7 +100,8 @@ def lay_out(
     if student.processor is not None:  # a document per row: none is cut within an image
         return make_picture_blocks(texts, student.processor, block_size)
     models = [lm.model for lm in (student, *teachers) if lm.model]
-    packing = packing and texts.prompted is None and all(map(isolates_documents, models))
+    packing = packing and not any(example.is_prompt for example in texts.examples)
+    packing = packing and all(isolates_documents(model) for model in models)
     return make_blocks(texts, student.tokenizer, block_size, packing=packing)
 
 

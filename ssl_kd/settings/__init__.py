@@ -31,6 +31,7 @@ from ssl_kd.settings.foreign_names import ALIASES, INSTEAD
 
 _WIDTH = 100  # of a settings file
 _KINDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
+_KINDS |= {dict: 'an object in JSON, as in {"name": true}'}
 
 
 class SettingsError(InputError):
@@ -180,9 +181,9 @@ class Settings:
             value = lower
         elif kind is bool and lower in ("true", "false"):
             value = lower == "true"
-        elif kind in (int, float):
+        elif kind in (int, float, dict):
             with contextlib.suppress(ValueError):  # `check` says what is allowed
-                value = kind(text)
+                value = json.loads(text) if kind is dict else typing.cast(Any, kind)(text)
         return cls.check(name, value)
 
     @classmethod

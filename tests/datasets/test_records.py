@@ -141,44 +141,24 @@ def test_an_unusable_record_is_explained(record, message):
     assert isinstance(result, str) and re.search(message, result), result
 
 
-@pytest.mark.parametrize(
-    ("record", "example"),
-    [
-        ({"prompt": "2+2?"}, Example("w", prompt="2+2?")),
-        ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, Example("w", prompt="2+2?")),
+def test_a_prompt_alone_is_an_example_where_a_model_continues_it():
+    for record, example in (
+        ({"prompt": "2+2?", "chosen": "4"}, Example("w", prompt="2+2?")),
         ({"prompt": [SYSTEM, USER]}, chat(SYSTEM, USER, given=2)),
-        # What the assistant said before the last question is part of the prompt.
-        ({"messages": [USER, BOT, USER]}, chat(USER, BOT, USER, given=3)),
-        ({"messages": [USER, BOT]}, chat(USER, BOT)),
-        ({"prompt": "2+2?", "completion": "4"}, Example("w", prompt="2+2?", completion="4")),
-    ],
-)
-def test_a_prompt_alone_is_an_example_only_where_a_model_continues_it(record, example):
-    assert as_example(record, "w", prompts=True) == example
-    assert example.is_prompt == (example.completion is None and example.messages != (USER, BOT))
-    if "chosen" in record or record.keys() == {"prompt"}:
-        refused = str(as_example(record, "w"))
-        assert "--on_policy 1 or --teacher_text 1 lets a model continue a prompt" in refused
+    ):
+        assert as_example(record, "w", prompts=True) == example and example.is_prompt
+        assert "--on_policy 1 or --teacher_text 1 lets a" in str(as_example(record, "w"))
+    record = {"messages": [USER, BOT, USER]}
+    assert as_example(record, "w", prompts=True) == chat(USER, BOT, USER, given=3)
 
 
-def test_a_prompt_that_ends_with_an_answer_is_refused():
-    assert "no assistant message" in str(as_example({"prompt": [USER, BOT]}, "w", prompts=True))
-
-
-@pytest.mark.parametrize("name", ["completions", "responses", "generations"])
-def test_each_of_several_answers_is_an_example_of_one_group(name):
-    written = [*as_examples({"prompt": "2+2?", name: ["4", " ", "four"]}, "w")]
-    first, empty, second = written
-    assert empty == "w answer 2: completion is empty"
-    assert isinstance(first, Example) and isinstance(second, Example)
-    assert (first.prompt, first.completion, second.completion) == ("2+2?", "4", "four")
-    assert first.where == "w answer 1" and first.group == second.group != ""
-    assert first.content() == Example("x", prompt="2+2?", completion="4").content()
-    for record in ({"messages": [SYSTEM, USER]}, {"prompt": [SYSTEM, USER]}):
-        chats = [*as_examples({**record, name: ["4", [BOT]]}, "w")]
-        assert [e.messages for e in chats] == [(SYSTEM, USER, BOT)] * 2  # type: ignore[union-attr]
-    # Messages with an answer of their own are one example.
-    assert [*as_examples({"messages": [USER, BOT], name: ["5"]}, "w")] == [chat(USER, BOT)]
+def test_each_of_several_answers_is_an_example():
+    first, empty = as_examples({"prompt": "2+2?", "responses": ["4", " "]}, "w")
+    assert isinstance(first, Example) and empty == "w answer 2: completion is empty"
+    assert first == Example("w answer 1", prompt="2+2?", completion="4", group=first.group)
+    chats = as_examples({"messages": [SYSTEM, USER], "completions": ["4", [BOT]]}, "w")
+    assert [getattr(each, "messages", each) for each in chats] == [(SYSTEM, USER, BOT)] * 2
+    assert [*as_examples({"messages": [USER, BOT], "generations": ["5"]}, "w")] == [chat(USER, BOT)]
 
 
 def test_a_named_field_is_the_only_one_that_is_looked_at():

@@ -173,6 +173,25 @@ def test_several_calls_in_a_turn_and_content_beside_them():
     assert why.startswith("f:1: the chat template omits the tool calls")
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_generation", "harmony"])
+def test_thoughts_may_be_left_out_and_answers_and_calls_stay(name):
+    def learned(*chat):
+        record = {"messages": list(chat), "tools": TOOLS if len(chat) > 2 else None}
+        example = as_example(copy.deepcopy(record), "f:1")
+        shown = render(example, tokenizer_with(TEMPLATES[name]), learn_thoughts=False)
+        return [(shown.text[a:b].split("<|im_end|>")[0], n) for a, b, n in shown.spans]
+
+    answer = "<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
+    answer, field = (answer, "thinking") if name == "harmony" else ("Four.", "reasoning_content")
+    assert learned(user("2+2?"), said("Four.", **{field: "two"})) == [(answer, 5)]
+    call, last = learned(user("Rain?"), said("", "weather", **{field: "x"}), tool("sun"), said("4"))
+    assert "weather" in call[0] and "think" not in call[0] + last[0] and "4" in last[0]
+    ((inline, n),) = learned(user("2+2?"), said("<think>\ntwo\n</think>\n\nFour."))
+    assert inline == answer[answer.index("Four.") :] and n == 7
+    example = Example("f:1", prompt="2+2?", completion="<think>two</think>\nFour.")
+    assert render(example, None, learn_thoughts=False).spans == ((23, 28, 5),)
+
+
 THOUGHT = [
     user("2+2?"),
     said("4", reasoning_content="two"),

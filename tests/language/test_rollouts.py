@@ -196,6 +196,19 @@ def test_what_a_row_says_depends_on_step_and_row_and_not_on_how_rows_are_dealt(m
     assert not torch.equal(later.input_ids, whole.input_ids)
 
 
+def test_a_row_has_num_generations_continuations_whatever_the_other_rows(make, tiny):
+    def texts(rows, n):
+        student = tiny.model(seed=3, spread=0.3)
+        distiller, written = make(student, on_policy=1.0, num_generations=n)
+        (batch,), sums = written.batches(2, [torch.tensor(rows)], CPU)
+        assert batch.rows.tolist() == [row for row in rows for _ in range(n)]
+        assert sums["written"] == sums["rows"] and distiller.step([batch], 1e-3).learned("kd")
+        return [tuple(batch.input_ids[i][batch.counts[i]].tolist()) for i in range(batch.written)]
+
+    both = texts([4, 1], 3)
+    assert len({*both}) == 6 and texts([1], 2) == both[3:5] and texts([1], 1) == both[3:4]
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(make):
     _, written = make(on_policy=1.0)
     blocks = written.blocks
@@ -323,12 +336,12 @@ def test_a_stopped_run_goes_on_with_the_same_numbers(make, tiny):
             "on_log": lambda row: rows[name].append({**row, "tokens_per_second": 0}),
         }
 
-    one, written = make(student(), log_every=3)
+    one, written = make(student(), log_every=3, num_generations=2)
     train(one, blocks, 6, rollouts=written, **calls("whole"))
-    two, written = make(student(), log_every=3)
+    two, written = make(student(), log_every=3, num_generations=2)
     stops = {"should_stop": lambda: len(steps["part"]) == stop, **calls("part")}
     train(two, blocks, 6, rollouts=written, **stops)
-    three, written = make(student(), log_every=3)
+    three, written = make(student(), log_every=3, num_generations=2)
     three.load(copy.deepcopy(two.state()))
     torch.manual_seed(99)
     train(three, blocks, 6, start=stop, rollouts=written, **calls("part"))
