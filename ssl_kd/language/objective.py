@@ -218,15 +218,15 @@ class Objective:
         ]
 
     def lost(self, batch: Any, sick: SickRows) -> dict[str, int]:
-        """Return how much of each term's divisor belongs to the rows that were left out of it."""
+        """Return how many tokens of each term, and of text, belong to rows that are left out."""
         lost = {}
         for name, rows in sick.items():
-            healthy = without(batch, rows)
-            if name == "ce":
-                before, after = (student_side(side).text_tokens for side in (batch, healthy))
-            else:
-                before, after = (self.counts([side])[name] for side in (batch, healthy))
+            sides = batch, without(batch, rows)
+            before, after = (self.counts([side])[name] for side in sides)
             lost[name] = before - after
+            if name == "ce":
+                before, after = (student_side(side).text_tokens for side in sides)
+                lost["text"] = before - after
         return lost
 
     def _forward(self, batch: Batch) -> _Outputs:

@@ -71,7 +71,7 @@ class FirstPass(Generic[AnyBatch]):
 
         Returns:
             The terms of the second pass to use; an event for each term that lost rows; and, from
-            `lost`, how much smaller the divisor of each of these terms became on this rank.
+            `lost`, how many tokens of each term are not used on this rank.
         """
         named = {name: self._named(rows) for name, rows in self.sick.items() if bool(rows.any())}
         without_rows = [name for name, rows in self.sick.items() if bool(rows.all())]
@@ -91,8 +91,9 @@ class FirstPass(Generic[AnyBatch]):
                 reason = f"not finite in {'; '.join(places)}"
                 events.append(Event(step, name, "loss", reason, "rows left out"))
         healthy = {name: term for name, term in terms.items() if name not in gone}
-        partly = {event.part: self.sick[event.part] for event in events}
-        return healthy, events, lost(self.batch, partly)
+        out = {event.part: self.sick[event.part] for event in events}
+        out |= {name: torch.ones_like(self.sick[name]) for name in gone}
+        return healthy, events, lost(self.batch, out)
 
     def _named(self, rows: Tensor) -> str:
         ids, places = self.batch.rows, torch.arange(len(rows))

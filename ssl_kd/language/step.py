@@ -23,10 +23,10 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.fault_explainer import FaultExplainer, examine
 from ssl_kd.language.objective import Objective, student_side
-from ssl_kd.language.routed import RoutedTeacher
+from ssl_kd.language.routed import RoutedTeacher, router_fixed
 from ssl_kd.language.setting_groups import TrainingSettings
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sick_rows import FirstPass, rng_state
+from ssl_kd.language.sick_rows import FirstPass, rng_state, set_rng_state
 from ssl_kd.language.sources import Source, named_rows
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.dtypes import bitsandbytes
@@ -163,7 +163,8 @@ class Distiller(Objective):
     teacher with another tokenizer is a mean over groups of tokens. The terms fail separately:
 
     - A row in which a term is not finite is left out of this term, and an event names the row. The
-      divisor of the mean stays the same, so that the weight of the other rows does not change.
+      divisor of the mean becomes the number of the tokens that remain, over all batches and ranks;
+      batches of the step that came before are computed again with it.
     - A term without a finite row is left out of the step.
     - A step without a finite term, or without a token, is skipped.
     - The run ends after STOP_AFTER consecutive steps in which a term lost rows or was left out, or
@@ -214,18 +215,18 @@ class Distiller(Objective):
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens, text, divisors = self._divisors(batches)
-        self._lost: dict[str, int] = {}
-        sums = dict.fromkeys(divisors, torch.zeros((), device=self.precision.device))
+        self._count(batches)
+        tokens, text = self._remaining["ce"], self._remaining["text"]
         rng = rng_state(self.precision.device)
         if not tokens:  # no loss, so the guard sees nothing to update by, and counts the step
             event = Event(self.guard.steps, "batch", "input", "no target token", "skipped")
             self.guard.events.extend([event])
-            batches = []
-        for i, batch in enumerate(batches):
-            with self.distributed.averaged(last=i == len(batches) - 1):
-                terms = self._learn_from(batch, divisors)
-            sums |= {name: sums[name] + term for name, term in terms.items()}
+        sums = self._accumulate(batches if tokens else [])
+        if self._is_stale:
+            self.guard.discard()
+            set_rng_state(rng, self.precision.device)
+            with router_fixed(self.source):
+                sums = self._accumulate(batches, again=True)
         self.tokens += tokens
         router = self._router_events()
         # Copied while the guard waits for the device anyway.
@@ -242,11 +243,10 @@ class Distiller(Objective):
         means = {n: x / self.ranks.world for n, x in zip(sums, totals, strict=True) if tokens}
         weighted = [weight * means[name] for name, weight in self.weights.items() if name in means]
         finite = [value for value in weighted if math.isfinite(value)]
-        self._rescale_lost(means, text, divisors)
         if not text:
             means.pop("ce", None)
-        elif tokens != text:
-            means["ce"] *= tokens / text
+        elif self._remaining["ce"] != (left := self._remaining["text"]):
+            means["ce"] *= self._remaining["ce"] / left if left else math.nan
         result = StudentStep(
             terms=means,
             loss=sum(finite) if finite else float("nan"),
@@ -256,25 +256,44 @@ class Distiller(Objective):
             router=router,
         )
         self.learned = {name: n + result.learned(name) for name, n in self.learned.items()}
-        self.guard.stop_without(self.weights, ", in whole or of some rows" if self._lost else "")
+        self.guard.stop_without(
+            self.weights, ", in whole or of some rows" if self._has_lost else ""
+        )
         return result
 
-    def _learn_from(self, batch: Any, divisors: Mapping[str, float]) -> dict[str, Tensor]:
-        """Compute the gradients of a batch; return its share of each term's mean."""
+    def _accumulate(
+        self, batches: Sequence[Batch | AlignedBatch], *, again: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute the gradients of all batches; return each term's mean on this rank.
+
+        `again` keeps the divisors, from which a first call subtracted the rows that were left out.
+        """
+        names = [name for name in self._remaining if name != "text"]
+        sums = dict.fromkeys(names, torch.zeros((), device=self.precision.device))
+        for i, batch in enumerate(batches):
+            with self.distributed.averaged(last=i == len(batches) - 1):
+                terms = self._learn_from(batch, None if again else i)
+            sums |= {name: sums[name] + term for name, term in terms.items()}
+        return sums
+
+    def _learn_from(self, batch: Any, i: int | None) -> dict[str, Tensor]:
+        """Compute the gradients of batch `i`, or None for the second time; return its shares."""
         late: list[Tensor] = []
         first = FirstPass(batch, rng_state(self.precision.device))
 
         def shares(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: term / divisors[name] for name, term in sums.items()}
+            return {name: term / self._divisor(name) for name, term in sums.items()}
 
         def again() -> dict[str, Tensor]:
             late.clear()
             sums = self.distributed.forward(self.without_sick_rows, first, late)
             step = self.guard.steps
             sums, events, lost = first.merge(self.ranks, step, terms, sums, self.lost)
-            self.guard.events.extend(events)
-            for name in {event.part for event in events}:
-                self._lost[name] = self._lost.get(name, 0) + lost[name]
+            if i is not None:
+                self.guard.events.extend(events)
+                self._has_lost |= bool(events)
+                self._subtract(lost)
+                self._is_stale |= i > 0
             terms.update(shares(sums))
             return self.weighted(terms)
 
@@ -283,31 +302,27 @@ class Distiller(Objective):
         self.guard.backward(self.weighted(terms), again=again)
         values = {name: term.detach() for name, term in terms.items()}
         if late:
-            values["kd"] = values["kd"] + torch.stack(late).sum() / divisors["kd"]
+            values["kd"] = values["kd"] + torch.stack(late).sum() / self._divisor("kd")
         return values
 
-    def _rescale_lost(
-        self, means: dict[str, float], text: int, divisors: Mapping[str, float]
-    ) -> None:
-        """Divide the terms that lost rows by the number of tokens that remain, on every rank."""
-        for name in sorted(self._lost):
-            (lost,) = self.ranks.sums(f"step {self.guard.steps - 1}, {name} lost", self._lost[name])
-            total = text if name == "ce" else divisors[name] * self.ranks.world
-            means[name] *= total / (total - lost) if lost < total else math.nan
+    def _count(self, batches: Sequence[Batch | AlignedBatch]) -> None:
+        """Count each term's target tokens, and those of text, over all ranks, for a new step."""
+        text = sum(student_side(batch).text_tokens for batch in batches)
+        local, what = self.counts(batches) | {"text": text}, f"step {self.guard.steps}, the tokens"
+        totals = map(int, self.ranks.sums(what, *local.values()))
+        self._remaining = dict(zip(local, totals, strict=True))
+        self._has_lost = self._is_stale = False
 
-    def _divisors(
-        self, batches: Sequence[Batch | AlignedBatch]
-    ) -> tuple[int, int, dict[str, float]]:
-        """Return the target tokens and the text tokens of all ranks, and each term's divisor.
+    def _subtract(self, lost: Mapping[str, int]) -> None:
+        """Subtract the tokens that all ranks left out of a batch from the divisors."""
+        what = f"step {self.guard.steps}, the tokens left out"
+        totals = self.ranks.sums(what, *(lost.get(name, 0) for name in self._remaining))
+        for name, n in zip(self._remaining, totals, strict=True):
+            self._remaining[name] -= int(n)
 
-        The divisor is the mean count per rank, because gradients are averaged over ranks.
-        """
-        local, what = self.counts(batches), f"step {self.guard.steps}, the tokens"
-        local_text = sum(student_side(batch).text_tokens for batch in batches)
-        text, *counts = map(int, self.ranks.sums(what, local_text, *local.values()))
-        totals = dict(zip(local, counts, strict=True))
-        divisors = {name: max(n, 1) / self.ranks.world for name, n in totals.items()}
-        return totals["ce"], text, divisors
+    def _divisor(self, name: str) -> float:
+        """Return a term's tokens per rank, because gradients are averaged over ranks."""
+        return max(self._remaining[name], 1) / self.ranks.world
 
     def _router_events(self) -> dict[str, float | None]:
         """Add the events of the teacher's router to the guard's; return the values to log."""

@@ -240,7 +240,7 @@ def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
     models = distiller.student, distiller.source.model
     exact, ce, kd, n = oracle.step(*models, batch, distiller.settings, text)
 
-    distiller._divisors([batch])
+    distiller._count([batch])
     terms = distiller.terms(batch)
     divisor = distiller.counts([batch])["kd"]
     loss = sum(distiller.weighted(terms).values()) / divisor
