@@ -35,6 +35,13 @@ def test_models_whose_logits_are_not_linear_agree(settings, tiny, tmp_path, role
     assert [way.way for way in found] == WAYS and all(way.agrees for way in found)
 
 
+def test_a_mixture_logs_how_many_tokens_change_experts(settings, tiny, tmp_path, caplog):
+    teacher = tiny.folder(tmp_path / "mixture", "Mixtral", seed=3)
+    with caplog.at_level("INFO"):
+        verify(settings.replace(teacher_model=teacher, model_dtype="float32"))
+    assert "teacher: 0.0% of the tokens change experts if" in caplog.text
+
+
 def test_half_precision_agrees_within_its_rounding(settings, float16_here):
     found = verify(settings.replace(model_dtype="float16", device="cpu"))
     assert all(way.agrees and way.allowed == module.HALF for way in found)

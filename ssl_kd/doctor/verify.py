@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +23,10 @@ from ssl_kd.language.step import Distiller, precision_of
 from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.mixture import Mixture, Routing, is_mixture
 from ssl_kd.training.clock import Progress, no_progress
+
+logger = logging.getLogger(__name__)
 
 ROWS = 4  # of the text: all logits of both models must fit in memory
 
@@ -58,7 +64,7 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
 
     `plain` uses the logits of both models, `token_kd` and PyTorch's cross-entropy; `live` is the
     loss of a training step; `cache` reads the teacher from TEACHER_CACHE, if set. Dropout is off,
-    and nothing is trained.
+    and nothing is trained. For a mixture of experts, `expert_changes` is logged.
     """
     _refuse(settings)
     settings = settings.replace(router_mode="native", legacy_clamp=None)
@@ -102,7 +108,55 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
         if isinstance(method, LastHidden):
             allowed = close if method.stored == precision.teacher else HALF
         ways.append(compare(f"cache, {method}", allowed))
+    for name, model in (("teacher", frozen.model), ("student", distiller.student)):
+        if is_mixture(model):
+            with precision.autocast() if name == "student" else nullcontext():
+                logger.info("%s: %s", name, expert_changes(model, few, precision.device))
     return ways
+
+
+@dataclass(frozen=True)
+class ExpertChanges:
+    """How a mixture of experts differs between a batch and the same rows run one by one."""
+
+    changed: float  # share of the predicting tokens that have other experts in some layer
+    free: float  # largest difference of a target's log-probability, in nats
+    pinned: float  # the same if the rows use the experts that the batch chose
+
+    def __str__(self) -> str:
+        return (
+            f"{self.changed:.1%} of the tokens change experts if the rows of the batch run one by"
+            f" one; the log-probability of a token then differs by up to {self.free:.2g} nats, and"
+            f" by up to {self.pinned:.2g} with the experts pinned"
+        )
+
+
+@torch.no_grad()
+def expert_changes(model: Any, rows: Blocks, device: torch.device) -> ExpertChanges:
+    """Run a mixture of experts on a batch and row by row, and compare experts and predictions."""
+    mixture = Mixture(model)
+
+    def run(batch: Batch, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities `[row, token]` and experts `[layer, row, token, chosen]`."""
+        with mixture.using(routing), mixture.watch() as gates:
+            logits = model(**batch.model_inputs(), use_cache=False).logits[:, :-1]
+        log_probs = logits.float().log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])
+        chosen = torch.stack([gates.chosen[layer] for layer in range(mixture.layers)])
+        return log_probs[..., 0], chosen.view(mixture.layers, *batch.input_ids.shape, -1)
+
+    expected, experts = run(rows.batch(range(len(rows)), device), Routing())
+    changed, differences = [], []
+    for i in range(len(rows)):
+        row = rows.batch([i], device)
+        at, width = row.counts[0, 1:].nonzero().flatten(), row.input_ids.shape[1]
+        pinned = experts[:, i, :width]
+        free, own = run(row, Routing())
+        held, _ = run(row, Routing("pinned", chosen=dict(enumerate(pinned))))
+        others = own[:, 0].sort(-1).values != pinned.sort(-1).values
+        changed.append(others.any(-1).any(0)[at].float())
+        differences.append((torch.cat([free, held]) - expected[i, : width - 1])[:, at].abs())
+    largest = torch.cat(differences, 1).amax(1).tolist()
+    return ExpertChanges(float(torch.cat(changed).mean()), *largest)
 
 
 def _refuse(settings: LanguageSettings) -> None:

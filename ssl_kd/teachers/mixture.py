@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,12 +54,14 @@ class Routing:
     `native` is the original model, bit for bit; `all` uses every expert; `sar` too, with a router
     in training; `ka` uses all experts except one. In `ka` the active experts of a token in a layer
     are, with probability `lam`, sampled without replacement from the gate, and otherwise the
-    experts with the largest gates.
+    experts with the largest gates. `pinned` uses the experts that another pass over the same tokens
+    chose, `Gates.chosen`.
     """
 
-    mode: Literal["native", "all", "ka", "sar"] = "native"
+    mode: Literal["native", "all", "ka", "sar", "pinned"] = "native"
     lam: float = 0.05
     generator: torch.Generator | None = None  # for `ka`; a resumed run must restore its state
+    chosen: Mapping[int, Tensor] = field(default_factory=dict)  # for `pinned`, by layer
 
 
 @dataclass
@@ -203,10 +205,13 @@ class Mixture:
             return None
         logits = _gate(router, hidden)
         exact = logits.to(compute_dtype(logits))
-        index = self._choose(exact.detach())
+        is_pinned = self.routing.mode == "pinned"
+        index = self.routing.chosen[layer] if is_pinned else self._choose(exact.detach())
         weights = torch.softmax(exact.gather(1, index), dim=-1)
         if not self._renormalizes:
-            weights = weights * exact.softmax(-1).topk(self.k, -1).values.sum(-1, keepdim=True)
+            mass = exact.softmax(-1)
+            kept = mass.gather(1, index) if is_pinned else mass.topk(self.k, -1).values
+            weights = weights * kept.sum(-1, keepdim=True)
         self._record(layer, name, hidden, logits, index)
         # The dtype of the model's own weights, except Mixtral's, which stay float32 in float64.
         dtype = torch.promote_types(output[1].dtype, logits.dtype)
