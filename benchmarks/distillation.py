@@ -2,6 +2,7 @@
 
     python -m benchmarks.distillation --teacher_model FOLDER --data_path FILE.jsonl --seeds 3
     python -m benchmarks.distillation --grid --teacher_model FOLDER --data_path FILE.jsonl
+    python -m benchmarks.distillation --offline --teacher_model FOLDER --data_path FILE.jsonl
 
 Each row is a complete run with the same initialization, batches and steps; its held-out perplexity
 is that of its best evaluation. The `clamp` rows clamp the logits as the older scripts did, to show
@@ -11,6 +12,11 @@ the cost. Without --teacher_model, a teacher is trained on the standard library 
 grid and with every seed. For each of the two, the learning rate with the lowest validation
 perplexity wins (best evaluation of a run, geometric mean over seeds); its perplexity on separate
 test rows is reported. A winner at an end of the grid is marked, because the grid is too short then.
+
+`--offline` trains a student on the teacher's text (TEACHER_TEXT), and from there for as many steps
+again: on this text, on its own text with the teacher live (ON_POLICY), and on its own frozen text
+with cached answers (STUDENT_TEXT). The KL is from the student to the teacher on fresh samples that
+continue held-out prompts. Seconds are those of training, and of the student's text and the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +25,10 @@ import argparse
 import json
 import logging
 import math
+import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,16 +36,20 @@ from statistics import fmean, median
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from benchmarks.turns import header, row
 from ssl_kd.datasets.blocks import Blocks, make_blocks
 from ssl_kd.datasets.text import TextDataset
+from ssl_kd.language.caching import cache_teacher
 from ssl_kd.language.presets import PRESETS
+from ssl_kd.language.rollouts import continue_rows, sampler
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teachers import trained_teacher
 from ssl_kd.language.text_rows import texts_of
-from ssl_kd.teachers.causal import tokenizer_id
+from ssl_kd.teachers.causal import load_causal_lm, tokenizer_id
 
 ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
 
@@ -56,6 +69,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "distilled, clamp 5": {"legacy_clamp": "5"},
     "distilled, clamp 2.5": {"legacy_clamp": "2.5"},
 }
+REVERSE = {"alpha_ce": 0.0, "alpha_kd": 1.0, "divergence": "reverse_kl"}
+FIRST = "the teacher's text"
+STAGES: dict[str, dict[str, Any]] = {
+    FIRST: {"teacher_text": 1.0, **ALONE},
+    "more of the teacher's text": {"teacher_text": 1.0, **ALONE},
+    "on-policy, live": {"on_policy": 1.0, **REVERSE},
+    "on-policy, offline": {"student_text": 1.0, "cache_method": "topk", **REVERSE},
+}
+PROMPTS = 128  # held-out, continued by each student of --offline
 GRID = (1e-3, 3e-3, 1e-2, 3e-2)
 WAYS: dict[str, dict[str, Any]] = {"distilled": {}, "CE alone": ALONE}
 
@@ -166,22 +188,71 @@ def search(settings: LanguageSettings, grid: Sequence[float], seeds: Sequence[in
     print("", *comparison(results, grid), sep="\n")
 
 
+@torch.no_grad()
+def on_own_text(settings: LanguageSettings, copy: str, folder: Path) -> dict[str, Any]:
+    """Copy the student of a run; return its KL to the teacher on its own text, per token."""
+    shutil.copytree(folder / "student", copy)
+    student, teacher = map(load_causal_lm, (copy, settings.teacher_model))
+    text, size = texts_of(settings)[1], settings.block_size
+    blocks = make_blocks(text, student.tokenizer, size, packing=False)
+    sample = sampler(settings, student.model, student.tokenizer, PROMPTS)
+    most, seeds = settings.max_new_tokens, range(settings.seed, settings.seed + PROMPTS)
+    own, _ = continue_rows(blocks, range(PROMPTS), seeds, sample, max_new_tokens=most)
+    batch = own.batch(range(PROMPTS))
+    logits = (lm.model(**batch.model_inputs()).logits[:, :-1] for lm in (student, teacher))
+    log_q, log_p = (x[batch.counts[:, 1:]].log_softmax(-1) for x in logits)
+    tokens = json.loads((folder / "metrics.json").read_text())["tokens"]
+    return {
+        "kl on own text": float((log_q.exp() * (log_q - log_p)).sum(-1).mean()),
+        "scored": tokens if settings.alpha_kd else 0,
+    }
+
+
+def compare_offline(settings: LanguageSettings, seeds: Sequence[int]) -> None:
+    """Print a table of live and offline on-policy distillation after training on text."""
+    results: dict[str, list[dict[str, Any]]] = {way: [] for way in STAGES}
+    for name in ("teacher_model", "data_path", "eval_path"):
+        if Path(value := getattr(settings, name) or "").exists():
+            settings = settings.replace(**{name: str(Path(value).resolve())})
+    os.chdir(tempfile.mkdtemp())  # for students, caches and generated text
+    for seed in seeds:
+        for way, changes in STAGES.items():
+            own = settings.replace(**changes, seed=seed)
+            own = own if way == FIRST else own.replace(student_model=f"{FIRST} {seed}")
+            start, extra = time.perf_counter(), dict[str, Any]()
+            if own.student_text:
+                own = own.replace(teacher_cache=f"cache {seed}")
+                extra["scored"] = cache_teacher(own).manifest["statistics"]["tokens"]
+            cached = time.perf_counter() - start
+            scores = measure(own, partial(on_own_text, own, f"{way} {seed}")) | extra
+            results[way].append(scores | {"seconds": scores["seconds"] + cached})
+    header("trained on", "KL on its own text", "held-out perplexity", "teacher tokens", "seconds")
+    for way, rows in results.items():
+        kl, perplexity = (spread(r[key] for r in rows) for key in ("kl on own text", "perplexity"))
+        scored, seconds = (median(r[key] for r in rows) for key in ("scored", "seconds"))
+        row(way, kl, perplexity, f"{scored:,.0f}", f"{seconds:.0f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--grid", type=float, nargs="*", help=f"learning rates; default: {GRID}")
+    parser.add_argument("--offline", action="store_true")
     add_settings(
         parser,
         *("teacher_model", "data_path", "eval_path"),
         *("max_steps", "batch_size", "block_size", "eval_rows"),
         *("learning_rate", "temperature", "alpha_kd", "alpha_ce"),
         student_model="fresh:2x96",
+        max_new_tokens=LanguageSettings.max_new_tokens,
     )
     flags = vars(parser.parse_args())
-    seeds, only, grid = (flags.pop(name) for name in ("seeds", "only", "grid"))
+    seeds, only, grid, offline = (flags.pop(n) for n in ("seeds", "only", "grid", "offline"))
     logging.basicConfig(level=logging.ERROR)
     settings = LanguageSettings(**flags, eval_every=max(1, flags["max_steps"] // 5), generations=0)
+    if offline:
+        return compare_offline(settings, range(seeds))
     if grid is not None:
         return search(with_teacher(settings), grid or list(GRID), range(seeds))
     header("run", "held-out perplexity", "agreement with teacher", "KL to teacher", "seconds")

@@ -9,9 +9,13 @@ the presets; an unknown name or an invalid value is an error.
 
 # Folder written by save_pretrained, or name on the Hugging Face Hub | train, or
 # train:LAYERSxDIM:STEPS (a small one is trained on the data first; 4x192 for 800 steps) | none (no
-# teacher: cross-entropy alone). Several with the same tokenizer, separated by commas: the mean of
-# their divergences; with weights, made to sum to 1, as in "0.7*A, 0.3*B".
+# teacher: cross-entropy alone) | self (the student, which sees the answer: self-distillation; with
+# LORA_RANK its base model, otherwise its current weights). Several with the same tokenizer,
+# separated by commas: the mean of their divergences; with weights, made to sum to 1, as in "0.7*A,
+# 0.3*B".
 TEACHER_MODEL = "train"
+# Prompt of TEACHER_MODEL self; privileged_context is this field of a record, or its answer.
+TEACHER_PROMPT_TEMPLATE = "{prompt}\n\nExample response:\n{privileged_context}\n\nYour response:\n"
 # Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
 # takes no memory in training.
 TEACHER_CACHE = None

@@ -220,7 +220,7 @@ def make_blocks(
     turns: Counter[str] = Counter()
 
     def cut_up() -> Iterator[_Part]:
-        for example, document in _tokenize(dataset, tokenizer, frame, left_out, turns):
+        for example, document in tokenized(dataset, tokenizer, frame, left_out, turns):
             for piece in cut_to_fit(document, block_size, example, left_out, cut):
                 lengths.append(len(piece.ids))
                 yield piece
@@ -230,13 +230,14 @@ def make_blocks(
     return in_rows(dataset.name, pieces, rows, block_size, frame.end, left_out, cut, turns)
 
 
-def _tokenize(
+def tokenized(
     dataset: TextDataset,
     tokenizer: PreTrainedTokenizerFast,
     frame: Frame,
     left_out: list[str],
     turns: Counter[str],
 ) -> Iterator[tuple[Example, Document]]:
+    """Yield the documents of a data set; note in `left_out` and `turns` what was left out."""
     for start in range(0, len(dataset), _BATCH):
         renderings: list[tuple[Example, Rendered]] = []
         for example in dataset.examples[start : start + _BATCH]:

@@ -95,6 +95,7 @@ class Example:
     tools: tuple[Any, ...] | None = None  # JSON schemas of the tools, for the chat template
     images: tuple[Picture, ...] = ()  # in order of IMAGE in strings, or of parts {"type": "image"}
     group: str = ""  # the same for all answers to a prompt; not part of the content
+    privileged_context: str | None = None  # for TEACHER_MODEL self; not part of the content
 
     @property
     def is_prompt(self) -> bool:
@@ -174,7 +175,8 @@ def as_example(
             or _alpaca(record, where)
             or _text(record, where, "text", _EXPECTED)
         )
-        return images.placed(example)
+        context = record.get("privileged_context")
+        return replace(images.placed(example), privileged_context=context)
     except _Unusable as error:
         return f"{where}: {error}"
 

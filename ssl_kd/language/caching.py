@@ -5,30 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.divergences import DIVERGENCES, selects_by_student
-from ssl_kd.language.rollouts import rows_to_continue, with_text_by
 from ssl_kd.language.routed import RoutedTeacher
-from ssl_kd.language.served import ServedTeacher
+from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.setting_groups import RouterSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, write
-from ssl_kd.language.teachers import router_id
+from ssl_kd.language.teachers import load_teacher, router_id, trained_teacher
 from ssl_kd.language.text_rows import lay_out, texts_of, with_chat_template
-from ssl_kd.language.text_teacher import check_same_teacher
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, n_ids, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.training.process_group import ProcessGroup
 from ssl_kd.training.ranks import joined
-
-if TYPE_CHECKING:
-    from ssl_kd.language.prepare import ModelLoader
 
 TIMEOUT = timedelta(days=1)  # for which ranks wait for each other's files
 SERVED_TOKENS = 2**18  # in a file, and so the most that are requested again after an interruption
@@ -45,7 +40,7 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
         FingerprintMismatch: the folder holds another cache, and FORCE_RECOMPUTE is not set.
         RankLost: another rank does not respond.
     """
-    from ssl_kd.language.prepare import ModelLoader  # late: it imports this module
+    from ssl_kd.language.prepare import prepare  # late: it imports this module
 
     settings.check_packages()
     settings = settings.with_cache_router()
@@ -64,16 +59,22 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
         precision = precision_of(settings.replace(device=ranks.device))
         texts, held_out = texts_of(settings)
         settings.check_images(texts.pictured, held_out.pictured)
-        live = settings.replace(teacher_cache=None)
-        loader = ModelLoader(live, texts, precision, progress, ranks)
         if settings.student_text:
-            teacher, blocks = _student_text(loader)
+            live = prepare(settings.replace(teacher_cache=None), precision, progress, ranks)
+            teacher, blocks = live.teacher, live.blocks
+            del live  # and its student
         else:
-            teacher = loader.teacher()
-            assert teacher is not None  # TEACHER_MODEL is not none
+            name = settings.teacher_model
+            if settings.to_train:
+                name = str(trained_teacher(settings, texts, precision, progress, ranks))
+            if settings.teacher_url is not None:
+                teacher = served_lm(settings.teacher_model, settings.teacher_served_as)
+            else:
+                teacher = load_teacher(settings, name, precision)
             teacher = with_chat_template(teacher, settings)
-            blocks = lay_out(settings.block_size, settings.packs, texts, teacher)
-            assert isinstance(blocks, Blocks)
+            blocks = lay_out(settings.block_size, settings.packing, texts, teacher)
+        assert teacher is not None and isinstance(blocks, Blocks)  # LanguageSettings
+        blocks = replace(blocks, by_student=None)  # a cache has the order of the text
         dtype, rows = "served", None
         if teacher.model is None:
             rows = max(1, SERVED_TOKENS // settings.block_size)
@@ -105,20 +106,6 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
             ranks=ProcessGroup(precision.device),
             progress=lambda done, total: progress("cache", done, total, {}),
         )
-
-
-def _student_text(loader: ModelLoader) -> tuple[CausalLM, Blocks]:
-    """Return the teacher, and the rows of a run with STUDENT_TEXT."""
-    settings, precision = loader.settings, loader.precision
-    teacher, student = loader.load()
-    assert teacher is not None  # TEACHER_MODEL is not none
-    check_same_teacher(student, teacher)
-    blocks = lay_out(settings.block_size, settings.packs, loader.texts, student, [teacher])
-    assert isinstance(blocks, Blocks)
-    rows = rows_to_continue(settings, settings.student_text, len(blocks))
-    place = precision, loader.ranks, loader.progress
-    blocks = with_text_by("student", rows, settings, blocks, student, *place)
-    return teacher, replace(blocks, by_student=None)  # a cache is written in the order of the rows
 
 
 def cache_identity(

@@ -50,7 +50,7 @@ def judge(
     unquantized = settings.replace(quantization=None)  # students are saved unquantized
     student = load_teacher(unquantized, settings.student_model, precision)
     teacher = None
-    if settings.teacher_model != "none":
+    if settings.teacher_model not in ("none", "self"):
         teacher = load_teacher(settings, settings.teacher_model, precision)
     student = with_chat_template(student, settings)
     teacher = teacher and with_chat_template(teacher, settings)

@@ -21,8 +21,9 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_identity, check_divergence
 from ssl_kd.language.foreign_names import IN_MEMORY
-from ssl_kd.language.rollouts import rows_to_continue, with_held_out_text, with_text_by
+from ssl_kd.language.rollouts import with_held_out_text, with_text_by
 from ssl_kd.language.routed import RoutedTeacher
+from ssl_kd.language.self_teacher import OwnPrompts, SelfTeacher, with_own_prompts
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain, Source
@@ -99,6 +100,7 @@ class Prepared:
     eval_blocks: Blocks  # the test rows, for the table
     teacher_eval_blocks: Blocks  # the same text, tokenized for the teacher
     validation_blocks: Blocks  # the rows by which the best student is chosen
+    own_prompts: OwnPrompts  # of TEACHER_MODEL self, see `SelfTeacher`
 
     @property
     def teachers(self) -> list[CausalLM]:
@@ -141,7 +143,7 @@ def prepare(
     train_set, eval_set = texts_of(settings)
     settings.check_images(train_set.pictured, eval_set.pictured)
     progress("prepare", 1, 3, {"documents": len(train_set)})
-    loader = ModelLoader(settings, train_set, precision, progress, ranks)
+    loader = _ModelLoader(settings, train_set, precision, progress, ranks)
     teacher, student = loader.load(models)
     others = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
     teachers = [lm for lm in (teacher, *others) if lm is not None]
@@ -152,11 +154,15 @@ def prepare(
     frozen = served = cache = None
     placement: Any = {"device": precision.device, "dtype": precision.teacher}
     place = precision, ranks, progress
+    prompts: OwnPrompts = []
+    if settings.teacher_model == "self":
+        template = settings.teacher_prompt_template
+        blocks, prompts = with_own_prompts(train_set, student, settings.block_size, template)
     if settings.student_text:
-        assert isinstance(blocks, Blocks) and teacher is not None  # check_together
-        check_same_teacher(student, teacher)
-        rows = rows_to_continue(settings, settings.student_text, len(blocks))
-        blocks = with_text_by("student", rows, settings, blocks, student, *place)
+        assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
+        if teacher is not None:
+            check_same_teacher(student, teacher)
+        blocks = with_text_by("student", settings, blocks, student, *place)
     if teacher is not None and settings.teacher_cache is not None:
         cache = _open_cache(settings, Path(settings.teacher_cache), teacher, train_set, blocks)
     elif teacher is not None and teacher.model is None:
@@ -166,8 +172,7 @@ def prepare(
         frozen = FrozenTeacher(teacher.model, **placement)
         if settings.teacher_text:
             assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-            rows = rows_to_continue(settings, settings.teacher_text, len(blocks))
-            blocks = with_text_by("teacher", rows, settings, blocks, teacher, *place)
+            blocks = with_text_by("teacher", settings, blocks, teacher, *place)
     if settings.router_mode == "auto":
         live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
         settings = settings.replace(router_mode="sar" if live else "native")
@@ -195,6 +200,7 @@ def prepare(
         eval_blocks=sides[0].part(test),
         teacher_eval_blocks=sides[1].part(test),
         validation_blocks=sides[0].part(validation),
+        own_prompts=prompts,
     )
 
 
@@ -235,7 +241,7 @@ def _lay_out(
 
 
 @dataclass(frozen=True)
-class ModelLoader:
+class _ModelLoader:
     """Load, build or train the first teacher and the student of a run."""
 
     settings: LanguageSettings
@@ -244,8 +250,7 @@ class ModelLoader:
     progress: Progress
     ranks: Ranks
 
-    def load(self, in_memory: InMemoryModels = NO_MODELS) -> tuple[CausalLM | None, CausalLM]:
-        """Return the first teacher and the student."""
+    def load(self, in_memory: InMemoryModels) -> tuple[CausalLM | None, CausalLM]:
         for role, lm in vars(in_memory).items():
             if lm is None and getattr(self.settings, f"{role}_model") == IN_MEMORY:
                 raise SettingsError(
@@ -253,7 +258,7 @@ class ModelLoader:
                     " ssl_kd.Distillation with that model again, or set the name of a saved one"
                 )
         self._check_width()
-        teacher = in_memory.teacher or self.teacher()
+        teacher = in_memory.teacher or self._teacher()
         student = self._student(teacher, in_memory.student)
         if teacher is not None and teacher.tokenizer is None:  # compared with that of the cache
             teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
@@ -276,12 +281,12 @@ class ModelLoader:
                 return
             check_rank(rank, config)
 
-    def teacher(self) -> CausalLM | None:
+    def _teacher(self) -> CausalLM | None:
         """Load or train the teacher; its model is None if it runs on a server."""
         settings, precision, name = self.settings, self.precision, self.settings.teacher_names[0]
         if settings.teacher_url is not None:
             return served_lm(settings.teacher_model, settings.teacher_served_as)
-        if name == "none":
+        if name in ("none", "self"):
             return None
         if settings.to_train:
             name = trained_teacher(settings, self.texts, precision, self.progress, self.ranks)
@@ -404,6 +409,8 @@ def _source(prepared: Prepared) -> tuple[Source | None, Aligned | None]:
     settings, frozen = prepared.settings, prepared.frozen
     if not settings.alpha_kd:
         return None, None
+    if prepared.own_prompts:
+        return Plain(SelfTeacher(prepared.student.model, prepared.own_prompts)), None
     if prepared.served is not None:
         return Plain(prepared.served), None
     if frozen is None:

@@ -351,28 +351,30 @@ def with_held_out_text(
         )
     logger.info("the teacher continues %d held-out prompts, to score its own text", due)
     rows = alone[: -(-due // PART) * PART]
-    return with_text_by("teacher", rows, settings, blocks, teacher, *place)
+    return with_text_by("teacher", settings, blocks, teacher, *place, rows)
 
 
 def with_text_by(
     writer: Literal["teacher", "student"],
-    rows: Sequence[int],
     settings: LanguageSettings,
     blocks: Blocks,
     lm: CausalLM,
     precision: Precision,
     ranks: Ranks,
     progress: Progress,
+    rows: Sequence[int] | None = None,
 ) -> Blocks:
-    """Return the text with continuations by a model in the rows `rows`.
+    """Return the text with continuations by a model in some rows, as TEACHER_TEXT or STUDENT_TEXT.
 
     The continuations are stored below `data/teacher_text` or `data/student_text`, and used again
     for the same model, text and settings. The first rank writes them, in this order. An interrupted
     run continues after the last complete file. The student has its weights from before training.
     """
+    kind, by_student = f"{writer}_text", writer == "student"
+    if rows is None:
+        rows = _rows_to_continue(settings, getattr(settings, kind), len(blocks))
     if not rows:
         return blocks
-    kind, by_student = f"{writer}_text", writer == "student"
     decisive = ("max_new_tokens", "rollout_temperature", "seed", kind)
     dtype = precision.student if by_student else lm.model.dtype
     key = [blocks.digest, lm.weights_id, str(dtype)]
@@ -416,7 +418,7 @@ def with_text_by(
     return replace(continued, by_student=is_own)
 
 
-def rows_to_continue(run: TrainingSettings, share: float, n: int) -> list[int]:
+def _rows_to_continue(run: TrainingSettings, share: float, n: int) -> list[int]:
     """Return the rows that a model continues and training reads, rounded up to full files."""
     generator = torch.Generator().manual_seed(seed_of(run.seed, n))
     is_chosen = torch.zeros(n, dtype=torch.bool)

@@ -30,10 +30,15 @@ class TeacherSettings(Settings):
         "train",
         "folder written by save_pretrained, or name on the Hugging Face Hub | train, or"
         " train:LAYERSxDIM:STEPS (a small one is trained on the data first; 4x192 for 800 steps) |"
-        " none (no teacher: cross-entropy alone)",
+        " none (no teacher: cross-entropy alone) | self (the student, which sees the answer:"
+        " self-distillation; with LORA_RANK its base model, otherwise its current weights)",
         "Several with the same tokenizer, separated by commas: the mean of their divergences; with"
         ' weights, made to sum to 1, as in "0.7*A, 0.3*B".',
         section="Teacher",
+    )
+    teacher_prompt_template: str = setting(
+        "{prompt}\n\nExample response:\n{privileged_context}\n\nYour response:\n",
+        "prompt of TEACHER_MODEL self; privileged_context is this field of a record, or its answer",
     )
     teacher_cache: str | None = setting(
         None,

@@ -74,7 +74,7 @@ class LanguageSettings(
     def packs(self) -> bool:
         """Return whether training rows may hold several documents: without generated text."""
         generated = self.on_policy or self.teacher_text or self.student_text
-        return self.packing and not generated
+        return self.packing and not generated and self.teacher_model != "self"
 
     @property
     def rate_schedule(self) -> tuple[float, float, str, int, float]:
@@ -110,6 +110,8 @@ class LanguageSettings(
         no_teacher, cached = self.teacher_model == "none", self.teacher_cache is not None
         clamped, changed_router = self.legacy_clamp is not None, self.router_weights is not None
         original = self.router_mode in ("native", "auto") and not changed_router
+        other_teacher = cached or self.teacher_url or self.is_routed or self.align != "auto"
+        template = self.teacher_prompt_template
         _refuse(
             (
                 self.push_to_hub != (self.hub_model_id is not None),
@@ -142,6 +144,16 @@ class LanguageSettings(
                 "LEGACY_CLAMP is set, but it needs the logits of a live teacher: set TEACHER_CACHE"
                 " or LEGACY_CLAMP to None.",
             ),
+            (
+                self.teacher_model == "self" and (other_teacher or self.teacher_text),
+                "TEACHER_MODEL is 'self', which is the student in this process: set TEACHER_CACHE,"
+                " TEACHER_URL and ROUTER_WEIGHTS to None, ALIGN to 'auto', ROUTER_MODE to 'native'"
+                " and TEACHER_TEXT to 0.",
+            ),
+            (
+                any(part not in template for part in ("{prompt}", "{privileged_context}")),
+                f"TEACHER_PROMPT_TEMPLATE is {template!r}: add {{prompt}}, {{privileged_context}}.",
+            ),
         )
         if self.teacher_url is not None:
             self._check_served(self.teacher_url, original and not clamped)
@@ -164,6 +176,7 @@ class LanguageSettings(
         text_only = f"STUDENT_MODEL is {self.student_model!r}, which reads only text"
         for conflict, reason, fix in (
             (self.to_train, "TEACHER_MODEL is 'train'", "name a model that reads images"),
+            (self.teacher_model == "self", "TEACHER_MODEL is 'self'", "name a model"),
             (len(self.teacher_names) > 1, "TEACHER_MODEL names several", "name one"),
             (fresh, text_only, "set it to layers:N, or to the folder of a model"),
             (self.align != "auto", f"ALIGN is {self.align!r}", "set it to 'auto'"),
@@ -231,7 +244,7 @@ class LanguageSettings(
     def _check_quantization(self) -> None:
         kind = self.student_model.partition(":")[0]
         base = self.lora_rank and kind not in ("fresh", "llama", "layers", IN_MEMORY)
-        loaded = self.teacher_url is None and self.teacher_model not in ("none", IN_MEMORY)
+        loaded = self.teacher_url is None and self.teacher_model not in ("none", "self", IN_MEMORY)
         for conflict, fix in (
             (
                 not (loaded or base),

@@ -1,4 +1,4 @@
-"""Offline on-policy distillation: the student's text is frozen, and the teacher scores it once."""
+"""Students that learn from their own text: offline on-policy, and taught by themselves."""
 
 import json
 from typing import Any
@@ -8,20 +8,21 @@ import torch
 
 pytest.importorskip("transformers")
 
-from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.prepare import make_distiller, prepare  # noqa: E402
+from ssl_kd.language.rollouts import rollout_batches  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.self_teacher import SelfTeacher, with_own_prompts  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
+from ssl_kd.losses.teacher_output import logits_of  # noqa: E402
+from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.training.clock import no_progress  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.faults.inject import stop_at  # noqa: E402
-from tests.language.test_ranks import assert_near, by, lines  # noqa: E402
-from tests.language.test_run import log_lines, table, weights  # noqa: E402
+from tests.language.test_run import log_lines, weights  # noqa: E402
 from tests.oracles import token_objectives as oracle  # noqa: E402
-
-SFT = {"teacher_text": 1.0, "alpha_kd": 0.0, "alpha_ce": 1.0}
+from tests.tiny import sentence  # noqa: E402
 
 
 @pytest.fixture
@@ -33,89 +34,99 @@ def settings(settings, models, tmp_path, monkeypatch):
     return lambda **changes: settings(**own | changes)
 
 
+@pytest.fixture
+def on_self(settings, tmp_path):
+    """Settings of a run on prompts and answers of different lengths, without another teacher."""
+    rows = [{"prompt": sentence(i) * (1 + i % 2), "completion": sentence(i + 1)} for i in range(60)]
+    for i, row in enumerate(rows):
+        row["privileged_context"] = "a bird" * (i % 3 > 0)  # otherwise the completion
+    (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = {"data_path": "records.jsonl", "teacher_model": "self", "block_size": 64}
+    own["teacher_prompt_template"] = "{prompt}{privileged_context} again. "
+    return lambda **changes: settings(**own | {"student_text": 0.0, "on_policy": 0.5} | changes)
+
+
 def prepared(own) -> Any:
     return prepare(own, precision_of(own), no_progress)
 
 
 def test_the_students_rows_come_last_and_have_no_cross_entropy(settings):
-    own = settings(rollout_temperature=0.0, divergence="reverse_kl", clip_grad=None)
+    own = settings(divergence="reverse_kl")
     before, task = prepared(settings(student_text=0.0, packing=False)), prepared(own)
     is_own = task.blocks.by_student
     assert torch.equal(is_own, (before.blocks.ids != task.blocks.ids).any(1))
-    assert int(is_own.sum()) == round(0.5 * len(is_own)) and task.digest != before.digest
     batch = task.blocks.batch([3, 1, 4, 2, 6])
     text = [row for row in (3, 1, 4, 2, 6) if not is_own[row]]
     assert 0 < batch.written < 5 and batch.rows[: len(text)].tolist() == text
-    assert torch.equal(task.blocks.batch(batch.rows).input_ids, batch.input_ids)  # of a replay
-    row = len(text)
-    ids, new = batch.input_ids[row], batch.counts[row]
-    with torch.no_grad():
-        likeliest = task.student.model(ids[None]).logits[0].argmax(-1)
-    assert torch.equal(likeliest[:-1][new[1:]], ids[1:][new[1:]]) and not new[:4].any()
-
     distiller = make_distiller(task)
-    models = distiller.student, task.frozen.model
-    _, ce, kd, n = oracle.step(*models, batch, distiller.settings, len(text))
+    _, ce, kd, n = oracle.step(distiller.student, task.frozen.model, batch, own, len(text))
     result = distiller.step([batch], 1e-3)
     assert result.updated and result.tokens == n and result.kd == pytest.approx(kd, rel=1e-4)
     assert result.ce == pytest.approx(ce * n / batch.text_tokens, rel=1e-4)
 
 
 @pytest.mark.parametrize(("method", "divergence"), [("topk:320", "reverse_kl"), ("hidden", "js")])
-def test_the_teacher_scores_the_students_text_once_and_never_in_training(
-    settings, tmp_path, method, divergence
-):
+def test_the_teacher_scores_the_students_text_once(settings, method, divergence):
     own = settings(student_text=1.0, cache_method=method, divergence=divergence, temperature=1.0)
     live = run(own.replace(run_name="live"))
-    cached = own.replace(teacher_cache=str(tmp_path / "cache"))
-    cache = cache_teacher(cached)
-    (texts,) = (tmp_path / "data" / "student_text").iterdir()  # the same for both
-    assert cache.manifest["statistics"]["tokens"] == int(prepared(own).blocks.counts.sum())
-    assert prepared(cached).frozen is None
+    cached = own.replace(teacher_cache="cache")
+    cache_teacher(cached)
     path = run(cached)
     for a, b in zip(log_lines(live), log_lines(path), strict=True):
         assert "kd" not in a or (a["ce"] is None and a["kd"] == pytest.approx(b["kd"], rel=1e-3))
-    assert table(path)["student"]["nll"] == pytest.approx(table(live)["student"]["nll"], rel=1e-3)
-    assert json.loads((path / "metrics.json").read_text())["best_step"] == 6  # the last
-
-    with pytest.raises(Interrupted):
-        run(cached.replace(run_name="b"), progress=stop_at(4))
-    again = run(cached.replace(run_name="b", resume=True))
-    assert log_lines(again) == log_lines(path) and weights(again) == weights(path)
 
 
-def test_two_ranks_learn_from_it_what_one_process_learns(settings):
-    one, two = (by(n, settings(run_name=str(n), student_text=0.5)) for n in (1, 2))
-    assert_near(one, two, 1e-5)
-    assert not lines(two, "events.jsonl")
-
-
-def test_another_teacher_than_that_of_the_answers_is_refused_by_name(settings, models, tmp_path):
-    sft = run(settings(**SFT, student_text=0.0)) / "student"
-    own = settings(student_model=str(sft), run_name="b", teacher_cache=str(tmp_path / "c"))
-    own = own.replace(cache_method="topk:320", lora_rank=2)
+def test_another_teacher_than_that_of_the_answers_is_refused_by_name(settings, models):
+    sft = run(settings(teacher_text=1.0, student_text=0.0, alpha_kd=0.0)) / "student"
+    own = settings(student_model=str(sft), run_name="b", teacher_cache="c", lora_rank=2)
     cache_teacher(own)
     path = run(own) / "student"
-    record = json.loads((path / "text_teacher.json").read_text())
-    assert record["name"] == models("teacher") and (sft / "text_teacher.json").exists()
     other = own.replace(teacher_model=models("student"), student_model=str(path), run_name="c")
-    for work in (cache_teacher, run):
-        with pytest.raises(
-            SettingsError, match=f"learned from text by the teacher {models('teacher')}"
-        ):
-            work(other)
-    prepared(other.replace(student_text=0.0, teacher_cache=None))  # live is another matter
-    (path / "text_teacher.json").write_text("{}")
-    with pytest.raises(InputError, match=r"text_teacher.json is damaged"):
-        run(other)
+    with pytest.raises(SettingsError, match=f"text by the teacher {models('teacher')}"):
+        cache_teacher(other)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"on_policy": 0.5}, "STUDENT_TEXT cannot be combined with other generated text"),
-    ({"alpha_kd": 0.0}, "and for STUDENT_TEXT set ALPHA_KD above 0"),
-    ({"teacher_model": "none"}, "STUDENT_TEXT is above 0, which needs a teacher"),
-    ({"align": "chunks"}, "STUDENT_TEXT is above 0, but ALIGN is 'chunks'"),
-], ids=str)  # fmt: skip
-def test_what_does_not_fit_together_is_refused(settings, changes, message):
-    with pytest.raises(SettingsError, match=message):
-        settings(**changes)
+@pytest.mark.parametrize("kind", ["offline", "self"])
+def test_an_interrupted_run_ends_with_the_same_bits(settings, on_self, kind):
+    own = on_self() if kind == "self" else settings()
+    whole = run(own.replace(run_name="whole"))
+    with pytest.raises(Interrupted):
+        run(own, progress=stop_at(4))
+    path = run(own.replace(resume=True))
+    assert log_lines(path) == log_lines(whole) and weights(path) == weights(whole)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_the_teacher_is_the_same_model_behind_another_prompt(on_self, tiny, lora_rank):
+    task = prepared(on_self(lora_rank=lora_rank))
+    distiller = make_distiller(task)
+    rollouts = rollout_batches(distiller, task.blocks, tiny.tokenizer)
+    (batch,), _ = rollouts.batches(0, [torch.arange(8)], torch.device("cpu"))
+    assert 0 < batch.written < 8 and distiller.step([batch], 1e-2).updated  # adapters are not 0
+    source, model, at = distiller.source, distiller.student, 0
+    found = logits_of(source(batch, next_token_targets(batch.input_ids, batch.counts)[0], None)[0])
+    for i, row in enumerate(batch.rows.tolist()):
+        (first, prompt), n = task.own_prompts[row], int((batch.documents[i] > 0).sum())
+        one = task.train_set.examples[row]
+        assert f"{one.privileged_context or one.completion} again." in tiny.tokenizer.decode(prompt)
+        with torch.no_grad(), (model.disable_adapter if lora_rank else torch.no_grad)():
+            logits = model(torch.cat([prompt, batch.input_ids[i, first:n]])[None]).logits[0]
+        wanted = logits[len(prompt) - 1 : -1][batch.counts[i, first:n]]
+        torch.testing.assert_close(found[at : at + len(wanted)], wanted, rtol=1e-4, atol=1e-4)
+        at += len(wanted)
+    assert at == len(found)
+    whole = [n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n]
+    assert source.answers[0].student is model and bool(whole) == (lora_rank == 0)
+
+
+def test_without_anything_privileged_there_is_nothing_to_learn(on_self, tiny):
+    task = prepared(on_self())
+    blocks, prompts = with_own_prompts(task.train_set, task.student, 64, "{prompt}")
+    model, batch = task.student.model, blocks.batch(range(6))
+    source = SelfTeacher(model, prompts)
+    distiller = tiny.distiller(source, model, tiny.half(torch.bfloat16), alpha_ce=0.0, alpha_kd=1.0)
+    rows, _ = next_token_targets(batch.input_ids, batch.counts)
+    with distiller.precision.autocast():
+        assert torch.equal(source(batch, rows).hidden, distiller._forward(batch).at(rows).x)
+    (kd := distiller.terms(batch)["kd"]).backward()  # the two heads round differently
+    assert abs(kd) < 1e-8 and all(p.grad.abs().max() < 1e-4 for p in model.parameters())

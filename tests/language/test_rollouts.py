@@ -458,8 +458,7 @@ def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
     from transformers import AutoModelForCausalLM
 
     monkeypatch.chdir(tmp_path)
-    teacher = str(tmp_path / "teacher")
-    own = settings(max_new_tokens=6, teacher_model=teacher).replace(**{generated: 0.5})
+    own = settings(max_new_tokens=6, teacher_model=str(tmp_path / "teacher"), **{generated: 0.5})
     texts = [*tiny.texts(48).examples, *tiny.texts(12, 1000).examples]
     used = {t for example in texts for t in tiny.tokenizer(example.text).input_ids} | {0, 1, 2}
     model = AutoModelForCausalLM.from_pretrained(models("teacher"))
@@ -486,6 +485,10 @@ def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
     ({"teacher_text": 1.0, "teacher_cache": "c"}, "TEACHER_TEXT is above 0, which needs"),
     ({"on_policy": 0.5, "align": "chunks"}, "set TEACHER_CACHE to None and ALIGN to 'auto'"),
     ({"on_policy": 0.5, "teacher_text": 0.1, "align": "uld"}, "ON_POLICY and TEACHER_TEXT"),
+    ({"student_text": 0.5, "on_policy": 0.5}, "STUDENT_TEXT cannot be combined with other"),
+    ({"student_text": 0.5, "alpha_kd": 0.0}, "and for STUDENT_TEXT set ALPHA_KD above 0"),
+    ({"teacher_model": "self", "teacher_cache": "c"}, "TEACHER_MODEL is 'self', which is"),
+    ({"teacher_prompt_template": "{prompt}"}, ": add {prompt}, {privileged_context}"),
     ({"divergence": "distillm2"}, "DIVERGENCE 'distillm2' contrasts text with the student's"),
     ({"divergence": "js:1.0"}, "DIVERGENCE is 'js:1.0'"),
 ], ids=str)  # fmt: skip
