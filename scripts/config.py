@@ -118,6 +118,9 @@ ALIGN = "auto"
 # tokens, at least 0, at most 1; 0: none. With generated text a row holds one document. If one of
 # the three shares is 1, records may be prompts alone.
 ON_POLICY = 0.0
+# VLLM server that samples for ON_POLICY, such as http://host:8000, and gets the student's weights
+# before each step; None: the student generates in this process.
+ROLLOUT_URL = None
 # Share of the rows in which a continuation by the teacher replaces the text, generated once
 # (sequence-level distillation), at least 0, at most 1; 0: none.
 TEACHER_TEXT = 0.0

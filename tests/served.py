@@ -1,13 +1,16 @@
 """An HTTP server of a tiny model with the responses of vLLM 0.32, and injected faults."""
 
+import copy
 import json
 import math
 import threading
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+import pytest
 import torch
 
+from ssl_kd.language.rollouts import Sampler
 from tests.local_server import LocalServer
 
 
@@ -32,7 +35,9 @@ class Handler(BaseHTTPRequestHandler):
             number = len(served.asked) - 1
         if served.fault is not None and served.fault(self, asked, number):
             return
-        if asked["model"] != served.name:
+        if "model" not in asked:
+            return self.answer(served.load(**asked))
+        if asked["model"] not in (served.name, None):
             words = f"The model `{asked['model']}` does not exist. Valid aliases: {served.name}."
             return self.refuse(words, 404)
         try:
@@ -71,7 +76,7 @@ class Server(LocalServer):
 
     def __init__(self, model, name="teacher", most=1000, room=4096, tokenizer=None):
         super().__init__(Handler)
-        self.model, self.name, self.most, self.room = model, name, most, room
+        self.model, self.name, self.most, self.room, self.base = model, name, most, room, model
         self.asked, self.fault, self.change = [], None, lambda logits: logits
         self.lock = threading.Lock()
         self.text = str if tokenizer is None else lambda token: tokenizer.decode([token])
@@ -99,7 +104,27 @@ class Server(LocalServer):
             found.append(entry)
         return found
 
+    def load(self, lora_name=None, lora_path=None, method=None, kwargs=None):
+        if lora_path is None:
+            self.model = self.model.from_pretrained(kwargs["weights_path"])
+            return {"results": [None]}
+        peft = pytest.importorskip("peft")
+        adapted = peft.PeftModel.from_pretrained(copy.deepcopy(self.base), lora_path)
+        self.model, self.name = adapted.merge_and_unload().eval(), lora_name
+        return b"Success"
+
+    def continuation(self, asked):
+        draw = Sampler(self.model, asked["stop_token_ids"], temperature=asked["temperature"])
+        with self.lock:
+            (tokens,) = draw([asked["prompt"]], [asked["max_tokens"]], [asked["seed"]])
+        entries = self.entries([*asked["prompt"], *tokens], 1)[-len(tokens) :]
+        values = [e[str(token)]["logprob"] for e, token in zip(entries, tokens, strict=True)]
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": values}}
+        return {"model": self.name, "choices": [choice]}
+
     def completion(self, asked):
+        if "prompt_logprobs" not in asked:
+            return self.continuation(asked)
         prompts = asked["prompt"] if isinstance(asked["prompt"][0], list) else [asked["prompt"]]
         k, vocabulary = asked["prompt_logprobs"], self.model.config.vocab_size
         if k > self.most:

@@ -26,6 +26,7 @@ ALIASES: Mapping[str, str] = {
     "target_modules": "lora_target_modules",
     "teacher_model_name_or_path": "teacher_model",
     "train_steps": "max_steps",
+    "vllm_server_base_url": "rollout_url",
 }
 PER_PROCESS = frozenset({"per_device_train_batch_size", "per_device_batch_size"})
 """Aliases of BATCH_SIZE that count the rows of one process instead of all processes."""
@@ -60,7 +61,7 @@ _OTHERS: Mapping[str, str] = {
     " --use_rslora and --use_dora.": "init_lora_weights lora_* modules_to_save",
     "Use --quantization nf4.": "bnb_* load_in_4bit load_in_8bit",
     "Use --teacher_text 1.": "seq_kd",
-    "Not supported: the student generates with transformers.": """
+    "Use --rollout_url http://HOST:PORT of vllm serve (not trl vllm-serve).": """
         rollout_engine rollout_memory use_vllm vllm_*""",
     "Against fragmented memory set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.": """
         clear_cache_every_step torch_empty_cache_steps""",
@@ -101,6 +102,7 @@ FREE_ON_RESUME = RunSettings.free_on_resume | {
     "rebuild_damaged",
     "teacher_url",
     "report_to",
+    "rollout_url",
 }
 """Settings that may have another value when a run is resumed."""
 

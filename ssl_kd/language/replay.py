@@ -32,8 +32,8 @@ def replay(path: str | Path) -> Replay:
     """Run the step of a bundle again on the CPU, and find the first operation that fails.
 
     Call this in the folder in which the run was started: its settings open text and teachers. If
-    the student's weights exceeded the size limit of a bundle, the explanation that the run recorded
-    is returned instead.
+    the student's weights exceeded the size limit of a bundle, or with ROLLOUT_URL, the explanation
+    that the run recorded is returned instead.
 
     Raises:
         CorruptFileError: the file is damaged, is not a bundle, or has settings of another version.
@@ -41,8 +41,10 @@ def replay(path: str | Path) -> Replay:
     """
     bundle = load_bundle(path)
     settings, recorded = _settings(path, bundle)
-    if bundle.left_out:
+    if bundle.left_out or settings.rollout_url:
         reason = f"{len(bundle.left_out)} tensors exceeded the size limit: not run again"
+        if settings.rollout_url:
+            reason = "the text that a server sampled (ROLLOUT_URL) is not stored: not run again"
         lost = ("note", reason)
         return Replay(bundle, False, None, None, seen=(lost, ("then", recorded["explained"])))
     precision = Precision(

@@ -18,7 +18,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +53,7 @@ Continue = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], lis
 tokens of each prompt."""
 
 
+@dataclass
 class Sampler:
     """Sample continuations of prompts with `generate` of transformers.
 
@@ -62,19 +63,14 @@ class Sampler:
     `vocabulary` on are padding and never drawn.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        ends: Sequence[int],
-        *,
-        vocabulary: int = sys.maxsize,
-        temperature: float = 1.0,
-        batch_size: int = 8,
-        autocast: Autocast = nullcontext,
-    ) -> None:
-        self.model, self.ends, self.batch_size = model, list(ends), batch_size
-        self.temperature, self.autocast = temperature, autocast
-        self.vocabulary, self.sick = vocabulary, 0
+    model: Any
+    ends: list[int]
+    _: KW_ONLY
+    vocabulary: int = sys.maxsize
+    temperature: float = 1.0
+    batch_size: int = 8
+    autocast: Autocast = nullcontext
+    sick: int = 0
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], rooms: Sequence[int], seeds: Sequence[int]
@@ -230,6 +226,7 @@ def continue_rows(
     return replace(blocks, **columns, row_characters=characters), new
 
 
+@dataclass
 class RolloutBatches:
     """Make the batches of a step, in which the student continues the share ON_POLICY of the rows.
 
@@ -237,18 +234,13 @@ class RolloutBatches:
     `keep_text`, the text of continued rows stays in the batch, too.
     """
 
-    def __init__(
-        self,
-        rollout: RolloutSettings,
-        blocks: Blocks,
-        sample: Continue,
-        ends: Sequence[int],
-        *,
-        seed: int,
-        keep_text: bool = False,
-    ) -> None:
-        self.rollout, self.blocks, self.sample = rollout, blocks, sample
-        self.seed, self.keep_text, self._ends = seed, keep_text, set(ends)
+    rollout: RolloutSettings
+    blocks: Blocks
+    sample: Continue
+    ends: Sequence[int]
+    _: KW_ONLY
+    seed: int
+    keep_text: bool = False
 
     def chosen(self, step: int, row: int) -> bool:
         """Return whether the student continues a row in a step."""
@@ -276,7 +268,8 @@ class RolloutBatches:
             "rows": float(n * sum(map(len, shares))),
             "written": float(sum(batch.written for batch in batches)),
             "tokens": float(sum(map(len, new))),
-            "ended": float(sum(bool(tokens) and tokens[-1] in self._ends for tokens in new)),
+            "ended": float(sum(bool(tokens) and tokens[-1] in self.ends for tokens in new)),
+            **getattr(self.sample, "sums", {}),
         }
         return batches, sums
 

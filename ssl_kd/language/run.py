@@ -27,6 +27,7 @@ from ssl_kd.language.run_record import (
     metrics_facts,
     stop_message,
 )
+from ssl_kd.language.served_rollouts import ServedSampler
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, check_ranks, precision_of
 from ssl_kd.language.text_teacher import save_text_teacher
@@ -142,6 +143,10 @@ def _train(
         offer(0)
     folder.rewind(start)
     folder.become_latest()
+    rollouts = rollout_batches(distiller, prepared.blocks, prepared.student.tokenizer)
+    if rollouts is not None and (url := settings.rollout_url):
+        served = distiller.precision.student, folder.path / "rollout_weights", prepared.ranks
+        rollouts.sample = ServedSampler(url, rollouts.sample, *served)
     boards = settings.boards if ranks.rank == 0 else ()
     with Board(folder.path, boards, settings.to_dict()) as board:
 
@@ -167,7 +172,7 @@ def _train(
                 prepared.blocks,
                 steps,
                 start=start,
-                rollouts=rollout_batches(distiller, prepared.blocks, prepared.student.tokenizer),
+                rollouts=rollouts,
                 on_step=log_step,
                 on_log=on_log,
                 on_eval=on_eval,

@@ -313,6 +313,11 @@ class RolloutSettings(Settings):
         high=1,
         section="Generated text",
     )
+    rollout_url: str | None = setting(
+        None,
+        "vLLM server that samples for ON_POLICY, such as http://host:8000, and gets the student's"
+        " weights before each step; None: the student generates in this process",
+    )
     teacher_text: float = setting(
         0.0,
         "share of the rows in which a continuation by the teacher replaces the text, generated once"

@@ -100,7 +100,7 @@ class LanguageSettings(
             "transformers": True,
             "peft": self.lora_rank > 0,
             "datasets": any(text.startswith("hf:") for text in texts),
-            "aiohttp": self.teacher_url is not None,
+            "aiohttp": self.teacher_url is not None or self.rollout_url is not None,
         }
         check_installed([name for name, needs in needed.items() if needs], "llm")
 
@@ -155,8 +155,10 @@ class LanguageSettings(
                 f"TEACHER_PROMPT_TEMPLATE is {template!r}: add {{prompt}}, {{privileged_context}}.",
             ),
         )
+        if self.teacher_url is not None or self.rollout_url is not None:
+            self._check_urls()
         if self.teacher_url is not None:
-            self._check_served(self.teacher_url, original and not clamped)
+            self._check_served(original and not clamped)
         if len(self.teacher_names) > 1:
             self._check_several(cached)
         if self.quantization is not None:
@@ -187,13 +189,16 @@ class LanguageSettings(
         ):
             _refuse((conflict, f"the text holds images, first in {first}, but {reason}: {fix}."))
 
-    def _check_served(self, url: str, original: bool) -> None:
+    def _check_urls(self) -> None:
         from ssl_kd.teachers.http_client import check_url  # late: --help needs no torch
 
         try:
-            check_url(url)
+            for role in ("TEACHER", "ROLLOUT"):
+                check_url(getattr(self, f"{role.lower()}_url") or "http://none", role)
         except InputError as error:
             raise SettingsError(f"{error}.") from error
+
+    def _check_served(self, original: bool) -> None:
         _refuse(
             (
                 self.to_train or self.teacher_model == "none",
@@ -259,7 +264,13 @@ class LanguageSettings(
         kinds = ("on_policy", "teacher_text", "student_text")
         names = " and ".join(kind.upper() for kind in kinds if getattr(self, kind))
         scored = "STUDENT_TEXT" if self.student_text else "ON_POLICY"
+        built = self.student_model.startswith(("fresh:", "layers:", "llama:"))
         _refuse(
+            (
+                self.rollout_url and (built or not self.on_policy),
+                f"ROLLOUT_URL is set, but STUDENT_MODEL is {self.student_model!r} and ON_POLICY"
+                f" {self.on_policy:g}: expected a saved model, which a server loads, and above 0.",
+            ),
             (
                 self.divergence == "distillm2" and not self.on_policy,
                 "DIVERGENCE 'distillm2' contrasts text with the student's continuations: set"

@@ -102,10 +102,13 @@ class _StudentLearner:
         totals = self.distiller.ranks.sums(f"step {step}, generated text", *local.values())
         sums = dict(zip(local, totals, strict=True))
         texts = sums["written"]
+        n = sums.get("compared")
+        served = {} if n is None else {"rollout_mismatch": sums["off"] / n if n else None}
         return {
             "rollout_share": texts / sums["rows"],
             "rollout_tokens": sums["tokens"] / texts if texts else None,
             "rollout_ended": sums["ended"] / texts if texts else None,
+            **served,
         }
 
     def _shares(self, step: int) -> list[Tensor]:

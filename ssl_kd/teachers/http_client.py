@@ -1,4 +1,4 @@
-"""Send an HTTP request to a teacher's server, to no other host and with limits of time and size."""
+"""Send an HTTP request to a model's server, to no other host and with limits of time and size."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ssl_kd.errors import InputError, UserError
 
 KEY = "TEACHER_API_KEY"  # an environment variable, because settings are written to files
+KEYS = (KEY, "ROLLOUT_API_KEY")
 MESSAGE_BYTES = 2**16  # largest part of an error response that is read
 LONGEST = 1e9  # seconds, because asyncio accepts no infinite timeout
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # of a host name
@@ -44,11 +45,13 @@ class NoAnswer(UserError):
         self.again = again
 
 
-def exchange(url: str, body: bytes | None, *, timeout: float, largest: int) -> Answer:
+def exchange(
+    url: str, body: bytes | None, *, timeout: float, largest: int, key: str = KEY
+) -> Answer:
     """Send one request, a POST if there is a JSON body, and return the complete response.
 
-    Redirects are not followed, and proxies and .netrc are ignored, so that the key from the
-    environment is sent to the host of the URL and to no other. The timeout in seconds covers the
+    Redirects are not followed, and proxies and .netrc are ignored, so that the API key in the
+    variable `key` is sent to the host of the URL and to no other. The timeout in seconds covers the
     whole exchange, from the DNS lookup to the last byte of at most `largest`.
     """
     answer: Future[Answer] = Future()
@@ -57,22 +60,23 @@ def exchange(url: str, body: bytes | None, *, timeout: float, largest: int) -> A
         try:
             # Unlike asyncio.run, closing does not wait for a DNS lookup that is still running.
             with closing(asyncio.new_event_loop()) as loop:
-                answer.set_result(loop.run_until_complete(_exchange(url, body, timeout, largest)))
+                sent = _exchange(url, body, timeout, largest, key)
+                answer.set_result(loop.run_until_complete(sent))
         except BaseException as error:
             answer.set_exception(error)
 
     # In a separate thread, because in a notebook the current one already runs an event loop.
-    threading.Thread(target=work, name="teacher's answer", daemon=True).start()
+    threading.Thread(target=work, name="server's answer", daemon=True).start()
     return answer.result()
 
 
-async def _exchange(url: str, body: bytes | None, timeout: float, largest: int) -> Answer:
-    import aiohttp  # needed only for a served teacher
+async def _exchange(url: str, body: bytes | None, timeout: float, largest: int, key: str) -> Answer:
+    import aiohttp  # needed only for a server
 
     # Uncompressed, because a megabyte of gzip can become a gigabyte of JSON.
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-    if key := api_key():
-        headers["Authorization"] = f"Bearer {key}"
+    if secret := api_key(key):
+        headers["Authorization"] = f"Bearer {secret}"
     method = "GET" if body is None else "POST"
     limit = aiohttp.ClientTimeout(total=min(timeout, LONGEST))
     try:
@@ -102,12 +106,12 @@ async def _whole(stream: Any, largest: int) -> bytes:
     raise NoAnswer(f"sends more than {largest:,} bytes", again=False)
 
 
-def api_key() -> str | None:
+def api_key(name: str = KEY) -> str | None:
     """Return the key from the environment, or None; raise InputError if a header cannot hold it."""
-    key = os.environ.get(KEY, "")
+    key = os.environ.get(name, "")
     if not re.fullmatch("[!-~]*", key):
         raise InputError(
-            f"the key in the environment variable {KEY} cannot be sent, because it contains a "
+            f"the key in the environment variable {name} cannot be sent, because it contains a "
             "space, a line break or a character outside ASCII: set the variable to the key alone, "
             "or unset it"
         )
@@ -115,8 +119,9 @@ def api_key() -> str | None:
 
 
 def hide_key(text: str) -> str:
-    """Replace the key, which a server may repeat in its answer, by asterisks."""
-    return text.replace(os.environ.get(KEY) or "\0", "***")
+    """Replace the keys, which a server may repeat in its answer, by asterisks."""
+    secrets = sorted(filter(None, map(os.environ.get, KEYS)), key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, secrets)) or r"\0", "***", text)
 
 
 class _Repr(reprlib.Repr):
@@ -145,13 +150,13 @@ def _reason(error: Exception) -> str:
     return short(getattr(error, "message", "") or str(cause) or type(error).__name__)
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, role: str = "TEACHER") -> None:
     """Raise InputError unless a URL is the valid address of an API and contains no secret."""
     if "@" in url or "?" in url or "#" in url:
         raise InputError(
-            "TEACHER_URL contains a user name, a query or a fragment ('@', '?', '#'), which would "
+            f"{role}_URL contains a user name, a query or a fragment ('@', '?', '#'), which would "
             "be written to the run's files: set it to the address alone, such as "
-            f"http://host:8000/v1, and put a key into the environment variable {KEY}"
+            f"http://host:8000/v1, and put a key into the environment variable {role}_API_KEY"
         )
     try:
         parts = _ADDRESS.fullmatch(url)
@@ -160,6 +165,6 @@ def check_url(url: str) -> None:
         ipaddress.IPv6Address(parts["ipv6"] or "::1")
     except ValueError:
         raise InputError(
-            f"TEACHER_URL is {short([url])[1:-1]}; expected an address such as "
+            f"{role}_URL is {short([url])[1:-1]}; expected an address such as "
             "http://host:8000/v1 in ASCII, with a port up to 65535"
         ) from None

@@ -1,4 +1,4 @@
-"""Get a teacher's log-probabilities from an HTTP server, and check them."""
+"""Get a model's log-probabilities from an HTTP server, and check them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from ssl_kd.errors import UserError, printable
 from ssl_kd.files import strict_json
 from ssl_kd.settings.import_paths import check_installed
 from ssl_kd.teachers.http_client import (
-    KEY,
     Answer,
     NoAnswer,
     api_key,
@@ -63,11 +62,12 @@ class _Retry(Exception):
 
 
 @dataclass
-class _Invalid(Exception):
+class Invalid(Exception):
     """Raised for a response that is invalid at one `token` of the prompt, or as a whole."""
 
     message: str
     token: int | None = None
+    is_nan: bool = False
 
 
 class CompletionServer:
@@ -81,18 +81,20 @@ class CompletionServer:
     at growing intervals or as requested by the server's Retry-After header.
     """
 
+    role, who = "TEACHER", "the teacher's server"
+
     def __init__(
         self, url: str, model: str, *, timeout: float = TIMEOUT, patience: float = PATIENCE
     ) -> None:
-        check_url(url)
-        api_key()
+        check_url(url, self.role)
+        api_key(f"{self.role}_API_KEY")
         check_installed(["aiohttp"], "llm")
         self.url, self.model = url.rstrip("/"), model
         self._timeout, self._patience = timeout, patience
         self._warned = False  # since the last complete answer
 
     def __repr__(self) -> str:
-        return f"CompletionServer({self.url!r}, {self.model!r})"
+        return f"{type(self).__name__}({self.url!r}, {self.model!r})"
 
     def check(self, tokens: int) -> None:
         """Raise ServerFailed unless the server has the model and accepts prompts of this length."""
@@ -136,12 +138,12 @@ class CompletionServer:
             with _PARSING:
                 entries = _entries(self._parse(content), self.model)
                 return _read(entries, prompt, k, vocabulary)
-        except _Invalid as fault:
+        except Invalid as fault:
             token = "" if fault.token is None else f", token {first + fault.token}"
             raise self._failure(f"{fault.message} ({where}{token})") from None
 
     def _failure(self, message: str) -> ServerFailed:
-        return ServerFailed(printable(hide_key(f"the teacher's server {self.url} {message}")))
+        return ServerFailed(printable(hide_key(f"{self.who} {self.url} {message}")))
 
     def _parse(self, content: bytes) -> Any:
         try:
@@ -167,7 +169,7 @@ class CompletionServer:
                 if not self._warned:
                     self._warned = True
                     message = printable(hide_key(f"{fault.message}; retrying for {left:.0f} s"))
-                    logger.warning("the teacher's server %s %s", self.url, message)
+                    logger.warning("%s %s %s", self.who, self.url, message)
                 time.sleep(max(fault.after, min(pause, left)))
                 pause = min(2 * pause, LONGEST_PAUSE)
             else:
@@ -177,17 +179,19 @@ class CompletionServer:
     def _attempt(self, path: str, body: Mapping[str, Any] | None) -> bytes:
         largest, data, prompt = OVERHEAD, None, ""
         if body is not None:
-            data, n = json.dumps(body).encode(), len(body["prompt"])
-            largest += n * (body["prompt_logprobs"] + 1) * BYTES_PER_TOKEN
+            data, n = json.dumps(body).encode(), len(body.get("prompt", ()))
+            k = body.get("prompt_logprobs")
+            values = body.get("max_tokens", 0) if k is None else n * (k + 1)
+            largest += values * BYTES_PER_TOKEN
             prompt = f" to a prompt of {n:,} tokens"
-        largest = min(largest, LARGEST)
+        limits = {"timeout": self._timeout, "largest": min(largest, LARGEST)}
         try:
             url = f"{self.url}/{path}"
-            answer = exchange(url, data, timeout=self._timeout, largest=largest)
+            answer = exchange(url, data, **limits, key=f"{self.role}_API_KEY")
         except NoAnswer as error:
             if error.again:
                 raise _Retry(f"does not respond ({error})") from None
-            raise self._failure(f"{error}{prompt}: is TEACHER_URL the right server?") from None
+            raise self._failure(f"{error}{prompt}: is {self.role}_URL the right server?") from None
         if 200 <= answer.status < 300:
             return answer.content
         raise self._refusal(answer, path, body)
@@ -195,26 +199,51 @@ class CompletionServer:
     def _refusal(self, answer: Answer, path: str, body: Mapping[str, Any] | None) -> Exception:
         """Return the exception that an HTTP status other than 2xx means."""
         message = f"responds with {answer.status} {short(answer.reason)}{_message(answer.content)}"
-        if answer.status in RETRIED or answer.status >= 500:
+        is_load = body is not None and "prompt" not in body  # of weights, refused by a 500
+        if answer.status in RETRIED or answer.status >= 500 + is_load:
             after = answer.headers.get("Retry-After", "")  # seconds; a date is ignored
             return _Retry(message, float(after) if re.fullmatch("[0-9]+", after) else 0.0)
         if 300 <= answer.status < 400:
             message += (
                 "; redirects are not followed, because the key would be sent to another host: set "
-                f"TEACHER_URL to the final address, which curl -i {self.url}/{path} shows"
+                f"{self.role}_URL to the final address, which curl -i {self.url}/{path} shows"
             )
         elif answer.status in (401, 403):
-            message += f"; put the server's key into the environment variable {KEY}"
+            message += f"; put the server's key into the environment variable {self.role}_API_KEY"
         elif answer.status == 404 and path == "models":
             message += "; expected an OpenAI-style API, such as http://host:8000/v1"
+        elif is_load:
+            message += (
+                "; to load weights, start vllm serve with VLLM_SERVER_DEV_MODE=1, or for LORA_RANK "
+                "with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 --enable-lora --max-lora-rank, and set "
+                "RUNS_DIR to a folder that it reads under the same path"
+            )
         elif "not JSON compliant" in message:  # vLLM's response if a value is NaN
-            return _Invalid(
+            reason = (
                 "has log-probabilities that are not finite, because the served weights hold a NaN "
                 "or overflow: check the weights, or serve them in another --dtype"
             )
-        elif body is not None:
+            return Invalid(reason, is_nan=True)
+        elif body is not None and "prompt_logprobs" in body:
             message += f" (CACHE_METHOD is topk:{body['prompt_logprobs']}, model {self.model!r})"
         return self._failure(message)
+
+
+def continuation_of(choice: Mapping[str, Any], room: int, ends: Sequence[int]) -> Any:
+    """Return the tokens of a completion, up to `room` or an end, and their log-probabilities."""
+    try:
+        tokens, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        is_valid = {*map(type, tokens)} == {int} and {*map(type, values)} <= {int, float}
+        is_valid = is_valid and len(tokens) == len(values) <= room and max(values) <= TOLERANCE
+        is_valid = is_valid and (len(tokens) == room or tokens[-1] in ends)
+    except (TypeError, KeyError):
+        is_valid = False
+    if not is_valid:
+        raise Invalid(
+            f"returns {short(choice)}; expected token_ids and logprobs of {room} tokens, or up to "
+            "an end token: use vLLM 0.10.2 or later with --generation-config vllm"
+        )
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
 def _message(content: bytes) -> str:
@@ -226,17 +255,23 @@ def _message(content: bytes) -> str:
     return f": {text}" if (text := short(text, 240).strip()) else ""
 
 
-def _entries(answer: Any, model: str) -> Any:
-    """Return the `prompt_logprobs` of a response."""
+def choice_of(answer: Any, model: str | None) -> dict[str, Any]:
+    """Return the only completion of a response by a model; None: by the base model."""
     try:
         name, (choice,) = answer["model"], answer["choices"]
-        entries = choice.get("prompt_logprobs")
+        choice.get("prompt_logprobs")
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise _Invalid(f"sends something other than a completion: {short(answer)}") from None
-    if name != model:
-        raise _Invalid(f"responds as the model {short([name])[1:-1]}; expected {model!r}")
+        raise Invalid(f"sends something other than a completion: {short(answer)}") from None
+    if model is not None and name != model:
+        raise Invalid(f"responds as the model {short([name])[1:-1]}; expected {model!r}")
+    return choice
+
+
+def _entries(answer: Any, model: str) -> Any:
+    """Return the `prompt_logprobs` of a response."""
+    entries = choice_of(answer, model).get("prompt_logprobs")
     if entries is None:
-        raise _Invalid("returns no prompt_logprobs: use vLLM or another server that returns them")
+        raise Invalid("returns no prompt_logprobs: use vLLM or another server that returns them")
     return entries
 
 
@@ -244,17 +279,17 @@ def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> Promp
     """Convert vLLM's list `[null, {id: {"logprob", "rank"}, ...}, ...]`, one entry a token."""
     if not isinstance(entries, list) or len(entries) != len(prompt):
         n = len(entries) if isinstance(entries, list) else short(entries)
-        raise _Invalid(f"returns prompt_logprobs of {n} tokens; expected {len(prompt)}")
+        raise Invalid(f"returns prompt_logprobs of {n} tokens; expected {len(prompt)}")
     for token, entry in enumerate(entries[1:], 1):
         if not isinstance(entry, dict) or not entry:
-            raise _Invalid(
+            raise Invalid(
                 f"returns no log-probabilities: {short(entry)}; expected {{id: {{...}}}}",
                 token,
             )
     k, rows, own = min(k, vocabulary), [], []
     for token, entry in enumerate(entries[1:], 1):
         if str(prompt[token]) not in entry:
-            raise _Invalid(
+            raise Invalid(
                 "does not return the log-probability of the prompt's own token "
                 f"{prompt[token]}, so its prompt_logprobs may be off by one position",
                 token,
@@ -276,36 +311,34 @@ def _sorted(entry: Mapping[str, Any], token: int, k: int) -> tuple[list[int], li
     candidates = []
     for name, fields in entry.items():
         if re.fullmatch("0|[1-9][0-9]{0,8}", name) is None:  # one spelling for each id
-            raise _Invalid(
-                f"returns the id {short([name])[1:-1]}; expected one such as '10'", token
-            )
+            raise Invalid(f"returns the id {short([name])[1:-1]}; expected one such as '10'", token)
         fields = fields if isinstance(fields, dict) else {}
         value, rank = fields.get("logprob", ""), fields.get("rank")
         number = isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
         if not number or not (rank is None or (type(rank) is int and 0 < rank < 2**31)):
             message = f"returns {short(entry)}; expected {{id: {{'logprob': ..., 'rank': ...}}}}"
-            raise _Invalid(message, token)
+            raise Invalid(message, token)
         if math.isnan(value) or value > TOLERANCE:
             message = f"returns the log-probability {value:g} of the token {name}"
-            raise _Invalid(f"{message}; expected 0 or less", token)
+            raise Invalid(f"{message}; expected 0 or less", token)
         candidates.append((int(name), float(value), rank))
     candidates.sort(key=lambda candidate: -candidate[1])
     ranked = [candidate for candidate in candidates if candidate[2] is not None]
     values = [value for _, value, _ in sorted(ranked, key=lambda candidate: candidate[2])]
     if any(b > a + TOLERANCE for a, b in zip(values, values[1:], strict=False)):
-        raise _Invalid("returns log-probabilities that contradict their ranks", token)
+        raise Invalid("returns log-probabilities that contradict their ranks", token)
     n = sum(rank is None or rank <= k for *_, rank in candidates)
     if n < k:  # the prompt's own token may come in addition to the most likely ones
         message = f"returns the {n} most likely tokens; expected at least {k}"
-        raise _Invalid(f"{message}: lower CACHE_METHOD topk:K, or raise --max-logprobs", token)
+        raise Invalid(f"{message}: lower CACHE_METHOD topk:K, or raise --max-logprobs", token)
     return [i for i, *_ in candidates], [value for _, value, _ in candidates]
 
 
 def _check_distribution(top_k: PromptTopK, vocabulary: int) -> None:
-    """Raise _Invalid if an id exceeds the vocabulary, or probabilities cannot sum to 1."""
+    """Raise Invalid if an id exceeds the vocabulary, or probabilities cannot sum to 1."""
     if len(rows := (top_k.tokens >= vocabulary).nonzero()):
         row, column = rows[0].tolist()
-        raise _Invalid(
+        raise Invalid(
             f"returns the token {int(top_k.tokens[row, column])}, but the tokenizer has "
             f"{vocabulary} tokens: the server uses another tokenizer, or the padding of its "
             "vocabulary is untrained",
@@ -318,7 +351,7 @@ def _check_distribution(top_k: PromptTopK, vocabulary: int) -> None:
     for wrong in (total > 1 + TOLERANCE, most < 1 - TOLERANCE):
         if wrong.any():
             row = int(wrong.nonzero()[0])
-            raise _Invalid(
+            raise Invalid(
                 f"returns probabilities that sum to {float(total[row]):.4g}, the smallest being "
                 f"{float(masses[row, -1]):.2g}: with all other tokens they cannot sum to 1",
                 row + 1,

@@ -236,7 +236,7 @@ def save_student(
         cast_weights(model, torch.float32)  # a base in half precision would round the sum
         model, adapters = model.merge_and_unload(), False
     transformers = llm_module("transformers")
-    weights = _in_float32(model, "lora_" if adapters else "")
+    weights = _in_dtype(torch.float32, model, "lora_" if adapters else "")
     with (
         quiet(transformers),
         _savable_generation_config(without_adapters(model)) as generation,
@@ -415,8 +415,17 @@ def _make(
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def _in_float32(model: nn.Module, part: str) -> dict[str, torch.Tensor]:
-    """Return the tensors whose names contain `part`, in float32; tied weights stay tied."""
+def save_for_server(model: Any, folder: Path, dtype: torch.dtype) -> bool:
+    """Save a model's adapters in float32, or all weights in `dtype`; return whether adapters."""
+    causal = without_adapters(model)
+    part, dtype = ("", dtype) if causal is model else ("lora_", torch.float32)
+    with quiet(llm_module("transformers")), _savable_generation_config(causal):
+        model.save_pretrained(folder, state_dict=_in_dtype(dtype, model, part))
+    return causal is not model
+
+
+def _in_dtype(dtype: torch.dtype, model: nn.Module, part: str) -> dict[str, torch.Tensor]:
+    """Return the tensors whose names contain `part`, in a dtype; tied weights stay tied."""
     converted: dict[tuple[int, torch.Size], torch.Tensor] = {}
     state = {}
     for name, tensor in model.state_dict().items():
@@ -424,7 +433,7 @@ def _in_float32(model: nn.Module, part: str) -> dict[str, torch.Tensor]:
             continue
         key = tensor.data_ptr(), tensor.shape
         if key not in converted or not tensor.numel():
-            converted[key] = tensor.float() if tensor.is_floating_point() else tensor
+            converted[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
         state[name] = converted[key]
     return state
 

@@ -3,6 +3,8 @@
 import pytest
 
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.teachers import server as module
+from tests.served import Server
 
 FAST = {
     "block_size": 24,
@@ -50,3 +52,12 @@ def settings(tmp_path, text_file, models):
         return LanguageSettings(**{**FAST, **paths, **changes})
 
     return change
+
+
+@pytest.fixture
+def server(tiny, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setitem(module.CompletionServer.__init__.__kwdefaults__, "patience", 0.2)
+    with Server(tiny.model(spread=0.3)) as running:  # the model of `models("teacher")`
+        yield running

@@ -491,6 +491,9 @@ def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
     ({"teacher_prompt_template": "{prompt}"}, ": add {prompt}, {privileged_context}"),
     ({"divergence": "distillm2"}, "DIVERGENCE 'distillm2' contrasts text with the student's"),
     ({"divergence": "js:1.0"}, "DIVERGENCE is 'js:1.0'"),
+    ({"rollout_url": "http://a", "on_policy": 0.5}, "'fresh:1x16' and ON_POLICY 0.5: expected"),
+    ({"rollout_url": "http://a", "student_model": "a"}, "'a' and ON_POLICY 0: expected a saved"),
+    ({"rollout_url": "http://me:word@host"}, "ROLLOUT_URL contains a user name"),
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_together_is_refused(settings, changes, message):
     with pytest.raises(SettingsError) as refused:

@@ -18,7 +18,6 @@ from ssl_kd.losses.teacher_output import logits_of  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
-from ssl_kd.teachers import server as module  # noqa: E402
 from ssl_kd.teachers.causal import n_ids  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.server import CompletionServer, ServerFailed  # noqa: E402
@@ -26,7 +25,6 @@ from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.test_ranks import assert_near, by  # noqa: E402
 from tests.language.test_run import config, log_lines, table, weights  # noqa: E402
-from tests.served import Server  # noqa: E402
 from tests.tiny import save_texts  # noqa: E402
 
 K = 8
@@ -36,15 +34,6 @@ K = 8
 def text_file(tmp_path, tiny):
     """A short text, since each document is a request."""
     return save_texts(tiny, tmp_path, 12, 6)
-
-
-@pytest.fixture
-def server(tiny, monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
-    monkeypatch.setitem(CompletionServer.__init__.__kwdefaults__, "patience", 0.2)
-    with Server(tiny.model(spread=0.3)) as running:  # the model of `models("teacher")`
-        yield running
 
 
 @pytest.fixture
