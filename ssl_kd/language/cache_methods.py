@@ -20,6 +20,7 @@ from typing_extensions import Self
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
+from ssl_kd.language.packed_tokens import grid, n_bytes, pack, round_to, unpack
 from ssl_kd.losses.rows import log_softmax_, saturate_
 from ssl_kd.losses.teacher_output import (
     LinearTeacher,
@@ -49,7 +50,7 @@ class CacheMethod(ABC):
 
     columns: Columns  # shape and dtype at one position
     header: Manifest  # entries of the manifest that describe the method
-    # Smallest and largest valid value of each column with a limited range.
+    # Smallest and largest valid number for each name that `numbers` returns.
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
 
     @classmethod
@@ -83,6 +84,11 @@ class CacheMethod(ABC):
     def answer(self, column: Callable[[str], Tensor]) -> TeacherOutput:
         """Rebuild the answer at some positions from their stored columns, `column(name)`."""
 
+    def numbers(self, column: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Return the numbers in some stored columns, `column(name)`, that have bounds."""
+        names = [name for name in self.bounds if name in self.columns]
+        return {n: widened(column(n)) if n == "tokens" else column(n) for n in names}
+
     def save(self, folder: Path, answer: LiveAnswer) -> list[Path]:
         """Write the data that all positions share, and return their files."""
         return []
@@ -105,14 +111,8 @@ class _StoredTokens(CacheMethod):
             "tokens": (0, vocabulary - 1),
             "log_probs": (-math.inf, 0.01),  # rounding may exceed 0
             "log_tail": (-math.inf, 0),
-            "weights": (0, 1.01),
+            "weights": (-1e-5, 1.01),
             "entropy": (-0.01, math.log(max(vocabulary, 1)) + 0.01),
-        }
-        values, scalar = self.below_inf
-        self.columns = {
-            "tokens": ((k,), _narrowest(vocabulary - 1)),
-            values: ((k,), torch.float16),
-            scalar: ((), torch.float32),
         }
 
     @classmethod
@@ -171,6 +171,14 @@ class TopK(_StoredTokens):
     name = "topk"
     below_inf = ("log_probs", "log_tail")
 
+    def __init__(self, k: int, temperature: float, vocabulary: int) -> None:
+        super().__init__(k, temperature, vocabulary)
+        self.columns = {
+            "tokens": ((k,), _narrowest(vocabulary - 1)),
+            "log_probs": ((k,), torch.float16),
+            "log_tail": ((), torch.float32),
+        }
+
     def content(self, answer: LiveAnswer, batch: Batch, rows: Tensor) -> Content:
         """Return the columns; `error` is the KL to the stored distribution with an even tail."""
         if isinstance(answer, TopKTeacher):
@@ -220,14 +228,16 @@ class TopK(_StoredTokens):
 
 
 class Sampled(_StoredTokens):
-    """CACHE_METHOD sample: store k sampled tokens, whose expected weights are the probabilities.
+    """CACHE_METHOD sample: store k tokens in about 2 bytes each; the weights have the mean p.
 
-    Token i is drawn with probability min(1, p_i / t) and gets the weight max(p_i, t). The threshold
-    t is chosen such that k tokens are drawn without replacement, so the weights sum to 1. If fewer
-    than k tokens have any probability, the remaining weights are 0.
+    The most likely quarter of the k tokens is always stored. Their probabilities are rounded up or
+    down at random, except for the most likely token, whose weight makes the sum 1. The others are
+    drawn from the rest of the vocabulary and have equal weights: with n draws from a rest of mass
+    s, token i is drawn n p_i / s times on average, which is rounded up or down and may exceed 1.
 
-    The columns are `tokens` `[k]`, `weights` `[k]` (float16) and `entropy` (float32, of the full
-    distribution).
+    The columns are `largest` (the most likely token), `kept` and `levels` (packed ids of the other
+    stored ones, and indices of their rounded probabilities), `drawn` (packed ids), `share`
+    (float32, the weight of each drawn token) and `entropy` (float32, of the full distribution).
 
     References:
         Anshumann et al., Sparse Logit Sampling, 2025, with k independent draws.
@@ -235,23 +245,82 @@ class Sampled(_StoredTokens):
     """
 
     name = "sample"
-    below_inf = ("weights", "entropy")
+    below_inf = ("share", "entropy")
+
+    def __init__(self, k: int, temperature: float, vocabulary: int) -> None:
+        super().__init__(k, temperature, vocabulary)
+        self.header["layout"] = "packed"  # older caches lack it: their ids are not packed
+        self.n_kept = max(1, k // 4) - 1
+        self.n_drawn = k - self.n_kept - 1
+        self.columns = {
+            "largest": ((), _narrowest(vocabulary - 1)),
+            "kept": ((n_bytes(self.n_kept, vocabulary),), torch.uint8),
+            "levels": ((self.n_kept,), torch.uint8),
+            "drawn": ((n_bytes(self.n_drawn, vocabulary),), torch.uint8),
+            "share": ((), torch.float32),
+            "entropy": ((), torch.float32),
+        }
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest) -> Self:
+        """Return the method of a cache from its manifest; raise ValueError if it is invalid."""
+        if manifest.get("layout") != "packed":
+            raise ValueError("its samples are not in the layout 'packed'")
+        return super().from_manifest(manifest)
 
     def content(self, answer: LiveAnswer, batch: Batch, rows: Tensor) -> Content:
         """Return the columns; `error` is that of the entropy as estimated from the sample."""
         width = batch.input_ids.shape[1]
         # A row's random numbers depend on its index alone, not on the batch or the device.
-        drawn = [np.random.default_rng(row).random((width, 1)) for row in batch.rows.tolist()]
+        drawn = [np.random.default_rng(row).random((width, 2)) for row in batch.rows.tolist()]
         uniform = torch.from_numpy(np.stack(drawn)).flatten(0, 1)[rows.cpu()]
         assert not isinstance(answer, TopKTeacher)  # plan
         return self._in_chunks(
-            answer, lambda log_p, p, positions: _sample(log_p, p, uniform[positions], self.k)
+            answer, lambda log_p, p, positions: self._sample(log_p, p, uniform[positions])
         )
 
+    def _sample(self, log_p: Tensor, p: Tensor, uniform: Tensor) -> Content:
+        """Return the columns for distributions `[n, vocab]`, by two uniform numbers for each."""
+        # In float32, the sum over a large vocabulary is coarser than a rare token's mass.
+        exact = torch.float32 if p.device.type == "mps" else torch.float64
+        uniform = uniform.to(p.device, exact)
+        top, at = p.topk(1 + self.n_kept)
+        rest = p.to(exact).scatter_(-1, at, 0)
+        upto = rest.cumsum(-1)
+        mass = upto[:, -1:]
+        places = torch.arange(self.n_drawn, device=p.device)
+        steps = (uniform[:, :1] + places) / self.n_drawn * mass
+        drawn = torch.searchsorted(upto, steps, right=True)
+        # Beyond the end only where no mass is left: the most likely token, with a weight of 0.
+        drawn = torch.where(drawn < p.shape[-1], drawn, at[:, :1]).sort(-1).values
+        levels = round_to(grid(self.vocabulary, exact, p.device), top[:, 1:], uniform[:, 1:])
+        kept, order = at[:, 1:].sort(-1)
+        columns = {"largest": at[:, 0], "levels": levels.gather(-1, order)}
+        columns |= {"kept": pack(kept, self.vocabulary), "drawn": pack(drawn, self.vocabulary)}
+        columns |= {"share": (mass[:, 0] / self.n_drawn).float(), "entropy": -(p * log_p).sum(-1)}
+        stored = self.answer(columns.__getitem__)
+        estimate = -(stored.weights * log_p.gather(-1, stored.indices)).sum(-1)
+        is_first = F.pad(drawn.diff(dim=-1) != 0, (1, 0), value=True)
+        covered = (rest.gather(-1, drawn) * is_first).sum(-1)
+        return columns | {
+            "lost": (mass[:, 0] - covered).clamp(min=0).float(),
+            "error": (estimate - columns["entropy"]).abs(),
+        }
+
     def answer(self, column: Callable[[str], Tensor]) -> SampledTeacher:
-        """Return the sampled tokens with weights that sum to 1."""
-        weights = F.normalize(column("weights").float(), p=1, dim=-1)
-        return SampledTeacher(widened(column("tokens")), weights, column("entropy"))
+        """Return the stored tokens with weights that sum to 1."""
+        largest, levels = widened(column("largest")).unsqueeze(-1), column("levels").long()
+        kept = unpack(column("kept"), self.n_kept, self.vocabulary)
+        drawn = unpack(column("drawn"), self.n_drawn, self.vocabulary)
+        probs = grid(self.vocabulary, torch.float32, levels.device)[levels]
+        weights = torch.cat([probs, column("share").unsqueeze(-1).expand_as(drawn)], -1)
+        weights = torch.cat([1 - weights.sum(-1, keepdim=True), weights], -1)
+        return SampledTeacher(torch.cat([largest, kept, drawn], -1), weights, column("entropy"))
+
+    def numbers(self, column: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Return the tokens, weights and entropies."""
+        answer = self.answer(column)
+        return {"tokens": answer.indices, "weights": answer.weights, "entropy": answer.entropy}
 
 
 class LastHidden(CacheMethod):
@@ -400,34 +469,6 @@ def _logits(answer: FullAnswer, vocabulary: int | None) -> Callable[[int, int], 
     weight = answer.weight[:vocabulary]
     bias = None if answer.bias is None else answer.bias[:vocabulary]
     return lambda start, stop: F.linear(answer.hidden[start:stop], weight, bias).float()
-
-
-def _sample(log_p: Tensor, p: Tensor, uniform: Tensor, k: int) -> Content:
-    """Draw k tokens from each distribution `[n, vocab]` with one uniform number, `[n, 1]`."""
-    # In float64: in float32 the sum over a large vocabulary is coarser than a rare token's mass.
-    exact = torch.float32 if p.device.type == "mps" else torch.float64
-    upto, uniform = p.to(exact), uniform.to(p.device, exact)
-    largest, at = upto.topk(k)
-    others = upto.scatter(-1, at, 0).sum(-1, keepdim=True)
-    places = torch.arange(k, device=p.device)
-    # t is the smallest of: the mass without the m largest, divided by the k - m places left.
-    remains = largest.flip(-1).cumsum(-1).flip(-1) + others
-    least = (remains / (k - places)).amin(-1, keepdim=True).clamp(min=torch.finfo(exact).tiny)
-    upto.div_(least).clamp_(max=1).cumsum_(-1)
-    tokens = torch.searchsorted(upto, uniform + places, right=True)
-    drawn = tokens < p.shape[-1]  # fewer where less than k tokens have any mass
-    tokens.clamp_(max=p.shape[-1] - 1)
-    masses = p.gather(-1, tokens)
-    weights = torch.where(drawn, masses.maximum(least.float()), 0.0)
-    entropy = -(p * log_p).sum(-1)
-    estimate = -(weights * log_p.gather(-1, tokens)).sum(-1)
-    return {
-        "tokens": tokens,
-        "weights": weights.half(),
-        "entropy": entropy,
-        "lost": (1 - (masses * drawn).sum(-1)).clamp(min=0),
-        "error": (estimate - entropy).abs(),
-    }
 
 
 def _digest(weight: Tensor, bias: Tensor | None) -> str:

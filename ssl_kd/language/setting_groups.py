@@ -17,7 +17,7 @@ from ssl_kd.language.foreign_names import INSTEAD
 from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
 
 TRAINED = "4x192", 800  # LAYERSxDIM and steps of TEACHER_MODEL train
-CACHED_TOKENS, SERVED_TOKENS = 128, 20  # at each position of a cache, and in a server's answer
+CACHED_TOKENS, SERVED_TOKENS = 48, 20  # at each position of a cache, and in a server's answer
 MAX_CACHED_TOKENS = 65_535
 KA_DRAWS = 2  # draws of experts for each batch in ROUTER_MODE ka
 
@@ -60,10 +60,10 @@ class TeacherSettings(Settings):
         "what a cache stores: sample (tokens sampled from the teacher: unbiased, for"
         " forward_kl) | topk (the most likely tokens and the total mass of the rest: for any"
         " divergence) | hidden (the last hidden states, and the output head once: exact, for any"
-        " divergence and temperature); sample:K and topk:K store K tokens per position, not 128",
+        " divergence and temperature); sample:K and topk:K store K tokens per position, not 48",
         "A server supports topk only, 20 tokens by default; vLLM limits K by --max-logprobs.",
         choices=("sample", "topk", "hidden"),
-        forms=(("sample:K", r"sample:[1-9]\d*"), ("topk:K", r"topk:[1-9]\d*")),
+        forms=(("sample:K", r"sample:(?!1$)[1-9]\d*"), ("topk:K", r"topk:[1-9]\d*")),
     )
     quantization: str | None = setting(
         None,

@@ -17,7 +17,7 @@ from torch import Tensor
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import to_device_async
-from ssl_kd.language.cache_methods import HEAD_FILES, METHODS, CacheMethod, LiveAnswer, widened
+from ssl_kd.language.cache_methods import HEAD_FILES, METHODS, CacheMethod, LiveAnswer
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
@@ -66,8 +66,9 @@ class TeacherFingerprint(BaseFingerprint):
             object.__setattr__(self, "k", None)
             object.__setattr__(self, "temperature", None)
             return
-        if self.k is None or self.k < 1:
-            raise ValueError(f"k is {self.k}; expected at least 1")
+        least = 2 if self.method == "sample" else 1
+        if self.k is None or self.k < least:
+            raise ValueError(f"k is {self.k}; expected at least {least}")
         if self.temperature is None:
             raise ValueError(f"temperature is None; expected a number for method {self.method!r}")
         check_temperature("temperature", self.temperature)
@@ -138,12 +139,10 @@ class TeacherCache(ShardStore):
     def check_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> dict[int, str]:
         """Return the faulty rows of a shard, including rows with values out of range."""
         faults = super().check_shard(path, entry, manifest)
-        shard, bounds = cls.read_shard(path, entry, manifest), _method(manifest).bounds
+        shard, method = cls.read_shard(path, entry, manifest), _method(manifest)
         for at in range(len(shard["indices"])):
-            for name in bounds.keys() & shard.keys():
-                (low, high), row = bounds[name], shard[name][at]
-                values = widened(row) if name == "tokens" else row
-                least, most = values.min().item(), values.max().item()
+            for name, values in method.numbers(lambda column, at=at: shard[column][at]).items():
+                (low, high), least, most = method.bounds[name], values.min(), values.max()
                 if not low <= least <= most <= high:
                     fault = f"{name} from {least:g} to {most:g}, expected {low:g} to {high:g}"
                     faults.setdefault(at, fault)

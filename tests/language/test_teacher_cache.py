@@ -11,6 +11,7 @@ from torch import Tensor
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.files import CorruptFileError, save_tensors, sha256_file
 from ssl_kd.language import cache_methods
+from ssl_kd.language.packed_tokens import pack, unpack
 from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, write
 from ssl_kd.losses import (
     LinearTeacher,
@@ -169,9 +170,11 @@ def test_logits_exist_a_chunk_at_a_time(tmp_path, monkeypatch, method):
     monkeypatch.setattr(cache_methods, "CHUNK_BYTES", 3 * 4 * V)
     chunked = make(tmp_path / "chunked", method=method)
     assert max(len(logits) for logits in seen) == 3 and len(seen) > 20
-    for name in ("tokens", "error"):
-        mine, other = (store.take(name, torch.arange(N)) for store in (chunked, whole))
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=0)
+    batch = make_blocks().batch(range(N))
+    mine, other = (vars(store(batch, real(batch))) for store in (chunked, whole))
+    errors = (store.take("error", torch.arange(N)) for store in (chunked, whole))
+    for a, b in [*zip(mine.values(), other.values(), strict=True), tuple(errors)]:
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
 
 
 def test_logits_that_overflowed_and_tokens_outside_the_vocabulary(tmp_path):
@@ -193,24 +196,88 @@ def test_logits_that_overflowed_and_tokens_outside_the_vocabulary(tmp_path):
 # Draws
 
 
-@pytest.mark.parametrize("k", [1, 7, V - 1, V])
-def test_draws_are_distinct_and_weigh_one_together(tmp_path, k):
+@pytest.mark.parametrize("k", [2, 7, V - 1, V])
+def test_draws_share_what_the_likeliest_tokens_leave(tmp_path, k):
     store, blocks = make(tmp_path, method="sample", k=k), make_blocks()
     batch = blocks.batch([2, 9])
     answer = store(batch, real(batch))
-    assert isinstance(answer, SampledTeacher)
+    assert isinstance(answer, SampledTeacher) and answer.indices.shape[1] == k
     torch.testing.assert_close(answer.weights.sum(-1), torch.ones(len(answer.weights)))
     p = (Teacher().logits(batch, real(batch)).double() / 2).softmax(-1)
-    masses = p.gather(1, answer.indices)
-    for tokens, weights, own in zip(answer.indices, answer.weights, masses, strict=True):
-        assert len(tokens.unique()) == k and (weights > 0).all()
-        # What is above the threshold is there as it is; the others all weigh the threshold.
-        torch.testing.assert_close(
-            weights.double(), own.clamp(min=weights.min().item()), rtol=2e-3, atol=0
-        )
-    assert k < V or torch.allclose(answer.weights.double(), masses, rtol=2e-3)
+    m = max(1, k // 4)  # tokens that are not drawn
+    top, tokens = p.topk(m)
+    assert torch.equal(answer.indices[:, :m].sort().values, tokens.sort().values)
+    for own, indices, weights in zip(p, answer.indices, answer.weights.double(), strict=True):
+        step = 2048 ** (1 / 254) - 1  # of the values to which probabilities are rounded
+        kept = own[indices[1:m]]
+        torch.testing.assert_close(weights[1:m], kept, rtol=step, atol=1 / 4096)
+        assert abs(weights[0] - own.max()) <= step * own.topk(2).values[1] + 1e-6
+        share = (1 - own.topk(m).values.sum()) / (k - m)
+        torch.testing.assert_close(weights[m:], share.expand(k - m), rtol=1e-5, atol=0)
+        times = torch.bincount(indices[m:], minlength=V)
+        expected = own.index_fill(0, indices[:m], 0) / share
+        assert (times - expected).abs().max() < 1
     entropy = torch.special.entr(p).sum(-1)
     torch.testing.assert_close(answer.entropy.double(), entropy, rtol=1e-5, atol=0)
+
+
+FLAT, NONE = torch.zeros(5000), torch.full((5000,), -torch.inf)
+ODD_LOGITS = {
+    "one token": NONE.index_fill(0, torch.tensor([4999]), 3.0),
+    "two tokens": NONE.index_fill(0, torch.tensor([0, 4999]), 3.0),
+    "as many as are kept": NONE.index_fill(0, torch.arange(11), 0.0),
+    "flat": FLAT,
+    "flat, half of it excluded": FLAT.index_fill(0, torch.arange(0, 5000, 2), -torch.inf),
+    "a tiny tail": (FLAT - 14).index_fill(0, torch.arange(20, 31), 0.0),
+    "Zipf": -(torch.arange(5000) + 1.0).log().flip(0),
+    "geometric": -0.7 * torch.arange(5000.0),
+    "extreme": FLAT.index_fill(0, torch.tensor([7]), torch.inf),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_LOGITS)
+def test_weights_have_the_mean_of_any_distribution(kind):
+    """Over 2,000 draws, compared with plain softmax within five standard errors."""
+    n, size, logits = 2000, 5000, ODD_LOGITS[kind]
+    batch = make_blocks(1).batch([0])
+    batch = replace(batch, input_ids=torch.zeros(n, 1, dtype=torch.long), rows=torch.arange(n))
+    sampled = cache_methods.Sampled(48, 1.0, size)
+    content = sampled.content(LogitsTeacher(logits.expand(n, size)), batch, torch.arange(n))
+    answer = sampled.answer(lambda name: content[name].to(sampled.columns[name][1]))
+    assert (answer.weights >= 0).all() and (answer.weights.sum(-1) - 1).abs().max() < 1e-6
+    p = logits.clamp(max=1e4).double().softmax(-1)
+    drawn = torch.zeros(n, size).scatter_add_(1, answer.indices, answer.weights).double()
+    mean = drawn.mean(0)
+    share = content["share"].max()  # rare tokens are drawn about a Poisson number of times
+    rare = (p * share / n).sqrt() + share / n
+    error = torch.where(p < share, rare, drawn.std(0) / n**0.5) + 1e-7
+    assert ((mean - p).abs() < 5 * error).all() and (mean[p == 0] == 0).all()
+    assert (mean - p).sum().abs() < 1e-6
+
+
+@pytest.mark.parametrize("vocabulary", [48, 4096, 32_000, 151_936, 262_144])
+def test_packed_ids_come_back_and_fit_into_the_bytes_that_the_guide_names(vocabulary):
+    g = torch.Generator().manual_seed(0)
+    for k in (0, 1, 2, 11, 36, 48):
+        ids = torch.randint(vocabulary, (50, k), generator=g).sort(-1).values
+        ids[0], ids[1] = 0, vocabulary - 1
+        packed = pack(ids, vocabulary)
+        assert torch.equal(unpack(packed, k, vocabulary), ids)
+        assert not unpack(torch.zeros_like(packed), k, vocabulary).any()
+    columns = cache_methods.Sampled(48, 1.0, vocabulary).columns.values()
+    assert sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in columns) <= 113
+
+
+def test_a_cache_of_the_older_layout_is_refused(tmp_path):
+    make(tmp_path, method="sample")
+    manifest = read_manifest(tmp_path / "teacher.json")
+    del manifest["layout"]
+    write_manifest(tmp_path / "teacher.json", manifest)
+    for attempt in (lambda: TeacherCache.open(tmp_path), lambda: make(tmp_path, method="sample")):
+        with pytest.raises(CorruptFileError, match="another version .*layout.*--force-recompute"):
+            attempt()
+    make(tmp_path, method="sample", force=True)
+    TeacherCache.open(tmp_path)
 
 
 def test_the_gradient_of_the_draws_is_unbiased(tmp_path):
@@ -354,7 +421,8 @@ def test_a_cache_of_something_else_is_refused_by_field(tmp_path, field, other):
     ):
         with pytest.raises(FingerprintMismatch) as caught:
             attempt()
-        assert caught.value.differences == [message]
+        layout = ["layout: cache has None, this run needs packed"]  # a sample's, when written
+        assert caught.value.differences in ([message], [message] + layout * (other == "sample"))
         assert "--force_recompute" in str(caught.value) and "--teacher_cache" in str(caught.value)
     assert content(tmp_path) == before
     TeacherCache.open(tmp_path, {field: mine})
@@ -459,21 +527,17 @@ def change(folder, tamper, **stated):
     [
         ("topk", "tokens", V, "tokens from .* to 40, expected 0 to 39"),
         ("topk", "tokens", 255, "tokens from .* to 255, expected 0 to 39"),
-        ("sample", "tokens", V, "tokens from .* to 40, expected 0 to 39"),
+        ("sample", "largest", V, "tokens from .* to 40, expected 0 to 39"),
+        ("sample", "drawn", 255, "tokens from -1 to .*, expected 0 to 39"),  # too few ids
         ("topk", "log_probs", 0.5, "log_probs from .* to 0.5, expected -inf to 0.01"),
         ("topk", "log_tail", 1e-3, "log_tail from .* to 0.001, expected -inf to 0"),
-        ("sample", "weights", -0.5, "weights from -0.5 to .*, expected 0 to 1.01"),
-        (
-            "sample",
-            "weights",
-            60_000.0,
-            "weights from 0 to 59... expected 0 to 1.01|weights from 0",
-        ),
-        ("sample", "weights", -torch.inf, "weights from -inf to"),
+        ("sample", "share", -0.5, "weights from -0.5 to .*, expected -1e-05 to 1.01"),
+        ("sample", "share", 60_000.0, "weights from -[0-9.e+]* to 60000, expected"),
+        ("sample", "share", -torch.inf, "weights from -inf to"),
         ("sample", "entropy", -1.0, "entropy from -1 to .*, expected -0.01 to 3.69"),
         ("sample", "entropy", 9.0, "entropy from .* to 9, expected"),
         ("topk", "log_probs", torch.nan, "log_probs is NaN"),
-        ("sample", "weights", torch.inf, "weights is NaN"),
+        ("sample", "share", torch.inf, "share is NaN"),
         ("hidden", "hidden", torch.nan, "hidden is NaN"),
         ("hidden", "hidden", -torch.inf, "hidden is NaN"),
     ],
@@ -483,7 +547,7 @@ def test_what_cannot_be_is_named_even_with_a_fitting_checksum(
     tmp_path, method, column, value, said
 ):
     make(tmp_path, method=method)
-    change(tmp_path, lambda shard: shard[column][2, 1].view(-1)[:1].fill_(value))
+    change(tmp_path, lambda shard: shard[column][2, 1].view(-1)[-1:].fill_(value))
     with pytest.raises(NonFiniteRow, match=f"teacher_00001.pt, row 2 .row 6 .*'block 6'.: {said}"):
         TeacherCache.open(tmp_path)
     TeacherCache.open(tmp_path, verify=False)
