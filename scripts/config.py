@@ -28,7 +28,7 @@ TEACHER_SERVED_AS = None
 # What a cache stores: sample (tokens sampled from the teacher: unbiased, for forward_kl) | topk
 # (the most likely tokens and the total mass of the rest: for any divergence) | hidden (the last
 # hidden states, and the output head once: exact, for any divergence and temperature); sample:K and
-# topk:K store K tokens per position, not 128. A server supports topk only, 20 tokens by default;
+# topk:K store K tokens per position, not 48. A server supports topk only, 20 tokens by default;
 # vLLM limits K by --max-logprobs.
 CACHE_METHOD = "sample"
 # Store the linear layers of frozen models (the teacher, and the base model under LORA_RANK, as in
