@@ -3,9 +3,8 @@
     python -m benchmarks.caches --teacher_model FOLDER --data_path FILE.jsonl --seeds 6
 
 All runs of a seed have the same initialization, batches and steps. The third column is the held-out
-perplexity relative to the live teacher's run of the same seed: the geometric mean over the seeds
-and its 95 % interval (Student's t). The last column is the time that one thread takes to read a
-batch from the cache.
+perplexity relative to the live teacher's run of the same seed: the geometric mean over the seeds,
+and its 95 % interval by Student's t. `none` is cross-entropy alone.
 """
 
 from __future__ import annotations
@@ -14,19 +13,15 @@ import argparse
 import logging
 import math
 import tempfile
-import time
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
-import torch
 from scipy.stats import t as students_t
 
 from benchmarks.distillation import ALONE, add_settings, measure, spread, with_teacher
 from benchmarks.turns import header, row
-from ssl_kd.datasets.blocks import Batch
 from ssl_kd.language.caching import cache_teacher
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.teacher_cache import TeacherCache
 
 METHODS = ("hidden", "sample:128", "sample", "sample:32", "sample:8", "topk:32", "topk:8")
 
@@ -38,19 +33,6 @@ def relative(runs: list[dict[str, Any]], live: list[dict[str, Any]]) -> str:
     half = students_t.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
     low, middle, high = (math.exp(fmean(logs) + x) for x in (-half, 0, half))
     return f"{middle:.4f} ({low:.4f} to {high:.4f})"
-
-
-def microseconds(cache: TeacherCache, rows: int = 8, rounds: int = 9) -> float:
-    """Return the time per token of reading a batch on one thread."""
-    ids = torch.zeros(rows, cache.fingerprint.block_size, dtype=torch.int64)
-    everything = torch.arange(ids.numel())
-    batch = Batch(ids, ids, ids > 0, ids.int(), torch.arange(rows), 0, False)
-    times = []
-    for _ in range(rounds):
-        start = time.thread_time()
-        cache(batch, everything)
-        times.append(time.thread_time() - start)
-    return 1e6 * median(times) / ids.numel()
 
 
 def main() -> None:
@@ -68,20 +50,18 @@ def main() -> None:
     def runs(**changes: Any) -> list[dict[str, Any]]:
         return [measure(settings.replace(**changes, seed=seed)) for seed in seeds]
 
-    header("teacher", "held-out perplexity", "relative to live", "bytes per token", "µs to read")
+    header("teacher", "held-out perplexity", "relative to live", "bytes per token")
     live = runs()
-    row("live", spread(x["perplexity"] for x in live), "1", "", "")
+    row("live", spread(x["perplexity"] for x in live), "1", "")
     for method in methods:
         with tempfile.TemporaryDirectory() as folder:
             cached = {"teacher_cache": folder, "cache_method": method}
-            cache = cache_teacher(settings.replace(**cached))
+            size = cache_teacher(settings.replace(**cached)).facts()["bytes_per_token"]
             found = runs(**cached)
-            torch.set_num_threads(1)
-            read = f"{microseconds(cache):.1f}"
-            size = f"{cache.facts()['bytes_per_token']:.0f}"
-        row(method, spread(x["perplexity"] for x in found), relative(found, live), size, read)
+        perplexity = spread(x["perplexity"] for x in found)
+        row(method, perplexity, relative(found, live), f"{size:.0f}")
     alone = runs(**ALONE)
-    row("none", spread(x["perplexity"] for x in alone), relative(alone, live), "", "")
+    row("none", spread(x["perplexity"] for x in alone), relative(alone, live), "")
 
 
 if __name__ == "__main__":
