@@ -25,6 +25,7 @@ STUDENT_TOP_K = r"reverse_kl:[1-9]\d*"
 """Regular expression of `reverse_kl:K`, over the student's K likeliest tokens and the rest."""
 SKEW = 0.1  # alpha of DistiLLM: the share of the first distribution in the mixture
 NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, and exp of it is 0
+LEAST_TAIL = 1e-20  # of probability: float32 may have lost entries of a smaller one
 
 ValueAndGradient: TypeAlias = "tuple[Tensor, Tensor | None]"
 
@@ -102,8 +103,8 @@ def _student_top_k(
             f"{n} tokens: use 'reverse_kl', which compares all of them"
         )
     indices = log_q.topk(k, -1).indices
-    coarse_p, _ = with_tail(log_p, indices)
-    coarse_q, shares = with_tail(log_q, indices)
+    coarse_p, _ = with_tail(log_p, p, indices)
+    coarse_q, shares = with_tail(log_q, q, indices)
     pairs = coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp()
     value, slope = _reverse_kl(*pairs, gradient, exact)
     if slope is None:
@@ -111,7 +112,7 @@ def _student_top_k(
     return value, shares.mul_(slope[:, -1:]).scatter_(-1, indices, slope[:, :-1])
 
 
-def with_tail(log_probs: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+def with_tail(log_probs: Tensor, probs: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities `[n, k + 1]` of k outcomes and of all others together.
 
     Also returns the share `[n, vocab]` of each other outcome in the tail. Without others, the
@@ -119,10 +120,14 @@ def with_tail(log_probs: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """
     import torch
 
-    # By logarithms: a tail that q has emptied beyond its least number is to be filled again.
-    tail = log_probs.scatter(-1, indices, 2 * NOWHERE)
-    largest = tail.amax(-1, keepdim=True)
-    total = tail.sub_(largest).exp_().sum(-1, keepdim=True)
+    largest = 0.0
+    tail = probs.scatter(-1, indices, 0)
+    total = tail.sum(-1, keepdim=True)
+    if probs.device.type != "cpu" or bool((total < LEAST_TAIL).any()):  # a GPU is not waited for
+        # By logarithms: a tail that q has emptied beyond its least number is to be filled again.
+        tail = log_probs.scatter(-1, indices, 2 * NOWHERE)
+        largest = tail.amax(-1, keepdim=True)
+        total = tail.sub_(largest).exp_().sum(-1, keepdim=True)
     coarse = torch.cat([log_probs.gather(-1, indices), total.log() + largest], -1)
     return coarse, tail.div_(total)
 

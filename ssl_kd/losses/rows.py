@@ -73,6 +73,13 @@ def saturate_(logits: Tensor) -> Tensor:
     return logits.clamp_(-SATURATION, SATURATION)
 
 
+def saturated_copy(logits: Tensor, out: Tensor) -> Tensor:
+    """Write logits, clamped to +-65504, into `out`, in the same or a wider dtype."""
+    if logits.dtype == out.dtype:
+        return torch.clamp(logits, -SATURATION, SATURATION, out=out)  # one pass less
+    return saturate_(out.copy_(logits))
+
+
 @dataclass(frozen=True)
 class Outside:
     """Vocabulary entries that are excluded from the comparison of two models."""

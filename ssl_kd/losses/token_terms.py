@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ssl_kd.divergences import Divergence, near_0, with_tail
 from ssl_kd.guard.finite import compute_dtype
-from ssl_kd.losses.rows import Outside, differentiated_once, log_softmax_, saturate_
+from ssl_kd.losses.rows import Outside, differentiated_once, log_softmax_, saturated_copy
 from ssl_kd.losses.teacher_output import (
     LinearTeacher,
     LogitsTeacher,
@@ -171,7 +171,9 @@ def compute_terms(
     if student.device.type == "cpu":
         n_rows = min(chunk, max(1, ROW_BYTES // (vocab * student.dtype.itemsize)))
     scratch = torch.empty((n_rows, vocab), dtype=student.dtype, device=student.device)
-    slope = torch.empty_like(scratch) if any(x is not None for x in student.gradients) else None
+    needed = any(x is not None for x in student.gradients)
+    is_narrow = needed and student.gradient(0, 0).dtype != student.dtype
+    wide = torch.empty_like(scratch) if is_narrow else None
     teachers = [
         _chunked_teacher(t, objective) if isinstance(t, LinearTeacher) else t
         for t in objective.teachers
@@ -188,10 +190,10 @@ def compute_terms(
         for first in range(0, stop - start, n_rows):
             last = min(first + n_rows, stop - start)
             tokens, part = slice(start + first, start + last), slice(first, last)
-            gradient = None if slope is None else slope[: last - first]
+            goal = student.gradient(start, stop)[part] if needed else None
             outside = objective.outside
             terms[0, tokens], terms[1, tokens] = _chunk_terms(
-                scratch[: last - first].copy_(logits[part]),
+                saturated_copy(logits[part], scratch[: last - first]),
                 replace(
                     objective,
                     targets=None if targets is None else targets[tokens],
@@ -199,11 +201,11 @@ def compute_terms(
                     outside=None if outside is None else outside.of(tokens),
                 ),
                 weights,
-                gradient,
+                goal if wide is None else wide[: last - first],
             )
-            if gradient is not None:
-                student.gradient(start, stop)[part] = gradient
-        if slope is not None:
+            if goal is not None and wide is not None:
+                goal.copy_(wide[: last - first])
+        if needed:
             student.accumulate(start, stop)
     return terms
 
@@ -222,31 +224,39 @@ def _chunk_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return cross-entropy and `T^2 D` of each row, and write their weighted gradient.
 
-    The logits `[r, vocab]`, float32 or float64, are overwritten, as is `gradient` `[r, vocab]`
-    (None to compute none). A term of weight 0 has no part in the gradient.
+    The logits `[r, vocab]`, saturated and float32 or float64, are overwritten, as is `gradient`
+    `[r, vocab]` (None to compute none). A term of weight 0 has no part in the gradient.
     """
-    saturate_(logits)
     ce = kd = logits.new_zeros(len(logits))
-    written = False
+    t, outside, common = objective.temperature, objective.outside, objective.common
+    log_q = q = logits  # replaced below
+    is_shared = is_written = False
     if objective.targets is not None:
         column = objective.targets.unsqueeze(-1)
         log_q, q = log_softmax_(logits, 1.0)  # shifts the logits, which changes no softmax
+        is_shared = t == 1 and outside is None and common == logits.shape[1]
         ce = -log_q.gather(-1, column).squeeze(-1)
         if gradient is not None and weights[0] != 0:
-            q.scatter_add_(-1, column, q.new_full(column.shape, -1))
             torch.mul(q, weights[0], out=gradient)
-            written = True
-    if gradient is not None and not written:
-        gradient.zero_()
+            gradient.scatter_add_(-1, column, gradient.new_full(column.shape, -weights[0]))
+            is_written = True
     if objective.teachers:
-        t, needed = objective.temperature, gradient is not None and weights[1] != 0
-        log_q, q = log_softmax_(logits[:, : objective.common], t, objective.outside)
+        needed = gradient is not None and weights[1] != 0
+        if not is_shared:
+            log_q, q = log_softmax_(logits[:, :common], t, outside)
         for teacher, share in zip(objective.teachers, objective.shares, strict=True):
             value, slope = _divergence(teacher, log_q, q, objective, needed)
             kd = kd + value * (t**2 * share)
             if slope is not None and gradient is not None:
                 scale = weights[1] * t * share
-                gradient[:, : objective.common].add_(slope, alpha=scale)
+                if is_written:
+                    gradient[:, :common].add_(slope, alpha=scale)
+                else:
+                    torch.mul(slope, scale, out=gradient[:, :common])
+                    gradient[:, common:].zero_()
+                is_written = True
+    if gradient is not None and not is_written:
+        gradient.zero_()
     return ce, kd
 
 
@@ -256,25 +266,31 @@ def _divergence(
     """Return D of each row `[r]`, and its gradient with respect to the logits divided by T."""
     divergence = objective.divergence
     if isinstance(teacher, TopKTeacher):
-        return _top_k_divergence(teacher, log_q, divergence, gradient, objective.exact)
+        return _top_k_divergence(teacher, log_q, q, divergence, gradient, objective.exact)
     if isinstance(teacher, SampledTeacher):
         assert divergence.from_samples is not None  # check_teacher
         weights, entropy = teacher.weights.to(q.dtype), teacher.entropy.to(q.dtype)
         return divergence.from_samples(teacher.indices.long(), weights, entropy, log_q, q, gradient)
     assert isinstance(teacher, LogitsTeacher)  # compute_terms has multiplied a LinearTeacher out
-    logits = saturate_(teacher.logits[:, : objective.common].to(q.dtype, copy=True))
+    logits = teacher.logits[:, : objective.common]
+    logits = saturated_copy(logits, torch.empty_like(logits, dtype=q.dtype))
     log_p, p = log_softmax_(logits, objective.temperature, objective.outside)
     return divergence.compute(log_p, p, log_q, q, gradient, objective.exact)
 
 
 def _top_k_divergence(
-    teacher: TopKTeacher, log_q: Tensor, divergence: Divergence, gradient: bool, exact: bool
+    teacher: TopKTeacher,
+    log_q: Tensor,
+    q: Tensor,
+    divergence: Divergence,
+    gradient: bool,
+    exact: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute D over k + 1 outcomes: the teacher's k tokens, and any other token."""
     indices = teacher.indices.long()
-    coarse_q, shares = with_tail(log_q, indices)
+    coarse_q, shares = with_tail(log_q, q, indices)
     coarse_p = torch.cat([teacher.log_probs, teacher.log_tail.unsqueeze(-1)], -1)
-    coarse_p = saturate_(coarse_p.to(log_q.dtype, copy=True))
+    coarse_p = saturated_copy(coarse_p, torch.empty_like(coarse_p, dtype=log_q.dtype))
     pairs = coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp()
     value, slope = divergence.compute(*pairs, gradient, exact)
     if slope is None:
