@@ -1,7 +1,8 @@
 """Compare whole trainings with TRL's trainers: on text, on student samples, with a server.
 
     pip install trl
-    python -m benchmarks.trl_trainer
+    python -m benchmarks.trl_trainer --table
+    python -m benchmarks.trl_trainer --kinds off --threads 1 --vocabulary 4096
     python -m benchmarks.trl_trainer --teacher_model FOLDER --student_model layers:2
 
 Every trainer trains a copy of one student on the same teacher, in fp32 on the CPU, through
@@ -10,23 +11,25 @@ with its guard. Our cross-entropy is computed and logged but has weight 0; TRL's
 
 - `off`: forward KL, off policy. TRL's DistillationTrainer gets the completions instead of
   generating them.
-- `on`: reverse KL. The student continues the first 16 tokens of each row up to 256,
-  sampled at temperature 1 from all tokens with transformers' `generate`. Ours is the loop of
-  `ssl_kd distill`.
+- `on`: reverse KL. The student continues the first 16 tokens of each row to its end, sampled at
+  temperature 1 from all tokens with transformers' `generate`. Ours is the loop of `ssl_kd distill`.
 - `served`: forward KL to the 20 likeliest tokens and the remaining mass. A server in another
   process returns vLLM's `prompt_logprobs` and caches them, so only the clients are measured. TRL's
-  client requires vLLM without using it here; the check for it is patched.
+  client requires vLLM without using it here; the check for it is patched. Ours is the loop of
+  `ssl_kd distill`, because our DistillationTrainer has no client for a server.
 
 The teacher generates the rows with --teacher_model; otherwise teacher and rows are random. All
-trainers alternate; ratios are medians over rounds (middle half in parentheses). Memory is the
-increase of the peak resident set in a separate process. Losses are from the first step, before any
-update; for `on`, from a separate greedy training, so that all trainers see the same text.
+trainers alternate; ratios are medians over rounds (middle half in parentheses), of the time and of
+the CPU time, which other programs disturb less. Memory is the increase of the peak resident set in
+a separate process. Losses are from the first step, before any update; for `on`, from a separate
+greedy training, so that all trainers see the same text.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import logging
 import multiprocessing
 import os
@@ -35,7 +38,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -73,10 +76,13 @@ from ssl_kd.teachers.student import build_student
 from tests.served import Server
 
 RATE = 1e-4
-SIZES = {"batch": 8, "length": 256, "prompt": 16, "top_k": 20}  # rows, and tokens in each
-SIZES |= {"rounds": 5, "steps": 2}  # timed, after a warm-up
+SIZES = {"prompt": 16, "top_k": 20, "steps": 2}  # tokens, and timed steps after a warm-up
+ALL: dict[str, list[Any]] = {"vocabulary": [4_096, 32_000, 128_000], "threads": [1, 2]}
+ALL |= {"shape": ["8x128", "4x256"]}  # of --table: rows x tokens in each
 Row = dict[str, Tensor]
-Run = Callable[[bool], tuple[list[float], float]]
+Times = tuple[float, float]
+"""Seconds of time, and of CPU time."""
+Run = Callable[[bool], tuple[list[Times], float]]
 """Trains once, greedily if the argument is true; returns the steps' end times and first loss."""
 
 
@@ -125,17 +131,22 @@ def rows_of(args: argparse.Namespace, teacher: CausalLM) -> Tensor:
     return teacher.model.generate(begin, attention_mask=mask, do_sample=True, top_k=0, **length)
 
 
+def now() -> Times:
+    """Return the time and this process's CPU time."""
+    return time.perf_counter(), time.process_time()
+
+
 class Pace(TrainerCallback):
     """Records the time at which each step ended."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.ends: list[Times] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Record the time after a synchronization with the device."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+        self.ends.append(now())
 
 
 def through(trainer: Any, args: argparse.Namespace, rows: Any, collator: Any) -> Run:
@@ -146,7 +157,7 @@ def through(trainer: Any, args: argparse.Namespace, rows: Any, collator: Any) ->
         DataLoader(rows, args.batch, collate_fn=collator)
     )
 
-    def run(greedy: bool) -> tuple[list[float], float]:
+    def run(greedy: bool) -> tuple[list[Times], float]:
         if hasattr(trainer, "generation_config"):
             trainer.generation_config.do_sample = not greedy
         pace.ends.clear()
@@ -204,10 +215,17 @@ def ours_served(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) 
     return _our_loop(args, teacher, student, served)
 
 
+def ours_off_policy(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
+    """Return a run of `ssl_kd distill`'s loop on text, with the teacher in this process."""
+    return _our_loop(args, teacher, student, FrozenTeacher(teacher.model, device=args.device))
+
+
 def ours_on_policy(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
     """Return a run of `ssl_kd distill`'s loop in which the student generates all text."""
     changes = {"on_policy": 1.0, "divergence": "reverse_kl"}
-    return _our_loop(args, teacher, student, FrozenTeacher(teacher.model), **changes)
+    return _our_loop(
+        args, teacher, student, FrozenTeacher(teacher.model, device=args.device), **changes
+    )
 
 
 def _our_loop(
@@ -221,19 +239,19 @@ def _our_loop(
     changes |= {"alpha_kd": 1.0, "alpha_ce": 0.0, "learning_rate": RATE, "log_every": 1}
     changes |= {"batch_size": args.batch, "block_size": args.length, "max_new_tokens": n}
     settings = LanguageSettings(**changes)
-    precision = Precision.for_device("cpu", False)
+    precision = Precision.for_device(args.device, False)
     distiller = Distiller(student.model, settings, precision, Plain(target))
     ends = [student.tokenizer.eos_token_id]
     rollouts = Sampler(student.model, ends, batch_size=args.batch)
     batches = RolloutBatches(settings, blocks, rollouts, ends, seed=settings.seed)
     batches = batches if settings.on_policy else None
 
-    def run(greedy: bool) -> tuple[list[float], float]:
+    def run(greedy: bool) -> tuple[list[Times], float]:
         stamps, losses = [], []
         rollouts.temperature = 0.0 if greedy else 1.0
 
         def record(step: int, result: Any) -> None:
-            stamps.append(time.perf_counter())
+            stamps.append(now())
             losses.append(result.kd)
 
         train(distiller, blocks, args.steps + 1, rollouts=batches, on_step=record)
@@ -324,6 +342,7 @@ METHODS: dict[str, dict[str, Callable[..., Run]]] = {
         "ours, DistillationTrainer": ours,
         "TRL, GKDTrainer": partial(trl_gkd, policy=0),
         "TRL, DistillationTrainer": trl_distillation,
+        "ours, ssl_kd distill": ours_off_policy,
     },
     "on": {
         "ours, ssl_kd distill": ours_on_policy,
@@ -363,14 +382,17 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
     here.send(None)
 
 
-def seconds_of(run: Run, greedy: bool = False) -> float:
-    """Return the seconds per step of one training, excluding its first step."""
+def seconds_of(run: Run, greedy: bool = False) -> Times:
+    """Return the time and CPU time per step of one training, excluding its first step."""
     ends, _ = run(greedy)
-    return (ends[-1] - ends[0]) / (len(ends) - 1)
+    wall, cpu = ((b - a) / (len(ends) - 1) for a, b in zip(ends[0], ends[-1], strict=True))
+    return wall, cpu
 
 
-def table(kind: str, args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> None:
-    """Measure one kind of training and print its table."""
+def measure(kind: str, args: argparse.Namespace) -> None:
+    """Measure one kind of training and print its rows of the table."""
+    torch.set_num_threads(args.threads)
+    teacher, student = models(args)
     runs = {
         name: make(args, teacher, copy.deepcopy(student)) for name, make in METHODS[kind].items()
     }
@@ -378,17 +400,18 @@ def table(kind: str, args: argparse.Namespace, teacher: CausalLM, student: Causa
     times = in_turns(
         {name: lambda run=run: seconds_of(run) for name, run in runs.items()}, args.rounds
     )
-    tokens = args.batch * (args.length - (args.prompt if kind == "on" else 1))
-    first, *_ = times.values()
-    columns = ["trainer", "ms per step", "tokens per second", "time relative to ours"]
-    header(f"{kind}: {columns[0]}", *columns[1:], "extra peak MiB", "first loss")
+    shape = ["--shape", args.shape, "--threads", str(args.threads)]
+    shape += ["--vocabulary", str(args.vocabulary), "--url", args.url, "--memory_of", kind]
+    peaks = {name: number_of("trl_trainer", *shape, name) for name in runs}
+    first, peak = (next(iter(x.values())) for x in (times, peaks))
     for name, seconds in times.items():
-        median = statistics.median(seconds)
-        flags = ["--memory_of", kind, name, "--url", args.url]
+        turns = zip(seconds, first, strict=True)
+        ratios = [(wall / base[0], cpu / base[1]) for (wall, cpu), base in turns]
         row(
-            *(name, f"{1000 * median:.0f}", f"{tokens / median:,.0f}"),
-            middle_half(a / b for a, b in zip(seconds, first, strict=True)),
-            *(f"{number_of('trl_trainer', *flags):.0f}", f"{losses[name]:.6f}"),
+            *(f"{teacher.model.config.vocab_size:,}", f"{args.threads}", args.shape, kind, name),
+            f"{1000 * statistics.median(wall for wall, _ in seconds):.0f}",
+            *(middle_half(clock) for clock in zip(*ratios, strict=True)),
+            *(f"{peaks[name]:.0f}", f"{peaks[name] / peak:.2f}", f"{losses[name]:.6f}"),
         )
 
 
@@ -396,39 +419,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--teacher_model", help="folder or hub name; default: a new Llama")
     parser.add_argument("--student_model", default="layers:2", help="with --teacher_model")
-    parser.add_argument("--vocabulary", type=int, default=32_000, help="of new models")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--table", action="store_true", help=f"all of {ALL}")
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000], help="of new models")
+    parser.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count()])
+    parser.add_argument("--shape", nargs="+", default=["8x256"], help="rows x tokens in each")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="cpu; `off` also runs on cuda")
     parser.add_argument("--kinds", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     parser.add_argument("--memory_of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(namespace=argparse.Namespace(**SIZES))
-    torch.set_num_threads(args.threads)
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")  # TRL warns that its trainers are experimental
-    teacher, student = models(args)
-    if args.memory_of:
-        kind, name = args.memory_of
-        run = METHODS[kind][name](args, teacher, student)
-        before = memory()["VmHWM"]
-        run(False)
-        print(memory()["VmHWM"] - before)
-        return
-    sizes = [sum(p.numel() for p in lm.model.parameters()) / 1e6 for lm in (teacher, student)]
-    print(
-        f"teacher {sizes[0]:.1f} M, student {sizes[1]:.1f} M, vocabulary "
-        f"{teacher.model.config.vocab_size:,}, batch {args.batch} x {args.length}, fp32, "
-        f"{args.device}, {args.threads} threads, {args.rounds} rounds of {args.steps} steps; "
-        f"{versions('trl', 'transformers')}"
-    )
-    for kind in args.kinds:
-        print()
-        if kind == "served":
-            with serving(args) as args.url:
-                table(kind, args, teacher, student)
-            args.url = ""
-        else:
-            table(kind, args, teacher, student)
+    cells = vars(args) | (ALL if args.table and not args.memory_of else {})
+    if not args.memory_of:
+        print(f"fp32, {args.device}, {args.rounds} rounds of {args.steps} steps;", end=" ")
+        print(f"{versions('trl', 'transformers')}\n")
+        columns = ["vocabulary", "threads", "batch", "kind", "trainer", "ms per step"]
+        columns += ["time relative to ours", "CPU time relative to ours", "extra peak MiB"]
+        header(*columns, "relative to ours", "first loss")
+    for args.vocabulary, args.threads, args.shape in itertools.product(
+        cells["vocabulary"], cells["threads"], cells["shape"]
+    ):
+        args.batch, args.length = map(int, args.shape.split("x"))
+        if args.memory_of:
+            kind, name = args.memory_of
+            torch.set_num_threads(args.threads)
+            run = METHODS[kind][name](args, *models(args))
+            before = memory()["VmHWM"]
+            run(False)
+            print(memory()["VmHWM"] - before)
+            return
+        for kind in args.kinds:
+            with serving(args) if kind == "served" else nullcontext("") as args.url:
+                measure(kind, args)
 
 
 if __name__ == "__main__":

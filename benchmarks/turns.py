@@ -8,11 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def in_turns(methods: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def in_turns(methods: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Call each method once per round, in alternating order; return the results by method."""
-    results: dict[str, list[float]] = {name: [] for name in methods}
+    results: dict[str, list[T]] = {name: [] for name in methods}
     for turn in range(rounds):
         order = list(methods)
         for name in order if turn % 2 else reversed(order):
