@@ -13,10 +13,11 @@ grid and with every seed. For each of the two, the learning rate with the lowest
 perplexity wins (best evaluation of a run, geometric mean over seeds); its perplexity on separate
 test rows is reported. A winner at an end of the grid is marked, because the grid is too short then.
 
-`--offline` trains a student on the teacher's text (TEACHER_TEXT), and from there for as many steps
-again: on this text, on its own text with the teacher live (ON_POLICY), and on its own frozen text
-with cached answers (STUDENT_TEXT). The KL is from the student to the teacher on fresh samples that
-continue held-out prompts. Seconds are those of training, and of the student's text and the cache.
+`--offline` trains a student on the teacher's text (TEACHER_TEXT) after --prompts prompts, the first
+60 characters of records, and from there for as many steps again: on this text, on its own text with
+the teacher live (ON_POLICY), and on its own frozen text with cached answers (STUDENT_TEXT). The KL
+is from the student to the teacher on fresh samples that continue held-out text. Seconds are those
+of training, and of the student's text and the cache.
 """
 
 from __future__ import annotations
@@ -208,13 +209,16 @@ def on_own_text(settings: LanguageSettings, copy: str, folder: Path) -> dict[str
     }
 
 
-def compare_offline(settings: LanguageSettings, seeds: Sequence[int]) -> None:
+def compare_offline(settings: LanguageSettings, prompts: int, seeds: Sequence[int]) -> None:
     """Print a table of live and offline on-policy distillation after training on text."""
     results: dict[str, list[dict[str, Any]]] = {way: [] for way in STAGES}
     for name in ("teacher_model", "data_path", "eval_path"):
         if Path(value := getattr(settings, name) or "").exists():
             settings = settings.replace(**{name: str(Path(value).resolve())})
+    beginnings = [(e.text or e.prompt or "")[:60] for e in texts_of(settings)[0].examples[:prompts]]
     os.chdir(tempfile.mkdtemp())  # for students, caches and generated text
+    Path("prompts.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in beginnings))
+    settings = settings.replace(data_path="prompts.jsonl")
     for seed in seeds:
         for way, changes in STAGES.items():
             own = settings.replace(**changes, seed=seed)
@@ -239,6 +243,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--grid", type=float, nargs="*", help=f"learning rates; default: {GRID}")
     parser.add_argument("--offline", action="store_true")
+    parser.add_argument("--prompts", type=int, default=120)
     add_settings(
         parser,
         *("teacher_model", "data_path", "eval_path"),
@@ -248,11 +253,12 @@ def main() -> None:
         max_new_tokens=LanguageSettings.max_new_tokens,
     )
     flags = vars(parser.parse_args())
-    seeds, only, grid, offline = (flags.pop(n) for n in ("seeds", "only", "grid", "offline"))
+    seeds, only, grid = (flags.pop(name) for name in ("seeds", "only", "grid"))
+    offline, prompts = flags.pop("offline"), flags.pop("prompts")
     logging.basicConfig(level=logging.ERROR)
     settings = LanguageSettings(**flags, eval_every=max(1, flags["max_steps"] // 5), generations=0)
     if offline:
-        return compare_offline(settings, range(seeds))
+        return compare_offline(settings, prompts, range(seeds))
     if grid is not None:
         return search(with_teacher(settings), grid or list(GRID), range(seeds))
     header("run", "held-out perplexity", "agreement with teacher", "KL to teacher", "seconds")

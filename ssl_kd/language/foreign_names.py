@@ -52,6 +52,8 @@ _OTHERS: Mapping[str, str] = {
     " --quantization nf4.": "ddp_* deepspeed fsdp fsdp_config local_rank shard",
     "Use --student_model, and --teacher_model for the teacher.": """
         model model_name model_name_or_path""",
+    "Use --teacher_model self: with --lora_rank the base model, else the live student.": """
+        teacher_model_kind""",
     "Use --teacher_url http://HOST:PORT/v1.": "teacher_model_server_url teacher_server_urls",
     "Use --divergence js:BETA, or forward_kl and reverse_kl for BETA 0 and 1.": "beta",
     "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.": "alpha kd_ratio",

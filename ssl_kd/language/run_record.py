@@ -79,7 +79,8 @@ def card_facts(prepared: Prepared, distiller: Distiller, events: int) -> dict[st
     ]
     steps, used = f"{distiller.guard.steps:,} steps", distiller.learned.items()
     return {
-        "teacher": ", ".join(f"{name} ({weights})" for name, weights in teachers) or "none",
+        "teacher": ", ".join(f"{name} ({weights})" for name, weights in teachers)
+        or settings.teacher_model,
         "loss": f"{settings.alpha_ce:g} * cross-entropy + {settings.alpha_kd:g} * T^2 *"
         f" {settings.kind_of_divergence}, T = {settings.temperature:g}",
         "data": without_folders(settings.data_path),

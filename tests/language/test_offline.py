@@ -1,5 +1,6 @@
 """Students that learn from their own text: offline on-policy, and taught by themselves."""
 
+import copy
 import json
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from ssl_kd.datasets.records import as_example  # noqa: E402
+from ssl_kd.datasets.text import TextDataset  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.prepare import make_distiller, prepare  # noqa: E402
 from ssl_kd.language.rollouts import rollout_batches  # noqa: E402
@@ -17,9 +20,11 @@ from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.losses.teacher_output import logits_of  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.teachers.causal import CausalLM  # noqa: E402
 from ssl_kd.training.clock import no_progress  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.faults.inject import stop_at  # noqa: E402
+from tests.language.test_ranks import assert_near, by  # noqa: E402
 from tests.language.test_run import log_lines, weights  # noqa: E402
 from tests.oracles import token_objectives as oracle  # noqa: E402
 from tests.tiny import sentence  # noqa: E402
@@ -86,6 +91,18 @@ def test_another_teacher_than_that_of_the_answers_is_refused_by_name(settings, m
         cache_teacher(other)
 
 
+def test_prompts_alone_are_continued_by_the_student_and_cached(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr("ssl_kd.language.rollouts.PART", 2)  # so that some stay without a text
+    lines = [json.dumps({"prompt": sentence(i)}) for i in range(80)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    own = settings(student_text=1.0, data_path="prompts.jsonl", teacher_cache="c", max_steps=1)
+    cache_teacher(own)
+    task = prepared(own)
+    assert int(task.blocks.by_student.sum()) == 4 < len(task.blocks)
+    assert task.cache.manifest["statistics"]["tokens"] == int(task.blocks.counts.sum()) > 0
+    assert log_lines(run(own))[0]["kd"] is not None
+
+
 @pytest.mark.parametrize("kind", ["offline", "self"])
 def test_an_interrupted_run_ends_with_the_same_bits(settings, on_self, kind):
     own = on_self() if kind == "self" else settings()
@@ -103,7 +120,8 @@ def test_the_teacher_is_the_same_model_behind_another_prompt(on_self, tiny, lora
     rollouts = rollout_batches(distiller, task.blocks, tiny.tokenizer)
     (batch,), _ = rollouts.batches(0, [torch.arange(8)], torch.device("cpu"))
     assert 0 < batch.written < 8 and distiller.step([batch], 1e-2).updated  # adapters are not 0
-    source, model, at = distiller.source, distiller.student, 0
+    source: Any = distiller.source
+    model, at = distiller.student, 0
     found = logits_of(source(batch, next_token_targets(batch.input_ids, batch.counts)[0], None)[0])
     for i, row in enumerate(batch.rows.tolist()):
         (first, prompt), n = task.own_prompts[row], int((batch.documents[i] > 0).sum())
@@ -119,11 +137,52 @@ def test_the_teacher_is_the_same_model_behind_another_prompt(on_self, tiny, lora
     assert source.answers[0].student is model and bool(whole) == (lora_rank == 0)
 
 
+def test_in_a_chat_the_users_turn_before_the_answer_changes(tiny):
+    tokenizer = copy.deepcopy(tiny.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    ask, say = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
+    records: list[Any] = [
+        {"messages": [ask, say, {"role": "user", "content": "more"}, say]},
+        {"prompt": [ask, say, {"role": "user", "content": "more"}], "completion": [say]},
+        {"prompt": [ask], "privileged_context": "{prompt}"},
+    ]
+    examples = [as_example(r, str(i), prompts=True) for i, r in enumerate(records)]
+    texts: Any = TextDataset("chats", "train", examples, "", ())
+    lm = CausalLM(tiny.model(), tokenizer, "", "")
+    blocks, prompts = with_own_prompts(texts, lm, 96, "{prompt} [{privileged_context}]")
+    assert [tokenizer.decode(prompt) for _, prompt in prompts] == [
+        "<user>u [a]\n<assistant>",
+        "<user>u\n<assistant>a\n<user>more [a]\n<assistant>",
+        "<user>u [{prompt}]\n<assistant>",
+    ]
+    assert tokenizer.decode(blocks.ids[0, : prompts[0][0]]) == "<user>u\n<assistant>"
+    assert blocks.turns["there"] == 3
+
+
+def test_two_ranks_teach_themselves_what_one_process_does(on_self):
+    one, two = (by(n, on_self(run_name=str(n), lora_rank=2)) for n in (1, 2))
+    assert_near(one, two, 1e-5)
+
+
+def test_a_fault_behind_the_teachers_prompt_alone_is_named(on_self, tiny):
+    task = prepared(on_self(teacher_prompt_template="{prompt}{privileged_context}%"))
+    distiller, sign = make_distiller(task), tiny.tokenizer("%").input_ids[-1]
+    assert not (task.blocks.ids == sign).any()
+    with torch.no_grad():
+        distiller.student.get_input_embeddings().weight[sign] = torch.nan
+    distiller.step([task.blocks.batch([0, 1])], 1e-3)
+    (event,) = (e for e in distiller.guard.events.events if e.action == "explained")
+    assert event.part == "kd" and "student weight model.embed_tokens.weight" in event.reason
+
+
 def test_without_anything_privileged_there_is_nothing_to_learn(on_self, tiny):
     task = prepared(on_self())
     blocks, prompts = with_own_prompts(task.train_set, task.student, 64, "{prompt}")
     model, batch = task.student.model, blocks.batch(range(6))
-    source = SelfTeacher(model, prompts)
+    source: Any = SelfTeacher(model, prompts)
     distiller = tiny.distiller(source, model, tiny.half(torch.bfloat16), alpha_ce=0.0, alpha_kd=1.0)
     rows, _ = next_token_targets(batch.input_ids, batch.counts)
     with distiller.precision.autocast():
