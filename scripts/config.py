@@ -89,6 +89,9 @@ LEARN_THOUGHTS = True
 CHAT_TEMPLATE_PATH = None
 # Variables of the chat template, as JSON: {"enable_thinking": false}; None: its defaults.
 CHAT_TEMPLATE_KWARGS = None
+# Field with the tag of the teacher that a record is learned from, as in TEACHER_MODEL "math=A,
+# code=B"; None: from all teachers.
+TEACHER_FIELD = None
 
 # --- Loss -----------------------------------------------------------------------------------------
 

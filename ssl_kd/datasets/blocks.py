@@ -75,6 +75,7 @@ class Blocks:
     digest: str  # SHA-256 of ids, counts and documents
     turns: Counter[str] = field(default_factory=Counter)  # assistant turns, as in `Rendered`
     by_student: Tensor | None = None  # bool [n], rows that the student continued before training
+    tags: Tensor | None = None  # int64 [n], index of the tag of a row's documents
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -209,7 +210,7 @@ def make_blocks(
     The number of `characters` covers texts, completions and assistant messages, without prompts,
     special tokens and the template. It does not depend on the tokenizer, so bits per character are
     comparable: (nats summed over the targets) / characters / ln 2. With `packing`, several complete
-    documents share a row.
+    documents of one tag share a row.
     """
     check_fast(tokenizer)
     dataset.check_text_alone()
@@ -217,17 +218,28 @@ def make_blocks(
     left_out: list[str] = []
     cut: list[str] = []
     lengths: list[int] = []
+    tags: list[int] = []
     turns: Counter[str] = Counter()
 
     def cut_up() -> Iterator[_Part]:
         for example, document in tokenized(dataset, tokenizer, frame, left_out, turns):
             for piece in cut_to_fit(document, block_size, example, left_out, cut):
                 lengths.append(len(piece.ids))
+                tags.append(dataset.tags.index(example.tag) if dataset.tags else 0)
                 yield piece
 
     pieces = SpilledSequence(cut_up())
-    rows = best_fit(lengths, block_size) if packing else [[i] for i in range(len(pieces))]
-    return in_rows(dataset.name, pieces, rows, block_size, frame.end, left_out, cut, turns)
+    rows = [[i] for i in range(len(pieces))]
+    if packing:
+        of_tag = [[i for i, tag in enumerate(tags) if tag == each] for each in {*tags}]
+        packed = [(places, best_fit([lengths[i] for i in places], block_size)) for places in of_tag]
+        rows = sorted([places[i] for i in row] for places, fitted in packed for row in fitted)
+    blocks = in_rows(dataset.name, pieces, rows, block_size, frame.end, left_out, cut, turns)
+    if not dataset.tags:
+        return blocks
+    row_tags = [tags[row[0]] for row in rows]
+    digest = hashlib.sha256(f"{blocks.digest} {dataset.tags} {row_tags}".encode()).hexdigest()
+    return replace(blocks, digest=digest, tags=torch.tensor(row_tags))
 
 
 def tokenized(

@@ -96,6 +96,7 @@ class Example:
     images: tuple[Picture, ...] = ()  # in order of IMAGE in strings, or of parts {"type": "image"}
     group: str = ""  # the same for all answers to a prompt; not part of the content
     privileged_context: str | None = None  # for TEACHER_MODEL self; not part of the content
+    tag: str = ""  # of the teacher to learn from; not part of the content
 
     @property
     def is_prompt(self) -> bool:
@@ -119,24 +120,27 @@ class _Unusable(Exception):
 
 
 def as_examples(
-    record: Any, where: str, field: str | None = None, **options: Any
+    record: Any, where: str, field: str | None = None, tag_field: str | None = None, **options: Any
 ) -> Iterator[Example | str]:
     """Yield the result of `as_example`, with the same arguments, for each answer of a record.
 
     A record with several answers has a list of strings, or of lists of messages, in one of the
-    fields ANSWERS, after a `prompt` or `messages` that end with the user's turn.
+    fields ANSWERS, after a `prompt` or `messages` that end with the user's turn. Its field
+    `tag_field` contains the tag of its examples.
     """
     fields = record if isinstance(record, Mapping) and field is None else {}
     answers = next((fields[n] for n in ANSWERS if isinstance(fields.get(n), list)), ())
     prompt = fields.get("prompt") or fields.get("messages")
     if not answers or not prompt or fields.get("completion") or _ends_with_assistant(prompt):
-        yield as_example(record, where, field, **options)
+        example = as_example(record, where, field, **options)
+        tag = str(record.get(tag_field)) if tag_field and isinstance(record, Mapping) else ""
+        yield replace(example, tag=tag) if tag and isinstance(example, Example) else example
         return
     group = hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()
     for number, answer in enumerate(answers, 1):
         single = {**fields, "messages": None, "prompt": prompt, "completion": answer}
-        example = as_example(single, f"{where} answer {number}", **options)
-        yield example if isinstance(example, str) else replace(example, group=group)
+        for example in as_examples(single, f"{where} answer {number}", None, tag_field, **options):
+            yield example if isinstance(example, str) else replace(example, group=group)
 
 
 def _ends_with_assistant(messages: Any) -> bool:

@@ -45,6 +45,7 @@ class TextDataset:
     digest: str  # SHA-256 of the content of all examples, in order
     left_out: tuple[str, ...]  # about the first unusable records: `file.jsonl:17: text is empty`
     learn_thoughts: bool = True  # whether the reasoning of assistant turns is trained on
+    tags: tuple[str, ...] = ()  # of all examples, if each is learned from the teacher of its tag
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -96,6 +97,7 @@ def open_text(
     held_out: float = 0.1,
     max_bytes: int | None = None,
     prompts: bool = False,
+    tag_field: str | None = None,
 ) -> TextDataset:
     """Open one split of a text data set.
 
@@ -119,11 +121,13 @@ def open_text(
         held_out: fraction of the documents in the test split, if the source has no splits.
         max_bytes: stop reading before the documents exceed this size; None: read all.
         prompts: whether a record may be a prompt without a text, which a model must continue.
+        tag_field: name of the field with the tag of a record; None: no tags.
     """
     if split not in ("train", "test", "all"):
         raise ValueError(f"split is {split!r}; expected 'train', 'test' or 'all'")
     name = os.fspath(source)
-    divided, items = _read(name, split, partial(as_examples, field=field, prompts=prompts))
+    convert = partial(as_examples, field=field, tag_field=tag_field, prompts=prompts)
+    divided, items = _read(name, split, convert)
 
     left_out: list[str] = []
     digest, documents = hashlib.sha256(), 0  # documents of all splits

@@ -1,4 +1,4 @@
-"""Declare the settings of chat messages: their template, and what is trained on."""
+"""Declare the settings of records: chat template, what is trained on, and the teacher of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ssl_kd.settings import Settings, setting
 
 @dataclass(frozen=True)
 class ChatSettings(Settings):
-    """Choose the chat template, and whether reasoning is trained on."""
+    """Choose the chat template, whether reasoning is trained on, and the teacher of a record."""
 
     learn_thoughts: bool = setting(
         True, "train on the reasoning in assistant turns; off: on their answers and tool calls only"
@@ -22,4 +22,9 @@ class ChatSettings(Settings):
     chat_template_kwargs: dict | None = setting(
         None,
         'variables of the chat template, as JSON: {"enable_thinking": false}; None: its defaults',
+    )
+    teacher_field: str | None = setting(
+        None,
+        "field with the tag of the teacher that a record is learned from, as in TEACHER_MODEL"
+        ' "math=A, code=B"; None: from all teachers',
     )

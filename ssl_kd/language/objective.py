@@ -19,7 +19,7 @@ from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass, SickRows, overwritten, without
-from ssl_kd.language.sources import Source
+from ssl_kd.language.sources import ByTag, Source
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, select_rows
 from ssl_kd.losses.token_distillation import distillation_terms, next_token_targets
@@ -174,8 +174,10 @@ class Objective:
             return {"ce": ce, "kd": kd.float()}
         teacher_weights = getattr(self.source, "weights", None)
         sums = []
-        for at, has_target, divergence in self._parts(text, len(targets), sick):
-            answers = teachers if at is None else [select_rows(teacher, at) for teacher in teachers]
+        parts = self._parts(text, len(targets), sick)
+        for at, has_target, divergence, chosen in self._by_tag(text, len(targets), parts):
+            answers = teachers[chosen]
+            answers = answers if at is None else [select_rows(answer, at) for answer in answers]
             part_targets = targets if at is None else targets[at]
             sums.append(
                 distillation_terms(
@@ -216,6 +218,20 @@ class Objective:
                 (judged & ~is_text, False, on_policy),
             )
         ]
+
+    def _by_tag(self, text: Batch, n: int, parts: Any) -> list[tuple[Any, bool, str | None, slice]]:
+        """Divide parts by the teacher of their rows, and add which answers belong to each."""
+        whole = [(*part, slice(None)) for part in parts]
+        if not isinstance(self.source, ByTag) or not n:
+            return whole
+        divided, owners, device = [], self.source.owners(text), self.precision.device
+        for at, has_target, divergence, _ in whole:
+            places = torch.arange(n, device=device)[slice(None) if at is None else at].cpu()
+            for i, teacher in enumerate(self.source.present(text)):
+                if len(mine := places[owners[places] == teacher]):
+                    at_teacher = to_device_async(mine, device)
+                    divided.append((at_teacher, has_target, divergence, slice(i, i + 1)))
+        return divided
 
     def lost(self, batch: Any, sick: SickRows) -> dict[str, int]:
         """Return how many tokens of each term, and of text, belong to rows that are left out."""

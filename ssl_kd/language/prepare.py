@@ -26,7 +26,7 @@ from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.self_teacher import OwnPrompts, SelfTeacher, with_own_prompts
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Plain, Source
+from ssl_kd.language.sources import ByTag, Plain, Source
 from ssl_kd.language.step import Distiller, check_ranks
 from ssl_kd.language.teacher_cache import TeacherCache
 from ssl_kd.language.teachers import (
@@ -426,6 +426,10 @@ def _source(prepared: Prepared) -> tuple[Source | None, Aligned | None]:
         answers: Sequence[FrozenTeacher] = [frozen, *(placed for _, placed in prepared.others)]
         names, weights = settings.teacher_names, settings.teacher_shares
         source = Plain(*answers, names=names, weights=weights)
+        if settings.teacher_tags:
+            if (tags := prepared.student_blocks.tags) is None:
+                raise SettingsError("TEACHER_FIELD supports only text models: set it to None")
+            source = ByTag(*answers, names=names, tags=tags)
     else:
         source = Plain(frozen)
     if not isinstance(prepared.blocks, AlignedBlocks):

@@ -65,6 +65,18 @@ class LanguageSettings(
         return "skew_reverse_kl" if self.divergence == "distillm2" else self.kind_of_divergence
 
     @property
+    def teacher_tags(self) -> tuple[str, ...]:
+        """The tag before each name in TEACHER_MODEL; empty without TEACHER_FIELD."""
+        names = super().teacher_names if self.teacher_field else ()
+        return tuple(name.partition("=")[0].strip() for name in names)
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """The name of each teacher in TEACHER_MODEL, without its tag."""
+        names = super().teacher_names
+        return tuple(n.partition("=")[2].strip() for n in names) if self.teacher_field else names
+
+    @property
     def learns_text(self) -> bool:
         """Return whether the student also trains on rows that it did not generate."""
         by_student = max(self.on_policy, self.student_text)
@@ -159,7 +171,7 @@ class LanguageSettings(
             self._check_urls()
         if self.teacher_url is not None:
             self._check_served(original and not clamped)
-        if len(self.teacher_names) > 1:
+        if len(self.teacher_names) > 1 or self.teacher_field:
             self._check_several(cached)
         if self.quantization is not None:
             self._check_quantization()
@@ -230,9 +242,15 @@ class LanguageSettings(
         )
 
     def _check_several(self, cached: bool) -> None:
-        names = self.teacher_names
+        names, tags = self.teacher_names, self.teacher_tags
         single = any(name.partition(":")[0] in ("train", "none", "") for name in names)
+        plain = all((*tags, *names)) and len({*tags}) == len(names) > 1 and not self.teacher_shares
         _refuse(
+            (
+                tags and (self.teacher_url or self.teacher_text or not plain),
+                f"TEACHER_FIELD is set, and TEACHER_MODEL is {self.teacher_model!r}: expected local"
+                " ones, each with its own tag and no weight: 'math=A, code=B', and TEACHER_TEXT 0.",
+            ),
             (
                 single,
                 f"TEACHER_MODEL is {self.teacher_model!r}: expected folders, or names on the Hub,"

@@ -42,8 +42,9 @@ def texts_of(text: LanguageSettings) -> tuple[TextDataset, TextDataset]:
 
     def read(path: str, split: TextSplit, **options: Any) -> TextDataset:
         prompts = not text.learns_text or text.teacher_text == 1  # a model continues every row
-        forms = {"field": text.text_field, "prompts": prompts, **options}
-        return replace(open_text(path, split, **forms), learn_thoughts=text.learn_thoughts)
+        forms = {"field": text.text_field, "prompts": prompts, "tag_field": text.teacher_field}
+        texts = open_text(path, split, **forms, **options)
+        return replace(texts, learn_thoughts=text.learn_thoughts)
 
     if text.eval_path is None:
         train_set = read(text.data_path, "train")
@@ -55,7 +56,12 @@ def texts_of(text: LanguageSettings) -> tuple[TextDataset, TextDataset]:
     if len(kept) < len(train_set):
         message = "%d of %d training documents are also in the held-out text: not trained on"
         logger.warning(message, len(train_set) - len(kept), len(train_set))
-    return kept, eval_set
+    tags = text.teacher_tags
+    for example in kept.examples if tags else ():
+        if example.tag not in tags:
+            tag = f"{example.where}: the field {text.teacher_field} is {example.tag!r}"
+            raise SettingsError(f"{tag}; expected a tag of TEACHER_MODEL, {' or '.join(tags)}")
+    return replace(kept, tags=tags), eval_set
 
 
 def with_chat_template(lm: CausalLM, text: ChatSettings) -> CausalLM:

@@ -1,0 +1,90 @@
+"""Each row is learned from the teacher of its tag."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from ssl_kd.language.prepare import make_distiller
+from ssl_kd.language.rollouts import rollout_batches
+from ssl_kd.language.run import run
+from ssl_kd.settings import SettingsError
+from ssl_kd.training.stop import Interrupted
+from tests.faults.inject import stop_at
+from tests.language.test_prompts import prepared
+from tests.language.test_run import weights
+
+
+@pytest.fixture
+def tagged(settings, models, tiny, tmp_path):
+    texts = [example.text for example in tiny.texts(60).examples]
+    records = [{"text": text, "kind": ("a", "b", "b")[i % 3]} for i, text in enumerate(texts)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    own = {"data_path": str(tmp_path / "own.jsonl"), "teacher_field": "kind", "block_size": 64}
+    own["teacher_model"] = f"a={models('teacher')}, b={models('student')}"
+    return lambda **changes: settings(**own | changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"on_policy": 0.5, "max_new_tokens": 6}])
+@torch.no_grad()
+def test_a_row_is_learned_from_the_teacher_of_its_tag(tagged, changes):
+    task = prepared(tagged(temperature=1.0, alpha_ce=0.5, **changes))
+    distiller, blocks = make_distiller(task), task.student_blocks
+    teachers, rows = (task.frozen, task.others[0][1]), torch.arange(6)
+    (batch,), tags = [blocks.batch(rows)], blocks.tags
+    if changes:
+        written = rollout_batches(distiller, blocks, task.student.tokenizer)
+        (batch,), _ = written.batches(0, [rows], torch.device("cpu"))
+        assert 0 < batch.written < 6
+    expected, owners = 0.0, tags[batch.rows].tolist()
+    for i, teacher in enumerate(owners):
+        inputs = {n: getattr(batch, n)[i : i + 1] for n in ("input_ids", "position_ids")}
+        p, q = (
+            model(**inputs, use_cache=False).logits[0].log_softmax(-1).double()
+            for model in (teachers[teacher].model, distiller.student)
+        )
+        expected += float((p.exp() * (p - q)).sum(-1)[:-1][batch.counts[i, 1:]].sum())
+    assert {*owners} == {0, 1}
+    assert float(distiller.terms(batch)["kd"]) == pytest.approx(expected, rel=1e-5)
+    alone = blocks.batch((tags == 1).nonzero().flatten()[:2])
+    vars(distiller.source)["answers"] = (None, teachers[1])  # the first is not run
+    assert distiller.terms(alone)["kd"] > 0
+
+
+def test_packing_keeps_tags_apart(tagged):
+    blocks = prepared(tagged()).student_blocks
+    plain = prepared(tagged(packing=False)).student_blocks
+    columns = zip(plain.ids, plain.documents, plain.tags, strict=True)
+    kind = {tuple(ids[documents > 0].tolist()): tag for ids, documents, tag in columns}
+    assert blocks.packed
+    for ids, documents, tag in zip(blocks.ids, blocks.documents, blocks.tags, strict=True):
+        for number in range(1, int(documents.max()) + 1):
+            assert kind[tuple(ids[documents == number].tolist())] == tag
+
+
+def test_a_sick_teacher_is_cut_out_of_its_rows_only_and_named(tagged):
+    task = prepared(tagged())
+    distiller, tags = make_distiller(task), task.student_blocks.tags[:6].tolist()
+    with torch.no_grad():
+        task.others[0][0].model.model.layers[0].mlp.up_proj.weight[3, 2] = math.nan
+    assert distiller.step([task.student_blocks.batch(range(6))], 1e-3).learned("kd")
+    reasons = {e.action: e.reason for e in distiller.guard.events.events}
+    sick = [row for row in range(6) if tags[row] == 1]
+    assert reasons["rows left out"] == f"not finite in rows {str(sick)[1:-1]}"
+    assert f"teacher {task.others[0][0].name} weight" in reasons["explained"]
+
+
+def test_a_tagged_run_resumes_with_the_same_bits(tagged):
+    whole = run(tagged(run_name="whole", log_every=3))
+    with pytest.raises(Interrupted):
+        run(tagged(log_every=3), progress=stop_at(3))
+    assert weights(run(tagged(log_every=3, resume=True))) == weights(whole)
+
+
+def test_wrong_tags_are_named(tagged):
+    with pytest.raises(SettingsError, match="own.jsonl:1: the field text is .*; expected a tag"):
+        prepared(tagged(teacher_field="text"))
+    for teachers in ("A, B", "a=A, a=B", "a=A", "0.5*a=A, 0.5*b=B"):
+        with pytest.raises(SettingsError, match="each with its own tag and no weight"):
+            tagged(teacher_model=teachers)
