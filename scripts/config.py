@@ -16,7 +16,8 @@ the presets; an unknown name or an invalid value is an error.
 TEACHER_MODEL = "train"
 # Prompt of TEACHER_MODEL self; privileged_context is this field of a record, or its answer.
 TEACHER_PROMPT_TEMPLATE = "{prompt}\n\nExample response:\n{privileged_context}\n\nYour response:\n"
-# Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
+# Folder that scripts/cache_teacher.py wrote | auto (written before training into
+# data/teacher_caches, unless it is there); None: the teacher runs live. With a cache, the teacher
 # takes no memory in training.
 TEACHER_CACHE = None
 # Server that runs the teacher, such as http://host:8000/v1 of vLLM; None: the teacher runs in this
@@ -32,8 +33,8 @@ TEACHER_SERVED_AS = None
 # vLLM limits K by --max-logprobs.
 CACHE_METHOD = "sample"
 # Store the linear layers of frozen models (the teacher, and the base model under LORA_RANK, as in
-# QLoRA) in fewer bits with bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE. Saves GPU memory; on a
-# CPU it saves neither time nor memory.
+# QLoRA) in fewer bits with bitsandbytes: nf4 (4 bits) | nf4:teacher (the teacher only); None: in
+# MODEL_DTYPE. Saves GPU memory; on a CPU it saves neither time nor memory.
 QUANTIZATION = None
 # Run Python files that come with a model; read them first.
 TRUST_REMOTE_CODE = False
@@ -59,7 +60,7 @@ LORA_DROPOUT = 0.0
 LORA_TARGET_MODULES = "all-linear"
 # Scale the adapters by LORA_ALPHA / sqrt(LORA_RANK) (rank-stabilized LoRA).
 USE_RSLORA = False
-# Also train the magnitude of each adapted weight (DoRA). Slower, more memory.
+# Also train the magnitude of each adapted weight (DoRA).
 USE_DORA = False
 # Recompute activations in the backward pass: less memory, more time.
 GRADIENT_CHECKPOINTING = False
@@ -173,14 +174,14 @@ MIN_LR_RATE = 0.1
 WARMUP_FRACTION = 0.1
 # Steps of warm-up, at least 0; 0: WARMUP_FRACTION decides.
 WARMUP_STEPS = 0
-# Optimizer: adamw_torch (its state in float32) | adamw_8bit (of bitsandbytes: the state in 8 bits,
-# except for tensors below 4,096 weights); transformers' other names of the two also work.
+# Optimizer: adamw_torch, with its state in float32 | adamw_8bit, of bitsandbytes | or transformers'
+# other names of the two.
 OPTIM = "adamw_torch"
 # Decay of AdamW's mean gradient, at least 0, below 1.
 ADAM_BETA1 = 0.9
 # Decay of AdamW's mean squared gradient, at least 0, below 1.
 ADAM_BETA2 = 0.95
-# Added to the root of the mean squared gradient, at least 1e-30, at most 1.
+# AdamW's epsilon, at least 1e-30, at most 1.
 ADAM_EPSILON = 1e-8
 # Decoupled weight decay of AdamW, at least 0, at most 10.
 WEIGHT_DECAY = 0.01

@@ -145,6 +145,8 @@ class Precision:
         student = full
         if use_fp16 is not False and halves:
             student = use_fp16 if use_fp16 in halves else halves[0]
+        elif use_fp16 is torch.float16 and info.type == "cuda":  # a P100, for its memory
+            student = torch.float16
         teacher = student
         if info.type == "cuda":  # half the memory for frozen weights, even where it is not faster
             teacher = halves[0] if halves else torch.float16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +25,14 @@ from ssl_kd.teachers.causal import CausalLM, n_ids, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.training.process_group import ProcessGroup
-from ssl_kd.training.ranks import joined
+from ssl_kd.training.ranks import joined, refuse_ranks
 
+_KEYED = (  # settings that a cache depends on
+    "teacher_model teacher_url teacher_served_as cache_method quantization router_mode"
+    " router_weights data_path eval_path text_field block_size packing temperature model_dtype"
+    " student_text rollout_temperature max_new_tokens seed"
+)
+CACHES = Path("data") / "teacher_caches"  # where TEACHER_CACHE auto writes
 TIMEOUT = timedelta(days=1)  # for which ranks wait for each other's files
 SERVED_TOKENS = 2**18  # in a file, and so the most that are requested again after an interruption
 
@@ -86,7 +94,7 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
                 answers = RoutedTeacher(answers, settings).answer
             dtype = str(precision.teacher).removeprefix("torch.")
             if settings.quantization is not None:
-                dtype = f"{settings.quantization} {dtype}"
+                dtype = f"nf4 {dtype}"
         fingerprint = TeacherFingerprint(
             **cache_identity(settings, settings.temperature, teacher, texts, blocks),
             dtype=dtype,
@@ -106,6 +114,19 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
             ranks=ProcessGroup(precision.device),
             progress=lambda done, total: progress("cache", done, total, {}),
         )
+
+
+def with_automatic_cache(settings: LanguageSettings, progress: Progress) -> LanguageSettings:
+    """Write the cache of TEACHER_CACHE auto unless it is there; return settings with its folder."""
+    values = [(name, getattr(settings, name)) for name in _KEYED.split()]
+    values += [("student_model", settings.student_model)] * (settings.student_text > 0)
+    folder = CACHES / hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+    settings = settings.replace(teacher_cache=str(folder))
+    if settings.force_recompute or not (folder / "teacher.json").exists():
+        refuse_ranks()
+        cache_teacher(settings, progress=progress)
+        gc.collect()  # frees the teacher's memory
+    return settings
 
 
 def cache_identity(

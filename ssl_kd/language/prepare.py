@@ -331,7 +331,7 @@ class _ModelLoader:
             tokenizer = train_tokenizer(self.texts, VOCABULARY)
         # A frozen base is rounded at each product anyway.
         half = settings.lora_rank > 0 and precision.student != torch.float32
-        quantized = settings.quantization and settings.lora_rank
+        quantized = settings.quantization == "nf4" and settings.lora_rank
         student = in_memory or build_student(
             settings.student_model,
             local,

@@ -14,7 +14,9 @@ from ssl_kd.evaluate.language import LanguageJudge
 from ssl_kd.evaluate.tokens import TokenScores
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import default_torch_state
+from ssl_kd.language.caching import with_automatic_cache
 from ssl_kd.language.judge_in_run import judge_student, judge_teachers, make_judge
+from ssl_kd.language.memory_plan import plan_of_run
 from ssl_kd.language.prepare import NO_MODELS, InMemoryModels, Prepared, make_distiller, prepare
 from ssl_kd.language.rollouts import rollout_batches
 from ssl_kd.language.routed import RoutedTeacher
@@ -70,8 +72,12 @@ def run(
         check_ranks(ranks, settings.batch_size, settings.router_mode)
         check_boards(settings.boards)
         settings.check_packages()
+        plan = plan_of_run(settings, precision)
+        if settings.teacher_cache == "auto":
+            settings = with_automatic_cache(settings, progress)
         with run_folder(settings, ranks) as folder, Signals(folder) as signals:
-            folder.write_config(settings, mode="language", precision=str(precision))
+            facts = {"precision": str(precision), "memory_plan": plan}
+            folder.write_config(settings, mode="language", **facts)
             with clock("prepare"):
                 prepared = prepare(settings, precision, progress, ranks, models)
             ranks.from_first(partial(folder.check_data, prepared.digest))
@@ -82,6 +88,7 @@ def run(
                 progress("judge", 0, 2, {})
                 prepared, table, generations = judge_teachers(prepared)
                 folder.update_json("config.json", precision=str(prepared.precision))
+            prepared = prepared.without_cached_teacher()
             distiller = make_distiller(prepared, folder)
             mixture = getattr(distiller.source, "mixture", None)
             judge = make_judge(prepared, mixture.original_router if mixture else nullcontext)
@@ -91,7 +98,6 @@ def run(
                 )
                 table.append(row)
                 progress("judge", 1, 2, {})
-            prepared = prepared.without_cached_teacher()
             log_loss_inputs(prepared)
             with clock("train"), signals.between_steps():
                 best = _train(folder, prepared, distiller, steps, signals, judge, progress)

@@ -42,7 +42,8 @@ class TeacherSettings(Settings):
     )
     teacher_cache: str | None = setting(
         None,
-        "folder that scripts/cache_teacher.py wrote; None: the teacher runs live",
+        "folder that scripts/cache_teacher.py wrote | auto (written before training into"
+        " data/teacher_caches, unless it is there); None: the teacher runs live",
         "With a cache, the teacher takes no memory in training.",
     )
     teacher_url: str | None = setting(
@@ -68,9 +69,10 @@ class TeacherSettings(Settings):
     quantization: str | None = setting(
         None,
         "store the linear layers of frozen models (the teacher, and the base model under LORA_RANK,"
-        " as in QLoRA) in fewer bits with bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE",
+        " as in QLoRA) in fewer bits with bitsandbytes: nf4 (4 bits) | nf4:teacher (the teacher"
+        " only); None: in MODEL_DTYPE",
         "Saves GPU memory; on a CPU it saves neither time nor memory.",
-        choices=("nf4",),
+        choices=("nf4", "nf4:teacher"),
     )
     trust_remote_code: bool = setting(
         False, "run Python files that come with a model; read them first"
@@ -164,9 +166,7 @@ class StudentSettings(Settings):
     use_rslora: bool = setting(
         False, "scale the adapters by LORA_ALPHA / sqrt(LORA_RANK) (rank-stabilized LoRA)"
     )
-    use_dora: bool = setting(
-        False, "also train the magnitude of each adapted weight (DoRA)", "Slower, more memory."
-    )
+    use_dora: bool = setting(False, "also train the magnitude of each adapted weight (DoRA)")
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass: less memory, more time"
     )
@@ -187,12 +187,10 @@ class StudentSettings(Settings):
     def check_together(self) -> None:
         """Raise SettingsError if an option of adapters is set, but there are no adapters."""
         super().check_together()
-        options = self.lora_options | {"lora_alpha": 16.0}
-        for name, value in options.items():
-            if not self.lora_rank and value != getattr(type(self), name):
+        for name, value in self.lora_options.items():
+            if not self.lora_rank and name != "lora_alpha" and value != getattr(type(self), name):
                 raise SettingsError(
-                    f"{name.upper()} is {value!r}, but LORA_RANK is 0, which trains all weights"
-                    f" without adapters: set LORA_RANK above 0, or leave {name.upper()} out."
+                    f"{name.upper()} is {value!r}, but there are no adapters: set LORA_RANK above 0"
                 )
 
     @property
@@ -418,16 +416,13 @@ class TrainingSettings(RunSettings):
     warmup_steps: int = setting(0, "steps of warm-up; 0: WARMUP_FRACTION decides", low=0)
     optim: str = setting(
         "adamw_torch",
-        "optimizer: adamw_torch (its state in float32) | adamw_8bit (of bitsandbytes: the state in"
-        " 8 bits, except for tensors below 4,096 weights); transformers' other names of the two"
-        " also work",
+        "optimizer: adamw_torch, with its state in float32 | adamw_8bit, of bitsandbytes | or"
+        " transformers' other names of the two",
         choices=("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit"),
     )
     adam_beta1: float = setting(0.9, "decay of AdamW's mean gradient", low=0, below=1)
     adam_beta2: float = setting(0.95, "decay of AdamW's mean squared gradient", low=0, below=1)
-    adam_epsilon: float = setting(
-        1e-8, "added to the root of the mean squared gradient", low=1e-30, high=1
-    )
+    adam_epsilon: float = setting(1e-8, "AdamW's epsilon", low=1e-30, high=1)
     weight_decay: float = setting(0.01, "decoupled weight decay of AdamW", low=0, high=10)
     clip_grad: float | None = setting(1.0, "maximum gradient norm; None: no clipping", above=0)
     spike_factor: float = setting(

@@ -270,7 +270,7 @@ class LanguageSettings(
         loaded = self.teacher_url is None and self.teacher_model not in ("none", "self", IN_MEMORY)
         for conflict, fix in (
             (
-                not (loaded or base),
+                not (loaded or (base and self.quantization == "nf4")),
                 "but no frozen model is loaded: name a TEACHER_MODEL, or a STUDENT_MODEL with"
                 " LORA_RANK above 0",
             ),

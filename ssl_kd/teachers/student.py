@@ -160,32 +160,27 @@ def freeze_tower(model: Any, *, images: bool) -> None:
 
 
 def _adapted_layers(model: Any, wanted: str) -> list[str] | str:
-    """Return the value of PEFT's `target_modules`; raise InputError for an unknown layer.
-
-    Layers of a vision-language model are named in full, because its vision tower may have layers of
-    the same names.
-    """
-    if wanted == ALL_LINEAR and not sees(model):
-        return wanted
-    head = model.get_output_embeddings()
+    """Return PEFT's `target_modules`: names as they are, but in full if there is a vision tower."""
+    sighted, head = sees(model), model.get_output_embeddings()
     layers = [
         name
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
         and module is not head
-        and (module.weight.requires_grad or not sees(model))
+        and (module.weight.requires_grad or not sighted)
     ]
     if wanted == ALL_LINEAR:
-        return layers
+        return layers if sighted else wanted
     names = [name.strip() for name in wanted.split(",")]
-    chosen = {name: [x for x in layers if f".{x}".endswith(f".{name}")] for name in names}
-    if unknown := [name for name in names if not name or not chosen[name]]:
-        known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
-        raise InputError(
-            f"LORA_TARGET_MODULES is {wanted!r}, but the model has no linear layer {unknown[0]!r}; "
-            f"expected {ALL_LINEAR}, or some of {known}"
-        )
-    return [layer for name in names for layer in chosen[name]] if sees(model) else names
+    for name in names:
+        if not any(f".{layer}".endswith(f".{name}") for layer in layers):
+            known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+            raise InputError(
+                f"LORA_TARGET_MODULES is {wanted!r}, but the model has no linear layer {name!r}; "
+                f"expected {ALL_LINEAR}, or some of {known}"
+            )
+    endings = tuple(f".{name}" for name in names)
+    return [layer for layer in layers if f".{layer}".endswith(endings)] if sighted else names
 
 
 def check_rank(rank: int, config: Any) -> None:
@@ -282,7 +277,7 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
                 state[f"{stack}{new}.{rest}"] = tensor
         else:
             state[name] = tensor
-    values = _changed(config, kept, {})
+    values = changed_config(config, kept, {})
     if sees(teacher.model):
         values = {**teacher.model.config.to_dict(), "text_config": values}
     model = _make(spec, values, seed, state)
@@ -344,7 +339,7 @@ def _like_teacher(
             changes[name] = 8 * math.ceil(width * dim / old.hidden_size / 8)
     if getattr(old, "word_embed_proj_dim", None) == old.hidden_size:  # may be no multiple of 8
         changes["word_embed_proj_dim"] = dim
-    model = _make(spec, _changed(old, _evenly(layers, old.num_hidden_layers), changes), seed)
+    model = _make(spec, changed_config(old, _evenly(layers, old.num_hidden_layers), changes), seed)
     if same:
         model.generation_config = copy.deepcopy(teacher.model.generation_config)
     return model
@@ -371,7 +366,7 @@ def _heads(dim: int, wanted: float) -> int:
     return min(possible, key=lambda n: abs(math.log(n / wanted)))
 
 
-def _changed(config: Any, kept: Sequence[int], changes: Mapping[str, Any]) -> dict[str, Any]:
+def changed_config(config: Any, kept: Sequence[int], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration with only the layers `kept`, and with `changes`."""
     values = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
     for name, value in values.items():  # lists such as layer_types have an entry per layer

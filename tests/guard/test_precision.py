@@ -34,6 +34,7 @@ MPS = DeviceInfo("mps", "MPS")
     [
         (P100, False, fp16, fp32, False),
         (P100, True, fp16, fp32, False),
+        (P100, fp16, fp16, fp16, True),
         (V100, False, fp16, fp32, False),
         (V100, True, fp16, fp16, True),
         (T4, True, fp16, fp16, True),
