@@ -209,14 +209,13 @@ class DistilledRun:
     def push_to_hub(self, name: str, *, private: bool = True) -> str:
         """Upload the saved student with its model card; return the address of the repository.
 
-        The token is `HF_TOKEN`, or that of `hf auth login`.
-
         Args:
             name: the repository, `user/name`; it is created if it does not exist.
             private: create it as private, and refuse a public one. False publishes the student.
 
         Raises:
-            InputError: the Hub refuses, or only this machine has the base of the adapters.
+            InputError: there is no token (`HF_TOKEN`, or that of `hf auth login`), the Hub refuses, or
+                only this machine has the base of the adapters.
         """
         return upload(files_of(self.path / "student", name), name, private=private)
 

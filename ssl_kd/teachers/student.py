@@ -243,6 +243,9 @@ def save_student(
             file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         generation.save_pretrained(new)  # adapters are saved without it
         (processor or tokenizer).save_pretrained(new)
+        pieces = Path(getattr(tokenizer, "vocab_file", None) or "")
+        if pieces.name == "tokenizer.model" and pieces.is_file():  # for llama.cpp's converter
+            shutil.copy(pieces, new)
         images = processor is not None
         text = model_card(folder.name, card, loaded or base, adapters, images, made)
         (new / "README.md").write_text(text, encoding="utf-8")

@@ -231,11 +231,13 @@ def test_adapters_are_float32_and_depend_on_their_seed_only():
 def test_a_saved_student_loads_with_identical_logits(architecture, tmp_path, capfd):
     student = build_student("layers:2", make(architecture), seed=0)
     rows = [{"name": "teacher", "perplexity": 3.14159, "ece": None}, {"name": "a|b", "left_out": 0}]
+    student.tokenizer.vocab_file = str(tmp_path / "tokenizer.model")  # as of SentencePiece
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
     save_student(student.model, student.tokenizer, tmp_path / "student", rows)
     assert capfd.readouterr() == ("", "")
     names = {path.name for path in (tmp_path / "student").iterdir()}
     assert names >= {"model.safetensors", "config.json", "generation_config.json", "README.md"}
-    assert names >= {"tokenizer.json", "tokenizer_config.json"}
+    assert names >= {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "student").eval()
     assert torch.equal(logits_of(again), logits_of(student.model))
     fast = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "student")
@@ -244,7 +246,7 @@ def test_a_saved_student_loads_with_identical_logits(architecture, tmp_path, cap
     assert "| teacher | 3.142 | - | - |\n| a\\|b | - | - | 0 |" in card.text
     assert card.data.to_dict()["library_name"] == "transformers"
     assert card.data.to_dict()["pipeline_tag"] == "text-generation"
-    assert os.listdir(tmp_path) == ["student"]
+    assert sorted(os.listdir(tmp_path)) == ["student", "tokenizer.model"]
 
 
 @pytest.fixture
