@@ -214,8 +214,7 @@ class DistilledRun:
             private: create it as private, and refuse a public one. False publishes the student.
 
         Raises:
-            InputError: there is no token (`HF_TOKEN`, or that of `hf auth login`), the Hub refuses, or
-                only this machine has the base of the adapters.
+            InputError: the Hub refuses (`hf auth login`), or the adapters' base is a local folder.
         """
         return upload(files_of(self.path / "student", name), name, private=private)
 

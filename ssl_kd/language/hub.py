@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from ssl_kd.errors import InputError
@@ -29,7 +28,7 @@ def files_of(folder: Path, name: str) -> dict[str, Path | bytes]:
     return {**files, "README.md": card.encode()}
 
 
-def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> str:
+def upload(files: dict[str, Path | bytes], name: str, *, private: bool) -> str:
     """Create a repository, or check that it can be written, and add the files in one commit."""
     hub = llm_module("huggingface_hub")
     api, added = hub.HfApi(), [hub.CommitOperationAdd(path, file) for path, file in files.items()]
@@ -42,8 +41,7 @@ def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> st
             api.create_commit(repository.repo_id, added, commit_message="Upload the student")
     except Exception as error:  # the Hub, the network and the client have their own exceptions
         raise InputError(
-            f"the repository {name!r} on the Hugging Face Hub cannot be used: {error}. Expected"
-            " USER/NAME and a token with write access: set HF_TOKEN, or run `hf auth login`. A"
-            " finished run is uploaded by ssl_kd.distillation.DistilledRun(RUN).push_to_hub(NAME)"
+            f"the repository {name!r} on the Hugging Face Hub cannot be used: {error}. Expected a token"
+            " that may write: set HF_TOKEN. DistilledRun(RUN).push_to_hub(NAME) uploads a finished run"
         ) from error
     return str(repository)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 from typing import Any
@@ -72,10 +73,11 @@ def card_facts(prepared: Prepared, distiller: Distiller, events: int) -> dict[st
     """Return what the student's model card says about its origin, without local folders."""
     settings, data, defaults = prepared.settings, prepared.train_set, LanguageSettings().to_dict()
     teachers = [(without_folders(t.name), t.weights_id.split()[0][:16]) for t in prepared.teachers]
+    values = {n: v for n, v in settings.to_dict().items() if v != defaults[n]}
     flags = [
-        f"--{name.lower()}={without_folders(str(value))}"
-        for name, value in settings.to_dict().items()
-        if value != defaults[name] and name not in _OF_THE_MACHINE and not name.endswith("_URL")
+        f"--{n.lower()}={json.dumps(v) if isinstance(v, dict) else without_folders(str(v))}"
+        for n, v in values.items()
+        if n not in _OF_THE_MACHINE and not n.endswith("_URL")
     ]
     steps, used = f"{distiller.guard.steps:,} steps", distiller.learned.items()
     return {
