@@ -41,7 +41,7 @@ def upload(files: dict[str, Path | bytes], name: str, *, private: bool) -> str:
             api.create_commit(repository.repo_id, added, commit_message="Upload the student")
     except Exception as error:  # the Hub, the network and the client have their own exceptions
         raise InputError(
-            f"the repository {name!r} on the Hugging Face Hub cannot be used: {error}. Expected a token"
-            " that may write: set HF_TOKEN. DistilledRun(RUN).push_to_hub(NAME) uploads a finished run"
+            f"the repository {name!r} on the Hugging Face Hub cannot be used: {error}. Expected a"
+            " token that may write: set HF_TOKEN. DistilledRun(RUN).push_to_hub(NAME) tries again"
         ) from error
     return str(repository)

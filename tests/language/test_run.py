@@ -232,7 +232,7 @@ def test_adapters_of_a_student_with_a_name_are_saved_alone(settings, models):
     assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
     card = ModelCard.load(path / "student" / "README.md")
     assert card.data.to_dict()["base_model"] == Path(models("student")).name
-    for words in ("- base model: student", "48 documents", "--lora_rank=2", "torch "):
+    for words in ("- base model: student", "- documents: 48 (", "--lora_rank=2", "torch "):
         assert words in card.text
     base = transformers.AutoModelForCausalLM.from_pretrained(models("student"))
     adapted = peft.PeftModel.from_pretrained(base, path / "student")
