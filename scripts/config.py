@@ -55,10 +55,9 @@ LORA_RANK = 0
 LORA_ALPHA = 16.0
 # Dropout on the input of the adapters, at least 0, below 1.
 LORA_DROPOUT = 0.0
-# Layers with adapters: all-linear (all but the output head) | names of linear layers, separated by
-# commas, as in q_proj,v_proj.
+# Layers with adapters: all-linear (not the output head) | names, as in q_proj,v_proj.
 LORA_TARGET_MODULES = "all-linear"
-# Scale the adapters by LORA_ALPHA / sqrt(LORA_RANK) (rank-stabilized LoRA).
+# Scale the adapters by LORA_ALPHA / sqrt(LORA_RANK).
 USE_RSLORA = False
 # Also train the magnitude of each adapted weight (DoRA).
 USE_DORA = False
@@ -168,7 +167,7 @@ GRADIENT_ACCUMULATION_STEPS = 1
 # Learning rate after the warm-up: cosine (to zero) | cosine_with_min_lr (to MIN_LR_RATE) | linear
 # (to zero) | constant_with_warmup | constant (without a warm-up).
 LR_SCHEDULE = "cosine"
-# Last learning rate of cosine_with_min_lr, as a fraction of the peak, at least 0, at most 1.
+# Last LR of cosine_with_min_lr / peak, at least 0, at most 1.
 MIN_LR_RATE = 0.1
 # Fraction of the steps used for warm-up, before LR_SCHEDULE, at least 0, below 1.
 WARMUP_FRACTION = 0.1

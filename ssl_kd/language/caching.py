@@ -30,7 +30,8 @@ from ssl_kd.training.ranks import joined, refuse_ranks
 _KEYED = (  # settings that a cache depends on
     "teacher_model teacher_url teacher_served_as cache_method quantization router_mode"
     " router_weights data_path eval_path text_field block_size packing temperature model_dtype"
-    " student_text rollout_temperature max_new_tokens seed"
+    " student_text rollout_temperature max_new_tokens num_generations seed learn_thoughts"
+    " teacher_prompt_template teacher_field chat_template_path chat_template_kwargs"
 )
 CACHES = Path("data") / "teacher_caches"  # where TEACHER_CACHE auto writes
 TIMEOUT = timedelta(days=1)  # for which ranks wait for each other's files

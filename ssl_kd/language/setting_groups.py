@@ -160,12 +160,9 @@ class StudentSettings(Settings):
     lora_dropout: float = setting(0.0, "dropout on the input of the adapters", low=0, below=1)
     lora_target_modules: str = setting(
         "all-linear",
-        "layers with adapters: all-linear (all but the output head) | names of linear layers,"
-        " separated by commas, as in q_proj,v_proj",
+        "layers with adapters: all-linear (not the output head) | names, as in q_proj,v_proj",
     )
-    use_rslora: bool = setting(
-        False, "scale the adapters by LORA_ALPHA / sqrt(LORA_RANK) (rank-stabilized LoRA)"
-    )
+    use_rslora: bool = setting(False, "scale the adapters by LORA_ALPHA / sqrt(LORA_RANK)")
     use_dora: bool = setting(False, "also train the magnitude of each adapted weight (DoRA)")
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass: less memory, more time"
@@ -407,9 +404,7 @@ class TrainingSettings(RunSettings):
         " linear (to zero) | constant_with_warmup | constant (without a warm-up)",
         choices=("cosine", "cosine_with_min_lr", "linear", "constant_with_warmup", "constant"),
     )
-    min_lr_rate: float = setting(
-        0.1, "last learning rate of cosine_with_min_lr, as a fraction of the peak", low=0, high=1
-    )
+    min_lr_rate: float = setting(0.1, "last LR of cosine_with_min_lr / peak", low=0, high=1)
     warmup_fraction: float = setting(
         0.1, "fraction of the steps used for warm-up, before LR_SCHEDULE", low=0, below=1
     )
