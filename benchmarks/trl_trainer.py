@@ -423,7 +423,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000], help="of new models")
     parser.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count()])
     parser.add_argument("--shape", nargs="+", default=["8x256"], help="rows x tokens in each")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", help="cpu; `off` also runs on cuda")
     parser.add_argument("--kinds", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)

@@ -84,7 +84,7 @@ def make_optimizer(
     }
     if settings.optim.endswith("8bit"):
         return bitsandbytes("OPTIM adamw_8bit").optim.AdamW8bit(groups, **options)
-    fused = True if device.type == "cuda" else None  # on a CPU it would change the bits
+    fused = True if device.type in ("cpu", "cuda") else None  # one pass over the weights
     return torch.optim.AdamW(groups, **options, fused=fused)
 
 
