@@ -403,7 +403,7 @@ def measure(kind: str, args: argparse.Namespace) -> None:
     shape = ["--shape", args.shape, "--threads", str(args.threads)]
     shape += ["--vocabulary", str(args.vocabulary), "--url", args.url, "--memory_of", kind]
     peaks = {name: number_of("trl_trainer", *shape, name) for name in runs}
-    first, peak = (next(iter(x.values())) for x in (times, peaks))
+    first, peak = next(iter(times.values())), next(iter(peaks.values()))
     for name, seconds in times.items():
         turns = zip(seconds, first, strict=True)
         ratios = [(wall / base[0], cpu / base[1]) for (wall, cpu), base in turns]
