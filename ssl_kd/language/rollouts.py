@@ -325,12 +325,17 @@ def sampler(
 
 
 def with_held_out_text(
-    settings: LanguageSettings, blocks: Blocks, teacher: CausalLM | None, *place: Any
+    settings: LanguageSettings,
+    blocks: Blocks,
+    teacher: CausalLM | None,
+    precision: Precision,
+    ranks: Ranks,
+    progress: Progress,
 ) -> Blocks:
     """Return held-out rows in which the teacher continues the prompts that have no text.
 
-    The scores then compare the student with what the teacher says. `place` are the last arguments
-    of `with_text_by`. Raise SettingsError without a local teacher.
+    The scores then compare the student with what the teacher says. Raise SettingsError without a
+    local teacher.
     """
     alone = (~blocks.counts.any(1)).nonzero().flatten().tolist()
     due = sum(row < 2 * settings.eval_rows for row in alone)
@@ -344,7 +349,7 @@ def with_held_out_text(
         )
     logger.info("the teacher continues %d held-out prompts, to score its own text", due)
     rows = alone[: -(-due // PART) * PART]
-    return with_text_by("teacher", settings, blocks, teacher, *place, rows)
+    return with_text_by("teacher", settings, blocks, teacher, precision, ranks, progress, rows)
 
 
 def with_text_by(

@@ -19,6 +19,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "vocab_si
 
 class Peak(TorchDispatchMode):
     now = peak = 0  # bytes of the tensors that were made inside
+    known: dict[int, int]  # storage -> bytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

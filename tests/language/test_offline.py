@@ -121,7 +121,8 @@ def test_the_teacher_is_the_same_model_behind_another_prompt(on_self, tiny, lora
     (batch,), _ = rollouts.batches(0, [torch.arange(8)], torch.device("cpu"))
     assert 0 < batch.written < 8 and distiller.step([batch], 1e-2).updated  # adapters are not 0
     source: Any = distiller.source
-    model, at = distiller.student, 0
+    model: Any = distiller.student
+    at = 0
     found = logits_of(source(batch, next_token_targets(batch.input_ids, batch.counts)[0], None)[0])
     for i, row in enumerate(batch.rows.tolist()):
         (first, prompt), n = task.own_prompts[row], int((batch.documents[i] > 0).sum())
@@ -170,9 +171,10 @@ def test_two_ranks_teach_themselves_what_one_process_does(on_self):
 def test_a_fault_behind_the_teachers_prompt_alone_is_named(on_self, tiny):
     task = prepared(on_self(teacher_prompt_template="{prompt}{privileged_context}%"))
     distiller, sign = make_distiller(task), tiny.tokenizer("%").input_ids[-1]
+    student: Any = distiller.student
     assert not (task.blocks.ids == sign).any()
     with torch.no_grad():
-        distiller.student.get_input_embeddings().weight[sign] = torch.nan
+        student.get_input_embeddings().weight[sign] = torch.nan
     distiller.step([task.blocks.batch([0, 1])], 1e-3)
     (event,) = (e for e in distiller.guard.events.events if e.action == "explained")
     assert event.part == "kd" and "student weight model.embed_tokens.weight" in event.reason
