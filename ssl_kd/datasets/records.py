@@ -138,7 +138,8 @@ def as_examples(
         return
     group = hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()
     for number, answer in enumerate(answers, 1):
-        single = {**fields, "messages": None, "prompt": prompt, "completion": answer}
+        one = {"messages": None, "prompt": prompt, "completion": answer}
+        single = {**fields, **dict.fromkeys(ANSWERS), **one}
         for example in as_examples(single, f"{where} answer {number}", None, tag_field, **options):
             yield example if isinstance(example, str) else replace(example, group=group)
 

@@ -52,7 +52,7 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
     from ssl_kd.language.prepare import prepare  # late: it imports this module
 
     settings.check_packages()
-    settings = settings.with_cache_router()
+    settings = _with_folder(settings).with_cache_router()
     if settings.teacher_cache is None:
         raise SettingsError("TEACHER_CACHE is None: set it to the folder of the cache.")
     if settings.teacher_model == "none":
@@ -119,15 +119,22 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
 
 def with_automatic_cache(settings: LanguageSettings, progress: Progress) -> LanguageSettings:
     """Write the cache of TEACHER_CACHE auto unless it is there; return settings with its folder."""
-    values = [(name, getattr(settings, name)) for name in _KEYED.split()]
-    values += [("student_model", settings.student_model)] * (settings.student_text > 0)
-    folder = CACHES / hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-    settings = settings.replace(teacher_cache=str(folder))
-    if settings.force_recompute or not (folder / "teacher.json").exists():
+    settings = _with_folder(settings)
+    if settings.force_recompute or not Path(f"{settings.teacher_cache}/teacher.json").exists():
         refuse_ranks()
         cache_teacher(settings, progress=progress)
         gc.collect()  # frees the teacher's memory
     return settings
+
+
+def _with_folder(settings: LanguageSettings) -> LanguageSettings:
+    """Return the settings with a folder in place of TEACHER_CACHE auto."""
+    if settings.teacher_cache != "auto":
+        return settings
+    values = [(name, getattr(settings, name)) for name in _KEYED.split()]
+    values += [("student_model", settings.student_model)] * (settings.student_text > 0)
+    folder = CACHES / hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+    return settings.replace(teacher_cache=str(folder))
 
 
 def cache_identity(

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from ssl_kd.errors import InputError
+from ssl_kd.language.text_teacher import RECORD
 from ssl_kd.teachers.card import without_folders
 from ssl_kd.teachers.causal import llm_module
 
@@ -24,7 +25,12 @@ def files_of(folder: Path, name: str) -> dict[str, Path | bytes]:
             " merged model by DistilledRun(RUN).student.push_to_hub(NAME, private=True)"
         )
     card = re.sub(_NAME, name, (folder / "README.md").read_text(encoding="utf-8"))
-    files = {path.name: path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES}
+    files: dict[str, Path | bytes] = {
+        path.name: path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES
+    }
+    if RECORD in files:
+        weights, _, teacher = (folder / RECORD).read_text(encoding="utf-8").strip().partition(" ")
+        files[RECORD] = f"{weights} {without_folders(teacher)}\n".encode()
     return {**files, "README.md": card.encode()}
 
 

@@ -75,7 +75,7 @@ def card_facts(prepared: Prepared, distiller: Distiller, events: int) -> dict[st
     teachers = [(without_folders(t.name), t.weights_id.split()[0][:16]) for t in prepared.teachers]
     values = {n: v for n, v in settings.to_dict().items() if v != defaults[n]}
     flags = [
-        f"--{n.lower()}={json.dumps(v) if isinstance(v, dict) else without_folders(str(v))}"
+        f"--{n.lower()}={_as_flag(n, v)}"
         for n, v in values.items()
         if n not in _OF_THE_MACHINE and not n.endswith("_URL")
     ]
@@ -91,6 +91,12 @@ def card_facts(prepared: Prepared, distiller: Distiller, events: int) -> dict[st
         "command": f"`{shlex.join(['ssl_kd', 'distill', *flags])}`",
         "versions": ", ".join(f"{n} {v}" for n, v in versions().items()),
     }
+
+
+def _as_flag(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return value if name == "TEACHER_PROMPT_TEMPLATE" else without_folders(str(value))
 
 
 def metrics_facts(prepared: Prepared, distiller: Distiller, steps: int) -> dict[str, Any]:

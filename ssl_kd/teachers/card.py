@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,15 +67,19 @@ def without_folders(name: str) -> str:
     >>> without_folders("0.7*/home/me/Qwen3-8B, 0.3*user/name")
     '0.7*Qwen3-8B, 0.3*user/name'
     """
-    parts = [name] if Path(name).exists() else re.split(r"(\s*,\s*|\*)", name)
-    is_local = [part[:1] in ("/", "~", ".") or Path(part).exists() for part in parts]
+    # os.path: Path.exists raises OSError for a long text.
+    parts = [name] if os.path.exists(name) else re.split(r"(\s*,\s*|[*=])", name)
+    is_local = [part[:1] in ("/", "~", ".") or os.path.exists(part) for part in parts]
     return "".join(Path(p).name if local else p for p, local in zip(parts, is_local, strict=True))
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, ["---"] * len(columns)]
-    lines += [[_cell(row.get(name)) for name in columns] for row in rows]
+    for row in rows:
+        model, space, name = str(row.get("name", "")).partition(" ")  # teacher NAME
+        named = {**row, "name": model + space + without_folders(name)}
+        lines.append([_cell(named.get(column)) for column in columns])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -34,7 +34,7 @@ def hub(monkeypatch):
 
 
 def test_a_run_uploads_its_student_and_a_card_without_folders(settings, models, hub, tmp_path):
-    path = distilled(settings(**ASKED)).path
+    path = distilled(settings(**ASKED, teacher_text=0.5)).path
     (path / "student" / ".env").write_text("KEY=secret")
     assert DistilledRun(path).push_to_hub("me/pupil") == "https://huggingface.co/me/pupil"
     student = {file.name: file.read_bytes() for file in (path / "student").iterdir()}
@@ -42,7 +42,8 @@ def test_a_run_uploads_its_student_and_a_card_without_folders(settings, models, 
     files = {file.path_in_repo: b64decode(file.b64content()) for file in added}
     assert name == "me/pupil" and [*files] == [file.path_in_repo for file in first]
     assert files.keys() == student.keys() - {".env"}
-    assert all(files[name] == student[name] for name in files if name != "README.md")
+    changed = "README.md", "text_teacher.txt"
+    assert all(files[name] == student[name] for name in files if name not in changed)
     assert not any(str(tmp_path.parent).encode() in content for content in files.values())
     assert [call.kwargs["private"] for call in hub.create_repo.call_args_list] == [True] * 3
     card: Any = huggingface_hub.ModelCard(files["README.md"].decode())
@@ -86,3 +87,7 @@ def test_the_card_names_base_and_data_of_the_hub_and_no_folder(tmp_path):
     (tmp_path / "a folder, of mine").mkdir()
     names = without_folders(f"{tmp_path}/a folder, of mine"), without_folders("0.5*~/gone/A, B/C")
     assert names == ("a folder, of mine", "0.5*A, B/C")
+    assert without_folders("math=/home/me/A, code=B/C") == "math=A, code=B/C"
+    assert without_folders(long := "word " * 100) == long  # longer than a file's name may be
+    local = model_card("a", [{"name": "teacher /home/me/A"}], "", True, False, {})
+    assert "teacher A |" in local and "/home" not in local

@@ -74,8 +74,9 @@ def test_the_students_rows_come_last_and_have_no_cross_entropy(settings):
 def test_the_teacher_scores_the_students_text_once(settings, method, divergence):
     own = settings(student_text=1.0, cache_method=method, divergence=divergence, temperature=1.0)
     live = run(own.replace(run_name="live"))
-    cached = own.replace(teacher_cache="cache")
-    cache_teacher(cached)
+    cached = own.replace(teacher_cache="auto")
+    cache = cache_teacher(cached)
+    assert cache.folder.parent.name == "teacher_caches"
     path = run(cached)
     for a, b in zip(log_lines(live), log_lines(path), strict=True):
         assert "kd" not in a or (a["ce"] is None and a["kd"] == pytest.approx(b["kd"], rel=1e-3))
