@@ -34,6 +34,7 @@ from ssl_kd.teachers.causal import (
 logger = logging.getLogger(__name__)
 
 MIN_HELD_OUT = 16  # rows: half of fewer would be too few to score
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # variables of each record
 _CHECKED_ROWS = 4096  # of text, at once
 
 
@@ -73,13 +74,23 @@ def with_chat_template(lm: CausalLM, text: ChatSettings) -> CausalLM:
     template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     if path is not None:
         is_file = path.endswith(".jinja")
-        template = Path(path).read_text("utf-8") if is_file else load_tokenizer(path).chat_template
+        try:
+            template = (
+                Path(path).read_text("utf-8") if is_file else load_tokenizer(path).chat_template
+            )
+        except UnicodeDecodeError as error:
+            raise SettingsError(f"CHAT_TEMPLATE_PATH {path} is not UTF-8: convert it") from error
     if not isinstance(template, str):
         raise SettingsError(
             f"the tokenizer of {path or lm.name} has no chat template, or several: set"
             " CHAT_TEMPLATE_PATH to a .jinja file, or to a model whose tokenizer has one"
         )
     for n, v in values.items():
+        if n in _GIVEN or not n.isidentifier():
+            raise SettingsError(
+                f"CHAT_TEMPLATE_KWARGS sets {n!r}; expected a name of letters and digits other"
+                f" than {', '.join(_GIVEN)}, which a record sets"
+            )
         template = f"{{% if {n} is not defined %}}{{% set {n} = {v!r} %}}{{% endif %}}\n{template}"
     for each in filter(None, (tokenizer, processor, getattr(processor, "tokenizer", None))):
         each.chat_template = template

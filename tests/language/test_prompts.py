@@ -86,3 +86,17 @@ def test_the_chosen_template_is_used_everywhere_and_saved(settings, save, tmp_pa
     assert other.blocks.digest != prepared(own).blocks.digest  # the identity of a cache
     with pytest.raises(SettingsError, match="has no chat template, or several: set CHAT_TEMP"):
         prepared(settings(**data, chat_template_kwargs={"x": 1}))
+
+
+def test_variables_and_files_that_no_template_can_use_are_refused(settings, tmp_path):
+    for name in ("messages", "a-b"):
+        with pytest.raises(InputError, match=f"CHAT_TEMPLATE_KWARGS sets '{name}'"):
+            run(settings(chat_template_kwargs={name: []}, chat_template_path=chatml(tmp_path)))
+    (tmp_path / "x.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"x\.jinja is not UTF-8"):
+        run(settings(chat_template_path=str(tmp_path / "x.jinja")))
+
+
+def chatml(folder):
+    (path := folder / "ok.jinja").write_text("{{ messages }}")
+    return str(path)
