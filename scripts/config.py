@@ -118,11 +118,11 @@ ALIGN = "auto"
 # --- Generated text -------------------------------------------------------------------------------
 
 # Share of the rows that the student continues itself in each step, so that the teacher scores its
-# tokens, at least 0, at most 1; 0: none. With generated text a row holds one document. If one of
-# the three shares is 1, records may be prompts alone.
+# tokens, at least 0, at most 1; 0: none. With generated text a row holds one document. If
+# ON_POLICY, TEACHER_TEXT or STUDENT_TEXT is 1, records may be prompts alone.
 ON_POLICY = 0.0
-# VLLM server that samples for ON_POLICY, such as http://host:8000, and gets the student's weights
-# before each step; None: the student generates in this process.
+# Address of a vLLM server, such as http://host:8000, that samples for ON_POLICY and gets the
+# student's weights before each step; None: the student generates in this process.
 ROLLOUT_URL = None
 # Share of the rows in which a continuation by the teacher replaces the text, generated once
 # (sequence-level distillation), at least 0, at most 1; 0: none.
@@ -164,10 +164,10 @@ EPOCHS = None
 BATCH_SIZE = 8
 # Forward passes per step, at least 1; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
-# Learning rate after the warm-up: cosine (to zero) | cosine_with_min_lr (to MIN_LR_RATE) | linear
-# (to zero) | constant_with_warmup | constant (without a warm-up).
+# Learning rate after the warm-up: cosine (to zero) | cosine_with_min_lr (to MIN_LR_RATE times the
+# peak) | linear (to zero) | constant_with_warmup | constant (without a warm-up).
 LR_SCHEDULE = "cosine"
-# Last LR of cosine_with_min_lr / peak, at least 0, at most 1.
+# Final / peak rate of cosine_with_min_lr, at least 0, at most 1.
 MIN_LR_RATE = 0.1
 # Fraction of the steps used for warm-up, before LR_SCHEDULE, at least 0, below 1.
 WARMUP_FRACTION = 0.1
@@ -228,7 +228,7 @@ REPORT_TO = "none"
 PUSH_TO_HUB = False
 # Repository for PUSH_TO_HUB, such as user/name.
 HUB_MODEL_ID = None
-# A new repository is private, and a public one is refused; off: publish the student.
+# Create HUB_MODEL_ID as private, and refuse a public one; off: publish the student.
 HUB_PRIVATE_REPO = True
 # Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
 DEVICE = "auto"

@@ -7,21 +7,24 @@ import hashlib
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from ssl_kd.datasets.blocks import Blocks
-from ssl_kd.datasets.text import TextDataset
-from ssl_kd.divergences import DIVERGENCES, selects_by_student
+from ssl_kd.language.prepare import prepare
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.served import ServedTeacher, served_lm
-from ssl_kd.language.setting_groups import RouterSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, write
-from ssl_kd.language.teachers import load_teacher, router_id, trained_teacher
+from ssl_kd.language.teacher_cache import (
+    TeacherCache,
+    TeacherFingerprint,
+    cache_identity,
+    check_divergence,
+    write,
+)
+from ssl_kd.language.teachers import load_teacher, trained_teacher
 from ssl_kd.language.text_rows import lay_out, texts_of, with_chat_template
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import CausalLM, n_ids, tokenizer_id
+from ssl_kd.teachers.causal import n_ids
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.training.process_group import ProcessGroup
@@ -49,8 +52,6 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
         FingerprintMismatch: the folder holds another cache, and FORCE_RECOMPUTE is not set.
         RankLost: another rank does not respond.
     """
-    from ssl_kd.language.prepare import prepare  # late: it imports this module
-
     settings.check_packages()
     settings = _with_folder(settings).with_cache_router()
     if settings.teacher_cache is None:
@@ -97,7 +98,7 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
             if settings.quantization is not None:
                 dtype = f"nf4 {dtype}"
         fingerprint = TeacherFingerprint(
-            **cache_identity(settings, settings.temperature, teacher, texts, blocks),
+            **cache_identity(settings, teacher, texts, blocks),
             dtype=dtype,
             method=method,
             k=k,
@@ -135,45 +136,3 @@ def _with_folder(settings: LanguageSettings) -> LanguageSettings:
     values += [("student_model", settings.student_model)] * (settings.student_text > 0)
     folder = CACHES / hashlib.sha256(repr(values).encode()).hexdigest()[:16]
     return settings.replace(teacher_cache=str(folder))
-
-
-def cache_identity(
-    router: RouterSettings,
-    temperature: float,
-    teacher: CausalLM,
-    texts: TextDataset,
-    blocks: Blocks,
-) -> dict[str, Any]:
-    """Return the fields that the fingerprint of a cache must have for a run."""
-    weights = teacher.weights_id
-    if router.router_mode != "native":
-        weights += " all"
-    if file_id := router_id(router.router_weights):
-        weights += f" router {file_id}"
-    return {
-        "teacher": Path(teacher.name).name,
-        "weights": weights,
-        "tokenizer": tokenizer_id(teacher.tokenizer),
-        "text": texts.digest,
-        "block_size": blocks.ids.shape[1],
-        "packed": blocks.packed,
-        "blocks": blocks.digest,
-        "temperature": temperature,
-    }
-
-
-def check_divergence(divergence: str, method: str) -> None:
-    """Raise SettingsError if a cache written by this method does not support a divergence."""
-    known = [name for name, entry in DIVERGENCES.items() if entry.from_samples]
-    if method == "sample" and divergence not in known:
-        raise SettingsError(
-            f"DIVERGENCE is {divergence!r}; expected {' or '.join(known)} with a cache of "
-            "CACHE_METHOD 'sample': change DIVERGENCE, or make a cache with CACHE_METHOD 'topk' or "
-            "'hidden'"
-        )
-    if method == "topk" and selects_by_student(divergence):
-        raise SettingsError(
-            f"DIVERGENCE is {divergence!r}, but a cache of CACHE_METHOD 'topk' holds only the "
-            "teacher's own likeliest tokens: set DIVERGENCE to 'reverse_kl', or make a cache with "
-            "CACHE_METHOD 'hidden'"
-        )

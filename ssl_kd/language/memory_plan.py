@@ -64,7 +64,7 @@ def memory_plan(
     if teacher is not None:
         apart = {"logits": 5 * CHUNK_BYTES, **context}
         phase = plan["training"] if kind == "live" else plan.setdefault("teacher", apart)
-        phase["teacher"] = _frozen_bytes(_model(teacher, precision), settings.quantization)
+        phase["teacher"] = _frozen_bytes(_model(teacher, precision), bool(settings.quantization))
     return plan
 
 
@@ -93,23 +93,23 @@ def plan_of_run(settings: LanguageSettings, precision: Precision) -> dict[str, A
     return plan
 
 
-def _model(config: Any, precision: Precision, student: Any = None, depth: int | None = None) -> Any:
-    """Build a model without weights: a teacher, or the `student` of these settings."""
+def _model(config: Any, precision: Precision, run: Any = None, depth: int | None = None) -> Any:
+    """Build a model without weights: the student of the settings `run`, or a teacher for None."""
     kept = range(depth or config.get_text_config().num_hidden_layers)
     config = llm_module("transformers").AutoConfig.for_model(**changed_config(config, kept, {}))
-    dtype = precision.teacher if student is None else torch.float32
+    dtype = precision.teacher if run is None else torch.float32
     with torch.device("meta"):
         model = auto_model(config).from_config(config, dtype=dtype)
-        if student is None:
+        if run is None:
             return model.requires_grad_(False)
-        if student.lora_rank:
-            model = add_lora(model, student.lora_rank, **student.lora_options)
+        if run.lora_rank:
+            model = add_lora(model, run.lora_rank, **run.lora_options)
             if precision.student != torch.float32:
                 halve_products(model, precision.student)
     return model.train()
 
 
-def _frozen_bytes(model: Any, in_4_bits: object) -> int:
+def _frozen_bytes(model: Any, in_4_bits: bool) -> int:
     """Return the bytes of the frozen weights, with linear layers in NF4 if `in_4_bits`."""
     head = model.get_output_embeddings()
     linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]

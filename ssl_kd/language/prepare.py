@@ -19,7 +19,6 @@ from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
-from ssl_kd.language.caching import cache_identity, check_divergence
 from ssl_kd.language.foreign_names import IN_MEMORY
 from ssl_kd.language.rollouts import with_held_out_text, with_text_by
 from ssl_kd.language.routed import RoutedTeacher
@@ -28,7 +27,7 @@ from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import ByTag, Plain, Source
 from ssl_kd.language.step import Distiller, check_ranks
-from ssl_kd.language.teacher_cache import TeacherCache
+from ssl_kd.language.teacher_cache import TeacherCache, cache_identity, check_divergence
 from ssl_kd.language.teachers import (
     ONE_RANK,
     VOCABULARY,
@@ -368,8 +367,7 @@ def _open_cache(
             f"TEACHER_CACHE is {str(folder)!r}, which is not a folder: run cache_teacher.py with"
             " the settings of this run, or name the folder of a cache"
         )
-    expected = cache_identity(settings, settings.temperature, teacher, texts, blocks)
-    cache = TeacherCache.open(folder, expect=expected)
+    cache = TeacherCache.open(folder, expect=cache_identity(settings, teacher, texts, blocks))
     if cache.n != len(blocks):
         raise SettingsError(
             f"TEACHER_CACHE: {folder} holds {cache.n} rows, but the text has {len(blocks)}: write"

@@ -51,12 +51,12 @@ class ServedSampler(CompletionServer):
     ) -> list[list[int]]:
         """Continue each prompt; raise ServerFailed if the server has other weights."""
         self._options |= self._ranks.from_first(self._send)
-        found = [*self._pool.map(self._continue, prompts, rooms, seeds)]
-        sick = [i for i, (_, values) in enumerate(found) if not math.isfinite(sum(values))]
+        samples = [*self._pool.map(self._continue, prompts, rooms, seeds)]
+        sick = [i for i, (_, values) in enumerate(samples) if not math.isfinite(sum(values))]
         self.sick, self.sums = self.sick + len(sick), {"off": 0.0, "compared": 0.0}
-        for i in [*sick, *range(len(found))][:1]:
-            self._compare(prompts[i], *found[i])
-        return [tokens for tokens, _ in found]
+        for i in [*sick, *range(len(samples))][:1]:
+            self._compare(prompts[i], *samples[i])
+        return [tokens for tokens, _ in samples]
 
     def _send(self) -> dict[str, Any]:
         folder = self._folder / f"student-{secrets.token_hex(8)}"

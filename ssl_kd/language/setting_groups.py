@@ -302,16 +302,16 @@ class RolloutSettings(Settings):
         0.0,
         "share of the rows that the student continues itself in each step, so that the teacher"
         " scores its tokens; 0: none",
-        "With generated text a row holds one document. If one of the three shares is 1, records may"
-        " be prompts alone.",
+        "With generated text a row holds one document. If ON_POLICY, TEACHER_TEXT or STUDENT_TEXT"
+        " is 1, records may be prompts alone.",
         low=0,
         high=1,
         section="Generated text",
     )
     rollout_url: str | None = setting(
         None,
-        "vLLM server that samples for ON_POLICY, such as http://host:8000, and gets the student's"
-        " weights before each step; None: the student generates in this process",
+        "address of a vLLM server, such as http://host:8000, that samples for ON_POLICY and gets"
+        " the student's weights before each step; None: the student generates in this process",
     )
     teacher_text: float = setting(
         0.0,
@@ -400,11 +400,11 @@ class TrainingSettings(RunSettings):
     )
     lr_schedule: str = setting(
         "cosine",
-        "learning rate after the warm-up: cosine (to zero) | cosine_with_min_lr (to MIN_LR_RATE) |"
-        " linear (to zero) | constant_with_warmup | constant (without a warm-up)",
+        "learning rate after the warm-up: cosine (to zero) | cosine_with_min_lr (to MIN_LR_RATE"
+        " times the peak) | linear (to zero) | constant_with_warmup | constant (without a warm-up)",
         choices=("cosine", "cosine_with_min_lr", "linear", "constant_with_warmup", "constant"),
     )
-    min_lr_rate: float = setting(0.1, "last LR of cosine_with_min_lr / peak", low=0, high=1)
+    min_lr_rate: float = setting(0.1, "final / peak rate of cosine_with_min_lr", low=0, high=1)
     warmup_fraction: float = setting(
         0.1, "fraction of the steps used for warm-up, before LR_SCHEDULE", low=0, below=1
     )
@@ -484,7 +484,7 @@ class TrainingSettings(RunSettings):
     )
     hub_model_id: str | None = setting(None, "repository for PUSH_TO_HUB, such as user/name")
     hub_private_repo: bool = setting(
-        True, "a new repository is private, and a public one is refused; off: publish the student"
+        True, "create HUB_MODEL_ID as private, and refuse a public one; off: publish the student"
     )
 
     @property

@@ -15,15 +15,21 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.datasets.text import TextDataset
+from ssl_kd.divergences import DIVERGENCES, selects_by_student
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import to_device_async
 from ssl_kd.language.cache_methods import HEAD_FILES, METHODS, CacheMethod, LiveAnswer
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.teachers import router_id
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.settings import SettingsError
 from ssl_kd.store import ShardStore, ShardWriter
 from ssl_kd.store.fingerprint import BaseFingerprint
 from ssl_kd.store.shards import Columns, Content, Manifest
+from ssl_kd.teachers.causal import CausalLM, tokenizer_id
 from ssl_kd.teachers.finite import first_fault, in_words
 from ssl_kd.training.process_group import ProcessGroup
 
@@ -299,3 +305,41 @@ def _content(
             content[name] = values.new_zeros(b, fingerprint.block_size, *values.shape[1:])
             content[name][row, position] = values
     return content
+
+
+def cache_identity(
+    settings: LanguageSettings, teacher: CausalLM, texts: TextDataset, blocks: Blocks
+) -> dict[str, Any]:
+    """Return the fields that the fingerprint of a cache must have for a run."""
+    weights = teacher.weights_id
+    if settings.router_mode != "native":
+        weights += " all"
+    if file_id := router_id(settings.router_weights):
+        weights += f" router {file_id}"
+    return {
+        "teacher": Path(teacher.name).name,
+        "weights": weights,
+        "tokenizer": tokenizer_id(teacher.tokenizer),
+        "text": texts.digest,
+        "block_size": blocks.ids.shape[1],
+        "packed": blocks.packed,
+        "blocks": blocks.digest,
+        "temperature": settings.temperature,
+    }
+
+
+def check_divergence(divergence: str, method: str) -> None:
+    """Raise SettingsError if a cache written by this method does not support a divergence."""
+    known = [name for name, entry in DIVERGENCES.items() if entry.from_samples]
+    if method == "sample" and divergence not in known:
+        raise SettingsError(
+            f"DIVERGENCE is {divergence!r}; expected {' or '.join(known)} with a cache of "
+            "CACHE_METHOD 'sample': change DIVERGENCE, or make a cache with CACHE_METHOD 'topk' or "
+            "'hidden'"
+        )
+    if method == "topk" and selects_by_student(divergence):
+        raise SettingsError(
+            f"DIVERGENCE is {divergence!r}, but a cache of CACHE_METHOD 'topk' holds only the "
+            "teacher's own likeliest tokens: set DIVERGENCE to 'reverse_kl', or make a cache with "
+            "CACHE_METHOD 'hidden'"
+        )

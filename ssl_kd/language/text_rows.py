@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
 from ssl_kd.datasets.picture_blocks import PictureBlocks, make_picture_blocks, processor_state
-from ssl_kd.datasets.text import TextDataset, TextSplit, open_text
+from ssl_kd.datasets.text import TextDataset, open_text
 from ssl_kd.guard.seeds import seed_of
 from ssl_kd.language.chat_settings import ChatSettings
 from ssl_kd.language.settings import LanguageSettings
@@ -38,31 +39,29 @@ _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # variable
 _CHECKED_ROWS = 4096  # of text, at once
 
 
-def texts_of(text: LanguageSettings) -> tuple[TextDataset, TextDataset]:
+def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
     """Return the training text and the held-out text, which have no document in common."""
-
-    def read(path: str, split: TextSplit, **options: Any) -> TextDataset:
-        prompts = not text.learns_text or text.teacher_text == 1  # a model continues every row
-        forms = {"field": text.text_field, "prompts": prompts, "tag_field": text.teacher_field}
-        texts = open_text(path, split, **forms, **options)
-        return replace(texts, learn_thoughts=text.learn_thoughts)
-
-    if text.eval_path is None:
-        train_set = read(text.data_path, "train")
-        eval_set = read(text.data_path, "test")
+    # A record may be a prompt alone if a model continues every row.
+    prompts = not settings.learns_text or settings.teacher_text == 1
+    forms: Any = {"field": settings.text_field, "tag_field": settings.teacher_field}
+    read = partial(open_text, prompts=prompts, **forms)
+    if settings.eval_path is None:
+        train_set = read(settings.data_path, "train")
+        eval_set = read(settings.data_path, "test")
     else:
-        train_set = read(text.data_path, "train", held_out=0)
-        eval_set = read(text.eval_path, "all")
+        train_set = read(settings.data_path, "train", held_out=0)
+        eval_set = read(settings.eval_path, "all")
     kept = train_set.without(eval_set)
     if len(kept) < len(train_set):
         message = "%d of %d training documents are also in the held-out text: not trained on"
         logger.warning(message, len(train_set) - len(kept), len(train_set))
-    tags = text.teacher_tags
+    tags = settings.teacher_tags
     for example in kept.examples if tags else ():
         if example.tag not in tags:
-            tag = f"{example.where}: the field {text.teacher_field} is {example.tag!r}"
+            tag = f"{example.where}: the field {settings.teacher_field} is {example.tag!r}"
             raise SettingsError(f"{tag}; expected a tag of TEACHER_MODEL, {' or '.join(tags)}")
-    return replace(kept, tags=tags), eval_set
+    learned: Any = {"learn_thoughts": settings.learn_thoughts}
+    return replace(kept, tags=tags, **learned), replace(eval_set, **learned)
 
 
 def with_chat_template(lm: CausalLM, text: ChatSettings) -> CausalLM:

@@ -25,7 +25,6 @@ from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.files import sha256_file  # noqa: E402
 from ssl_kd.guard.parts import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.aligned import Aligned  # noqa: E402
-from ssl_kd.language.caching import cache_identity  # noqa: E402
 from ssl_kd.language.presets import PRESETS  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.routed import RoutedTeacher  # noqa: E402
@@ -33,7 +32,7 @@ from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.sources import Plain  # noqa: E402
 from ssl_kd.language.step import Distiller, precision_of  # noqa: E402
-from ssl_kd.language.teacher_cache import TeacherFingerprint, write  # noqa: E402
+from ssl_kd.language.teacher_cache import TeacherFingerprint, cache_identity, write  # noqa: E402
 from ssl_kd.language.train import rows_of_step  # noqa: E402
 from ssl_kd.losses import LegacyClamp, LogitsTeacher  # noqa: E402
 from ssl_kd.losses.rows import SATURATION  # noqa: E402
@@ -656,7 +655,7 @@ def cached(world):
     lm = load_causal_lm(world.teacher)
     texts = open_text(world.text, "train", held_out=0)
     rows = make_blocks(texts, lm.tokenizer, FAST["block_size"])
-    said = cache_identity(LanguageSettings(), 2.0, lm, texts, rows)
+    said = cache_identity(LanguageSettings(temperature=2.0), lm, texts, rows)
     of = TeacherFingerprint(**said, dtype="float32", method="topk", k=8)
     return write(FrozenTeacher(lm.model), rows, world.own / "cache", of, shard_rows=2).folder
 

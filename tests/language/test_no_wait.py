@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from ssl_kd.guard.precision import DeviceInfo, Precision
-from ssl_kd.language.caching import cache_identity
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
-from ssl_kd.language.teacher_cache import TeacherFingerprint, write
+from ssl_kd.language.teacher_cache import TeacherFingerprint, cache_identity, write
 from ssl_kd.language.train import _StudentLearner
 from ssl_kd.losses import linear_distillation
 from ssl_kd.teachers.causal import CausalLM
@@ -55,7 +54,7 @@ def test_a_batch_waits_once_and_so_does_a_step(tiny, with_teacher):
 @pytest.mark.parametrize("method", ["topk", "sample", "hidden"])
 def test_a_cached_teacher_adds_no_wait(tiny, method, tmp_path):
     blocks, lm = tiny.blocks(), CausalLM(tiny.model(), tiny.tokenizer, "a", "b")
-    fields = cache_identity(tiny.settings(), tiny.settings().temperature, lm, tiny.texts(), blocks)
+    fields = cache_identity(tiny.settings(), lm, tiny.texts(), blocks)
     fingerprint = TeacherFingerprint(**fields, dtype="float32", method=method, k=4)
     cache = write(FrozenTeacher(lm.model), blocks, tmp_path, fingerprint)
     cache(blocks.batch(range(len(blocks))), torch.arange(1))  # files that are opened later are fake

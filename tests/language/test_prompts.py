@@ -14,6 +14,7 @@ from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.rollouts import with_held_out_text  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
+from ssl_kd.language.teachers import ONE_RANK  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.causal import load_tokenizer  # noqa: E402
 from tests.language.test_run import table  # noqa: E402
@@ -54,8 +55,9 @@ def test_the_student_continues_prompts_and_the_teacher_the_held_out_ones(setting
         assert torch.equal(likeliest, ids[at:]) or not example.is_prompt
     by_teacher = settings(**prompts | {"on_policy": 0.0, "alpha_ce": 0.5}, teacher_text=1.0)
     assert prepared(by_teacher).student_blocks.counts.any(1).all()
+    own, alone = settings(), replace(held_out, counts=held_out.counts & False)
     with pytest.raises(SettingsError, match=r"\d+ of \d+ held-out rows .* only a local teacher"):
-        with_held_out_text(settings(), replace(held_out, counts=held_out.counts & False), None)
+        with_held_out_text(own, alone, None, precision_of(own), ONE_RANK, lambda *_: None)
 
 
 def test_a_run_on_prompts_is_judged_again_on_the_same_text(settings, prompts, save):

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from ssl_kd.doctor.verify import expert_changes  # noqa: E402
 from ssl_kd.hf_trainer import GuardCallback  # noqa: E402
 from ssl_kd.hf_trainer.distillation import collate  # noqa: E402
-from ssl_kd.language.caching import check_divergence  # noqa: E402
+from ssl_kd.language.teacher_cache import check_divergence  # noqa: E402
 from ssl_kd.losses import TopKTeacher, logits_distillation, token_kd  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
