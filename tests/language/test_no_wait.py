@@ -55,7 +55,7 @@ def test_a_batch_waits_once_and_so_does_a_step(tiny, with_teacher):
 def test_a_cached_teacher_adds_no_wait(tiny, method, tmp_path):
     blocks, lm = tiny.blocks(), CausalLM(tiny.model(), tiny.tokenizer, "a", "b")
     fields = cache_identity(tiny.settings(), lm, tiny.texts(), blocks)
-    fingerprint = TeacherFingerprint(**fields, dtype="float32", method=method, k=4)
+    fingerprint = TeacherFingerprint(**fields, dtype="float32", method=method, k=8)
     cache = write(FrozenTeacher(lm.model), blocks, tmp_path, fingerprint)
     cache(blocks.batch(range(len(blocks))), torch.arange(1))  # files that are opened later are fake
     device = _step(tiny, 1, cache=cache)
