@@ -173,8 +173,8 @@ MIN_LR_RATE = 0.1
 WARMUP_FRACTION = 0.1
 # Steps of warm-up, at least 0; 0: WARMUP_FRACTION decides.
 WARMUP_STEPS = 0
-# Optimizer: adamw_torch, with its state in float32 | adamw_8bit, of bitsandbytes | or transformers'
-# other names of the two.
+# Optimizer: adamw_torch or adamw_torch_fused (AdamW with its state in float32) | adamw_8bit or
+# adamw_bnb_8bit (with its state in 8 bits, of bitsandbytes).
 OPTIM = "adamw_torch"
 # Decay of AdamW's mean gradient, at least 0, below 1.
 ADAM_BETA1 = 0.9

@@ -411,8 +411,8 @@ class TrainingSettings(RunSettings):
     warmup_steps: int = setting(0, "steps of warm-up; 0: WARMUP_FRACTION decides", low=0)
     optim: str = setting(
         "adamw_torch",
-        "optimizer: adamw_torch, with its state in float32 | adamw_8bit, of bitsandbytes | or"
-        " transformers' other names of the two",
+        "optimizer: adamw_torch or adamw_torch_fused (AdamW with its state in float32) | adamw_8bit"
+        " or adamw_bnb_8bit (with its state in 8 bits, of bitsandbytes)",
         choices=("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit"),
     )
     adam_beta1: float = setting(0.9, "decay of AdamW's mean gradient", low=0, below=1)
