@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ssl_kd.teachers.causal import evaluating, without_adapters
-from ssl_kd.teachers.server import CompletionServer, Invalid, choice_of, continuation_of
+from ssl_kd.teachers.server import CompletionServer, InvalidResponse, choice_of, continuation_of
 from ssl_kd.teachers.student import save_for_server
 from ssl_kd.training.ranks import Ranks
 
@@ -78,7 +78,7 @@ class ServedSampler(CompletionServer):
         try:
             answer = self._parse(self._request("completions", request))
             return continuation_of(choice_of(answer, request["model"]), room, self.ends)
-        except Invalid as fault:
+        except InvalidResponse as fault:
             if fault.is_nan:
                 return self.ends[:1], [math.nan]
             raise self._failure(fault.message) from None

@@ -62,7 +62,7 @@ class _Retry(Exception):
 
 
 @dataclass
-class Invalid(Exception):
+class InvalidResponse(UserError):
     """Raised for a response that is invalid at one `token` of the prompt, or as a whole."""
 
     message: str
@@ -138,7 +138,7 @@ class CompletionServer:
             with _PARSING:
                 entries = _entries(self._parse(content), self.model)
                 return _read(entries, prompt, k, vocabulary)
-        except Invalid as fault:
+        except InvalidResponse as fault:
             token = "" if fault.token is None else f", token {first + fault.token}"
             raise self._failure(f"{fault.message} ({where}{token})") from None
 
@@ -223,7 +223,7 @@ class CompletionServer:
                 "has log-probabilities that are not finite, because the served weights hold a NaN "
                 "or overflow: check the weights, or serve them in another --dtype"
             )
-            return Invalid(reason, is_nan=True)
+            return InvalidResponse(reason, is_nan=True)
         elif body is not None and "prompt_logprobs" in body:
             message += f" (CACHE_METHOD is topk:{body['prompt_logprobs']}, model {self.model!r})"
         return self._failure(message)
@@ -239,7 +239,7 @@ def continuation_of(choice: Mapping[str, Any], room: int, ends: Sequence[int]) -
     except (TypeError, KeyError):
         is_valid = False
     if not is_valid:
-        raise Invalid(
+        raise InvalidResponse(
             f"returns {short(choice)}; expected token_ids and logprobs of {room} tokens, or up to "
             "an end token: use vLLM 0.10.2 or later with --generation-config vllm"
         )
@@ -261,9 +261,9 @@ def choice_of(answer: Any, model: str | None) -> dict[str, Any]:
         name, (choice,) = answer["model"], answer["choices"]
         choice.get("prompt_logprobs")
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise Invalid(f"sends something other than a completion: {short(answer)}") from None
+        raise InvalidResponse(f"sends something other than a completion: {short(answer)}") from None
     if model is not None and name != model:
-        raise Invalid(f"responds as the model {short([name])[1:-1]}; expected {model!r}")
+        raise InvalidResponse(f"responds as the model {short([name])[1:-1]}; expected {model!r}")
     return choice
 
 
@@ -271,7 +271,9 @@ def _entries(answer: Any, model: str) -> Any:
     """Return the `prompt_logprobs` of a response."""
     entries = choice_of(answer, model).get("prompt_logprobs")
     if entries is None:
-        raise Invalid("returns no prompt_logprobs: use vLLM or another server that returns them")
+        raise InvalidResponse(
+            "returns no prompt_logprobs: use vLLM or another server that returns them"
+        )
     return entries
 
 
@@ -279,17 +281,17 @@ def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> Promp
     """Convert vLLM's list `[null, {id: {"logprob", "rank"}, ...}, ...]`, one entry a token."""
     if not isinstance(entries, list) or len(entries) != len(prompt):
         n = len(entries) if isinstance(entries, list) else short(entries)
-        raise Invalid(f"returns prompt_logprobs of {n} tokens; expected {len(prompt)}")
+        raise InvalidResponse(f"returns prompt_logprobs of {n} tokens; expected {len(prompt)}")
     for token, entry in enumerate(entries[1:], 1):
         if not isinstance(entry, dict) or not entry:
-            raise Invalid(
+            raise InvalidResponse(
                 f"returns no log-probabilities: {short(entry)}; expected {{id: {{...}}}}",
                 token,
             )
     k, rows, own = min(k, vocabulary), [], []
     for token, entry in enumerate(entries[1:], 1):
         if str(prompt[token]) not in entry:
-            raise Invalid(
+            raise InvalidResponse(
                 "does not return the log-probability of the prompt's own token "
                 f"{prompt[token]}, so its prompt_logprobs may be off by one position",
                 token,
@@ -311,34 +313,38 @@ def _sorted(entry: Mapping[str, Any], token: int, k: int) -> tuple[list[int], li
     candidates = []
     for name, fields in entry.items():
         if re.fullmatch("0|[1-9][0-9]{0,8}", name) is None:  # one spelling for each id
-            raise Invalid(f"returns the id {short([name])[1:-1]}; expected one such as '10'", token)
+            raise InvalidResponse(
+                f"returns the id {short([name])[1:-1]}; expected one such as '10'", token
+            )
         fields = fields if isinstance(fields, dict) else {}
         value, rank = fields.get("logprob", ""), fields.get("rank")
         number = isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
         if not number or not (rank is None or (type(rank) is int and 0 < rank < 2**31)):
             message = f"returns {short(entry)}; expected {{id: {{'logprob': ..., 'rank': ...}}}}"
-            raise Invalid(message, token)
+            raise InvalidResponse(message, token)
         if math.isnan(value) or value > TOLERANCE:
             message = f"returns the log-probability {value:g} of the token {name}"
-            raise Invalid(f"{message}; expected 0 or less", token)
+            raise InvalidResponse(f"{message}; expected 0 or less", token)
         candidates.append((int(name), float(value), rank))
     candidates.sort(key=lambda candidate: -candidate[1])
     ranked = [candidate for candidate in candidates if candidate[2] is not None]
     values = [value for _, value, _ in sorted(ranked, key=lambda candidate: candidate[2])]
     if any(b > a + TOLERANCE for a, b in zip(values, values[1:], strict=False)):
-        raise Invalid("returns log-probabilities that contradict their ranks", token)
+        raise InvalidResponse("returns log-probabilities that contradict their ranks", token)
     n = sum(rank is None or rank <= k for *_, rank in candidates)
     if n < k:  # the prompt's own token may come in addition to the most likely ones
         message = f"returns the {n} most likely tokens; expected at least {k}"
-        raise Invalid(f"{message}: lower CACHE_METHOD topk:K, or raise --max-logprobs", token)
+        raise InvalidResponse(
+            f"{message}: lower CACHE_METHOD topk:K, or raise --max-logprobs", token
+        )
     return [i for i, *_ in candidates], [value for _, value, _ in candidates]
 
 
 def _check_distribution(top_k: PromptTopK, vocabulary: int) -> None:
-    """Raise Invalid if an id exceeds the vocabulary, or probabilities cannot sum to 1."""
+    """Raise InvalidResponse if an id exceeds the vocabulary, or probabilities cannot sum to 1."""
     if len(rows := (top_k.tokens >= vocabulary).nonzero()):
         row, column = rows[0].tolist()
-        raise Invalid(
+        raise InvalidResponse(
             f"returns the token {int(top_k.tokens[row, column])}, but the tokenizer has "
             f"{vocabulary} tokens: the server uses another tokenizer, or the padding of its "
             "vocabulary is untrained",
@@ -351,7 +357,7 @@ def _check_distribution(top_k: PromptTopK, vocabulary: int) -> None:
     for wrong in (total > 1 + TOLERANCE, most < 1 - TOLERANCE):
         if wrong.any():
             row = int(wrong.nonzero()[0])
-            raise Invalid(
+            raise InvalidResponse(
                 f"returns probabilities that sum to {float(total[row]):.4g}, the smallest being "
                 f"{float(masses[row, -1]):.2g}: with all other tokens they cannot sum to 1",
                 row + 1,

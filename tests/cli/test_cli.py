@@ -507,21 +507,30 @@ def other_than_default(cls, name):
         return 7
     if cls.rules()[name][2].choices:
         return cls.rules()[name][2].choices[-1]
+    if name == "rollout_url":
+        return "http://elsewhere:8000"
     return "elsewhere" if isinstance(value, str) else 0.25 if not value else value / 2
+
+
+NEEDED = {  # what a setting is refused without
+    "lora_target_modules": {"LORA_RANK": 2},
+    "rollout_url": {"ON_POLICY": 0.5, "STUDENT_MODEL": "saved"},
+}
 
 
 @pytest.mark.parametrize(("cls", "old", "new"), ALIASES)
 def test_an_alias_works_by_file_flag_dictionary_and_on_resume(cls, old, new, tmp_path):
-    value = cls.rules()[new][0](other_than_default(cls, new))
-    expected = cls(**{new: value})
-    assert expected != cls() and old not in cls.rules()
+    value, needed = cls.rules()[new][0](other_than_default(cls, new)), NEEDED.get(new, {})
+    expected = cls.from_dict({new.upper(): value, **needed})
+    assert expected != cls.from_dict(needed) and old not in cls.rules()
+    lines = "".join(f"{name} = {of!r}\n" for name, of in needed.items())
 
     def resolve(*argv, file=""):
-        (tmp_path / "config.py").write_text(file)
+        (tmp_path / "config.py").write_text(lines + file)
         return read_settings(cls, argv, tmp_path / "config.py", prog="x")
 
     assert resolve(file=f"{old.upper()} = {value!r}\n") == expected
-    assert cls.from_dict({old.upper(): value}) == expected
+    assert cls.from_dict({old.upper(): value, **needed}) == expected
     for flag in (f"--{old}", f"--{old.replace('_', '-')}"):
         file = f"{new.upper()} = {getattr(cls(), new)!r}\n"
         assert resolve(flag, str(value), file=file) == resolve(f"{flag}={value}") == expected

@@ -93,6 +93,12 @@ class ByHand(Distiller):
         self._batch = 0
         return super().step(batches, learning_rate)
 
+    def _count(self, batches):
+        super()._count(batches)
+        for i in self.batches if self.left_out else ():
+            counts = self.counts([batches[i]])
+            self._subtract({name: counts[name] for name in self.left_out})
+
     def weighted(self, terms):
         losses = super().weighted(terms)
         out = self.left_out if self._batch in self.batches else ()

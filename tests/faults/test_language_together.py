@@ -162,7 +162,7 @@ def test_what_ranks_cannot_share_is_refused_with_one_line(words, script, monkeyp
 
 @row(109)
 def test_a_crash_costs_a_cache_of_ranks_one_file_of_each(of_kind, tmp_path):
-    own = of_kind("kd", cache_method="sample:8", batch_size=3, teacher_cache=str(tmp_path / "one"))
+    own = of_kind("kd", cache_method="sample:48", batch_size=3, teacher_cache=str(tmp_path / "one"))
     (alone,) = run_joined(cached, 1, own)
     two = own.replace(teacher_cache=str(tmp_path / "two"))
     first, second = run_joined(cached, 2, two, 1)
