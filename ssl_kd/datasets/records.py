@@ -138,9 +138,13 @@ def as_examples(
         return
     group = hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()
     for number, answer in enumerate(answers, 1):
+        place = f"{where} answer {number}"
+        if not isinstance(answer, str | list):
+            yield f"{place}: {type(answer).__name__}; expected a string, or a list of messages"
+            continue
         one = {"messages": None, "prompt": prompt, "completion": answer}
         single = {**fields, **dict.fromkeys(ANSWERS), **one}
-        for example in as_examples(single, f"{where} answer {number}", None, tag_field, **options):
+        for example in as_examples(single, place, None, tag_field, **options):
             yield example if isinstance(example, str) else replace(example, group=group)
 
 

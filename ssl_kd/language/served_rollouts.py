@@ -53,7 +53,7 @@ class ServedSampler(CompletionServer):
         self._options |= self._ranks.from_first(self._send)
         samples = [*self._pool.map(self._continue, prompts, rooms, seeds)]
         sick = [i for i, (_, values) in enumerate(samples) if not math.isfinite(sum(values))]
-        self.sick, self.sums = self.sick + len(sick), {"off": 0.0, "compared": 0.0}
+        self.sick, self.sums = self.sick + len(sick), {"difference": 0.0, "compared": 0.0}
         for i in [*sick, *range(len(samples))][:1]:
             self._compare(prompts[i], *samples[i])
         return [tokens for tokens, _ in samples]
@@ -91,12 +91,12 @@ class ServedSampler(CompletionServer):
             logits = model(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1]
         ours = logits.double().log_softmax(-1).gather(-1, ids[0, -n:, None])[:, 0].cpu()
         theirs = torch.tensor(values, dtype=torch.float64)
-        off, most = (ours - theirs).abs(), MISMATCH[self._dtype]
-        self.sums = {"off": float(off.sum()), "compared": float(n)}
-        if ours.isfinite().all() and not off.mean() <= most:  # else the guard finds it in the loss
+        gap, most = (ours - theirs).abs(), MISMATCH[self._dtype]
+        self.sums = {"difference": float(gap.sum()), "compared": float(n)}
+        if ours.isfinite().all() and not gap.mean() <= most:  # else the guard finds it in the loss
             raise self._failure(
                 f"does not have the student's weights: the mean log-probability of {n} tokens that"
                 f" it sampled is {float(theirs.mean()):.4f} there and {float(ours.mean()):.4f} in"
-                f" the student ({float(off.mean()):.2g} nats apart per token, expected at most"
+                f" the student ({float(gap.mean()):.2g} nats apart per token, expected at most"
                 f" {most:g}). Serve STUDENT_MODEL in the dtype of MODEL_DTYPE, with raw_logprobs"
             )

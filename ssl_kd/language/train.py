@@ -103,7 +103,7 @@ class _StudentLearner:
         sums = dict(zip(local, totals, strict=True))
         texts = sums["written"]
         n = sums.get("compared")
-        served = {} if n is None else {"rollout_mismatch": sums["off"] / n if n else None}
+        served = {} if n is None else {"rollout_mismatch": sums["difference"] / n if n else None}
         return {
             "rollout_share": texts / sums["rows"],
             "rollout_tokens": sums["tokens"] / texts if texts else None,

@@ -156,8 +156,8 @@ def test_each_of_several_answers_is_an_example():
     first, empty = as_examples({"prompt": "2+2?", "responses": ["4", " "]}, "w")
     assert isinstance(first, Example) and empty == "w answer 2: completion is empty"
     assert first == Example("w answer 1", prompt="2+2?", completion="4", group=first.group)
-    for none in ("", None):
-        _, last = as_examples({"prompt": "2+2?", "completions": ["4", none]}, "w")
+    for none in ("", None, 5):
+        _, last = as_examples({"prompt": "2+2?", "completions": ["4", none]}, "w", prompts=True)
         assert isinstance(last, str) and last.startswith("w answer 2: ")
     chats = as_examples({"messages": [SYSTEM, USER], "completions": ["4", [BOT]]}, "w")
     assert [getattr(each, "messages", each) for each in chats] == [(SYSTEM, USER, BOT)] * 2
