@@ -181,9 +181,9 @@ def test_foreign_flags_are_answered_with_what_to_use(script, name):
         (["--num-train-epochs", 0], "EPOCHS is 0.0"),
         (["--lr", "x"], "LEARNING_RATE is 'x'"),
         (["--output_dir="], "RUNS_DIR is ''"),
-        (["--warmup_steps", 10], "no flag --warmup_steps. Use --warmup_fraction, a fraction of"),
+        (["--warmup_steps", -1], "WARMUP_STEPS is -1"),
         (["--bf16"], "no flag --bf16. Use --model_dtype bfloat16."),
-        (["--optim", "sgd"], "no flag --optim. The optimizer is AdamW; --learning_rate"),
+        (["--optim", "sgd"], "OPTIM is 'sgd'"),
         (["--hub_token", "x"], "no flag --hub_token. Use --push_to_hub, --hub_model_id"),
     ):
         code, _, err = script(name, *PLACES[name], *words)
