@@ -9,9 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from ssl_kd.datasets.blocks import Blocks
-from ssl_kd.language.prepare import prepare
+from ssl_kd.datasets.text import TextDataset
+from ssl_kd.guard.precision import Precision
+from ssl_kd.language.prepare import ModelLoader, prepare
 from ssl_kd.language.routed import RoutedTeacher
-from ssl_kd.language.served import ServedTeacher, served_lm
+from ssl_kd.language.served import ServedTeacher
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teacher_cache import (
@@ -21,21 +23,20 @@ from ssl_kd.language.teacher_cache import (
     check_divergence,
     write,
 )
-from ssl_kd.language.teachers import load_teacher, trained_teacher
 from ssl_kd.language.text_rows import lay_out, texts_of, with_chat_template
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import n_ids
+from ssl_kd.teachers.causal import CausalLM, n_ids
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.training.process_group import ProcessGroup
-from ssl_kd.training.ranks import joined, refuse_ranks
+from ssl_kd.training.ranks import Ranks, joined, refuse_ranks
 
 _KEYED = (  # settings that a cache depends on
     "teacher_model teacher_url teacher_served_as cache_method quantization router_mode"
     " router_weights data_path eval_path text_field block_size packing temperature model_dtype"
     " student_text rollout_temperature max_new_tokens num_generations seed learn_thoughts"
     " teacher_prompt_template teacher_field chat_template_path chat_template_kwargs"
-)
+).split()
 CACHES = Path("data") / "teacher_caches"  # where TEACHER_CACHE auto writes
 TIMEOUT = timedelta(days=1)  # for which ranks wait for each other's files
 SERVED_TOKENS = 2**18  # in a file, and so the most that are requested again after an interruption
@@ -67,24 +68,7 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
     check_divergence(settings.kind_of_divergence, method)
     with joined(settings.device, timeout=TIMEOUT) as ranks:
         precision = precision_of(settings.replace(device=ranks.device))
-        texts, held_out = texts_of(settings)
-        settings.check_images(texts.pictured, held_out.pictured)
-        if settings.student_text:
-            live = prepare(settings.replace(teacher_cache=None), precision, progress, ranks)
-            teacher, blocks = live.teacher, live.blocks
-            del live  # and its student
-        else:
-            name = settings.teacher_model
-            if settings.to_train:
-                name = str(trained_teacher(settings, texts, precision, progress, ranks))
-            if settings.teacher_url is not None:
-                teacher = served_lm(settings.teacher_model, settings.teacher_served_as)
-            else:
-                teacher = load_teacher(settings, name, precision)
-            teacher = with_chat_template(teacher, settings)
-            blocks = lay_out(settings.block_size, settings.packing, texts, teacher)
-        assert teacher is not None and isinstance(blocks, Blocks)  # LanguageSettings
-        blocks = replace(blocks, by_student=None)  # a cache has the order of the text
+        teacher, texts, blocks = _teacher_and_rows(settings, precision, progress, ranks)
         dtype, rows = "served", None
         if teacher.model is None:
             rows = max(1, SERVED_TOKENS // settings.block_size)
@@ -118,8 +102,27 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
         )
 
 
+def _teacher_and_rows(
+    settings: LanguageSettings, precision: Precision, progress: Progress, ranks: Ranks
+) -> tuple[CausalLM, TextDataset, Blocks]:
+    """Return the teacher, the training text, and the rows of it that a run trains on."""
+    if settings.student_text:  # the student writes the rows, and is not kept
+        live = prepare(settings.replace(teacher_cache=None), precision, progress, ranks)
+        teacher, texts, blocks = live.teacher, live.train_set, live.blocks
+    else:
+        texts, held_out = texts_of(settings)
+        settings.check_images(texts.pictured, held_out.pictured)
+        teacher = ModelLoader(settings, texts, precision, progress, ranks).teacher()
+        teacher = with_chat_template(teacher, settings)
+        blocks = lay_out(settings.block_size, settings.packing, texts, teacher)
+    assert teacher is not None and isinstance(blocks, Blocks)  # LanguageSettings
+    return teacher, texts, replace(blocks, by_student=None)  # a cache has the order of the text
+
+
 def with_automatic_cache(settings: LanguageSettings, progress: Progress) -> LanguageSettings:
     """Write the cache of TEACHER_CACHE auto unless it is there; return settings with its folder."""
+    if settings.teacher_cache != "auto":
+        return settings
     settings = _with_folder(settings)
     if settings.force_recompute or not Path(f"{settings.teacher_cache}/teacher.json").exists():
         refuse_ranks()
@@ -132,7 +135,7 @@ def _with_folder(settings: LanguageSettings) -> LanguageSettings:
     """Return the settings with a folder in place of TEACHER_CACHE auto."""
     if settings.teacher_cache != "auto":
         return settings
-    values = [(name, getattr(settings, name)) for name in _KEYED.split()]
+    values = [(name, getattr(settings, name)) for name in _KEYED]
     values += [("student_model", settings.student_model)] * (settings.student_text > 0)
     folder = CACHES / hashlib.sha256(repr(values).encode()).hexdigest()[:16]
     return settings.replace(teacher_cache=str(folder))

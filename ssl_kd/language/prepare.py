@@ -6,8 +6,8 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -109,7 +109,7 @@ class Prepared:
     @property
     def student_blocks(self) -> Blocks:
         """Return the training rows, tokenized for the student."""
-        return self.blocks.student if isinstance(self.blocks, AlignedBlocks) else self.blocks
+        return _sides(self.blocks)[0]
 
     @property
     def digest(self) -> str:
@@ -142,7 +142,7 @@ def prepare(
     train_set, eval_set = texts_of(settings)
     settings.check_images(train_set.pictured, eval_set.pictured)
     progress("prepare", 1, 3, {"documents": len(train_set)})
-    loader = _ModelLoader(settings, train_set, precision, progress, ranks)
+    loader = ModelLoader(settings, train_set, precision, progress, ranks)
     teacher, student = loader.load(models)
     others = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
     teachers = [lm for lm in (teacher, *others) if lm is not None]
@@ -150,37 +150,33 @@ def prepare(
     check_ranks_see(blocks, ranks.world)
     progress("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
 
-    frozen = served = cache = None
-    placement: Any = {"device": precision.device, "dtype": precision.teacher}
     place = precision, ranks, progress
-    prompts: OwnPrompts = []
+    own_prompts: OwnPrompts = []
     if settings.teacher_model == "self":
         template = settings.teacher_prompt_template
-        blocks, prompts = with_own_prompts(train_set, student, settings.block_size, template)
+        blocks, own_prompts = with_own_prompts(train_set, student, settings.block_size, template)
     if settings.student_text:
         assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-        if teacher is not None:
-            check_same_teacher(student, teacher)
+        check_same_teacher(student, teacher)
         blocks = with_text_by("student", settings, blocks, student, *place)
+    frozen = served = cache = None
+    freeze = partial(FrozenTeacher, device=precision.device, dtype=precision.teacher)
     if teacher is not None and settings.teacher_cache is not None:
         cache = _open_cache(settings, Path(settings.teacher_cache), teacher, train_set, blocks)
     elif teacher is not None and teacher.model is None:
         size = settings.block_size
         served = ServedTeacher.of(settings, size, teacher.tokenizer, precision.device)
     elif teacher is not None:
-        frozen = FrozenTeacher(teacher.model, **placement)
+        frozen = freeze(teacher.model)
         if settings.teacher_text:
             assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
             blocks = with_text_by("teacher", settings, blocks, teacher, *place)
     if settings.router_mode == "auto":
-        live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
-        settings = settings.replace(router_mode="sar" if live else "native")
-        logger.info("ROUTER_MODE auto is %s for this teacher", settings.router_mode)
+        settings = settings.replace(router_mode=_automatic_router(frozen, settings.align))
         check_ranks(ranks, settings.batch_size, settings.router_mode)
-    if isinstance(eval_blocks, AlignedBlocks):
-        sides: Any = eval_blocks.student, eval_blocks.teacher
-    else:
-        sides = [with_held_out_text(settings, eval_blocks, teacher, *place)] * 2
+    if isinstance(eval_blocks, Blocks):
+        eval_blocks = with_held_out_text(settings, eval_blocks, teacher, *place)
+    sides = _sides(eval_blocks)
     test, validation = split_held_out(len(eval_blocks), settings.eval_rows)
     return Prepared(
         settings=settings,
@@ -191,7 +187,7 @@ def prepare(
         student=student,
         teacher=teacher,
         frozen=frozen,
-        others=tuple((lm, FrozenTeacher(lm.model, **placement)) for lm in others),
+        others=tuple((lm, freeze(lm.model)) for lm in others),
         served=served,
         cache=cache,
         router_id=router_id(settings.router_weights),
@@ -199,8 +195,23 @@ def prepare(
         eval_blocks=sides[0].part(test),
         teacher_eval_blocks=sides[1].part(test),
         validation_blocks=sides[0].part(validation),
-        own_prompts=prompts,
+        own_prompts=own_prompts,
     )
+
+
+def _sides(blocks: Blocks | AlignedBlocks) -> tuple[Blocks, Blocks]:
+    """Return the rows as tokenized for the student, and for the teacher."""
+    if isinstance(blocks, AlignedBlocks):
+        return blocks.student, blocks.teacher
+    return blocks, blocks
+
+
+def _automatic_router(frozen: FrozenTeacher | None, align: str) -> str:
+    """Return the ROUTER_MODE that auto stands for with this teacher."""
+    live = frozen is not None and align == "auto" and is_mixture(frozen.model)
+    mode = "sar" if live else "native"
+    logger.info("ROUTER_MODE auto is %s for this teacher", mode)
+    return mode
 
 
 def _lay_out(
@@ -214,7 +225,7 @@ def _lay_out(
     aligned, size = settings.align != "auto", settings.block_size
     blocks = lay_out(size, settings.packs, train_set, student, teachers, aligned=aligned)
     held_out = lay_out(size, settings.packing, eval_set, student, teachers, aligned=aligned)
-    student_blocks = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
+    student_blocks, _ = _sides(blocks)
     if turns := describe_turns(student_blocks.turns):
         logger.info("%s: %s", train_set.name, turns)
     for line in [*train_set.left_out[:1], *student_blocks.left_out[:1]]:
@@ -240,7 +251,7 @@ def _lay_out(
 
 
 @dataclass(frozen=True)
-class _ModelLoader:
+class ModelLoader:
     """Load, build or train the first teacher and the student of a run."""
 
     settings: LanguageSettings
@@ -250,6 +261,7 @@ class _ModelLoader:
     ranks: Ranks
 
     def load(self, in_memory: InMemoryModels) -> tuple[CausalLM | None, CausalLM]:
+        """Return the teacher, None if no other model teaches, and the student."""
         for role, lm in vars(in_memory).items():
             if lm is None and getattr(self.settings, f"{role}_model") == IN_MEMORY:
                 raise SettingsError(
@@ -257,7 +269,7 @@ class _ModelLoader:
                     " ssl_kd.Distillation with that model again, or set the name of a saved one"
                 )
         self._check_width()
-        teacher = in_memory.teacher or self._teacher()
+        teacher = in_memory.teacher or self._teacher_of_run()
         student = self._student(teacher, in_memory.student)
         if teacher is not None and teacher.tokenizer is None:  # compared with that of the cache
             teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
@@ -280,24 +292,28 @@ class _ModelLoader:
                 return
             check_rank(rank, config)
 
-    def _teacher(self) -> CausalLM | None:
+    def teacher(self, *, as_saved: bool = False) -> CausalLM:
         """Load or train the teacher; its model is None if it runs on a server."""
         settings, precision, name = self.settings, self.precision, self.settings.teacher_names[0]
         if settings.teacher_url is not None:
             return served_lm(settings.teacher_model, settings.teacher_served_as)
-        if name in ("none", "self"):
-            return None
         if settings.to_train:
             name = trained_teacher(settings, self.texts, precision, self.progress, self.ranks)
+        return load_teacher(settings, str(name), precision, as_saved=as_saved)
+
+    def _teacher_of_run(self) -> CausalLM | None:
+        """Return the teacher, or one known by its cache alone; None if no other model teaches."""
+        settings, name = self.settings, self.settings.teacher_names[0]
+        if name in ("none", "self"):
+            return None
         # In the dtype of its file if a student is cut from it, or float16 may be too narrow.
         cut = settings.student_model.startswith("layers:")
-        as_saved = cut or precision.teacher == torch.float16
         try:
-            return load_teacher(settings, str(name), precision, as_saved=as_saved)
+            return self.teacher(as_saved=cut or self.precision.teacher == torch.float16)
         except (CausalLMUnavailable, FileNotFoundError) as error:
             if settings.teacher_cache is None or settings.is_routed:
                 raise
-            return self._absent_teacher(str(name), Path(settings.teacher_cache), error)
+            return self._absent_teacher(name, Path(settings.teacher_cache), error)
 
     def _absent_teacher(self, name: str, cache: Path, error: Exception) -> CausalLM:
         """Return a teacher without a model, known by its cache; raise `error` without a cache."""

@@ -18,7 +18,7 @@ from ssl_kd.language.caching import with_automatic_cache
 from ssl_kd.language.judge_in_run import judge_student, judge_teachers, make_judge
 from ssl_kd.language.memory_plan import plan_of_run
 from ssl_kd.language.prepare import NO_MODELS, InMemoryModels, Prepared, make_distiller, prepare
-from ssl_kd.language.rollouts import rollout_batches
+from ssl_kd.language.rollouts import RolloutBatches, rollout_batches
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.run_record import (
     card_facts,
@@ -73,8 +73,7 @@ def run(
         check_boards(settings.boards)
         settings.check_packages()
         plan = plan_of_run(settings, precision)
-        if settings.teacher_cache == "auto":
-            settings = with_automatic_cache(settings, progress)
+        settings = with_automatic_cache(settings, progress)
         with run_folder(settings, ranks) as folder, Signals(folder) as signals:
             facts = {"precision": str(precision), "memory_plan": plan}
             folder.write_config(settings, mode="language", **facts)
@@ -149,10 +148,6 @@ def _train(
         offer(0)
     folder.rewind(start)
     folder.become_latest()
-    rollouts = rollout_batches(distiller, prepared.blocks, prepared.student.tokenizer)
-    if rollouts is not None and (url := settings.rollout_url):
-        served = distiller.precision.student, folder.path / "rollout_weights", prepared.ranks
-        rollouts.sample = ServedSampler(url, rollouts.sample, *served)
     boards = settings.boards if ranks.rank == 0 else ()
     with Board(folder.path, boards, settings.to_dict()) as board:
 
@@ -178,7 +173,7 @@ def _train(
                 prepared.blocks,
                 steps,
                 start=start,
-                rollouts=rollouts,
+                rollouts=_rollouts(distiller, prepared, folder.path / "rollout_weights"),
                 on_step=log_step,
                 on_log=on_log,
                 on_eval=on_eval,
@@ -189,6 +184,15 @@ def _train(
         except TooFewHealthyParts as error:
             raise TooFewHealthyParts(stop_message(error, distiller)) from error
     return best
+
+
+def _rollouts(distiller: Distiller, prepared: Prepared, weights: Path) -> RolloutBatches | None:
+    """Return what makes batches of continuations; a server gets its weights in folder `weights`."""
+    rollouts = rollout_batches(distiller, prepared.blocks, prepared.student.tokenizer)
+    if rollouts is not None and (url := prepared.settings.rollout_url):
+        dtype = distiller.precision.student
+        rollouts.sample = ServedSampler(url, rollouts.sample, dtype, weights, prepared.ranks)
+    return rollouts
 
 
 def _save(folder: RunFolder, prepared: Prepared, distiller: Distiller, table: list[Row]) -> None:

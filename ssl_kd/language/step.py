@@ -68,21 +68,21 @@ def precision_of(run: TrainingSettings) -> Precision:
 
 
 def make_optimizer(
-    student: nn.Module, settings: LanguageSettings, device: torch.device
+    student: nn.Module, run: TrainingSettings, rate: float, device: torch.device
 ) -> torch.optim.Optimizer:
     """Return the AdamW of OPTIM; vectors (norms and biases) have no weight decay."""
     trained = [p for p in student.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": run.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     options: Any = {
-        "lr": settings.peak_lr,
-        "betas": (settings.adam_beta1, settings.adam_beta2),
-        "eps": settings.adam_epsilon,
+        "lr": rate,
+        "betas": (run.adam_beta1, run.adam_beta2),
+        "eps": run.adam_epsilon,
     }
-    if settings.optim.endswith("8bit"):
+    if run.optim.endswith("8bit"):
         return bitsandbytes("OPTIM adamw_8bit").optim.AdamW8bit(groups, **options)
     fused = True if device.type in ("cpu", "cuda") else None  # one pass over the weights
     return torch.optim.AdamW(groups, **options, fused=fused)
@@ -187,7 +187,7 @@ class Distiller(Objective):
         device = precision.device
         self.ranks = ProcessGroup(device)
         self.distributed = DistributedStudent(student, self.ranks)
-        self.optimizer = make_optimizer(student, settings, device)
+        self.optimizer = make_optimizer(student, settings, settings.peak_lr, device)
         self.guard = Guard(
             student,
             self.optimizer,

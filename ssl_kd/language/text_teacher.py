@@ -24,10 +24,12 @@ def save_text_teacher(folder: Path, student: CausalLM, writer: CausalLM | None) 
         atomic_write_text(folder / RECORD, f"{record}\n")
 
 
-def check_same_teacher(student: CausalLM, teacher: CausalLM) -> None:
+def check_same_teacher(student: CausalLM, teacher: CausalLM | None) -> None:
     """Raise SettingsError if a student learned another teacher's text; a served one may be any."""
     weights, _, name = text_teacher(student).partition(" ")
-    if weights in ("", teacher.weights_id) or teacher.weights_id.startswith("served "):
+    if teacher is None or teacher.weights_id.startswith("served "):
+        return
+    if weights in ("", teacher.weights_id):
         return
     raise SettingsError(
         f"STUDENT_TEXT is above 0, but the student {student.name} learned from text by the teacher"

@@ -81,7 +81,7 @@ def test_from_python_no_folder_is_left_where_a_package_is_missing(
 def test_a_rank_above_the_width_is_refused_before_a_teacher_is_made(
     settings, monkeypatch, models, student
 ):
-    monkeypatch.setattr(task._ModelLoader, "_teacher", None)  # is not called
+    monkeypatch.setattr(task.ModelLoader, "_teacher_of_run", None)  # is not called
     name = models("student") if student == "folder" else student
     with pytest.raises(InputError, match="LORA_RANK is 1,000,000; expected at most"):
         run(settings(student_model=name, lora_rank=10**6))
