@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +36,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds between two attempts
 RETRIED = (408, 409, 425, 429)  # HTTP statuses that are retried, besides all from 500 on
 # A parsed response takes many times the memory of its numbers, so one is parsed at a time.
 _PARSING = threading.Lock()
+_ID = re.compile("0|[1-9][0-9]{0,8}")  # one spelling for each token
 TOLERANCE = 1e-3  # of a probability, for the server's rounding
 # Largest size of a response: vLLM writes about 90 bytes for a token.
 BYTES_PER_TOKEN, OVERHEAD, LARGEST = 512, 2**24, 2**30
@@ -288,7 +289,7 @@ def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> Promp
                 f"returns no log-probabilities: {short(entry)}; expected {{id: {{...}}}}",
                 token,
             )
-    k, rows, own = min(k, vocabulary), [], []
+    ids, values, ranks = [], [], []
     for token, entry in enumerate(entries[1:], 1):
         if str(prompt[token]) not in entry:
             raise InvalidResponse(
@@ -296,48 +297,76 @@ def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> Promp
                 f"{prompt[token]}, so its prompt_logprobs may be off by one position",
                 token,
             )
-        ids, values = _sorted(entry, token, k)
-        own.append(values[ids.index(prompt[token])])
-        rows.append((ids[:k], values[:k]))
-    top_k = PromptTopK(
-        torch.tensor([ids for ids, _ in rows]),
-        torch.tensor([values for _, values in rows], dtype=torch.float64),
-        torch.tensor(own, dtype=torch.float64),
-    )
+        for column, part in zip((ids, values, ranks), _columns(entry, token), strict=True):
+            column += part
+    # NumPy converts a list five times as fast as torch.
+    columns = [np.array(ids, "i8"), np.array(values, "f8"), np.array(ranks, "i8")]
+    sizes = torch.tensor([len(entry) for entry in entries[1:]])
+    own = torch.tensor(prompt[1:])
+    top_k = _most_likely(*map(torch.from_numpy, columns), sizes, own, min(k, vocabulary))
     _check_distribution(top_k, vocabulary)
     return top_k
 
 
-def _sorted(entry: Mapping[str, Any], token: int, k: int) -> tuple[list[int], list[float]]:
-    """Return at least k ids with their log-probabilities, the most likely first."""
-    candidates = []
-    for name, fields in entry.items():
-        if re.fullmatch("0|[1-9][0-9]{0,8}", name) is None:  # one spelling for each id
+def _columns(entry: Mapping[str, Any], token: int) -> tuple[list[int], list[float], list[int]]:
+    """Return the ids, log-probabilities and ranks of one entry; a missing rank is 0."""
+    for name in entry:
+        if _ID.fullmatch(name) is None:
             raise InvalidResponse(
                 f"returns the id {short([name])[1:-1]}; expected one such as '10'", token
             )
-        fields = fields if isinstance(fields, dict) else {}
-        value, rank = fields.get("logprob", ""), fields.get("rank")
-        number = isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
-        if not number or not (rank is None or (type(rank) is int and 0 < rank < 2**31)):
-            message = f"returns {short(entry)}; expected {{id: {{'logprob': ..., 'rank': ...}}}}"
-            raise InvalidResponse(message, token)
-        if math.isnan(value) or value > TOLERANCE:
-            message = f"returns the log-probability {value:g} of the token {name}"
-            raise InvalidResponse(f"{message}; expected 0 or less", token)
-        candidates.append((int(name), float(value), rank))
-    candidates.sort(key=lambda candidate: -candidate[1])
-    ranked = [candidate for candidate in candidates if candidate[2] is not None]
-    values = [value for _, value, _ in sorted(ranked, key=lambda candidate: candidate[2])]
-    if any(b > a + TOLERANCE for a, b in zip(values, values[1:], strict=False)):
-        raise InvalidResponse("returns log-probabilities that contradict their ranks", token)
-    n = sum(rank is None or rank <= k for *_, rank in candidates)
-    if n < k:  # the prompt's own token may come in addition to the most likely ones
-        message = f"returns the {n} most likely tokens; expected at least {k}"
-        raise InvalidResponse(
-            f"{message}: lower CACHE_METHOD topk:K, or raise --max-logprobs", token
-        )
-    return [i for i, *_ in candidates], [value for _, value, _ in candidates]
+    try:
+        values = [fields["logprob"] for fields in entry.values()]
+        ranks = [fields.get("rank") for fields in entry.values()]
+        is_valid = {*map(type, values)} <= {float, int} and {*map(type, ranks)} <= {int, type(None)}
+        is_valid = is_valid and 0 not in ranks
+        ranks = [rank or 0 for rank in ranks]
+        is_valid = is_valid and 0 <= min(ranks) and max(ranks) < 2**31
+        is_valid = is_valid and all(type(v) is float or abs(v) < 2**53 for v in values)
+    except (TypeError, KeyError, AttributeError):
+        is_valid = False
+    if not is_valid:
+        message = f"returns {short(entry)}; expected {{id: {{'logprob': ..., 'rank': ...}}}}"
+        raise InvalidResponse(message, token)
+    return [*map(int, entry)], values, ranks
+
+
+def _most_likely(
+    ids: Tensor, values: Tensor, ranks: Tensor, sizes: Tensor, own: Tensor, k: int
+) -> PromptTopK:
+    """Return the k most likely of `sizes` candidates of each token, which are concatenated."""
+    token = torch.arange(len(sizes)).repeat_interleave(sizes)
+
+    def refuse(wrong: Tensor, message: Callable[[int], str]) -> None:
+        if wrong.any():
+            first = int(wrong.nonzero()[0])
+            raise InvalidResponse(message(first), int(token[first]) + 1)
+
+    refuse(
+        ~(values <= TOLERANCE),
+        lambda at: (
+            f"returns the log-probability {values[at]:g} of the token {ids[at]}; expected 0 or less"
+        ),
+    )
+    is_ranked = ranks > 0
+    by_rank = (token * 2**31 + ranks)[is_ranked].argsort()
+    ranked, of = values[is_ranked][by_rank], token[is_ranked]
+    wrong = torch.zeros_like(is_ranked)
+    wrong[is_ranked.nonzero()[1:, 0]] = (ranked.diff() > TOLERANCE) & (of[1:] == of[:-1])
+    refuse(wrong, lambda _: "returns log-probabilities that contradict their ranks")
+    # The prompt's own token may come in addition to the most likely ones.
+    counts = torch.bincount(token[ranks <= k], minlength=len(sizes))
+    refuse(
+        (counts < k)[token],
+        lambda at: (
+            f"returns the {counts[token[at]]} most likely tokens; expected at least {k}: lower "
+            "CACHE_METHOD topk:K, or raise --max-logprobs"
+        ),
+    )
+    by_value = values.argsort(stable=True, descending=True)
+    by_value = by_value[token[by_value].argsort(stable=True)]
+    first = by_value[(sizes.cumsum(0) - sizes)[:, None] + torch.arange(k)]
+    return PromptTopK(ids[first], values[first], values[ids == own[token]])
 
 
 def _check_distribution(top_k: PromptTopK, vocabulary: int) -> None:
