@@ -54,11 +54,11 @@ config: $(VENV)/.installed ## Write config.py and scripts/config.py anew from th
 	$(PY) -m ssl_kd config train > config.py.new && mv config.py.new config.py
 	$(PY) -m ssl_kd config distill > config.py.new && mv config.py.new scripts/config.py
 
-dist: $(VENV)/.installed-dev ## Build sdist and wheel into dist/, and use the wheel as a stranger does
+dist: $(VENV)/.installed-dev ## Build sdists and wheels into dist/ and firstnan/dist/, and use them as a stranger does
 	bash .ci/dist
 
 clean: ## Remove .venv and build outputs; data and runs stay
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info firstnan/build firstnan/dist firstnan/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):

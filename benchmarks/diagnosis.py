@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from benchmarks.results_page import write_section
 from benchmarks.turns import table_head, table_line
-from ssl_kd.guard.diagnosis import Cause, diagnose
-from ssl_kd.guard.microscope import Microscope
+from firstnan.diagnosis import Cause, diagnose
+from firstnan.microscope import Microscope
 
 SETTINGS = {"learning_rate": 1.0, "clip_grad": None, "student_temp": 0.1, "teacher_temp": 0.1}
 SETTINGS |= {"use_fp16": True, "rebuild_damaged": False}

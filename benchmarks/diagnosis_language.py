@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.diagnosis import Drawn, uniform
+from firstnan.diagnosis import Cause
+from firstnan.precision import Precision
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.guard.diagnosis import Cause
-from ssl_kd.guard.precision import Precision
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller

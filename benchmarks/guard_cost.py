@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.turns import header, middle_half, row
-from ssl_kd.guard import Precision
-from ssl_kd.guard.health import Health
-from ssl_kd.guard.parts import SNAPSHOT_EVERY, RowParts
-from ssl_kd.guard.update import part_norms
+from firstnan import Precision
+from firstnan.health import Health
+from firstnan.parts import SNAPSHOT_EVERY, RowParts
+from firstnan.update import part_norms
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.settings import VisionSettings

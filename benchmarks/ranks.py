@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.turns import header, row
-from ssl_kd.guard import Guard
+from firstnan import Guard
 
 WIDTH, DEPTH, BATCH, STEPS = 768, 8, 128, 60
 Step = Callable[[Tensor], None]

@@ -29,13 +29,13 @@ from torch import Tensor
 
 from benchmarks.guard_cost import without_guard
 from benchmarks.turns import header, row
+from firstnan import Precision, TooFewHealthyParts
+from firstnan.faults import Stage
+from firstnan.health import Health
+from firstnan.recovery import Recovery
+from firstnan.update import part_norms
 from ssl_kd import evaluate
 from ssl_kd.datasets import ArrayDataset, open_dataset
-from ssl_kd.guard import Precision, TooFewHealthyParts
-from ssl_kd.guard.faults import Stage
-from ssl_kd.guard.health import Health
-from ssl_kd.guard.recovery import Recovery
-from ssl_kd.guard.update import part_norms
 from ssl_kd.heads import HeadBank
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.training.loop import run_loop

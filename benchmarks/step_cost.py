@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.turns import header, memory, number_of, row
-from ssl_kd.guard import Precision
+from firstnan import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer

@@ -59,8 +59,8 @@ from transformers import (
 
 from benchmarks.step_cost import versions
 from benchmarks.turns import header, in_turns, memory, middle_half, number_of, row
+from firstnan import Precision
 from ssl_kd.datasets.blocks import Blocks
-from ssl_kd.guard import Precision
 from ssl_kd.hf_trainer import DistillationTrainer
 from ssl_kd.hf_trainer.distillation import collate
 from ssl_kd.language.rollouts import RolloutBatches, Sampler

@@ -8,7 +8,7 @@ The bank runs many of them side by side; nothing here needs to know that.
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssl_kd.guard import safe_normalize
+from firstnan import safe_normalize
 
 
 class CosineHead(nn.Module):

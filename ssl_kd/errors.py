@@ -19,25 +19,24 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK, InputError, UserError
+
+__all__ = [
+    "BAD_INPUT",
+    "FAILED",
+    "GUARD_STOPPED",
+    "OK",
+    "DatasetUnavailable",
+    "InputError",
+    "Interrupted",
+    "MissingPackage",
+    "RunFolderError",
+    "UserError",
+    "code_of",
+    "printable",
+]
+
 _NO_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
-
-OK, FAILED, BAD_INPUT, GUARD_STOPPED = 0, 1, 2, 3
-
-
-class UserError(Exception):
-    """A failure that a user can act on; the message says what happened and what to do.
-
-    Attributes:
-        exit_code: The exit code of a command that this error ends.
-    """
-
-    exit_code: int = FAILED
-
-
-class InputError(UserError, ValueError):
-    """An input is invalid: a name, a path, the content of a file, or a combination of options."""
-
-    exit_code = BAD_INPUT
 
 
 class DatasetUnavailable(InputError, RuntimeError):

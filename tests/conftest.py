@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from firstnan.precision import DeviceInfo
 from ssl_kd.graph import form_ensemble
-from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.losses import linear_distillation
 from tests.photos import photo_run
 from tests.tiny import text_file, tiny

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "firstnan/README.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 BLOCK = re.compile(
     r"(?:^<!-- needs: (?P<needs>.+?) -->\n\n)?^```(?P<kind>\w+)\n(?P<body>.*?)^```\n"

@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ssl_kd.guard import loop
+from firstnan import loop
 
-LIBRARY = str(Path(__file__).parents[1] / "ssl_kd")
+ROOT = Path(__file__).parents[1]
+LIBRARY = (f"{ROOT}/ssl_kd/", *map(str, ROOT.glob("firstnan/*.py")))
 aten = torch.ops.aten
 READS = {
     aten._local_scalar_dense.default: 0,  # .item(), bool(), float(), .tolist()

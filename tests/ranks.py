@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ssl_kd.guard import Guard
+from firstnan import Guard
 from tests.processes import pipe, start
 
 NAN, INF = float("nan"), float("inf")

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from firstnan.faults import Thresholds
+from firstnan.parts import TooFewHealthyParts
 from ssl_kd.errors import InputError
-from ssl_kd.guard.faults import Thresholds
-from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.frozen import FrozenTeacher

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ssl_kd.guard.faults import Thresholds
-from ssl_kd.guard.parts import TooFewHealthyParts
+from firstnan.faults import Thresholds
+from firstnan.parts import TooFewHealthyParts
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -7,10 +7,10 @@ from functools import cached_property
 import pytest
 import torch
 
+from firstnan.precision import Precision
 from ssl_kd.datasets.blocks import make_blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import Example, TextDataset
-from ssl_kd.guard.precision import Precision
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller

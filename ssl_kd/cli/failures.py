@@ -121,7 +121,7 @@ def keep_writing() -> None:
 def _is_out_of_memory(error: BaseException) -> bool:
     if "torch" not in sys.modules:  # importing it takes seconds
         return isinstance(error, MemoryError)
-    from ssl_kd.guard.memory import is_out_of_memory
+    from ssl_kd.memory import is_out_of_memory
 
     return is_out_of_memory(error)
 

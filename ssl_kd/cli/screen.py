@@ -19,7 +19,7 @@ class _OneLine(logging.Formatter):
     """Formats each message of this library as one line; line breaks in file names are escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        if record.name.startswith("ssl_kd"):
+        if record.name.startswith(("ssl_kd", "firstnan")):
             record.message = printable(record.message)
         return super().formatMessage(record)
 

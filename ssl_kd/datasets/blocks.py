@@ -20,7 +20,7 @@ from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.spill import SpilledSequence, filled_array
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError
-from ssl_kd.guard.memory import to_device_async
+from ssl_kd.memory import to_device_async
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

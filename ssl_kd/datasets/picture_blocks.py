@@ -30,7 +30,7 @@ from ssl_kd.datasets.render import render, show_chat
 from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
-from ssl_kd.guard.memory import to_device_async
+from ssl_kd.memory import to_device_async
 
 _AROUND_IMAGE = ("<|vision_start|>", "<|vision_end|>")  # in templates of Qwen-VL
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from firstnan.parts import TooFewHealthyParts
+from firstnan.precision import promote_to_fp32
+from firstnan.seeds import seeded
 from ssl_kd.datasets.blocks import Batch, Blocks, isolates_documents, make_blocks
 from ssl_kd.datasets.picture_blocks import make_picture_blocks
 from ssl_kd.datasets.text import first_few, open_text
 from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding, count
-from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import promote_to_fp32
-from ssl_kd.guard.seeds import seeded
 from ssl_kd.language.setting_groups import TextSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, precision_of

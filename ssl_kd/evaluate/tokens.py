@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from firstnan.finite import compute_dtype
 from ssl_kd.evaluate.calibration import Reliability
-from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.rows import outside_of
 
 logger = logging.getLogger(__name__)

@@ -1,29 +1,22 @@
-"""The guard: keeps training when losses or gradients are not finite, and finds out why."""
+"""The guard under its former name: it is a distribution of its own now, `firstnan`."""
 
-from ssl_kd.guard.agreement import RankLost
-from ssl_kd.guard.events import Event, EventLog
-from ssl_kd.guard.faults import Thresholds
-from ssl_kd.guard.finite import safe_normalize, safe_normalize_weights
-from ssl_kd.guard.loop import Guard
-from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import (
-    DeviceInfo,
-    Precision,
-    UnsupportedDevice,
-    promote_to_fp32,
-)
+import importlib
+import sys
 
-__all__ = [
-    "DeviceInfo",
-    "Event",
-    "EventLog",
-    "Guard",
-    "Precision",
-    "RankLost",
-    "Thresholds",
-    "TooFewHealthyParts",
-    "UnsupportedDevice",
-    "promote_to_fp32",
-    "safe_normalize",
-    "safe_normalize_weights",
-]
+from firstnan import *  # noqa: F403
+from firstnan import __all__ as __all__
+
+for _name in (
+    "diagnosis",
+    "events",
+    "faults",
+    "finite",
+    "loop",
+    "microscope",
+    "parts",
+    "precision",
+    "script",
+    "watch",
+):
+    _module = importlib.import_module(f"firstnan.{_name}")
+    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _module

@@ -1,8 +1,5 @@
-"""Run `python -m ssl_kd.guard train.py`; see `ssl_kd.guard.script`."""
+"""`python -m ssl_kd.guard`, the same as `python -m firstnan`."""
 
-import sys
+from firstnan.script import main
 
-from ssl_kd.guard.script import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+raise SystemExit(main())

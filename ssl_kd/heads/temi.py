@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssl_kd.guard.finite import SHORT, safe_normalize
+from firstnan.finite import SHORT, safe_normalize
 
 
 class TEMIHead(nn.Module):

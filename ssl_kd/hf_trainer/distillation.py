@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from firstnan.precision import Precision, promote_to_fp32
 from ssl_kd.errors import InputError
-from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.hf_trainer.guard_callback import GuardCallback
 from ssl_kd.hf_trainer.records import tokenized
 from ssl_kd.language.settings import LanguageSettings

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainingArguments
 
-from ssl_kd.guard.faults import Thresholds
-from ssl_kd.guard.loop import Guard
-from ssl_kd.guard.parts import SNAPSHOT_EVERY, TooFewHealthyParts
+from firstnan.faults import Thresholds
+from firstnan.loop import Guard
+from firstnan.parts import SNAPSHOT_EVERY, TooFewHealthyParts
 
 logger = logging.getLogger(__name__)
 

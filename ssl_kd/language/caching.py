@@ -8,9 +8,9 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from firstnan.precision import Precision
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
-from ssl_kd.guard.precision import Precision
 from ssl_kd.language.prepare import ModelLoader, prepare
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.served import ServedTeacher

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.diagnosis import Diagnosis, diagnose
+from firstnan.events import Event
+from firstnan.faults import Stage
+from firstnan.loop import Guard
+from firstnan.microscope import Fault, Microscope
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.guard.diagnosis import Diagnosis, diagnose
-from ssl_kd.guard.events import Event
-from ssl_kd.guard.faults import Stage
-from ssl_kd.guard.loop import Guard
-from ssl_kd.guard.memory import is_out_of_memory
-from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.language.objective import Objective
 from ssl_kd.language.routed import RoutedTeacher, router_fixed
 from ssl_kd.language.sick_rows import rng_state, set_rng_state
 from ssl_kd.language.sources import named_rows
+from ssl_kd.memory import is_out_of_memory
 from ssl_kd.teachers.finite import in_words, of_a_file, suspect_weights
 from ssl_kd.training.fault_bundle import Bundle, FlightRecorder
 from ssl_kd.training.process_group import ProcessGroup

@@ -6,11 +6,11 @@ import logging
 from functools import partial
 from typing import Any
 
+from firstnan.precision import Precision, default_torch_state
 from ssl_kd.datasets.aligned import aligned_blocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.language import LanguageJudge, Reading
-from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.language.judge_in_run import ANSWER_PROMPTS
 from ssl_kd.language.rollouts import with_held_out_text
 from ssl_kd.language.settings import LanguageSettings

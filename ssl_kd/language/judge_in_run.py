@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from firstnan.precision import DeviceInfo
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.language import LanguageJudge, Reading
-from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.foreign_names import IN_MEMORY
 from ssl_kd.language.prepare import Prepared
 from ssl_kd.language.teachers import load_teacher

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.guard.precision import DeviceInfo, Precision
+from firstnan.precision import DeviceInfo, Precision
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.token_terms import CHUNK_BYTES, chunk_rows
 from ssl_kd.teachers.causal import auto_model, llm_module

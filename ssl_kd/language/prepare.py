@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from firstnan.precision import Precision
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.render import describe_turns
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
-from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.foreign_names import IN_MEMORY
 from ssl_kd.language.rollouts import with_held_out_text, with_text_by

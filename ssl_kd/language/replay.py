@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.precision import Precision
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.errors import InputError
-from ssl_kd.guard.precision import Precision
 from ssl_kd.language.fault_explainer import examine, trained
 from ssl_kd.language.prepare import Prepared, make_distiller, prepare
 from ssl_kd.language.rollouts import rollout_batches

@@ -25,12 +25,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from firstnan.precision import Precision
+from firstnan.seeds import seed_of
 from ssl_kd.datasets.blocks import Batch, Blocks, digest_of
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.generation import Autocast, end_tokens
 from ssl_kd.files import load_tensors, save_tensors
-from ssl_kd.guard.precision import Precision
-from ssl_kd.guard.seeds import seed_of
 from ssl_kd.language.objective import Objective
 from ssl_kd.language.setting_groups import RolloutSettings, TrainingSettings
 from ssl_kd.language.settings import LanguageSettings

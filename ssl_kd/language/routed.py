@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.events import Event
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.guard.events import Event
 from ssl_kd.language.setting_groups import RouterSettings
 from ssl_kd.language.sources import Source, named_rows
 from ssl_kd.losses.teacher_output import TeacherOutput

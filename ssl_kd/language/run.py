@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from firstnan.parts import TooFewHealthyParts
+from firstnan.precision import default_torch_state
 from ssl_kd.evaluate.language import LanguageJudge
 from ssl_kd.evaluate.tokens import TokenScores
-from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.language.caching import with_automatic_cache
 from ssl_kd.language.judge_in_run import judge_student, judge_teachers, make_judge
 from ssl_kd.language.memory_plan import plan_of_run

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from firstnan.diagnosis import Cause
+from firstnan.parts import TooFewHealthyParts
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.render import describe_turns
-from ssl_kd.guard.diagnosis import Cause
-from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.prepare import Prepared
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep

@@ -20,8 +20,8 @@ from ssl_kd.datasets.blocks import Batch, Blocks, Frame, cut_to_fit, digest_of, 
 from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
-from ssl_kd.guard.memory import to_device_async
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
+from ssl_kd.memory import to_device_async
 from ssl_kd.teachers.causal import CausalLM, evaluating, positions
 from ssl_kd.teachers.frozen import hidden_states, linear_head
 

@@ -10,12 +10,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from firstnan.events import Event
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.guard.events import Event
-from ssl_kd.guard.memory import to_device_async
 from ssl_kd.language.sources import named_rows
 from ssl_kd.losses.teacher_output import TeacherOutput
+from ssl_kd.memory import to_device_async
 from ssl_kd.training.process_group import ProcessGroup
 
 AnyBatch = TypeVar("AnyBatch", Batch, AlignedBatch)

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.guard.memory import to_device_async
 from ssl_kd.losses.teacher_output import LinearTeacher, TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.memory import to_device_async
 
 Answer = Callable[[Batch, Tensor], TeacherOutput]
 """Function that returns a teacher's answer to a batch at some positions, which are indices into

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from firstnan.events import Event
+from firstnan.faults import Thresholds
+from firstnan.loop import Guard
+from firstnan.precision import Precision
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.guard.events import Event
-from ssl_kd.guard.faults import Thresholds
-from ssl_kd.guard.loop import Guard
-from ssl_kd.guard.precision import Precision
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.fault_explainer import FaultExplainer, examine
 from ssl_kd.language.objective import Objective, student_side

@@ -18,13 +18,13 @@ from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.divergences import DIVERGENCES, selects_by_student
 from ssl_kd.errors import InputError
-from ssl_kd.guard.memory import to_device_async
 from ssl_kd.language.cache_methods import HEAD_FILES, METHODS, CacheMethod, LiveAnswer
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teachers import router_id
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.memory import to_device_async
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import ShardStore, ShardWriter
 from ssl_kd.store.fingerprint import BaseFingerprint

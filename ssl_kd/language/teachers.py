@@ -7,11 +7,11 @@ import logging
 from functools import partial
 from pathlib import Path
 
+from firstnan.precision import Precision
 from ssl_kd.datasets.blocks import isolates_documents, make_blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.files import sha256_file
-from ssl_kd.guard.precision import Precision
 from ssl_kd.language.setting_groups import TeacherSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep, check_ranks

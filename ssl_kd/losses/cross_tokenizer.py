@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from firstnan.finite import compute_dtype
 from ssl_kd.divergences import divergence_named
-from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.rows import lifted, row_divergences, saturated
 

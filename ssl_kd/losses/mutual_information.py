@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.finite import (
+from firstnan.finite import (
     compute_dtype,
     probability_floor,
     safe_normalize_weights,

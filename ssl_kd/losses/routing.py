@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.finite import compute_dtype
+from firstnan.finite import compute_dtype
 
 _EPS = 1e-10
 

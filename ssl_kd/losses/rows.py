@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.finite import SHORT, compute_dtype
 from ssl_kd.divergences import NOWHERE, Divergence
-from ssl_kd.guard.finite import SHORT, compute_dtype
 
 SATURATION = 65504.0  # the largest finite float16: logits beyond it are clamped to it
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.finite import compute_dtype
+from firstnan.finite import compute_dtype
 from ssl_kd.losses.mutual_information import check_temperature, log_probabilities
 from ssl_kd.losses.rows import (
     along_clusters,

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssl_kd.divergences import divergence_named
-from ssl_kd.guard.memory import to_device_async
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.rows import Outside, outside_of
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, check_teacher
 from ssl_kd.losses.token_terms import TokenObjective, chunk_rows, summed_terms
+from ssl_kd.memory import to_device_async
 
 
 def token_kd(

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.finite import compute_dtype
 from ssl_kd.divergences import Divergence, near_0, with_tail
-from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.rows import Outside, differentiated_once, log_softmax_, saturated_copy
 from ssl_kd.losses.teacher_output import (
     LinearTeacher,

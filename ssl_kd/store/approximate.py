@@ -26,11 +26,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from firstnan.finite import safe_normalize
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, atomic_write, atomic_write_json, sha256_file
 from ssl_kd.files.lock import Lock
-from ssl_kd.guard.finite import safe_normalize
-from ssl_kd.guard.memory import give_back_memory
+from ssl_kd.memory import give_back_memory
 from ssl_kd.store.embeddings import EmbeddingStore
 from ssl_kd.store.neighbors import check_k, load_faiss, nearest_among, nearest_neighbors, search_on
 from ssl_kd.training.clock import Clock

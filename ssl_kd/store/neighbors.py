@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.finite import safe_normalize
 from ssl_kd.errors import InputError
-from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.embeddings import EmbeddingStore
 
 BLOCK_ROWS = 4096

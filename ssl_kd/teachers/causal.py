@@ -22,7 +22,7 @@ from torch import nn
 
 from ssl_kd.errors import InputError, MissingPackage, UserError
 from ssl_kd.files import sha256_file, why_refused
-from ssl_kd.guard.memory import is_out_of_memory
+from ssl_kd.memory import is_out_of_memory
 from ssl_kd.teachers.dtypes import cast_weights, keep_gradients
 from ssl_kd.teachers.weights import model_files, weights_id
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from firstnan.diagnosis import HUGE, Cause, Diagnosis, diagnose
+from firstnan.microscope import Fault, Microscope
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.guard.diagnosis import HUGE, Cause, Diagnosis, diagnose
-from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.teachers.causal import evaluating
 
 

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from firstnan.finite import compute_dtype
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
-from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.routing import gate_entropy, gate_kl
 
 ROUTERS: dict[str, bool | str] = {

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.guard.events import Event
-from ssl_kd.guard.faults import Stage
-from ssl_kd.guard.loop import Guard
-from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import promote_to_fp32
+from firstnan.events import Event
+from firstnan.faults import Stage
+from firstnan.loop import Guard
+from firstnan.parts import TooFewHealthyParts
+from firstnan.precision import promote_to_fp32
 from ssl_kd.losses.routing import load_balance
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 

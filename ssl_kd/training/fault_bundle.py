@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from firstnan.diagnosis import Diagnosis, report
+from firstnan.events import Event
+from firstnan.microscope import Fault
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
-from ssl_kd.guard.diagnosis import Diagnosis, report
-from ssl_kd.guard.events import Event
-from ssl_kd.guard.microscope import Fault
 
 logger = logging.getLogger(__name__)
 

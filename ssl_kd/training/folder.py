@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from firstnan.events import EventLog
 from ssl_kd import __version__
 from ssl_kd.errors import BAD_INPUT, RunFolderError, code_of
 from ssl_kd.files import (
@@ -35,8 +36,7 @@ from ssl_kd.files import (
     sha256_file,
 )
 from ssl_kd.files.lock import Lock, LockHeld
-from ssl_kd.guard.events import EventLog
-from ssl_kd.guard.memory import free_memory
+from ssl_kd.memory import free_memory
 from ssl_kd.settings import RunSettings, SettingsError
 from ssl_kd.settings.early import check_run_name
 

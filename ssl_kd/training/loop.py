@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import default_torch_state
+from firstnan.parts import TooFewHealthyParts
+from firstnan.precision import default_torch_state
 
 logger = logging.getLogger(__name__)
 

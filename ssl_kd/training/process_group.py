@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from firstnan.agreement import Agreement
+from firstnan.events import EventLog
 from ssl_kd.files import load_tensors
-from ssl_kd.guard.agreement import Agreement
-from ssl_kd.guard.events import EventLog
 from ssl_kd.settings import RunSettings
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.ranks import Ranks

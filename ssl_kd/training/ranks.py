@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
+from firstnan.agreement import RankLost, is_lost
 from ssl_kd.errors import FAILED, InputError, Interrupted, UserError
-from ssl_kd.guard.agreement import RankLost, is_lost
 from ssl_kd.settings.early import LAUNCHERS
 
 if TYPE_CHECKING:  # not in builds of torch without torch.distributed
@@ -82,13 +82,15 @@ def follows() -> bool:
 @contextlib.contextmanager
 def following() -> Iterator[None]:
     """Log only errors in the `with` block, because rank 0 logs for all processes."""
-    logger = logging.getLogger("ssl_kd")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("ssl_kd", "firstnan")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import Self
 
+from firstnan.events import EventLog
+from firstnan.precision import Precision, default_torch_state
 from ssl_kd.datasets.features import as_array
 from ssl_kd.files import CorruptFileError
-from ssl_kd.guard.events import EventLog
-from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.settings.import_paths import path_of_file
 from ssl_kd.store import nearest_neighbors

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from firstnan.faults import Thresholds
+from firstnan.parts import TooFewHealthyParts
+from firstnan.precision import Precision
 from ssl_kd.graph import Ensemble, agreement
-from ssl_kd.guard.faults import Thresholds
-from ssl_kd.guard.memory import free_memory
-from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import Precision
 from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
+from ssl_kd.memory import free_memory
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.convergence import ALONE, Convergence
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, tempered

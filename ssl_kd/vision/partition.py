@@ -14,9 +14,9 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
+from firstnan.finite import safe_normalize
 from ssl_kd.graph import Ensemble, Graph, View, form_ensemble, fuzzy_graph
 from ssl_kd.graph.levels import Evidence, nested_levels, number_of_clusters
-from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Splits
 from ssl_kd.vision.train import Gather

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.parts import TooFewHealthyParts
+from firstnan.precision import Precision
 from ssl_kd.errors import InputError
 from ssl_kd.files import sha256_file
-from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, nearest_neighbors
 from ssl_kd.store.approximate import by_index

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from firstnan.events import Event
+from firstnan.health import Health, Tally
 from ssl_kd import losses
 from ssl_kd.errors import InputError
-from ssl_kd.guard.events import Event
-from ssl_kd.guard.health import Health, Tally
 from ssl_kd.training.ranks import Ranks
 from ssl_kd.vision.step import HeadsState, HeadTrainer
 from ssl_kd.vision.train import HeadsLearner

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ssl_kd.guard.events import Event
-from ssl_kd.guard.faults import SKIPPED, Stage, is_healthy
-from ssl_kd.guard.memory import to_device_async
-from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.seeds import seed_of
+from firstnan.events import Event
+from firstnan.faults import SKIPPED, Stage, is_healthy
+from firstnan.parts import TooFewHealthyParts
+from firstnan.seeds import seed_of
+from ssl_kd.memory import to_device_async
 from ssl_kd.training.loop import Pace
 from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision.convergence import Convergence

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssl_kd.guard.memory import free_memory, to_device_async
+from ssl_kd.memory import free_memory, to_device_async
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.model_parts import Projection

@@ -12,9 +12,9 @@ import scipy.stats
 import torch
 from numpy.typing import NDArray
 
+from firstnan.finite import safe_normalize
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.sample import random_rows
-from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.columns import DECIDED, Column, Columns, codes_of, group_rows
 from ssl_kd.workbench.decisions import Curation

@@ -18,14 +18,14 @@ import torch
 from rich.console import Console
 
 import ssl_kd
+from firstnan.events import Event
+from firstnan.parts import TooFewHealthyParts
 from ssl_kd import cli
 from ssl_kd.cli import failures, guarded
 from ssl_kd.cli.flags import read_settings
 from ssl_kd.cli.screen import ProgressBars
 from ssl_kd.errors import MissingPackage
 from ssl_kd.files import CorruptFileError
-from ssl_kd.guard.events import Event
-from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.fault_bundle import Bundle, save_bundle

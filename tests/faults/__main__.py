@@ -18,7 +18,8 @@ import pytest
 
 from tests.faults.matrix import GROUPS, KINDS, ROWS
 
-FOLDER, IMPORT = Path(__file__).parent, "faults.matrix import row"
+FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+IMPORT = "faults.matrix import row"
 HEADER = """\
 # The fault matrix
 
@@ -108,7 +109,8 @@ def kinds() -> Iterator[str]:
 
 def marked_elsewhere() -> list[Path]:
     """Return the test files outside this folder with tests of rows."""
-    files = sorted(FOLDER.parent.rglob("test_*.py"))
+    folders = FOLDER.parent, ROOT / "firstnan" / "tests"
+    files = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
     return [f for f in files if f.parent != FOLDER and IMPORT in f.read_text(encoding="utf-8")]
 
 

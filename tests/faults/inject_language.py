@@ -11,10 +11,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from firstnan import Precision
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import Example, TextDataset
-from ssl_kd.guard import Precision
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ssl_kd.guard.faults import Stage
+from firstnan.faults import Stage
 
 row = pytest.mark.fault
 """Marks the test of a row, or of several: `@row(15)`, `@row(4, 5)`."""

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from firstnan.faults import Thresholds
+from firstnan.parts import TooFewHealthyParts
 from ssl_kd.files import load_tensors
-from ssl_kd.guard.faults import Thresholds
-from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.heads import TEMIHead
 from ssl_kd.report import write_report
 from ssl_kd.vision import pipeline

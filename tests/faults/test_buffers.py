@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ssl_kd.guard.loop import Guard
+from firstnan.loop import Guard
 from tests.bits import same
 from tests.faults.matrix import row
 

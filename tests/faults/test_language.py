@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 
+from firstnan.parts import TooFewHealthyParts  # noqa: E402
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.datasets.blocks import make_blocks  # noqa: E402
 from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import open_text  # noqa: E402
 from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.files import sha256_file  # noqa: E402
-from ssl_kd.guard.parts import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.aligned import Aligned  # noqa: E402
 from ssl_kd.language.presets import PRESETS  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402

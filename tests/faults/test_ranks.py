@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ssl_kd.guard import RankLost
+from firstnan import RankLost
 from tests.faults.matrix import row
 from tests.ranks import agreed, batch, build, losses_of, reasons, run_ranks
 from tests.ranks import seen as seen_of

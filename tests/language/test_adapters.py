@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from firstnan import Guard
+from firstnan.faults import Thresholds
 from ssl_kd.errors import InputError
-from ssl_kd.guard import Guard
-from ssl_kd.guard.faults import Thresholds
 from ssl_kd.language.run import run
 from ssl_kd.teachers.student import add_lora
 from ssl_kd.training.stop import Interrupted

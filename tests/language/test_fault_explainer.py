@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import diagnosis, diagnosis_language  # noqa: E402
-from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
-from ssl_kd.guard.diagnosis import Cause  # noqa: E402
+from firstnan import TooFewHealthyParts  # noqa: E402
+from firstnan.diagnosis import Cause  # noqa: E402
 from ssl_kd.language.fault_explainer import FaultExplainer, examine  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.training.fault_bundle import FlightRecorder, load_bundle  # noqa: E402

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from ssl_kd.guard.precision import DeviceInfo, Precision
+from firstnan.precision import DeviceInfo, Precision
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.teacher_cache import TeacherFingerprint, cache_identity, write

@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from firstnan import TooFewHealthyParts  # noqa: E402
+from firstnan.diagnosis import Cause  # noqa: E402
 from ssl_kd import cli  # noqa: E402
 from ssl_kd.files import CorruptFileError  # noqa: E402
-from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
-from ssl_kd.guard.diagnosis import Cause  # noqa: E402
 from ssl_kd.language.fault_explainer import trained  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402

@@ -11,9 +11,9 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from firstnan import TooFewHealthyParts  # noqa: E402
 from ssl_kd.datasets.blocks import Blocks  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
-from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language import rollouts as rollouts_module  # noqa: E402
 from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402

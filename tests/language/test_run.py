@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers")
 from huggingface_hub import ModelCard  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from firstnan import TooFewHealthyParts  # noqa: E402
 from ssl_kd.evaluate.language import judge_tokens  # noqa: E402
 from ssl_kd.files import load_tensors  # noqa: E402
-from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.run import BestStudent, run  # noqa: E402

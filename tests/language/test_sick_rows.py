@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
+from firstnan import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.sick_rows import overwritten, without  # noqa: E402
 from ssl_kd.language.sources import Plain  # noqa: E402

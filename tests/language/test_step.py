@@ -8,8 +8,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
-from ssl_kd.guard.precision import Precision  # noqa: E402
+from firstnan import TooFewHealthyParts  # noqa: E402
+from firstnan.precision import Precision  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.losses.teacher_output import LogitsTeacher  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
+from firstnan import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.train import rows_of_step, train  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from tests.modes import MODES  # noqa: E402

@@ -11,11 +11,12 @@ tomllib = pytest.importorskip("tomllib", reason="Python 3.11 brought it")
 ROOT = Path(__file__).parents[2]
 PROJECT = """[tool.lines]
 file = 5
-files = { "explore/page.js" = 6 }
+files = { "ssl_kd/explore/page.js" = 6 }
 
 [tool.lines.rooms]
 # A note that stays.
 explore = 9
+firstnan = 3
 gone = 4
 top = 2
 
@@ -39,7 +40,8 @@ def repository(tmp_path):
     (tmp_path / "pyproject.toml").write_text(PROJECT)
 
     def fill(path, n):
-        file = tmp_path / "ssl_kd" / path
+        folder = "" if path.startswith("firstnan") else "ssl_kd"
+        file = tmp_path / folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("line\n" * n)
         return tmp_path
@@ -48,19 +50,22 @@ def repository(tmp_path):
     fill("explore/vendor/others.js", 900)
     fill("explore/notes.md", 900)
     fill("run.py", 2)
+    fill("firstnan/loop.py", 3)
+    fill("firstnan/tests/test_loop.py", 900)
     return fill
 
 
 def test_rooms_within_their_lines_pass(lines, repository, capsys):
     root = repository("explore/server.py", 3)
     assert lines.main([], root) == 0
-    assert "explore 9  top 2" in capsys.readouterr().out
+    assert "explore 9  firstnan 3  top 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("path", "n", "fault"),
     [
         ("explore/server.py", 4, "explore has 10 lines, 1 more than it may: take some out"),
+        ("firstnan/a.py", 1, "firstnan has 4 lines, 1 more"),
         ("new/a.py", 1, "new is a new room: give it a number"),
         ("explore/page.js", 7, "ssl_kd/explore/page.js has 7 lines; expected at most 6"),
     ],
@@ -75,7 +80,8 @@ def test_numbers_only_fall(lines, repository):
     assert lines.main(["--lower"], root) == 1  # the top level has grown
     text = (root / "pyproject.toml").read_text()
     limits = tomllib.loads(text)["tool"]
-    assert limits["lines"]["rooms"] == {"explore": 6, "top": 2} and limits["other"] == {"top": 7}
+    assert limits["lines"]["rooms"] == {"explore": 6, "firstnan": 3, "top": 2}
+    assert limits["other"] == {"top": 7}
     assert "# A note that stays." in text
     assert lines.main([], repository("run.py", 2)) == 0
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from firstnan.events import Event
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
-from ssl_kd.guard.events import Event
 from ssl_kd.training.fault_bundle import Bundle, FlightRecorder, load_bundle, save_bundle
 
 EVENT = Event(7, "head 3", "loss", "the loss is not finite", "skipped")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ssl_kd
+from firstnan.events import Event
 from ssl_kd.files import CorruptFileError, save_tensors
-from ssl_kd.guard.events import Event
 from ssl_kd.training.folder import RunFinished, RunFolder, RunFolderError
 from ssl_kd.vision.settings import VisionSettings
 

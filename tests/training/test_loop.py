@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssl_kd.guard.parts import TooFewHealthyParts
+from firstnan.parts import TooFewHealthyParts
 from ssl_kd.training.loop import Pace, run_loop
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from firstnan import Event, Precision
+from firstnan.diagnosis import Cause
+from firstnan.faults import Stage
 from ssl_kd.files import CorruptFileError
-from ssl_kd.guard import Event, Precision
-from ssl_kd.guard.diagnosis import Cause
-from ssl_kd.guard.faults import Stage
 from ssl_kd.training.fault_bundle import FlightRecorder, save_bundle
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.replay import bundle_of, replay

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ssl_kd.guard import TooFewHealthyParts
-from ssl_kd.guard.faults import Stage, Thresholds
+from firstnan import TooFewHealthyParts
+from firstnan.faults import Stage, Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision import step as guarded

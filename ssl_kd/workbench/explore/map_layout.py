@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from firstnan.finite import safe_normalize
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.layout import embedding_map
 from ssl_kd.evaluate.sample import random_rows
 from ssl_kd.files import CorruptFileError, load_tensors, remove_orphans, save_tensors
-from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.neighbors import search_on
 from ssl_kd.training.clock import Progress
 from ssl_kd.vision.samples import Samples

@@ -24,9 +24,9 @@ from urllib.parse import parse_qs, parse_qsl
 import torch
 from torch import Tensor
 
+from firstnan.finite import safe_normalize
 from ssl_kd.datasets.media import Rows, is_link
 from ssl_kd.errors import InputError, UserError, printable
-from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.neighbors import nearest_among, search_on
 from ssl_kd.training.clock import Progress
 from ssl_kd.vision.samples import Samples

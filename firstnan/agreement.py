@@ -1,0 +1,153 @@
+"""Exchange a few numbers between the ranks that train one model, so that all decide alike.
+
+If one rank skipped a step alone, the others would wait for it in an all-reduce; if one rank alone
+used a bad loss term, the averaged gradient would damage the weights of all. So the ranks exchange
+the numbers that judge a step, at the same points of the loop, before anything is decided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from firstnan.errors import UserError
+
+_LOST = re.compile("gloo|NCCL|connection|socket|timed? ?out", re.IGNORECASE)
+_WIDTH = 64  # least number of values in one message
+_NAMED = 8  # most ranks that an event names
+_WAY_OUT = (
+    "A rank died, hangs, or was slower than the process group's timeout: its own log has the first"
+    " error. Start all ranks again from the last checkpoint; if steps may take that long, pass"
+    " timeout= to init_process_group"
+)
+
+
+class RankLost(UserError, RuntimeError):
+    """Another rank did not respond; the message says what was waited for, and for how long."""
+
+
+class Agreement:
+    """Exchange a few numbers between the ranks of a process group, in one small all-reduce.
+
+    Every rank makes the same exchanges in the same order. Each message starts with a checksum of
+    its purpose, so that ranks at different points of their loops get an error that names the points
+    instead of wrong numbers. Ranks that describe the guard differently (`made`) are refused.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, made: str, numbers: int
+    ) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("this process is not in `group`; expected a group that contains it")
+        self.world = dist.get_world_size(group)
+        self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        self._width = 0
+        self._exchange(f"a new Guard ({made})", torch.zeros(0))
+        self._width = max(numbers, _WIDTH)
+
+    @classmethod
+    def between(
+        cls,
+        group: dist.ProcessGroup | Literal[False] | None,
+        device: torch.device,
+        made: str,
+        numbers: int,
+    ) -> Agreement | None:
+        """Return an `Agreement` between several ranks; None for one rank, or `group=False`."""
+        if group and not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "group= is a process group, but torch.distributed is not initialized: call "
+                "init_process_group first, or leave group= out"
+            )
+        if group is False or not several_ranks(group):
+            return None
+        return cls(group, device, made, numbers)
+
+    def exchange(self, what: str, numbers: Tensor) -> Tensor:
+        """Gather `[n]` numbers of each rank as `[rank, n]` float32 on the CPU of every rank.
+
+        `what` names the numbers and their step: the same on every rank, else ValueError is raised.
+        """
+        return torch.cat([self._exchange(what, x) for x in numbers.split(self._width)], dim=1)
+
+    def _exchange(self, what: str, numbers: Tensor) -> Tensor:
+        # A sum in which every other rank adds zeros: exact, and every backend has it.
+        table = torch.zeros(self.world, 1 + self._width)
+        table[self.rank, 0] = zlib.crc32(what.encode()) & 0xFFFFFF  # exact in float32
+        table[self.rank, 1 : 1 + len(numbers)] = numbers
+        with self.waiting(what, always=True):
+            table = table.to(self._device)
+            dist.all_reduce(table, group=self.group)
+            table = table.cpu()
+        if bool((table[:, 0] != table[0, 0]).any()):
+            points = self.share("the point of each rank", what)
+            at = "; ".join(f"rank {rank}: {point}" for rank, point in enumerate(points))
+            raise ValueError(
+                f"the ranks are not at the same point. {at}. Make the same Guard on every rank,"
+                " call its backward and step equally often there, and with losses of the same"
+                " names: a term that does not apply to a rank's batch is a constant 0"
+            )
+        return table[:, 1 : 1 + len(numbers)]
+
+    def share(self, what: str, text: str) -> list[str]:
+        """Gather one text from each rank, in rank order; for `what` see `exchange`."""
+        texts: list[str] = [""] * self.world
+        with self.waiting(what, always=True):
+            dist.all_gather_object(texts, text, group=self.group)
+        return texts
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, *, always: bool = False) -> Iterator[None]:
+        """Turn a failure of the process group inside into RankLost, naming `what` was waited for.
+
+        With `always`, any RuntimeError counts as such a failure.
+        """
+        start = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if not (always or is_lost(error)):
+                raise
+            line = str(error).strip().splitlines()[0]
+            raise RankLost(
+                f"rank {self.rank} of {self.world} waited {time.monotonic() - start:.1f} s for the"
+                f" other ranks at {what}: {line}. {_WAY_OUT}"
+            ) from error
+
+    def name_ranks(self, *evidence: Tensor) -> str:
+        """Return the ranks that saw a fault as ` on rank 3 of 4`; empty if no rank did.
+
+        Uses the first boolean `[rank]` tensor of `evidence` that is true on some rank.
+        """
+        for where in evidence:
+            ranks = where.nonzero().flatten().tolist()
+            if len(ranks) == self.world:
+                return f" on all {self.world} ranks"
+            if len(ranks) > _NAMED:
+                return f" on {len(ranks)} of {self.world} ranks, the first is rank {ranks[0]}"
+            if ranks:
+                names = ", ".join(map(str, ranks))
+                return f" on rank{'s' * (len(ranks) > 1)} {names} of {self.world}"
+        return ""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether an error says that the process group lost its connection to another rank."""
+    if isinstance(error, dist.DistError):  # pyright: ignore[reportPrivateImportUsage]
+        return True
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether `torch.distributed` is initialized with more than one rank."""
+    initialized = dist.is_available() and dist.is_initialized()
+    return initialized and dist.get_world_size(group) != 1

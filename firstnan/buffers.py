@@ -1,0 +1,201 @@
+"""Undo what a bad batch did to buffers that forward passes change, such as BatchNorm statistics.
+
+A batch that is left out of an update has already run through the modules, including a trunk that
+parts share, or a discriminator. It must leave no trace in their buffers.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from firstnan.norms import narrow
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_FLOATS |= {torch.complex64, torch.complex128}
+
+
+class _BeforeForward:
+    """A forward pre-hook that does nothing in a copy or a pickle of the module."""
+
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self._buffers = None if buffers is None else weakref.ref(buffers)
+
+    def __call__(self, module: nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling() or self._buffers is None:
+            return
+        training = module.training or torch.is_grad_enabled()  # else no step has begun
+        if training and (buffers := self._buffers()) is not None:
+            buffers.begin()
+
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+        return _BeforeForward, ()
+
+
+class Buffers:
+    """Keep the buffers of some modules as they were before a step's forward pass.
+
+    The values are copied at the end of each step; buffers written between steps are copied again at
+    the next step's first forward pass. Writes through `.data` are missed, and so are writes before
+    a forward pass that is compiled as a whole.
+
+    A buffer counts as spoiled if it holds a NaN or infinity and did not before. So a mask of -inf,
+    or an observer's bounds that start infinite, do not count. Buffers that are not persistent are
+    caches, whose shape may change; they are not kept.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], weight: nn.Parameter) -> None:
+        self._places = [
+            (module, key, f"{name}.{key}" if name else key)
+            for name, module in modules
+            for key in module._buffers.keys()  # noqa: SIM118 - TorchScript's cannot be iterated
+            if key not in module._non_persistent_buffers_set
+        ]
+        self._weight = weight
+        self.keep()
+        self.end_step()
+        hook = _BeforeForward(self)
+        for module, _, name in {id(place[0]): place for place in self._places}.values():
+            if isinstance(module, torch.jit.RecursiveScriptModule):  # pyright: ignore[reportPrivateImportUsage]
+                raise ValueError(
+                    f"the buffer {name} belongs to a scripted module (torch.jit.script), which "
+                    "takes no hooks: make the Guard for the Python module, and script the module "
+                    "after training"
+                )
+            handle = module.register_forward_pre_hook(hook)
+            weakref.finalize(self, handle.remove)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def live(self) -> list[Tensor | None]:
+        """Return the current tensors of the buffers; a module may have replaced some."""
+        return [module._buffers[key] for module, key, _ in self._places]
+
+    def look(self, zero: Tensor, of: Sequence[Tensor | None] | None = None) -> list[Tensor]:
+        """Return the largest magnitude in each buffer, or in each tensor of `of`; NaN for a NaN.
+
+        Does not wait for the device. `zero`, a 0 on the device, stands for buffers of integers.
+        """
+        tensors = self.live() if of is None else of
+        largest = [zero] * len(tensors)
+        floats = {
+            i: b
+            for i, b in enumerate(tensors)
+            if b is not None and b.dtype in _FLOATS and b.layout == torch.strided and b.numel()
+        }
+        if floats:
+            norms = torch._foreach_norm([*floats.values()], math.inf)  # pyright: ignore
+            for i, norm in zip(floats, norms, strict=True):
+                largest[i] = norm
+        return largest
+
+    def _badness(
+        self, largest: Sequence[float] | None = None, of: Sequence[Tensor | None] | None = None
+    ) -> list[int]:
+        """Return 0 for a finite buffer, 1 for a buffer with an infinity, 2 for one with a NaN."""
+        if largest is None:  # waits for the device
+            zero = torch.zeros((), device=self._weight.device)
+            numbers = [narrow(number).to(zero) for number in self.look(zero, of)]
+            largest = torch.stack(numbers).tolist() if numbers else []
+        return [2 if math.isnan(x) else int(math.isinf(x)) for x in largest]
+
+    def keep(self, *, ask: bool = True) -> None:
+        """Copy the buffers as the state before the next step.
+
+        With `ask`, read from the device which are finite; otherwise use the last `spoiled` result.
+        """
+        self.kept = [None if b is None else b.clone() for b in self.live()]
+        self._bad = self._badness() if ask else self._now
+        self._mark()
+
+    def _mark(self) -> None:
+        self._at_keep = [(b, _version(b)) for b in self.live()]
+        self._written: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+
+    def end_step(self) -> None:
+        """Make the next forward pass count as the start of a step."""
+        self._begun = False
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Copy buffers that were written since the last step; called before a forward pass."""
+        if self._begun:
+            return
+        self._begun = True
+        pairs = zip(self.live(), self._at_keep, strict=True)
+        for i, (now, (tensor, version)) in enumerate(pairs):
+            if now is not tensor or _version(now) != version:
+                self._written[i] = now, None if now is None else now.clone()
+
+    def _take_written(self) -> None:
+        """Take over values written between steps, unless they are worse; may wait."""
+        if not self._written:
+            return
+        live = self.live()
+        worse = self._badness(of=[value for _, value in self._written.values()])
+        for (i, (source, value)), bad in zip(self._written.items(), worse, strict=True):
+            before = self._at_keep[i][0]
+            lent = source is not before and live[i] is before  # by functional_call
+            if not lent and bad <= self._bad[i]:
+                self.kept[i] = value
+        self._written = {}
+
+    @property
+    def nan(self) -> str:
+        """The names of buffers that held a NaN when they were last copied."""
+        return self.names(i for i, bad in enumerate(self._bad) if bad == 2)
+
+    def spoiled(self, largest: Sequence[float] | None = None) -> list[int]:
+        """Return the indices of the buffers that are spoiled now.
+
+        Waits for the device, unless `largest` is the result of `look`.
+        """
+        self._now = self._badness(largest)
+        pairs = zip(self._now, self._bad, strict=True)
+        return [i for i, (now, before) in enumerate(pairs) if now > before]
+
+    def names(self, numbers: Iterable[int]) -> str:
+        """Return the names of the buffers with these indices, separated by commas."""
+        return ", ".join(self._places[i][2] for i in numbers)
+
+    @torch.no_grad()
+    def heal(self, spoiled: Sequence[int]) -> None:
+        """Restore the spoiled buffers and all others of their modules; call `spoiled` first."""
+        if not spoiled:
+            return
+        self._take_written()
+        modules = {id(self._places[i][0]) for i in spoiled}
+        for i, (module, _, _) in enumerate(self._places):
+            if id(module) in modules:
+                self._put_back(i, self.kept[i])
+                self._now[i] = self._bad[i]
+
+    @torch.no_grad()
+    def put_back(self, values: Sequence[Tensor | None] | None = None) -> None:
+        """Set all buffers to `values`, in the order of `live`; by default to the kept values."""
+        if values is None:
+            self._take_written()
+        for i, value in enumerate(self.kept if values is None else values):
+            self._put_back(i, value)
+        self._now = [*self._bad]
+        if values is None:
+            self._mark()
+
+    def _put_back(self, i: int, value: Tensor | None) -> None:
+        module, key, _ = self._places[i]
+        now = module._buffers[key]
+        if now is not None and value is not None:
+            now.copy_(value)
+        else:  # made by a forward pass, usually the first one
+            where = self._weight.device
+            module._buffers[key] = None if value is None else value.to(where, copy=True)
+
+
+def _version(tensor: Tensor | None) -> int | None:
+    """Return the count of in-place writes; None if torch does not count them."""
+    return None if tensor is None or tensor.is_inference() else tensor._version

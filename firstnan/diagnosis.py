@@ -1,0 +1,288 @@
+"""Infer the likely cause of a NaN or infinity, and advise which settings to change."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from firstnan.microscope import Fault, Made, TensorFacts
+
+_LOGS = {"log", "log2", "log10", "log1p", "xlogy"}
+_ROOTS = {"sqrt", "rsqrt", "pow"}
+_INVERSES = {"acos", "asin", "atanh"}
+_NORMS = {"linalg_vector_norm", "norm", "_foreach_norm", "sqrt", "std", "var", "cdist"}
+_EXPS = {"exp", "exp2", "expm1", "sinh", "cosh"}
+_DIVISIONS = {"div", "reciprocal", "rsqrt", "true_divide"}
+_ELEMENTWISE = {"add", "sub", "rsub", "neg", "mul", "div", "clamp", "clamp_min", "clamp_max"}
+_ELEMENTWISE |= {"maximum", "minimum", "where", "masked_fill", "_to_copy"}
+_MEAN_LOSSES = {"nll_loss_forward", "nll_loss2d_forward"}
+_SPREADS = {"std", "var", "std_mean", "var_mean"}
+_SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
+
+HUGE = 1e10
+"""Magnitude that no weight, embedding or activation of a healthy model reaches."""
+
+LARGE_WEIGHTS = 100.0
+"""Root mean square of a weight tensor above which training counts as diverged."""
+
+
+class Cause(str, Enum):
+    """The causes of a NaN or infinity that a diagnosis can name."""
+
+    FP16_OVERFLOW = "overflow in fp16"
+    LOG_OF_ZERO = "log of zero"
+    ZERO_NORM = "zero norm"
+    POISONED_WEIGHT = "poisoned weight"
+    POISONED_INPUT = "poisoned input row"
+    TEMPERATURE = "temperature too low"
+    LEARNING_RATE = "learning rate too high"
+    UNDERFLOW = "underflow to zero"
+    DOMAIN = "outside its domain"
+    MASKED = "everything masked"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A setting to change, with its current value and the value to try."""
+
+    setting: str
+    now: Any
+    value: Any
+
+    def __str__(self) -> str:
+        """Return a line such as `LEARNING_RATE 4 -> 0.4`."""
+        return f"{self.setting.upper()} {_short(self.now)} -> {_short(self.value)}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The likely cause of a fault, and what to do about it.
+
+    Attributes:
+        cause: the category of the cause.
+        words: a sentence that describes what happened.
+        remedy: what to change in the code or the data.
+        advice: settings to change; empty if no setting is known to help.
+    """
+
+    cause: Cause
+    words: str
+    remedy: str
+    advice: tuple[Advice, ...]
+
+
+_REMEDIES = {
+    Cause.FP16_OVERFLOW: "compute this in float32: x.float() before the operation",
+    Cause.LOG_OF_ZERO: "log_softmax(x) in place of log(softmax(x)); else clamp_min(tiny) first",
+    Cause.ZERO_NORM: "firstnan.safe_normalize(x); for a root, add tiny under it",
+    Cause.POISONED_WEIGHT: "go back to an earlier state: the guard restores such a part, and a "
+    "run resumes from its checkpoint. If the NaN returns without an update, test the memory",
+    Cause.POISONED_INPUT: "rebuild or leave out that row of the data",
+    Cause.TEMPERATURE: "raise the temperature, and subtract the maximum before any exponential "
+    "(log_softmax does)",
+    Cause.LEARNING_RATE: "lower the learning rate, clip gradients, restart from an earlier state",
+    Cause.UNDERFLOW: "clamp the number to torch.finfo(x.dtype).tiny or above, or use log space",
+    Cause.DOMAIN: "keep the input in the range where the operation is defined",
+    Cause.MASKED: "leave at least one entry of each row unmasked, or drop such rows",
+    Cause.UNKNOWN: "check the ranges of the inputs above",
+}
+
+_TEMPERATURES = ("student_temp", "teacher_temp", "temperature")
+_ZEROS = (Cause.LOG_OF_ZERO, Cause.ZERO_NORM, Cause.UNDERFLOW)
+_IN_FLOAT32 = {"use_fp16": False, "model_dtype": "float32"}
+_CHANGES: dict[Cause, dict[str, Any]] = {
+    Cause.FP16_OVERFLOW: _IN_FLOAT32,
+    **dict.fromkeys(_ZEROS, _IN_FLOAT32),  # only if an input was fp16
+    Cause.LEARNING_RATE: {
+        "learning_rate": lambda now: None if now is None else now / 10,
+        "clip_grad": lambda now: 1.0 if now is None else now,
+    },
+    Cause.POISONED_INPUT: {"rebuild_damaged": True},
+}
+"""For each cause: setting -> the new value, or a function from the current to the new value."""
+
+
+def diagnose(
+    fault: Fault,
+    settings: Mapping[str, Any] | None = None,
+    usual: Mapping[str, float] | None = None,
+) -> Diagnosis:
+    """Return the likely cause of a fault, and the settings or code to change.
+
+    Args:
+        fault: the result of `Microscope.fault`.
+        settings: lower-case name of a setting -> its value. Only these settings are advised, and
+            of them only temperatures, `learning_rate`, `clip_grad`, `use_fp16`, `model_dtype` and
+            `rebuild_damaged`.
+        usual: setting -> largest value to advise, because a tenth of a learning rate that is far
+            too large may still be too large.
+    """
+    cause, sentence = _judge(fault)
+    advice = _advice(cause, fault, settings or {}, usual or {})
+    return Diagnosis(cause, sentence, _REMEDIES[cause], tuple(advice))
+
+
+def report(fault: Fault, diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Return the (label, text) rows of a report: inputs, outputs, cause, settings and remedy."""
+    rows = [("input", str(facts)) for facts in fault.inputs]
+    rows += [("output", str(facts)) for facts in fault.outputs]
+    rows += [("cause", f"{diagnosis.cause.value}: {diagnosis.words}")]
+    rows += [("change", str(advice)) for advice in diagnosis.advice]
+    return [*rows, ("remedy", diagnosis.remedy)]
+
+
+def _judge(fault: Fault) -> tuple[Cause, str]:
+    if fault.poisoned is not None:
+        facts = fault.named.get(fault.poisoned) or _bad_input(fault)
+        return _kind(fault.poisoned), f"{fault.poisoned} came in not finite ({_damage(facts)})"
+    for name, facts in fault.named.items():
+        only_one = not any(other != name for other in _runaway(fault.named))
+        if 0 < facts.outliers <= max(facts.size // 100, facts.shape[-1]) and only_one:
+            what = f"{name} holds {facts.outliers} of {facts.size} values as large as"
+            return _kind(name), f"{what} {facts.largest:.3g}, far above its other values"
+        if _kind(name) == Cause.POISONED_INPUT and facts.largest >= HUGE:
+            return _kind(name), f"{name} reaches {facts.largest:.3g}"
+    if runaway := _runaway(fault.named):
+        name = max(runaway, key=lambda name: fault.named[name].rms)
+        grown = f"{name} has grown to a root mean square of {fault.named[name].rms:.3g}"
+        return Cause.LEARNING_RATE, grown
+
+    op, node = fault.made.op, (fault.node or "").removesuffix("0")
+    zero = any(facts.zeros for facts in fault.inputs)
+    if fault.masked and math.inf in fault.made.numbers and op != "masked_fill":
+        return Cause.UNKNOWN, f"{fault.op} was given an infinity, which reached the result"
+    if fault.masked:
+        return Cause.MASKED, "an infinity, for example from a mask, reached the result"
+    if op in _SOFTMAXES and any(facts.infs for facts in fault.inputs):
+        return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalize"
+    if op in _MEAN_LOSSES and any(facts.nans for facts in fault.outputs):
+        return Cause.MASKED, "every label is ignored: the loss is a mean over nothing"
+    if op == "_ctc_loss" and any(facts.infs for facts in fault.outputs):
+        return Cause.DOMAIN, "a CTC input is too short for its target: no alignment exists"
+    if op in _SPREADS and any(facts.nans for facts in fault.outputs):
+        return Cause.DOMAIN, "the std or var of one value is 0 / 0: use unbiased=False"
+    low = min((facts.low for facts in fault.inputs if facts.low is not None), default=0.0)
+    high = max((facts.high for facts in fault.inputs if facts.high is not None), default=0.0)
+    if any(facts.nans for facts in fault.outputs) and not fault.backward:
+        if (op in _LOGS | _ROOTS and low < 0) or (op in _INVERSES and max(-low, high) > 1):
+            return Cause.DOMAIN, f"{fault.op} is not defined for {low if low < 0 else high:.3g}"
+    if op in _LOGS or (node.startswith("Log") and "Backward" in node and op in _DIVISIONS):
+        return Cause.LOG_OF_ZERO, "the logarithm was taken of an exact 0"
+    if zero and (op in _DIVISIONS or op == "pow"):
+        return _division(fault, node)
+    return _overflow(fault)
+
+
+def _runaway(named: dict[str, TensorFacts]) -> list[str]:
+    return [name for name, facts in named.items() if "weight" in name and facts.rms > LARGE_WEIGHTS]
+
+
+def _kind(name: str) -> Cause:
+    return Cause.POISONED_INPUT if name.startswith("input") else Cause.POISONED_WEIGHT
+
+
+def _bad_input(fault: Fault) -> TensorFacts:
+    return next(facts for facts in fault.inputs if facts.first_bad is not None)
+
+
+def _damage(facts: TensorFacts) -> str:
+    counts = ((facts.nans, "NaN"), (facts.infs, "inf"))
+    bad = " and ".join(f"{count} of {facts.size} values {name}" for count, name in counts if count)
+    return f"{bad}, the first at {list(facts.first_bad or ())}"
+
+
+def _division(fault: Fault, node: str) -> tuple[Cause, str]:
+    by_norm = fault.made.op == "rsqrt" or _ancestor(fault.made, _NORMS)
+    norm_node = re.match("(Sqrt|Rsqrt|Std|Norm|LinalgVectorNorm|Div|Cdist)Backward", node)
+    zero_by_zero = sum(facts.zeros > 0 for facts in fault.inputs) > 1
+    are_scalars = all(facts.size == 1 for facts in fault.inputs)
+    if zero_by_zero and are_scalars and not node and not by_norm:
+        return Cause.MASKED, "0 / 0: a mean over nothing"
+    if norm_node or (by_norm and not node) or (zero_by_zero and not node):
+        what = "the slope of a norm or root is infinite at 0" if node else "a division by it"
+        return Cause.ZERO_NORM, f"a vector's length is exactly 0: {what}"
+    return Cause.UNDERFLOW, "a divisor, or the base of a power, is exactly 0"
+
+
+def _ancestor(made: Made, ops: set[str], depth: int = 4) -> bool:
+    return depth > 0 and any(p.op in ops or _ancestor(p, ops, depth - 1) for p in made.parents)
+
+
+def _overflow(fault: Fault) -> tuple[Cause, str]:
+    out, limit = fault.outputs[0].dtype, _limit(fault)
+    largest = max((facts.largest for facts in fault.inputs), default=0.0)
+    factor, before, wanted = _temperature(fault)
+    if wanted:
+        divided = f"values up to {before:.3g} were divided by {1 / factor:.3g}"
+        return Cause.TEMPERATURE, f"{divided}, which overflows {out}"
+    sentence = f"values up to {largest:.3g} went into {fault.op}, and {out} ends at {limit:.3g}"
+    if fault.made.op in _EXPS:
+        sentence = f"the exponential of {largest:.3g}: {out} holds it up to {limit:.3g}"
+    if out == "float16":
+        return Cause.FP16_OVERFLOW, sentence
+    return (Cause.LEARNING_RATE if largest >= HUGE else Cause.UNKNOWN), sentence
+
+
+def _limit(fault: Fault) -> float:
+    """Return the largest finite result of the operation; for an exponential, the largest input."""
+    largest = torch.finfo(getattr(torch, fault.outputs[0].dtype)).max
+    return math.log(largest) if fault.made.op in _EXPS else largest
+
+
+def _temperature(fault: Fault) -> tuple[float, float, float]:
+    """Return the factor, the largest value before it, and a temperature to try (0 for none)."""
+    (factor, before), limit = _sharpening(fault.made), _limit(fault)
+    exponential = fault.made.op in _EXPS
+    if not exponential:  # logits that overflow at any usual temperature have another cause
+        limit = limit / 10 if fault.made.op in _SOFTMAXES | {"div", "mul"} else 0.0
+    if not (2 < factor <= 1e4 and 0 < before < limit):
+        return factor, before, 0.0
+    fits = _round_up(before / (0.9 * limit)) if exponential else 0.0
+    return factor, before, max(0.1, fits, 2.5 / factor)
+
+
+def _sharpening(made: Made, depth: int = 5) -> tuple[float, float]:
+    """Return the largest scalar factor among the last operations, and the largest value before."""
+    factors = [(0.0, 0.0)]
+    number = abs(made.numbers[0]) if made.numbers else 0.0
+    if made.op in ("div", "mul") and 0 < number < math.inf:
+        factors.append((1 / number if made.op == "div" else number, made.largest))
+    if depth > 0:
+        near = [p for p in made.parents if p.op in _ELEMENTWISE]
+        factors += [_sharpening(p, depth - 1) for p in near]
+    return max(factors)
+
+
+def _round_up(x: float) -> float:
+    step = 10 ** math.floor(math.log10(x)) / 10
+    return math.ceil(x / step) * step
+
+
+def _advice(
+    cause: Cause, fault: Fault, current: Mapping[str, Any], usual: Mapping[str, float]
+) -> list[Advice]:
+    changes = _CHANGES.get(cause, {})
+    if cause in _ZEROS and not any(facts.dtype == "float16" for facts in fault.inputs):
+        changes = {}
+    if cause == Cause.TEMPERATURE:
+        factor, _, enough = _temperature(fault)
+        names = [n for n in _TEMPERATURES if current.get(n, math.inf) < enough]
+        exact = [n for n in names if math.isclose(current[n], 1 / factor, rel_tol=1e-3)]
+        changes = {name: enough for name in exact or names}
+    known = {name: change for name, change in changes.items() if name in current}
+    wanted: dict[str, Any] = {
+        n: change(current[n]) if callable(change) else change for n, change in known.items()
+    }
+    wanted |= {n: min(v, usual[n]) for n, v in wanted.items() if n in usual and v is not None}
+    return [Advice(n, current[n], v) for n, v in wanted.items() if current[n] != v]

@@ -1,0 +1,21 @@
+"""Define errors that a user can act on, and the exit codes of a command that they end."""
+
+from __future__ import annotations
+
+OK, FAILED, BAD_INPUT, GUARD_STOPPED = 0, 1, 2, 3
+
+
+class UserError(Exception):
+    """A failure that a user can act on; the message says what happened and what to do.
+
+    Attributes:
+        exit_code: The exit code of a command that this error ends.
+    """
+
+    exit_code: int = FAILED
+
+
+class InputError(UserError, ValueError):
+    """An input is invalid: a name, a path, the content of a file, or a combination of options."""
+
+    exit_code = BAD_INPUT

@@ -1,0 +1,189 @@
+"""Keep the health of each part in tensors, so that a healthy step never waits for the device.
+
+`Health.judge` finds the fault of each part in a step, `Health.record_` remembers it, and
+`Health.escalate` decides on the CPU what to do with parts that stay unhealthy:
+skip -> restore from the last good state -> re-initialize once -> retire -> stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from firstnan.faults import (
+    DETECTORS,
+    FEW,
+    FIRST_PATIENCE,
+    WARM_UP,
+    Observation,
+    Stage,
+    Thresholds,
+    is_healthy,
+)
+from firstnan.parts import TooFewHealthyParts
+
+_SHORTEST = 0.05  # nats by which the running median moves per step once it has settled
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts of parts, summed over processes, that decide whether training can continue."""
+
+    parts: int
+    active: int  # not retired
+    late: int  # active, and bad for too many steps in a row
+    tried: int  # active, restored, and not recovered since
+    left: int  # active, and not about to be retired
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def hopeless(self, thresholds: Thresholds) -> str:
+        """Return why training cannot continue, or an empty string if it can."""
+        if self.late == self.active and (self.tried or not self.active):
+            return (
+                f"no part had a healthy step in the last {thresholds.restore_after}, although "
+                "the last good state was restored"
+            )
+        if self.left < thresholds.min_parts:
+            return (
+                f"only {self.left} of {self.parts} parts are left after skipping, restoring and "
+                f"re-initializing the others; at least {thresholds.min_parts} are required"
+            )
+        return ""
+
+
+@dataclass
+class Health:
+    """Memory of each part's earlier steps, tensors `[part]`."""
+
+    level: Tensor  # running median of the logarithm of the gradient norm
+    seen: Tensor  # count of gradient norms in that median
+    spikes: Tensor  # in a row
+    zeros: Tensor  # exactly zero gradients in a row
+    skipped: Tensor  # count of all steps that left the part out
+    streak: Tensor  # latest steps in a row that left the part out
+    run: Tensor  # healthy steps in a row
+    restored: Tensor  # whether the part was restored and has not recovered since
+    reinitialised: Tensor  # whether the part was ever re-initialized
+    retired: Tensor  # whether the part is left out for good
+
+    @classmethod
+    def fresh(cls, parts: int, device: torch.device | str = "cpu") -> Health:
+        """Return the state before the first step."""
+        dtypes = dict.fromkeys((field.name for field in fields(cls)), torch.int32)
+        dtypes |= {"level": torch.float32}
+        dtypes |= dict.fromkeys(("restored", "reinitialised", "retired"), torch.bool)
+        zeros = {n: torch.zeros(parts, dtype=dtype, device=device) for n, dtype in dtypes.items()}
+        return cls(**zeros)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return name -> tensor `[part]`, for a checkpoint."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def rows(self, rows: slice) -> Health:
+        """Return a view of some parts' health, which shares memory with this one."""
+        return Health(**{name: tensor[rows] for name, tensor in self.tensors().items()})
+
+    def judge(
+        self,
+        loss: Tensor,
+        norm: Tensor,
+        thresholds: Thresholds,
+        teacher: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """Return the fault of each part in this step, `Stage` values `[part]` int8.
+
+        For the measurements see `Observation`.
+        """
+        step = Observation(self, loss, norm, thresholds, teacher, scale)
+        stage = torch.zeros_like(norm, dtype=torch.int8)
+        for number, detect in DETECTORS:
+            if (where := detect(step)) is not None:
+                stage = stage.masked_fill(where, number)
+        return stage
+
+    def record_(
+        self, stage: Tensor, norm: Tensor, thresholds: Thresholds, absent: Tensor | None = None
+    ) -> None:
+        """Remember a step's stages and gradient norms, `[part]`, except those of `absent` parts.
+
+        The median moves towards each norm by a fixed stride, whatever the size of a spike; norms
+        that are zero or not finite do not count.
+        """
+        if absent is not None:
+            before = [tensor.clone() for tensor in self.tensors().values()]
+            self.record_(stage, norm, thresholds)
+            for tensor, old in zip(self.tensors().values(), before, strict=True):
+                tensor.copy_(torch.where(absent, old, tensor))
+            return
+        healthy, spike = is_healthy(stage), stage == int(Stage.SPIKE)
+        self.spikes.add_(1).mul_(spike)
+        counts = (healthy | spike) & (norm > 0)
+        log = torch.where(counts, norm, 1).log()
+        stride = (WARM_UP / (self.seen + 1)).clamp(_SHORTEST, 1)  # one nat at first
+        moved = self.level + stride * (log - self.level).sign()
+        # Spikes that do not end become the new level.
+        most = self.spikes.new_full((), thresholds.spike_patience)
+        patience = torch.where(self.seen <= FEW, most.clamp(max=FIRST_PATIENCE), most)
+        jump = (self.seen == 0) | (self.spikes >= patience)
+        self.level.copy_(torch.where(counts, torch.where(jump, log, moved), self.level))
+        self.seen.copy_(torch.where(jump & counts, 1, self.seen + counts))
+        self.zeros.add_(1).mul_(healthy & (norm == 0))
+        self.skipped.add_(~healthy & ~self.retired)
+        overflow = stage == int(Stage.OVERFLOW)
+        self.streak.add_(~overflow).mul_(~healthy & ~self.retired)
+        self.run.add_(1).mul_(healthy)
+        self.restored.logical_and_(self.run < thresholds.forgive_after)
+
+    def escalate(
+        self,
+        thresholds: Thresholds,
+        shared: Collection[int] = (),
+        report: Callable[[Tally], object] | None = None,
+    ) -> dict[int, str]:
+        """Decide what to do with parts that were bad for too many steps in a row.
+
+        Waits for the device. Returns part -> "restore", "reinitialise" or "retire", for the caller
+        to carry out. `shared` parts, which the others depend on, are restored, but not counted as
+        left. If other processes hold more parts, `report` is called with the tally, and the caller
+        decides whether too few are left; without it, TooFewHealthyParts is raised.
+        """
+        late = (self.streak >= thresholds.restore_after).tolist()
+        patience = thresholds.stop_after or thresholds.restore_after
+        if not any(late) and not bool((self.streak >= patience).any()):
+            return {}
+        columns = (self.streak, self.retired, self.restored, self.reinitialised)
+        streak, retired, restored, reinitialised = (column.tolist() for column in columns)
+        active = [p for p, gone in enumerate(retired) if not gone and p not in shared]
+        if thresholds.stop_after and all(streak[part] >= patience for part in active):
+            raise TooFewHealthyParts(f"no part had a healthy step in the last {patience} steps")
+        actions = {}
+        for part in (part for part, gone in enumerate(retired) if late[part] and not gone):
+            if not restored[part] or part in shared:
+                actions[part] = "restore"
+            else:
+                actions[part] = "retire" if reinitialised[part] else "reinitialise"
+        tally = Tally(
+            parts=len(late),
+            active=len(active),
+            late=sum(late[part] for part in active),
+            tried=sum(restored[part] for part in active),
+            left=len(active) - sum(action == "retire" for action in actions.values()),
+        )
+        if report is not None:
+            report(tally)
+        elif why := tally.hopeless(thresholds):
+            raise TooFewHealthyParts(why)
+        for part, action in actions.items():
+            self.streak[part] = 0
+            self.restored[part] = True
+            self.reinitialised[part] |= action == "reinitialise"
+            self.retired[part] = action == "retire"
+            if action == "reinitialise":  # its new gradients are unrelated to the old ones
+                self.seen[part] = self.spikes[part] = self.zeros[part] = 0
+        return actions

@@ -1,0 +1,155 @@
+"""Report the faults of parts as events, and recover parts that stay unhealthy.
+
+skip -> restore from the last good state -> re-initialize once -> retire -> stop: `Health` decides,
+`RowParts` (heads) or `ModuleParts` (modules) changes the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from firstnan.events import Event
+from firstnan.faults import Stage, Thresholds
+from firstnan.health import Health, Tally
+from firstnan.modules import ModuleParts
+from firstnan.parts import RowParts, TooFewHealthyParts
+from firstnan.seeds import seed_of
+
+
+class Recovery:
+    """Report the faults of parts, and restore parts that stay unhealthy.
+
+    `health` is changed in place; `first` is the index of the first part, if other processes hold
+    the parts before it; `shared` is as in `Health.escalate`.
+    """
+
+    def __init__(
+        self,
+        parts: RowParts | ModuleParts,
+        health: Health,
+        shared: Collection[int] = (),
+        first: int = 0,
+    ) -> None:
+        self.parts, self.health, self.shared, self.first = parts, health, shared, first
+        # How often each fault was seen, `[part, stage]`.
+        self.counts = torch.zeros(len(parts.names), len(Stage), dtype=torch.int64)
+        self._ranks: dict[tuple[int, Stage], str] = {}  # the ranks that last saw each fault
+
+    def report(
+        self,
+        step: int,
+        stage: Tensor,
+        loss: Tensor,
+        norm: Tensor,
+        where: Callable[[int], str] = lambda part: "",
+    ) -> list[Event]:
+        """Count the faults of a step, and return an event for each; the tensors are `[part]`.
+
+        `where(part)` names the ranks that saw the fault; it is appended to the reason.
+        """
+        if not stage.any():
+            self.counts[:, Stage.HEALTHY] += 1
+            return []
+        events = []
+        values = {"loss": loss.tolist(), "norm": norm.tolist()}
+        for part, number in enumerate(stage.tolist()):
+            fault = Stage(number)
+            self.counts[part, fault] += 1
+            if fault.kind.reason:
+                value = values[fault.kind.value][part]
+                ranks = self._ranks[part, fault] = where(part)
+                events.append(fault.event(step, self.parts.names[part], value, detail=ranks))
+        return events
+
+    def escalate(
+        self, step: int, thresholds: Thresholds, report: Callable[[Tally], object] | None = None
+    ) -> tuple[list[Event], str]:
+        """Restore, re-initialize or retire parts that stay unhealthy; waits for the device.
+
+        Returns the events, and why training cannot continue ("" if it can). If it cannot, every
+        unhealthy part is restored to its last good state. `report` is as in `Health.escalate`.
+        """
+        streaks = self.health.streak.tolist()
+        try:
+            actions = self.health.escalate(thresholds, self.shared, report)
+        except TooFewHealthyParts as error:
+            return self.give_up(step, str(error)), str(error)
+        events = []
+        for part, action in actions.items():
+            if action == "reinitialise":
+                self.parts.reinitialise(part, seed_of(step, self.first + part), step + 1)
+                done = "re-initialized"
+            else:  # a retired part is restored too, so that its weights are finite
+                done = self._restore(part)
+                done = "retired" if action == "retire" else done
+            reason = f"{streaks[part]} bad steps in a row"
+            events.append(Event(step, self.parts.names[part], "escalation", reason, done))
+        return events, ""
+
+    def restore_what_is_not_finite(self, step: int) -> list[Event]:
+        """Restore every part with a NaN or infinity in its state; call this before a checkpoint."""
+        return [
+            Stage.WEIGHT.event(step, self.parts.names[part], action=self._restore(part))
+            for part, finite in enumerate(self.parts.finite())
+            if not finite
+        ]
+
+    def give_up(self, step: int, why: str) -> list[Event]:
+        """Restore every unhealthy part, so that a resumed run starts healthy; return the events."""
+        streaks, finite = self.health.streak.tolist(), self.parts.finite()
+        self.health.streak.zero_()
+        reason = "it was not healthy when the run stopped"
+        events = [
+            Event(step, self.parts.names[part], "escalation", reason, self._restore(part))
+            for part, streak in enumerate(streaks)
+            if streak or not finite[part]
+        ]
+        return [*events, Event(step, "run", "escalation", why, "stopped")]
+
+    def _restore(self, part: int) -> str:
+        before = self.parts.restore(part)
+        if before is None:
+            return "left unchanged: there is no good state to restore"
+        return f"restored to its state before step {before}{self.parts.note}"
+
+    def diagnosis(self, steps: int, events: Collection[Event] = ()) -> str:
+        """Return one line for each part that was ever unhealthy: the faults and what to change.
+
+        If `events` are passed, each line also names the last action that they report.
+        """
+        done = {event.part: event.action for event in events}
+        lines = []
+        for part, counts in enumerate(self.counts.tolist()):
+            name = self.parts.names[part]
+            seen = {s: counts[s] for s in reversed(Stage) if s.kind.advice and counts[s]}
+            if seen:
+                ranks = {s: self._ranks.get((part, s), "") for s in seen}
+                last = {s: f", last{where}" if where else "" for s, where in ranks.items()}
+                often = [f"{s.kind.reason} ({n} times{last[s]})" for s, n in seen.items()]
+                state = f" It was {done[name]}." if name in done else ""
+                advice = max(seen, key=lambda stage: seen[stage]).kind.advice
+                lines.append(
+                    f"{name}, {steps} steps: {', '.join(often)}.{state} What to change: {advice}."
+                )
+        return "\n".join(lines)
+
+    def summary(self, steps: int, updates: Tensor, terms: Mapping[str, Health]) -> str:
+        """Return one line: the share of updates done, and the unhealthy and retired parts."""
+        done, skipped = int(updates.sum()), int(self.health.skipped.sum())
+        line = f"step {steps}: {100 * done / max(done + skipped, 1):.1f} % of updates done"
+        streaks = dict(zip(self.parts.names, self.health.streak.tolist(), strict=True))
+        streaks |= {name: int(term.streak) for name, term in terms.items()}
+        if sick := ", ".join(f"{name} {streak}" for name, streak in streaks.items() if streak):
+            line += f"; bad steps in a row: {sick}"
+        retired = zip(self.parts.names, self.health.retired.tolist(), strict=True)
+        if gone := ", ".join(name for name, is_retired in retired if is_retired):
+            line += f"; retired: {gone}"
+        return line
+
+
+def with_all_kinds(counts: Tensor) -> Tensor:
+    """Return saved counts `[part, stage]` with zeros for kinds of fault that were added since."""
+    return nn.functional.pad(counts, (0, max(0, len(Stage) - counts.shape[1])))

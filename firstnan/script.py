@@ -1,0 +1,230 @@
+"""Run a training script unchanged, and name the operation that first produced a NaN or an infinity.
+
+    python -m firstnan train.py --lr 3
+    python -m firstnan --on-bad skip -m my_project.train --lr 3
+
+Each model that the script calls gets a `Watch`. Before each `optimizer.step()`, the loss and all
+gradients are checked for finite values, at the cost of one device synchronization per step. A
+healthy run has the same results and random numbers as without the guard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK
+from firstnan.microscope import Microscope
+from firstnan.norms import narrow, norm_of
+from firstnan.watch import Finding, Watch, finding_of
+
+logger = logging.getLogger(__name__)
+
+_OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few halvings too large
+
+
+class ScriptWatch:
+    """Watch every model, loss and optimizer of this process inside the block of `watching`.
+
+    The options are the flags of the command; `report` is called with the text of each report.
+    """
+
+    def __init__(
+        self,
+        on_bad: str = "stop",
+        *,
+        record: bool = False,
+        every_op: bool = False,
+        report: Callable[[str], object] = logger.warning,
+    ) -> None:
+        self.on_bad, self.record, self.every_op, self.report = on_bad, record, every_op, report
+        self.steps, self.bad = 0, 0  # counts of optimizer steps, and of those not finite
+        self._watches: dict[int, Watch] = {}  # in the order of the first calls
+        self._losses: list[Tensor] = []
+        self._overflows = 0
+        self._inside = threading.local()
+        self._scopes = contextlib.ExitStack()
+        self._scope: Microscope | None = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch all models, losses and optimizers that run inside the block."""
+        call, backward = nn.Module.__call__, torch.autograd.backward
+        update = torch.amp.GradScaler.update
+
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "a_model", False) or not torch.is_grad_enabled():
+                return call(module, *args, **kwargs)
+            if id(module) not in self._watches:
+                self._watches[id(module)] = Watch(module, record=self.record)
+            self._inside.a_model = True
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._inside.a_model = False
+
+        def with_loss(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            losses = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+            self._losses += [x.detach() for x in losses]
+            backward(tensors, *args, **kwargs)
+
+        def after_update(scaler: torch.amp.GradScaler, *args: Any) -> None:
+            before = scaler.get_scale()
+            update(scaler, *args)
+            self._judge_overflow(before, scaler.get_scale())
+
+        with (
+            mock.patch.object(nn.Module, "__call__", watched),
+            mock.patch.object(torch.autograd, "backward", with_loss),
+            mock.patch.object(torch.amp.GradScaler, "update", after_update),
+        ):
+            hook = register_optimizer_step_pre_hook(lambda opt, *_: self._judge(opt))
+            self._begin_scope()
+            try:
+                yield
+            finally:
+                self._scopes.close()
+                for watch in self._watches.values():
+                    watch.close()
+                self._watches.clear()
+                hook.remove()
+
+    def summary(self) -> str:
+        """Return one line with the number of steps and of bad steps."""
+        if not self.steps and not self.bad:
+            return "no optimizer took a step"
+        if not self.bad:
+            return f"{self.steps} optimizer steps, every loss and gradient finite"
+        return f"{self.steps} optimizer steps, not finite: {self.bad}"
+
+    def _judge(self, optimizer: Optimizer) -> None:
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in weights if p.grad is not None]
+        numbers = [norm_of(gradients)] if gradients else []
+        bad = not _are_finite(numbers + self._losses)
+        if bad:
+            self._report(f"step {self.steps}", [*self._losses, *gradients])
+        self._overflows = 0
+        self._forget()
+        self.steps += 1
+        if bad and self.on_bad == "stop":
+            raise SystemExit(GUARD_STOPPED)
+        if bad and self.on_bad == "skip":
+            for p in weights:
+                p.grad = None
+
+    def _judge_overflow(self, before: float, after: float) -> None:
+        """Check a step that a GradScaler skipped, so that the optimizer's hook did not run."""
+        if after >= before:
+            return
+        self._overflows += 1
+        is_nan = any(bool(loss.isnan().any()) for loss in self._losses)
+        if is_nan or self._overflows == _OVERFLOWS or after <= 1:
+            self._report(f"step {self.steps}, skipped at a loss scale of {before:g}", self._losses)
+            if self.on_bad == "stop":
+                raise SystemExit(GUARD_STOPPED)
+        self._forget()
+
+    def _report(self, step: str, bad: list[Tensor]) -> None:
+        self.bad += 1
+        self.report(f"{step}:\n{self._locate(bad)}")
+
+    def _locate(self, bad: list[Tensor]) -> Finding:
+        if self._scope is not None and (fault := self._scope.fault(*bad)) is not None:
+            return finding_of(fault, None)
+        self._inside.a_model = True  # do not watch what is run again
+        try:
+            findings = [x for watch in self._watches.values() if (x := watch.explain())]
+        finally:
+            self._inside.a_model = False
+        named = [x for x in findings if x.fault is not None]
+        forward = [x for x in named if x.fault is not None and not x.fault.backward]
+        # Watches are in the order of their forward passes; backward passes ran in the reverse.
+        best = [*forward, *named[::-1], *findings]
+        first = best[0] if best else Finding(None, note="the models' own numbers are finite")
+        if first.fault is not None or self._scope is not None:
+            return first
+        return replace(first, note=f"{first.note}; --every-op names the operation, but is slow")
+
+    def _forget(self) -> None:
+        self._losses.clear()
+        for watch in self._watches.values():
+            watch.forget()
+        self._begin_scope()
+
+    def _begin_scope(self) -> None:
+        self._scopes.close()  # how a tensor was made matters only within its step
+        if self.every_op:
+            self._scope = self._scopes.enter_context(Microscope())
+
+
+def _are_finite(numbers: list[Tensor]) -> bool:
+    if not numbers:
+        return True
+    device = numbers[0].device
+    looks = [torch.isfinite(narrow(x)).all().to(device) for x in numbers]
+    return bool(torch.stack(looks).all())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a script, report its steps that are not finite, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m firstnan",
+        description="Run a PyTorch training script unchanged; at the first step whose loss or "
+        "gradient is not finite, name the operation that made it so, its inputs and the cause.",
+    )
+    add = parser.add_argument
+    add(
+        "--on-bad",
+        choices=("stop", "skip", "go-on"),
+        default="stop",
+        help="end the script with exit code 3, leave the step out, or only report (default: stop)",
+    )
+    add("--record", action="store_true", help="keep each module's ranges, for steps that differ")
+    add("--every-op", action="store_true", help="also find operations outside of models; slow")
+    add("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    add("script", help="the script to run")
+    add("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    options = parser.parse_args(arguments)
+    if not options.module and not Path(options.script).is_file():
+        print(
+            f"script is {options.script}, which is not a file; expected a Python script, or "
+            "-m MODULE",
+            file=sys.stderr,
+        )
+        return BAD_INPUT
+    watch = ScriptWatch(
+        options.on_bad,
+        record=options.record,
+        every_op=options.every_op,
+        report=lambda text: print(f"\n{text}\n", file=sys.stderr, flush=True),
+    )
+    sys.argv = [options.script, *options.rest]
+    sys.path[0] = "" if options.module else str(Path(options.script).resolve().parent)
+    code: object = OK
+    with watch.watching():
+        try:
+            if options.module:
+                runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(options.script, run_name="__main__")
+        except SystemExit as stop:
+            code = OK if stop.code is None else stop.code
+    print(f"guard: {watch.summary()}", file=sys.stderr)
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+    return code if isinstance(code, int) else FAILED

@@ -1,0 +1,162 @@
+"""Check loss terms that share weights, so that training goes on with the healthy ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from firstnan.events import Event
+from firstnan.faults import Stage, Thresholds
+from firstnan.health import Health, is_healthy
+from firstnan.norms import look
+
+if TYPE_CHECKING:
+    from firstnan.verdicts import Verdicts
+
+
+class LossTerms:
+    """Track the health of each named loss term, and decide which terms a step leaves out.
+
+    A term computed on several batches of a step is bad if any of them is; the first bad batch is
+    reported. The threshold `max_norm` does not apply to terms; it limits whole parts.
+    """
+
+    def __init__(self, thresholds: Thresholds) -> None:
+        self._thresholds = replace(thresholds, max_norm=None)
+        self.health: dict[str, Health] = {}  # of each term, tensors `[1]`
+        self.forget()
+
+    def look(
+        self,
+        losses: Mapping[str, Tensor],
+        through: Any,
+        ranks: Verdicts | None,
+        step: int,
+        again: Callable[[], Mapping[str, Tensor]] | None,
+    ) -> tuple[list[Tensor], list[Tensor], list[bool]]:
+        """Check the terms of one batch, with the same result on all `ranks`.
+
+        Takes the arguments of `Guard.backward`. Returns the healthy losses, the bad ones, and for
+        each healthy loss whether it needs a gradient on some rank.
+        """
+        loss, norm, needs, where = self._numbers(losses, through, ranks, step)
+        if again is not None and not bool(loss.isfinite().all()):
+            sick, losses = ~loss.isfinite(), again()
+            loss, norm, needs, where = self._numbers(losses, through, ranks, step)
+            lost = (sick & loss.isfinite()).tolist()
+            self._partly |= {name for name, less in zip(losses, lost, strict=True) if less}
+        healthy = [*map(self.judge, losses, loss, norm, where)]
+        rows = [*zip(losses.values(), needs, healthy, strict=True)]
+        return (
+            [x for x, _, well in rows if well],
+            [x for x, _, well in rows if not well],
+            [need for _, need, well in rows if well],
+        )
+
+    @staticmethod
+    def _numbers(
+        losses: Mapping[str, Tensor], through: Any, ranks: Verdicts | None, step: int
+    ) -> tuple[Tensor, Tensor, list[bool], Sequence[Callable[[], str]]]:
+        loss, norm = look(losses, through)
+        if ranks is None:
+            return loss, norm, [x.requires_grad for x in losses.values()], [str] * len(losses)
+        return ranks.terms(step, losses, loss, norm)
+
+    def judge(self, name: str, loss: Tensor, norm: Tensor, where: Callable[[], str] = str) -> bool:
+        """Return whether a term of one batch is healthy, given its loss and norm on the CPU.
+
+        `where` returns the ranks on which the term is bad, as text for the event's reason.
+        """
+        health = self.health.setdefault(name, Health.fresh(1))
+        stage = health.judge(loss[None], norm[None], self._thresholds)
+        before = self._seen.get(name)
+        if before is None or bool(is_healthy(before[0])):
+            ranks = where() if Stage(int(stage)).kind.reason else ""
+            self._seen[name] = (stage, loss, norm, ranks)
+        return bool(is_healthy(stage))
+
+    def record(self, step: int) -> list[Event]:
+        """Remember the terms of a step, and return the events that report their faults."""
+        events = []
+        for name, (stage, loss, norm, ranks) in self._seen.items():
+            health, fault = self.health[name], Stage(int(stage))
+            missed = int(health.streak)
+            health.record_(stage, norm[None], self._thresholds)
+            if name in self._partly and not int(health.streak):
+                health.streak.fill_(missed + 1)  # a term without some of its rows is not healthy
+            if fault.kind.reason:
+                value = float(loss if fault.kind.value == "loss" else norm)
+                action = "" if fault.kind.updates else "cut out"
+                streak = int(health.streak)
+                if action and streak % self._thresholds.restore_after == 0:
+                    action += f", {streak} times in a row: {fault.kind.advice}"
+                events.append(fault.event(step, name, value, action, ranks))
+            elif missed and name not in self._partly:
+                reason = f"healthy again after {missed} steps"
+                events.append(Event(step, name, "loss", reason, "used again"))
+        return events
+
+    def cut_out_for_good(self, terms: Iterable[str], note: str) -> str:
+        """Return a sentence that names the `terms` left out of too many steps in a row, or "".
+
+        Their count restarts at 0, so that a resumed run is not stopped at once.
+        """
+        patience = self._thresholds.stop_after or 2 * self._thresholds.restore_after
+        names = [name for name in self.health if name in terms]
+        lost = [name for name in names if int(self.health[name].streak) >= patience]
+        for name in lost:
+            self.health[name].streak.zero_()
+        why = f"{' and '.join(lost)} was cut out of each of the last {patience} steps{note}"
+        left = " and ".join(name for name in names if name not in lost)
+        why += f", which learned from {left} alone" if left else ""
+        return why if lost else ""
+
+    def forget(self) -> None:
+        """Forget the terms of the previous step."""
+        self._seen: dict[str, tuple[Tensor, Tensor, Tensor, str]] = {}
+        self._partly: set[str] = set()  # terms that are finite without some rows
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return the health of each term by name, for a checkpoint."""
+        return {name: health.tensors() for name, health in self.health.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load what `state_dict` returned."""
+        self.health = {
+            name: Health(**{key: tensor.clone() for key, tensor in tensors.items()})
+            for name, tensors in state.items()
+        }
+
+
+def by_name(losses: Tensor | Mapping[str, Tensor], parts: Sequence[str]) -> dict[str, Tensor]:
+    """Return a checked copy of the dictionary of losses passed to `Guard.backward`.
+
+    Raises TypeError if a loss is not a tensor, and ValueError if a name or shape does not fit.
+    """
+    if isinstance(losses, Tensor):
+        raise ValueError(
+            f"the loss has the shape {tuple(losses.shape)}; expected a single number (shape ()), or"
+            " a dictionary of name -> loss"
+        )
+    if not isinstance(losses, Mapping):
+        raise TypeError(
+            f"the loss is {losses!r}; expected a tensor, or a dictionary of name -> tensor"
+        )
+    if not losses:
+        raise ValueError("the dictionary of losses is empty; expected at least one loss")
+    for name, loss in losses.items():
+        if parts and name not in parts:
+            raise ValueError(
+                f"the loss {name!r} belongs to no part; expected one of {', '.join(parts)}"
+            )
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss {name!r} is {loss!r}; expected a tensor")
+        if loss.ndim:
+            raise ValueError(
+                f"loss {name!r} has the shape {tuple(loss.shape)}; expected a single number (shape"
+                " ()), such as loss.mean()"
+            )
+    return dict(losses)

@@ -1,0 +1,281 @@
+"""The microscope names the operation, the line and the cause, and leaves what is meant alone."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks.diagnosis import KINDS, draw, measure
+from firstnan.diagnosis import Cause, diagnose
+from firstnan.microscope import Microscope, TensorFacts
+from tests.faults.matrix import row as fault
+
+SETTINGS = {
+    "learning_rate": 4.0,
+    "clip_grad": None,
+    "student_temp": 0.1,
+    "teacher_temp": 0.04,
+    "use_fp16": True,
+    "rebuild_damaged": False,
+}
+
+
+def look(step, **named):
+    with Microscope(named) as scope:
+        result = step()
+    fault = scope.fault(result)
+    return fault, None if fault is None else diagnose(fault, SETTINGS)
+
+
+def gradient(loss, x):
+    return torch.autograd.grad(loss, x)[0]
+
+
+def test_names_the_operation_the_line_and_the_ranges():
+    p = torch.tensor([[0.5, 0.5], [0.0, 1.0]])
+    fault, found = look(lambda: p.log().sum(), input=p)
+    assert fault.op == "aten.log" and not fault.backward
+    assert fault.place.file == __file__ and "p.log().sum()" in fault.place.text
+    (facts,) = fault.inputs
+    assert (facts.low, facts.high, facts.zeros, facts.shape) == (0.0, 1.0, 1, (2, 2))
+    assert fault.outputs[0].first_bad == (1, 0)
+    assert found.cause == Cause.LOG_OF_ZERO
+
+
+def test_a_backward_fault_is_placed_at_the_line_of_the_forward_pass():
+    x = torch.zeros(3, 4, requires_grad=True)
+
+    def step():
+        length = x.pow(2).sum(-1).sqrt()  # finite, with an infinite slope
+        return gradient(length.sum(), x)
+
+    fault, found = look(step)
+    assert (fault.op, fault.backward, fault.node) == ("aten.div", True, "SqrtBackward0")
+    assert fault.place.text.startswith("length = x.pow(2)")
+    assert found.cause == Cause.ZERO_NORM and "safe_normalize" in found.remedy
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_poisoned_weight_is_named_although_all_share_one_storage(value):
+    flat = torch.randn(20)
+    weights = {"weight a": flat[:8].view(2, 4), "weight b": flat[8:].view(3, 4)}
+    flat[9] = value
+    b = weights["weight b"].detach().requires_grad_()
+    fault, found = look(lambda: (torch.randn(5, 4) @ b.T).sum(), **weights)
+    assert (fault.op, fault.poisoned) == ("aten.mm", "weight b")
+    assert found.cause == Cause.POISONED_WEIGHT
+    assert found.words.startswith("weight b came in not finite (1 of 12 values")
+    assert found.words.endswith("the first at [0, 1])")
+
+
+def test_a_poisoned_input_row_is_named_and_its_cache_is_to_be_rebuilt():
+    x = torch.randn(5, 4)
+    x[3] = float("nan")
+    fault, found = look(lambda: (x @ torch.randn(4, 2)).sum(), input=x)
+    assert fault.named["input"].first_bad == (3, 0)
+    assert found.cause == Cause.POISONED_INPUT
+    assert [str(a) for a in found.advice] == ["REBUILD_DAMAGED False -> True"]
+
+
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_sparse_tensor_may_be_named_and_is_followed(sparse):
+    a, x = torch.eye(4), torch.randn(4, 2)
+    assert look(lambda: (sparse(a) @ x).sum(), weight=sparse(a), input=x) == (None, None)
+    a[2, 2] = float("nan")
+    weight = sparse(a)
+    fault, found = look(lambda: (weight @ x).sum(), weight=weight, input=x)
+    assert fault.poisoned == "weight" and found.words.endswith("the first at [2, 2])")
+    fault, found = look(lambda: weight, weight=weight)
+    assert fault.poisoned == "weight" and found.cause == Cause.POISONED_WEIGHT
+
+
+def test_infinities_that_are_meant_are_no_fault():
+    scores, mask = torch.randn(4, 4, requires_grad=True), torch.ones(4, 4).tril().bool()
+
+    def step():
+        shut = scores.masked_fill(~mask, float("-inf"))
+        log = torch.where(mask, torch.where(mask, 1.0, 0.0).log(), 0.0)
+        norm = (scores * 0).norm(dim=-1)  # its backward pass masks an infinity by itself
+        return gradient((torch.softmax(shut, -1) + log).square().sum() + norm.sum(), scores)
+
+    assert look(step) == (None, None)
+
+
+def test_the_origin_that_reached_the_result_is_the_fault_not_an_earlier_one():
+    x = torch.tensor([0.0, 1.0])
+
+    def step():
+        torch.where(x > 0, x.log(), 0.0)  # dropped by the where
+        return (x / x).sum()
+
+    fault, _ = look(step)
+    assert fault.op == "aten.div"
+
+
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [
+        (lambda: torch.full((3,), float("inf")).sum(), Cause.UNKNOWN),
+        (lambda: torch.ones(3) * float("inf"), Cause.UNKNOWN),
+        (lambda: torch.full((3,), float("-inf")).mean(), Cause.MASKED),
+        (lambda: torch.ones(3).masked_fill(torch.ones(3).bool(), float("inf")), Cause.MASKED),
+    ],
+)
+def test_an_infinity_that_was_written_is_a_mask_only_if_it_looks_like_one(step, cause):
+    fault, found = look(step)
+    assert fault.masked and found.cause == cause
+    if cause == Cause.UNKNOWN:
+        assert found.words == f"{fault.op} was given an infinity, which reached the result"
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda: F.cross_entropy(torch.randn(2, 3), torch.full((2,), -100)),
+        lambda: F.cross_entropy(torch.randn(2, 3, 4, 4), torch.full((2, 4, 4), -100)),
+        lambda: torch.ones(3).mul(torch.zeros(3)).sum() / torch.zeros(3).sum(),
+    ],
+)
+@fault(142)
+def test_a_mean_over_nothing_is_no_question_of_range(step):
+    fault, found = look(step)
+    assert found.cause == Cause.MASKED and "a mean over nothing" in found.words
+    assert not any(facts.nans for facts in fault.inputs)
+
+
+def test_in_place_and_foreach_operations_are_followed():
+    x = torch.tensor([0.0, 2.0])
+
+    def step():
+        y = x.clone()
+        torch._foreach_reciprocal_([y])  # pyright: ignore[reportPrivateImportUsage]
+        y.mul_(2)
+        return y
+
+    fault, _ = look(step)
+    assert fault.op == "aten._foreach_reciprocal_" and fault.inputs[0].zeros == 1
+
+
+def test_memory_that_is_only_written_to_is_not_looked_at():
+    x, out = torch.ones(3), torch.full((3,), float("nan"))
+    assert look(lambda: torch.add(x, 1, out=out)) == (None, None)
+    assert look(lambda: torch.full((3,), float("nan")).zero_()) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("step", "cause", "advice"),
+    [
+        (lambda: (torch.tensor([20.0]).half() * 100).exp(), Cause.FP16_OVERFLOW, None),
+        (
+            lambda: (torch.tensor([0.9]).half() / 0.04).exp(),
+            Cause.TEMPERATURE,
+            ["TEACHER_TEMP 0.04 -> 0.1"],
+        ),
+        (lambda: torch.tensor([1e5]).half(), Cause.FP16_OVERFLOW, ["USE_FP16 True -> False"]),
+        (lambda: torch.tensor([12.0]).half().exp(), Cause.FP16_OVERFLOW, None),
+        (
+            lambda: torch.tensor([1e25]).square(),
+            Cause.LEARNING_RATE,
+            ["LEARNING_RATE 4 -> 0.4", "CLIP_GRAD None -> 1"],
+        ),
+        (lambda: F.normalize(torch.zeros(1, 3).half()), Cause.ZERO_NORM, None),
+        (lambda: torch.tensor([2.0]).acos(), Cause.DOMAIN, []),
+    ],
+)
+def test_causes_and_the_values_to_try(step, cause, advice):
+    _, found = look(step)
+    assert found.cause == cause
+    if advice is not None:
+        assert [str(a) for a in found.advice] == advice
+
+
+def test_a_temperature_is_not_blamed_for_a_zero_it_divided():
+    _, found = look(lambda: (torch.zeros(1).half() / 0.04 + 12).exp())
+    assert found.cause == Cause.FP16_OVERFLOW and found.words.endswith("holds it up to 11.1")
+
+
+def test_weights_that_ran_away_and_one_that_was_hit_are_told_apart():
+    x = torch.randn(8, 4)
+    away = torch.randn(4, 4) * 1e15
+    _, found = look(lambda: (x @ away).pow(2).pow(2).sum(), **{"weight": away})
+    assert found.cause == Cause.LEARNING_RATE
+    hit = torch.randn(4, 4)
+    hit[1, 1] = 1e30
+    _, found = look(lambda: (x @ hit).pow(2).sum(), **{"weight": hit})
+    assert found.cause == Cause.POISONED_WEIGHT and "1 of 16" in found.words
+
+
+def test_one_that_was_hit_among_zeros_stands_out_and_a_single_number_does_not():
+    bias = torch.zeros(16)
+    bias[3] = 1e30
+    _, found = look(lambda: bias.square().sum(), **{"weight": bias})
+    assert found.cause == Cause.POISONED_WEIGHT and "1 of 16" in found.words
+    assert TensorFacts.of(torch.tensor([65536.0])).outliers == 0
+    assert TensorFacts.of(torch.zeros(4)).outliers == 0
+
+
+def test_nothing_is_said_of_a_healthy_step_and_anomaly_mode_is_given_back():
+    assert look(lambda: torch.randn(3).sum()) == (None, None)
+    assert not torch.is_anomaly_enabled()
+
+
+def test_settings_the_caller_does_not_have_are_not_advised_on():
+    with Microscope() as scope:
+        x = torch.tensor([1e5]).half()
+    assert diagnose(scope.fault(x)).advice == ()
+
+
+@pytest.mark.parametrize(
+    ("step", "advice"),
+    [
+        (lambda: (torch.tensor([0.9]).half() / 0.05).exp(), ["TEMPERATURE 0.05 -> 0.125"]),
+        (lambda: torch.tensor([1e5]).half(), ["MODEL_DTYPE auto -> float32"]),
+        (lambda: torch.zeros(1).half().log(), ["MODEL_DTYPE auto -> float32"]),
+        (lambda: torch.zeros(1).log(), []),
+        (lambda: torch.tensor([1e25]).square(), ["LEARNING_RATE 0.003 -> 0.0003"]),
+    ],
+)
+def test_settings_of_a_student_are_advised_on_by_their_names(step, advice):
+    settings = {"temperature": 0.05, "learning_rate": 3e-3, "clip_grad": 1.0}
+    settings |= {"model_dtype": "auto", "rebuild_damaged": False}
+    with Microscope() as scope:
+        x = step()
+    assert [str(a) for a in diagnose(scope.fault(x), settings).advice] == advice
+
+
+def test_facts_of_empty_integer_and_wholly_bad_tensors():
+    assert TensorFacts.of(torch.empty(0)).low is None
+    assert TensorFacts.of(torch.tensor([0, 2])).zeros == 1
+    facts = TensorFacts.of(torch.full((2,), float("nan")))
+    assert (facts.nans, facts.high, str(facts)) == (2, None, "float32 [2], 2 of 2 NaN")
+
+
+def test_injected_faults_of_every_kind_are_found():
+    score = measure(KINDS, draw, injections=28, seed=0)
+    assert score.right >= 27, score.misses
+    assert len({truth for truth, _ in score.table}) == 7
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda x: (x - 0.2).sqrt(), "aten.sqrt is not defined for -0.2"),
+        (lambda x: (x - 0.2).log(), "aten.log is not defined for -0.2"),
+        (lambda x: (x - 0.2) ** 0.5, "aten.pow is not defined for -0.2"),
+        (lambda x: (x + 1.5).acos(), "aten.acos is not defined for 2.5"),
+    ],
+)
+def test_a_function_outside_its_domain_is_named_with_the_value(step, words):
+    _, found = look(lambda: step(torch.tensor([0.0, 1.0])).sum())
+    assert (found.cause, found.words) == (Cause.DOMAIN, words)
+
+
+def test_no_value_above_a_usual_one_is_advised():
+    """A tenth of a mad learning rate is mad."""
+    with Microscope() as scope:
+        x = (torch.full((3,), 1e30) * 1e30).sum()
+    rates = {50.0: 2e-5, 1e-5: 1e-6}
+    for now, wanted in rates.items():
+        found = diagnose(scope.fault(x), {"learning_rate": now}, {"learning_rate": 2e-5})
+        (advice,) = found.advice
+        assert found.cause == Cause.LEARNING_RATE and advice.value == pytest.approx(wanted)

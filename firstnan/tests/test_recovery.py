@@ -1,0 +1,128 @@
+"""What recovery reports of parts and does to them, on two numbers per part."""
+
+import math
+
+import pytest
+import torch
+
+from firstnan.faults import Stage, Thresholds
+from firstnan.health import Health
+from firstnan.parts import RowParts
+from firstnan.recovery import Recovery
+
+FEW = Thresholds(restore_after=3)
+N = 3
+
+
+class Bench:
+    """Parts 0 to 2, whose weights begin at the part's number."""
+
+    def __init__(self, thresholds=FEW):
+        self.weights = torch.arange(N).float()[:, None].repeat(1, 2)
+        names = [f"part {i}" for i in range(N)]
+        self.seeds = []
+        self.parts = RowParts(names, {"weights": self.weights}, self.begun_anew)
+        self.health = Health.fresh(N)
+        self.recovery = Recovery(self.parts, self.health)
+        self.thresholds = thresholds
+
+    def begun_anew(self, part, seed):
+        self.seeds.append((part, seed))
+        return {"weights": torch.full((2,), 100.0 + part)}
+
+    def step(self, step, sick=(), stage=Stage.LOSS):
+        """One step of parts that are sick or not; the events of it."""
+        stages = torch.tensor([int(stage) if i in sick else 0 for i in range(N)], dtype=torch.int8)
+        norm = torch.tensor([7.0 + i for i in range(N)])
+        self.health.record_(stages, norm, self.thresholds)
+        return self.recovery.report(step, stages, torch.full((N,), math.nan), norm)
+
+
+def test_every_step_of_every_part_is_counted_once_healthy_or_not():
+    bench = Bench()
+    assert bench.step(0) == [] == bench.step(1)
+    bench.step(2, {1})
+    assert bench.recovery.counts.sum(1).tolist() == [3, 3, 3]
+    assert bench.recovery.counts[:, Stage.HEALTHY].tolist() == [3, 2, 3]
+    assert bench.recovery.counts[:, Stage.LOSS].tolist() == [0, 1, 0]
+
+
+def test_an_event_names_its_part_and_the_number_that_was_bad():
+    (event,) = Bench().step(4, {2}, Stage.SPIKE)
+    assert (event.step, event.part, event.stage, event.value) == (4, "part 2", "spike", 9.0)
+    (event,) = Bench().step(4, {1}, Stage.LOSS)
+    assert event.part == "part 1" and math.isnan(event.value)
+
+
+def test_a_part_is_begun_anew_by_another_seed_at_another_step_or_place():
+    seeds = set()
+    for step, part in ((5, 0), (5, 1), (6, 1)):
+        bench = Bench()
+        bench.health.streak[part], bench.health.restored[part] = 3, True
+        bench.recovery.escalate(step, bench.thresholds)
+        ((begun, seed),) = bench.seeds
+        assert begun == part and bench.parts.good_step[part] == step + 1
+        seeds.add(seed)
+    assert len(seeds) == 3
+
+
+def test_a_run_that_stops_puts_back_what_is_sick_and_nothing_else():
+    bench = Bench(Thresholds(restore_after=3, stop_after=2))
+    bench.step(0, {0, 1, 2})
+    bench.step(1, {0, 1, 2})
+    bench.health.retired[2], bench.health.streak[2] = True, 0
+    bench.weights += 50
+    bench.weights[2, 0] = math.nan  # retired, and hit from outside
+    events, why = bench.recovery.escalate(1, bench.thresholds)
+    assert bench.weights.tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert [e.part for e in events] == ["part 0", "part 1", "part 2", "run"]
+    assert events[-1].action == "stopped" and events[-1].reason == why
+    assert not bench.health.streak.any()
+
+
+def test_a_run_that_stops_leaves_a_healthy_part_as_it_is():
+    bench = Bench(Thresholds(restore_after=3, min_parts=3))
+    bench.health.streak[0] = 3
+    bench.health.restored[0] = bench.health.reinitialised[0] = True
+    bench.weights += 50
+    events, why = bench.recovery.escalate(7, bench.thresholds)
+    assert "only 2 of 3" in why and bench.weights.tolist() == [[0, 0], [51, 51], [52, 52]]
+    assert [(e.step, e.part) for e in events] == [(7, "part 0"), (7, "run")]
+
+
+def test_before_a_checkpoint_only_what_is_not_finite_is_restored():
+    bench = Bench()
+    bench.weights += 50
+    bench.weights[1, 1] = math.inf
+    (event,) = bench.recovery.restore_what_is_not_finite(9)
+    assert (event.step, event.part, event.stage) == (9, "part 1", "weight")
+    assert event.action == "restored to its state before step 0"
+    assert bench.weights.tolist() == [[50, 50], [1, 1], [52, 52]]
+    assert bench.recovery.restore_what_is_not_finite(10) == []
+
+
+def test_the_diagnosis_advises_on_the_fault_seen_most_often():
+    bench = Bench()
+    for step in range(5):
+        bench.step(step, {1}, Stage.SPIKE if step < 3 else Stage.LOSS)
+    events, _ = bench.recovery.escalate(4, bench.thresholds)
+    line = bench.recovery.diagnosis(5, events)
+    assert line.startswith("part 1, 5 steps: ") and "\n" not in line  # the others were well
+    assert "(3 times)" in line and "(2 times)" in line
+    assert "It was restored to its state before step 0." in line
+    assert line.endswith(f"What to change: {Stage.SPIKE.kind.advice}.")
+    assert Bench().recovery.diagnosis(5) == ""
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_is_finite_only_if_every_tensor_of_it_is(bad):
+    tensors = {"a": torch.ones(2, 3, 2), "b": torch.ones(2)}
+    parts = RowParts(["x", "y"], tensors, lambda part, seed: {})
+    assert parts.finite() == [True, True]
+    tensors["b"][1] = bad
+    assert parts.finite() == [True, False]
+    tensors["a"][0, 2, 1] = bad
+    assert parts.finite() == [False, False]

@@ -1,0 +1,132 @@
+"""`python -m firstnan` runs a script unchanged and names its first bad operation."""
+
+import runpy
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+from firstnan.script import main
+from tests.processes import HANG, ROOT
+
+LOOP = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Act(nn.Module):
+    def forward(self, x):
+        return {act}
+
+
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Act(), nn.Dropout(0.1), nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(net.parameters())
+criterion = nn.CrossEntropyLoss()
+for step in range(4):
+    x = torch.randn(6, 4)
+    if step == 2:
+        x[4] = 0 if "zero" in sys.argv else x[4]
+    with torch.no_grad():
+        net(x)
+    loss = criterion(net(x), torch.randint(3, (6,)))
+    if step == 2 and "outside" in sys.argv:
+        loss = (loss * 0).log()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("bits", float(sum(p.detach().double().sum() for p in net.parameters())), torch.rand(1).item())
+"""
+
+
+def write(folder, act="x", loop=LOOP):
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(loop).replace("{act}", act))
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs it in this process: exit code, stdout, stderr."""
+
+    def started(*words):
+        monkeypatch.setattr(sys, "argv", [])
+        monkeypatch.setattr(sys, "path", ["", *sys.path])
+        code = main([*map(str, words)])
+        return SimpleNamespace(returncode=code, **capsys.readouterr()._asdict())
+
+    return started
+
+
+def test_a_healthy_script_prints_what_it_prints_without(tmp_path, run, capsys):
+    script = write(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+    plain, guarded = capsys.readouterr().out, run("--record", script, "a")
+    assert plain == guarded.out and "bits" in plain and guarded.returncode == 0
+    assert "4 optimizer steps, every loss and gradient finite" in guarded.err
+
+
+def test_the_first_bad_step_names_the_operation_and_stops(tmp_path, run):
+    script = write(tmp_path, "x.log()")
+    done = run(script)
+    assert done.returncode == 3 and "step 0:" in done.err and not done.out
+    assert "aten.log, forward, in Sequential.2" in done.err and f"{script}:" in done.err
+    assert "cause      outside its domain" in done.err
+
+
+@pytest.mark.parametrize(("on_bad", "finite"), [("skip", True), ("go-on", False)])
+def test_a_script_goes_on_without_the_step_or_with_it(tmp_path, run, on_bad, finite):
+    done = run("--on-bad", on_bad, write(tmp_path), "outside")
+    assert done.returncode == 0 and ("bits nan" not in done.out) == finite
+    assert "step 2:\nfirst bad  outside of the model" in done.err
+
+
+def test_every_op_names_what_is_outside_of_models(tmp_path, run):
+    done = run("--every-op", write(tmp_path), "outside")
+    assert done.returncode == 3 and "aten.log, forward, outside of the model" in done.err
+    assert "loss = (loss * 0).log()" in done.err
+
+
+def test_a_loss_that_stays_behind_is_seen_although_every_gradient_is_zero(tmp_path, run):
+    loop = LOOP.replace("torch.randint(3, (6,))", "torch.full((6,), -100)")
+    done = run(write(tmp_path, loop=loop))
+    assert done.returncode == 3 and "nll_loss_forward" in done.err
+    assert "every label is ignored" in done.err
+
+
+def test_a_loss_scale_that_falls_is_no_fault_but_one_that_never_fits_is(tmp_path, run):
+    loop = """
+    import sys, torch
+    from torch import nn
+    net = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(20):
+        loss = net(torch.ones(2, 4)).half().mean() * float(sys.argv[1])
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+    assert run(write(tmp_path, loop=loop), 1.0).returncode == 0
+    never = run(write(tmp_path, loop=loop), "nan")
+    assert never.returncode == 3 and "skipped at a loss scale of 65536" in never.err
+
+
+def test_a_module_runs_by_name_and_exit_codes_pass_through(tmp_path):
+    (tmp_path / "mine.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
+    words = [sys.executable, "-m", "firstnan", "-m", "mine", "7"]
+    env = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG
+    )
+    assert done.returncode == 7 and "no optimizer took a step" in done.stderr
+
+
+def test_a_script_that_is_not_there_is_named(capsys):
+    assert main(["nowhere.py"]) == 2
+    assert "script is nowhere.py, which is not a file; expected" in capsys.readouterr().err

@@ -1,0 +1,250 @@
+"""Make a `Guard` take the same decisions on all ranks, and name the ranks that saw a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from firstnan.agreement import Agreement, several_ranks
+from firstnan.modules import ModuleParts
+from firstnan.norms import is_sharded, narrow
+
+
+class _Agreed(NamedTuple):
+    """Numbers about some losses that are equal on all ranks, on the CPU."""
+
+    loss: Tensor  # `[loss]`, mean over the ranks that have the loss, or a value that is not finite
+    norm: Tensor  # `[loss]`, largest gradient norm; NaN if one is NaN
+    present: Tensor  # boolean `[loss]`, whether some rank has the loss
+    needs_grad: Tensor  # boolean `[loss]`, whether the loss needs a gradient on some rank
+    bad_loss: Tensor  # boolean `[rank, loss]`, where the loss is not finite
+    bad_norm: Tensor  # boolean `[rank, loss]`, where the gradient norm is not finite
+    more: Tensor  # `[rank, n]`, further numbers of each rank
+
+
+class Verdicts:
+    """Agree with the other ranks on every decision of one guard.
+
+    Methods that exchange numbers raise ValueError if the ranks are at different points of their
+    loops, and RankLost if another rank does not respond.
+    """
+
+    def __init__(self, ranks: Agreement, parts: ModuleParts) -> None:
+        self._ranks, self._parts = ranks, parts
+        self._weights = parts.weights()
+        self.first = ranks.rank == 0
+        self._checked = False
+        self._healed: list[set[int]] = [set() for _ in parts.buffers]
+        parts.everywhere = self._everywhere
+        self.forget()
+        # A NaN in a backward pass reaches the first layer. The hooks keep no reference to this.
+        verdicts: weakref.ref[Verdicts] = weakref.ref(self)
+        for i, part in enumerate(parts):
+            handle = part.weights[0].register_hook(functools.partial(_probe, verdicts, i))
+            weakref.finalize(self, handle.remove)
+
+    @classmethod
+    def between(
+        cls, group: dist.ProcessGroup | Literal[False] | None, parts: ModuleParts, rules: object
+    ) -> Verdicts | None:
+        """Return the `Verdicts` of several ranks; None if this process decides alone."""
+        shapes = [[tuple(p.shape) for p in part.weights] for part in parts]
+        made = f"parts {', '.join(parts.names)} of the shapes {shapes}; {rules}"
+        n_buffers = sum(len(buffers) for _, buffers in parts.buffers)
+        device = parts[0].weights[0].device
+        ranks = Agreement.between(group, device, made, 5 * len(parts) + n_buffers)
+        return None if ranks is None else cls(ranks, parts)
+
+    def forget(self) -> None:
+        """Forget the previous step."""
+        self._bad = torch.zeros(self._ranks.world, len(self._parts), dtype=torch.bool)
+        self._evidence: list[Tensor] = []
+        # Largest gradient entry of each part before the average over ranks, which spreads a NaN.
+        self.probes = [torch.zeros((), device=part.weights[0].device) for part in self._parts]
+
+    def _exchange_flags(self, what: str, flags: Sequence[bool]) -> Tensor:
+        return self._ranks.exchange(what, torch.tensor(flags).float()) > 0
+
+    def _everywhere(self, flags: Sequence[bool]) -> list[bool]:
+        # If the list is empty on this rank, it is empty on all.
+        return self._exchange_flags("the parts' states", flags).all(0).tolist() if flags else []
+
+    def _agree(self, what: str, *columns: Tensor, more: Sequence[Tensor] = ()) -> _Agreed:
+        """Exchange the columns loss, norm, presence and need of a gradient, `[loss]` each."""
+        loss, norm, present, needs = columns
+        n = len(loss)
+        flat = torch.cat([loss, torch.where(present, norm, 0), present, needs, *more])
+        table = self._ranks.exchange(what, flat.float())
+        loss, norm, here, needs, rest = table.split([n] * 4 + [table.shape[1] - 4 * n], dim=1)
+        here = here > 0
+        bad = here & ~torch.isfinite(loss)
+        shares = torch.where(here, loss.double(), 0) / here.sum(0).clamp(min=1)
+        limit = torch.finfo(torch.float32).max
+        mean = shares.sum(0).clamp(-limit, limit).float()
+        first_bad = loss.gather(0, bad.int().argmax(0, keepdim=True))[0]
+        loss = torch.where(bad.any(0), first_bad, mean)
+        needs = (needs > 0).any(0)
+        return _Agreed(loss, norm.amax(0), here.any(0), needs, bad, ~torch.isfinite(norm), rest)
+
+    def check_graph(self, losses: Iterable[Tensor]) -> None:
+        """Raise ValueError in the first step if reentrant checkpointing hides a loss's weights."""
+        if not self._checked and not any(is_sharded(p) for p in self._weights):
+            leaves(losses)
+        self._checked = True
+
+    def cut(self, step: int, sick: Iterable[int]) -> set[int]:
+        """Return the parts that some rank has to leave out; `sick` holds this rank's."""
+        flags = [i in sick for i in range(len(self._parts))]
+        self._bad |= self._exchange_flags(f"step {step}, the parts' losses", flags)
+        return set(self._bad.any(0).nonzero().flatten().tolist())
+
+    def terms(
+        self, step: int, losses: Mapping[str, Tensor], loss: Tensor, norm: Tensor
+    ) -> tuple[Tensor, Tensor, list[bool], list[Callable[[], str]]]:
+        """Combine this rank's losses and gradient norms `[loss]` with those of the other ranks.
+
+        Returns the combined loss and norm `[loss]`; whether each term needs a gradient on some
+        rank; and, for each term, a function that names the ranks on which it is bad.
+        """
+        needs = torch.tensor([term.requires_grad for term in losses.values()])
+        what = f"step {step}, the loss terms {', '.join(losses)}"
+        agreed = self._agree(what, loss, norm, torch.ones_like(needs), needs)
+        evidence = zip(agreed.bad_loss.T, agreed.bad_norm.T, strict=True)
+        where = [functools.partial(self._ranks.name_ranks, *pair) for pair in evidence]
+        return agreed.loss, agreed.norm, agreed.needs_grad.tolist(), where
+
+    def backward(self, step: int, kept: Sequence[Tensor], left_out: Iterable[Tensor]) -> bool:
+        """Run the backward pass of the `kept` losses; return whether any weight has a gradient.
+
+        DDP waits for every parameter that the forward pass used. So a parameter that only losses
+        in `left_out` reach gets a gradient of zeros during the pass (a NaN loss times 0 would be
+        NaN), which is removed afterwards. FSDP2 does not wait for weights that no loss reaches.
+        """
+        if any(is_sharded(p) for p in self._weights):
+            if kept:
+                with self.waiting(step):
+                    torch.autograd.backward(kept)
+            return any(p.grad is not None for p in self._weights)
+        what = f"step {step}, the backward pass without what is left out"
+        reached = leaves(kept)
+        others = {key: leaf for key, leaf in leaves(left_out).items() if key not in reached}
+        bare = {key: leaf for key, leaf in others.items() if leaf.grad is None}
+        mine = [id(p) in reached or p.grad is not None for p in self._weights]
+        real = self._exchange_flags(what, mine).any(0)
+        zeros = [torch.zeros_like(leaf) for leaf in others.values()]
+        if roots := [*kept, *others.values()]:
+            with self._ranks.waiting(what):
+                torch.autograd.backward(roots, [*[None] * len(kept), *zeros])
+        for p, somewhere in zip(self._weights, real.tolist(), strict=True):
+            bare.pop(id(p), None)
+            if not somewhere:
+                p.grad = None
+        for leaf in bare.values():  # a weight of another model, such as a discriminator
+            leaf.grad = None
+        return any(p.grad is not None for p in self._weights)
+
+    def waiting(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Turn a failure of the process group during a backward pass into RankLost."""
+        return self._ranks.waiting(f"step {step}, the backward pass")
+
+    def step(
+        self,
+        step: int,
+        seen: tuple[Tensor, Tensor, Tensor, Tensor],
+        spoiled: Sequence[Sequence[int]],
+    ) -> tuple[Tensor, Tensor, Tensor, list[list[int]], list[tuple[int, str]]]:
+        """Agree on the losses, gradients and buffers of a step.
+
+        Takes this rank's loss, gradient norm, absence and probe `[part]`, and the indices of each
+        part's buffers that are not finite. Returns loss, gradient norm and absence `[part]`; the
+        buffers that are not finite on some rank; (part, names) of buffers put back since the last
+        step.
+        """
+        loss, norm, absent, probe = seen
+        sizes = [len(buffers) for _, buffers in self._parts.buffers]
+        flags = [torch.zeros(size) for size in sizes]
+        for flag, now, before in zip(flags, spoiled, self._healed, strict=True):
+            flag[list(now)] += 1
+            flag[list(before)] += 2
+            before.clear()
+        what = f"step {step}, the step"
+        agreed = self._agree(what, loss, norm, ~absent, ~absent, more=[probe, *flags])
+        probes, *tables = agreed.more.split([len(loss), *sizes], dim=1)
+        self._evidence = [agreed.bad_loss, self._bad, ~torch.isfinite(probes), agreed.bad_norm]
+        self._spoiled = [table % 2 == 1 for table in tables]
+        now = [table.any(0).nonzero().flatten().tolist() for table in self._spoiled]
+        healed = []
+        for i, (table, (_, buffers)) in enumerate(zip(tables, self._parts.buffers, strict=True)):
+            if numbers := (table >= 2).any(0).nonzero().flatten().tolist():
+                where = self._ranks.name_ranks((table >= 2).any(1))
+                healed.append((i, buffers.names(numbers) + where))
+        return agreed.loss, agreed.norm, ~agreed.present, now, healed
+
+    def share(self, step: int, text: str) -> list[str]:
+        """Gather each rank's line about what its `Locator` found in a step, in rank order."""
+        return self._ranks.share(f"step {step}: what was located", text)
+
+    def where(self, part: int) -> str:
+        """Return the ranks that saw a part's fault in this step, for the event's reason."""
+        return self._ranks.name_ranks(*(table[:, part] for table in self._evidence))
+
+    def where_buffers(self, part: int) -> str:
+        """Return the ranks on which a part's buffers were not finite in this step."""
+        return self._ranks.name_ranks(self._spoiled[part].any(1))
+
+    def put_back(self, part: int, spoiled: Iterable[int]) -> None:
+        """Record buffers restored between steps; the next step's exchange includes them."""
+        self._healed[part] |= set(spoiled)
+
+
+def check_late() -> None:
+    """Raise ValueError if `torch.distributed` was initialized after the guard was made."""
+    if several_ranks():
+        raise ValueError(
+            "torch.distributed was initialized after this Guard was made, so the Guard would decide"
+            " without the other ranks: make the Guard after init_process_group, or with group=False"
+        )
+
+
+def _probe(reference: weakref.ref[Verdicts], part: int, gradient: Tensor | None) -> None:
+    # A hook on each part's first weight; does not wait for the device. The gradient is None where
+    # DDP looks for unused parameters and no loss reaches this one.
+    if gradient is None or (verdicts := reference()) is None:
+        return
+    gradient = gradient.detach()
+    values = gradient._values() if gradient.is_sparse else gradient
+    if values.numel():
+        norm = torch.linalg.vector_norm(values, math.inf)
+        verdicts.probes[part] = torch.maximum(verdicts.probes[part], narrow(norm))
+
+
+def leaves(losses: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return id -> tensor for the leaf tensors that a backward pass of `losses` reaches."""
+    reached: dict[int, Tensor] = {}
+    ahead: list = [
+        torch.autograd.graph.get_gradient_edge(x).node for x in losses if x.requires_grad
+    ]
+    visited = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        name = type(node).__name__
+        if name == "CheckpointFunctionBackward":
+            raise ValueError(
+                "with several ranks a Guard must know which weights each loss reaches; reentrant"
+                " activation checkpointing hides them: pass use_reentrant=False to checkpoint, or"
+                ' gradient_checkpointing_kwargs={"use_reentrant": False} to transformers'
+            )
+        if name == "AccumulateGrad":
+            reached[id(node.variable)] = node.variable
+        nodes = {following for following, _ in node.next_functions if following is not None}
+        ahead += nodes - visited
+        visited |= nodes
+    return reached
