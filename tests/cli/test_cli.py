@@ -373,10 +373,10 @@ def test_every_exception_of_the_library_is_a_failure_that_a_user_can_act_on():
     defined = {
         value
         for name, module in sys.modules.items()
-        if name.startswith("ssl_kd.")
+        if name.startswith(("ssl_kd.", "firstnan."))
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Exception)
-        if value.__module__.startswith("ssl_kd.")
+        if value.__module__.startswith(("ssl_kd.", "firstnan."))
         if not value.__name__.startswith("_")  # caught where it is raised
     }
     assert defined == set(found) and len(found) > 10
