@@ -19,22 +19,12 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK, InputError, UserError
-
-__all__ = [
-    "BAD_INPUT",
-    "FAILED",
-    "GUARD_STOPPED",
-    "OK",
-    "DatasetUnavailable",
-    "InputError",
-    "Interrupted",
-    "MissingPackage",
-    "RunFolderError",
-    "UserError",
-    "code_of",
-    "printable",
-]
+from firstnan.errors import BAD_INPUT as BAD_INPUT
+from firstnan.errors import FAILED as FAILED
+from firstnan.errors import GUARD_STOPPED as GUARD_STOPPED
+from firstnan.errors import OK as OK
+from firstnan.errors import InputError as InputError
+from firstnan.errors import UserError as UserError
 
 _NO_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
 

@@ -6,17 +6,7 @@ import sys
 from firstnan import *  # noqa: F403
 from firstnan import __all__ as __all__
 
-for _name in (
-    "diagnosis",
-    "events",
-    "faults",
-    "finite",
-    "loop",
-    "microscope",
-    "parts",
-    "precision",
-    "script",
-    "watch",
-):
+_MODULES = "diagnosis events faults finite loop microscope parts precision script watch"
+for _name in _MODULES.split():
     _module = importlib.import_module(f"firstnan.{_name}")
     globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _module
