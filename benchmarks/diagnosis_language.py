@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.diagnosis import Drawn, uniform
 from firstnan.diagnosis import Cause
-from firstnan.precision import Precision
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
+from ssl_kd.precision import Precision
 from ssl_kd.teachers.frozen import FrozenTeacher
 
 CPU = Precision.for_device("cpu")

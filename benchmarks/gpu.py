@@ -34,9 +34,9 @@ from torch import Tensor
 from benchmarks import trl_trainer as language
 from benchmarks.step_cost import DEFAULT, FULL, OfficialTEMI, Shape, versions
 from benchmarks.turns import table_head, table_line
-from firstnan import Precision
 from ssl_kd.datasets import ImageDataset, open_dataset
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.precision import Precision
 from ssl_kd.teachers import Network
 from ssl_kd.teachers.network import Transform
 from ssl_kd.vision.extract import Extraction

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.guard_cost import without_guard
 from benchmarks.turns import header, row
-from firstnan import Precision, TooFewHealthyParts
+from firstnan import TooFewHealthyParts
 from firstnan.faults import Stage
 from firstnan.health import Health
 from firstnan.recovery import Recovery
@@ -37,6 +37,7 @@ from firstnan.update import part_norms
 from ssl_kd import evaluate
 from ssl_kd.datasets import ArrayDataset, open_dataset
 from ssl_kd.heads import HeadBank
+from ssl_kd.precision import Precision
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.training.loop import run_loop
 from ssl_kd.vision import step as guarded

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits, make_moons
 
-from firstnan.precision import Precision
 from ssl_kd.datasets import ArrayDataset, DatasetUnavailable, ImageDataset, open_dataset
+from ssl_kd.precision import Precision
 from ssl_kd.teachers import load_teacher
 from ssl_kd.teachers.base import TeacherUnavailable
 from ssl_kd.vision.extract import Extraction

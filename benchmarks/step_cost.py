@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.turns import header, memory, number_of, row
-from firstnan import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.precision import Precision
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 

@@ -59,7 +59,6 @@ from transformers import (
 
 from benchmarks.step_cost import versions
 from benchmarks.turns import header, in_turns, memory, middle_half, number_of, row
-from firstnan import Precision
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.hf_trainer import DistillationTrainer
 from ssl_kd.hf_trainer.distillation import collate
@@ -69,6 +68,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.train import train
+from ssl_kd.precision import Precision
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.server import CompletionServer

@@ -12,19 +12,14 @@ if TYPE_CHECKING:
     from firstnan.finite import safe_normalize, safe_normalize_weights
     from firstnan.loop import Guard
     from firstnan.parts import TooFewHealthyParts
-    from firstnan.precision import DeviceInfo, Precision, UnsupportedDevice, promote_to_fp32
 
 __all__ = [
-    "DeviceInfo",
     "Event",
     "EventLog",
     "Guard",
-    "Precision",
     "RankLost",
     "Thresholds",
     "TooFewHealthyParts",
-    "UnsupportedDevice",
-    "promote_to_fp32",
     "safe_normalize",
     "safe_normalize_weights",
 ]
@@ -37,7 +32,6 @@ _HOMES = {
     "finite": ["safe_normalize", "safe_normalize_weights"],
     "loop": ["Guard"],
     "parts": ["TooFewHealthyParts"],
-    "precision": ["DeviceInfo", "Precision", "UnsupportedDevice", "promote_to_fp32"],
 }
 
 

@@ -13,9 +13,3 @@ class UserError(Exception):
     """
 
     exit_code: int = FAILED
-
-
-class InputError(UserError, ValueError):
-    """An input is invalid: a name, a path, the content of a file, or a combination of options."""
-
-    exit_code = BAD_INPUT

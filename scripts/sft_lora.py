@@ -93,9 +93,9 @@ def test(given: argparse.Namespace) -> int:
     check_installed(["transformers"], "llm")
     import torch
 
-    from firstnan.precision import Precision
     from ssl_kd.datasets.text import open_text
     from ssl_kd.evaluate.language import judge_answers
+    from ssl_kd.precision import Precision
     from ssl_kd.teachers.causal import load_causal_lm
     from ssl_kd.teachers.frozen import FrozenTeacher
     from ssl_kd.training.ranks import refuse_ranks

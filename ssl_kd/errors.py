@@ -23,10 +23,15 @@ from firstnan.errors import BAD_INPUT as BAD_INPUT
 from firstnan.errors import FAILED as FAILED
 from firstnan.errors import GUARD_STOPPED as GUARD_STOPPED
 from firstnan.errors import OK as OK
-from firstnan.errors import InputError as InputError
 from firstnan.errors import UserError as UserError
 
 _NO_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
+
+
+class InputError(UserError, ValueError):
+    """An input is invalid: a name, a path, the content of a file, or a combination of options."""
+
+    exit_code = BAD_INPUT
 
 
 class DatasetUnavailable(InputError, RuntimeError):

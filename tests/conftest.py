@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from firstnan.precision import DeviceInfo
 from ssl_kd.graph import form_ensemble
 from ssl_kd.losses import linear_distillation
+from ssl_kd.precision import DeviceInfo
 from tests.photos import photo_run
 from tests.tiny import text_file, tiny
 

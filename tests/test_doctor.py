@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from firstnan.events import Event
-from firstnan.precision import DeviceInfo, Precision
 from ssl_kd import cli, doctor
 from ssl_kd.doctor import machine, own_data
 from ssl_kd.files import sha256_file
+from ssl_kd.precision import DeviceInfo, Precision
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.store.shards import read_manifest, write_manifest
 
@@ -286,7 +286,7 @@ def test_what_the_run_itself_would_refuse_is_a_fault(cache, config, capsys):
 
 
 def test_fp16_that_is_not_available_is_a_note(config, capsys, monkeypatch):
-    monkeypatch.setattr("firstnan.precision._cpu_has_bf16_products", lambda: False)
+    monkeypatch.setattr("ssl_kd.precision._cpu_has_bf16_products", lambda: False)
     config.write_text("USE_FP16 = True\nDEVICE = 'cpu'\n")
     code, text = ask(config, capsys, doctor.installation)
     assert code == 0

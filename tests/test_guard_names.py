@@ -13,6 +13,7 @@ import ssl_kd.guard
 def test_the_former_names_and_command_of_the_guard_lead_to_firstnan(monkeypatch, capsys):
     for name in firstnan.__all__:
         assert getattr(ssl_kd.guard, name) is getattr(firstnan, name)
+    assert ssl_kd.guard.Precision is importlib.import_module("ssl_kd.guard.precision").Precision
     for name in ("diagnosis", "faults", "finite", "loop", "microscope", "watch"):
         module = importlib.import_module(f"firstnan.{name}")
         assert importlib.import_module(f"ssl_kd.guard.{name}") is module

@@ -144,7 +144,7 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
 
             caches = fill_by_ray(resolved, **options)
         else:
-            from firstnan.precision import Precision
+            from ssl_kd.precision import Precision
             from ssl_kd.vision.run import open_extractions
 
             device = resolved.device if share is None else _device_of_process(resolved.device)

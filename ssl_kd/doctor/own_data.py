@@ -12,9 +12,9 @@ from torch import Tensor
 from firstnan.events import Event
 from firstnan.faults import Stage
 from firstnan.parts import TooFewHealthyParts
-from firstnan.precision import Precision
 from ssl_kd.datasets.text import first_few
 from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding, count
+from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, NonFiniteRow, nearest_neighbors
 from ssl_kd.store.embeddings import odd_rows

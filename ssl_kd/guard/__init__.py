@@ -4,9 +4,14 @@ import importlib
 import sys
 
 from firstnan import *  # noqa: F403
-from firstnan import __all__ as __all__
+from ssl_kd.precision import (  # noqa: F401
+    DeviceInfo,
+    Precision,
+    UnsupportedDevice,
+    promote_to_fp32,
+)
 
-_MODULES = "diagnosis events faults finite loop microscope parts precision script watch"
-for _name in _MODULES.split():
-    _module = importlib.import_module(f"firstnan.{_name}")
+_FORMER = "diagnosis events faults finite loop microscope parts script watch".split()
+for _name, _home in (dict.fromkeys(_FORMER, "firstnan") | {"precision": "ssl_kd"}).items():
+    _module = importlib.import_module(f"{_home}.{_name}")
     globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _module

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from firstnan.precision import Precision, promote_to_fp32
 from ssl_kd.errors import InputError
 from ssl_kd.hf_trainer.guard_callback import GuardCallback
 from ssl_kd.hf_trainer.records import tokenized
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import distillation_terms, next_token_targets
+from ssl_kd.precision import Precision, promote_to_fp32
 from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.teachers.causal import load_causal_lm, tokenizer_id, without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher, linear_head

@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from firstnan.precision import Precision
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.language.prepare import ModelLoader, prepare
@@ -24,6 +23,7 @@ from ssl_kd.language.teacher_cache import (
     write,
 )
 from ssl_kd.language.text_rows import lay_out, texts_of, with_chat_template
+from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, n_ids
 from ssl_kd.teachers.frozen import FrozenTeacher

@@ -6,7 +6,6 @@ import logging
 from functools import partial
 from typing import Any
 
-from firstnan.precision import Precision, default_torch_state
 from ssl_kd.datasets.aligned import aligned_blocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
@@ -17,6 +16,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teachers import ONE_RANK, load_teacher
 from ssl_kd.language.text_rows import lay_out, split_held_out, texts_of, with_chat_template
+from ssl_kd.precision import Precision, default_torch_state
 from ssl_kd.teachers.causal import CausalLM, positions, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from firstnan.precision import DeviceInfo
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
@@ -19,6 +18,7 @@ from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.language.foreign_names import IN_MEMORY
 from ssl_kd.language.prepare import Prepared
 from ssl_kd.language.teachers import load_teacher
+from ssl_kd.precision import DeviceInfo
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
 from ssl_kd.teachers.frozen import FrozenTeacher

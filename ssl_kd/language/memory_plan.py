@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from firstnan.precision import DeviceInfo, Precision
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.token_terms import CHUNK_BYTES, chunk_rows
+from ssl_kd.precision import DeviceInfo, Precision
 from ssl_kd.teachers.causal import auto_model, llm_module
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import hidden_states

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firstnan.precision import Precision, promote_to_fp32
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.language.aligned import Aligned
@@ -23,6 +22,7 @@ from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, select_rows
 from ssl_kd.losses.token_distillation import distillation_terms, next_token_targets
 from ssl_kd.memory import to_device_async
+from ssl_kd.precision import Precision, promote_to_fp32
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import LinearHead, hidden_states, linear_head
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from firstnan.precision import Precision
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
@@ -48,6 +47,7 @@ from ssl_kd.language.text_rows import (
 )
 from ssl_kd.language.text_teacher import check_same_teacher
 from ssl_kd.losses.legacy_clamp import LegacyClamp
+from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import (
     CausalLM,

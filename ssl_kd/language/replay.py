@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.precision import Precision
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.errors import InputError
@@ -19,6 +18,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import set_rng_state
 from ssl_kd.language.sources import named_rows
 from ssl_kd.language.step import Distiller
+from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.clock import no_progress
 from ssl_kd.training.fault_bundle import DTYPES, Bundle, Replay, damaged, has_fields, load_bundle

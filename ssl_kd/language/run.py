@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from firstnan.parts import TooFewHealthyParts
-from firstnan.precision import default_torch_state
 from ssl_kd.evaluate.language import LanguageJudge
 from ssl_kd.evaluate.tokens import TokenScores
 from ssl_kd.language.caching import with_automatic_cache
@@ -34,6 +33,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, check_ranks, precision_of
 from ssl_kd.language.text_teacher import save_text_teacher
 from ssl_kd.language.train import Row, train
+from ssl_kd.precision import default_torch_state
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board, check_boards
 from ssl_kd.training.clock import Clock, Progress, no_progress

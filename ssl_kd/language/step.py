@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from firstnan.events import Event
 from firstnan.faults import Thresholds
 from firstnan.loop import Guard
-from firstnan.precision import Precision
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.language.aligned import Aligned
@@ -28,6 +27,7 @@ from ssl_kd.language.setting_groups import TrainingSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass, rng_state, set_rng_state
 from ssl_kd.language.sources import Source, named_rows
+from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.dtypes import bitsandbytes
 from ssl_kd.teachers.finite import in_words

@@ -7,7 +7,6 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from firstnan.precision import Precision
 from ssl_kd.datasets.blocks import isolates_documents, make_blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import TextDataset
@@ -16,6 +15,7 @@ from ssl_kd.language.setting_groups import TeacherSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep, check_ranks
 from ssl_kd.language.train import train
+from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.teachers.dtypes import nf4

@@ -16,8 +16,8 @@ from firstnan.events import Event
 from firstnan.faults import Stage
 from firstnan.loop import Guard
 from firstnan.parts import TooFewHealthyParts
-from firstnan.precision import promote_to_fp32
 from ssl_kd.losses.routing import load_balance
+from ssl_kd.precision import promote_to_fp32
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 
 _PART = "router"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from firstnan.parts import TooFewHealthyParts
-from firstnan.precision import default_torch_state
+from ssl_kd.precision import default_torch_state
 
 logger = logging.getLogger(__name__)
 

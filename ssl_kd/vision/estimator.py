@@ -22,9 +22,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from firstnan.events import EventLog
-from firstnan.precision import Precision, default_torch_state
 from ssl_kd.datasets.features import as_array
 from ssl_kd.files import CorruptFileError
+from ssl_kd.precision import Precision, default_torch_state
 from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.settings.import_paths import path_of_file
 from ssl_kd.store import nearest_neighbors

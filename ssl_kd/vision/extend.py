@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from firstnan.precision import Precision, default_torch_state
 from ssl_kd import evaluate
 from ssl_kd.files.lock import Lock
 from ssl_kd.heads import OWN_HEADS
+from ssl_kd.precision import Precision, default_torch_state
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.early import check_run_name, run_to_extend
 from ssl_kd.settings.import_paths import path_of_file

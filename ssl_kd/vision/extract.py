@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstnan.precision import Precision, default_torch_state
 from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import release_pages
 from ssl_kd.memory import is_out_of_memory
+from ssl_kd.precision import Precision, default_torch_state
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.store.shards import Manifest
 from ssl_kd.teachers import Features, Pixels, Teacher

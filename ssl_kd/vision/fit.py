@@ -11,10 +11,10 @@ from torch import Tensor
 
 from firstnan.faults import Thresholds
 from firstnan.parts import TooFewHealthyParts
-from firstnan.precision import Precision
 from ssl_kd.graph import Ensemble, agreement
 from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
 from ssl_kd.memory import free_memory
+from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.convergence import ALONE, Convergence
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, tempered

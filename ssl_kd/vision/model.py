@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from firstnan.precision import default_torch_state
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, atomic_write_bytes, atomic_write_json, sha256_file
 from ssl_kd.heads import OWN_HEADS, HeadBank, head_maker, import_head
 from ssl_kd.losses import log_probabilities
+from ssl_kd.precision import default_torch_state
 from ssl_kd.settings.import_paths import path_of_file
 from ssl_kd.vision.model_parts import Projection, Splits, Tree
 from ssl_kd.vision.new_clusters import NewClusters, comparable, find_new_clusters

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from firstnan.parts import TooFewHealthyParts
-from firstnan.precision import Precision
 from ssl_kd.errors import InputError
 from ssl_kd.files import sha256_file
+from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, nearest_neighbors
 from ssl_kd.store.approximate import by_index

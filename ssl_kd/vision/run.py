@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firstnan.precision import Precision, default_torch_state
 from ssl_kd.datasets import (
     FeatureDataset,
     FolderDataset,
@@ -26,6 +25,7 @@ from ssl_kd.files import sha256_file
 from ssl_kd.graph.levels import check_enough
 from ssl_kd.heads import import_head
 from ssl_kd.memory import give_back_memory
+from ssl_kd.precision import Precision, default_torch_state
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.store.embeddings import odd_rows

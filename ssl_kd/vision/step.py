@@ -12,13 +12,13 @@ from torch import Tensor
 from firstnan.faults import Stage, Thresholds
 from firstnan.health import Health, is_healthy
 from firstnan.parts import SNAPSHOT_EVERY, RowParts
-from firstnan.precision import Precision
 from firstnan.recovery import Recovery, with_all_kinds
 from firstnan.seeds import seed_of
 from firstnan.update import adamw_, clip_factors, only_healthy, part_norms, rescale_
 from ssl_kd import losses
 from ssl_kd.heads.bank import HeadBank
 from ssl_kd.memory import to_device_async
+from ssl_kd.precision import Precision
 from ssl_kd.vision.objectives import make_objective
 from ssl_kd.vision.settings import HeadSettings
 

@@ -12,11 +12,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from firstnan import Precision
 from ssl_kd.datasets import open_dataset
 from ssl_kd.files import load_tensors
 from ssl_kd.files.lock import Lock
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.precision import Precision
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
 from ssl_kd.training.stop import Interrupted

@@ -11,7 +11,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from firstnan import Precision
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import Example, TextDataset
@@ -19,6 +18,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.train import train
+from ssl_kd.precision import Precision
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.student import save_student
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
-from firstnan import Precision
 from ssl_kd.datasets import FeatureDataset
 from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.files.lock import Lock
+from ssl_kd.precision import Precision
 from ssl_kd.store import NonFiniteRow, find_neighbors
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Features

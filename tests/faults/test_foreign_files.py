@@ -16,11 +16,12 @@ import pytest
 import torch
 from PIL import Image
 
-from firstnan import Event, Precision
+from firstnan import Event
 from ssl_kd import MultiHeadClusterer, cli
 from ssl_kd.datasets import UnreadableImage, decode, open_dataset
 from ssl_kd.files import CorruptFileError
 from ssl_kd.heads import TEMIHead
+from ssl_kd.precision import Precision
 from ssl_kd.report import write_report
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Pixels

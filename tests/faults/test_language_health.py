@@ -108,7 +108,7 @@ def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, capl
             return precision
         return dataclasses.replace(precision, teacher=half, student=half, scale=True)
 
-    monkeypatch.setattr("firstnan.precision.DeviceInfo.halves", lambda self: halves)
+    monkeypatch.setattr("ssl_kd.precision.DeviceInfo.halves", lambda self: halves)
     monkeypatch.setattr("ssl_kd.language.run.precision_of", emulated)
     folder = world.spoilt("teacher", overflow)
     path = run(world.settings(teacher_model=str(folder), **HALF))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from firstnan import Precision
+from ssl_kd.precision import Precision
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFolderError

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from firstnan.precision import Precision
 from heads.cosine_head import CosineHead
 from ssl_kd.errors import InputError
 from ssl_kd.heads import HeadBank, TEMIHead, check_answer, import_head
+from ssl_kd.precision import Precision
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 

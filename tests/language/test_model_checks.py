@@ -83,7 +83,7 @@ def test_adapters_on_a_halved_base_learn_as_on_a_full_one(settings, folders, mon
     half = {"teacher_model": folders[0], "student_model": folders[1]}
     half |= {"lora_rank": 2, "model_dtype": "bfloat16"}
     monkeypatch.setattr(
-        "firstnan.precision.DeviceInfo.halves", lambda self: ((torch.bfloat16,), "a test")
+        "ssl_kd.precision.DeviceInfo.halves", lambda self: ((torch.bfloat16,), "a test")
     )
     seen = []
 

@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
-from firstnan.precision import DeviceInfo, Precision
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.teacher_cache import TeacherFingerprint, cache_identity, write
 from ssl_kd.language.train import _StudentLearner
 from ssl_kd.losses import linear_distillation
+from ssl_kd.precision import DeviceInfo, Precision
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.frozen import FrozenTeacher
 from tests.pretended import pretended_cuda

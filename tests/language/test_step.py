@@ -9,9 +9,9 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from firstnan import TooFewHealthyParts  # noqa: E402
-from firstnan.precision import Precision  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.losses.teacher_output import LogitsTeacher  # noqa: E402
+from ssl_kd.precision import Precision  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.oracles import token_objectives as oracle  # noqa: E402

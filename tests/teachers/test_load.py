@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from firstnan.precision import Precision
 from ssl_kd.datasets import ArrayDataset, FeatureDataset
+from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import FingerprintMismatch
 from ssl_kd.teachers import DINOV2_MODELS, Features, Network, Pixels

@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from firstnan.precision import Precision
 from ssl_kd.datasets import ArrayDataset, FeatureDataset, FolderDataset, open_dataset
+from ssl_kd.precision import Precision
 from ssl_kd.store import EmbeddingStore, NonFiniteRow
 from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.vision.extract import Extraction

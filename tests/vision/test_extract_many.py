@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from firstnan.precision import Precision
 from ssl_kd import cli
 from ssl_kd.datasets import ArrayDataset, FolderDataset, open_dataset
+from ssl_kd.precision import Precision
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
 from ssl_kd.vision import extract_ray

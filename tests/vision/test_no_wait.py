@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from firstnan.parts import SNAPSHOT_EVERY
-from firstnan.precision import DeviceInfo, Precision
 from heads.cosine_head import CosineHead
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.memory import to_device_async
+from ssl_kd.precision import DeviceInfo, Precision
 from ssl_kd.teachers.network import Transform
 from ssl_kd.training.clock import no_progress
 from ssl_kd.vision import extract

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 
-from firstnan import Precision
 from firstnan.faults import Thresholds
 from ssl_kd.errors import BAD_INPUT
 from ssl_kd.files import sha256_file
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.precision import Precision
 from ssl_kd.store import approximate
 from ssl_kd.training.ranks import Ranks
 from ssl_kd.vision import fit

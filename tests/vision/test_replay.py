@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from firstnan import Event, Precision
+from firstnan import Event
 from firstnan.diagnosis import Cause
 from firstnan.faults import Stage
 from ssl_kd.files import CorruptFileError
+from ssl_kd.precision import Precision
 from ssl_kd.training.fault_bundle import FlightRecorder, save_bundle
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.replay import bundle_of, replay

@@ -15,10 +15,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from firstnan.diagnosis import Cause
-from firstnan.precision import Precision
 from ssl_kd.datasets import ArrayDataset
 from ssl_kd.errors import InputError
 from ssl_kd.files import sha256_file
+from ssl_kd.precision import Precision
 from ssl_kd.report import run_images, write_report
 from ssl_kd.report.results import read_assignments
 from ssl_kd.report.tables import results_table

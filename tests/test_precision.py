@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from firstnan import precision as policy
-from firstnan.precision import (
+from ssl_kd import precision as policy
+from ssl_kd.precision import (
     DeviceInfo,
     Precision,
     UnsupportedDevice,
@@ -150,7 +150,7 @@ def test_unknown_devices_and_dtypes_are_refused(monkeypatch):
 
 
 def test_the_table_in_the_guide_has_the_dtypes_of_the_policy():
-    page = (Path(__file__).parents[2] / "docs" / "guard.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "guard.md").read_text(encoding="utf-8")
     others = DeviceInfo("cpu", "other CPUs"), DeviceInfo("mps", "Apple GPU")
     for info in (P100, V100, T4, A100, H100, *others):
         plain, half = Precision.for_device(info), Precision.for_device(info, use_fp16=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from firstnan.errors import InputError, UserError
+from ssl_kd.errors import InputError, UserError
 
 _HALVES = (torch.float16, torch.bfloat16)
 
