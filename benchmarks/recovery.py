@@ -44,7 +44,6 @@ from ssl_kd.vision import step as guarded
 from ssl_kd.vision.fit import head_clusters, make_plan, make_trainer
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadsLearner, Plan
 
 HEADS, STRUCK, EVERY = 50, 10, 50
@@ -153,7 +152,7 @@ class Digits:
         weight: str = "none",
         by_hand: bool = False,
         evaluate_every: int | None = None,
-    ) -> tuple[HeadTrainer, list[tuple[int, list[float]]]]:
+    ) -> tuple[guarded.HeadTrainer, list[tuple[int, list[float]]]]:
         """Train; return the trainer and the accuracy of every head at regular steps."""
         settings = VisionSettings(n_clusters=10, n_heads=HEADS, max_steps=steps, epochs=steps)
         settings = settings.replace(seed=seed, instance_weight=weight)
@@ -192,7 +191,7 @@ class Digits:
         curve.append((steps, self.accuracies(trainer)))
         return trainer, curve
 
-    def accuracies(self, trainer: HeadTrainer) -> list[float]:
+    def accuracies(self, trainer: guarded.HeadTrainer) -> list[float]:
         """Return the accuracy of every head; a non-finite head assigns all samples to cluster 0."""
         bank = trainer.bank
         assert isinstance(bank, StruckBank)
@@ -208,7 +207,7 @@ def table(steps: int = 2000, seeds: int = 3) -> None:
     struck = strikes(steps, kinds)
     others = slice(STRUCK, HEADS)
 
-    def equal(a: HeadTrainer, b: HeadTrainer) -> int:
+    def equal(a: guarded.HeadTrainer, b: HeadTrainer) -> int:
         pairs = zip(a.state.owned().values(), b.state.owned().values(), strict=True)
         same = [torch.stack([(x[i] == y[i]).all() for i in range(HEADS)]) for x, y in pairs]
         return int(torch.stack(same).all(0)[others].sum())

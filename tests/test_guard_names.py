@@ -15,9 +15,8 @@ def test_the_former_names_and_command_of_the_guard_lead_to_firstnan(monkeypatch,
         assert getattr(ssl_kd.guard, name) is getattr(firstnan, name)
     assert ssl_kd.guard.Precision is importlib.import_module("ssl_kd.guard.precision").Precision
     for name in ("diagnosis", "faults", "finite", "loop", "microscope", "watch"):
-        module = importlib.import_module(f"firstnan.{name}")
-        assert importlib.import_module(f"ssl_kd.guard.{name}") is module
-        assert getattr(ssl_kd.guard, name) is module
+        module = importlib.import_module(f"ssl_kd.guard.{name}")
+        assert module is getattr(ssl_kd.guard, name) is importlib.import_module(f"firstnan.{name}")
     monkeypatch.setattr(sys, "argv", ["guard", "none.py"])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_module("ssl_kd.guard", run_name="__main__")

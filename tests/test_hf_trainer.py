@@ -14,7 +14,7 @@ from firstnan.parts import TooFewHealthyParts
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ssl_kd.hf_trainer import GuardCallback  # noqa: E402
+from firstnan.hf import GuardCallback  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.ranks import as_torchrun, run_ranks  # noqa: E402
 from tests.test_hf_distillation import Witness, arguments  # noqa: E402

@@ -13,7 +13,7 @@ except ImportError as error:
         "ssl_kd.hf_trainer needs transformers and accelerate: pip install 'ssl_kd[llm]'"
     ) from error
 
+from firstnan.hf import GuardCallback
 from ssl_kd.hf_trainer.distillation import DistillationTrainer
-from ssl_kd.hf_trainer.guard_callback import GuardCallback
 
 __all__ = ["DistillationTrainer", "GuardCallback"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from firstnan.hf import GuardCallback
 from ssl_kd.errors import InputError
-from ssl_kd.hf_trainer.guard_callback import GuardCallback
 from ssl_kd.hf_trainer.records import tokenized
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.teacher_output import TeacherOutput

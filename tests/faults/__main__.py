@@ -109,8 +109,7 @@ def kinds() -> Iterator[str]:
 
 def marked_elsewhere() -> list[Path]:
     """Return the test files outside this folder with tests of rows."""
-    folders = FOLDER.parent, ROOT / "firstnan" / "tests"
-    files = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
+    files = sorted([*FOLDER.parent.rglob("test_*.py"), *ROOT.glob("firstnan/tests/test_*.py")])
     return [f for f in files if f.parent != FOLDER and IMPORT in f.read_text(encoding="utf-8")]
 
 

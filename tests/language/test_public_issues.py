@@ -7,8 +7,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from firstnan.hf import GuardCallback  # noqa: E402
 from ssl_kd.doctor.verify import expert_changes  # noqa: E402
-from ssl_kd.hf_trainer import GuardCallback  # noqa: E402
 from ssl_kd.hf_trainer.distillation import collate  # noqa: E402
 from ssl_kd.language.teacher_cache import check_divergence  # noqa: E402
 from ssl_kd.losses import TopKTeacher, logits_distillation, token_kd  # noqa: E402

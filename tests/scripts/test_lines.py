@@ -40,8 +40,7 @@ def repository(tmp_path):
     (tmp_path / "pyproject.toml").write_text(PROJECT)
 
     def fill(path, n):
-        folder = "" if path.startswith("firstnan") else "ssl_kd"
-        file = tmp_path / folder / path
+        file = tmp_path / ("" if path.startswith("firstnan") else "ssl_kd") / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("line\n" * n)
         return tmp_path

@@ -8,11 +8,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainingArguments
-
 from firstnan.faults import Thresholds
 from firstnan.loop import Guard
 from firstnan.parts import SNAPSHOT_EVERY, TooFewHealthyParts
+
+try:
+    from transformers import TrainerCallback, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        "firstnan.hf needs transformers and accelerate: pip install transformers accelerate"
+    ) from error
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +48,7 @@ class GuardCallback(TrainerCallback):
 
     Events are logged and added to `trainer.state.log_history` under `guard`; every log line has
     `guard_updates` and `guard_skipped`. The training also stops if a loss that was passed to
-    `guard.backward` by name, as in `DistillationTrainer`, is left out of `thresholds.stop_after`
+    `guard.backward` by name is left out of `thresholds.stop_after`
     steps in a row. A resumed training starts with a new guard, without running median or snapshot.
 
     Args:
