@@ -40,10 +40,10 @@ from ssl_kd.heads import HeadBank
 from ssl_kd.precision import Precision
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.training.loop import run_loop
-from ssl_kd.vision import step as guarded
 from ssl_kd.vision.fit import head_clusters, make_plan, make_trainer
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadsLearner, Plan
 
 HEADS, STRUCK, EVERY = 50, 10, 50
@@ -89,7 +89,7 @@ def strikes(steps: int, kinds: list[str], seed: int = 0) -> dict[int, Strike]:
 @contextlib.contextmanager
 def unguarded(norm: Callable[[Tensor], Tensor]):
     """Run the loop without the guard, and clip by `norm`."""
-    with without_guard(), patch.object(guarded, "part_norms", norm):
+    with without_guard(), patch("ssl_kd.vision.step.part_norms", norm):
         yield
 
 
@@ -115,7 +115,7 @@ def skip_the_step():
         patch.object(Health, "judge", all_or_none),
         patch.object(Health, "escalate", lambda self, *rest: {}),
         patch.object(Recovery, "restore_what_is_not_finite", lambda self, step: []),
-        patch.object(guarded, "part_norms", lambda g: torch.where(
+        patch("ssl_kd.vision.step.part_norms", lambda g: torch.where(
             torch.isfinite(part_norms(g)).all(), global_norm(g), torch.nan)),
     ):  # fmt: skip
         yield
@@ -152,7 +152,7 @@ class Digits:
         weight: str = "none",
         by_hand: bool = False,
         evaluate_every: int | None = None,
-    ) -> tuple[guarded.HeadTrainer, list[tuple[int, list[float]]]]:
+    ) -> tuple[HeadTrainer, list[tuple[int, list[float]]]]:
         """Train; return the trainer and the accuracy of every head at regular steps."""
         settings = VisionSettings(n_clusters=10, n_heads=HEADS, max_steps=steps, epochs=steps)
         settings = settings.replace(seed=seed, instance_weight=weight)
@@ -183,7 +183,7 @@ class Digits:
 
         gather.step = 0
         sampler = make_plan(settings, trainer, self.neighbors, self.x.__getitem__).sampler
-        one_chunk = patch.object(guarded, "head_chunks", lambda n, size, device: [slice(0, n)])
+        one_chunk = patch("ssl_kd.vision.step.head_chunks", lambda n, size, device: [slice(0, n)])
         with one_chunk, WAYS[way](), contextlib.suppress(TooFewHealthyParts):
             learner = HeadsLearner(trainer, Plan(sampler, steps, None), gather)
             run_loop(learner, checkpoint_every=steps)
@@ -191,7 +191,7 @@ class Digits:
         curve.append((steps, self.accuracies(trainer)))
         return trainer, curve
 
-    def accuracies(self, trainer: guarded.HeadTrainer) -> list[float]:
+    def accuracies(self, trainer: HeadTrainer) -> list[float]:
         """Return the accuracy of every head; a non-finite head assigns all samples to cluster 0."""
         bank = trainer.bank
         assert isinstance(bank, StruckBank)
@@ -207,7 +207,7 @@ def table(steps: int = 2000, seeds: int = 3) -> None:
     struck = strikes(steps, kinds)
     others = slice(STRUCK, HEADS)
 
-    def equal(a: guarded.HeadTrainer, b: HeadTrainer) -> int:
+    def equal(a: HeadTrainer, b: HeadTrainer) -> int:
         pairs = zip(a.state.owned().values(), b.state.owned().values(), strict=True)
         same = [torch.stack([(x[i] == y[i]).all() for i in range(HEADS)]) for x, y in pairs]
         return int(torch.stack(same).all(0)[others].sum())
