@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.results_page import write_section
@@ -42,7 +42,7 @@ class Case:
     cause: Cause
     x: Tensor
     stages: list[Stage]
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, nn.Parameter] = field(default_factory=dict)
     op: str | None = None  # None: the first stage whose float64 result overflows its dtype
     scale: float = 1.0
 
@@ -97,11 +97,11 @@ def network(r: random.Random, dim: int, dtype=torch.float32, bias=True):
     depth = r.randint(1, 4)
     for i in range(depth):
         width = r.randint(3, 32)
-        w = (torch.randn(width, dim) / dim**0.5).to(dtype).requires_grad_()
+        w = nn.Parameter((torch.randn(width, dim) / dim**0.5).to(dtype))
         weights[f"weight {i}.weight"] = w
         b = None
         if bias:
-            b = (torch.randn(width) * 0.1).to(dtype).requires_grad_()
+            b = nn.Parameter((torch.randn(width) * 0.1).to(dtype))
             weights[f"weight {i}.bias"] = b
         op = "aten.addmm" if bias else "aten.mm"
         stages.append((op, lambda x, w=w, b=b: F.linear(x, w, b)))
@@ -275,6 +275,12 @@ def inspect(case: Case) -> tuple[Cause, str]:
 
 def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
     """Draw cases until one has a fault; return its truth and diagnosis."""
+    case, op, redrawn = faulty_case(kind, r)
+    return case.cause, op, *inspect(case), redrawn
+
+
+def faulty_case(kind: Callable[[random.Random], Case], r: random.Random) -> tuple[Case, str, int]:
+    """Draw cases until one has a fault; return it, its true operation and the count of redraws."""
     for redrawn in range(200):
         torch.manual_seed(r.randrange(2**31))
         case = kind(r)
@@ -285,7 +291,7 @@ def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
             continue
         op = case.op or case.overflows_at()
         if op is not None:
-            return case.cause, op, *inspect(case), redrawn
+            return case, op, redrawn
     raise RuntimeError(f"{kind.__name__}: none of 200 draws had a fault")
 
 

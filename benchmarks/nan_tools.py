@@ -1,0 +1,298 @@
+"""Compare tools that look for a NaN: what they name, what they stop, what they cost.
+
+    python -m benchmarks.nan_tools    # writes docs/results.md
+
+- 200 faults from `benchmarks.diagnosis`, each operation in a module of its own. The true module is
+  the first whose output is not finite; if the forward pass is finite, the last with the operation.
+- 50 healthy steps of attention under a mask of -inf, which no tool should stop.
+- A training of four heads on one trunk, 20 steps; in the tenth, the loss of one head is 0 / 0.
+- The time of a healthy step of a small transformer, in turns with the same step without a tool.
+
+The tools, each as its authors publish it:
+
+- anomaly mode: `torch.autograd.detect_anomaly()`, which Lightning's `detect_anomaly=True` switches
+  on. It names an autograd node; we count a node as right if the true module made one of this name.
+- forward hooks: on every module, as proposed in pytorch#182156, with inputs checked, so that the
+  module that received a NaN is not named.
+- dispatch mode: a `TorchDispatchMode` that checks the result of every operation, forward and
+  backward, as proposed in pytorch#187653 (for #160016).
+- loss check: stop if the loss or the gradient norm is not finite, as in torchtitan.
+- the guard of this repository: `Watch` where a fault is to be named, `Guard(locate=True)` in the
+  trainings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from firstnan import Guard
+from firstnan.watch import Watch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.diagnosis import KINDS, Case, faulty_case
+from benchmarks.results_page import write_section
+from benchmarks.turns import in_turns, middle_half, table_head, table_line
+
+FAULTS, HEALTHY, STEPS, ROUNDS = 200, 50, 20, 15
+
+
+class Found(RuntimeError):
+    """Raised by a tool that has found a NaN; holds the operation and the module that it names."""
+
+    def __init__(self, op: str = "", module: str = "") -> None:
+        super().__init__(op, module)
+        self.op, self.module = op, module
+
+
+class Stage(nn.Module):
+    """One operation of a case."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Steps(nn.Sequential):
+    """The operations of a case, each in a module; the weights are its parameters."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(*(Stage(function) for _, function in case.stages))
+        for i, weight in enumerate(case.weights.values()):
+            self.register_parameter(f"weight_{i}", weight)
+
+    def truth(self, case: Case, op: str) -> tuple[str, set[str]]:
+        """Return the module with the fault, and the autograd nodes that it makes."""
+        xs = [case.x]
+        for stage in self:
+            xs.append(stage(xs[-1]))
+        bad = [i for i, x in enumerate(xs[1:]) if not is_finite(x)]
+        last = [i for i, (name, _) in enumerate(case.stages) if name == op]
+        number = bad[0] if bad else last[-1] if last else len(self) - 1
+        ahead: list[Any] = [self[number](xs[number].detach().requires_grad_()).grad_fn]
+        names = set()
+        while ahead:
+            if (node := ahead.pop()) is not None:
+                names.add(node.name())
+                ahead += [following for following, _ in node.next_functions]
+        return str(number), names
+
+
+def is_finite(values: object) -> bool:
+    tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+    return all(bool(torch.isfinite(x).all()) for x in tensors)
+
+
+@contextlib.contextmanager
+def nothing(model: nn.Module) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def anomaly_mode(model: nn.Module) -> Iterator[None]:
+    try:
+        with torch.autograd.detect_anomaly():
+            yield
+    except RuntimeError as error:
+        node = re.search(r"Function '(\w+)' returned nan", str(error))
+        raise (Found(node[1]) if node else error) from error
+
+
+@contextlib.contextmanager
+def forward_hooks(model: nn.Module) -> Iterator[None]:
+    def check(name: str, module: nn.Module, args: object, out: object) -> None:
+        if not is_finite(out) and is_finite(args):
+            raise Found(module=name)
+
+    handles = [m.register_forward_hook(partial(check, n)) for n, m in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class EveryResult(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        out = func(*args, **(kwargs or {}))
+        if not is_finite(out):
+            raise Found(str(func.overloadpacket))
+        return out
+
+
+@contextlib.contextmanager
+def dispatch_mode(model: nn.Module) -> Iterator[None]:
+    with EveryResult():
+        yield
+
+
+@contextlib.contextmanager
+def loss_check(model: nn.Module) -> Iterator[None]:
+    yield
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    if not bool(torch.isfinite(norm)):
+        raise Found
+
+
+@contextlib.contextmanager
+def watch(model: nn.Module) -> Iterator[None]:
+    watching = Watch(model)
+    yield
+    if (found := watching.explain()) is not None:
+        if found.fault is None:
+            raise Found
+        raise Found(found.fault.op, (found.module or "").partition(".")[2])
+
+
+TOOLS: dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[None]]] = {
+    "none": nothing,
+    "anomaly mode": anomaly_mode,
+    "forward hooks": forward_hooks,
+    "dispatch mode": dispatch_mode,
+    "loss check": loss_check,
+    "the guard": watch,
+}
+
+
+def outcome(tool: str, model: nn.Module, loss: Callable[[], Tensor]) -> Found | None:
+    """Run a step under a tool; return what it finds."""
+    model.zero_grad()
+    try:
+        with TOOLS[tool](model):
+            loss().backward()
+    except Found as found:
+        return found
+    return None
+
+
+def faults() -> dict[str, list[int]]:
+    """Return for each tool the counts of faults found, with the operation, with the module."""
+    counts = {tool: [0, 0, 0] for tool in TOOLS}
+    r = random.Random(0)
+    for i in range(FAULTS):
+        case, op, _ = faulty_case(KINDS[i % len(KINDS)], r)
+        model, x = Steps(case), case.x.requires_grad_(not case.weights)
+        module, nodes = model.truth(case, op)
+        for tool, count in counts.items():
+            loss = lambda: model(x).float().sum() * case.scale  # noqa: B023, E731
+            if (found := outcome(tool, model, loss)) is not None:
+                right = found.op in nodes if "Backward" in found.op else found.op == op
+                count[0] += 1
+                count[1] += right
+                count[2] += found.module == module or (right and "Backward" in found.op)
+    return counts
+
+
+def false_alarms() -> dict[str, int]:
+    """Return for each tool the number of healthy steps with a mask that it stops."""
+    counts = dict.fromkeys(TOOLS, 0)
+    for seed in range(HEALTHY):
+        torch.manual_seed(seed)
+        model = nn.MultiheadAttention(16, 2, batch_first=True)
+        x = torch.randn(2, 6, 16)
+        mask = nn.Transformer.generate_square_subsequent_mask(6)
+        for tool in TOOLS:
+            loss = lambda: model(x, x, x, attn_mask=mask)[0].square().mean()  # noqa: B023, E731
+            counts[tool] += outcome(tool, model, loss) is not None
+    return counts
+
+
+class Heads(nn.Module):
+    """Four heads on a trunk; returns the features and the loss of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 16)
+        self.heads = nn.ModuleDict({f"head_{i}": nn.Linear(16, 4) for i in range(4)})
+
+    def forward(self, x: Tensor, divisor: float) -> tuple[Tensor, dict[str, Tensor]]:
+        features = self.trunk(x).tanh()
+        losses = {name: head(features).square().mean() for name, head in self.heads.items()}
+        losses["head_1"] = losses["head_1"] * divisor / divisor
+        return features, losses
+
+
+def trained(tool: str) -> tuple[int, bool]:
+    """Train four heads; return the updates of heads, and whether all weights are finite."""
+    torch.manual_seed(0)
+    model, updates = Heads(), 0
+    optimizer = torch.optim.AdamW(model.parameters())
+    heads: Mapping[str, nn.Module] = dict(model.heads.items())
+    guard = Guard(model, optimizer, heads, locate=True) if tool == "the guard" else None
+    with contextlib.suppress(Found):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with nothing(model) if guard else TOOLS[tool](model):
+                features, losses = model(torch.randn(32, 8), float(step != STEPS // 2))
+                if guard is not None:
+                    guard.backward(losses, through=features)
+                else:
+                    torch.stack([*losses.values()]).sum().backward()
+            if guard is not None:
+                updates += len(guard.step() - {"shared"})
+            else:
+                optimizer.step()
+                updates += len(heads)
+    return updates, is_finite([*model.parameters()])
+
+
+def costs() -> dict[str, list[float]]:
+    """Return for each tool the time of a healthy step relative to the step without a tool."""
+    x, labels = torch.randn(8, 128, 256), torch.randint(1000, (8 * 128,))
+
+    def timer(tool: str) -> Callable[[], float]:
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+        model = nn.Sequential(nn.TransformerEncoder(layer, 4), nn.Linear(256, 1000))
+        optimizer = torch.optim.AdamW(model.parameters())
+        guard = Guard(model, optimizer, locate=True) if tool == "the guard" else None
+
+        def seconds() -> float:
+            optimizer.zero_grad()
+            began = time.perf_counter()
+            with nothing(model) if guard else TOOLS[tool](model):
+                loss = F.cross_entropy(model(x).flatten(0, 1), labels)
+                loss.backward() if guard is None else guard.backward(loss)
+            optimizer.step() if guard is None else guard.step()
+            return time.perf_counter() - began
+
+        seconds()  # warms up
+        return seconds
+
+    times = in_turns({tool: timer(tool) for tool in TOOLS}, ROUNDS)
+    return {
+        tool: [x / base for x, base in zip(mine, times["none"], strict=True)]
+        for tool, mine in times.items()
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")  # anomaly mode says that it is slow
+    found, alarms, cost = faults(), false_alarms(), costs()
+    columns = ["tool", f"faults found, of {FAULTS}", "operation right", "module right"]
+    columns += [f"healthy steps stopped, of {HEALTHY}", f"updates of heads, of {4 * STEPS}"]
+    lines = [table_head([*columns, "all weights finite", "time of a step"])]
+    for tool in TOOLS:
+        updates, finite = trained(tool)
+        cells = [*found[tool], alarms[tool], updates, "yes" if finite else "no"]
+        lines.append(table_line([tool, *map(str, cells), middle_half(cost[tool])]))
+    text = "\n".join(lines) + "\n"
+    write_section("nan_tools", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
