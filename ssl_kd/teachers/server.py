@@ -318,11 +318,13 @@ def _columns(entry: Mapping[str, Any], token: int) -> tuple[list[int], list[floa
     try:
         values = [fields["logprob"] for fields in entry.values()]
         ranks = [fields.get("rank") for fields in entry.values()]
-        is_valid = {*map(type, values)} <= {float, int} and {*map(type, ranks)} <= {int, type(None)}
+        kinds = {*map(type, values)}
+        is_valid = kinds <= {float, int} and {*map(type, ranks)} <= {int, type(None)}
         is_valid = is_valid and 0 not in ranks
         ranks = [rank or 0 for rank in ranks]
         is_valid = is_valid and 0 <= min(ranks) and max(ranks) < 2**31
-        is_valid = is_valid and all(type(v) is float or abs(v) < 2**53 for v in values)
+        if int in kinds:
+            is_valid = is_valid and all(abs(v) < 2**53 for v in values if type(v) is int)
     except (TypeError, KeyError, AttributeError):
         is_valid = False
     if not is_valid:
