@@ -33,8 +33,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from firstnan import Guard
-from firstnan.watch import Watch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +41,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.diagnosis import KINDS, Case, faulty_case
 from benchmarks.results_page import write_section
 from benchmarks.turns import in_turns, middle_half, table_head, table_line
+from firstnan import Guard
+from firstnan.watch import Watch
 
 FAULTS, HEALTHY, STEPS, ROUNDS = 200, 50, 20, 15
 
