@@ -283,14 +283,13 @@ def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> Promp
     if not isinstance(entries, list) or len(entries) != len(prompt):
         n = len(entries) if isinstance(entries, list) else short(entries)
         raise InvalidResponse(f"returns prompt_logprobs of {n} tokens; expected {len(prompt)}")
+    ids, values, ranks = [], [], []
     for token, entry in enumerate(entries[1:], 1):
         if not isinstance(entry, dict) or not entry:
             raise InvalidResponse(
                 f"returns no log-probabilities: {short(entry)}; expected {{id: {{...}}}}",
                 token,
             )
-    ids, values, ranks = [], [], []
-    for token, entry in enumerate(entries[1:], 1):
         if str(prompt[token]) not in entry:
             raise InvalidResponse(
                 "does not return the log-probability of the prompt's own token "
