@@ -36,6 +36,7 @@ class Cause(str, Enum):
     """The causes of a NaN or infinity that a diagnosis can name."""
 
     FP16_OVERFLOW = "overflow in fp16"
+    FP8_OVERFLOW = "overflow in fp8"
     LOG_OF_ZERO = "log of zero"
     ZERO_NORM = "zero norm"
     POISONED_WEIGHT = "poisoned weight"
@@ -84,6 +85,8 @@ class Diagnosis:
 
 _REMEDIES = {
     Cause.FP16_OVERFLOW: "compute this in float32: x.float() before the operation",
+    Cause.FP8_OVERFLOW: "scale by this tensor's own largest value, or clamp to torch.finfo(dtype).max "
+    "before the cast",
     Cause.LOG_OF_ZERO: "log_softmax(x) in place of log(softmax(x)); else clamp_min(tiny) first",
     Cause.ZERO_NORM: "firstnan.safe_normalize(x); for a root, add tiny under it",
     Cause.POISONED_WEIGHT: "go back to an earlier state: the guard restores such a part, and a "
@@ -229,8 +232,8 @@ def _overflow(fault: Fault) -> tuple[Cause, str]:
     sentence = f"values up to {largest:.3g} went into {fault.op}, and {out} ends at {limit:.3g}"
     if fault.made.op in _EXPS:
         sentence = f"the exponential of {largest:.3g}: {out} holds it up to {limit:.3g}"
-    if out == "float16":
-        return Cause.FP16_OVERFLOW, sentence
+    if out.startswith(("float16", "float8")):
+        return (Cause.FP8_OVERFLOW if "8" in out else Cause.FP16_OVERFLOW), sentence
     return (Cause.LEARNING_RATE if largest >= HUGE else Cause.UNKNOWN), sentence
 
 

@@ -57,7 +57,7 @@ class TensorFacts:
         """Compute the statistics of a tensor of any dtype and layout."""
         shape, dtype = tuple(x.shape), str(x.dtype).removeprefix("torch.")
         x = x.detach()
-        x = x if x.layout == torch.strided else x.to_dense()
+        x = _computable(x if x.layout == torch.strided else x.to_dense())
         x = x.abs() if x.is_complex() else x
         finite = torch.isfinite(x)
         good = x[finite].double()
@@ -225,7 +225,8 @@ class Microscope(TorchDispatchMode):
         numbers = [float(x) for x in tree_leaves((args, kwargs)) if type(x) in (int, float)]
         numbers += [x.item() for x, _ in reads if x.ndim == 0 and not x.is_complex()]
         parents = tuple(m for _, x in reads if (m := self._made.get(_key(x))) is not None)
-        largest = max((float(x.detach().abs().max()) for x, _ in reads if x.numel()), default=0.0)
+        sizes = (_computable(x.detach()).abs() for x, _ in reads if x.numel())
+        largest = max((float(size.max()) for size in sizes), default=0.0)
         made = Made(op.rpartition(".")[2].rstrip("_"), tuple(numbers), parents, largest)
         for x in outputs:
             self._made[self._keep(x)] = made
@@ -350,7 +351,11 @@ def _entries(x: Tensor) -> Tensor:
 
 
 def _is_bad(x: Tensor) -> bool:
-    return not bool(torch.isfinite(x).all())
+    return not bool(torch.isfinite(_computable(x)).all())
+
+
+def _computable(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize == 1 else x  # float8 can be converted, and little else
 
 
 def _key(x: Tensor) -> int:

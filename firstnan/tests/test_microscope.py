@@ -173,6 +173,7 @@ def test_memory_that_is_only_written_to_is_not_looked_at():
         ),
         (lambda: torch.tensor([1e5]).half(), Cause.FP16_OVERFLOW, ["USE_FP16 True -> False"]),
         (lambda: torch.tensor([12.0]).half().exp(), Cause.FP16_OVERFLOW, None),
+        (lambda: torch.tensor([1e5]).to(torch.float8_e5m2).float(), Cause.FP8_OVERFLOW, []),
         (
             lambda: torch.tensor([1e25]).square(),
             Cause.LEARNING_RATE,
