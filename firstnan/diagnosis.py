@@ -85,8 +85,7 @@ class Diagnosis:
 
 _REMEDIES = {
     Cause.FP16_OVERFLOW: "compute this in float32: x.float() before the operation",
-    Cause.FP8_OVERFLOW: "scale by this tensor's own largest value, or clamp to torch.finfo(dtype).max "
-    "before the cast",
+    Cause.FP8_OVERFLOW: "scale by the tensor's largest value, or clamp to torch.finfo(dtype).max",
     Cause.LOG_OF_ZERO: "log_softmax(x) in place of log(softmax(x)); else clamp_min(tiny) first",
     Cause.ZERO_NORM: "firstnan.safe_normalize(x); for a root, add tiny under it",
     Cause.POISONED_WEIGHT: "go back to an earlier state: the guard restores such a part, and a "
