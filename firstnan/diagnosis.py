@@ -46,6 +46,7 @@ class Cause(str, Enum):
     UNDERFLOW = "underflow to zero"
     DOMAIN = "outside its domain"
     MASKED = "everything masked"
+    ZERO_TIMES_INFINITY = "zero times infinity"
     UNKNOWN = "unknown"
 
 
@@ -97,6 +98,8 @@ _REMEDIES = {
     Cause.UNDERFLOW: "clamp the number to torch.finfo(x.dtype).tiny or above, or use log space",
     Cause.DOMAIN: "keep the input in the range where the operation is defined",
     Cause.MASKED: "leave at least one entry of each row unmasked, or drop such rows",
+    Cause.ZERO_TIMES_INFINITY: "replace the infinity where it is made: torch.where on the input of "
+    "that operation, not on its result",
     Cause.UNKNOWN: "check the ranges of the inputs above",
 }
 
@@ -166,7 +169,10 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
         return Cause.UNKNOWN, f"{fault.op} was given an infinity, which reached the result"
     if fault.masked:
         return Cause.MASKED, "an infinity, for example from a mask, reached the result"
-    if op in _SOFTMAXES and any(facts.infs for facts in fault.inputs):
+    if zero and op == "mul" and any(facts.infs for facts in fault.inputs):
+        return Cause.ZERO_TIMES_INFINITY, "an infinity met a 0, for example of a mask applied later"
+    is_softmax = op in _SOFTMAXES or node == "LogsumexpBackward"
+    if is_softmax and any(facts.infs for facts in fault.inputs):
         return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalize"
     if op in _MEAN_LOSSES and any(facts.nans for facts in fault.outputs):
         return Cause.MASKED, "every label is ignored: the loss is a mean over nothing"

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK
 from firstnan.microscope import Microscope
 from firstnan.norms import narrow, norm_of
-from firstnan.watch import Finding, Watch, finding_of
+from firstnan.watch import OUTSIDE, Finding, Watch, finding_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class ScriptWatch:
         self._watches: dict[int, Watch] = {}  # in the order of the first calls
         self._losses: list[Tensor] = []
         self._overflows = 0
+        self._stepped: set[int] = set()  # the optimizers that stepped since the last forward pass
         self._inside = threading.local()
         self._scopes = contextlib.ExitStack()
         self._scope: Microscope | None = None
@@ -69,6 +70,8 @@ class ScriptWatch:
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "a_model", False) or not torch.is_grad_enabled():
                 return call(module, *args, **kwargs)
+            if self._stepped:
+                self._begin_step()
             if id(module) not in self._watches:
                 self._watches[id(module)] = Watch(module, record=self.record)
             self._inside.a_model = True
@@ -117,9 +120,11 @@ class ScriptWatch:
         numbers = [norm_of(gradients)] if gradients else []
         bad = not _are_finite(numbers + self._losses)
         if bad:
-            self._report(f"step {self.steps}", [*self._losses, *gradients])
-        self._overflows = 0
-        self._forget()
+            self._report(f"step {self.steps}", [*self._losses, *gradients], _zero_eps(optimizer))
+        if id(optimizer) in self._stepped:
+            self._begin_step()
+        self._stepped.add(id(optimizer))  # another one may still need what was kept
+        self._losses.clear()
         self.steps += 1
         if bad and self.on_bad == "stop":
             raise SystemExit(GUARD_STOPPED)
@@ -130,6 +135,7 @@ class ScriptWatch:
     def _judge_overflow(self, before: float, after: float) -> None:
         """Check a step that a GradScaler skipped, so that the optimizer's hook did not run."""
         if after >= before:
+            self._overflows = 0
             return
         self._overflows += 1
         is_nan = any(bool(loss.isnan().any()) for loss in self._losses)
@@ -137,11 +143,14 @@ class ScriptWatch:
             self._report(f"step {self.steps}, skipped at a loss scale of {before:g}", self._losses)
             if self.on_bad == "stop":
                 raise SystemExit(GUARD_STOPPED)
-        self._forget()
+        self._begin_step()
 
-    def _report(self, step: str, bad: list[Tensor]) -> None:
+    def _report(self, step: str, bad: list[Tensor], zero_eps: str = "") -> None:
         self.bad += 1
-        self.report(f"{step}:\n{self._locate(bad)}")
+        finding = self._locate(bad)
+        if zero_eps and finding.fault and (finding.fault.poisoned or "").startswith("weight"):
+            finding = replace(finding, note=zero_eps)
+        self.report(f"{step}:\n{finding}")
 
     def _locate(self, bad: list[Tensor]) -> Finding:
         if self._scope is not None and (fault := self._scope.fault(*bad)) is not None:
@@ -153,15 +162,20 @@ class ScriptWatch:
             self._inside.a_model = False
         named = [x for x in findings if x.fault is not None]
         forward = [x for x in named if x.fault is not None and not x.fault.backward]
-        # Watches are in the order of their forward passes; backward passes ran in the reverse.
-        best = [*forward, *named[::-1], *findings]
+        # Watches are in the order of their forward passes; backward passes ran in the reverse. If a
+        # loss is bad, that came before any gradient.
+        backward = named[::-1] if _are_finite(self._losses) else []
+        best = [*forward, *backward, *(x for x in findings if x.fault is None)]
         first = best[0] if best else Finding(None, note="the models' own numbers are finite")
-        if first.fault is not None or self._scope is not None:
+        is_named = first.fault is not None and OUTSIDE not in (first.fault.poisoned or "")
+        if is_named or self._scope is not None:
             return first
-        return replace(first, note=f"{first.note}; --every-op names the operation, but is slow")
+        note = f"{first.note}; " if first.note else ""
+        return replace(first, note=f"{note}--every-op names the operation, but is slow")
 
-    def _forget(self) -> None:
+    def _begin_step(self) -> None:
         self._losses.clear()
+        self._stepped.clear()
         for watch in self._watches.values():
             watch.forget()
         self._begin_scope()
@@ -170,6 +184,20 @@ class ScriptWatch:
         self._scopes.close()  # how a tensor was made matters only within its step
         if self.every_op:
             self._scope = self._scopes.enter_context(Microscope())
+
+
+def _zero_eps(optimizer: Optimizer) -> str:
+    """Return a sentence if the eps of the optimizer is 0 in the precision of a weight."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        for p in group["params"] if isinstance(eps, float) and eps > 0 else []:
+            if not p.new_tensor(eps):
+                kind = str(p.dtype).removeprefix("torch.")
+                zero = (
+                    f"the optimizer's eps={eps:g} is 0 in {kind}, so that a weight whose gradient"
+                )
+                return f"{zero} was 0 became 0 / 0: keep the weights in float32"
+    return ""
 
 
 def _are_finite(numbers: list[Tensor]) -> bool:

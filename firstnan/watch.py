@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _DEVICES = ("cpu", "cuda")
 _CALLS = 8  # most forward passes of one step that are kept, the last ones
+OUTSIDE = " (computed before this model)"
 _FINDINGS = 8  # most steps that a `Locator` runs again, so that a run that stays sick goes on
 
 
@@ -362,7 +363,7 @@ class _Stack:
 
 def _named(model: nn.Module, call: _Call) -> dict[str, Tensor]:
     inputs = [x for x in call.inputs if x.is_floating_point() or x.is_complex()]
-    named = {f"input {i}": x for i, x in enumerate(inputs)}
+    named = {f"input {i}{OUTSIDE * (x.grad_fn is not None)}": x for i, x in enumerate(inputs)}
     named |= {f"weight {name}": p for name, p in model.named_parameters()}
     buffers = {name: call.buffers.get(name, b) for name, b in model.named_buffers()}
     named |= {f"buffer {name}": b for name, b in buffers.items() if b.is_floating_point()}
