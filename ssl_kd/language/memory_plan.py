@@ -1,20 +1,34 @@
 """Plan the memory of a run from the configurations of its models, without loading any weights.
 
-Weights are counted exactly, on torch's meta device. Activations are those of a forward pass with
-fake tensors as on a CPU, of which one and two layers are measured. The CUDA context is a guess.
+Weights are counted exactly, on the meta device. A step of one and of two layers runs with fake
+tensors as on a CPU, and the loss on the meta device. The CUDA context is a guess.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from ssl_kd.divergences import divergence_named
+from ssl_kd.language.objective import checkpoint_activations
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.losses.token_terms import CHUNK_BYTES, chunk_rows
+from ssl_kd.losses.teacher_output import LinearTeacher, SampledTeacher, TeacherOutput, TopKTeacher
+from ssl_kd.losses.token_terms import (
+    CHUNK_BYTES,
+    ChunkedLogits,
+    TokenObjective,
+    chunk_rows,
+    compute_terms,
+)
 from ssl_kd.precision import DeviceInfo, Precision
 from ssl_kd.teachers.causal import auto_model, llm_module
 from ssl_kd.teachers.dtypes import halve_products
@@ -25,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 T4 = Precision.for_device(DeviceInfo("cuda", "T4", (7, 5)), torch.float16)  # as on a P100
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # of a weight, with the scales of its blocks
-CONTEXT, BACKWARD = 512 << 20, 1.4  # of CUDA; of a layer's activations with their gradients
-# Float32 matrices [chunk, vocabulary] at the peak of the loss, by the kind of teacher (measured).
-LOSS_MATRICES = {"none": 4.5, "cached": 5.5, "live": 8.3}
+CONTEXT = 512 << 20  # of CUDA
 
 
 def memory_plan(
@@ -42,29 +54,28 @@ def memory_plan(
     model = _model(student, precision, settings)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     state = int(trained * (2 + 8 / 256 if settings.optim.endswith("8bit") else 8))
-    cached = settings.teacher_cache is not None or settings.teacher_url is not None
-    kind = "cached" if cached else "none" if teacher is None else "live"
-    tokens, text = settings.batch_size * settings.block_size, student.get_text_config()
-    one, two = (_saved_bytes(student, settings, precision, depth) for depth in (1, 2))
-    layer, outside, again = two - one, 2 * one - two, 0
-    if settings.gradient_checkpointing:  # keeps the input of each layer, and runs it again
-        layer, again = tokens * text.hidden_size * 4, int(layer * BACKWARD)
-    loss = _loss_bytes(model.get_output_embeddings().weight, tokens, precision, kind)
+    one, two = (_layer_bytes(student, settings, precision, depth) for depth in (1, 2))
+    more = student.get_text_config().num_hidden_layers - 1
+    activations, layers = (one[i] + more * (two[i] - one[i]) for i in (0, 1))
+    teacher_model = None if teacher is None else _model(teacher, precision)
+    heads = [m and m.get_output_embeddings().weight for m in (model, teacher_model)]
+    loss = _loss_bytes(settings, precision, *heads)
     training = {
         "frozen weights": _frozen_bytes(model, settings.quantization == "nf4"),
         "trained weights": 4 * trained,
         "gradients": 4 * trained,
         "optimizer": state,
-        "activations": outside + text.num_hidden_layers * layer,
-        "loss, or a layer again": max(loss, again),
+        "activations": activations,
+        "loss, or a layer again": max(loss, max(layers, two[2]) - activations),
     }
     context = {"CUDA context": CONTEXT if precision.device.type == "cuda" else 0}
     host = {"guard": 4 * trained + state, "best student": 4 * trained}
     plan = {"training": training | context, "host": host}
-    if teacher is not None:
+    if teacher_model is not None:
         apart = {"logits": 5 * CHUNK_BYTES, **context}
-        phase = plan["training"] if kind == "live" else plan.setdefault("teacher", apart)
-        phase["teacher"] = _frozen_bytes(_model(teacher, precision), bool(settings.quantization))
+        is_live = settings.teacher_cache is None and settings.teacher_url is None
+        phase = plan["training"] if is_live else plan.setdefault("teacher", apart)
+        phase["teacher"] = _frozen_bytes(teacher_model, bool(settings.quantization))
     return plan
 
 
@@ -118,12 +129,41 @@ def _frozen_bytes(model: Any, in_4_bits: bool) -> int:
     return sum(int(p.numel() * (NF4_BYTES if p in in_nf4 else p.itemsize)) for p in frozen)
 
 
-def _loss_bytes(head: Tensor, tokens: int, precision: Precision, kind: str) -> int:
-    """Return the peak of the loss: a chunk of logits, hidden states, and the head in half."""
-    chunk, hidden = min(tokens, chunk_rows(len(head), precision.device)), tokens * head.shape[1]
-    halves = 2 * (head.numel() + hidden) if precision.student != torch.float32 else 0
-    gradients = 4 * (2 * hidden + head.numel() * head.requires_grad)
-    return int(4 * LOSS_MATRICES[kind] * chunk * len(head)) + halves + gradients
+@torch.no_grad()
+def _loss_bytes(
+    settings: LanguageSettings, precision: Precision, head: Tensor, teacher_head: Tensor | None
+) -> int:
+    """Return the peak of the loss, of which one chunk of logits is in memory at a time."""
+    n, (vocabulary, width) = settings.batch_size * settings.block_size, head.shape
+    chunk = min(n, chunk_rows(vocabulary, precision.device))
+    autocast = None if precision.student == torch.float32 else precision.student
+    new = functools.partial(torch.empty, device="meta")
+    with AllocatedBytes([head] if teacher_head is None else [head, teacher_head]) as memory:
+        teachers: list[TeacherOutput] = []
+        cached = settings.teacher_cache is not None or settings.teacher_url is not None
+        method, k = settings.cache_spec if cached else ("hidden", 0)
+        if teacher_head is not None and method == "hidden":
+            hidden = new(n, teacher_head.shape[1], dtype=precision.teacher)
+            teachers.append(LinearTeacher(hidden, teacher_head))
+        elif teacher_head is not None:
+            kind = SampledTeacher if method == "sample" else TopKTeacher
+            teachers.append(kind(new(n, k, dtype=torch.int32), new(n, k), new(n)))
+        objective = TokenObjective(
+            new(n, dtype=torch.int64),
+            teachers,
+            [1.0] * len(teachers),
+            settings.temperature,
+            divergence_named(settings.kind_of_divergence),
+            vocabulary if teacher_head is None else min(vocabulary, len(teacher_head)),
+            None,
+            chunk,
+            autocast,
+            exact=False,  # only rows near 0 would differ
+        )
+        needs = (True, head.requires_grad, False)
+        logits = ChunkedLogits(new(n, width), head, None, chunk, autocast, needs)
+        compute_terms(logits, objective, (settings.alpha_ce, settings.alpha_kd))
+    return memory.peak
 
 
 @functools.cache  # tied weights stay tied
@@ -131,23 +171,73 @@ def _fake(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", requires_grad=x.requires_grad)
 
 
-def _saved_bytes(config: Any, settings: LanguageSettings, precision: Precision, depth: int) -> int:
-    """Return what a forward pass of `depth` layers keeps for the backward pass, without weights."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class AllocatedBytes(TorchDispatchMode):
+    """Count the bytes of the tensors that are made inside, now and at the peak.
 
-    model, kept = _model(config, precision, settings, depth), {}
+    The tensors `known` before, such as weights, do not count.
+    """
 
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage()._cdata] = x.untyped_storage()
-        return x
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes = {x.untyped_storage()._cdata: 0 for x in known}
 
-    cast = torch.autocast("cpu", precision.student, precision.student != torch.float32)
-    with FakeTensorMode(), cast, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count the storages of its results that are new."""
+        results = func(*args, **(kwargs or {}))
+        for storage in [x.untyped_storage() for x in tree_leaves(results) if torch.is_tensor(x)]:
+            if (key := storage._cdata) not in self._sizes:
+                self._sizes[key] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, key)
+        return results
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _layer_bytes(
+    config: Any, settings: LanguageSettings, precision: Precision, depth: int
+) -> tuple[int, int, int]:
+    """Return what `depth` layers keep for the backward pass, and the peaks of that pass.
+
+    The first peak lasts until the gradient of the embedded tokens, the second one from there to the
+    end (they are equal if this gradient is not needed). Weights and their gradients of earlier
+    batches do not count.
+    """
+    model, layers_peak = _model(config, precision, settings, depth), 0
+    if settings.gradient_checkpointing:
+        checkpoint_activations(model)
+
+    def end_layers(gradient: Tensor) -> None:
+        nonlocal layers_peak
+        layers_peak, memory.peak = memory.peak, memory.now
+
+    def follow(module: nn.Module, arguments: Any, embedded: Tensor) -> None:
+        if embedded.requires_grad:
+            embedded.register_hook(end_layers)
+
+    model.get_input_embeddings().register_forward_hook(follow)
+    autocast = torch.autocast("cpu", precision.student, precision.student != torch.float32)
+    with FakeTensorMode():
         for module in model.modules():
             for store in (module._parameters, module._buffers):
                 store.update({name: _fake(x) for name, x in store.items() if x is not None})
+        _fake.cache_clear()
+        known = [*model.parameters(), *model.buffers()]
+        for weight in [x for x in known if x.requires_grad]:
+            weight.grad = torch.empty_like(weight)  # of the batches before
+            known.append(weight.grad)
         ids = torch.zeros(settings.batch_size, settings.block_size, dtype=torch.int64)
-        hidden_states(model, {"input_ids": ids, "position_ids": ids})
-    weights = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
-    _fake.cache_clear()
-    return sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
+        with AllocatedBytes(known) as memory:
+            with autocast:
+                hidden = hidden_states(model, {"input_ids": ids, "position_ids": ids})
+            kept, head = memory.now, model.get_output_embeddings().weight
+            loss = (2 * hidden).sum()  # whose gradients are whole tensors, as of a real loss
+            if head.requires_grad:
+                loss = loss + (2 * head).sum()
+            del hidden
+            memory.peak = memory.now
+            loss.backward()
+    return kept, layers_peak or memory.peak, memory.peak

@@ -52,7 +52,7 @@ class Objective:
         if (line := promote_to_fp32(student)) is not None:
             logger.info("%s", line)
         if settings.gradient_checkpointing:
-            _checkpoint_activations(student)
+            checkpoint_activations(student)
         self._linear = linear_head(student) is not None
         self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
         ce = settings.alpha_ce if settings.learns_text else 0.0
@@ -293,7 +293,8 @@ def student_side(batch: Batch | AlignedBatch) -> Batch:
     return batch.student if isinstance(batch, AlignedBatch) else batch
 
 
-def _checkpoint_activations(model: Any) -> None:
+def checkpoint_activations(model: Any) -> None:
+    """Make a model keep only the input of each layer, and run the layer again backward."""
     name = "activation_checkpointing_enable"  # since transformers 5.3
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

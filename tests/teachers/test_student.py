@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from ssl_kd.errors import InputError, UserError  # noqa: E402
-from ssl_kd.language.objective import _checkpoint_activations  # noqa: E402
+from ssl_kd.language.objective import checkpoint_activations  # noqa: E402
 from ssl_kd.teachers import student as module  # noqa: E402
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id  # noqa: E402
 from ssl_kd.teachers.frozen import hidden_states  # noqa: E402
@@ -191,7 +191,7 @@ def test_recomputed_activations_give_the_same_gradients(architecture):
         model = add_lora(make(architecture, **no_dropout).model, 2)
         model.train()
         if recompute:
-            _checkpoint_activations(model)
+            checkpoint_activations(model)
         saved = 0
 
         def pack(tensor):
