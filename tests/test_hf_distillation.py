@@ -303,6 +303,24 @@ def test_records_are_tokenized_and_packed_without_leaks(tmp_path):
         trained(tmp_path, data=data, alpha_kd=0.0)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_thoughts_may_be_left_out_of_the_labels(tmp_path, named):
+    data = [{"prompt": "2+2?", "completion": "<think>two</think>\nFour."}]
+    options = {"processing_class": TINY.tokenizer, "alpha_kd": 0.0, "args": arguments(tmp_path)}
+    if named:  # one of several data sets
+        options["eval_dataset"] = {"own": data}
+
+    def learned(**choice):
+        trainer = DistillationTrainer(TINY.model(), train_dataset=data, **options, **choice)
+        rows = trainer.eval_dataset["own"] if named else trainer.train_dataset
+        labels = rows[0]["labels"]
+        return TINY.tokenizer.decode(labels[labels >= 0], skip_special_tokens=True)
+
+    assert "two" in learned() and "two" in learned(learn_thoughts=True)
+    answer = learned(learn_thoughts=False)
+    assert "Four." in answer and "two" not in answer and "think" not in answer
+
+
 def test_logits_for_metrics_of_ones_own(tmp_path):
     trainer = DistillationTrainer(
         TINY.model(seed=1), teacher_model(), arguments(tmp_path), eval_dataset=samples(4, low=5),

@@ -65,6 +65,7 @@ class DistillationTrainer(Trainer):
             of text, in the forms of `as_example`, are first tokenized with `processing_class`.
         max_length: maximum tokens of a row of samples of text.
         packing: put several samples of text in a row, if the student can keep them apart.
+        learn_thoughts: whether labels of samples of text cover the reasoning in assistant turns.
         callbacks: a `GuardCallback` among them replaces the default one.
         **options: other arguments of the Trainer.
 
@@ -94,6 +95,7 @@ class DistillationTrainer(Trainer):
         data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
         max_length: int = 1024,
         packing: bool = False,
+        learn_thoughts: bool = True,
         callbacks: Sequence[TrainerCallback] = (),
         **options: Any,
     ) -> None:
@@ -111,7 +113,7 @@ class DistillationTrainer(Trainer):
             )
         self._tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
         for name in ("train_dataset", "eval_dataset") if data_collator is None else ():
-            how = self._tokenizer, model, max_length, packing
+            how = self._tokenizer, model, max_length, packing, learn_thoughts
             options[name] = tokenized(name, options.get(name), *how)
         guards = [callback for callback in callbacks if isinstance(callback, GuardCallback)]
         self.guarding = guards[0] if guards else GuardCallback()

@@ -14,14 +14,24 @@ from ssl_kd.errors import InputError
 logger = logging.getLogger(__name__)
 
 
-def tokenized(name: str, data: Any, tokenizer: Any, model: Any, size: int, packing: bool) -> Any:
+def tokenized(
+    name: str,
+    data: Any,
+    tokenizer: Any,
+    model: Any,
+    size: int,
+    packing: bool,
+    learn_thoughts: bool = True,
+) -> Any:
     """Return records as rows of at most `size` tokens with labels; return other data unchanged.
 
     With `packing`, rows of several documents have position_ids, if `model` then isolates them.
+    Without `learn_thoughts`, the reasoning in assistant turns has no labels.
     """
     if isinstance(data, Mapping):  # several data sets by name
         parts = {n: (f"{name}[{n!r}]", part) for n, part in data.items()}
-        return {n: tokenized(*part, tokenizer, model, size, packing) for n, part in parts.items()}
+        how = tokenizer, model, size, packing, learn_thoughts
+        return {n: tokenized(*part, *how) for n, part in parts.items()}
     first = data[0] if hasattr(data, "__len__") and len(data) else None
     if not isinstance(first, Mapping) or "input_ids" in first:
         return data
@@ -34,7 +44,7 @@ def tokenized(name: str, data: Any, tokenizer: Any, model: Any, size: int, packi
     if not examples:
         raise InputError(f"{name} has no usable record: {left_out[0]}")
     packing = packing and isolates_documents(model)
-    texts = TextDataset(name, "all", examples, "", ())
+    texts = TextDataset(name, "all", examples, "", (), learn_thoughts=learn_thoughts)
     blocks = make_blocks(texts, tokenizer, size, packing=packing)
     for line in first_few([*left_out, *blocks.left_out]):
         logger.warning("%s", line)
