@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.turns import header, middle_half, row
 from firstnan.health import Health
-from firstnan.parts import SNAPSHOT_EVERY, RowParts
-from firstnan.update import part_norms
+from firstnan.parts import SNAPSHOT_EVERY
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.precision import Precision
 from ssl_kd.vision import step as guarded
+from ssl_kd.vision.rows import RowParts, part_norms
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 

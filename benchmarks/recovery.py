@@ -33,7 +33,6 @@ from firstnan import TooFewHealthyParts
 from firstnan.faults import Stage
 from firstnan.health import Health
 from firstnan.recovery import Recovery
-from firstnan.update import part_norms
 from ssl_kd import evaluate
 from ssl_kd.datasets import ArrayDataset, open_dataset
 from ssl_kd.heads import HeadBank
@@ -42,6 +41,7 @@ from ssl_kd.store import nearest_neighbors
 from ssl_kd.training.loop import run_loop
 from ssl_kd.vision.fit import head_clusters, make_plan, make_trainer
 from ssl_kd.vision.model_parts import Projection
+from ssl_kd.vision.rows import part_norms
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadsLearner, Plan

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from firstnan.agreement import RankLost
     from firstnan.events import Event, EventLog
     from firstnan.faults import Thresholds
-    from firstnan.finite import safe_normalize, safe_normalize_weights
+    from firstnan.finite import safe_normalize
     from firstnan.loop import Guard
     from firstnan.parts import TooFewHealthyParts
 
@@ -21,7 +21,6 @@ __all__ = [
     "Thresholds",
     "TooFewHealthyParts",
     "safe_normalize",
-    "safe_normalize_weights",
 ]
 __version__ = "0.1.0"
 
@@ -29,7 +28,7 @@ _HOMES = {
     "agreement": ["RankLost"],
     "events": ["Event", "EventLog"],
     "faults": ["Thresholds"],
-    "finite": ["safe_normalize", "safe_normalize_weights"],
+    "finite": ["safe_normalize"],
     "loop": ["Guard"],
     "parts": ["TooFewHealthyParts"],
 }

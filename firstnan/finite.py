@@ -1,4 +1,4 @@
-"""Compute with results that stay finite: probability floors and normalization."""
+"""Normalize vectors with results and gradients that stay finite."""
 
 from __future__ import annotations
 
@@ -7,21 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHORT = 100  # a softmax over fewer entries than this is faster along an axis that is not the last
-
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which to compute losses from `x`: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def probability_floor(dtype: torch.dtype) -> float:
-    """Return the number to add to a probability before a logarithm: `finfo(dtype).eps ** 2`.
-
-    In float32 it is 1.4e-14. It changes log(1e-4) by 1.4e-10, and turns log(0) into -31.9
-    instead of -inf.
-    """
-    return torch.finfo(dtype).eps ** 2
 
 
 class _UnitAndNorm(torch.autograd.Function):
@@ -77,28 +66,3 @@ def safe_normalize(x: Tensor, dim: int = -1) -> Tensor:
     """
     unit, _ = _UnitAndNorm.apply(x.to(compute_dtype(x)), dim)  # pyright: ignore[reportGeneralTypeIssues]
     return unit
-
-
-def safe_normalize_weights(weights: Tensor, dim: int = -1) -> Tensor:
-    """Scale weights so that they sum to one.
-
-    Entries that are NaN, infinite or negative count as 0, and the others keep their proportions;
-    if no entry is positive, the result is uniform.
-
-    Args:
-        weights: any floating-point tensor; float16 sums do not overflow.
-        dim: the axis along which the result sums to one.
-
-    Returns:
-        A tensor of the same shape; float64 for float64 input, float32 otherwise.
-
-    >>> safe_normalize_weights(torch.tensor([1.0, float("nan"), 3.0]))
-    tensor([0.2500, 0.0000, 0.7500])
-    """
-    weights = weights.to(compute_dtype(weights))
-    weights = torch.where(torch.isfinite(weights) & (weights > 0), weights, 0)
-    largest = weights.amax(dim=dim, keepdim=True)
-    weights = weights / torch.where(largest > 0, largest, 1)  # so that the sum cannot overflow
-    total = weights.sum(dim=dim, keepdim=True)
-    uniform = 1.0 / weights.shape[dim] if weights.shape[dim] else 0.0
-    return torch.where(total > 0, weights / torch.where(total > 0, total, 1), uniform)

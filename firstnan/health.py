@@ -25,6 +25,7 @@ from firstnan.faults import (
 )
 from firstnan.parts import TooFewHealthyParts
 
+_GROW_EVERY = 500  # updates between two doublings of the loss scale
 _SHORTEST = 0.05  # nats by which the running median moves per step once it has settled
 
 
@@ -187,3 +188,15 @@ class Health:
             if action == "reinitialise":  # its new gradients are unrelated to the old ones
                 self.seen[part] = self.spikes[part] = self.zeros[part] = 0
         return actions
+
+
+def rescale_(scale: Tensor, healthy: Tensor, overflow: Tensor, steps: Tensor) -> None:
+    """Halve the loss scale of parts that overflowed; double it after many good steps.
+
+    Parts do not affect each other's scale, and the scale stays >= 1, so that a part that is always
+    NaN cannot lower it until healthy gradients underflow. All tensors are `[part]`; `steps` counts
+    each part's updates.
+    """
+    grown = torch.where(steps % _GROW_EVERY == _GROW_EVERY - 1, scale * 2, scale)
+    kept = torch.where(healthy, grown, scale)
+    scale.copy_(torch.where(overflow, scale / 2, kept).clamp(1.0, 2.0**16))

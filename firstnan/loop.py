@@ -22,13 +22,18 @@ from torch.nn.utils import clip_grads_with_norm_
 from firstnan.events import Event, EventLog
 from firstnan.faults import Stage, Thresholds
 from firstnan.finite import compute_dtype
-from firstnan.health import Health, is_healthy
-from firstnan.modules import SHARED, ModuleParts, Parameters, check_closure
+from firstnan.health import Health, is_healthy, rescale_
 from firstnan.norms import look, norm_of, read
-from firstnan.parts import SNAPSHOT_EVERY, TooFewHealthyParts
+from firstnan.parts import (
+    SHARED,
+    SNAPSHOT_EVERY,
+    ModuleParts,
+    Parameters,
+    TooFewHealthyParts,
+    check_closure,
+)
 from firstnan.recovery import Recovery, with_all_kinds
 from firstnan.terms import LossTerms, by_name
-from firstnan.update import rescale_
 from firstnan.verdicts import Verdicts, check_late
 from firstnan.watch import Locator
 

@@ -1,21 +1,27 @@
-"""Snapshot, restore and re-initialize parts that are rows of matrices, such as a bank of heads.
-
-A part is a unit that may fail alone: some weights and their optimizer state. For parts that are
-modules see `firstnan.modules`.
-"""
+"""Divide a model and its optimizer into parts that are restored or re-initialized separately."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from firstnan.buffers import Buffers
 from firstnan.errors import GUARD_STOPPED, UserError
-from firstnan.update import keep_unless_
+from firstnan.norms import local
 
 SNAPSHOT_EVERY = 100
 """Default number of steps between two snapshots of a part's state."""
+
+WHOLE, SHARED = "model", "shared"
+"""Name of the only part if no `parts` are passed, and of the part with all weights left over."""
+
+Parameters = nn.Module | Iterable[nn.Parameter]
 
 
 class TooFewHealthyParts(UserError, RuntimeError):
@@ -24,56 +30,259 @@ class TooFewHealthyParts(UserError, RuntimeError):
     exit_code = GUARD_STOPPED
 
 
-class RowParts:
-    """Parts that are rows: row `i` of every `live` tensor `[part, ...]` belongs to part `i`.
+@dataclass
+class ModulePart:
+    """A part's weights and buffers, and its last good state."""
 
-    Training changes `live` in place. `fresh(part, seed)` returns name -> re-initialized row.
+    name: str
+    weights: list[nn.Parameter]
+    buffers: Buffers
+    modules: list[nn.Module] = field(default_factory=list)
+    good: dict[str, Any] | None = None
+    due: int = 0  # the step from which the next snapshot may be taken
+
+    @property
+    def resets(self) -> list[Callable[[], object]]:
+        """The `reset_parameters` methods of the part's modules."""
+        children = [child for module in self.modules for child in module.modules()]
+        methods = [getattr(child, "reset_parameters", None) for child in children]
+        return [method for method in methods if callable(method)]
+
+
+class ModuleParts:
+    """The parts of a model, with their optimizer state and buffers; takes the arguments of `Guard`.
+
+    The last part is `shared` if some trained weights are in no named part.
     """
-
-    note = ""  # for the event of a restored part
 
     def __init__(
         self,
-        names: Sequence[str],
-        live: Mapping[str, Tensor],
-        fresh: Callable[[int, int], Mapping[str, Tensor]],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parts: Mapping[str, Parameters] | None,
+        *,
+        fresh_optimizer: bool = False,
     ) -> None:
-        self.names, self._live, self._fresh = names, live, fresh
-        self.good = {name: tensor.clone() for name, tensor in live.items()}
-        device = next(iter(live.values())).device
-        self.good_step = torch.zeros(len(names), dtype=torch.int32, device=device)
+        self._optimizer, self._fresh_optimizer = optimizer, fresh_optimizer
+        self._parts, shared = _divide(model, optimizer, parts)
+        self._owned = {id(p) for part in self._parts for p in part.weights}
+        self.names = [part.name for part in self._parts]
+        # Of each part, then the buffers of no part.
+        self.buffers = [(part.name, part.buffers) for part in self._parts] + [(SHARED, shared)]
+        self.note = ", with a fresh optimizer" if fresh_optimizer else ""  # for events
+        self.everywhere: Callable[[list[bool]], list[bool]] = list  # true on every rank
 
-    def snapshot(self, rows: slice, healthy: Tensor, step: int) -> None:
-        """Save the state of the `healthy` parts in `rows` if it is finite; does not wait.
+    def __len__(self) -> int:
+        return len(self._parts)
 
-        Call this before `step` is applied: its finite gradient showed that the state is good.
+    def __getitem__(self, part: int) -> ModulePart:
+        return self._parts[part]
+
+    def __iter__(self) -> Iterator[ModulePart]:
+        return iter(self._parts)
+
+    def weights(self) -> list[nn.Parameter]:
+        """Return the parameters of all parts."""
+        return [p for part in self._parts for p in part.weights]
+
+    def check_gradients(self) -> None:
+        """Raise ValueError if the optimizer would update a parameter that is in no part."""
+        for group in self._optimizer.param_groups:
+            if any(p.grad is not None and id(p) not in self._owned for p in group["params"]):
+                raise ValueError(
+                    "the optimizer has a gradient for a parameter that was added or unfrozen after "
+                    "this Guard was made: make a new Guard"
+                )
+
+    def snapshot(self, parts: Sequence[int], step: int, every: int) -> None:
+        """Copy the state of the parts whose snapshot is due to the CPU, if the state is finite.
+
+        Call this before `step` is applied: its finite gradient showed that the state is good. The
+        next snapshot is due `every` steps later.
         """
-        live = {name: tensor[rows] for name, tensor in self._live.items()}
-        good = healthy & finite_rows(live)
-        for name, tensor in live.items():
-            keep_unless_(good, self.good[name][rows], tensor)
-        before = self.good_step[rows]
-        keep_unless_(good, before, torch.full_like(before, step))
+        due = [self._parts[part] for part in parts if step >= self._parts[part].due]
+        finite = self.everywhere(self._are_finite(due))
+        for part, is_finite in zip(due, finite, strict=True):
+            part.due = step + every
+            if is_finite:
+                part.good = {
+                    "step": step,
+                    "weights": [_to_cpu(p) for p in part.weights],
+                    "state": [{k: _to_cpu(v) for k, v in row.items()} for row in self._state(part)],
+                    "buffers": [_to_cpu(b) for b in part.buffers.live()],
+                }
+
+    def _state(self, part: ModulePart) -> list[dict[str, Any]]:
+        return [dict(self._optimizer.state.get(p, {})) for p in part.weights]
+
+    def _are_finite(self, parts: Sequence[ModulePart]) -> list[bool]:
+        """Return whether weights and optimizer state of each are finite; wait once."""
+        flags = []
+        for part in parts:
+            state = (value for row in self._state(part) for value in row.values())
+            tensors = [local(v) for v in (*part.weights, *state) if isinstance(v, Tensor)]
+            bad = [~torch.isfinite(tensor).all() for tensor in tensors]
+            flags.append(torch.stack([flag.to(bad[0].device) for flag in bad]).any())
+        if not flags:
+            return []
+        return [
+            not bad for bad in torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        ]
 
     def finite(self) -> list[bool]:
-        """Return whether the state of each part is finite; waits for the device."""
-        return finite_rows(self._live).tolist()
+        """Return whether the weights, optimizer state and buffers of each part are finite."""
+        pairs = zip(self._are_finite(self._parts), self._parts, strict=True)
+        return self.everywhere([finite and not part.buffers.spoiled() for finite, part in pairs])
 
-    def restore(self, part: int) -> int:
-        """Restore a part's last good state; return the step before which it was taken."""
-        for name, tensor in self._live.items():
-            tensor[part].copy_(self.good[name][part])
-        return int(self.good_step[part])
+    @torch.no_grad()
+    def restore(self, part: int) -> int | None:
+        """Restore a part's last good state; return the step of that state, or None without one."""
+        mine = self._parts[part]
+        if mine.good is None:
+            return None
+        saved_rows = zip(mine.weights, mine.good["weights"], mine.good["state"], strict=True)
+        for p, weight, saved in saved_rows:
+            p.copy_(weight)
+            if self._fresh_optimizer:
+                self._optimizer.state.pop(p, None)
+                continue
+            live = self._optimizer.state[p]
+            for key in live.keys() - saved.keys():
+                del live[key]
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and key in live:
+                    live[key].copy_(value)  # a step count may not be on its weight's device
+                else:
+                    live[key] = copy.deepcopy(value)
+        mine.buffers.put_back(mine.good["buffers"])
+        mine.buffers.keep()
+        return mine.good["step"]
 
-    def reinitialise(self, part: int, seed: int, step: int) -> None:
-        """Re-initialize a part from `seed` before `step`; the new state counts as good."""
-        self.good_step[part] = step
-        for name, row in self._fresh(part, seed).items():
-            self._live[name][part].copy_(row)
-            self.good[name][part].copy_(row)
+    @torch.no_grad()
+    def reinitialise(self, part: int, step: int) -> None:
+        """Re-initialize a part before `step`; torch's global random generators do not advance."""
+        mine, seed = self._parts[part], hash((step, part)) & (2**63 - 1)  # equal on all ranks
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+        with torch.random.fork_rng(gpus):
+            torch.default_generator.manual_seed(seed)
+            if gpus:
+                torch.cuda.manual_seed_all(seed)
+            for reset in mine.resets:
+                reset()
+        for p in mine.weights:
+            self._optimizer.state.pop(p, None)
+        mine.good, mine.due = None, 0
+        mine.buffers.keep()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last good state of each part by name, for a checkpoint."""
+        return {part.name: {"good": part.good, "due": part.due} for part in self._parts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned; raise ValueError if its parts are not this guard's."""
+        if list(state) != self.names:
+            raise ValueError(
+                f"the state has the parts {', '.join(state)}; this guard has "
+                f"{', '.join(self.names)}: make the Guard with the same `parts` as before"
+            )
+        for part in self._parts:
+            part.good = copy.deepcopy(state[part.name]["good"])
+            part.due = state[part.name]["due"]
+            part.buffers.keep()
 
 
-def finite_rows(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return whether the sum of each row is finite in every tensor, boolean `[part]`."""
-    sums = [tensor.view(len(tensor), -1).sum(1) for tensor in tensors.values()]  # one pass each
-    return torch.isfinite(torch.stack(sums)).all(0)
+def _divide(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    named: Mapping[str, Parameters] | None,
+) -> tuple[list[ModulePart], Buffers]:
+    """Return the parts, and the buffers of modules that are in no part."""
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if id(p) in held and p.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is {p.dtype}; expected a real dtype: store real and imaginary "
+                "part as two parameters"
+            )
+        if id(p) in held and p.requires_grad and p.dtype == torch.float16:
+            raise ValueError(
+                f"parameter {name!r} is float16, expected float32 (float16 loses small updates):"
+                " call model.float() before you make the optimizer, and compute in half precision"
+                " under torch.autocast, with Guard(..., scaler=True)"
+            )
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if trainable and not any(id(p) in held for p in trainable):
+        raise ValueError(
+            f"the optimizer holds none of the {len(trainable)} trainable parameters of the model: "
+            "make it from this model's parameters (the parameters of a copy are other objects)"
+        )
+    if named is None:
+        # In the model's order, in which clip_grad_norm_(model.parameters()) adds up.
+        weights = [*({id(p): p for p in model.parameters() if id(p) in held} | held).values()]
+        buffers = Buffers(model.named_modules(), weights[0])
+        return [ModulePart(WHOLE, weights, buffers, [model])], Buffers([], weights[0])
+    if not named or SHARED in named:
+        raise ValueError(
+            f"parts has the names {list(named)}; expected one or more, none of them {SHARED!r}, "
+            "which the guard uses for all other weights"
+        )
+    owner: dict[int, str] = {}
+    parts, taken = [], set()
+    for name, what in named.items():
+        weights = _weights(name, what, held)
+        for p in weights:
+            if id(p) in owner:
+                raise ValueError(
+                    f"parts {name!r} and {owner[id(p)]!r} share a parameter of shape "
+                    f"{tuple(p.shape)}: leave it out of both, or pass loss terms instead of parts"
+                )
+            owner[id(p)] = name
+        modules = [what] if isinstance(what, nn.Module) else []
+        inner = [pair for module in modules for pair in module.named_modules()]
+        taken |= {id(module) for _, module in inner}
+        parts.append(ModulePart(name, weights, Buffers(inner, weights[0]), modules))
+    others = ((key, module) for key, module in model.named_modules() if id(module) not in taken)
+    shared = Buffers(others, parts[0].weights[0])
+    if rest := [p for key, p in held.items() if key not in owner and p.requires_grad]:
+        parts.append(ModulePart(SHARED, rest, shared))
+        shared = Buffers([], rest[0])
+    return parts, shared
+
+
+def _weights(name: str, what: Parameters, held: Mapping[int, nn.Parameter]) -> list[nn.Parameter]:
+    """Return a part's trainable parameters without repeats; `what` is the value in `parts`."""
+    weights: Any = what.parameters() if isinstance(what, nn.Module) else what
+    if isinstance(weights, nn.Parameter):  # iterating over it would give its rows
+        weights = [weights]
+    weights = list(weights) if isinstance(weights, Iterable) else [weights]
+    if not all(isinstance(p, nn.Parameter) for p in weights):
+        raise ValueError(f"part {name!r} is {what!r}; expected a module or a list of parameters")
+    weights = [*{id(p): p for p in weights if p.requires_grad}.values()]
+    if not weights:
+        raise ValueError(
+            f"part {name!r} has no trainable parameter: leave the part out, or unfreeze its weights"
+        )
+    for p in weights:
+        if id(p) not in held:
+            raise ValueError(
+                f"part {name!r} has a parameter of shape {tuple(p.shape)} that is not in the "
+                "optimizer: make the optimizer from the parameters of all parts"
+            )
+    return weights
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return copy.deepcopy(value)
+
+
+def check_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the optimizer's `step` requires a closure (LBFGS)."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step needs a closure, but the guard checks the loss before"
+            " the step and cannot check losses inside it: use an optimizer whose step can be called"
+            " without a closure, such as AdamW"
+        )

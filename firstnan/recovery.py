@@ -1,12 +1,13 @@
 """Report the faults of parts as events, and recover parts that stay unhealthy.
 
 skip -> restore from the last good state -> re-initialize once -> retire -> stop: `Health` decides,
-`RowParts` (heads) or `ModuleParts` (modules) changes the weights.
+`Parts` change the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +15,36 @@ from torch import Tensor, nn
 from firstnan.events import Event
 from firstnan.faults import Stage, Thresholds
 from firstnan.health import Health, Tally
-from firstnan.modules import ModuleParts
-from firstnan.parts import RowParts, TooFewHealthyParts
-from firstnan.seeds import seed_of
+from firstnan.parts import TooFewHealthyParts
+
+
+class Parts(Protocol):
+    """Parts of a model (`ModuleParts`), or a caller's own, such as the rows of matrices."""
+
+    names: list[str]
+    note: str  # for the event of a restored part
+
+    def finite(self) -> list[bool]:
+        """Return whether the state of each part is finite."""
+        ...
+
+    def restore(self, part: int) -> int | None:
+        """Restore a part's last good state; return its step, or None if there is none."""
+        ...
+
+    def reinitialise(self, part: int, step: int) -> None:
+        """Re-initialize a part before `step`."""
+        ...
 
 
 class Recovery:
     """Report the faults of parts, and restore parts that stay unhealthy.
 
-    `health` is changed in place; `first` is the index of the first part, if other processes hold
-    the parts before it; `shared` is as in `Health.escalate`.
+    `health` is changed in place; `shared` is as in `Health.escalate`.
     """
 
-    def __init__(
-        self,
-        parts: RowParts | ModuleParts,
-        health: Health,
-        shared: Collection[int] = (),
-        first: int = 0,
-    ) -> None:
-        self.parts, self.health, self.shared, self.first = parts, health, shared, first
+    def __init__(self, parts: Parts, health: Health, shared: Collection[int] = ()) -> None:
+        self.parts, self.health, self.shared = parts, health, shared
         # How often each fault was seen, `[part, stage]`.
         self.counts = torch.zeros(len(parts.names), len(Stage), dtype=torch.int64)
         self._ranks: dict[tuple[int, Stage], str] = {}  # the ranks that last saw each fault
@@ -80,7 +91,7 @@ class Recovery:
         events = []
         for part, action in actions.items():
             if action == "reinitialise":
-                self.parts.reinitialise(part, seed_of(step, self.first + part), step + 1)
+                self.parts.reinitialise(part, step + 1)
                 done = "re-initialized"
             else:  # a retired part is restored too, so that its weights are finite
                 done = self._restore(part)

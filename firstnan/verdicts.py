@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from firstnan.agreement import Agreement, several_ranks
-from firstnan.modules import ModuleParts
 from firstnan.norms import is_sharded, narrow
+from firstnan.parts import ModuleParts
 
 
 class _Agreed(NamedTuple):

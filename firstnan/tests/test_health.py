@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from firstnan import TooFewHealthyParts
 from firstnan.events import Event
 from firstnan.faults import Stage, Thresholds, is_healthy
-from firstnan.health import Health
+from firstnan.health import Health, rescale_
 from tests.faults.matrix import row
 
 DEFAULT = Thresholds()
@@ -234,3 +234,13 @@ def test_a_beginning_that_was_small_costs_two_steps_and_no_more():
     """As at a saddle, which one step of Adam leaves however small the gradient was."""
     stages = feed(Health.fresh(1), [1e-9, 1.0, 1.1, 0.9, 1.0, 1.2, 1.0])
     assert stages == [Stage.HEALTHY, *[Stage.SPIKE] * 2, *[Stage.HEALTHY] * 4]
+
+
+def test_a_loss_scale_halves_on_overflow_and_doubles_after_many_updates():
+    scale = torch.tensor([8.0, 8.0, 8.0, 8.0, 1.0, 65536.0, 8.0])
+    healthy = torch.tensor([True, True, False, False, False, True, True])
+    overflow = torch.tensor([False, False, True, False, True, False, False])
+    steps = torch.tensor([499, 498, 499, 499, 499, 499, 500])
+    rescale_(scale, healthy, overflow, steps)
+    # grown, too early, halved, sick for another reason, floor, ceiling, too late
+    assert scale.tolist() == [16.0, 8.0, 4.0, 8.0, 1.0, 65536.0, 8.0]

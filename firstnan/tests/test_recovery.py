@@ -2,12 +2,10 @@
 
 import math
 
-import pytest
 import torch
 
 from firstnan.faults import Stage, Thresholds
 from firstnan.health import Health
-from firstnan.parts import RowParts
 from firstnan.recovery import Recovery
 
 FEW = Thresholds(restore_after=3)
@@ -17,18 +15,26 @@ N = 3
 class Bench:
     """Parts 0 to 2, whose weights begin at the part's number."""
 
+    note = ""
+
     def __init__(self, thresholds=FEW):
         self.weights = torch.arange(N).float()[:, None].repeat(1, 2)
-        names = [f"part {i}" for i in range(N)]
-        self.seeds = []
-        self.parts = RowParts(names, {"weights": self.weights}, self.begun_anew)
+        self.good = self.weights.clone()
+        self.names = [f"part {i}" for i in range(N)]
+        self.begun = []
         self.health = Health.fresh(N)
-        self.recovery = Recovery(self.parts, self.health)
+        self.recovery = Recovery(self, self.health)
         self.thresholds = thresholds
 
-    def begun_anew(self, part, seed):
-        self.seeds.append((part, seed))
-        return {"weights": torch.full((2,), 100.0 + part)}
+    def finite(self):
+        return self.weights.isfinite().all(1).tolist()
+
+    def restore(self, part):
+        self.weights[part] = self.good[part]
+        return 0
+
+    def reinitialise(self, part, step):
+        self.begun.append((part, step))
 
     def step(self, step, sick=(), stage=Stage.LOSS):
         """One step of parts that are sick or not; the events of it."""
@@ -54,16 +60,11 @@ def test_an_event_names_its_part_and_the_number_that_was_bad():
     assert event.part == "part 1" and math.isnan(event.value)
 
 
-def test_a_part_is_begun_anew_by_another_seed_at_another_step_or_place():
-    seeds = set()
-    for step, part in ((5, 0), (5, 1), (6, 1)):
-        bench = Bench()
-        bench.health.streak[part], bench.health.restored[part] = 3, True
-        bench.recovery.escalate(step, bench.thresholds)
-        ((begun, seed),) = bench.seeds
-        assert begun == part and bench.parts.good_step[part] == step + 1
-        seeds.add(seed)
-    assert len(seeds) == 3
+def test_a_part_that_no_restored_state_helped_is_begun_anew_before_the_next_step():
+    bench = Bench()
+    bench.health.streak[1], bench.health.restored[1] = 3, True
+    ((event,), why) = bench.recovery.escalate(5, bench.thresholds)
+    assert bench.begun == [(1, 6)] and event.action == "re-initialized" and not why
 
 
 def test_a_run_that_stops_puts_back_what_is_sick_and_nothing_else():
@@ -112,17 +113,3 @@ def test_the_diagnosis_advises_on_the_fault_seen_most_often():
     assert "It was restored to its state before step 0." in line
     assert line.endswith(f"What to change: {Stage.SPIKE.kind.advice}.")
     assert Bench().recovery.diagnosis(5) == ""
-
-
-# -- rows -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_is_finite_only_if_every_tensor_of_it_is(bad):
-    tensors = {"a": torch.ones(2, 3, 2), "b": torch.ones(2)}
-    parts = RowParts(["x", "y"], tensors, lambda part, seed: {})
-    assert parts.finite() == [True, True]
-    tensors["b"][1] = bad
-    assert parts.finite() == [True, False]
-    tensors["a"][0, 2, 1] = bad
-    assert parts.finite() == [False, False]

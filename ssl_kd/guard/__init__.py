@@ -4,6 +4,7 @@ import importlib
 import sys
 
 from firstnan import *  # noqa: F403
+from ssl_kd.losses import safe_normalize_weights  # noqa: F401
 from ssl_kd.precision import (  # noqa: F401
     DeviceInfo,
     Precision,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
-from firstnan.seeds import drawing, seeded
 from ssl_kd.errors import InputError
 from ssl_kd.memory import is_out_of_memory
+from ssl_kd.seeds import drawing, seeded
 from ssl_kd.settings.import_paths import explain, import_class
 
 logger = logging.getLogger(__name__)

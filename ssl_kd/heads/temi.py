@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from firstnan.finite import SHORT, safe_normalize
+from firstnan.finite import safe_normalize
+from ssl_kd.losses.rows import SHORT
 
 
 class TEMIHead(nn.Module):

@@ -25,7 +25,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from firstnan.seeds import seed_of
 from ssl_kd.datasets.blocks import Batch, Blocks, digest_of
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.generation import Autocast, end_tokens
@@ -35,6 +34,7 @@ from ssl_kd.language.setting_groups import RolloutSettings, TrainingSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.text_rows import rows_of_step
 from ssl_kd.precision import Precision
+from ssl_kd.seeds import seed_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, evaluating, n_ids, positions, without_adapters
 from ssl_kd.training.clock import Progress

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.seeds import seed_of
 from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
 from ssl_kd.datasets.picture_blocks import PictureBlocks, make_picture_blocks, processor_state
 from ssl_kd.datasets.text import TextDataset, open_text
 from ssl_kd.language.chat_settings import ChatSettings
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.seeds import seed_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import (
     CausalLM,

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from firstnan.parts import TooFewHealthyParts
-from firstnan.seeds import seed_of, seeded
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.language.rollouts import RolloutBatches
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.language.text_rows import rows_of_step
+from ssl_kd.seeds import seed_of, seeded
 from ssl_kd.training.loop import Pace, run_loop
 from ssl_kd.training.schedule import learning_rate_at
 

@@ -8,6 +8,7 @@ from ssl_kd.losses.mutual_information import (
     beta_mi,
     instance_weights,
     log_probabilities,
+    safe_normalize_weights,
     temi,
 )
 from ssl_kd.losses.self_distillation import centered_targets, sharpened_cross_entropy
@@ -42,6 +43,7 @@ __all__ = [
     "log_probabilities",
     "logits_distillation",
     "next_token_targets",
+    "safe_normalize_weights",
     "sharpened_cross_entropy",
     "temi",
     "token_kd",

@@ -8,11 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from firstnan.finite import (
-    compute_dtype,
-    probability_floor,
-    safe_normalize_weights,
-)
+from firstnan.finite import compute_dtype
 from ssl_kd.losses.rows import along_clusters, differentiated_once, rolled_views, saturated
 
 TEMPERATURE_RANGE = (1e-4, 1e4)
@@ -36,9 +32,12 @@ def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
 
 
 def log_marginal(marginal: Tensor) -> Tensor:
-    """Return `log(marginal + floor)` in float32 (float64 for float64); finite for an exact 0."""
+    """Return `log(marginal + floor)` in float32 (float64 for float64); finite for an exact 0.
+
+    The floor changes log(1e-4) by 1.4e-10 in float32, and turns log(0) into -31.9.
+    """
     marginal = marginal.detach().to(compute_dtype(marginal))
-    return (marginal + probability_floor(marginal.dtype)).log()
+    return (marginal + torch.finfo(marginal.dtype).eps ** 2).log()
 
 
 class _BetaMI(torch.autograd.Function):
@@ -155,6 +154,31 @@ def agreement(teacher_log_probs: Tensor) -> Tensor:
     views = probs.shape[1]
     pairs = [(probs[:, v] * probs[:, w]).sum(-1) for v in range(views) for w in range(v)]
     return torch.stack(pairs).mean(0)
+
+
+def safe_normalize_weights(weights: Tensor, dim: int = -1) -> Tensor:
+    """Scale weights so that they sum to one.
+
+    Entries that are NaN, infinite or negative count as 0, and the others keep their proportions;
+    if no entry is positive, the result is uniform.
+
+    Args:
+        weights: any floating-point tensor; float16 sums do not overflow.
+        dim: the axis along which the result sums to one.
+
+    Returns:
+        A tensor of the same shape; float64 for float64 input, float32 otherwise.
+
+    >>> safe_normalize_weights(torch.tensor([1.0, float("nan"), 3.0]))
+    tensor([0.2500, 0.0000, 0.7500])
+    """
+    weights = weights.to(compute_dtype(weights))
+    weights = torch.where(torch.isfinite(weights) & (weights > 0), weights, 0)
+    largest = weights.amax(dim=dim, keepdim=True)
+    weights = weights / torch.where(largest > 0, largest, 1)  # so that the sum cannot overflow
+    total = weights.sum(dim=dim, keepdim=True)
+    uniform = 1.0 / weights.shape[dim] if weights.shape[dim] else 0.0
+    return torch.where(total > 0, weights / torch.where(total > 0, total, 1), uniform)
 
 
 def instance_weights(agreements: Tensor, how: InstanceWeight) -> Tensor | None:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from firstnan.seeds import seeded
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import sync_folder
 from ssl_kd.memory import is_out_of_memory
+from ssl_kd.seeds import seeded
 from ssl_kd.teachers.card import model_card
 from ssl_kd.teachers.causal import (
     CausalLM,

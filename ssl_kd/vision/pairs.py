@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from firstnan.seeds import seed_of
+from ssl_kd.seeds import seed_of
 
 ROWS_PER_BLOCK = 4096
 

@@ -11,10 +11,10 @@ import torch
 from firstnan.diagnosis import diagnose
 from firstnan.faults import Stage, is_healthy
 from firstnan.microscope import Fault, Microscope
-from firstnan.seeds import seed_of
 from ssl_kd.errors import InputError
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.precision import Precision
+from ssl_kd.seeds import seed_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.import_paths import path_of_file
 from ssl_kd.training.fault_bundle import (

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from firstnan.faults import Stage, Thresholds
-from firstnan.health import Health, is_healthy
-from firstnan.parts import SNAPSHOT_EVERY, RowParts
+from firstnan.health import Health, is_healthy, rescale_
+from firstnan.parts import SNAPSHOT_EVERY
 from firstnan.recovery import Recovery, with_all_kinds
-from firstnan.seeds import seed_of
-from firstnan.update import adamw_, clip_factors, only_healthy, part_norms, rescale_
 from ssl_kd import losses
 from ssl_kd.heads.bank import HeadBank
 from ssl_kd.memory import to_device_async
 from ssl_kd.precision import Precision
+from ssl_kd.seeds import seed_of
 from ssl_kd.vision.objectives import make_objective
+from ssl_kd.vision.rows import RowParts, adamw_, clip_factors, only_healthy, part_norms
 from ssl_kd.vision.settings import HeadSettings
 
 WEIGHT_DECAY = 1e-4  # of AdamW, of matrices
@@ -132,15 +132,15 @@ class HeadTrainer:
         self.state = self._fresh(bank.initial_weights(heads.seed))
         names = [f"head {bank.first + i}" for i in range(bank.n_heads)]
         self._rows = RowParts(names, self.state.owned(), self._new_row)
-        self.recovery = Recovery(self._rows, self.state.health, first=bank.first)
+        self.recovery = Recovery(self._rows, self.state.health)
 
     def _fresh(self, students: Tensor) -> HeadsState:
         marginal = self.objective.initial_marginal(self.n_clusters)
         return HeadsState.fresh(students, self.n_clusters, marginal, self.precision)
 
-    def _new_row(self, head: int, seed: int) -> dict[str, Tensor]:
-        """Return the initial state of one head, to replace a head that failed."""
-        seed = seed_of(self.settings.seed, seed)
+    def _new_row(self, head: int, step: int) -> dict[str, Tensor]:
+        """Return an initial state of one head, to replace a head that failed before `step`."""
+        seed = seed_of(self.settings.seed, step, self.bank.first + head)
         fresh = self._fresh(self.bank.new_row(seed).unsqueeze(0))
         return {name: tensor[0] for name, tensor in fresh.owned().items()}
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 from firstnan.events import Event
 from firstnan.faults import SKIPPED, Stage, is_healthy
 from firstnan.parts import TooFewHealthyParts
-from firstnan.seeds import seed_of
 from ssl_kd.memory import to_device_async
+from ssl_kd.seeds import seed_of
 from ssl_kd.training.loop import Pace
 from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision.convergence import Convergence

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from firstnan.update import adamw_, clip_factors, only_healthy, part_norms, rescale_
+from ssl_kd.vision.rows import RowParts, adamw_, clip_factors, only_healthy, part_norms
 
 
 def test_one_update_of_parts_of_two_ages_is_the_formula():
@@ -36,16 +36,6 @@ def test_clipping_is_per_part():
     assert clip_factors(norms, None).tolist() == [1.0] * 4
 
 
-def test_a_loss_scale_halves_on_overflow_and_doubles_after_many_updates():
-    scale = torch.tensor([8.0, 8.0, 8.0, 8.0, 1.0, 65536.0, 8.0])
-    healthy = torch.tensor([True, True, False, False, False, True, True])
-    overflow = torch.tensor([False, False, True, False, True, False, False])
-    steps = torch.tensor([499, 498, 499, 499, 499, 499, 500])
-    rescale_(scale, healthy, overflow, steps)
-    # grown, too early, halved, sick for another reason, floor, ceiling, too late
-    assert scale.tolist() == [16.0, 8.0, 4.0, 8.0, 1.0, 65536.0, 8.0]
-
-
 class Elsewhere(torch.Tensor):
     """Real numbers that say they are on a GPU."""
 
@@ -63,3 +53,14 @@ def test_only_healthy_keeps_every_bit_of_the_others(kind):
         for row, well in enumerate(healthy):
             assert torch.isnan(matrix[row]).all() if well else matrix[row].tolist() == [0.0, 1.0]
             assert vector[row] == 5 if well else bool(torch.signbit(vector[row]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_is_finite_only_if_every_tensor_of_it_is(bad):
+    tensors = {"a": torch.ones(2, 3, 2), "b": torch.ones(2)}
+    parts = RowParts(["x", "y"], tensors, lambda part, step: {})
+    assert parts.finite() == [True, True]
+    tensors["b"][1] = bad
+    assert parts.finite() == [True, False]
+    tensors["a"][0, 2, 1] = bad
+    assert parts.finite() == [False, False]

@@ -1,4 +1,4 @@
-"""Clip and update many parts at once, and leave the unhealthy ones unchanged.
+"""Update, snapshot and restore many heads at once, and leave the unhealthy ones unchanged.
 
 All state of a part is one row of a matrix `[part, ...]`: its weights, both Adam moments, its EMA
 teacher, its step count. A part that is not `healthy` keeps its row to the last bit, and no
@@ -8,12 +8,12 @@ operation mixes rows. Nothing here waits for the device: decisions are tensors, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 _BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
-_GROW_EVERY = 500  # updates between two doublings of the loss scale
 
 
 def _column(per_part: Tensor, like: Tensor) -> Tensor:
@@ -104,13 +104,56 @@ def adamw_(
     weights.addcmul_(update, correct1.reciprocal() * learning_rate, value=-1)
 
 
-def rescale_(scale: Tensor, healthy: Tensor, overflow: Tensor, steps: Tensor) -> None:
-    """Halve the loss scale of parts that overflowed; double it after many good steps.
+class RowParts:
+    """Parts that are rows: row `i` of every `live` tensor `[part, ...]` belongs to part `i`.
 
-    Parts do not affect each other's scale, and the scale stays >= 1, so that a part that is always
-    NaN cannot lower it until healthy gradients underflow. All tensors are `[part]`; `steps` counts
-    each part's updates.
+    Training changes `live` in place. `fresh(part, step)` returns name -> re-initialized row.
     """
-    grown = torch.where(steps % _GROW_EVERY == _GROW_EVERY - 1, scale * 2, scale)
-    kept = torch.where(healthy, grown, scale)
-    scale.copy_(torch.where(overflow, scale / 2, kept).clamp(1.0, 2.0**16))
+
+    note = ""  # for the event of a restored part
+
+    def __init__(
+        self,
+        names: list[str],
+        live: Mapping[str, Tensor],
+        fresh: Callable[[int, int], Mapping[str, Tensor]],
+    ) -> None:
+        self.names, self._live, self._fresh = names, live, fresh
+        self.good = {name: tensor.clone() for name, tensor in live.items()}
+        device = next(iter(live.values())).device
+        self.good_step = torch.zeros(len(names), dtype=torch.int32, device=device)
+
+    def snapshot(self, rows: slice, healthy: Tensor, step: int) -> None:
+        """Save the state of the `healthy` parts in `rows` if it is finite; does not wait.
+
+        Call this before `step` is applied: its finite gradient showed that the state is good.
+        """
+        live = {name: tensor[rows] for name, tensor in self._live.items()}
+        good = healthy & finite_rows(live)
+        for name, tensor in live.items():
+            keep_unless_(good, self.good[name][rows], tensor)
+        before = self.good_step[rows]
+        keep_unless_(good, before, torch.full_like(before, step))
+
+    def finite(self) -> list[bool]:
+        """Return whether the state of each part is finite; waits for the device."""
+        return finite_rows(self._live).tolist()
+
+    def restore(self, part: int) -> int:
+        """Restore a part's last good state; return the step before which it was taken."""
+        for name, tensor in self._live.items():
+            tensor[part].copy_(self.good[name][part])
+        return int(self.good_step[part])
+
+    def reinitialise(self, part: int, step: int) -> None:
+        """Re-initialize a part before `step`; the new state counts as good."""
+        self.good_step[part] = step
+        for name, row in self._fresh(part, step).items():
+            self._live[name][part].copy_(row)
+            self.good[name][part].copy_(row)
+
+
+def finite_rows(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return whether the sum of each row is finite in every tensor, boolean `[part]`."""
+    sums = [tensor.view(len(tensor), -1).sum(1) for tensor in tensors.values()]  # one pass each
+    return torch.isfinite(torch.stack(sums)).all(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from firstnan.modules import ModuleParts
+from firstnan.parts import ModuleParts
 
 
 def trained(model, optimizer):
