@@ -40,7 +40,3 @@ def __getattr__(name: str) -> object:
         if name in names:
             return getattr(importlib.import_module(f"firstnan.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
