@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,7 @@ def model_card(
     with new weights, and `made` lists the student's origin; `data` is the name of its text.
     """
     hub = llm_module("huggingface_hub")
-    base, data = without_folders(base), made.get("data", "")
-    hub_name = base if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", base, re.ASCII) else None
+    hub_name, base, data = _hub_name(base), without_folders(base), made.get("data", "")
     dataset = data.removeprefix("hf:").partition(":")[0]
     scores = {} if isinstance(card, str) or not data else card[-1]
     results = [
@@ -59,6 +59,19 @@ def model_card(
     names = ("ImageTextToText", "Processor") if images else ("CausalLM", "Tokenizer")
     parts += ["## How to load it", _LOAD.format(*names, title)]
     return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _hub_name(base: str) -> str | None:
+    """Return the name of a model on the Hub; of a local folder, that in its `config.json`."""
+    if is_local := base[:1] in ("/", "~", ".") or os.path.exists(base):
+        try:
+            config = (Path(base).expanduser() / "config.json").read_text(encoding="utf-8")
+            base = str(json.loads(config)["_name_or_path"])
+        except (OSError, ValueError, TypeError, LookupError):
+            return None
+    owner = r"\w[\w.-]*/" if is_local else r"(\w[\w.-]*/)?"
+    is_name = re.fullmatch(owner + r"\w[\w.-]*", base, re.ASCII) and not os.path.exists(base)
+    return base if is_name else None
 
 
 def without_folders(name: str) -> str:

@@ -16,6 +16,7 @@ peft = pytest.importorskip("peft")
 from ssl_kd.errors import InputError, UserError  # noqa: E402
 from ssl_kd.language.objective import checkpoint_activations  # noqa: E402
 from ssl_kd.teachers import student as module  # noqa: E402
+from ssl_kd.teachers.card import model_card  # noqa: E402
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id  # noqa: E402
 from ssl_kd.teachers.frozen import hidden_states  # noqa: E402
 from ssl_kd.teachers.student import (  # noqa: E402
@@ -274,8 +275,25 @@ def test_adapters_load_with_peft(on_disk, tmp_path):
     assert torch.equal(logits_of(again), logits_of(model))
     card = ModelCard.load(tmp_path / "adapters" / "README.md")
     data = card.data.to_dict()
-    assert (data["library_name"], data["base_model"]) == ("peft", "base")
+    assert data["library_name"] == "peft" and "base_model" not in data  # a folder here
     assert "- base model: base\n- teacher: a b\n- data: c" in card.text
+
+
+@pytest.mark.parametrize(
+    ("saved_name", "named"),
+    [("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("/home/me/a", None), (5, None)],
+)
+def test_a_card_names_a_local_base_as_its_config_does(tmp_path, monkeypatch, saved_name, named):
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    for content in (json.dumps({"_name_or_path": saved_name}), "[]", "{"):
+        Path("base/config.json").write_text(content, encoding="utf-8")
+        for folder in ("base", str(tmp_path / "base")):
+            card = ModelCard(model_card("a", [], folder, True, False, {})).data.to_dict()
+            names = card.get("base_model"), card.get("base_model_relation")
+            assert names == (named, named and "adapter")
+        named = None
+    assert ModelCard(model_card("a", [], "gpt2", False, False, {})).data.base_model == "gpt2"
 
 
 def test_adapters_name_their_base_from_everywhere(on_disk, tmp_path, monkeypatch):
