@@ -13,6 +13,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.training.stop import Interrupted
 from tests.faults.inject import stop_at
 from tests.language.test_prompts import prepared
+from tests.language.test_ranks import assert_near, by
 from tests.language.test_run import weights
 
 
@@ -80,6 +81,11 @@ def test_a_tagged_run_resumes_with_the_same_bits(tagged):
     with pytest.raises(Interrupted):
         run(tagged(log_every=3), progress=stop_at(3))
     assert weights(run(tagged(log_every=3, resume=True))) == weights(whole)
+
+
+def test_two_ranks_learn_from_tagged_teachers_what_one_process_learns(tagged):
+    one, two = (by(world, tagged(run_name=f"{world}", alpha_ce=0.0)) for world in (1, 2))
+    assert_near(one, two)
 
 
 def test_wrong_tags_are_named(tagged):
