@@ -37,6 +37,7 @@ class Cause(str, Enum):
 
     FP16_OVERFLOW = "overflow in fp16"
     FP8_OVERFLOW = "overflow in fp8"
+    EXPONENTIAL = "overflow of an exponential"
     LOG_OF_ZERO = "log of zero"
     ZERO_NORM = "zero norm"
     POISONED_WEIGHT = "poisoned weight"
@@ -87,6 +88,7 @@ class Diagnosis:
 _REMEDIES = {
     Cause.FP16_OVERFLOW: "compute this in float32: x.float() before the operation",
     Cause.FP8_OVERFLOW: "scale by the tensor's largest value, or clamp to torch.finfo(dtype).max",
+    Cause.EXPONENTIAL: "stay in log space, or clamp the exponent (a log ratio to 20, for example)",
     Cause.LOG_OF_ZERO: "log_softmax(x) in place of log(softmax(x)); else clamp_min(tiny) first",
     Cause.ZERO_NORM: "firstnan.safe_normalize(x); for a root, add tiny under it",
     Cause.POISONED_WEIGHT: "go back to an earlier state: the guard restores such a part, and a "
@@ -239,7 +241,9 @@ def _overflow(fault: Fault) -> tuple[Cause, str]:
         sentence = f"the exponential of {largest:.3g}: {out} holds it up to {limit:.3g}"
     if out.startswith(("float16", "float8")):
         return (Cause.FP8_OVERFLOW if "8" in out else Cause.FP16_OVERFLOW), sentence
-    return (Cause.LEARNING_RATE if largest >= HUGE else Cause.UNKNOWN), sentence
+    if largest < HUGE:
+        return (Cause.EXPONENTIAL if fault.made.op in _EXPS else Cause.UNKNOWN), sentence
+    return Cause.LEARNING_RATE, sentence
 
 
 def _limit(fault: Fault) -> float:

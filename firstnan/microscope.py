@@ -28,6 +28,7 @@ _SPARSE |= {torch.sparse_bsr, torch.sparse_bsc}
 
 _OWN = [str(file) for file in Path(__file__).parent.glob("*.py")]  # not its tests
 _PASSED_OVER = (os.path.dirname(torch.__file__) + os.sep, *_OWN)
+_RERUN = os.path.join(os.path.dirname(__file__), "watch.py")  # calls the model, as a loop does
 
 # Operations that overwrite their first argument without reading it, and that do not set memory.
 _OVERWRITES = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential"}
@@ -363,17 +364,19 @@ def _key(x: Tensor) -> int:
 
 
 def _place(node: Any) -> Place | None:
-    """Return the innermost source line outside torch and the guard; for a node, of its forward."""
+    """Return the innermost line of the model outside torch; for a node, of its forward pass."""
     if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
         entries = re.findall(
             r'File "(.+)", line (\d+)', "".join(node.metadata.get("traceback_", []))
         )
         for file, line in reversed(entries):
+            if file == _RERUN:
+                return None
             if not file.startswith(_PASSED_OVER):
                 return _line(file, int(line))
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
-        frame = frame.f_back
+        frame = None if frame.f_code.co_filename == _RERUN else frame.f_back
     return None if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
 
 

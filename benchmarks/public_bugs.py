@@ -1,0 +1,59 @@
+"""Run the guard on twenty-five public bugs, and write what it says into docs/bugs.md.
+
+    python -m benchmarks.public_bugs
+
+Each bug of `firstnan.tests.public_bugs` runs as under `python -m firstnan`, and again with
+`--every-op` if the report asks for it. What its thread took is read from the page itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import torch
+
+from firstnan.script import ScriptWatch
+from firstnan.tests.public_bugs import BUGS, Bug
+
+PAGE = Path(__file__).parents[1] / "docs" / "bugs.md"
+
+
+def explain(bug: Bug) -> str:
+    """Return what the guard reports about a bug; empty if it reports nothing."""
+    for every_op in (False, True):
+        reports: list[str] = []
+        torch.manual_seed(0)
+        watch = ScriptWatch(every_op=every_op, report=reports.append)
+        with watch.watching(), contextlib.suppress(SystemExit, RuntimeError):
+            bug.run()
+        if not reports or "--every-op" not in reports[0]:
+            break
+    return "".join(reports[:1])
+
+
+def is_right(bug: Bug, report: str) -> bool:
+    """Return whether a report names the operation and the cause of a bug."""
+    return f"aten.{bug.op}," in report and bug.why in report
+
+
+def updated(page: str) -> str:
+    """Return the page with what the guard says now in each row, and with their count."""
+    n_right = 0
+    for bug in BUGS:
+        report = explain(bug)
+        lines = dict(re.findall(r"^(first bad|cause|note) +(.+)$", report, re.M))
+        said = [re.sub(r"/\S+/", "", text).replace("|", "\\|") for text in lines.values()]
+        says = "<br>".join(f"`{text}`" for text in said) or "nothing"
+        link = f"https://github.com/{re.sub('[#!]', '/issues/', bug.thread)}"
+        head = f"| [{bug.thread}]({link}) | {' '.join((bug.run.__doc__ or '').split())} | "
+        row = re.compile(rf"^\| \[{re.escape(bug.thread)}\].*? \| .*? \| (.*?) \| .*$", re.M)
+        n_right += (right := is_right(bug, report))
+        tail = f" | {says} | {'yes' if right else 'no'} |"
+        page = row.sub(lambda match, new=(head, tail): new[0] + match[1] + new[1], page)
+    return re.sub(r"\*\*\d+ of \d+\*\*", f"**{n_right} of {len(BUGS)}**", page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
