@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -40,6 +40,12 @@ def is_sharded(x: Tensor) -> TypeGuard[DTensor]:
 def local(x: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return x.to_local() if is_sharded(x) else x
+
+
+def are_finite(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether all entries of tensors, or of this rank's shards, are finite; waits once."""
+    looks = [torch.isfinite(local(x)).all() for x in tensors if x is not None]
+    return not looks or bool(torch.stack([look.to(looks[0].device) for look in looks]).all())
 
 
 def narrow(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK
 from firstnan.microscope import Microscope
-from firstnan.norms import narrow, norm_of
+from firstnan.norms import are_finite, norm_of
 from firstnan.watch import OUTSIDE, Finding, Watch, finding_of
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class ScriptWatch:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in weights if p.grad is not None]
         numbers = [norm_of(gradients)] if gradients else []
-        bad = not _are_finite(numbers + self._losses)
+        bad = not are_finite(numbers + self._losses)
         if bad:
             self._report(f"step {self.steps}", [*self._losses, *gradients], _zero_eps(optimizer))
         if id(optimizer) in self._stepped:
@@ -157,15 +157,16 @@ class ScriptWatch:
             return finding_of(fault, None)
         self._inside.a_model = True  # do not watch what is run again
         try:
-            findings = [x for watch in self._watches.values() if (x := watch.explain())]
+            findings = [x for watch in self._watches.values() if (x := watch.explain(self.steps))]
         finally:
             self._inside.a_model = False
         named = [x for x in findings if x.fault is not None]
         forward = [x for x in named if x.fault is not None and not x.fault.backward]
         # Watches are in the order of their forward passes; backward passes ran in the reverse. If a
         # loss is bad, that came before any gradient.
-        backward = named[::-1] if _are_finite(self._losses) else []
-        best = [*forward, *backward, *(x for x in findings if x.fault is None)]
+        backward = named[::-1] if are_finite(self._losses) else []
+        places = sorted((x for x in findings if x.fault is None), key=lambda x: x.module is None)
+        best = [*forward, *backward, *places]
         first = best[0] if best else Finding(None, note="the models' own numbers are finite")
         is_named = first.fault is not None and OUTSIDE not in (first.fault.poisoned or "")
         if is_named or self._scope is not None:
@@ -192,20 +193,9 @@ def _zero_eps(optimizer: Optimizer) -> str:
         eps = group.get("eps")
         for p in group["params"] if isinstance(eps, float) and eps > 0 else []:
             if not p.new_tensor(eps):
-                kind = str(p.dtype).removeprefix("torch.")
-                zero = (
-                    f"the optimizer's eps={eps:g} is 0 in {kind}, so that a weight whose gradient"
-                )
-                return f"{zero} was 0 became 0 / 0: keep the weights in float32"
+                zero = f"the optimizer's eps={eps:g} is 0 in {str(p.dtype).removeprefix('torch.')}"
+                return f"{zero}: a weight whose gradient was 0 became 0 / 0; keep it in float32"
     return ""
-
-
-def _are_finite(numbers: list[Tensor]) -> bool:
-    if not numbers:
-        return True
-    device = numbers[0].device
-    looks = [torch.isfinite(narrow(x)).all().to(device) for x in numbers]
-    return bool(torch.stack(looks).all())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,20 +13,21 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from firstnan.agreement import several_ranks
 from firstnan.diagnosis import Diagnosis, diagnose, report
 from firstnan.events import Event
 from firstnan.faults import Stage
 from firstnan.microscope import Fault, Microscope, TensorFacts
-from firstnan.norms import is_sharded
-from firstnan.ranges import ModuleRanges, floating, is_first_run
+from firstnan.norms import are_finite, is_sharded
+from firstnan.recorder import Recorder, floating, is_first_run, repeating, version_of, weakly
 
 if TYPE_CHECKING:
     from firstnan.verdicts import Verdicts
@@ -49,7 +50,9 @@ class Finding:
         diagnosis: the likely cause and what to change; None without `fault`.
         rows: the first eight bad rows of the batch, from 0; empty if all are bad or it is unknown.
         note: further facts, or the reason why no operation is named.
-        rank: rank of this process in `torch.distributed`; None if it is not initialized.
+        lines: the ranges that a `Recorder` has seen, as lines of the report: label, text.
+        step: number of the step, from 0; None if it is unknown.
+        rank: rank of this process in `torch.distributed`; None with only one.
     """
 
     module: str | None
@@ -57,7 +60,9 @@ class Finding:
     diagnosis: Diagnosis | None = None
     rows: tuple[int, ...] = ()
     note: str = ""
-    rank: int | None = field(default_factory=lambda: _rank())
+    lines: tuple[tuple[str, str], ...] = ()
+    step: int | None = None
+    rank: int | None = field(default_factory=lambda: dist.get_rank() if several_ranks() else None)
 
     @property
     def headline(self) -> str:
@@ -67,9 +72,10 @@ class Finding:
             direction = "backward" if self.fault.backward else "forward"
             place = f" ({self.fault.place})" if self.fault.place else ""
             line = f"{self.fault.op}, {direction}, {line}{place}"
-        if self.rows:
-            line += f", row{'s' * (len(self.rows) > 1)} {', '.join(map(str, self.rows))}"
-        return line if self.rank is None else f"{line}, rank {self.rank}"
+        line += "" if self.step is None else f", step {self.step}"
+        line += "" if self.rank is None else f", rank {self.rank}"
+        rows = ", ".join(map(str, self.rows))
+        return line + (f", row{'s' * (len(self.rows) > 1)} {rows}" if rows else "")
 
     @property
     def why(self) -> str:
@@ -78,7 +84,7 @@ class Finding:
 
     def __str__(self) -> str:
         """Return a report of a few lines: place, inputs and outputs, cause, what to change."""
-        rows = [("first bad", self.headline)]
+        rows = [("first bad", self.headline), *self.lines]
         if self.fault is not None and self.diagnosis is not None:
             rows += report(self.fault, self.diagnosis)
         rows += [("note", self.note)] if self.note else []
@@ -100,9 +106,11 @@ class _Call:
     versions: list[int]
     buffers: dict[str, Tensor]  # as they were before, because the pass may change them
     random: dict[str, Tensor]
-    autocast: dict[str, torch.dtype]
+    autocast: dict[str, tuple[torch.dtype, bool]]
     gradients: dict[int, Tensor] = field(default_factory=dict)  # by the output's number
-    is_done: bool = False
+
+    def keep_gradient(self, number: int, gradient: Tensor) -> None:
+        self.gradients[number] = gradient.detach()
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -135,20 +143,32 @@ class Watch:
 
     Args:
         model: the module that the loop calls; DistributedDataParallel and compiled models are
-            unwrapped.
-        record: also keep the largest magnitude of each module's outputs in this step.
+            unwrapped. Call `model.compile()` before this.
+        record: also keep the ranges of the values and gradients between modules, of this step and
+            the eight before it. None records only a model that is not run again.
     """
 
-    def __init__(self, model: nn.Module, *, record: bool = False) -> None:
-        self.model, self.ranges = model, ModuleRanges(_inner(model)) if record else None
+    def __init__(self, model: nn.Module, *, record: bool | None = False) -> None:
+        self.model, self.step = model, 0
+        if record is None:
+            record = bool(_why_not_repeated(_inner(model)))
+        self.recorder = Recorder(_inner(model)) if record else None
         self._calls: deque[_Call] = deque(maxlen=_CALLS)
-        self._replaying = False
-        watch: weakref.ref[Watch] = weakref.ref(self)
-        self._hooks = [
-            model.register_forward_pre_hook(partial(_before, watch), with_kwargs=True),
-            model.register_forward_hook(partial(_after, watch), with_kwargs=True),
-            *([] if self.ranges is None else self.ranges.hooks),
-        ]
+        before, after = weakly(self._before), weakly(self._after)
+        self._hooks = [] if self.recorder is None else self.recorder.hooks
+        self._compiled = compiled = model._compiled_call_impl
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before(model, args, kwargs)
+            output = compiled(*args, **kwargs)
+            after(model, args, output)
+            return output
+
+        if compiled is not None:  # by `model.compile()`, which would compile hooks, too
+            model._compiled_call_impl = watched
+        else:
+            self._hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(after))
         for hook in self._hooks:
             weakref.finalize(self, hook.remove)
 
@@ -156,55 +176,82 @@ class Watch:
         """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
+        if self._compiled is not None:
+            self.model._compiled_call_impl = self._compiled
         self.forget()
 
     def forget(self) -> None:
-        """Forget the forward passes of the step."""
+        """Forget the forward passes of the step, and begin the next one."""
+        self.step += 1
         self._calls.clear()
-        if self.ranges is not None:
-            self.ranges.forget()
+        if self.recorder is not None:
+            self.recorder.forget()
 
-    def explain(self) -> Finding | None:
-        """Find the first NaN or infinity of this step; return None if all values are finite."""
-        notes = []
-        for call in self._calls:
-            answer = self._explain(call)
-            if isinstance(answer, Finding):
-                return answer
-            notes += [answer] if answer else []
-        if self.ranges is not None and (origin := self.ranges.origin()) is not None:
-            module, note = origin
-            return Finding(module, note="; ".join([note, *notes[:1]]))
-        return Finding(None, note=notes[0]) if notes else None
+    def explain(self, step: int | None = None) -> Finding | None:
+        """Find the first NaN or infinity of this step; return None if all values are finite.
 
-    def _explain(self, call: _Call) -> Finding | str | None:
-        """Repeat a forward pass; return its fault, why it cannot run again, or None if healthy."""
+        Args:
+            step: the step's number in the report; without it, `forget` counts the steps.
+        """
+        answers = [x for call in self._calls if (x := self._explain(call)) is not None]
+        found = next((x for x in answers if x.fault is not None), answers[0] if answers else None)
+        if self.recorder is not None and (origin := self.recorder.origin()) is not None:
+            module, words, lines = origin
+            if found is None or found.fault is None:
+                found = Finding(module, note="; ".join([words, *(x.note for x in answers[:1])]))
+            found = replace(found, lines=lines)
+        return found and replace(found, step=self.step if step is None else step)
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not is_first_run() or not torch.is_grad_enabled():
+            return
+        kinds = {d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICES}
+        # All of them: BatchNorm writes its statistics without a trace in `_version`.
+        buffers = {
+            name: buffer.detach().clone()
+            for name, buffer in _inner(module).named_buffers()
+            if module.training and buffer.is_floating_point()
+        }
+        call = _Call(args, kwargs, module.training, [], buffers, _random_states(), kinds)
+        call.versions += map(version_of, call.inputs)
+        self._calls.append(call)
+
+    def _after(self, module: nn.Module, args: tuple, output: object) -> None:
+        if not is_first_run() or not torch.is_grad_enabled() or not self._calls:
+            return
+        call = self._calls[-1]
+        outputs = [(i, x) for i, x in enumerate(floating(output)) if x.requires_grad]
+        losses = [(i, x) for i, x in outputs if x.ndim == 0]  # the other outputs lead to it
+        for i, x in losses or outputs:
+            x.register_hook(weakly(call.keep_gradient, i))
+
+    def _explain(self, call: _Call) -> Finding | None:
+        """Repeat a forward pass; return its fault, or why it cannot run again."""
         model = _inner(self.model)
-        if any(is_sharded(p) for p in model.parameters()):
-            return "not repeated: the weights are sharded over ranks"
-        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-            return "not repeated: SyncBatchNorm would wait for the other ranks"
-        if _versions(call.inputs) != call.versions:
-            return "not repeated: the loop has overwritten the model's inputs since"
+        why = _why_not_repeated(model)
+        if [*map(version_of, call.inputs)] != call.versions:
+            why = "the loop has overwritten the model's inputs since"
+        if why:
+            return Finding(None, note=f"not repeated: {why}")
         top = type(model).__name__
-        stack = _Stack(top, {id(m): f"{top}.{name}" for name, m in model.named_modules() if name})
-        scope = Microscope(_named(model, call), within=stack)
-        self._replaying = True
+        stack = Recorder(model)
+        scope = Microscope(_named(model, call), within=stack.running)
         try:
-            with _as_before(model, call), stack, scope:
+            with _as_before(model, call, stack), scope:
                 outputs, gradients = _repeat(model, call)
         except Exception as error:  # whatever the model raises must not end the training
             line = str(error).strip().partition("\n")[0]
-            return f"not repeated: {type(error).__name__}: {line}"
-        finally:
-            self._replaying = False
+            return Finding(None, note=f"not repeated: {type(error).__name__}: {line}")
         fault = scope.fault(*outputs)
-        outside = [g for g in call.gradients.values() if not bool(torch.isfinite(g).all())]
+        outside = [g for g in call.gradients.values() if not are_finite([g])]
         if fault is None and outside:
             facts = "; ".join(str(TensorFacts.of(x)) for x in outputs)
-            note = f"the model's outputs are finite ({facts}), but the gradient there is not"
+            note = f"run again, the outputs are finite ({facts}), but the gradient there is not"
             return Finding(None, rows=TensorFacts.of(outside[0]).bad_rows, note=note)
         fault = fault or scope.fault(*gradients)
+        if fault is None and not are_finite([p.grad for p in model.parameters()]):
+            note = "run again, the step was finite; record=True names the module"
+            return Finding(None, note=note)
         return fault and finding_of(fault, fault.module or top, _rows(fault, call))
 
 
@@ -212,7 +259,7 @@ class Locator:
     """Run a `Watch` in the first step of a series of bad steps, at most eight times in a run."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        self._watch = None if model is None else Watch(model)
+        self._watch = None if model is None else Watch(model, record=None)
         self.findings: dict[int, Finding] = {}  # by step, of this rank
         self._n_located = 0
         self._lines: list[str] = []  # of this step, on all ranks
@@ -231,7 +278,7 @@ class Locator:
             return
         self._n_located += 1
         line = ""
-        if (finding := self._watch.explain()) is not None:
+        if (finding := self._watch.explain(step)) is not None:
             self.findings[step] = finding
             line = f"{finding.headline}: {finding.why}"
         lines = [line] if ranks is None else ranks.share(step, line)
@@ -244,44 +291,6 @@ class Locator:
     def lines(self) -> list[str]:
         """Return a report for each finding."""
         return [f"Step {step}:\n{finding}" for step, finding in self.findings.items()]
-
-
-def _listening(reference: weakref.ref[Watch]) -> Watch | None:
-    watch = reference()
-    return watch if watch is not None and not watch._replaying and is_first_run() else None
-
-
-def _before(reference: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict) -> None:
-    watch = _listening(reference)
-    if watch is not None and torch.is_grad_enabled():
-        # All of them: BatchNorm writes its statistics without a trace in `_version`.
-        buffers = {
-            name: buffer.detach().clone()
-            for name, buffer in _inner(module).named_buffers()
-            if module.training and buffer.is_floating_point()
-        }
-        call = _Call(args, kwargs, module.training, [], buffers, _random_states(), _autocast())
-        call.versions += _versions(call.inputs)
-        watch._calls.append(call)
-
-
-def _after(
-    reference: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict, output: Any
-) -> None:
-    watch = _listening(reference)
-    if watch is None or not watch._calls or watch._calls[-1].is_done:
-        return
-    watch._calls[-1].is_done = True
-    call = weakref.ref(watch._calls[-1])
-    outputs = [(i, x) for i, x in enumerate(floating(output)) if x.requires_grad]
-    losses = [(i, x) for i, x in outputs if x.ndim == 0]  # the other outputs lead to it
-    for i, x in losses or outputs:
-        x.register_hook(partial(_keep_gradient, call, i))
-
-
-def _keep_gradient(reference: weakref.ref[_Call], number: int, gradient: Tensor) -> None:
-    if (call := reference()) is not None:
-        call.gradients[number] = gradient.detach()
 
 
 def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
@@ -303,62 +312,27 @@ def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module, call: _Call) -> Iterator[None]:
+def _as_before(model: nn.Module, call: _Call, recorder: Recorder) -> Iterator[None]:
     """Restore the random numbers, precision and mode that a forward pass began with."""
     devices = [int(name) for name in call.random if name != "cpu"]
     with contextlib.ExitStack() as stack:
+        repeating.append(recorder)  # the hooks of all others pause
+        for undo in (repeating.clear, *(hook.remove for hook in recorder.hooks)):
+            stack.callback(undo)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         torch.set_rng_state(call.random["cpu"])
         for device in devices:
             torch.cuda.set_rng_state(call.random[str(device)], device)
-        for device in _DEVICES:
-            kind = call.autocast.get(device)
-            if kind is not None or torch.is_autocast_enabled(device):
-                enabled = kind is not None
-                stack.enter_context(torch.autocast(device, dtype=kind, enabled=enabled))
+        for device, (kind, enabled) in call.autocast.items():
+            if enabled or torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, kind, enabled))
         modes = [(module, module.training) for module in model.modules()]
         if model.training != call.training:
             model.train(call.training)
             stack.callback(lambda: [setattr(module, "training", was) for module, was in modes])
         yield
-
-
-class _Stack:
-    """Track which module's operations run now, for a `Microscope`.
-
-    In the backward pass, that is the module whose output gradient was computed last.
-    """
-
-    def __init__(self, top: str, names: Mapping[int, str]) -> None:
-        self._names, self._open = names, [top]
-        self._backward: str | None = None
-
-    def __call__(self) -> str:
-        return self._open[-1] if self._backward is None else self._backward
-
-    def __enter__(self) -> None:
-        self._hooks = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter),
-            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def __exit__(self, *exception: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _enter(self, module: nn.Module, _: object) -> None:
-        self._open.append(self._names.get(id(module), self._open[-1]))
-
-    def _leave(self, module: nn.Module, _: object, output: object) -> None:
-        name = self._open.pop()
-        for x in floating(output):
-            if x.requires_grad and x.grad_fn is not None:
-                x.register_hook(partial(self._reach, name))
-
-    def _reach(self, name: str, _: Tensor) -> None:
-        self._backward = name
 
 
 def _named(model: nn.Module, call: _Call) -> dict[str, Tensor]:
@@ -378,17 +352,16 @@ def _rows(fault: Fault, call: _Call) -> tuple[int, ...]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+    is_parallel = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    inner = model.module if is_parallel else getattr(model, "_orig_mod", None)
+    return _inner(inner) if isinstance(inner, nn.Module) else model
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
-    return [-1 if x.is_inference() else x._version for x in tensors]
+def _why_not_repeated(model: nn.Module) -> str:
+    if any(is_sharded(p) for p in model.parameters()):
+        return "the weights are sharded over ranks"
+    is_synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    return "SyncBatchNorm would wait for the other ranks" if is_synced else ""
 
 
 def _random_states() -> dict[str, Tensor]:
@@ -397,16 +370,3 @@ def _random_states() -> dict[str, Tensor]:
         device = torch.cuda.current_device()
         states[str(device)] = torch.cuda.get_rng_state(device)
     return states
-
-
-def _autocast() -> dict[str, torch.dtype]:
-    return {
-        device: torch.get_autocast_dtype(device)
-        for device in _DEVICES
-        if torch.is_autocast_enabled(device)
-    }
-
-
-def _rank() -> int | None:
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if initialized else None
