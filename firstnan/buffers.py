@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from firstnan.norms import narrow
+from firstnan.norms import read
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _FLOATS |= {torch.complex64, torch.complex128}
@@ -76,13 +76,13 @@ class Buffers:
         """Return the current tensors of the buffers; a module may have replaced some."""
         return [module._buffers[key] for module, key, _ in self._places]
 
-    def look(self, zero: Tensor, of: Sequence[Tensor | None] | None = None) -> list[Tensor]:
+    def look(self, of: Sequence[Tensor | None] | None = None) -> list[Tensor]:
         """Return the largest magnitude in each buffer, or in each tensor of `of`; NaN for a NaN.
 
-        Does not wait for the device. `zero`, a 0 on the device, stands for buffers of integers.
+        Integers count as 0. Does not wait for the device.
         """
         tensors = self.live() if of is None else of
-        largest = [zero] * len(tensors)
+        largest = [torch.zeros((), device=self._weight.device)] * len(tensors)
         floats = {
             i: b
             for i, b in enumerate(tensors)
@@ -94,15 +94,9 @@ class Buffers:
                 largest[i] = norm
         return largest
 
-    def _badness(
-        self, largest: Sequence[float] | None = None, of: Sequence[Tensor | None] | None = None
-    ) -> list[int]:
-        """Return 0 for a finite buffer, 1 for a buffer with an infinity, 2 for one with a NaN."""
-        if largest is None:  # waits for the device
-            zero = torch.zeros((), device=self._weight.device)
-            numbers = [narrow(number).to(zero) for number in self.look(zero, of)]
-            largest = torch.stack(numbers).tolist() if numbers else []
-        return [2 if math.isnan(x) else int(math.isinf(x)) for x in largest]
+    def _read(self, of: Sequence[Tensor | None] | None = None) -> list[float]:
+        (largest,) = read([self.look(of)], self._weight.device)
+        return largest.tolist()
 
     def keep(self, *, ask: bool = True) -> None:
         """Copy the buffers as the state before the next step.
@@ -110,7 +104,9 @@ class Buffers:
         With `ask`, read from the device which are finite; otherwise use the last `spoiled` result.
         """
         self.kept = [None if b is None else b.clone() for b in self.live()]
-        self._bad = self._badness() if ask else self._now
+        if ask:
+            self._now = _badness(self._read())
+        self._bad = [*self._now]
         self._mark()
 
     def _mark(self) -> None:
@@ -137,7 +133,7 @@ class Buffers:
         if not self._written:
             return
         live = self.live()
-        worse = self._badness(of=[value for _, value in self._written.values()])
+        worse = _badness(self._read([value for _, value in self._written.values()]))
         for (i, (source, value)), bad in zip(self._written.items(), worse, strict=True):
             before = self._at_keep[i][0]
             lent = source is not before and live[i] is before  # by functional_call
@@ -155,7 +151,7 @@ class Buffers:
 
         Waits for the device, unless `largest` is the result of `look`.
         """
-        self._now = self._badness(largest)
+        self._now = _badness(self._read() if largest is None else largest)
         pairs = zip(self._now, self._bad, strict=True)
         return [i for i, (now, before) in enumerate(pairs) if now > before]
 
@@ -164,29 +160,25 @@ class Buffers:
         return ", ".join(self._places[i][2] for i in numbers)
 
     @torch.no_grad()
-    def heal(self, spoiled: Sequence[int]) -> None:
-        """Restore the spoiled buffers and all others of their modules; call `spoiled` first."""
-        if not spoiled:
-            return
+    def put_back(self, spoiled: Sequence[int] | None = None) -> None:
+        """Restore the kept values, with `spoiled` only in the modules of these buffers."""
         self._take_written()
-        modules = {id(self._places[i][0]) for i in spoiled}
+        modules = {id(self._places[i][0]) for i in spoiled or ()}
         for i, (module, _, _) in enumerate(self._places):
-            if id(module) in modules:
-                self._put_back(i, self.kept[i])
+            if spoiled is None or id(module) in modules:
+                self._set(i, self.kept[i])
                 self._now[i] = self._bad[i]
-
-    @torch.no_grad()
-    def put_back(self, values: Sequence[Tensor | None] | None = None) -> None:
-        """Set all buffers to `values`, in the order of `live`; by default to the kept values."""
-        if values is None:
-            self._take_written()
-        for i, value in enumerate(self.kept if values is None else values):
-            self._put_back(i, value)
-        self._now = [*self._bad]
-        if values is None:
+        if spoiled is None:
             self._mark()
 
-    def _put_back(self, i: int, value: Tensor | None) -> None:
+    @torch.no_grad()
+    def load(self, values: Sequence[Tensor | None]) -> None:
+        """Set all buffers to `values`, in the order of `live`, and keep them."""
+        for i, value in enumerate(values):
+            self._set(i, value)
+        self.keep()
+
+    def _set(self, i: int, value: Tensor | None) -> None:
         module, key, _ = self._places[i]
         now = module._buffers[key]
         if now is not None and value is not None:
@@ -194,6 +186,11 @@ class Buffers:
         else:  # made by a forward pass, usually the first one
             where = self._weight.device
             module._buffers[key] = None if value is None else value.to(where, copy=True)
+
+
+def _badness(largest: Iterable[float]) -> list[int]:
+    """Return 0 for a finite buffer, 1 for a buffer with an infinity, 2 for one with a NaN."""
+    return [2 if math.isnan(x) else int(math.isinf(x)) for x in largest]
 
 
 def _version(tensor: Tensor | None) -> int | None:

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum, unique
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
 from firstnan.events import Event
@@ -21,15 +20,9 @@ from firstnan.events import Event
 if TYPE_CHECKING:
     from firstnan.health import Health
 
-WARM_UP, FEW = 20, 5
-"""Gradient norms needed for an accurate running median, and for a rough one."""
-
-JUMP, FIRST_JUMP = 1e4, 1e5
-"""Smallest ratio to the median that counts as a spike before `WARM_UP` and before `FEW` norms."""
-
-FIRST_PATIENCE = 2
-"""Number of spikes in a row, before `FEW` norms, that become the new normal."""
-
+WARM_UP, FEW = 20, 5  # gradient norms for an accurate running median, and for a rough one
+JUMP, FIRST_JUMP = 1e4, 1e5  # least ratio of a spike to it before `WARM_UP` and `FEW` norms
+PATIENCE, FIRST_PATIENCE = 5, 2  # spikes in a row that become normal, and before `FEW` norms
 SKIPPED = "skipped"  # the part is not updated in this step
 
 
@@ -40,9 +33,8 @@ class Thresholds:
     Attributes:
         spike_factor: ratio of a gradient norm to its running median above which it is a spike.
             Before the 20th norm, the limit is the square of this factor, but at least 1e4; before
-            the fifth norm, at least 1e5. The first norm is never a spike.
-        spike_patience: number of spikes in a row after which such norms count as normal; at most 2
-            before the fifth norm.
+            the fifth norm, at least 1e5. The first norm is never a spike. After five spikes in a
+            row (two before the fifth norm) such norms count as normal.
         dead_after: steps with a gradient of exactly zero before a part is reported as dead.
         restore_after: faulty steps in a row before a part is restored; as many again before it is
             re-initialized, and as many again before it is retired.
@@ -57,7 +49,6 @@ class Thresholds:
     """
 
     spike_factor: float = 100.0
-    spike_patience: int = 5
     dead_after: int = 100
     restore_after: int = 10
     forgive_after: int = 100
@@ -66,22 +57,17 @@ class Thresholds:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        _check_number("spike_factor", self.spike_factor, 1, "a finite number > 1")
-        if self.max_norm is not None:
-            _check_number("max_norm", self.max_norm, 0, "a finite number > 0, or None")
         for field in fields(self):
-            value, kind = getattr(self, field.name), str(field.type)
-            if not kind.startswith("int") or (value is None and kind.endswith("None")):
+            name, value = field.name, getattr(self, field.name)
+            if value is None and field.default is None:
                 continue
-            # NumPy's integers are allowed; booleans are not.
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field.name} is {value!r}; expected a whole number >= 1")
-
-
-def _check_number(name: str, value: Any, above: float, expected: str) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not above < float(value) < math.inf:
-        raise ValueError(f"{name} is {value!r}; expected {expected}")
+            is_count = name not in ("spike_factor", "max_norm")
+            above = 1 if name == "spike_factor" else 0
+            kind = Integral if is_count else Real  # NumPy's are, too; booleans are not allowed
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            if not is_number or not above < value < math.inf:
+                expected = "whole" if is_count else "finite"
+                raise ValueError(f"{name} is {value!r}; expected a {expected} number > {above}")
 
 
 @dataclass(frozen=True)
@@ -93,16 +79,7 @@ class Observation:
     norm: Tensor  # of the gradient, before clipping
     thresholds: Thresholds
     teacher: Tensor | None = None  # whether the EMA teacher's probabilities are finite
-    scale: Tensor | None = None  # of the loss; above 1, an infinite gradient is an overflow
-
-
-def _dead(step: Observation) -> Tensor:
-    return (step.norm == 0) & (step.health.zeros + 1 == step.thresholds.dead_after)
-
-
-def _large(step: Observation) -> Tensor | None:
-    limit = step.thresholds.max_norm
-    return None if limit is None else step.norm > limit
+    scale: Tensor | float = 1.0  # of the loss; above 1, an infinite gradient is an overflow
 
 
 def _spike(step: Observation) -> Tensor:
@@ -113,34 +90,13 @@ def _spike(step: Observation) -> Tensor:
     return first | early | (n_norms >= WARM_UP) & (above > factor)
 
 
-def _gradient(step: Observation) -> Tensor:
-    return ~torch.isfinite(step.norm)
-
-
-def _overflow(step: Observation) -> Tensor | None:
-    # With loss scaling, an occasional infinite gradient is normal: no reason to restore a part.
-    return None if step.scale is None else ~torch.isfinite(step.norm) & (step.scale > 1)
-
-
-def _loss(step: Observation) -> Tensor:
-    return ~torch.isfinite(step.loss)
-
-
-def _teacher(step: Observation) -> Tensor | None:
-    return None if step.teacher is None else ~step.teacher
-
-
-def _retired(step: Observation) -> Tensor:
-    return step.health.retired
-
-
 @dataclass(frozen=True)
 class Kind:
     """The properties of one kind of fault."""
 
     number: int  # stored in checkpoints
-    reason: str = ""  # format string for the event; empty for no fault
-    # Returns boolean `[part]`, or None if the fault cannot occur; None: other code detects it.
+    reason: str = ""  # empty for no fault
+    # Returns boolean `[part]`, or None for no fault; without it, other code detects the fault.
     detect: Callable[[Observation], Tensor | None] | None = None
     value: Literal["loss", "norm"] = "norm"  # the measurement that the event reports
     action: str = SKIPPED
@@ -169,7 +125,7 @@ class Stage(IntEnum):
     DEAD = Kind(
         5,
         "the gradient has been exactly zero for many steps: the part learns nothing",
-        _dead,
+        lambda step: (step.norm == 0) & (step.health.zeros + 1 == step.thresholds.dead_after),
         action="reported",
         updates=True,
     )
@@ -177,7 +133,7 @@ class Stage(IntEnum):
         12,
         "the gradient's norm is above the fixed threshold, or too large for the optimizer to "
         "square",
-        _large,
+        lambda step: step.norm > (step.thresholds.max_norm or math.inf),
         advice="lower the learning rate; if norms of this size are normal, raise the threshold "
         "(max_norm, in a run GRAD_NORM_THRESHOLD) or set clip_grad",
     )
@@ -191,22 +147,23 @@ class Stage(IntEnum):
     GRADIENT = Kind(
         3,
         "the gradient's norm is not finite: a NaN, or too large to square",
-        _gradient,
+        lambda step: ~step.norm.isfinite(),
         not_finite=True,
         advice="if the loss had been growing, lower the learning rate; otherwise look for sqrt, "
         "log or a norm at 0 (torch.autograd.set_detect_anomaly(True) names the operation); under "
         "float16 autocast scale the loss",
     )
+    # With loss scaling, an occasional infinite gradient is normal: no reason to restore a part.
     OVERFLOW = Kind(
         7,
         "the gradient overflows at this loss scale, which is halved",
-        _overflow,
+        lambda step: ~step.norm.isfinite() & (step.scale > 1),
         action="loss scale halved",
     )
     LOSS = Kind(
         2,
         "the loss is not finite",
-        _loss,
+        lambda step: ~step.loss.isfinite(),
         value="loss",
         not_finite=True,
         advice="look for NaN in the inputs and for log(0) or x / 0 in the loss; lower the "
@@ -215,21 +172,13 @@ class Stage(IntEnum):
     TEACHER = Kind(
         1,
         "the EMA teacher's probabilities are not finite",
-        _teacher,
+        lambda step: None if step.teacher is None else ~step.teacher,
         value="loss",
         not_finite=True,
         advice="raise the teacher's temperature; in a custom head look for log(0) or x / 0",
     )
-    RETIRED = Kind(6, detect=_retired)
-
-    # The kinds below have no detector here: other code finds them.
-    INPUT = Kind(
-        8,
-        "the embedding of row {row} is not finite",
-        action="left out of the batch",
-        advice="rebuild the cached embeddings (--rebuild_damaged), or remove the sample",
-    )
-    MARGINAL = Kind(9, "a cluster's running marginal is exactly 0", action="smoothed")
+    RETIRED = Kind(6, detect=lambda step: step.health.retired)
+    # Other code finds these two.
     WEIGHT = Kind(10, "its weights or moments are not finite", action="restored")
     BUFFER = Kind(
         13,
@@ -240,12 +189,6 @@ class Stage(IntEnum):
         "way to another part's or model's loss: for NaN, and for values above 1e18, whose squares "
         "overflow",
     )
-    DRIFT = Kind(
-        11,
-        "KL(original gate || now) is {drift:.3g} nats, above {limit}: the router may be imitating "
-        "the student",
-        action="stopped",
-    )
 
     def event(
         self,
@@ -254,11 +197,10 @@ class Stage(IntEnum):
         value: float | None = None,
         action: str = "",
         detail: str = "",
-        **fill: object,
     ) -> Event:
-        """Return the event that reports this fault; `fill` has the reason's format fields."""
-        reason = self.kind.reason.format(**fill) + detail
-        return Event(step, part, self.name.lower(), reason, action or self.kind.action, value)
+        """Return the event that reports this fault."""
+        action = action or self.kind.action
+        return Event(step, part, self.name.lower(), self.kind.reason + detail, action, value)
 
     @classmethod
     def of(cls, event: Event) -> Stage | None:
@@ -266,6 +208,7 @@ class Stage(IntEnum):
         return cls.__members__.get(event.stage.upper())
 
 
+N_KINDS = max(Stage) + 1  # no kind takes the numbers 8, 9 and 11 of former ones
 DETECTORS = [(int(stage), stage.kind.detect) for stage in Stage if stage.kind.detect is not None]
 _UPDATED = [int(stage) for stage in Stage if stage.kind.updates]
 

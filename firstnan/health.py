@@ -1,14 +1,10 @@
-"""Keep the health of each part in tensors, so that a healthy step never waits for the device.
-
-`Health.judge` finds the fault of each part in a step, `Health.record_` remembers it, and
-`Health.escalate` decides on the CPU what to do with parts that stay unhealthy:
-skip -> restore from the last good state -> re-initialize once -> retire -> stop.
-"""
+"""Keep the health of each part in tensors, so that a healthy step never waits for the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +13,7 @@ from firstnan.faults import (
     DETECTORS,
     FEW,
     FIRST_PATIENCE,
+    PATIENCE,
     WARM_UP,
     Observation,
     Stage,
@@ -29,8 +26,7 @@ _GROW_EVERY = 500  # updates between two doublings of the loss scale
 _SHORTEST = 0.05  # nats by which the running median moves per step once it has settled
 
 
-@dataclass(frozen=True)
-class Tally:
+class Tally(NamedTuple):
     """Counts of parts, summed over processes, that decide whether training can continue."""
 
     parts: int
@@ -38,9 +34,6 @@ class Tally:
     late: int  # active, and bad for too many steps in a row
     tried: int  # active, restored, and not recovered since
     left: int  # active, and not about to be retired
-
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def hopeless(self, thresholds: Thresholds) -> str:
         """Return why training cannot continue, or an empty string if it can."""
@@ -95,12 +88,9 @@ class Health:
         norm: Tensor,
         thresholds: Thresholds,
         teacher: Tensor | None = None,
-        scale: Tensor | None = None,
+        scale: Tensor | float = 1.0,
     ) -> Tensor:
-        """Return the fault of each part in this step, `Stage` values `[part]` int8.
-
-        For the measurements see `Observation`.
-        """
+        """Return the `Stage` of each part, `[part]` int8, for the measurements of a step."""
         step = Observation(self, loss, norm, thresholds, teacher, scale)
         stage = torch.zeros_like(norm, dtype=torch.int8)
         for number, detect in DETECTORS:
@@ -129,8 +119,7 @@ class Health:
         stride = (WARM_UP / (self.seen + 1)).clamp(_SHORTEST, 1)  # one nat at first
         moved = self.level + stride * (log - self.level).sign()
         # Spikes that do not end become the new level.
-        most = self.spikes.new_full((), thresholds.spike_patience)
-        patience = torch.where(self.seen <= FEW, most.clamp(max=FIRST_PATIENCE), most)
+        patience = torch.where(self.seen <= FEW, FIRST_PATIENCE, PATIENCE)
         jump = (self.seen == 0) | (self.spikes >= patience)
         self.level.copy_(torch.where(counts, torch.where(jump, log, moved), self.level))
         self.seen.copy_(torch.where(jump & counts, 1, self.seen + counts))
@@ -150,25 +139,23 @@ class Health:
         """Decide what to do with parts that were bad for too many steps in a row.
 
         Waits for the device. Returns part -> "restore", "reinitialise" or "retire", for the caller
-        to carry out. `shared` parts, which the others depend on, are restored, but not counted as
-        left. If other processes hold more parts, `report` is called with the tally, and the caller
-        decides whether too few are left; without it, TooFewHealthyParts is raised.
+        to carry out. `shared` parts, which the others depend on, are only ever restored, and not
+        counted. If other processes hold more parts, `report` takes the tally; without it,
+        TooFewHealthyParts is raised if too few parts are left.
         """
-        late = (self.streak >= thresholds.restore_after).tolist()
         patience = thresholds.stop_after or thresholds.restore_after
-        if not any(late) and not bool((self.streak >= patience).any()):
+        if int(self.streak.max()) < min(patience, thresholds.restore_after):
             return {}
         columns = (self.streak, self.retired, self.restored, self.reinitialised)
         streak, retired, restored, reinitialised = (column.tolist() for column in columns)
+        late = [n >= thresholds.restore_after for n in streak]
         active = [p for p, gone in enumerate(retired) if not gone and p not in shared]
         if thresholds.stop_after and all(streak[part] >= patience for part in active):
             raise TooFewHealthyParts(f"no part had a healthy step in the last {patience} steps")
         actions = {}
         for part in (part for part, gone in enumerate(retired) if late[part] and not gone):
-            if not restored[part] or part in shared:
-                actions[part] = "restore"
-            else:
-                actions[part] = "retire" if reinitialised[part] else "reinitialise"
+            further = "retire" if reinitialised[part] else "reinitialise"
+            actions[part] = further if restored[part] and part not in shared else "restore"
         tally = Tally(
             parts=len(late),
             active=len(active),
@@ -191,11 +178,9 @@ class Health:
 
 
 def rescale_(scale: Tensor, healthy: Tensor, overflow: Tensor, steps: Tensor) -> None:
-    """Halve the loss scale of parts that overflowed; double it after many good steps.
+    """Halve the loss scale of parts that overflowed; double it after many updates (`steps`).
 
-    Parts do not affect each other's scale, and the scale stays >= 1, so that a part that is always
-    NaN cannot lower it until healthy gradients underflow. All tensors are `[part]`; `steps` counts
-    each part's updates.
+    It stays >= 1: a part that is always NaN cannot lower it until healthy gradients underflow.
     """
     grown = torch.where(steps % _GROW_EVERY == _GROW_EVERY - 1, scale * 2, scale)
     kept = torch.where(healthy, grown, scale)

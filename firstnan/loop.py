@@ -6,7 +6,6 @@ Three lines guard a loop: `guard = Guard(model, optimizer)`, `guard.backward(los
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -345,8 +344,8 @@ class Guard:
         self._run(kept, [x for i, x in all_losses.items() if i not in kept] if apart else None)
 
     def _backward_terms(self, losses: dict[str, Tensor], through: Any, again: Any) -> None:
-        kept, cut, needs = self._terms.look(losses, through, self._ranks, self.steps, again)
-        if not cut or any(needs):
+        kept, cut, learns = self._terms.look(losses, through, self._ranks, self.steps, again)
+        if not cut or learns:
             total = sum(kept[1:], kept[0])
             self._remember({0: total})
             self._run({0: total}, cut or None)
@@ -367,12 +366,13 @@ class Guard:
             losses = {i: loss * self._scale_of(i) for i, loss in wide.items()}
         values = [*losses.values()]
         roots = [loss for loss in values if loss.requires_grad]  # one of several may be constant
-        if self._ranks is not None and left_out is not None:
+        if left_out is None:
+            roots = roots or values  # so that torch raises an error if all of them are
+        if self._ranks is not None:
             self._ran |= self._ranks.backward(self.steps, roots, left_out)
-        elif values:
+        elif roots:
             self._ran = True
-            with self._ranks.waiting(self.steps) if self._ranks else contextlib.nullcontext():
-                torch.autograd.backward(roots or values)
+            torch.autograd.backward(roots)
 
     def _scale_of(self, part: int) -> float:
         # Weights or a loss that parts share cannot be scaled by two factors at once.
@@ -400,8 +400,7 @@ class Guard:
         """Return loss, gradient norm and absence `[part]`, and bad buffers; wait once."""
         losses = [self._loss.get(i, torch.zeros_like(norm)) for i, norm in enumerate(norms)]
         device = self._parts[0].weights[0].device
-        zero = torch.zeros((), device=device)
-        looks = [buffers.look(zero) for _, buffers in self._parts.buffers]
+        looks = [buffers.look() for _, buffers in self._parts.buffers]
         probes = [] if self._ranks is None else self._ranks.probes
         loss, norm, probe, *rest = read([losses, norms, probes, *looks], device)
         pairs = zip(self._parts.buffers, rest, strict=True)
@@ -420,7 +419,7 @@ class Guard:
             if nothing or (i < len(self._parts) and not healthy[i]):
                 buffers.put_back()
             elif spoiled[i]:
-                buffers.heal(spoiled[i])
+                buffers.put_back(spoiled[i])
                 where = "" if self._ranks is None else self._ranks.where_buffers(i)
                 self._report_buffers(i, buffers.names(spoiled[i]) + where)
         for other in [*_GUARDS] if lost else []:
@@ -431,7 +430,7 @@ class Guard:
         """Put back this rank's non-finite buffers; with several ranks, the next step reports it."""
         for i, (_, buffers) in enumerate(self._parts.buffers):
             if spoiled := buffers.spoiled():
-                buffers.heal(spoiled)
+                buffers.put_back(spoiled)
                 if self._ranks is None:
                     self._report_buffers(i, buffers.names(spoiled))
                 else:

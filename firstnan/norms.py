@@ -69,8 +69,9 @@ def look(losses: Mapping[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
 
 def read(numbers: list[list[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
     """Copy lists of numbers from a device to the CPU, one vector for each list; waits once."""
-    flat = torch.stack([narrow(x).to(device) for column in numbers for x in column]).cpu()
-    return flat.split([len(column) for column in numbers])
+    flat = [narrow(x).to(device) for column in numbers for x in column]
+    vector = torch.stack(flat).cpu() if flat else torch.zeros(0)
+    return vector.split([len(column) for column in numbers])
 
 
 def _norm_at(tensors: list[Tensor], name: str, loss: Tensor) -> Tensor:

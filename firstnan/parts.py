@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import UserList
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from firstnan.buffers import Buffers
 from firstnan.errors import GUARD_STOPPED, UserError
-from firstnan.norms import local
+from firstnan.norms import local, read
 
 SNAPSHOT_EVERY = 100
 """Default number of steps between two snapshots of a part's state."""
@@ -49,7 +50,7 @@ class ModulePart:
         return [method for method in methods if callable(method)]
 
 
-class ModuleParts:
+class ModuleParts(UserList[ModulePart]):
     """The parts of a model, with their optimizer state and buffers; takes the arguments of `Guard`.
 
     The last part is `shared` if some trained weights are in no named part.
@@ -64,26 +65,17 @@ class ModuleParts:
         fresh_optimizer: bool = False,
     ) -> None:
         self._optimizer, self._fresh_optimizer = optimizer, fresh_optimizer
-        self._parts, shared = _divide(model, optimizer, parts)
-        self._owned = {id(p) for part in self._parts for p in part.weights}
-        self.names = [part.name for part in self._parts]
+        self.data, shared = _divide(model, optimizer, parts)
+        self._owned = {id(p) for p in self.weights()}
+        self.names = [part.name for part in self]
         # Of each part, then the buffers of no part.
-        self.buffers = [(part.name, part.buffers) for part in self._parts] + [(SHARED, shared)]
+        self.buffers = [(part.name, part.buffers) for part in self] + [(SHARED, shared)]
         self.note = ", with a fresh optimizer" if fresh_optimizer else ""  # for events
         self.everywhere: Callable[[list[bool]], list[bool]] = list  # true on every rank
 
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, part: int) -> ModulePart:
-        return self._parts[part]
-
-    def __iter__(self) -> Iterator[ModulePart]:
-        return iter(self._parts)
-
     def weights(self) -> list[nn.Parameter]:
         """Return the parameters of all parts."""
-        return [p for part in self._parts for p in part.weights]
+        return [p for part in self for p in part.weights]
 
     def check_gradients(self) -> None:
         """Raise ValueError if the optimizer would update a parameter that is in no part."""
@@ -97,10 +89,9 @@ class ModuleParts:
     def snapshot(self, parts: Sequence[int], step: int, every: int) -> None:
         """Copy the state of the parts whose snapshot is due to the CPU, if the state is finite.
 
-        Call this before `step` is applied: its finite gradient showed that the state is good. The
-        next snapshot is due `every` steps later.
+        Call this before `step` is applied: its finite gradient showed that the state is good.
         """
-        due = [self._parts[part] for part in parts if step >= self._parts[part].due]
+        due = [self[part] for part in parts if step >= self[part].due]
         finite = self.everywhere(self._are_finite(due))
         for part, is_finite in zip(due, finite, strict=True):
             part.due = step + every
@@ -117,27 +108,22 @@ class ModuleParts:
 
     def _are_finite(self, parts: Sequence[ModulePart]) -> list[bool]:
         """Return whether weights and optimizer state of each are finite; wait once."""
-        flags = []
+        columns = []
         for part in parts:
             state = (value for row in self._state(part) for value in row.values())
             tensors = [local(v) for v in (*part.weights, *state) if isinstance(v, Tensor)]
-            bad = [~torch.isfinite(tensor).all() for tensor in tensors]
-            flags.append(torch.stack([flag.to(bad[0].device) for flag in bad]).any())
-        if not flags:
-            return []
-        return [
-            not bad for bad in torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-        ]
+            columns.append([torch.isfinite(tensor).all() for tensor in tensors])
+        return [bool(column.all()) for column in read(columns, self[0].weights[0].device)]
 
     def finite(self) -> list[bool]:
         """Return whether the weights, optimizer state and buffers of each part are finite."""
-        pairs = zip(self._are_finite(self._parts), self._parts, strict=True)
+        pairs = zip(self._are_finite(self), self, strict=True)
         return self.everywhere([finite and not part.buffers.spoiled() for finite, part in pairs])
 
     @torch.no_grad()
     def restore(self, part: int) -> int | None:
         """Restore a part's last good state; return the step of that state, or None without one."""
-        mine = self._parts[part]
+        mine = self[part]
         if mine.good is None:
             return None
         saved_rows = zip(mine.weights, mine.good["weights"], mine.good["state"], strict=True)
@@ -154,14 +140,13 @@ class ModuleParts:
                     live[key].copy_(value)  # a step count may not be on its weight's device
                 else:
                     live[key] = copy.deepcopy(value)
-        mine.buffers.put_back(mine.good["buffers"])
-        mine.buffers.keep()
+        mine.buffers.load(mine.good["buffers"])
         return mine.good["step"]
 
     @torch.no_grad()
     def reinitialise(self, part: int, step: int) -> None:
         """Re-initialize a part before `step`; torch's global random generators do not advance."""
-        mine, seed = self._parts[part], hash((step, part)) & (2**63 - 1)  # equal on all ranks
+        mine, seed = self[part], hash((step, part)) & (2**63 - 1)  # equal on all ranks
         gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
         with torch.random.fork_rng(gpus):
             torch.default_generator.manual_seed(seed)
@@ -176,7 +161,7 @@ class ModuleParts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last good state of each part by name, for a checkpoint."""
-        return {part.name: {"good": part.good, "due": part.due} for part in self._parts}
+        return {part.name: {"good": part.good, "due": part.due} for part in self}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; raise ValueError if its parts are not this guard's."""
@@ -185,7 +170,7 @@ class ModuleParts:
                 f"the state has the parts {', '.join(state)}; this guard has "
                 f"{', '.join(self.names)}: make the Guard with the same `parts` as before"
             )
-        for part in self._parts:
+        for part in self:
             part.good = copy.deepcopy(state[part.name]["good"])
             part.due = state[part.name]["due"]
             part.buffers.keep()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from firstnan.events import Event
-from firstnan.faults import Stage, Thresholds
+from firstnan.faults import N_KINDS, Stage, Thresholds
 from firstnan.health import Health, Tally
 from firstnan.parts import TooFewHealthyParts
 
@@ -46,7 +46,7 @@ class Recovery:
     def __init__(self, parts: Parts, health: Health, shared: Collection[int] = ()) -> None:
         self.parts, self.health, self.shared = parts, health, shared
         # How often each fault was seen, `[part, stage]`.
-        self.counts = torch.zeros(len(parts.names), len(Stage), dtype=torch.int64)
+        self.counts = torch.zeros(len(parts.names), N_KINDS, dtype=torch.int64)
         self._ranks: dict[tuple[int, Stage], str] = {}  # the ranks that last saw each fault
 
     def report(
@@ -61,16 +61,12 @@ class Recovery:
 
         `where(part)` names the ranks that saw the fault; it is appended to the reason.
         """
-        if not stage.any():
-            self.counts[:, Stage.HEALTHY] += 1
-            return []
+        self.counts[[*range(len(stage))], stage.tolist()] += 1
         events = []
-        values = {"loss": loss.tolist(), "norm": norm.tolist()}
-        for part, number in enumerate(stage.tolist()):
-            fault = Stage(number)
-            self.counts[part, fault] += 1
+        for part in stage.nonzero().flatten().tolist():
+            fault = Stage(int(stage[part]))
             if fault.kind.reason:
-                value = values[fault.kind.value][part]
+                value = float((loss if fault.kind.value == "loss" else norm)[part])
                 ranks = self._ranks[part, fault] = where(part)
                 events.append(fault.event(step, self.parts.names[part], value, detail=ranks))
         return events
@@ -78,10 +74,10 @@ class Recovery:
     def escalate(
         self, step: int, thresholds: Thresholds, report: Callable[[Tally], object] | None = None
     ) -> tuple[list[Event], str]:
-        """Restore, re-initialize or retire parts that stay unhealthy; waits for the device.
+        """Carry out what `Health.escalate` decides; waits for the device.
 
         Returns the events, and why training cannot continue ("" if it can). If it cannot, every
-        unhealthy part is restored to its last good state. `report` is as in `Health.escalate`.
+        unhealthy part is restored to its last good state.
         """
         streaks = self.health.streak.tolist()
         try:
@@ -139,12 +135,10 @@ class Recovery:
             if seen:
                 ranks = {s: self._ranks.get((part, s), "") for s in seen}
                 last = {s: f", last{where}" if where else "" for s, where in ranks.items()}
-                often = [f"{s.kind.reason} ({n} times{last[s]})" for s, n in seen.items()]
+                often = ", ".join(f"{s.kind.reason} ({n} times{last[s]})" for s, n in seen.items())
                 state = f" It was {done[name]}." if name in done else ""
                 advice = max(seen, key=lambda stage: seen[stage]).kind.advice
-                lines.append(
-                    f"{name}, {steps} steps: {', '.join(often)}.{state} What to change: {advice}."
-                )
+                lines.append(f"{name}, {steps} steps: {often}.{state} What to change: {advice}.")
         return "\n".join(lines)
 
     def summary(self, steps: int, updates: Tensor, terms: Mapping[str, Health]) -> str:
@@ -163,4 +157,4 @@ class Recovery:
 
 def with_all_kinds(counts: Tensor) -> Tensor:
     """Return saved counts `[part, stage]` with zeros for kinds of fault that were added since."""
-    return nn.functional.pad(counts, (0, max(0, len(Stage) - counts.shape[1])))
+    return nn.functional.pad(counts, (0, max(0, N_KINDS - counts.shape[1])))

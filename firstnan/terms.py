@@ -36,11 +36,11 @@ class LossTerms:
         ranks: Verdicts | None,
         step: int,
         again: Callable[[], Mapping[str, Tensor]] | None,
-    ) -> tuple[list[Tensor], list[Tensor], list[bool]]:
+    ) -> tuple[list[Tensor], list[Tensor], bool]:
         """Check the terms of one batch, with the same result on all `ranks`.
 
-        Takes the arguments of `Guard.backward`. Returns the healthy losses, the bad ones, and for
-        each healthy loss whether it needs a gradient on some rank.
+        Takes the arguments of `Guard.backward`. Returns the healthy losses, the bad ones, and
+        whether a healthy loss needs a gradient on some rank.
         """
         loss, norm, needs, where = self._numbers(losses, through, ranks, step)
         if again is not None and not bool(loss.isfinite().all()):
@@ -50,32 +50,26 @@ class LossTerms:
             self._partly |= {name for name, less in zip(losses, lost, strict=True) if less}
         healthy = [*map(self.judge, losses, loss, norm, where)]
         rows = [*zip(losses.values(), needs, healthy, strict=True)]
-        return (
-            [x for x, _, well in rows if well],
-            [x for x, _, well in rows if not well],
-            [need for _, need, well in rows if well],
-        )
+        kept = [x for x, _, well in rows if well]
+        cut = [x for x, _, well in rows if not well]
+        return kept, cut, any(need and well for _, need, well in rows)
 
     @staticmethod
     def _numbers(
         losses: Mapping[str, Tensor], through: Any, ranks: Verdicts | None, step: int
-    ) -> tuple[Tensor, Tensor, list[bool], Sequence[Callable[[], str]]]:
+    ) -> tuple[Tensor, Tensor, list[bool], list[str]]:
         loss, norm = look(losses, through)
         if ranks is None:
-            return loss, norm, [x.requires_grad for x in losses.values()], [str] * len(losses)
+            return loss, norm, [x.requires_grad for x in losses.values()], [""] * len(losses)
         return ranks.terms(step, losses, loss, norm)
 
-    def judge(self, name: str, loss: Tensor, norm: Tensor, where: Callable[[], str] = str) -> bool:
-        """Return whether a term of one batch is healthy, given its loss and norm on the CPU.
-
-        `where` returns the ranks on which the term is bad, as text for the event's reason.
-        """
+    def judge(self, name: str, loss: Tensor, norm: Tensor, where: str = "") -> bool:
+        """Return whether a term of one batch is healthy; `where` names the ranks with a fault."""
         health = self.health.setdefault(name, Health.fresh(1))
         stage = health.judge(loss[None], norm[None], self._thresholds)
         before = self._seen.get(name)
         if before is None or bool(is_healthy(before[0])):
-            ranks = where() if Stage(int(stage)).kind.reason else ""
-            self._seen[name] = (stage, loss, norm, ranks)
+            self._seen[name] = (stage, loss, norm, where)
         return bool(is_healthy(stage))
 
     def record(self, step: int) -> list[Event]:
@@ -100,15 +94,12 @@ class LossTerms:
         return events
 
     def cut_out_for_good(self, terms: Iterable[str], note: str) -> str:
-        """Return a sentence that names the `terms` left out of too many steps in a row, or "".
-
-        Their count restarts at 0, so that a resumed run is not stopped at once.
-        """
+        """Return a sentence that names the `terms` left out of too many steps in a row, or ""."""
         patience = self._thresholds.stop_after or 2 * self._thresholds.restore_after
         names = [name for name in self.health if name in terms]
         lost = [name for name in names if int(self.health[name].streak) >= patience]
         for name in lost:
-            self.health[name].streak.zero_()
+            self.health[name].streak.zero_()  # so that a resumed run is not stopped at once
         why = f"{' and '.join(lost)} was cut out of each of the last {patience} steps{note}"
         left = " and ".join(name for name in names if name not in lost)
         why += f", which learned from {left} alone" if left else ""
@@ -132,10 +123,7 @@ class LossTerms:
 
 
 def by_name(losses: Tensor | Mapping[str, Tensor], parts: Sequence[str]) -> dict[str, Tensor]:
-    """Return a checked copy of the dictionary of losses passed to `Guard.backward`.
-
-    Raises TypeError if a loss is not a tensor, and ValueError if a name or shape does not fit.
-    """
+    """Return a checked copy of the dictionary of losses passed to `Guard.backward`."""
     if isinstance(losses, Tensor):
         raise ValueError(
             f"the loss has the shape {tuple(losses.shape)}; expected a single number (shape ()), or"

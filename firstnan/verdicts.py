@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,18 +23,13 @@ class _Agreed(NamedTuple):
     loss: Tensor  # `[loss]`, mean over the ranks that have the loss, or a value that is not finite
     norm: Tensor  # `[loss]`, largest gradient norm; NaN if one is NaN
     present: Tensor  # boolean `[loss]`, whether some rank has the loss
-    needs_grad: Tensor  # boolean `[loss]`, whether the loss needs a gradient on some rank
     bad_loss: Tensor  # boolean `[rank, loss]`, where the loss is not finite
     bad_norm: Tensor  # boolean `[rank, loss]`, where the gradient norm is not finite
     more: Tensor  # `[rank, n]`, further numbers of each rank
 
 
 class Verdicts:
-    """Agree with the other ranks on every decision of one guard.
-
-    Methods that exchange numbers raise ValueError if the ranks are at different points of their
-    loops, and RankLost if another rank does not respond.
-    """
+    """Agree with the other ranks on every decision of one guard."""
 
     def __init__(self, ranks: Agreement, parts: ModuleParts) -> None:
         self._ranks, self._parts = ranks, parts
@@ -60,7 +54,7 @@ class Verdicts:
         made = f"parts {', '.join(parts.names)} of the shapes {shapes}; {rules}"
         n_buffers = sum(len(buffers) for _, buffers in parts.buffers)
         device = parts[0].weights[0].device
-        ranks = Agreement.between(group, device, made, 5 * len(parts) + n_buffers)
+        ranks = Agreement.between(group, device, made, 4 * len(parts) + n_buffers)
         return None if ranks is None else cls(ranks, parts)
 
     def forget(self) -> None:
@@ -77,13 +71,13 @@ class Verdicts:
         # If the list is empty on this rank, it is empty on all.
         return self._exchange_flags("the parts' states", flags).all(0).tolist() if flags else []
 
-    def _agree(self, what: str, *columns: Tensor, more: Sequence[Tensor] = ()) -> _Agreed:
-        """Exchange the columns loss, norm, presence and need of a gradient, `[loss]` each."""
-        loss, norm, present, needs = columns
+    def _agree(
+        self, what: str, loss: Tensor, norm: Tensor, present: Tensor, *more: Tensor
+    ) -> _Agreed:
         n = len(loss)
-        flat = torch.cat([loss, torch.where(present, norm, 0), present, needs, *more])
+        flat = torch.cat([loss, torch.where(present, norm, 0), present, *more])
         table = self._ranks.exchange(what, flat.float())
-        loss, norm, here, needs, rest = table.split([n] * 4 + [table.shape[1] - 4 * n], dim=1)
+        loss, norm, here, rest = table.tensor_split([n, 2 * n, 3 * n], dim=1)
         here = here > 0
         bad = here & ~torch.isfinite(loss)
         shares = torch.where(here, loss.double(), 0) / here.sum(0).clamp(min=1)
@@ -91,8 +85,7 @@ class Verdicts:
         mean = shares.sum(0).clamp(-limit, limit).float()
         first_bad = loss.gather(0, bad.int().argmax(0, keepdim=True))[0]
         loss = torch.where(bad.any(0), first_bad, mean)
-        needs = (needs > 0).any(0)
-        return _Agreed(loss, norm.amax(0), here.any(0), needs, bad, ~torch.isfinite(norm), rest)
+        return _Agreed(loss, norm.amax(0), here.any(0), bad, ~torch.isfinite(norm), rest)
 
     def check_graph(self, losses: Iterable[Tensor]) -> None:
         """Raise ValueError in the first step if reentrant checkpointing hides a loss's weights."""
@@ -108,32 +101,33 @@ class Verdicts:
 
     def terms(
         self, step: int, losses: Mapping[str, Tensor], loss: Tensor, norm: Tensor
-    ) -> tuple[Tensor, Tensor, list[bool], list[Callable[[], str]]]:
+    ) -> tuple[Tensor, Tensor, list[bool], list[str]]:
         """Combine this rank's losses and gradient norms `[loss]` with those of the other ranks.
 
-        Returns the combined loss and norm `[loss]`; whether each term needs a gradient on some
-        rank; and, for each term, a function that names the ranks on which it is bad.
+        Also returns whether each term needs a gradient on some rank, and the ranks where it is bad.
         """
         needs = torch.tensor([term.requires_grad for term in losses.values()])
         what = f"step {step}, the loss terms {', '.join(losses)}"
         agreed = self._agree(what, loss, norm, torch.ones_like(needs), needs)
         evidence = zip(agreed.bad_loss.T, agreed.bad_norm.T, strict=True)
-        where = [functools.partial(self._ranks.name_ranks, *pair) for pair in evidence]
-        return agreed.loss, agreed.norm, agreed.needs_grad.tolist(), where
+        where = [self._ranks.name_ranks(*pair) for pair in evidence]
+        return agreed.loss, agreed.norm, (agreed.more > 0).any(0).tolist(), where
 
-    def backward(self, step: int, kept: Sequence[Tensor], left_out: Iterable[Tensor]) -> bool:
+    def backward(
+        self, step: int, kept: Sequence[Tensor], left_out: Iterable[Tensor] | None
+    ) -> bool:
         """Run the backward pass of the `kept` losses; return whether any weight has a gradient.
 
         DDP waits for every parameter that the forward pass used. So a parameter that only losses
         in `left_out` reach gets a gradient of zeros during the pass (a NaN loss times 0 would be
         NaN), which is removed afterwards. FSDP2 does not wait for weights that no loss reaches.
         """
-        if any(is_sharded(p) for p in self._weights):
+        what = f"step {step}, the backward pass"
+        if left_out is None or any(is_sharded(p) for p in self._weights):
             if kept:
-                with self.waiting(step):
+                with self._ranks.waiting(what):
                     torch.autograd.backward(kept)
             return any(p.grad is not None for p in self._weights)
-        what = f"step {step}, the backward pass without what is left out"
         reached = leaves(kept)
         others = {key: leaf for key, leaf in leaves(left_out).items() if key not in reached}
         bare = {key: leaf for key, leaf in others.items() if leaf.grad is None}
@@ -151,10 +145,6 @@ class Verdicts:
             leaf.grad = None
         return any(p.grad is not None for p in self._weights)
 
-    def waiting(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Turn a failure of the process group during a backward pass into RankLost."""
-        return self._ranks.waiting(f"step {step}, the backward pass")
-
     def step(
         self,
         step: int,
@@ -164,9 +154,8 @@ class Verdicts:
         """Agree on the losses, gradients and buffers of a step.
 
         Takes this rank's loss, gradient norm, absence and probe `[part]`, and the indices of each
-        part's buffers that are not finite. Returns loss, gradient norm and absence `[part]`; the
-        buffers that are not finite on some rank; (part, names) of buffers put back since the last
-        step.
+        part's bad buffers. Returns the first three and the indices as agreed, and (part, names) of
+        buffers put back since the last step.
         """
         loss, norm, absent, probe = seen
         sizes = [len(buffers) for _, buffers in self._parts.buffers]
@@ -176,7 +165,7 @@ class Verdicts:
             flag[list(before)] += 2
             before.clear()
         what = f"step {step}, the step"
-        agreed = self._agree(what, loss, norm, ~absent, ~absent, more=[probe, *flags])
+        agreed = self._agree(what, loss, norm, ~absent, probe, *flags)
         probes, *tables = agreed.more.split([len(loss), *sizes], dim=1)
         self._evidence = [agreed.bad_loss, self._bad, ~torch.isfinite(probes), agreed.bad_norm]
         self._spoiled = [table % 2 == 1 for table in tables]

@@ -27,7 +27,7 @@ def buffers(module):
 def healed(watched):
     """Put back what is spoiled; the names of it."""
     spoiled = watched.spoiled()
-    watched.heal(spoiled)
+    watched.put_back(spoiled)
     return watched.names(spoiled)
 
 

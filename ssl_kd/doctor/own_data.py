@@ -149,6 +149,7 @@ def _first_batches(
 def faults_of(events: list[Event], samples: list[str], precision: Precision) -> Iterator[Finding]:
     """Report the guard's events of the first steps, one finding for each stage and reason."""
     changes = {stage.name.lower(): stage.kind.advice for stage in Stage if stage.kind.advice}
+    changes["input"] = "rebuild the cached embeddings (--rebuild_damaged), or remove the sample"
     if precision.scale:
         changes["gradient"] = f"set USE_FP16 = False; {changes['gradient']}"
     groups: dict[tuple[str, str], list[Event]] = {}

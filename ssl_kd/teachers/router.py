@@ -119,8 +119,9 @@ class RouterStep:
         if drift > self.drift_limit:
             self.stopped = True
             self.guard.discard()
-            limit = self.drift_limit
-            event = Stage.DRIFT.event(step, _PART, drift, drift=drift, limit=limit)
+            reason = f"KL(original gate || now) is {drift:.3g} nats, above {self.drift_limit}"
+            reason += ": the router may be imitating the student"
+            event = Event(step, _PART, "drift", reason, "stopped", drift)
             return record(applied=False, grad_norm=math.nan, event=event)
         scale, first = float(self.guard.scale[0]), len(self.guard.events)
         try:

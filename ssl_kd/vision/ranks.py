@@ -174,7 +174,7 @@ class RankHeadsLearner(HeadsLearner):
             self._last_event = next(event for event in faults if event.step == faults[-1].step)
         for look in sorted({look for _, tallies, *_ in received for look in tallies}):
             of_ranks: list[Tally] = [tallies.get(look, rest) for _, tallies, rest, _ in received]
-            total = sum(of_ranks[1:], of_ranks[0])
+            total = Tally(*map(sum, zip(*of_ranks, strict=True)))
             if message := total.hopeless(self.trainer.thresholds):
                 self._give_up(done, message)
         return [results for *_, results in received]

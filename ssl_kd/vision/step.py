@@ -268,8 +268,7 @@ class HeadTrainer:
         state = self.state.rows(rows)
         norm = part_norms(gradient) / state.scale
         sound = torch.isfinite(marginal).all(1)
-        scale = state.scale if self.precision.scale else None
-        stage = state.health.judge(loss, norm, self.thresholds, sound, scale)
+        stage = state.health.judge(loss, norm, self.thresholds, sound, state.scale)
         healthy = is_healthy(stage)
         if step is not None:
             self._rows.snapshot(rows, healthy, step)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from firstnan.events import Event
-from firstnan.faults import SKIPPED, Stage, is_healthy
+from firstnan.faults import SKIPPED, is_healthy
 from firstnan.parts import TooFewHealthyParts
 from ssl_kd.memory import to_device_async
 from ssl_kd.seeds import seed_of
@@ -216,11 +216,14 @@ class HeadsLearner:
         step, recovery = unread[number], self.trainer.recovery
         result, names = step.result, recovery.parts.names
         bad = step.samples[result.bad].unique().tolist() if result.bad.any() else []
-        events = [Stage.INPUT.event(step.step, "batch", float(row), row=row) for row in bad]
+        reasons = [(row, f"the embedding of row {row} is not finite") for row in bad]
+        left_out = "left out of the batch"
+        events = [Event(step.step, "batch", "input", why, left_out, row) for row, why in reasons]
         for head, smoothed in enumerate(result.smoothed.tolist()):
             if smoothed and head not in self._smoothed:  # once is enough
                 self._smoothed.add(head)
-                events.append(Stage.MARGINAL.event(step.step, names[head], 0.0))
+                why = "a cluster's running marginal is exactly 0"
+                events.append(Event(step.step, names[head], "marginal", why, "smoothed", 0.0))
         faults = recovery.report(step.step, result.stage, result.loss, result.grad_norm)
         for event in faults:
             if event.action == SKIPPED:

@@ -8,7 +8,6 @@ if a row failed.
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -102,8 +101,7 @@ def kinds() -> Iterator[str]:
     for stage in KINDS:
         kind = stage.kind
         rows = ", ".join(str(number) for number, row in ROWS.items() if stage in row.kinds)
-        symptom = re.sub(r"{(\w+).*?}", r"*\1*", kind.reason)
-        cells = [stage.name.lower(), symptom, kind.action, kind.advice, rows]
+        cells = [stage.name.lower(), kind.reason, kind.action, kind.advice, rows]
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
