@@ -17,12 +17,13 @@ from timeit import timeit
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.turns import header, middle_half, row
 from firstnan.health import Health
 from firstnan.parts import SNAPSHOT_EVERY
+from firstnan.watch import Watch
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.precision import Precision
 from ssl_kd.vision import step as guarded
@@ -107,6 +108,34 @@ def hooks(dim: int, clusters: int, heads: int, views: Tensor) -> tuple[Callable,
     return build(False), build(True)
 
 
+def recorder_cost(model: nn.Module, x: Tensor, pairs: int) -> dict[str, list[float]]:
+    """Return the cost of a `Watch`, of one that records, and of anomaly mode, for each pair."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def seconds(way: str) -> float:
+        watch = Watch(model, record=way == "recorder") if way in ("watch", "recorder") else None
+        took = []
+        for _ in range(2):  # the first warms up
+            began = time.process_time()
+            with torch.autograd.set_detect_anomaly(way == "anomaly"):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+            if watch is not None:
+                watch.forget()
+            optimizer.step()
+            took.append(time.process_time() - began)
+        if watch is not None:
+            watch.close()
+        return took[-1]
+
+    overheads: dict[str, list[float]] = {"watch": [], "recorder": [], "anomaly": []}
+    for pair in range(pairs):
+        for way, ratios in overheads.items():
+            times = {name: seconds(name) for name in (("", way) if pair % 2 else (way, ""))}
+            ratios.append(times[way] / times[""] - 1)
+    return overheads
+
+
 def main() -> None:
     batch, dim, clusters, heads = SHAPE
     bank = HeadBank(lambda: TEMIHead(dim, clusters), heads)
@@ -160,6 +189,14 @@ def main() -> None:
     header("check", "share of step time (middle half of the pairs)")
     for name, ratios in overheads.items():
         row(name, middle_half((100 * ratio for ratio in ratios), ".1f", " %"))
+
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True, norm_first=True)
+    mlp = [x for _ in range(4) for x in (nn.Linear(1024, 1024), nn.ReLU())]
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    shapes = {"transformer": (encoder, (8, 128, 256)), "MLP": (nn.Sequential(*mlp), (512, 1024))}
+    for name, (model, shape) in shapes.items():
+        for way, ratios in recorder_cost(model, torch.randn(shape), PAIRS).items():
+            row(f"{way} of a {name}", middle_half((100 * ratio for ratio in ratios), ".1f", " %"))
 
 
 if __name__ == "__main__":
