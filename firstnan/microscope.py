@@ -23,6 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from firstnan.norms import local
+
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
 _SPARSE |= {torch.sparse_bsr, torch.sparse_bsc}
 
@@ -346,6 +348,7 @@ def _floating(values: object) -> list[Tensor]:
 
 
 def _entries(x: Tensor) -> Tensor:
+    x = local(x)
     if x.layout == torch.sparse_coo:
         return x._values()
     return x.values() if x.layout in _SPARSE else x

@@ -35,6 +35,7 @@ from firstnan.watch import OUTSIDE, Finding, Watch, finding_of
 logger = logging.getLogger(__name__)
 
 _OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few halvings too large
+_REPORTS = 8  # most reports of a run that goes on; each runs models again
 
 
 class ScriptWatch:
@@ -55,8 +56,8 @@ class ScriptWatch:
         self.steps, self.bad = 0, 0  # counts of optimizer steps, and of those not finite
         self._watches: dict[int, Watch] = {}  # in the order of the first calls
         self._losses: list[Tensor] = []
-        self._overflows = 0
-        self._stepped: set[int] = set()  # the optimizers that stepped since the last forward pass
+        self._stale: set[int] = set()  # watches whose models have been updated since
+        self._backwards, self._overflows = 0, 0
         self._inside = threading.local()
         self._scopes = contextlib.ExitStack()
         self._scope: Microscope | None = None
@@ -68,22 +69,24 @@ class ScriptWatch:
         update = torch.amp.GradScaler.update
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if getattr(self._inside, "a_model", False) or not torch.is_grad_enabled():
+            is_inner = torch.compiler.is_compiling() or getattr(self._inside, "a_model", False)
+            if is_inner or not torch.is_grad_enabled():
                 return call(module, *args, **kwargs)
-            if self._stepped:
-                self._begin_step()
-            if id(module) not in self._watches:
-                self._watches[id(module)] = Watch(module, record=self.record)
+            watch = self._watch_of(module)
+            watch.before(module, args, kwargs)
             self._inside.a_model = True
             try:
-                return call(module, *args, **kwargs)
+                output = call(module, *args, **kwargs)
             finally:
                 self._inside.a_model = False
+            watch.after(module, args, output)
+            return output
 
         def with_loss(tensors: Any, *args: Any, **kwargs: Any) -> None:
             losses = [tensors] if isinstance(tensors, Tensor) else [*tensors]
             self._losses += [x.detach() for x in losses]
             backward(tensors, *args, **kwargs)
+            self._judge_losses()
 
         def after_update(scaler: torch.amp.GradScaler, *args: Any) -> None:
             before = scaler.get_scale()
@@ -95,7 +98,7 @@ class ScriptWatch:
             mock.patch.object(torch.autograd, "backward", with_loss),
             mock.patch.object(torch.amp.GradScaler, "update", after_update),
         ):
-            hook = register_optimizer_step_pre_hook(lambda opt, *_: self._judge(opt))
+            hook = register_optimizer_step_pre_hook(self._before_step)
             self._begin_scope()
             try:
                 yield
@@ -109,10 +112,38 @@ class ScriptWatch:
     def summary(self) -> str:
         """Return one line with the number of steps and of bad steps."""
         if not self.steps and not self.bad:
-            return "no optimizer took a step"
+            return f"no optimizer took a step; losses checked for NaN: {self._backwards}"
         if not self.bad:
             return f"{self.steps} optimizer steps, every loss and gradient finite"
         return f"{self.steps} optimizer steps, not finite: {self.bad}"
+
+    def _watch_of(self, module: nn.Module) -> Watch:
+        """Return the watch of a model, without the passes from before its last update."""
+        key = id(module)
+        if key not in self._watches:
+            # Without hooks: a model that has them cannot be pickled.
+            self._watches[key] = Watch(module, record=self.record or None, hooks=False)
+        if key in self._stale:
+            self._stale.remove(key)
+            self._watches[key].forget()
+            self._begin_scope()
+        return self._watches[key]
+
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
+        """Judge the gradients before a step, or each time that its closure has computed them."""
+        step = self.steps
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._judge(optimizer)
+            return None
+
+        def judged() -> Any:
+            loss = closure()
+            self.steps = step  # of all its calls
+            self._judge(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": judged}
 
     def _judge(self, optimizer: Optimizer) -> None:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
@@ -121,16 +152,24 @@ class ScriptWatch:
         bad = not are_finite(numbers + self._losses)
         if bad:
             self._report(f"step {self.steps}", [*self._losses, *gradients], _zero_eps(optimizer))
-        if id(optimizer) in self._stepped:
-            self._begin_step()
-        self._stepped.add(id(optimizer))  # another one may still need what was kept
-        self._losses.clear()
+        self._forget(weights)
         self.steps += 1
         if bad and self.on_bad == "stop":
             raise SystemExit(GUARD_STOPPED)
         if bad and self.on_bad == "skip":
             for p in weights:
                 p.grad = None
+
+    def _judge_losses(self) -> None:
+        """Check losses while no optimizer takes a step: the script may update weights itself."""
+        self._backwards += 1
+        is_due = self._backwards > 1 and not self.steps
+        if not is_due or not any(bool(loss.isnan().any()) for loss in self._losses):
+            return
+        self._report(f"step 0, backward pass {self._backwards - 1}", self._losses)
+        self._losses.clear()
+        if self.on_bad == "stop":
+            raise SystemExit(GUARD_STOPPED)
 
     def _judge_overflow(self, before: float, after: float) -> None:
         """Check a step that a GradScaler skipped, so that the optimizer's hook did not run."""
@@ -143,14 +182,17 @@ class ScriptWatch:
             self._report(f"step {self.steps}, skipped at a loss scale of {before:g}", self._losses)
             if self.on_bad == "stop":
                 raise SystemExit(GUARD_STOPPED)
-        self._begin_step()
+        self._forget()
 
     def _report(self, step: str, bad: list[Tensor], zero_eps: str = "") -> None:
         self.bad += 1
-        finding = self._locate(bad)
-        if zero_eps and finding.fault and (finding.fault.poisoned or "").startswith("weight"):
-            finding = replace(finding, note=zero_eps)
-        self.report(f"{step}:\n{finding}")
+        if self.bad <= _REPORTS:
+            finding = self._locate(bad)
+            if zero_eps and finding.fault and (finding.fault.poisoned or "").startswith("weight"):
+                finding = replace(finding, note=zero_eps)
+            self.report(f"{step}:\n{finding}")
+        if self.bad == _REPORTS and self.on_bad != "stop":
+            self.report("further bad steps are counted, but not reported")
 
     def _locate(self, bad: list[Tensor]) -> Finding:
         if self._scope is not None and (fault := self._scope.fault(*bad)) is not None:
@@ -168,18 +210,24 @@ class ScriptWatch:
         places = sorted((x for x in findings if x.fault is None), key=lambda x: x.module is None)
         best = [*forward, *backward, *places]
         first = best[0] if best else Finding(None, note="the models' own numbers are finite")
+        if not best and first.rank is not None:
+            return replace(first, note="finite on this rank; see the reports of the others")
         is_named = first.fault is not None and OUTSIDE not in (first.fault.poisoned or "")
         if is_named or self._scope is not None:
             return first
         note = f"{first.note}; " if first.note else ""
         return replace(first, note=f"{note}--every-op names the operation, but is slow")
 
-    def _begin_step(self) -> None:
+    def _forget(self, weights: list[Tensor] | None = None) -> None:
+        """Forget the step of the models that own one of the weights; of all models without them."""
         self._losses.clear()
-        self._stepped.clear()
-        for watch in self._watches.values():
-            watch.forget()
-        self._begin_scope()
+        updated = {id(p) for p in weights or ()}
+        for key, watch in self._watches.items():
+            first = next((p for p in watch.model.parameters() if p.requires_grad), None)
+            if weights is None or first is None or id(first) in updated:
+                self._stale.add(key)  # forgotten when called again: other optimizers may follow
+        if not self._watches:
+            self._begin_scope()
 
     def _begin_scope(self) -> None:
         self._scopes.close()  # how a tensor was made matters only within its step
@@ -234,15 +282,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.argv = [options.script, *options.rest]
     sys.path[0] = "" if options.module else str(Path(options.script).resolve().parent)
     code: object = OK
-    with watch.watching():
-        try:
+    try:
+        with watch.watching():
             if options.module:
                 runpy.run_module(options.script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(options.script, run_name="__main__")
-        except SystemExit as stop:
-            code = OK if stop.code is None else stop.code
-    print(f"guard: {watch.summary()}", file=sys.stderr)
+    except SystemExit as stop:
+        code = OK if stop.code is None else stop.code
+    finally:
+        print(f"guard: {watch.summary()}", file=sys.stderr)
     if not isinstance(code, int):
         print(code, file=sys.stderr)
-    return code if isinstance(code, int) else FAILED
+        return FAILED
+    caught = watch.bad > 0 and options.on_bad == "stop"  # by a bare `except` of the script
+    return GUARD_STOPPED if caught else code

@@ -146,17 +146,21 @@ class Watch:
             unwrapped. Call `model.compile()` before this.
         record: also keep the ranges of the values and gradients between modules, of this step and
             the eight before it. None records only a model that is not run again.
+        hooks: call `before` and `after` by hooks; False if the caller calls them.
     """
 
-    def __init__(self, model: nn.Module, *, record: bool | None = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, record: bool | None = False, hooks: bool = True
+    ) -> None:
         self.model, self.step = model, 0
         if record is None:
             record = bool(_why_not_repeated(_inner(model)))
         self.recorder = Recorder(_inner(model)) if record else None
         self._calls: deque[_Call] = deque(maxlen=_CALLS)
-        before, after = weakly(self._before), weakly(self._after)
+        before, after = weakly(self.before), weakly(self.after)
         self._hooks = [] if self.recorder is None else self.recorder.hooks
-        self._compiled = compiled = model._compiled_call_impl
+        compiled: Any = model._compiled_call_impl if hooks else None
+        self._compiled = compiled
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             before(model, args, kwargs)
@@ -166,7 +170,7 @@ class Watch:
 
         if compiled is not None:  # by `model.compile()`, which would compile hooks, too
             model._compiled_call_impl = watched
-        else:
+        elif hooks:
             self._hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
             self._hooks.append(model.register_forward_hook(after))
         for hook in self._hooks:
@@ -202,7 +206,8 @@ class Watch:
             found = replace(found, lines=lines)
         return found and replace(found, step=self.step if step is None else step)
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Keep what a forward pass begins with."""
         if not is_first_run() or not torch.is_grad_enabled():
             return
         kinds = {d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICES}
@@ -216,7 +221,8 @@ class Watch:
         call.versions += map(version_of, call.inputs)
         self._calls.append(call)
 
-    def _after(self, module: nn.Module, args: tuple, output: object) -> None:
+    def after(self, module: nn.Module, args: tuple, output: object) -> None:
+        """Keep the gradients at the outputs of a forward pass, once they are computed."""
         if not is_first_run() or not torch.is_grad_enabled() or not self._calls:
             return
         call = self._calls[-1]

@@ -130,3 +130,59 @@ def test_a_module_runs_by_name_and_exit_codes_pass_through(tmp_path):
 def test_a_script_that_is_not_there_is_named(capsys):
     assert main(["nowhere.py"]) == 2
     assert "script is nowhere.py, which is not a file; expected" in capsys.readouterr().err
+
+
+FOREIGN = """
+import copy, pickle, torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return (x * 0).sqrt() + x
+
+
+net, other = nn.Sequential(nn.Linear(4, 8), Root(), nn.Linear(8, 8)), nn.Linear(8, 1)
+sgd, adam = torch.optim.SGD(net.parameters()), torch.optim.Adam(other.parameters())
+x = torch.randn(6, 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    {
+        "a generator": (
+            "fake = net(x); other(fake.detach()).mean().backward(); adam.step()\n"
+            "other(fake).mean().backward(); sgd.step()",
+            "step 1:\nfirst bad  aten.div, backward, in Sequential.1 (",
+        ),
+        "a closure": (
+            "sgd.step(lambda: net(x).mean().backward())",
+            "step 0:\nfirst bad  aten.div, backward, in Sequential.1 (",
+        ),
+        "compiled in place": (
+            "net.compile(backend='eager')\n"
+            "net(x).mean().backward(); pickle.dumps(copy.deepcopy(net)); sgd.step()",
+            "step 0:\nfirst bad  aten.div, backward, in Sequential.1 (",
+        ),
+        "an update of its own": (
+            "for y in (1.0, torch.nan, 1.0): other(torch.full((2, 8), y)).sum().backward()",
+            "step 0, backward pass 1:\nfirst bad  aten.addmm, forward, in Linear, step 0\n",
+        ),
+        "a bare except": (
+            "try: net(x).mean().backward(); sgd.step()\nexcept: pass",
+            "guard: 1 optimizer steps, not finite: 1",
+        ),
+    }.values(),
+)
+def test_a_foreign_script_is_read_right(tmp_path, run, body, expected):
+    done = run(write(tmp_path, loop=FOREIGN + body))
+    assert done.returncode == 3 and expected in done.err
+
+
+def test_a_run_that_stays_sick_goes_on_with_eight_reports(tmp_path, run):
+    body = "for i in range(12): net(x).mean().backward(); sgd.step()"
+    done = run("--on-bad", "go-on", write(tmp_path, loop=FOREIGN + body))
+    assert done.returncode == 0 and done.err.count("first bad") == 8 and "finite: 12" in done.err
