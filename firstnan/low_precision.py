@@ -107,7 +107,7 @@ class LowPrecision(TorchDispatchMode):
         return out
 
     def _round(self, x: Tensor, module: str, kind: str, dim: int = -1) -> Tensor:
-        if "gradient" in kind:
+        if "gradient" in kind and self.format[0] == torch.float32:
             finite = x[(x != 0) & x.isfinite()].float()
             powers = finite.abs().log2().ceil().unique(return_counts=True)
             self.powers.update(dict(zip(*(x.tolist() for x in powers), strict=True)))
