@@ -1,7 +1,4 @@
-"""Emulate float8, MXFP8 and half-precision matrix products, and measure what to keep out of them.
-
-Sources: FP8 Formats for Deep Learning (arXiv:2209.05433); OCP Microscaling Formats (MX), v1.0.
-"""
+"""Emulate float8, MXFP8 and half-precision matrix products, and measure what to keep out of them."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from firstnan.watch import _Stack
-
-FORMATS = {  # element type of weights and inputs, of gradients, and the values that share a scale
+FORMATS = {  # arXiv:2209.05433, OCP MX v1.0: types of inputs and gradients, what shares a scale
     "fp32": (torch.float32, torch.float32, "none"),
     "fp16": (torch.float16, torch.float16, "none"),
     "bf16": (torch.bfloat16, torch.bfloat16, "none"),
@@ -70,12 +65,16 @@ class LowPrecision(TorchDispatchMode):
         self.model, self.format, self.keep_high = model, FORMATS[format], keep_high
         self._known = WeakKeyDictionary({p.untyped_storage(): "weight" for p in model.parameters()})
         self.shares = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))  # part and whole
-        self._stack = _Stack("no module", {id(m): n or "all" for n, m in model.named_modules()})
         self.powers = Counter[float]()  # gradients by the power of two that they do not exceed
 
     def __enter__(self) -> LowPrecision:
         self._exits, self._module_of = ExitStack(), dict[int, str]()  # by number of autograd node
-        self._exits.enter_context(self._stack)
+        running = self._running = ["no module"]
+        for name, module in self.model.named_modules():
+            begin = module.register_forward_pre_hook(lambda *_, n=name or "all": running.append(n))
+            end = module.register_forward_hook(lambda *_: running.__delitem__(-1), always_call=True)
+            self._exits.callback(begin.remove)
+            self._exits.callback(end.remove)
         self._exits.enter_context(sdpa_kernel(SDPBackend.MATH))
         self._exits.enter_context(set_checkpoint_early_stop(False))
         return super().__enter__()
@@ -88,7 +87,7 @@ class LowPrecision(TorchDispatchMode):
         exact = func(*args, **(kwargs or {}))
         if (first := _PRODUCTS.get(func.overloadpacket.__name__)) is None:
             return exact
-        module = self._stack._open[-1]
+        module = self._running[-1]
         node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
         if node is None:
             self._module_of.setdefault(torch.autograd._get_sequence_nr() - 1, module)
