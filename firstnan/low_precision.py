@@ -1,4 +1,4 @@
-"""Emulate float8, MXFP8 and half-precision matrix products, and measure what to keep out of them."""
+"""Emulate float8, MXFP8 and half-precision matrix products, and measure what to keep out."""
 
 from __future__ import annotations
 
