@@ -93,7 +93,7 @@ class Blocks:
     def part(self, rows: slice) -> Blocks:
         """Return a slice of the rows, with the digest of all rows."""
         columns = ["ids", "counts", "documents", "row_characters"]
-        columns += [] if self.by_student is None else ["by_student"]
+        columns += [n for n in ("by_student", "tags") if getattr(self, n) is not None]
         return replace(self, **{name: getattr(self, name)[rows] for name in columns})
 
     def batch(

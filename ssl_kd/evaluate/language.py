@@ -38,12 +38,13 @@ def judge_tokens(
     model: Any,
     blocks: Blocks,
     *,
-    teacher: Predict | None = None,
+    teacher: Predict | Sequence[Predict] | None = None,
     batch_size: int = 8,
     autocast: Autocast = nullcontext,
 ) -> TokenScores:
     """Score a model's predictions of the target tokens of blocks, alone and against a teacher.
 
+    Several teachers are one for each tag of `blocks`: each row is compared with that of its tag.
     With a linear output layer, logits are computed one chunk of tokens at a time. A model of
     transformers runs under `autocast`, in evaluation mode and without KV cache; afterwards its
     training modes are restored. A `FrozenTeacher` runs in its own dtype. The teacher must be on the
@@ -55,17 +56,26 @@ def judge_tokens(
             predict, device, autocast = model, model.device, nullcontext
         else:
             predict, device = _predictor(model), next(model.parameters()).device
-        for start in range(0, len(blocks), batch_size):
-            rows = range(start, min(start + batch_size, len(blocks)))
+        for tag, rows in _batches(blocks, batch_size):
             batch = blocks.batch(rows, device)
             positions, targets = next_token_targets(batch.input_ids, batch.counts)
             if len(targets):
                 with autocast():
                     output = predict(batch, positions)
-                teacher_output = None if teacher is None else teacher(batch, positions)
+                own = teacher[tag] if isinstance(teacher, Sequence) else teacher
+                teacher_output = None if own is None else own(batch, positions)
                 values = list(_values(output, teacher_output, targets, autocast))
                 scores.add(values, rows, batch.characters)
     return scores
+
+
+def _batches(blocks: Blocks, batch_size: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield each batch of rows of one tag, after the tag; it is 0 for blocks without tags."""
+    tags = [0] * len(blocks) if blocks.tags is None else blocks.tags.tolist()
+    for tag in sorted({*tags}):
+        rows = [row for row, each in enumerate(tags) if each == tag]
+        for start in range(0, len(rows), batch_size):
+            yield tag, rows[start : start + batch_size]
 
 
 @dataclass(frozen=True)
@@ -209,7 +219,8 @@ class LanguageJudge:
     student: Reading  # for all models but a `FrozenTeacher`
     teacher: Reading | None = None  # for a `FrozenTeacher`
     _: KW_ONLY
-    reference: Predict | None = None  # the teacher with which predictions are compared
+    # The teacher with which predictions are compared, or one for each tag of the blocks.
+    reference: Predict | Sequence[Predict] | None = None
     validation_blocks: Blocks | None = None  # for model selection; None: the student's blocks
     batch_size: int = 8
     answer_prompts: int = 100  # questions, at most

@@ -100,7 +100,8 @@ class TokenScores:
         bad = {name: int((~values.isfinite()).sum()) for name, values in columns.items()}
         if any(bad.values()):
             counts = ", ".join(f"{name} in {count}" for name, count in bad.items() if count)
-            blocks = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else f"{rows[0]}"
+            gapless = rows[-1] - rows[0] == len(rows) - 1 > 0
+            blocks = f"{rows[0]} to {rows[-1]}" if gapless else ", ".join(map(str, rows))
             self.left_out.append(f"blocks {blocks}: not finite: {counts} of {n} tokens")
             logger.warning("A batch is excluded from evaluation means: %s", self.left_out[-1])
             if any(bad[name] for name in ("nll", "confidence", "correct")):

@@ -175,7 +175,7 @@ def prepare(
         settings = settings.replace(router_mode=_automatic_router(frozen, settings.align))
         check_ranks(ranks, settings.batch_size, settings.router_mode)
     if isinstance(eval_blocks, Blocks):
-        eval_blocks = with_held_out_text(settings, eval_blocks, teacher, *place)
+        eval_blocks = with_held_out_text(settings, eval_blocks, teacher, *place, others)
     sides = _sides(eval_blocks)
     test, validation = split_held_out(len(eval_blocks), settings.eval_rows)
     return Prepared(
@@ -226,6 +226,8 @@ def _lay_out(
     blocks = lay_out(size, settings.packs, train_set, student, teachers, aligned=aligned)
     held_out = lay_out(size, settings.packing, eval_set, student, teachers, aligned=aligned)
     student_blocks, _ = _sides(blocks)
+    if settings.teacher_tags and student_blocks.tags is None:
+        raise SettingsError("TEACHER_FIELD supports only text models: set it to None")
     if turns := describe_turns(student_blocks.turns):
         logger.info("%s: %s", train_set.name, turns)
     for line in [*train_set.left_out[:1], *student_blocks.left_out[:1]]:
@@ -441,8 +443,8 @@ def _source(prepared: Prepared) -> tuple[Source | None, Aligned | None]:
         names, weights = settings.teacher_names, settings.teacher_shares
         source = Plain(*answers, names=names, weights=weights)
         if settings.teacher_tags:
-            if (tags := prepared.student_blocks.tags) is None:
-                raise SettingsError("TEACHER_FIELD supports only text models: set it to None")
+            tags = prepared.student_blocks.tags
+            assert tags is not None  # _lay_out
             source = ByTag(*answers, names=names, tags=tags)
     else:
         source = Plain(frozen)

@@ -331,11 +331,12 @@ def with_held_out_text(
     precision: Precision,
     ranks: Ranks,
     progress: Progress,
+    others: Sequence[CausalLM] = (),
 ) -> Blocks:
     """Return held-out rows in which the teacher continues the prompts that have no text.
 
-    The scores then compare the student with what the teacher says. Raise SettingsError without a
-    local teacher.
+    The scores then compare the student with what the teacher says. If the rows have tags, `others`
+    continue those of the second tag and further ones. Raise SettingsError without a local teacher.
     """
     alone = (~blocks.counts.any(1)).nonzero().flatten().tolist()
     due = sum(row < 2 * settings.eval_rows for row in alone)
@@ -348,8 +349,13 @@ def with_held_out_text(
             " None and TEACHER_MODEL to a local model"
         )
     logger.info("the teacher continues %d held-out prompts, to score its own text", due)
-    rows = alone[: -(-due // PART) * PART]
-    return with_text_by("teacher", settings, blocks, teacher, precision, ranks, progress, rows)
+    tags = torch.zeros(len(blocks)) if blocks.tags is None else blocks.tags
+    for tag, lm in enumerate((teacher, *others)):
+        own = [row for row in alone if tags[row] == tag]
+        due = sum(row < 2 * settings.eval_rows for row in own)
+        rows = own[: -(-due // PART) * PART]
+        blocks = with_text_by("teacher", settings, blocks, lm, precision, ranks, progress, rows)
+    return blocks
 
 
 def with_text_by(

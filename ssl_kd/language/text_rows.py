@@ -56,12 +56,12 @@ def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
         message = "%d of %d training documents are also in the held-out text: not trained on"
         logger.warning(message, len(train_set) - len(kept), len(train_set))
     tags = settings.teacher_tags
-    for example in kept.examples if tags else ():
+    for example in (*kept.examples, *eval_set.examples) if tags else ():
         if example.tag not in tags:
             tag = f"{example.where}: the field {settings.teacher_field} is {example.tag!r}"
             raise SettingsError(f"{tag}; expected a tag of TEACHER_MODEL, {' or '.join(tags)}")
-    learned: Any = {"learn_thoughts": settings.learn_thoughts}
-    return replace(kept, tags=tags, **learned), replace(eval_set, **learned)
+    learned: Any = {"learn_thoughts": settings.learn_thoughts, "tags": tags}
+    return replace(kept, **learned), replace(eval_set, **learned)
 
 
 def with_chat_template(lm: CausalLM, text: ChatSettings) -> CausalLM:

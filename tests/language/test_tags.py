@@ -2,10 +2,12 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from ssl_kd.language.judge_in_run import make_judge
 from ssl_kd.language.prepare import make_distiller
 from ssl_kd.language.rollouts import rollout_batches
 from ssl_kd.language.run import run
@@ -53,6 +55,47 @@ def test_a_row_is_learned_from_the_teacher_of_its_tag(tagged, changes):
     assert distiller.terms(alone)["kd"] > 0
 
 
+@torch.no_grad()
+def test_a_held_out_row_is_compared_with_the_teacher_of_its_tag(tagged):
+    task = prepared(tagged(eval_rows=3, batch_size=2))
+    judge, student = make_judge(task), task.student.model
+    teachers = (task.frozen.model, task.others[0][1].model)
+    for blocks in (task.eval_blocks, task.validation_blocks):
+        expected = []
+        for tag, ids, counts, documents in zip(
+            blocks.tags, blocks.ids, blocks.counts, blocks.documents, strict=True
+        ):
+            spans = [documents == number for number in range(1, int(documents.max()) + 1)]
+            for own in spans:
+                q, *each = (
+                    model(ids[None, own]).logits[0].log_softmax(-1).double()
+                    for model in (student, *teachers)
+                )
+                p = each[tag]
+                expected.append((p.exp() * (p - q)).sum(-1)[:-1][counts[own][1:]])
+        assert {*blocks.tags.tolist()} == {0, 1}
+        scores = judge._scores(student, blocks)
+        assert scores.kl == pytest.approx(float(torch.cat(expected).mean()), rel=1e-5)
+    rows = [judge.row("", frozen)[0] for frozen in (task.frozen, task.others[0][1])]
+    assert abs(rows[0]["perplexity"] - rows[1]["perplexity"]) > 1
+
+
+@torch.no_grad()
+def test_a_held_out_prompt_is_continued_by_the_teacher_of_its_tag(tagged, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    prompts = [{"prompt": r["text"][:20], "kind": r["kind"]} for r in records]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
+    own = {"on_policy": 1.0, "alpha_ce": 0.0, "rollout_temperature": 0.0}
+    task = prepared(tagged(**own))
+    blocks = task.eval_blocks
+    for tag, ids, counts in zip(blocks.tags, blocks.ids, blocks.counts, strict=True):
+        teacher = (task.frozen, task.others[0][1])[tag].model
+        likeliest = teacher(ids[None]).logits[0].argmax(-1)[:-1]
+        assert counts.any() and torch.equal(likeliest[counts[1:]], ids[counts])
+    assert {*blocks.tags.tolist()} == {0, 1}
+
+
 def test_packing_keeps_tags_apart(tagged):
     blocks = prepared(tagged()).student_blocks
     plain = prepared(tagged(packing=False)).student_blocks
@@ -91,6 +134,10 @@ def test_two_ranks_learn_from_tagged_teachers_what_one_process_learns(tagged):
 def test_wrong_tags_are_named(tagged):
     with pytest.raises(SettingsError, match="own.jsonl:1: the field text is .*; expected a tag"):
         prepared(tagged(teacher_field="text"))
+    untagged = Path(tagged().data_path).with_name("held_out.jsonl")
+    untagged.write_text(json.dumps({"text": "a text without a tag"}))
+    with pytest.raises(SettingsError, match="held_out.jsonl:1: the field kind is 'None'"):
+        prepared(tagged(eval_path=str(untagged)))
     for teachers in ("A, B", "a=A, a=B", "a=A", "0.5*a=A, 0.5*b=B"):
         with pytest.raises(SettingsError, match="each with its own tag and no weight"):
             tagged(teacher_model=teachers)
