@@ -209,7 +209,7 @@ def router_without_a_choice():
 def bfloat16_model_in_float16():
     """A model that was trained in bfloat16 is tuned in float16, and its loss is NaN."""
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)).bfloat16()
-    nn.init.constant_(model[2].weight.data[3], 200.0)
+    nn.init.constant_(model.get_parameter("2.weight").data[3], 200.0)
     x = 50 * torch.randn(4, 16)
     assert model(x.bfloat16()).isfinite().all()
     model = model.half()
