@@ -177,14 +177,14 @@ def gradient_in_float8():
 
 
 @bug("pytorch/ao!4762", "div", "is exactly 0: a division by it")
-def block_of_zeros_in_float8():
-    """Weights in float8 with a scale for each block of 32: a block of zeros becomes NaN."""
+def block_of_zeros_in_mxfp8():
+    """MXFP8: each block of 32 weights has a power of two as its scale; a block of zeros is NaN."""
     model = nn.Linear(64, 4, bias=False)
     model.weight.data[0, :32] = 0
 
     def loss_of(x):
         blocks = model.weight.view(4, 2, 32)
-        scale = blocks.abs().amax(-1, keepdim=True) / 448
+        scale = (blocks.abs().amax(-1, keepdim=True) / 448).log2().ceil().exp2()
         low = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
         return (x @ low.view(4, 64).T).square().mean()
 
