@@ -52,11 +52,18 @@ class EventLog:
     def __init__(self, path: str | Path | None = None, *, announce: bool = False) -> None:
         self.path, self.announce = None if path is None else Path(path), announce
         self.events: list[Event] = []
-        self._warned = False
+        self._warned, self._n_told = False, 0
         self._announced: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
         return len(self.events)
+
+    def log_new(self) -> list[Event]:
+        """Log the events since the last call as warnings, and return them."""
+        new, self._n_told = self.events[self._n_told :], len(self.events)
+        for event in new:
+            logger.warning("%s", event.line())
+        return new
 
     def extend(self, events: list[Event]) -> None:
         """Add events to the log, and append them to the file in one write."""

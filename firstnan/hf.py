@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-import logging
 import math
-from pathlib import Path
 from typing import Any
 
-from firstnan.faults import Thresholds
 from firstnan.loop import Guard
-from firstnan.parts import SNAPSHOT_EVERY, TooFewHealthyParts
+from firstnan.parts import TooFewHealthyParts
 
 try:
     from transformers import TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise ImportError(
         "firstnan.hf needs transformers and accelerate: pip install transformers accelerate"
     ) from error
-
-logger = logging.getLogger(__name__)
 
 
 class _NoClipping(float):
@@ -34,7 +31,7 @@ class _NoClipping(float):
 
 
 class GuardCallback(TrainerCallback):
-    """Skip bad steps of a Trainer; if they continue, restore the last good state, then stop.
+    """Skip bad steps of a Trainer, also TRL's; if they continue, restore the last good state, stop.
 
     A step is bad if its gradient is not finite, or far above the running median of its norms. It
     changes no weight and no optimizer state. After `thresholds.restore_after` bad steps in a row
@@ -46,17 +43,15 @@ class GuardCallback(TrainerCallback):
     callback, which hides a spike. For this, `args.max_grad_norm` is infinite during the backward
     pass. If a training is interrupted there, the next training with a `GuardCallback` restores it.
 
-    Events are logged and added to `trainer.state.log_history` under `guard`; every log line has
-    `guard_updates` and `guard_skipped`. The training also stops if a loss that was passed to
-    `guard.backward` by name is left out of `thresholds.stop_after`
-    steps in a row. A resumed training starts with a new guard, without running median or snapshot.
+    Events are logged and added to `trainer.state.log_history` under `guard`. Every log line has
+    `guard_updates` and `guard_skipped`, and `guard_left_out` if steps since the last line were
+    skipped; if all were, a loss of 0 (a Trainer's `logging_nan_inf_filter` hides NaN) becomes NaN.
+    The training also stops if a loss that was passed to `guard.backward` by name is left out of
+    `thresholds.stop_after` steps in a row. A resumed training starts with a new guard.
 
     Args:
-        thresholds: limits at which the guard acts.
-        snapshot_every: steps between snapshots of weights and optimizer state, which are kept in
-            CPU memory; 0 for no snapshots.
-        events: file to which events are appended, one JSON object per line.
         locate: whether to find the operation that made a loss or gradient non-finite.
+        options: further arguments of `Guard`, such as `thresholds`, `snapshot_every` and `events`.
 
     Attributes:
         guard: the `Guard` of the latest training.
@@ -64,20 +59,8 @@ class GuardCallback(TrainerCallback):
 
     guard: Guard
 
-    def __init__(
-        self,
-        *,
-        thresholds: Thresholds | None = None,
-        snapshot_every: int = SNAPSHOT_EVERY,
-        events: str | Path | None = None,
-        locate: bool = True,
-    ) -> None:
-        self.options: dict[str, Any] = {
-            "thresholds": thresholds,
-            "snapshot_every": snapshot_every,
-            "events": events,
-            "locate": locate,
-        }
+    def __init__(self, *, locate: bool = True, **options: Any) -> None:
+        self.options = {"locate": locate, **options}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Create the guard; raise ValueError for DeepSpeed, FSDP or float16 weights."""
@@ -87,13 +70,14 @@ class GuardCallback(TrainerCallback):
                 " callbacks: remove both from the arguments, and start processes with torchrun"
             )
         _restore_clipping(args)
+        _move_to_front(self)
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
         # The Trainer scales the loss itself, and calls back with unscaled gradients.
         self.guard = Guard(
             kwargs["model"], kwargs["optimizer"], clip_grad=clip, scaler=False, **self.options
         )
         self.guard.steps = state.global_step
-        self._logged = 0
+        self._line = self.counters()  # at the last log line with a loss
         self._stopped: TooFewHealthyParts | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -118,16 +102,21 @@ class GuardCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the new events."""
-        for event in self.guard.events.events[self._logged :]:
-            logger.warning("%s", event.line())
+        for event in self.guard.events.log_new():
             state.log_history.append({"step": state.global_step, "guard": json.loads(event.line())})
-        self._logged = len(self.guard.events)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the guard's counters to the Trainer's log line."""
-        for line in (kwargs.get("logs"), state.log_history[-1] if state.log_history else None):
-            if line is not None:
-                line.update(self.counters())
+        """Add the guard's counters to the Trainer's log line, and mark a loss that was replaced."""
+        logs, new = kwargs.get("logs") or {}, self.counters()
+        marks: dict[str, float] = {**new}
+        if new and "loss" in logs:
+            old, self._line = self._line, new
+            if left_out := new["guard_skipped"] - old["guard_skipped"]:
+                marks["guard_left_out"] = left_out
+                if new["guard_updates"] == old["guard_updates"] and logs["loss"] == 0:
+                    marks["loss"] = math.nan
+        for line in (logs, state.log_history[-1] if state.log_history else {}):
+            line.update(marks)
 
     def counters(self) -> dict[str, int]:
         """Return the numbers of updates and skipped steps so far; empty before a training."""
@@ -140,6 +129,18 @@ class GuardCallback(TrainerCallback):
         """Raise TooFewHealthyParts if the guard stopped the training."""
         if self._stopped is not None:
             raise self._stopped
+
+
+def _move_to_front(callback: GuardCallback) -> None:
+    """Let the callback change a log line before the reporters see it; they are called in order."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            handler.callbacks.remove(callback)
+            handler.callbacks.insert(0, callback)
+            return
+        frame = frame.f_back
 
 
 def _restore_clipping(args: TrainingArguments) -> None:

@@ -81,7 +81,8 @@ class Guard:
             `EventLog`.
         locate: if a loss or gradient is not finite, run the model's forward and backward pass again
             to name the operation that made it so (see `firstnan.watch.Watch`); at most eight
-            times, and once in a series of bad steps.
+            times, and once in a series of bad steps. Modules that the loop calls instead of the
+            model may be passed here.
         group: the ranks that train this model; None for all, False for this process alone.
 
     Attributes:
@@ -107,7 +108,7 @@ class Guard:
         snapshot_every: int = SNAPSHOT_EVERY,
         fresh_optimizer: bool = False,
         events: str | Path | EventLog | None = None,
-        locate: bool = False,
+        locate: bool | Sequence[nn.Module] = False,
         group: dist.ProcessGroup | Literal[False] | None = None,
     ) -> None:
         if clip_grad is not None and not clip_grad > 0:
@@ -150,7 +151,7 @@ class Guard:
         if not isinstance(events, EventLog):
             events = EventLog(events if self._ranks is None or self._ranks.first else None)
         self.events = events
-        self.locator = Locator(model if locate else None)
+        self.locator = Locator(model, locate)
         self._forget()
         for name, buffers in self._parts.buffers:
             if buffers.nan:  # there is no good value to go back to
@@ -254,7 +255,7 @@ class Guard:
         stage = self.health.judge(loss, norm, self._limits, scale=scale)
         healthy = is_healthy(stage)
         absent = absent & healthy
-        self._judged = loss, norm, stage, absent
+        self._judged, self.is_judged = (loss, norm, stage, absent), True
         self.locator.judge(self.steps, stage, self.health.streak, self._ranks)
         self._take_back(healthy, absent, spoiled)
         trained = (healthy & ~absent).tolist()
@@ -384,6 +385,7 @@ class Guard:
         self._loss: dict[int, Tensor] = {}
         self._terms.forget()
         self._cut: set[int] = set()
+        self.is_judged = False  # by `before_step`, of this step
         self._ran = False  # whether there was a backward pass, which leaves gradients
         self.locator.forget()
         if self._ranks is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,7 @@ class _Call:
     buffers: dict[str, Tensor]  # as they were before, because the pass may change them
     random: dict[str, Tensor]
     autocast: dict[str, tuple[torch.dtype, bool]]
+    forward: Any  # of the instance: TRL and Lightning redirect a call to another method
     gradients: dict[int, Tensor] = field(default_factory=dict)  # by the output's number
 
     def keep_gradient(self, number: int, gradient: Tensor) -> None:
@@ -217,7 +218,8 @@ class Watch:
             for name, buffer in _inner(module).named_buffers()
             if module.training and buffer.is_floating_point()
         }
-        call = _Call(args, kwargs, module.training, [], buffers, _random_states(), kinds)
+        state = _random_states(), kinds, vars(_inner(module)).get("forward")
+        call = _Call(args, kwargs, module.training, [], buffers, *state)
         call.versions += map(version_of, call.inputs)
         self._calls.append(call)
 
@@ -262,10 +264,17 @@ class Watch:
 
 
 class Locator:
-    """Run a `Watch` in the first step of a series of bad steps, at most eight times in a run."""
+    """Run a `Watch` in the first step of a series of bad steps, at most eight times in a run.
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self._watch = None if model is None else Watch(model, record=None)
+    Of a container without `forward`, such as a ModuleDict, the children are watched.
+    """
+
+    def __init__(self, model: nn.Module, locate: bool | Sequence[nn.Module]) -> None:
+        models = ([model] if locate else []) if isinstance(locate, bool) else locate
+        self._watches: list[Watch] = []
+        for m in models:
+            bare = getattr(m.forward, "__func__", None) is nn.Module.forward
+            self._watches += [Watch(x, record=None) for x in (m.children() if bare else [m])]
         self.findings: dict[int, Finding] = {}  # by step, of this rank
         self._n_located = 0
         self._lines: list[str] = []  # of this step, on all ranks
@@ -273,18 +282,20 @@ class Locator:
     def forget(self) -> None:
         """Forget the step."""
         self._lines = []
-        if self._watch is not None:
-            self._watch.forget()
+        for watch in self._watches:
+            watch.forget()
 
     def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Verdicts | None) -> None:
         """Locate the fault of parts that have just become not finite; ranks share the results."""
         new = [Stage(number).kind for number in stage[streak == 0].tolist()]
         is_due = self._n_located < _FINDINGS and any(kind.not_finite for kind in new)
-        if self._watch is None or not is_due:
+        if not self._watches or not is_due:
             return
         self._n_located += 1
         line = ""
-        if (finding := self._watch.explain(step)) is not None:
+        if found := [x for watch in self._watches if (x := watch.explain(step)) is not None]:
+            # One model's NaN may have come in from another one.
+            finding = min(found, key=lambda x: 2 if x.fault is None else bool(x.fault.poisoned))
             self.findings[step] = finding
             line = f"{finding.headline}: {finding.why}"
         lines = [line] if ranks is None else ranks.share(step, line)
@@ -300,6 +311,8 @@ class Locator:
 
 
 def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
+    if call.forward is not None:
+        model.forward = call.forward
     buffers = {name: call.buffers.get(name, b).clone() for name, b in model.named_buffers()}
     output = torch.func.functional_call(model, buffers, call.args, dict(call.kwargs))
     outputs = floating(output)

@@ -116,6 +116,30 @@ def test_a_spike_is_seen_although_the_trainer_clips(tmp_path):
     assert same(bits[24], bits[25]) and not same(bits[25], bits[26])
 
 
+class Reporter(transformers.TrainerCallback):
+    """Keeps the lines as wandb sees them; a Trainer calls it before its user's callbacks."""
+
+    def __init__(self):
+        self.lines = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        assert logs is not None
+        self.lines += [dict(logs)] if "loss" in logs else []
+
+
+def test_reporters_see_what_was_left_out_and_no_made_up_loss(tmp_path):
+    reporter = Reporter()
+    trainer, _, _ = run(tmp_path, reporter, GuardCallback(), factors={5: math.nan, 8: math.nan})
+    assert [i for i, line in enumerate(reporter.lines) if math.isnan(line["loss"])] == [5, 8]
+    assert [line.get("guard_left_out", 0) for line in reporter.lines] == [
+        int(i in (5, 8)) for i in range(12)
+    ]
+    assert [line["guard_skipped"] for line in reporter.lines] == [0] * 5 + [1] * 3 + [2] * 4
+    run(tmp_path, rare := Reporter(), GuardCallback(), factors={5: math.nan}, logging_steps=4)
+    assert [line.get("guard_left_out") for line in rare.lines] == [None, 1, None]
+    assert all(math.isfinite(line["loss"]) for line in rare.lines)
+
+
 def test_accumulation_and_bf16(tmp_path):
     guard = GuardCallback()
     _, bits, _ = run(
