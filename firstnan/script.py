@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from firstnan.bundle import save
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK
 from firstnan.microscope import Microscope
 from firstnan.norms import are_finite, norm_of
@@ -50,9 +51,11 @@ class ScriptWatch:
         *,
         record: bool = False,
         every_op: bool = False,
+        bundle: Path | None = None,
         report: Callable[[str], object] = logger.warning,
     ) -> None:
         self.on_bad, self.record, self.every_op, self.report = on_bad, record, every_op, report
+        self.bundle = bundle
         self.steps, self.bad = 0, 0  # counts of optimizer steps, and of those not finite
         self._watches: dict[int, Watch] = {}  # in the order of the first calls
         self._losses: list[Tensor] = []
@@ -187,21 +190,31 @@ class ScriptWatch:
     def _report(self, step: str, bad: list[Tensor], zero_eps: str = "") -> None:
         self.bad += 1
         if self.bad <= _REPORTS:
-            finding = self._locate(bad)
+            finding, watch = self._locate(bad)
             if zero_eps and finding.fault and (finding.fault.poisoned or "").startswith("weight"):
                 finding = replace(finding, note=zero_eps)
-            self.report(f"{step}:\n{finding}")
+            text = f"{step}:\n{finding}"
+            if self.bundle is not None and watch is not None:
+                rank = "" if finding.rank is None else f"-rank{finding.rank}"
+                path = self.bundle / f"step{self.steps}{rank}.safetensors"
+                self._inside.a_model = True
+                text += f"\nbundle     {save(path, watch, finding)}"
+                self._inside.a_model = False
+            self.report(text)
         if self.bad == _REPORTS and self.on_bad != "stop":
             self.report("further bad steps are counted, but not reported")
 
-    def _locate(self, bad: list[Tensor]) -> Finding:
+    def _locate(self, bad: list[Tensor]) -> tuple[Finding, Watch | None]:
+        """Return the first bad operation, and the watch of its model."""
         if self._scope is not None and (fault := self._scope.fault(*bad)) is not None:
-            return finding_of(fault, None)
+            return finding_of(fault, None), None
         self._inside.a_model = True  # do not watch what is run again
         try:
-            findings = [x for watch in self._watches.values() if (x := watch.explain(self.steps))]
+            watches = self._watches.values()
+            made = [(x, watch) for watch in watches if (x := watch.explain(self.steps))]
         finally:
             self._inside.a_model = False
+        findings = [x for x, _ in made]
         named = [x for x in findings if x.fault is not None]
         forward = [x for x in named if x.fault is not None and not x.fault.backward]
         # Watches are in the order of their forward passes; backward passes ran in the reverse. If a
@@ -210,13 +223,14 @@ class ScriptWatch:
         places = sorted((x for x in findings if x.fault is None), key=lambda x: x.module is None)
         best = [*forward, *backward, *places]
         first = best[0] if best else Finding(None, note="the models' own numbers are finite")
+        watch = next((watch for x, watch in made if x is first), None)
         if not best and first.rank is not None:
-            return replace(first, note="finite on this rank; see the reports of the others")
+            return replace(first, note="finite on this rank; see the reports of the others"), None
         is_named = first.fault is not None and OUTSIDE not in (first.fault.poisoned or "")
         if is_named or self._scope is not None:
-            return first
+            return first, watch
         note = f"{first.note}; " if first.note else ""
-        return replace(first, note=f"{note}--every-op names the operation, but is slow")
+        return replace(first, note=f"{note}--every-op names the operation, but is slow"), watch
 
     def _forget(self, weights: list[Tensor] | None = None) -> None:
         """Forget the step of the models that own one of the weights; of all models without them."""
@@ -262,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add("--record", action="store_true", help="keep each module's ranges, for steps that differ")
     add("--every-op", action="store_true", help="also find operations outside of models; slow")
+    add("--bundle", type=Path, metavar="FOLDER", help="save what replays a bad step elsewhere")
     add("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     add("script", help="the script to run")
     add("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
@@ -277,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.on_bad,
         record=options.record,
         every_op=options.every_op,
+        bundle=options.bundle,
         report=lambda text: print(f"\n{text}\n", file=sys.stderr, flush=True),
     )
     sys.argv = [options.script, *options.rest]

@@ -97,24 +97,28 @@ def finding_of(fault: Fault, module: str | None, rows: tuple[int, ...] = ()) -> 
 
 
 @dataclass
-class _Call:
+class Call:
     """A forward pass, with everything needed to run it again."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     training: bool
-    versions: list[int]
     buffers: dict[str, Tensor]  # as they were before, because the pass may change them
     random: dict[str, Tensor]
     autocast: dict[str, tuple[torch.dtype, bool]]
-    forward: Any  # of the instance: TRL and Lightning redirect a call to another method
+    forward: Any = None  # of the instance: TRL and Lightning redirect a call to another method
     gradients: dict[int, Tensor] = field(default_factory=dict)  # by the output's number
 
+    def __post_init__(self) -> None:
+        self.versions = [*map(version_of, self.inputs)]
+
     def keep_gradient(self, number: int, gradient: Tensor) -> None:
+        """Keep the gradient at an output, as a hook of it."""
         self.gradients[number] = gradient.detach()
 
     @property
     def inputs(self) -> list[Tensor]:
+        """The tensors among the arguments."""
         return [x for x in tree_leaves((self.args, dict(self.kwargs))) if isinstance(x, Tensor)]
 
 
@@ -155,9 +159,9 @@ class Watch:
     ) -> None:
         self.model, self.step = model, 0
         if record is None:
-            record = bool(_why_not_repeated(_inner(model)))
-        self.recorder = Recorder(_inner(model)) if record else None
-        self._calls: deque[_Call] = deque(maxlen=_CALLS)
+            record = bool(_why_not_repeated(inner_of(model)))
+        self.recorder = Recorder(inner_of(model)) if record else None
+        self.calls: deque[Call] = deque(maxlen=_CALLS)
         before, after = weakly(self.before), weakly(self.after)
         self._hooks = [] if self.recorder is None else self.recorder.hooks
         compiled: Any = model._compiled_call_impl if hooks else None
@@ -188,7 +192,7 @@ class Watch:
     def forget(self) -> None:
         """Forget the forward passes of the step, and begin the next one."""
         self.step += 1
-        self._calls.clear()
+        self.calls.clear()
         if self.recorder is not None:
             self.recorder.forget()
 
@@ -198,7 +202,7 @@ class Watch:
         Args:
             step: the step's number in the report; without it, `forget` counts the steps.
         """
-        answers = [x for call in self._calls if (x := self._explain(call)) is not None]
+        answers = [x for call in self.calls if (x := self._explain(call)) is not None]
         found = next((x for x in answers if x.fault is not None), answers[0] if answers else None)
         if self.recorder is not None and (origin := self.recorder.origin()) is not None:
             module, words, lines = origin
@@ -215,27 +219,37 @@ class Watch:
         # All of them: BatchNorm writes its statistics without a trace in `_version`.
         buffers = {
             name: buffer.detach().clone()
-            for name, buffer in _inner(module).named_buffers()
+            for name, buffer in inner_of(module).named_buffers()
             if module.training and buffer.is_floating_point()
         }
-        state = _random_states(), kinds, vars(_inner(module)).get("forward")
-        call = _Call(args, kwargs, module.training, [], buffers, *state)
-        call.versions += map(version_of, call.inputs)
-        self._calls.append(call)
+        state = _random_states(), kinds, vars(inner_of(module)).get("forward")
+        self.calls.append(Call(args, kwargs, module.training, buffers, *state))
 
     def after(self, module: nn.Module, args: tuple, output: object) -> None:
         """Keep the gradients at the outputs of a forward pass, once they are computed."""
-        if not is_first_run() or not torch.is_grad_enabled() or not self._calls:
+        if not is_first_run() or not torch.is_grad_enabled() or not self.calls:
             return
-        call = self._calls[-1]
+        call = self.calls[-1]
         outputs = [(i, x) for i, x in enumerate(floating(output)) if x.requires_grad]
         losses = [(i, x) for i, x in outputs if x.ndim == 0]  # the other outputs lead to it
         for i, x in losses or outputs:
             x.register_hook(weakly(call.keep_gradient, i))
 
-    def _explain(self, call: _Call) -> Finding | None:
+    def passes_of(self, path: str) -> list[Call]:
+        """Run the first bad pass again; return the passes of a submodule within it."""
+        model = inner_of(self.model)
+        answers = [(call, self._explain(call)) for call in self.calls]
+        bad = [x for x, found in answers if found and not found.note.startswith("not repeated")]
+        part = Watch(model.get_submodule(path))
+        for call in bad[:1]:
+            with _as_before(model, call, Recorder(model)):
+                repeating.clear()  # so that `part` takes notice
+                _repeat(model, call)
+        return [*part.calls]
+
+    def _explain(self, call: Call) -> Finding | None:
         """Repeat a forward pass; return its fault, or why it cannot run again."""
-        model = _inner(self.model)
+        model = inner_of(self.model)
         why = _why_not_repeated(model)
         if [*map(version_of, call.inputs)] != call.versions:
             why = "the loop has overwritten the model's inputs since"
@@ -310,7 +324,7 @@ class Locator:
         return [f"Step {step}:\n{finding}" for step, finding in self.findings.items()]
 
 
-def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
+def _repeat(model: nn.Module, call: Call) -> tuple[list[Tensor], list[Tensor]]:
     if call.forward is not None:
         model.forward = call.forward
     buffers = {name: call.buffers.get(name, b).clone() for name, b in model.named_buffers()}
@@ -331,7 +345,7 @@ def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module, call: _Call, recorder: Recorder) -> Iterator[None]:
+def _as_before(model: nn.Module, call: Call, recorder: Recorder) -> Iterator[None]:
     """Restore the random numbers, precision and mode that a forward pass began with."""
     devices = [int(name) for name in call.random if name != "cpu"]
     with contextlib.ExitStack() as stack:
@@ -354,7 +368,7 @@ def _as_before(model: nn.Module, call: _Call, recorder: Recorder) -> Iterator[No
         yield
 
 
-def _named(model: nn.Module, call: _Call) -> dict[str, Tensor]:
+def _named(model: nn.Module, call: Call) -> dict[str, Tensor]:
     inputs = [x for x in call.inputs if x.is_floating_point() or x.is_complex()]
     named = {f"input {i}{OUTSIDE * (x.grad_fn is not None)}": x for i, x in enumerate(inputs)}
     named |= {f"weight {name}": p for name, p in model.named_parameters()}
@@ -363,17 +377,18 @@ def _named(model: nn.Module, call: _Call) -> dict[str, Tensor]:
     return named | {f"gradient at output {i}": g for i, g in call.gradients.items()}
 
 
-def _rows(fault: Fault, call: _Call) -> tuple[int, ...]:
+def _rows(fault: Fault, call: Call) -> tuple[int, ...]:
     facts = fault.outputs[0]
     size = facts.shape[0] if len(facts.shape) > 1 else 0
     is_batch = size in {len(x) for x in call.inputs if x.ndim}
     return facts.bad_rows if is_batch and len(facts.bad_rows) < size else ()
 
 
-def _inner(model: nn.Module) -> nn.Module:
+def inner_of(model: nn.Module) -> nn.Module:
+    """Return the module inside of wrappers such as DistributedDataParallel."""
     is_parallel = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
     inner = model.module if is_parallel else getattr(model, "_orig_mod", None)
-    return _inner(inner) if isinstance(inner, nn.Module) else model
+    return inner_of(inner) if isinstance(inner, nn.Module) else model
 
 
 def _why_not_repeated(model: nn.Module) -> str:

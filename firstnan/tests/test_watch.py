@@ -155,7 +155,7 @@ def test_each_pass_is_repeated_from_the_buffers_before_it():
     for _ in range(2):
         before.append(model[2].get_buffer("running_mean").clone())
         model(X)
-    kept = [call.buffers["2.running_mean"] for call in watch._calls]
+    kept = [call.buffers["2.running_mean"] for call in watch.calls]
     assert all(map(torch.equal, kept, before)) and not torch.equal(*before)
 
 

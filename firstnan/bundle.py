@@ -1,0 +1,240 @@
+"""Save what a bad forward pass needs to be run again elsewhere, and run it again there.
+
+A bundle is one safetensors file: a JSON header, then the bytes of the tensors. Other tools can
+inspect it, and reading it executes no code. It holds rows of the training data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import importlib
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firstnan.errors import BAD_INPUT, FAILED, OK, UserError
+from firstnan.watch import Call, Finding, Watch, inner_of
+
+_KINDS = "F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL F8_E4M3 F8_E5M2".split()
+_TYPES = "double float half bfloat16 long int short int8 uint8 bool float8_e4m3fn float8_e5m2"
+_DTYPES = {kind: getattr(torch, name) for kind, name in zip(_KINDS, _TYPES.split(), strict=True)}
+_KEYS = ("contains", "report", "path", "finding", "step", "training", "weights", "torch")
+_UNSIGNED = "0" * 64  # in place of the hash while the file is hashed
+
+
+class BundleError(UserError):
+    """A bundle cannot be made or read, or does not fit the model."""
+
+    exit_code = BAD_INPUT
+
+
+def save(path: Path, watch: Watch, finding: Finding) -> str:
+    """Save the pass of a finding: of the module that it names if that repeats it, or of the model.
+
+    Returns:
+        A sentence: where the file is and what it contains, or why there is none.
+    """
+    try:
+        for name in dict.fromkeys([(finding.module or "").partition(".")[2], ""]):
+            for call in watch.passes_of(name):
+                module = inner_of(watch.model).get_submodule(name)
+                found = _explained(module, call)
+                if found is None or _key(found)[1:3] != _key(finding)[1:3]:
+                    continue
+                content = _encoded(
+                    module, call, name, replace(found, module=finding.module, step=finding.step)
+                )
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch(exist_ok=False)  # never overwritten
+                temporary = path.with_suffix(".part")
+                temporary.write_bytes(content)
+                temporary.replace(path)
+                return f"{path}, with rows of your data; python -m firstnan replay {path} shows it"
+    except (BundleError, OSError) as error:
+        return f"not saved: {error}"
+    return "not saved: the model, run again, does not show it"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a bundle; nothing in it is executed.
+
+    Returns:
+        A dictionary: `contains` and `report`, text; `path`, of the module in its model; `finding`
+        (module, operation, whether backward, rows) and `step`; `training`, names of modules in that
+        mode; `weights`, by name; `call`, the pass; and `torch`, its version.
+
+    Raises:
+        BundleError: the file is damaged, or is no bundle.
+    """
+    try:
+        return _decoded(path.read_bytes())
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        what = error if isinstance(error, ValueError) else repr(error)
+        raise BundleError(f"{path} is damaged, or is no bundle: {what}") from error
+
+
+def replay(bundle: Mapping[str, Any], model: nn.Module) -> Finding | None:
+    """Run the pass again on the CPU, and return the first operation that is not finite.
+
+    The random numbers of a GPU are not repeated. A GPU's autocast becomes that of the CPU.
+
+    Args:
+        bundle: from `read`.
+        model: the model of the script, or the module of the bundle alone; it gets the weights.
+
+    Raises:
+        BundleError: the model has other weights or buffers than the bundle.
+    """
+    module = dict(model.cpu().named_modules()).get(bundle["path"], model)
+    call = bundle["call"]
+    weights = dict(module.named_parameters())
+    shapes = {name: x.shape for name, x in [*weights.items(), *module.named_buffers()]}
+    wanted = {name: x.shape for name, x in [*bundle["weights"].items(), *call.buffers.items()]}
+    for name in {**shapes, **wanted}:
+        if shapes.get(name) != wanted.get(name):
+            sizes = [list(x[name]) if name in x else "missing" for x in (shapes, wanted)]
+            raise BundleError(f"{name!r} is {sizes[0]} in the model, expected {sizes[1]}")
+    for name, p in weights.items():
+        p.data = bundle["weights"][name].detach()
+        p.requires_grad_(bundle["weights"][name].requires_grad)
+    for name, inner in module.named_modules():
+        inner.training = name in bundle["training"]
+    finding = _explained(module, call)
+    return finding and replace(finding, module=bundle["finding"][0], step=bundle["step"])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what a bundle contains, replay it if a model is given, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m firstnan replay")
+    parser.add_argument("bundle", type=Path, help="a file from `python -m firstnan --bundle FILE`")
+    parser.add_argument("--model", help="MODULE:CALLABLE that returns the model, such as net:Net")
+    options = parser.parse_args(arguments)
+    try:
+        bundle = read(options.bundle)
+        text = f"contains   {bundle['contains']}\n{bundle['report']}"
+        print("".join(x if x.isprintable() or x == "\n" else "?" for x in text))
+        if options.model is None:
+            return OK
+        module, _, name = options.model.partition(":")
+        finding = replay(bundle, getattr(importlib.import_module(module), name)())
+    except (BundleError, OSError, ImportError, AttributeError) as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    same = finding is not None and _key(finding) == bundle["finding"]
+    print(f"\nreplayed: {'the same' if same else 'not the same'}\n{finding or 'all is finite'}")
+    return OK if same else FAILED
+
+
+def _explained(module: nn.Module, call: Call) -> Finding | None:
+    watch = Watch(module, hooks=False)
+    watch.calls.append(call)
+    return watch.explain()
+
+
+def _key(finding: Finding) -> list[Any]:
+    """Return what must be the same after a replay: module, operation, direction and rows."""
+    fault = finding.fault
+    op, backward = (None, None) if fault is None else (fault.op, fault.backward)
+    return [finding.module, op, backward, list(finding.rows)]
+
+
+def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> bytes:
+    """Return the file with a pass of a module."""
+    if call.forward is not None:
+        raise BundleError("the script has replaced the model's method `forward`")
+    weights = dict(module.named_parameters())
+    buffers = {name: call.buffers.get(name, b) for name, b in module.named_buffers()}
+    names = {id(x): name for name, x in [*weights.items(), *buffers.items()]}
+    kinds = {dtype: kind for kind, dtype in _DTYPES.items()}
+    tensors: dict[str, Tensor] = {}
+
+    def entry(value: Any) -> object:
+        if isinstance(value, Tensor) and value.layout == torch.strided and value.dtype in kinds:
+            name = names.get(id(value), f"input or state {len(tensors)}")
+            tensors[name] = value.detach().cpu().contiguous()
+            return {"tensor": name, "grad": value.requires_grad}
+        if isinstance(value, torch.dtype):
+            return {"dtype": kinds[value]}
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise BundleError(f"a bundle cannot hold an argument of the type {type(value).__name__}")
+
+    about = {
+        "contains": f"rows of the training data as they enter {finding.module or 'the model'}, the "
+        "gradients at its outputs, its weights, the random state, and names of source files",
+        "path": path,
+        "finding": _key(finding),
+        "step": finding.step,
+        "report": str(finding),
+        "torch": torch.__version__,
+        "weights": weights,
+        "training": [name for name, inner in module.named_modules() if inner.training],
+        "call": {
+            "args": call.args,
+            "kwargs": call.kwargs,
+            "training": call.training,
+            "buffers": buffers,
+            "random": {"cpu": call.random["cpu"]},
+            "autocast": {"cpu": max(call.autocast.values(), key=lambda kind: kind[1])},
+            "gradients": call.gradients,
+        },
+    }
+    text = json.dumps(about, default=entry)
+    header: dict[str, Any] = {"__metadata__": {"sha256": _UNSIGNED, "firstnan": text}}
+    end, aligned = 0, sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    for name, x in aligned:
+        offsets, end = [end, end + x.nbytes], end + x.nbytes
+        header[name] = {"dtype": kinds[x.dtype], "shape": [*x.shape], "data_offsets": offsets}
+    start = json.dumps(header).encode()
+    start += b" " * (-len(start) % 8)
+    body = b"".join(ctypes.string_at(x.data_ptr(), x.nbytes) for _, x in aligned)
+    content = len(start).to_bytes(8, "little") + start + body
+    digest = hashlib.sha256(content).hexdigest()
+    return content.replace(_UNSIGNED.encode(), digest.encode(), 1)
+
+
+def _decoded(content: bytes) -> dict[str, Any]:
+    """Check every length, offset and type of a file, then its hash, and return what it holds."""
+    size = int.from_bytes(content[:8], "little")
+    if not 0 < size <= len(content) - 8:
+        raise ValueError(f"its header has {size} bytes, but the file has {len(content)}")
+    header = json.loads(content[8 : 8 + size])
+    metadata = header.pop("__metadata__")
+    body, end, tensors = content[8 + size :], 0, {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        shape, (begin, stop) = entry["shape"], entry["data_offsets"]
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(f"a tensor has the type {entry['dtype']!r}, expected {[*_DTYPES]}")
+        dtype = _DTYPES[entry["dtype"]]
+        if any(type(n) is not int or not 0 <= n < 2**31 for n in [begin, stop - begin, *shape]):
+            raise ValueError(f"a tensor has the shape {shape}")
+        if begin != end or stop - begin != math.prod(shape) * dtype.itemsize or stop > len(body):
+            raise ValueError(f"a {dtype} of the shape {shape} has the bytes {begin} to {stop}")
+        raw = torch.frombuffer(bytearray(body[begin:stop]) or bytearray(8), dtype=torch.uint8)
+        raw = raw[: stop - begin]
+        tensors[name] = (raw != 0 if dtype == torch.bool else raw.view(dtype)).reshape(shape)
+        end = stop
+    digest = metadata["sha256"]
+    content = content.replace(digest.encode(), _UNSIGNED.encode(), 1)
+    if end != len(body) or hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError("its bytes are not those that its hash was made of")
+
+    def value(entry: dict[str, Any]) -> object:
+        if entry.keys() == {"tensor", "grad"}:
+            return tensors[entry["tensor"]].requires_grad_(entry["grad"])
+        return _DTYPES[entry["dtype"]] if entry.keys() == {"dtype"} else entry
+
+    about = json.loads(metadata["firstnan"], object_hook=value)
+    call = about["call"]
+    call["args"] = tuple(call["args"])
+    call["gradients"] = {int(number): x for number, x in call["gradients"].items()}
+    return {key: about[key] for key in _KEYS} | {"call": Call(**call)}
