@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.turns import header, middle_half, row
+from firstnan.faults import Observation
 from firstnan.health import Health
 from firstnan.parts import SNAPSHOT_EVERY
 from firstnan.watch import Watch
@@ -43,7 +44,7 @@ def without_guard() -> Iterator[None]:
     with (
         patch.object(guarded, "only_healthy", lambda healthy, *tensors: contextlib.nullcontext()),
         patch.object(guarded, "bad_samples", lambda views: no_rows[:, : views.shape[1]]),
-        patch.object(Health, "judge", lambda self, loss, *rest: healthy[: len(loss)]),
+        patch.object(Observation, "stage", lambda self: healthy[: len(self.loss)]),
         patch.object(Health, "record_", lambda *all: None),
     ):
         yield

@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks.guard_cost import without_guard
 from benchmarks.turns import header, row
 from firstnan import TooFewHealthyParts
-from firstnan.faults import Stage
+from firstnan.faults import Observation, Stage
 from firstnan.health import Health
 from firstnan.recovery import Recovery
 from ssl_kd import evaluate
@@ -104,15 +104,15 @@ def cleaned_norm(gradients: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def skip_the_step():
-    judge = Health.judge
+    find = Observation.stage
 
-    def all_or_none(self: Health, *args):  # noqa: ANN202
-        stage = judge(self, *args)
+    def all_or_none(self: Observation):  # noqa: ANN202
+        stage = find(self)
         bad = (stage != 0).any()
         return torch.where(bad, int(Stage.GRADIENT), 0).to(torch.int8).expand(len(stage)).clone()
 
     with (
-        patch.object(Health, "judge", all_or_none),
+        patch.object(Observation, "stage", all_or_none),
         patch.object(Health, "escalate", lambda self, *rest: {}),
         patch.object(Recovery, "restore_what_is_not_finite", lambda self, step: []),
         patch("ssl_kd.vision.step.part_norms", lambda g: torch.where(

@@ -73,10 +73,7 @@ class Agreement:
         return cls(group, device, made, numbers)
 
     def exchange(self, what: str, numbers: Tensor) -> Tensor:
-        """Gather `[n]` numbers of each rank as `[rank, n]` float32 on the CPU of every rank.
-
-        `what` names the numbers and their step: the same on every rank, else ValueError is raised.
-        """
+        """Gather each rank's `[n]` numbers as `[rank, n]` float32 on the CPU; `what` names them."""
         return torch.cat([self._exchange(what, x) for x in numbers.split(self._width)], dim=1)
 
     def _exchange(self, what: str, numbers: Tensor) -> Tensor:
@@ -99,7 +96,7 @@ class Agreement:
         return table[:, 1 : 1 + len(numbers)]
 
     def share(self, what: str, text: str) -> list[str]:
-        """Gather one text from each rank, in rank order; for `what` see `exchange`."""
+        """Gather one text from each rank, in rank order."""
         texts: list[str] = [""] * self.world
         with self.waiting(what, always=True):
             dist.all_gather_object(texts, text, group=self.group)
@@ -107,10 +104,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def waiting(self, what: str, *, always: bool = False) -> Iterator[None]:
-        """Turn a failure of the process group inside into RankLost, naming `what` was waited for.
-
-        With `always`, any RuntimeError counts as such a failure.
-        """
+        """Turn a failure of the process group (`always`: any RuntimeError) into RankLost."""
         start = time.monotonic()
         try:
             yield
@@ -124,10 +118,7 @@ class Agreement:
             ) from error
 
     def name_ranks(self, *evidence: Tensor) -> str:
-        """Return the ranks that saw a fault as ` on rank 3 of 4`; empty if no rank did.
-
-        Uses the first boolean `[rank]` tensor of `evidence` that is true on some rank.
-        """
+        """Return ` on rank 3 of 4` by the first boolean `[rank]` tensor that is true somewhere."""
         for where in evidence:
             ranks = where.nonzero().flatten().tolist()
             if len(ranks) == self.world:
@@ -142,9 +133,8 @@ class Agreement:
 
 def is_lost(error: BaseException) -> bool:
     """Return whether an error says that the process group lost its connection to another rank."""
-    if isinstance(error, dist.DistError):  # pyright: ignore[reportPrivateImportUsage]
-        return True
-    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    known = isinstance(error, dist.DistError)  # pyright: ignore[reportPrivateImportUsage]
+    return known or (isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None)
 
 
 def several_ranks(group: dist.ProcessGroup | None = None) -> bool:

@@ -1,8 +1,4 @@
-"""Undo what a bad batch did to buffers that forward passes change, such as BatchNorm statistics.
-
-A batch that is left out of an update has already run through the modules, including a trunk that
-parts share, or a discriminator. It must leave no trace in their buffers.
-"""
+"""Undo what a bad batch did to buffers that forward passes change, such as BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -13,27 +9,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from firstnan.hooks import version_of, weakly
 from firstnan.norms import read
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _FLOATS |= {torch.complex64, torch.complex128}
-
-
-class _BeforeForward:
-    """A forward pre-hook that does nothing in a copy or a pickle of the module."""
-
-    def __init__(self, buffers: Buffers | None = None) -> None:
-        self._buffers = None if buffers is None else weakref.ref(buffers)
-
-    def __call__(self, module: nn.Module, _: object) -> None:
-        if torch.compiler.is_compiling() or self._buffers is None:
-            return
-        training = module.training or torch.is_grad_enabled()  # else no step has begun
-        if training and (buffers := self._buffers()) is not None:
-            buffers.begin()
-
-    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
-        return _BeforeForward, ()
 
 
 class Buffers:
@@ -58,7 +38,7 @@ class Buffers:
         self._weight = weight
         self.keep()
         self.end_step()
-        hook = _BeforeForward(self)
+        hook = weakly(self._begin)
         for module, _, name in {id(place[0]): place for place in self._places}.values():
             if isinstance(module, torch.jit.RecursiveScriptModule):  # pyright: ignore[reportPrivateImportUsage]
                 raise ValueError(
@@ -77,12 +57,9 @@ class Buffers:
         return [module._buffers[key] for module, key, _ in self._places]
 
     def look(self, of: Sequence[Tensor | None] | None = None) -> list[Tensor]:
-        """Return the largest magnitude in each buffer, or in each tensor of `of`; NaN for a NaN.
-
-        Integers count as 0. Does not wait for the device.
-        """
+        """Return the largest magnitude, or NaN, in each buffer or tensor `of`; does not wait."""
         tensors = self.live() if of is None else of
-        largest = [torch.zeros((), device=self._weight.device)] * len(tensors)
+        largest = [torch.zeros((), device=self._weight.device)] * len(tensors) if tensors else []
         floats = {
             i: b
             for i, b in enumerate(tensors)
@@ -99,10 +76,7 @@ class Buffers:
         return largest.tolist()
 
     def keep(self, *, ask: bool = True) -> None:
-        """Copy the buffers as the state before the next step.
-
-        With `ask`, read from the device which are finite; otherwise use the last `spoiled` result.
-        """
+        """Copy the buffers; `ask` the device which are finite, or use the last `spoiled` result."""
         self.kept = [None if b is None else b.clone() for b in self.live()]
         if ask:
             self._now = _badness(self._read())
@@ -110,23 +84,22 @@ class Buffers:
         self._mark()
 
     def _mark(self) -> None:
-        self._at_keep = [(b, _version(b)) for b in self.live()]
+        self._at_keep = [(b, version_of(b)) for b in self.live()]
         self._written: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     def end_step(self) -> None:
         """Make the next forward pass count as the start of a step."""
         self._begun = False
 
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Copy buffers that were written since the last step; called before a forward pass."""
-        if self._begun:
+    def _begin(self, module: nn.Module, _: object) -> None:
+        """Copy buffers that were written since the last step, before its first forward pass."""
+        if self._begun or not (module.training or torch.is_grad_enabled()):
             return
         self._begun = True
         pairs = zip(self.live(), self._at_keep, strict=True)
         for i, (now, (tensor, version)) in enumerate(pairs):
-            if now is not tensor or _version(now) != version:
-                self._written[i] = now, None if now is None else now.clone()
+            if now is not tensor or version_of(now) != version:
+                self._written[i] = now, None if now is None else now.detach().clone()
 
     def _take_written(self) -> None:
         """Take over values written between steps, unless they are worse; may wait."""
@@ -147,10 +120,7 @@ class Buffers:
         return self.names(i for i, bad in enumerate(self._bad) if bad == 2)
 
     def spoiled(self, largest: Sequence[float] | None = None) -> list[int]:
-        """Return the indices of the buffers that are spoiled now.
-
-        Waits for the device, unless `largest` is the result of `look`.
-        """
+        """Return the indices of the spoiled buffers; `largest`, from `look`, avoids a wait."""
         self._now = _badness(self._read() if largest is None else largest)
         pairs = zip(self._now, self._bad, strict=True)
         return [i for i, (now, before) in enumerate(pairs) if now > before]
@@ -191,8 +161,3 @@ class Buffers:
 def _badness(largest: Iterable[float]) -> list[int]:
     """Return 0 for a finite buffer, 1 for a buffer with an infinity, 2 for one with a NaN."""
     return [2 if math.isnan(x) else int(math.isinf(x)) for x in largest]
-
-
-def _version(tensor: Tensor | None) -> int | None:
-    """Return the count of in-place writes; None if torch does not count them."""
-    return None if tensor is None or tensor.is_inference() else tensor._version

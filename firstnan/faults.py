@@ -1,7 +1,6 @@
 """Define the kinds of faults that a training step can have, with their detectors and actions.
 
-To add a kind of fault, add a detector and a member of `Stage` here, and a row to the fault matrix
-(`tests/faults/matrix.py`).
+To add one, add a member of `Stage` here, and a row to the fault matrix (`tests/faults/matrix.md`).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from enum import IntEnum, unique
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from firstnan.events import Event
@@ -65,7 +65,7 @@ class Thresholds:
             above = 1 if name == "spike_factor" else 0
             kind = Integral if is_count else Real  # NumPy's are, too; booleans are not allowed
             is_number = isinstance(value, kind) and not isinstance(value, bool)
-            if not is_number or not above < value < math.inf:
+            if not is_number or not above < float(value) < math.inf:  # pyright: ignore
                 expected = "whole" if is_count else "finite"
                 raise ValueError(f"{name} is {value!r}; expected a {expected} number > {above}")
 
@@ -79,7 +79,15 @@ class Observation:
     norm: Tensor  # of the gradient, before clipping
     thresholds: Thresholds
     teacher: Tensor | None = None  # whether the EMA teacher's probabilities are finite
-    scale: Tensor | float = 1.0  # of the loss; above 1, an infinite gradient is an overflow
+    scale: Tensor | None = None  # of the loss; above 1, an infinite gradient is an overflow
+
+    def stage(self) -> Tensor:
+        """Return the fault of each part in this step, `Stage` values `[part]` int8."""
+        stage = torch.zeros_like(self.norm, dtype=torch.int8)
+        for fault in Stage:
+            if fault.kind.detect is not None and (where := fault.kind.detect(self)) is not None:
+                stage = stage.masked_fill(where, int(fault))
+        return stage
 
 
 def _spike(step: Observation) -> Tensor:
@@ -133,7 +141,7 @@ class Stage(IntEnum):
         12,
         "the gradient's norm is above the fixed threshold, or too large for the optimizer to "
         "square",
-        lambda step: step.norm > (step.thresholds.max_norm or math.inf),
+        lambda step: None if (most := step.thresholds.max_norm) is None else step.norm > most,
         advice="lower the learning rate; if norms of this size are normal, raise the threshold "
         "(max_norm, in a run GRAD_NORM_THRESHOLD) or set clip_grad",
     )
@@ -157,7 +165,7 @@ class Stage(IntEnum):
     OVERFLOW = Kind(
         7,
         "the gradient overflows at this loss scale, which is halved",
-        lambda step: ~step.norm.isfinite() & (step.scale > 1),
+        lambda step: None if step.scale is None else ~step.norm.isfinite() & (step.scale > 1),
         action="loss scale halved",
     )
     LOSS = Kind(
@@ -209,13 +217,9 @@ class Stage(IntEnum):
 
 
 N_KINDS = max(Stage) + 1  # no kind takes the numbers 8, 9 and 11 of former ones
-DETECTORS = [(int(stage), stage.kind.detect) for stage in Stage if stage.kind.detect is not None]
-_UPDATED = [int(stage) for stage in Stage if stage.kind.updates]
 
 
 def is_healthy(stage: Tensor) -> Tensor:
     """Return a boolean `[part]`: whether each part is updated, given its `Stage` `[part]`."""
-    healthy = stage == _UPDATED[0]
-    for number in _UPDATED[1:]:
-        healthy = healthy | (stage == number)
-    return healthy
+    updated = [stage == int(kind) for kind in Stage if kind.kind.updates]
+    return torch.stack(updated).any(0)

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from firstnan.faults import (
-    DETECTORS,
     FEW,
     FIRST_PATIENCE,
     PATIENCE,
     WARM_UP,
-    Observation,
     Stage,
     Thresholds,
     is_healthy,
@@ -81,22 +79,6 @@ class Health:
     def rows(self, rows: slice) -> Health:
         """Return a view of some parts' health, which shares memory with this one."""
         return Health(**{name: tensor[rows] for name, tensor in self.tensors().items()})
-
-    def judge(
-        self,
-        loss: Tensor,
-        norm: Tensor,
-        thresholds: Thresholds,
-        teacher: Tensor | None = None,
-        scale: Tensor | float = 1.0,
-    ) -> Tensor:
-        """Return the `Stage` of each part, `[part]` int8, for the measurements of a step."""
-        step = Observation(self, loss, norm, thresholds, teacher, scale)
-        stage = torch.zeros_like(norm, dtype=torch.int8)
-        for number, detect in DETECTORS:
-            if (where := detect(step)) is not None:
-                stage = stage.masked_fill(where, number)
-        return stage
 
     def record_(
         self, stage: Tensor, norm: Tensor, thresholds: Thresholds, absent: Tensor | None = None

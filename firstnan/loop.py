@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from firstnan.events import Event, EventLog
-from firstnan.faults import Stage, Thresholds
+from firstnan.faults import Observation, Stage, Thresholds
 from firstnan.finite import compute_dtype
 from firstnan.health import Health, is_healthy, rescale_
 from firstnan.norms import look, norm_of, read
@@ -252,7 +252,7 @@ class Guard:
         self.grad_norm = norm
         scale = torch.tensor([self._scale_of(i) for i in range(len(self._parts))])
         scale = scale.masked_fill(self._mask(self._cut), 1.0)  # its NaN is not an overflow
-        stage = self.health.judge(loss, norm, self._limits, scale=scale)
+        stage = Observation(self.health, loss, norm, self._limits, scale=scale).stage()
         healthy = is_healthy(stage)
         absent = absent & healthy
         self._judged, self.is_judged = (loss, norm, stage, absent), True
@@ -446,10 +446,6 @@ class Guard:
     def diagnosis(self, events: Collection[Event] = ()) -> str:
         """Return one line for each part that was ever unhealthy: the faults and what to change."""
         return "\n".join([self.recovery.diagnosis(self.steps, events), *self.locator.lines()])
-
-    def summary(self) -> str:
-        """Return one line: the share of updates applied, and the unhealthy and retired parts."""
-        return self.recovery.summary(self.steps, self.updates, self._terms.health)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state that a resumed loop needs besides model and optimizer."""

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def norm_of(gradients: list[Tensor]) -> Tensor:
-    """Return the L2 norm of all gradients together, in float32 or float64, over all shards.
-
-    The norm of finite float64 gradients is finite, even if their squares overflow.
-    """
+    """Return the L2 norm of all gradients; in float64 it is finite even if squares overflow."""
     rows = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     wide = (torch.float32, torch.float64)
     rows = [
@@ -69,9 +66,9 @@ def look(losses: Mapping[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
 
 def read(numbers: list[list[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
     """Copy lists of numbers from a device to the CPU, one vector for each list; waits once."""
-    flat = [narrow(x).to(device) for column in numbers for x in column]
-    vector = torch.stack(flat).cpu() if flat else torch.zeros(0)
-    return vector.split([len(column) for column in numbers])
+    there = [narrow(x).to(device) for column in numbers for x in column]
+    flat = torch.stack(there).cpu() if there else torch.zeros(0)
+    return flat.split([len(column) for column in numbers])
 
 
 def _norm_at(tensors: list[Tensor], name: str, loss: Tensor) -> Tensor:

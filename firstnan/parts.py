@@ -16,11 +16,8 @@ from firstnan.buffers import Buffers
 from firstnan.errors import GUARD_STOPPED, UserError
 from firstnan.norms import local, read
 
-SNAPSHOT_EVERY = 100
-"""Default number of steps between two snapshots of a part's state."""
-
-WHOLE, SHARED = "model", "shared"
-"""Name of the only part if no `parts` are passed, and of the part with all weights left over."""
+SNAPSHOT_EVERY = 100  # steps between two snapshots of a part's state
+WHOLE, SHARED = "model", "shared"  # the only part without `parts`; the part of all other weights
 
 Parameters = nn.Module | Iterable[nn.Parameter]
 
@@ -112,8 +109,8 @@ class ModuleParts(UserList[ModulePart]):
         for part in parts:
             state = (value for row in self._state(part) for value in row.values())
             tensors = [local(v) for v in (*part.weights, *state) if isinstance(v, Tensor)]
-            columns.append([torch.isfinite(tensor).all() for tensor in tensors])
-        return [bool(column.all()) for column in read(columns, self[0].weights[0].device)]
+            columns.append([~torch.isfinite(tensor).all() for tensor in tensors])
+        return [not column.any() for column in read(columns, self[0].weights[0].device)]
 
     def finite(self) -> list[bool]:
         """Return whether the weights, optimizer state and buffers of each part are finite."""

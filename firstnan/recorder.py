@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from firstnan.hooks import version_of, weakly
 from firstnan.norms import local
 
 _STEPS = 8  # earlier steps that are kept
@@ -138,22 +138,6 @@ class Recorder:
             norm = torch.linalg.vector_norm(local(gradient.detach()), dtype=wide)
             place = f"gradient at the {value.place}"
             self._steps[-1][1].append(replace(value, place=place, ends=(norm,)))
-
-
-def weakly(method: Callable[..., Any], *first: object) -> Callable[..., Any]:
-    """Return a hook that calls a method while its object lives, unless a compiler traces it."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*args: object) -> object:
-        call = None if torch.compiler.is_compiling() else reference()
-        return call and call(*first, *args)
-
-    return hook
-
-
-def version_of(x: Tensor) -> int:
-    """Return a number that each in-place operation on a tensor increases."""
-    return -1 if x.is_inference() else x._version
 
 
 def is_first_run(recorder: Recorder | None = None) -> bool:

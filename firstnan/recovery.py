@@ -1,12 +1,8 @@
-"""Report the faults of parts as events, and recover parts that stay unhealthy.
-
-skip -> restore from the last good state -> re-initialize once -> retire -> stop: `Health` decides,
-`Parts` change the weights.
-"""
+"""Skip a part, restore it, re-initialize it once, retire it, stop: with an event for each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -30,11 +26,9 @@ class Parts(Protocol):
 
     def restore(self, part: int) -> int | None:
         """Restore a part's last good state; return its step, or None if there is none."""
-        ...
 
     def reinitialise(self, part: int, step: int) -> None:
         """Re-initialize a part before `step`."""
-        ...
 
 
 class Recovery:
@@ -140,19 +134,6 @@ class Recovery:
                 advice = max(seen, key=lambda stage: seen[stage]).kind.advice
                 lines.append(f"{name}, {steps} steps: {often}.{state} What to change: {advice}.")
         return "\n".join(lines)
-
-    def summary(self, steps: int, updates: Tensor, terms: Mapping[str, Health]) -> str:
-        """Return one line: the share of updates done, and the unhealthy and retired parts."""
-        done, skipped = int(updates.sum()), int(self.health.skipped.sum())
-        line = f"step {steps}: {100 * done / max(done + skipped, 1):.1f} % of updates done"
-        streaks = dict(zip(self.parts.names, self.health.streak.tolist(), strict=True))
-        streaks |= {name: int(term.streak) for name, term in terms.items()}
-        if sick := ", ".join(f"{name} {streak}" for name, streak in streaks.items() if streak):
-            line += f"; bad steps in a row: {sick}"
-        retired = zip(self.parts.names, self.health.retired.tolist(), strict=True)
-        if gone := ", ".join(name for name, is_retired in retired if is_retired):
-            line += f"; retired: {gone}"
-        return line
 
 
 def with_all_kinds(counts: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from firstnan.events import Event
-from firstnan.faults import Stage, Thresholds
+from firstnan.faults import Observation, Stage, Thresholds
 from firstnan.health import Health, is_healthy
 from firstnan.norms import look
 
@@ -66,7 +66,7 @@ class LossTerms:
     def judge(self, name: str, loss: Tensor, norm: Tensor, where: str = "") -> bool:
         """Return whether a term of one batch is healthy; `where` names the ranks with a fault."""
         health = self.health.setdefault(name, Health.fresh(1))
-        stage = health.judge(loss[None], norm[None], self._thresholds)
+        stage = Observation(health, loss[None], norm[None], self._thresholds).stage()
         before = self._seen.get(name)
         if before is None or bool(is_healthy(before[0])):
             self._seen[name] = (stage, loss, norm, where)
@@ -124,27 +124,18 @@ class LossTerms:
 
 def by_name(losses: Tensor | Mapping[str, Tensor], parts: Sequence[str]) -> dict[str, Tensor]:
     """Return a checked copy of the dictionary of losses passed to `Guard.backward`."""
-    if isinstance(losses, Tensor):
-        raise ValueError(
-            f"the loss has the shape {tuple(losses.shape)}; expected a single number (shape ()), or"
-            " a dictionary of name -> loss"
-        )
-    if not isinstance(losses, Mapping):
-        raise TypeError(
-            f"the loss is {losses!r}; expected a tensor, or a dictionary of name -> tensor"
-        )
-    if not losses:
+    named = dict(losses) if isinstance(losses, Mapping) else {"": losses}
+    if not named:
         raise ValueError("the dictionary of losses is empty; expected at least one loss")
-    for name, loss in losses.items():
-        if parts and name not in parts:
-            raise ValueError(
-                f"the loss {name!r} belongs to no part; expected one of {', '.join(parts)}"
-            )
+    for name, loss in named.items():
+        what = f"the loss {name!r}" if isinstance(losses, Mapping) else "the loss"
+        if isinstance(losses, Mapping) and parts and name not in parts:
+            raise ValueError(f"{what} belongs to no part; expected one of {', '.join(parts)}")
         if not isinstance(loss, Tensor):
-            raise TypeError(f"loss {name!r} is {loss!r}; expected a tensor")
+            raise TypeError(f"{what} is {loss!r}; expected a tensor, or name -> tensor")
         if loss.ndim:
             raise ValueError(
-                f"loss {name!r} has the shape {tuple(loss.shape)}; expected a single number (shape"
-                " ()), such as loss.mean()"
+                f"{what} has the shape {tuple(loss.shape)}; expected a single number (shape ()),"
+                " such as loss.mean(), or a dictionary of name -> loss"
             )
-    return dict(losses)
+    return named

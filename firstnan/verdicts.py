@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from firstnan.agreement import Agreement, several_ranks
+from firstnan.hooks import weakly
 from firstnan.norms import is_sharded, narrow
 from firstnan.parts import ModuleParts
 
@@ -39,10 +39,8 @@ class Verdicts:
         self._healed: list[set[int]] = [set() for _ in parts.buffers]
         parts.everywhere = self._everywhere
         self.forget()
-        # A NaN in a backward pass reaches the first layer. The hooks keep no reference to this.
-        verdicts: weakref.ref[Verdicts] = weakref.ref(self)
-        for i, part in enumerate(parts):
-            handle = part.weights[0].register_hook(functools.partial(_probe, verdicts, i))
+        for i, part in enumerate(parts):  # a NaN in a backward pass reaches the first layer
+            handle = part.weights[0].register_hook(weakly(self._probe, i))
             weakref.finalize(self, handle.remove)
 
     @classmethod
@@ -63,6 +61,16 @@ class Verdicts:
         self._evidence: list[Tensor] = []
         # Largest gradient entry of each part before the average over ranks, which spreads a NaN.
         self.probes = [torch.zeros((), device=part.weights[0].device) for part in self._parts]
+
+    def _probe(self, part: int, gradient: Tensor | None) -> None:
+        # Does not wait. DDP passes None for a parameter that no loss reaches.
+        if gradient is None:
+            return
+        gradient = gradient.detach()
+        values = gradient._values() if gradient.is_sparse else gradient
+        if values.numel():
+            norm = torch.linalg.vector_norm(values, math.inf)
+            self.probes[part] = torch.maximum(self.probes[part], narrow(norm))
 
     def _exchange_flags(self, what: str, flags: Sequence[bool]) -> Tensor:
         return self._ranks.exchange(what, torch.tensor(flags).float()) > 0
@@ -102,10 +110,7 @@ class Verdicts:
     def terms(
         self, step: int, losses: Mapping[str, Tensor], loss: Tensor, norm: Tensor
     ) -> tuple[Tensor, Tensor, list[bool], list[str]]:
-        """Combine this rank's losses and gradient norms `[loss]` with those of the other ranks.
-
-        Also returns whether each term needs a gradient on some rank, and the ranks where it is bad.
-        """
+        """Return the losses, norms, needs of a gradient and bad ranks of the terms, as agreed."""
         needs = torch.tensor([term.requires_grad for term in losses.values()])
         what = f"step {step}, the loss terms {', '.join(losses)}"
         agreed = self._agree(what, loss, norm, torch.ones_like(needs), needs)
@@ -190,7 +195,7 @@ class Verdicts:
         return self._ranks.name_ranks(self._spoiled[part].any(1))
 
     def put_back(self, part: int, spoiled: Iterable[int]) -> None:
-        """Record buffers restored between steps; the next step's exchange includes them."""
+        """Record buffers restored between steps, for the next step's exchange."""
         self._healed[part] |= set(spoiled)
 
 
@@ -201,18 +206,6 @@ def check_late() -> None:
             "torch.distributed was initialized after this Guard was made, so the Guard would decide"
             " without the other ranks: make the Guard after init_process_group, or with group=False"
         )
-
-
-def _probe(reference: weakref.ref[Verdicts], part: int, gradient: Tensor | None) -> None:
-    # A hook on each part's first weight; does not wait for the device. The gradient is None where
-    # DDP looks for unused parameters and no loss reaches this one.
-    if gradient is None or (verdicts := reference()) is None:
-        return
-    gradient = gradient.detach()
-    values = gradient._values() if gradient.is_sparse else gradient
-    if values.numel():
-        norm = torch.linalg.vector_norm(values, math.inf)
-        verdicts.probes[part] = torch.maximum(verdicts.probes[part], narrow(norm))
 
 
 def leaves(losses: Iterable[Tensor]) -> dict[int, Tensor]:

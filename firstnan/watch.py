@@ -25,9 +25,10 @@ from firstnan.agreement import several_ranks
 from firstnan.diagnosis import Diagnosis, diagnose, report
 from firstnan.events import Event
 from firstnan.faults import Stage
+from firstnan.hooks import version_of, weakly
 from firstnan.microscope import Fault, Microscope, TensorFacts
 from firstnan.norms import are_finite, is_sharded
-from firstnan.recorder import Recorder, floating, is_first_run, repeating, version_of, weakly
+from firstnan.recorder import Recorder, floating, is_first_run, repeating
 
 if TYPE_CHECKING:
     from firstnan.verdicts import Verdicts

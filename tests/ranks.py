@@ -163,7 +163,7 @@ def seen(model, optimizer, guard):
         "state": [v.numpy().tobytes() for v in state],
         "events": [event.line() for event in guard.events.events],
         "health": repr((guard.health.tensors(), guard.updates, guard.recovery.counts, health)),
-        "words": (guard.summary(), guard.diagnosis(), guard.steps),
+        "words": (guard.diagnosis(), guard.steps, guard.updates.tolist()),
     }
 
 

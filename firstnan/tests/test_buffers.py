@@ -157,7 +157,7 @@ def test_compiled_and_borrowed_modules_go_back_as_before():
 
 def test_a_copy_of_the_model_carries_nothing_of_the_guard():
     model = Queue()
-    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), locate=True)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for other in copies:
         other.queue[1] = 5

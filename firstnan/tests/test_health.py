@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from firstnan import TooFewHealthyParts
 from firstnan.events import Event
-from firstnan.faults import Stage, Thresholds, is_healthy
+from firstnan.faults import Observation, Stage, Thresholds, is_healthy
 from firstnan.health import Health, rescale_
 from tests.faults.matrix import row
 
@@ -20,7 +20,7 @@ def feed(health, norms, losses=None, thresholds=DEFAULT):
     seen = []
     for norm, loss in zip(norms, losses, strict=True):
         norm, loss = torch.tensor([float(norm)]), torch.tensor([float(loss)])
-        stage = health.judge(loss, norm, thresholds)
+        stage = Observation(health, loss, norm, thresholds).stage()
         health.record_(stage, norm, thresholds)
         seen.append(Stage(int(stage)))
     return seen
@@ -56,10 +56,10 @@ def test_the_earliest_stage_is_the_cause():
     loss = torch.tensor([1.0, math.nan, 1.0, math.inf, 1.0])
     norm = torch.tensor([1.0, math.nan, math.inf, 1.0, 1.0])
     teacher = torch.tensor([True, True, True, False, True])
-    stage = health.judge(loss, norm, DEFAULT, teacher)
+    stage = Observation(health, loss, norm, DEFAULT, teacher).stage()
     assert stage.tolist() == [0, Stage.LOSS, Stage.GRADIENT, Stage.TEACHER, 0]
     health.retired[4] = True
-    assert health.judge(loss, norm, DEFAULT, teacher)[4] == Stage.RETIRED
+    assert Observation(health, loss, norm, DEFAULT, teacher).stage()[4] == Stage.RETIRED
     assert is_healthy(stage).tolist() == [True, False, False, False, True]
 
 
@@ -113,7 +113,7 @@ def test_an_overflow_of_the_loss_scale_is_skipped_but_costs_no_patience():
     health, norm = Health.fresh(2), torch.tensor([math.inf, math.inf])
     scale = torch.tensor([16.0, 1.0])
     for _ in range(12):
-        stage = health.judge(torch.ones(2), norm, DEFAULT, scale=scale)
+        stage = Observation(health, torch.ones(2), norm, DEFAULT, scale=scale).stage()
         health.record_(stage, norm, DEFAULT)
     assert stage.tolist() == [Stage.OVERFLOW, Stage.GRADIENT]
     assert health.skipped.tolist() == [12, 12] and health.streak.tolist() == [0, 12]

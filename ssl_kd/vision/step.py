@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from firstnan.faults import Stage, Thresholds
+from firstnan.faults import Observation, Stage, Thresholds
 from firstnan.health import Health, is_healthy, rescale_
 from firstnan.parts import SNAPSHOT_EVERY
 from firstnan.recovery import Recovery, with_all_kinds
@@ -268,7 +268,8 @@ class HeadTrainer:
         state = self.state.rows(rows)
         norm = part_norms(gradient) / state.scale
         sound = torch.isfinite(marginal).all(1)
-        stage = state.health.judge(loss, norm, self.thresholds, sound, state.scale)
+        scale = state.scale if self.precision.scale else None
+        stage = Observation(state.health, loss, norm, self.thresholds, sound, scale).stage()
         healthy = is_healthy(stage)
         if step is not None:
             self._rows.snapshot(rows, healthy, step)
