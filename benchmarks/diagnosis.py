@@ -28,8 +28,6 @@ from benchmarks.turns import table_head, table_line
 from firstnan.diagnosis import Cause, diagnose
 from firstnan.microscope import Microscope
 
-SETTINGS = {"learning_rate": 1.0, "clip_grad": None, "student_temp": 0.1, "teacher_temp": 0.1}
-SETTINGS |= {"use_fp16": True, "rebuild_damaged": False}
 Stage = tuple[str, Callable[[Tensor], Tensor]]
 Drawn = tuple[Cause, str, Cause, str, int]
 """The true cause and operation, the diagnosed ones, and the count of draws without a fault."""
@@ -270,7 +268,7 @@ def inspect(case: Case) -> tuple[Cause, str]:
     fault = scope.fault(loss, *gradients)
     if fault is None:
         return Cause.UNKNOWN, "none"
-    return diagnose(fault, SETTINGS).cause, fault.op
+    return diagnose(fault).cause, fault.op
 
 
 def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:

@@ -1,10 +1,9 @@
-"""Infer the likely cause of a NaN or infinity, and advise which settings to change."""
+"""Infer the likely cause of a NaN or infinity, and what to change in the code."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -52,23 +51,6 @@ class Cause(str, Enum):
 
 
 @dataclass(frozen=True)
-class Advice:
-    """A setting to change, with its current value and the value to try."""
-
-    setting: str
-    now: Any
-    value: Any
-
-    def __str__(self) -> str:
-        """Return a line such as `LEARNING_RATE 4 -> 0.4`."""
-        return f"{self.setting.upper()} {_short(self.now)} -> {_short(self.value)}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """The likely cause of a fault, and what to do about it.
 
@@ -76,13 +58,13 @@ class Diagnosis:
         cause: the category of the cause.
         words: a sentence that describes what happened.
         remedy: what to change in the code or the data.
-        advice: settings to change; empty if no setting is known to help.
+        advice: what else to change, such as settings, if the caller added any.
     """
 
     cause: Cause
     words: str
     remedy: str
-    advice: tuple[Advice, ...]
+    advice: tuple[Any, ...] = ()
 
 
 _REMEDIES = {
@@ -105,39 +87,11 @@ _REMEDIES = {
     Cause.UNKNOWN: "check the ranges of the inputs above",
 }
 
-_TEMPERATURES = ("student_temp", "teacher_temp", "temperature")
-_ZEROS = (Cause.LOG_OF_ZERO, Cause.ZERO_NORM, Cause.UNDERFLOW)
-_IN_FLOAT32 = {"use_fp16": False, "model_dtype": "float32"}
-_CHANGES: dict[Cause, dict[str, Any]] = {
-    Cause.FP16_OVERFLOW: _IN_FLOAT32,
-    **dict.fromkeys(_ZEROS, _IN_FLOAT32),  # only if an input was fp16
-    Cause.LEARNING_RATE: {
-        "learning_rate": lambda now: None if now is None else now / 10,
-        "clip_grad": lambda now: 1.0 if now is None else now,
-    },
-    Cause.POISONED_INPUT: {"rebuild_damaged": True},
-}
-"""For each cause: setting -> the new value, or a function from the current to the new value."""
 
-
-def diagnose(
-    fault: Fault,
-    settings: Mapping[str, Any] | None = None,
-    usual: Mapping[str, float] | None = None,
-) -> Diagnosis:
-    """Return the likely cause of a fault, and the settings or code to change.
-
-    Args:
-        fault: the result of `Microscope.fault`.
-        settings: lower-case name of a setting -> its value. Only these settings are advised, and
-            of them only temperatures, `learning_rate`, `clip_grad`, `use_fp16`, `model_dtype` and
-            `rebuild_damaged`.
-        usual: setting -> largest value to advise, because a tenth of a learning rate that is far
-            too large may still be too large.
-    """
+def diagnose(fault: Fault) -> Diagnosis:
+    """Return the likely cause of a `Microscope.fault`, and the code to change."""
     cause, sentence = _judge(fault)
-    advice = _advice(cause, fault, settings or {}, usual or {})
-    return Diagnosis(cause, sentence, _REMEDIES[cause], tuple(advice))
+    return Diagnosis(cause, sentence, _REMEDIES[cause])
 
 
 def report(fault: Fault, diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -151,7 +105,8 @@ def report(fault: Fault, diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 def _judge(fault: Fault) -> tuple[Cause, str]:
     if fault.poisoned is not None:
-        facts = fault.named.get(fault.poisoned) or _bad_input(fault)
+        bad = (facts for facts in fault.inputs if facts.first_bad is not None)
+        facts = fault.named.get(fault.poisoned) or next(bad)
         return _kind(fault.poisoned), f"{fault.poisoned} came in not finite ({_damage(facts)})"
     for name, facts in fault.named.items():
         only_one = not any(other != name for other in _runaway(fault.named))
@@ -202,10 +157,6 @@ def _kind(name: str) -> Cause:
     return Cause.POISONED_INPUT if name.startswith("input") else Cause.POISONED_WEIGHT
 
 
-def _bad_input(fault: Fault) -> TensorFacts:
-    return next(facts for facts in fault.inputs if facts.first_bad is not None)
-
-
 def _damage(facts: TensorFacts) -> str:
     counts = ((facts.nans, "NaN"), (facts.infs, "inf"))
     bad = " and ".join(f"{count} of {facts.size} values {name}" for count, name in counts if count)
@@ -232,7 +183,7 @@ def _ancestor(made: Made, ops: set[str], depth: int = 4) -> bool:
 def _overflow(fault: Fault) -> tuple[Cause, str]:
     out, limit = fault.outputs[0].dtype, _limit(fault)
     largest = max((facts.largest for facts in fault.inputs), default=0.0)
-    factor, before, wanted = _temperature(fault)
+    factor, before, wanted = temperature(fault)
     if wanted:
         divided = f"values up to {before:.3g} were divided by {1 / factor:.3g}"
         return Cause.TEMPERATURE, f"{divided}, which overflows {out}"
@@ -252,7 +203,7 @@ def _limit(fault: Fault) -> float:
     return math.log(largest) if fault.made.op in _EXPS else largest
 
 
-def _temperature(fault: Fault) -> tuple[float, float, float]:
+def temperature(fault: Fault) -> tuple[float, float, float]:
     """Return the factor, the largest value before it, and a temperature to try (0 for none)."""
     (factor, before), limit = _sharpening(fault.made), _limit(fault)
     exponential = fault.made.op in _EXPS
@@ -260,8 +211,12 @@ def _temperature(fault: Fault) -> tuple[float, float, float]:
         limit = limit / 10 if fault.made.op in _SOFTMAXES | {"div", "mul"} else 0.0
     if not (2 < factor <= 1e4 and 0 < before < limit):
         return factor, before, 0.0
-    fits = _round_up(before / (0.9 * limit)) if exponential else 0.0
-    return factor, before, max(0.1, fits, 2.5 / factor)
+    enough = max(0.1, 2.5 / factor)
+    if exponential:
+        fits = before / (0.9 * limit)
+        step = 10 ** math.floor(math.log10(fits)) / 10  # of the second digit
+        enough = max(enough, math.ceil(fits / step) * step)
+    return factor, before, enough
 
 
 def _sharpening(made: Made, depth: int = 5) -> tuple[float, float]:
@@ -274,27 +229,3 @@ def _sharpening(made: Made, depth: int = 5) -> tuple[float, float]:
         near = [p for p in made.parents if p.op in _ELEMENTWISE]
         factors += [_sharpening(p, depth - 1) for p in near]
     return max(factors)
-
-
-def _round_up(x: float) -> float:
-    step = 10 ** math.floor(math.log10(x)) / 10
-    return math.ceil(x / step) * step
-
-
-def _advice(
-    cause: Cause, fault: Fault, current: Mapping[str, Any], usual: Mapping[str, float]
-) -> list[Advice]:
-    changes = _CHANGES.get(cause, {})
-    if cause in _ZEROS and not any(facts.dtype == "float16" for facts in fault.inputs):
-        changes = {}
-    if cause == Cause.TEMPERATURE:
-        factor, _, enough = _temperature(fault)
-        names = [n for n in _TEMPERATURES if current.get(n, math.inf) < enough]
-        exact = [n for n in names if math.isclose(current[n], 1 / factor, rel_tol=1e-3)]
-        changes = {name: enough for name in exact or names}
-    known = {name: change for name, change in changes.items() if name in current}
-    wanted: dict[str, Any] = {
-        n: change(current[n]) if callable(change) else change for n, change in known.items()
-    }
-    wanted |= {n: min(v, usual[n]) for n, v in wanted.items() if n in usual and v is not None}
-    return [Advice(n, current[n], v) for n, v in wanted.items() if current[n] != v]

@@ -17,8 +17,8 @@ class Event:
 
     Attributes:
         step: optimizer step, from 0.
-        part: name of the part, such as `head 3`; `batch` if the input itself was bad.
-        stage: where the fault was found: `input`, `teacher`, `loss`, `gradient`, ...
+        part: name of the part, such as `model`; `run` if the event is of no part.
+        stage: where the fault was found: `loss`, `gradient`, ..., or a caller's own.
         reason: what the guard saw.
         action: what the guard did, such as `skipped`.
         value: the bad number; None if it is not finite, or if the event has none.
@@ -33,10 +33,8 @@ class Event:
 
     def line(self) -> str:
         """Return the event as one line of strict JSON."""
-        row = asdict(self)
-        if row["value"] is not None and not math.isfinite(row["value"]):
-            row["value"] = None
-        return json.dumps(row)
+        is_finite = self.value is not None and math.isfinite(self.value)
+        return json.dumps(asdict(self) | {"value": self.value if is_finite else None})
 
 
 class EventLog:

@@ -78,7 +78,6 @@ class Observation:
     loss: Tensor
     norm: Tensor  # of the gradient, before clipping
     thresholds: Thresholds
-    teacher: Tensor | None = None  # whether the EMA teacher's probabilities are finite
     scale: Tensor | None = None  # of the loss; above 1, an infinite gradient is an overflow
 
     def stage(self) -> Tensor:
@@ -113,21 +112,37 @@ class Kind:
     advice: str = ""  # what the user should change
 
 
+class Kinds(IntEnum):
+    """Base of `Stage`, and of an enumeration of the kinds that a caller of `Recovery` detects."""
+
+    kind: Kind
+
+    def __new__(cls, kind: Kind) -> Kinds:
+        """Create a member with the number of `kind` as its value."""
+        member = int.__new__(cls, kind.number)
+        member._value_, member.kind = kind.number, kind
+        return member
+
+    def event(
+        self, step: int, part: str, value: float | None = None, action: str = "", detail: str = ""
+    ) -> Event:
+        """Return the event that reports this fault."""
+        action = action or self.kind.action
+        return Event(step, part, self.name.lower(), self.kind.reason + detail, action, value)
+
+    @classmethod
+    def of(cls, event: Event) -> Kinds | None:
+        """Return the kind of fault that an event reports; None for an event that is not a fault."""
+        return cls.__members__.get(event.stage.upper())
+
+
 @unique  # a repeated number would be an alias of another kind
-class Stage(IntEnum):
+class Stage(Kinds):
     """Kinds of faults; events store their names.
 
     The members are in reverse order of where they occur in a step: if several apply, the last one
     listed occurred first and counts as the cause.
     """
-
-    kind: Kind
-
-    def __new__(cls, kind: Kind) -> Stage:
-        """Create a member with the number of `kind` as its value."""
-        member = int.__new__(cls, kind.number)
-        member._value_, member.kind = kind.number, kind
-        return member
 
     HEALTHY = Kind(0, updates=True)
     DEAD = Kind(
@@ -142,8 +157,7 @@ class Stage(IntEnum):
         "the gradient's norm is above the fixed threshold, or too large for the optimizer to "
         "square",
         lambda step: None if (most := step.thresholds.max_norm) is None else step.norm > most,
-        advice="lower the learning rate; if norms of this size are normal, raise the threshold "
-        "(max_norm, in a run GRAD_NORM_THRESHOLD) or set clip_grad",
+        advice="lower the learning rate or set clip_grad; if such norms are normal, raise max_norm",
     )
     SPIKE = Kind(
         4,
@@ -174,16 +188,7 @@ class Stage(IntEnum):
         lambda step: ~step.loss.isfinite(),
         value="loss",
         not_finite=True,
-        advice="look for NaN in the inputs and for log(0) or x / 0 in the loss; lower the "
-        "learning rate, or raise the student's temperature",
-    )
-    TEACHER = Kind(
-        1,
-        "the EMA teacher's probabilities are not finite",
-        lambda step: None if step.teacher is None else ~step.teacher,
-        value="loss",
-        not_finite=True,
-        advice="raise the teacher's temperature; in a custom head look for log(0) or x / 0",
+        advice="look for NaN in the inputs and for log(0) or x / 0; or lower the learning rate",
     )
     RETIRED = Kind(6, detect=lambda step: step.health.retired)
     # Other code finds these two.
@@ -198,25 +203,8 @@ class Stage(IntEnum):
         "overflow",
     )
 
-    def event(
-        self,
-        step: int,
-        part: str,
-        value: float | None = None,
-        action: str = "",
-        detail: str = "",
-    ) -> Event:
-        """Return the event that reports this fault."""
-        action = action or self.kind.action
-        return Event(step, part, self.name.lower(), self.kind.reason + detail, action, value)
 
-    @classmethod
-    def of(cls, event: Event) -> Stage | None:
-        """Return the kind of fault that an event reports; None for an event that is not a fault."""
-        return cls.__members__.get(event.stage.upper())
-
-
-N_KINDS = max(Stage) + 1  # no kind takes the numbers 8, 9 and 11 of former ones
+N_KINDS = max(Stage) + 1  # 8, 9 and 11 are of former kinds; 1 is for a caller's own
 
 
 def is_healthy(stage: Tensor) -> Tensor:

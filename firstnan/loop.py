@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from firstnan.events import Event, EventLog
-from firstnan.faults import Observation, Stage, Thresholds
+from firstnan.faults import Kinds, Observation, Stage, Thresholds
 from firstnan.finite import compute_dtype
 from firstnan.health import Health, is_healthy, rescale_
 from firstnan.norms import look, norm_of, read
@@ -84,6 +84,7 @@ class Guard:
             times, and once in a series of bad steps. Modules that the loop calls instead of the
             model may be passed here.
         group: the ranks that train this model; None for all, False for this process alone.
+        advice: kind of fault -> what to change in your program, in place of the guard's own words.
 
     Attributes:
         locator: its `findings` map a step to the operation that was named; empty without `locate`.
@@ -110,6 +111,7 @@ class Guard:
         events: str | Path | EventLog | None = None,
         locate: bool | Sequence[nn.Module] = False,
         group: dist.ProcessGroup | Literal[False] | None = None,
+        advice: Mapping[Kinds, str] | None = None,
     ) -> None:
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad is {clip_grad}; expected a number > 0, or None")
@@ -137,7 +139,7 @@ class Guard:
         for i, part in enumerate(self._parts):  # what cannot be re-initialized skips this rung
             self.health.reinitialised[i] = not part.resets
         shared = {self._index[SHARED]} if SHARED in self._index else set()
-        self.recovery = Recovery(self._parts, self.health, shared)
+        self.recovery = Recovery(self._parts, self.health, dict(advice or {}), shared)
         self.updates = torch.zeros(n, dtype=torch.int64)
         self._scales = scaler
         self.scale = torch.full((n,), _FIRST_SCALE if scaler else 1.0)
@@ -145,7 +147,7 @@ class Guard:
         limit = self.thresholds.max_norm or (_SQUARED if squares and clip_grad is None else None)
         self._limits = replace(self.thresholds, max_norm=limit)
         self.grad_norm = torch.zeros(n)
-        self._terms = LossTerms(self.thresholds)
+        self._terms = LossTerms(self.thresholds, self.recovery.advice)
         settings = f"{self.thresholds}, clip_grad={clip_grad}, snapshot_every={snapshot_every}"
         self._group, self._ranks = group, Verdicts.between(group, self._parts, settings)
         if not isinstance(events, EventLog):
@@ -155,8 +157,7 @@ class Guard:
         self._forget()
         for name, buffers in self._parts.buffers:
             if buffers.nan:  # there is no good value to go back to
-                reason = f": {buffers.nan}"
-                event = Stage.BUFFER.event(0, name, None, "left as it is", reason)
+                event = Stage.BUFFER.event(0, name, None, "left as it is", f": {buffers.nan}")
                 self.events.extend([event])
         _GUARDS.add(self)
 

@@ -112,7 +112,7 @@ class Place:
     text: str
 
     def __str__(self) -> str:
-        """Return a line such as `heads/my_head.py:31: return x.log()`."""
+        """Return a line such as `models/my_model.py:31: return x.log()`."""
         return f"{self.file}:{self.line}: {self.text}"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from firstnan.events import Event
-from firstnan.faults import N_KINDS, Stage, Thresholds
+from firstnan.faults import N_KINDS, Kinds, Stage, Thresholds
 from firstnan.health import Health, Tally
 from firstnan.parts import TooFewHealthyParts
 
@@ -34,14 +34,19 @@ class Parts(Protocol):
 class Recovery:
     """Report the faults of parts, and restore parts that stay unhealthy.
 
-    `health` is changed in place; `shared` is as in `Health.escalate`.
+    `health` is changed in place. `shared` is as in `Health.escalate`, `advice` as in `Guard`, also
+    for kinds of faults that the caller detects.
     """
 
-    def __init__(self, parts: Parts, health: Health, shared: Collection[int] = ()) -> None:
+    def __init__(
+        self, parts: Parts, health: Health, advice: dict[Kinds, str], shared: Collection[int] = ()
+    ) -> None:
         self.parts, self.health, self.shared = parts, health, shared
+        self.advice = {stage: stage.kind.advice for stage in Stage} | advice
+        self.kinds = {int(kind): kind for kind in self.advice}
         # How often each fault was seen, `[part, stage]`.
         self.counts = torch.zeros(len(parts.names), N_KINDS, dtype=torch.int64)
-        self._ranks: dict[tuple[int, Stage], str] = {}  # the ranks that last saw each fault
+        self._ranks: dict[tuple[int, Kinds], str] = {}  # the ranks that last saw each fault
 
     def report(
         self,
@@ -58,7 +63,7 @@ class Recovery:
         self.counts[[*range(len(stage))], stage.tolist()] += 1
         events = []
         for part in stage.nonzero().flatten().tolist():
-            fault = Stage(int(stage[part]))
+            fault = self.kinds[int(stage[part])]
             if fault.kind.reason:
                 value = float((loss if fault.kind.value == "loss" else norm)[part])
                 ranks = self._ranks[part, fault] = where(part)
@@ -125,13 +130,13 @@ class Recovery:
         lines = []
         for part, counts in enumerate(self.counts.tolist()):
             name = self.parts.names[part]
-            seen = {s: counts[s] for s in reversed(Stage) if s.kind.advice and counts[s]}
+            seen = {s: counts[s] for s in reversed(self.advice) if self.advice[s] and counts[s]}
             if seen:
                 ranks = {s: self._ranks.get((part, s), "") for s in seen}
                 last = {s: f", last{where}" if where else "" for s, where in ranks.items()}
                 often = ", ".join(f"{s.kind.reason} ({n} times{last[s]})" for s, n in seen.items())
                 state = f" It was {done[name]}." if name in done else ""
-                advice = max(seen, key=lambda stage: seen[stage]).kind.advice
+                advice = self.advice[max(seen, key=lambda stage: seen[stage])]
                 lines.append(f"{name}, {steps} steps: {often}.{state} What to change: {advice}.")
         return "\n".join(lines)
 

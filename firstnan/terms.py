@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from firstnan.events import Event
-from firstnan.faults import Observation, Stage, Thresholds
+from firstnan.faults import Kinds, Observation, Stage, Thresholds
 from firstnan.health import Health, is_healthy
 from firstnan.norms import look
 
@@ -24,7 +24,8 @@ class LossTerms:
     reported. The threshold `max_norm` does not apply to terms; it limits whole parts.
     """
 
-    def __init__(self, thresholds: Thresholds) -> None:
+    def __init__(self, thresholds: Thresholds, advice: Mapping[Kinds, str]) -> None:
+        self._advice = advice  # what to change for each kind of fault
         self._thresholds = replace(thresholds, max_norm=None)
         self.health: dict[str, Health] = {}  # of each term, tensors `[1]`
         self.forget()
@@ -86,7 +87,7 @@ class LossTerms:
                 action = "" if fault.kind.updates else "cut out"
                 streak = int(health.streak)
                 if action and streak % self._thresholds.restore_after == 0:
-                    action += f", {streak} times in a row: {fault.kind.advice}"
+                    action += f", {streak} times in a row: {self._advice[fault]}"
                 events.append(fault.event(step, name, value, action, ranks))
             elif missed and name not in self._partly:
                 reason = f"healthy again after {missed} steps"

@@ -55,21 +55,20 @@ def test_the_earliest_stage_is_the_cause():
     health = Health.fresh(5)
     loss = torch.tensor([1.0, math.nan, 1.0, math.inf, 1.0])
     norm = torch.tensor([1.0, math.nan, math.inf, 1.0, 1.0])
-    teacher = torch.tensor([True, True, True, False, True])
-    stage = Observation(health, loss, norm, DEFAULT, teacher).stage()
-    assert stage.tolist() == [0, Stage.LOSS, Stage.GRADIENT, Stage.TEACHER, 0]
+    stage = Observation(health, loss, norm, DEFAULT).stage()
+    assert stage.tolist() == [0, Stage.LOSS, Stage.GRADIENT, Stage.LOSS, 0]
     health.retired[4] = True
-    assert Observation(health, loss, norm, DEFAULT, teacher).stage()[4] == Stage.RETIRED
+    assert Observation(health, loss, norm, DEFAULT).stage()[4] == Stage.RETIRED
     assert is_healthy(stage).tolist() == [True, False, False, False, True]
 
 
 def test_the_numbers_of_the_stages_are_those_that_checkpoints_hold():
     """Version 0.1 wrote these; a new kind of fault takes the next number."""
-    old = {"HEALTHY": 0, "TEACHER": 1, "LOSS": 2, "GRADIENT": 3, "SPIKE": 4, "DEAD": 5}
+    old = {"HEALTHY": 0, "LOSS": 2, "GRADIENT": 3, "SPIKE": 4, "DEAD": 5}
     old |= {"RETIRED": 6, "OVERFLOW": 7}
     numbers = {stage.name: int(stage) for stage in Stage}
     old |= {"WEIGHT": 10, "LARGE": 12, "BUFFER": 13}
-    assert numbers == old  # 8, 9 and 11 were kinds of earlier commits
+    assert numbers == old  # 8, 9 and 11 were kinds of earlier commits; 1 is a caller's
 
 
 def test_an_event_knows_the_kind_of_fault_that_it_is_of():

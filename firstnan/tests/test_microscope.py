@@ -9,21 +9,12 @@ from firstnan.diagnosis import Cause, diagnose
 from firstnan.microscope import Microscope, TensorFacts
 from tests.faults.matrix import row as fault
 
-SETTINGS = {
-    "learning_rate": 4.0,
-    "clip_grad": None,
-    "student_temp": 0.1,
-    "teacher_temp": 0.04,
-    "use_fp16": True,
-    "rebuild_damaged": False,
-}
-
 
 def look(step, **named):
     with Microscope(named) as scope:
         result = step()
     fault = scope.fault(result)
-    return fault, None if fault is None else diagnose(fault, SETTINGS)
+    return fault, None if fault is None else diagnose(fault)
 
 
 def gradient(loss, x):
@@ -67,13 +58,12 @@ def test_a_poisoned_weight_is_named_although_all_share_one_storage(value):
     assert found.words.endswith("the first at [0, 1])")
 
 
-def test_a_poisoned_input_row_is_named_and_its_cache_is_to_be_rebuilt():
+def test_a_poisoned_input_row_is_named():
     x = torch.randn(5, 4)
     x[3] = float("nan")
     fault, found = look(lambda: (x @ torch.randn(4, 2)).sum(), input=x)
     assert fault.named["input"].first_bad == (3, 0)
     assert found.cause == Cause.POISONED_INPUT
-    assert [str(a) for a in found.advice] == ["REBUILD_DAMAGED False -> True"]
 
 
 @pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
@@ -163,31 +153,21 @@ def test_memory_that_is_only_written_to_is_not_looked_at():
 
 
 @pytest.mark.parametrize(
-    ("step", "cause", "advice"),
+    ("step", "cause"),
     [
-        (lambda: (torch.tensor([20.0]).half() * 100).exp(), Cause.FP16_OVERFLOW, None),
-        (
-            lambda: (torch.tensor([0.9]).half() / 0.04).exp(),
-            Cause.TEMPERATURE,
-            ["TEACHER_TEMP 0.04 -> 0.1"],
-        ),
-        (lambda: torch.tensor([1e5]).half(), Cause.FP16_OVERFLOW, ["USE_FP16 True -> False"]),
-        (lambda: torch.tensor([12.0]).half().exp(), Cause.FP16_OVERFLOW, None),
-        (lambda: torch.tensor([1e5]).to(torch.float8_e5m2).float(), Cause.FP8_OVERFLOW, []),
-        (
-            lambda: torch.tensor([1e25]).square(),
-            Cause.LEARNING_RATE,
-            ["LEARNING_RATE 4 -> 0.4", "CLIP_GRAD None -> 1"],
-        ),
-        (lambda: F.normalize(torch.zeros(1, 3).half()), Cause.ZERO_NORM, None),
-        (lambda: torch.tensor([2.0]).acos(), Cause.DOMAIN, []),
+        (lambda: (torch.tensor([20.0]).half() * 100).exp(), Cause.FP16_OVERFLOW),
+        (lambda: (torch.tensor([0.9]).half() / 0.04).exp(), Cause.TEMPERATURE),
+        (lambda: torch.tensor([1e5]).half(), Cause.FP16_OVERFLOW),
+        (lambda: torch.tensor([12.0]).half().exp(), Cause.FP16_OVERFLOW),
+        (lambda: torch.tensor([1e5]).to(torch.float8_e5m2).float(), Cause.FP8_OVERFLOW),
+        (lambda: torch.tensor([1e25]).square(), Cause.LEARNING_RATE),
+        (lambda: F.normalize(torch.zeros(1, 3).half()), Cause.ZERO_NORM),
+        (lambda: torch.tensor([2.0]).acos(), Cause.DOMAIN),
     ],
 )
-def test_causes_and_the_values_to_try(step, cause, advice):
+def test_causes(step, cause):
     _, found = look(step)
-    assert found.cause == cause
-    if advice is not None:
-        assert [str(a) for a in found.advice] == advice
+    assert found.cause == cause and not found.advice
 
 
 def test_a_temperature_is_not_blamed_for_a_zero_it_divided():
@@ -220,30 +200,6 @@ def test_nothing_is_said_of_a_healthy_step_and_anomaly_mode_is_given_back():
     assert not torch.is_anomaly_enabled()
 
 
-def test_settings_the_caller_does_not_have_are_not_advised_on():
-    with Microscope() as scope:
-        x = torch.tensor([1e5]).half()
-    assert diagnose(scope.fault(x)).advice == ()
-
-
-@pytest.mark.parametrize(
-    ("step", "advice"),
-    [
-        (lambda: (torch.tensor([0.9]).half() / 0.05).exp(), ["TEMPERATURE 0.05 -> 0.125"]),
-        (lambda: torch.tensor([1e5]).half(), ["MODEL_DTYPE auto -> float32"]),
-        (lambda: torch.zeros(1).half().log(), ["MODEL_DTYPE auto -> float32"]),
-        (lambda: torch.zeros(1).log(), []),
-        (lambda: torch.tensor([1e25]).square(), ["LEARNING_RATE 0.003 -> 0.0003"]),
-    ],
-)
-def test_settings_of_a_student_are_advised_on_by_their_names(step, advice):
-    settings = {"temperature": 0.05, "learning_rate": 3e-3, "clip_grad": 1.0}
-    settings |= {"model_dtype": "auto", "rebuild_damaged": False}
-    with Microscope() as scope:
-        x = step()
-    assert [str(a) for a in diagnose(scope.fault(x), settings).advice] == advice
-
-
 def test_facts_of_empty_integer_and_wholly_bad_tensors():
     assert TensorFacts.of(torch.empty(0)).low is None
     assert TensorFacts.of(torch.tensor([0, 2])).zeros == 1
@@ -269,14 +225,3 @@ def test_injected_faults_of_every_kind_are_found():
 def test_a_function_outside_its_domain_is_named_with_the_value(step, words):
     _, found = look(lambda: step(torch.tensor([0.0, 1.0])).sum())
     assert (found.cause, found.words) == (Cause.DOMAIN, words)
-
-
-def test_no_value_above_a_usual_one_is_advised():
-    """A tenth of a mad learning rate is mad."""
-    with Microscope() as scope:
-        x = (torch.full((3,), 1e30) * 1e30).sum()
-    rates = {50.0: 2e-5, 1e-5: 1e-6}
-    for now, wanted in rates.items():
-        found = diagnose(scope.fault(x), {"learning_rate": now}, {"learning_rate": 2e-5})
-        (advice,) = found.advice
-        assert found.cause == Cause.LEARNING_RATE and advice.value == pytest.approx(wanted)

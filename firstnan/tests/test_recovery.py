@@ -23,7 +23,7 @@ class Bench:
         self.names = [f"part {i}" for i in range(N)]
         self.begun = []
         self.health = Health.fresh(N)
-        self.recovery = Recovery(self, self.health)
+        self.recovery = Recovery(self, self.health, {})
         self.thresholds = thresholds
 
     def finite(self):

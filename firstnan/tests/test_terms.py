@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from firstnan.faults import Thresholds
+from firstnan.faults import Stage, Thresholds
 from firstnan.terms import LossTerms
 
 FEW = Thresholds(restore_after=3, dead_after=4)
@@ -13,7 +13,7 @@ FEW = Thresholds(restore_after=3, dead_after=4)
 
 def fed(*steps, name="kd"):
     """Steps of one or more `(loss, norm)`; the terms, and the events of each step."""
-    terms, events = LossTerms(FEW), []
+    terms, events = LossTerms(FEW, {stage: stage.kind.advice for stage in Stage}), []
     for number, batches in enumerate(steps):
         for loss, norm in batches:
             terms.judge(name, torch.tensor(loss), torch.tensor(norm))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from firstnan.events import Event
-from firstnan.faults import Stage
 from firstnan.parts import TooFewHealthyParts
 from ssl_kd.datasets.text import first_few
 from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding, count
+from ssl_kd.faults import CHANGES
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, NonFiniteRow, nearest_neighbors
@@ -148,10 +148,8 @@ def _first_batches(
 
 def faults_of(events: list[Event], samples: list[str], precision: Precision) -> Iterator[Finding]:
     """Report the guard's events of the first steps, one finding for each stage and reason."""
-    changes = {stage.name.lower(): stage.kind.advice for stage in Stage if stage.kind.advice}
-    changes["input"] = "rebuild the cached embeddings (--rebuild_damaged), or remove the sample"
-    if precision.scale:
-        changes["gradient"] = f"set USE_FP16 = False; {changes['gradient']}"
+    scaled = f"set USE_FP16 = False; {CHANGES['gradient']}"
+    changes = CHANGES | ({"gradient": scaled} if precision.scale else {})
     groups: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         if event.stage in changes:

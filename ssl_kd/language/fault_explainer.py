@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.diagnosis import Diagnosis, diagnose
+from firstnan.diagnosis import Diagnosis
 from firstnan.events import Event
 from firstnan.faults import Stage
 from firstnan.loop import Guard
 from firstnan.microscope import Fault, Microscope
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
+from ssl_kd.faults import diagnose
 from ssl_kd.language.objective import Objective
 from ssl_kd.language.routed import RoutedTeacher, router_fixed
 from ssl_kd.language.sick_rows import rng_state, set_rng_state
@@ -53,8 +54,7 @@ def examine(
             fault = scope.fault(*(g for g in gradients if g is not None))
     if fault is None:
         return None
-    usual = {"learning_rate": objective.settings.usual_lr}
-    diagnosis = diagnose(fault, objective.settings.known(), usual)
+    diagnosis = diagnose(fault, objective.settings.known(), objective.settings.usual_lr)
     in_teacher = diagnosis.words.startswith("teacher ")
     return fault, of_a_file(diagnosis) if in_teacher else diagnosis
 

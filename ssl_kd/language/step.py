@@ -19,6 +19,7 @@ from firstnan.faults import Thresholds
 from firstnan.loop import Guard
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
+from ssl_kd.faults import REMEDIES
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.fault_explainer import FaultExplainer, examine
 from ssl_kd.language.objective import Objective, student_side
@@ -201,6 +202,7 @@ class Distiller(Objective):
             scaler=precision.scale,
             fresh_optimizer=True,
             events=events,
+            advice=REMEDIES,
         )
         self.tokens = 0
         self.learned = dict.fromkeys(self.weights, 0)  # steps in which each term was used

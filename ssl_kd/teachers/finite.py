@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from firstnan.diagnosis import HUGE, Cause, Diagnosis, diagnose
+from firstnan.diagnosis import HUGE, Cause, Diagnosis
 from firstnan.microscope import Fault, Microscope
 from ssl_kd.datasets.blocks import Batch
+from ssl_kd.faults import diagnose
 from ssl_kd.teachers.causal import evaluating
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from firstnan.diagnosis import diagnose
 from firstnan.faults import Stage, is_healthy
 from firstnan.microscope import Fault, Microscope
 from ssl_kd.errors import InputError
+from ssl_kd.faults import CHANGES, diagnose
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.precision import Precision
 from ssl_kd.seeds import seed_of
@@ -31,7 +31,6 @@ from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadFault
 
-_DEFAULTS = {"learning_rate": VisionSettings.learning_rate}
 _REPLAY = {
     "mode": str,
     "learning_rate": float,
@@ -86,14 +85,14 @@ def replay(path: str | Path, *, head: str | None = None, loss: str | None = None
         result = trainer.step(views, rate, fixed_targets=bundle.tensors.get("given"))
     # Views are checked last: rows with NaN are left out of the step, so they affect no result.
     fault = scope.fault(result.loss, result.grad_norm, views)
-    if fault is None and Stage(int(result.stage)).kind.not_finite:
+    if fault is None and trainer.recovery.kinds[int(result.stage)].kind.not_finite:
         fault = scope.fault()
     reproduced = not bool(is_healthy(result.stage).all()) or bool(result.bad.any())
     return Replay(
         bundle=bundle,
         reproduced=reproduced,
         fault=fault,
-        diagnosis=None if fault is None else diagnose(fault, bundle.settings, _DEFAULTS),
+        diagnosis=fault and diagnose(fault, bundle.settings, VisionSettings.learning_rate),
         sample="" if fault is None else _sample(bundle, fault),
         seen=_rows(bundle, float(result.grad_norm)) if reproduced else (),
     )
@@ -106,8 +105,8 @@ def _rows(bundle: Bundle, norm: float) -> tuple[tuple[str, str], ...]:
     if stage is Stage.SPIKE:
         rate = bundle.settings["learning_rate"]
         rows.append(("change", f"LEARNING_RATE {rate:g} -> {rate / 10:g}"))
-    if stage is not None and not stage.kind.not_finite and stage.kind.advice:
-        rows.append(("remedy", stage.kind.advice))
+    if stage is not None and not stage.kind.not_finite and bundle.event.stage in CHANGES:
+        rows.append(("remedy", CHANGES[bundle.event.stage]))
     return tuple(rows)
 
 

@@ -14,6 +14,7 @@ from firstnan.health import Health, is_healthy, rescale_
 from firstnan.parts import SNAPSHOT_EVERY
 from firstnan.recovery import Recovery, with_all_kinds
 from ssl_kd import losses
+from ssl_kd.faults import REMEDIES, OwnStage
 from ssl_kd.heads.bank import HeadBank
 from ssl_kd.memory import to_device_async
 from ssl_kd.precision import Precision
@@ -132,7 +133,7 @@ class HeadTrainer:
         self.state = self._fresh(bank.initial_weights(heads.seed))
         names = [f"head {bank.first + i}" for i in range(bank.n_heads)]
         self._rows = RowParts(names, self.state.owned(), self._new_row)
-        self.recovery = Recovery(self._rows, self.state.health)
+        self.recovery = Recovery(self._rows, self.state.health, REMEDIES)
 
     def _fresh(self, students: Tensor) -> HeadsState:
         marginal = self.objective.initial_marginal(self.n_clusters)
@@ -267,9 +268,10 @@ class HeadTrainer:
         """Clip `[head, parameter]` gradients, update healthy heads; return loss, norm and stage."""
         state = self.state.rows(rows)
         norm = part_norms(gradient) / state.scale
-        sound = torch.isfinite(marginal).all(1)
         scale = state.scale if self.precision.scale else None
-        stage = Observation(state.health, loss, norm, self.thresholds, sound, scale).stage()
+        stage = Observation(state.health, loss, norm, self.thresholds, scale).stage()
+        unsound = ~torch.isfinite(marginal).all(1) & ~state.health.retired
+        stage = stage.masked_fill(unsound, int(OwnStage.TEACHER))
         healthy = is_healthy(stage)
         if step is not None:
             self._rows.snapshot(rows, healthy, step)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ssl_kd.faults import CHANGES
 from tests.faults.matrix import GROUPS, KINDS, ROWS
 
 FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[2]
@@ -101,7 +102,8 @@ def kinds() -> Iterator[str]:
     for stage in KINDS:
         kind = stage.kind
         rows = ", ".join(str(number) for number, row in ROWS.items() if stage in row.kinds)
-        cells = [stage.name.lower(), kind.reason, kind.action, kind.advice, rows]
+        name = stage.name.lower()
+        cells = [name, kind.reason, kind.action, CHANGES.get(name, ""), rows]
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from firstnan.faults import Stage
+from firstnan.faults import Kinds, Stage
+from ssl_kd.faults import OwnStage
 
 row = pytest.mark.fault
 """Marks the test of a row, or of several: `@row(15)`, `@row(4, 5)`."""
 
-KINDS = [stage for stage in Stage if stage.kind.reason]
+KINDS = [stage for stage in (*Stage, *OwnStage) if stage.kind.reason]
 """The kinds of faults that the guard detects; the other stages are its actions."""
 
 
@@ -26,13 +27,13 @@ class Row:
     fault: str
     outcome: str  # the expected behavior
     how: str = ""  # how the fault is injected, if that is not obvious
-    kinds: tuple[Stage, ...] = ()  # the guard's kinds of faults that the row tests
+    kinds: tuple[Kinds, ...] = ()  # the guard's kinds of faults that the row tests
 
 
 def _read(path: Path) -> tuple[dict[int, Row], dict[int, str]]:
     rows: dict[int, Row] = {}
     groups: dict[int, str] = {}
-    heading = ""
+    heading, by_name = "", {kind.name: kind for kind in KINDS}
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             heading = line.removeprefix("## ")
@@ -41,7 +42,7 @@ def _read(path: Path) -> tuple[dict[int, Row], dict[int, str]]:
             fault, outcome, how, kinds = cells
             if heading not in groups.values():
                 groups[int(number)] = heading
-            rows[int(number)] = Row(fault, outcome, how, tuple(Stage[k] for k in kinds.split()))
+            rows[int(number)] = Row(fault, outcome, how, tuple(by_name[k] for k in kinds.split()))
     return rows, groups
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from firstnan import Event
 from firstnan.diagnosis import Cause
-from firstnan.faults import Stage
+from ssl_kd.faults import CHANGES
 from ssl_kd.files import CorruptFileError
 from ssl_kd.precision import Precision
 from ssl_kd.training.fault_bundle import FlightRecorder, save_bundle
@@ -45,7 +45,7 @@ def record(tmp_path, spoil, exact=True, targets=None, **changes):
     spoil(trainer, views)
     before = {name: tensor[1:2].clone() for name, tensor in trainer.state.tensors().items()}
     result = trainer.step(views, 1e-2, fixed_targets=targets)
-    stage = Stage(int(result.stage[1]))
+    stage = trainer.recovery.kinds[int(result.stage[1])]
     reason = stage.kind.reason or "nothing"
     event = Event(1, "head 1", stage.name.lower(), reason, "skipped")
     samples = torch.arange(100, 100 + 2 * BATCH).view(2, BATCH)
@@ -126,7 +126,7 @@ def test_a_spike_is_judged_by_the_median_before_it(tmp_path, times, seen):
     report = replay(record(tmp_path, spoil))
     assert report.reproduced == seen and report.fault is None
     assert ("LEARNING_RATE 0.004 -> 0.0004" in str(report)) == seen
-    assert (Stage.SPIKE.kind.advice in str(report)) == seen
+    assert (CHANGES["spike"] in str(report)) == seen
 
 
 def test_a_state_of_a_later_step_is_said_to_be_one(tmp_path):
