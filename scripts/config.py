@@ -49,6 +49,11 @@ REBUILD_DAMAGED = False
 # weights of the teacher's architecture) | llama:LAYERSxDIM (new weights of a Llama, for any
 # teacher).
 STUDENT_MODEL = "fresh:2x128"
+# Recompute activations in the backward pass: less memory, more time.
+GRADIENT_CHECKPOINTING = False
+# Peak learning rate of AdamW, at least 0, at most 100; None: 3e-3 for new weights, 5e-4 for layers
+# cut from a teacher, 2e-4 for adapters, 2e-5 for a pretrained model.
+LEARNING_RATE = None
 # Rank of the LoRA adapters that are trained, at least 0; 0: train all weights.
 LORA_RANK = 0
 # LoRA alpha, above 0; the adapters are scaled by LORA_ALPHA / LORA_RANK.
@@ -57,15 +62,13 @@ LORA_ALPHA = 16.0
 LORA_DROPOUT = 0.0
 # Layers with adapters: all-linear (not the output head) | names, as in q_proj,v_proj.
 LORA_TARGET_MODULES = "all-linear"
+# Layers that are trained in full beside the adapters, as copies that are saved with them: names, as
+# in embed_tokens,lm_head; None: none.
+MODULES_TO_SAVE = None
 # Scale the adapters by LORA_ALPHA / sqrt(LORA_RANK).
 USE_RSLORA = False
 # Also train the magnitude of each adapted weight (DoRA).
 USE_DORA = False
-# Recompute activations in the backward pass: less memory, more time.
-GRADIENT_CHECKPOINTING = False
-# Peak learning rate of AdamW, at least 0, at most 100; None: 3e-3 for new weights, 5e-4 for layers
-# cut from a teacher, 2e-4 for adapters, 2e-5 for a pretrained model.
-LEARNING_RATE = None
 
 # --- Text -----------------------------------------------------------------------------------------
 
@@ -174,7 +177,8 @@ WARMUP_FRACTION = 0.1
 # Steps of warm-up, at least 0; 0: WARMUP_FRACTION decides.
 WARMUP_STEPS = 0
 # Optimizer: adamw_torch or adamw_torch_fused (AdamW with its state in float32) | adamw_8bit or
-# adamw_bnb_8bit (with its state in 8 bits, of bitsandbytes).
+# adamw_bnb_8bit (with its state in 8 bits, of bitsandbytes) | paged_adamw_8bit (which moves to the
+# host when GPU memory runs out).
 OPTIM = "adamw_torch"
 # Decay of AdamW's mean gradient, at least 0, below 1.
 ADAM_BETA1 = 0.9

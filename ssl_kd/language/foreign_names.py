@@ -60,7 +60,8 @@ _OTHERS: Mapping[str, str] = {
     "Use --align uld (or chunks), and --alpha_kd.": "uld_* use_extended_uld use_uld_loss",
     "Use --lora_rank above 0.": "peft use_lora use_peft",
     "Adapters are set by --lora_rank, --lora_alpha, --lora_dropout, --lora_target_modules,"
-    " --use_rslora and --use_dora.": "init_lora_weights lora_* modules_to_save",
+    " --modules_to_save, --use_rslora and --use_dora.": """
+        ensure_weight_tying init_lora_weights lora_*""",
     "Use --quantization nf4.": "bnb_* load_in_4bit load_in_8bit",
     "Use --teacher_text 1.": "seq_kd",
     "Use --rollout_url http://HOST:PORT of vllm serve (not trl vllm-serve).": """

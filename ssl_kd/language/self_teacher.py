@@ -33,7 +33,10 @@ class SelfTeacher:
     """Answer with the student's own model, which reads another prompt in each row of the data."""
 
     def __init__(self, student: Any, prompts: OwnPrompts) -> None:
-        self.student, self.prompts, self._head = student, prompts, linear_head(student)
+        self.student, self.prompts = student, prompts
+        self._adapted = getattr(student, "disable_adapter", nullcontext)
+        with self._adapted():
+            self._head = linear_head(student)
 
     def __call__(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher:
         """Return the answer at the positions `rows` of the batch."""
@@ -46,8 +49,7 @@ class SelfTeacher:
             inputs[row, : len(both)] = both
         of = rows // width
         at = rows + of * int(shifts.max()) + to_device_async(shifts, ids.device)[of]
-        adapted = getattr(self.student, "disable_adapter", nullcontext)
-        with evaluating(self.student), adapted():
+        with evaluating(self.student), self._adapted():
             if (head := self._head) is None:
                 logits = self.student(input_ids=inputs, use_cache=False).logits
                 return LogitsTeacher(logits.flatten(0, 1)[at])

@@ -10,15 +10,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ssl_kd.divergences import DIVERGENCES, JS_BETA, STUDENT_TOP_K
+from ssl_kd.language.adapter_settings import AdapterSettings
 from ssl_kd.language.foreign_names import INSTEAD
 from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
 
 TRAINED = "4x192", 800  # LAYERSxDIM and steps of TEACHER_MODEL train
 CACHED_TOKENS, SERVED_TOKENS = 48, 20  # at each position of a cache, and in a server's answer
 MAX_CACHED_TOKENS = 65_535
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
 KA_DRAWS = 2  # draws of experts for each batch in ROUTER_MODE ka
 
 
@@ -141,7 +143,7 @@ class TeacherSettings(Settings):
 
 
 @dataclass(frozen=True)
-class StudentSettings(Settings):
+class StudentSettings(AdapterSettings):
     """Choose the student model, its trainable weights and the learning rate."""
 
     student_model: str = setting(
@@ -151,19 +153,6 @@ class StudentSettings(Settings):
         " for any teacher)",
         section="Student",
     )
-    lora_rank: int = setting(
-        0, "rank of the LoRA adapters that are trained; 0: train all weights", low=0
-    )
-    lora_alpha: float = setting(
-        16.0, "LoRA alpha; the adapters are scaled by LORA_ALPHA / LORA_RANK", above=0
-    )
-    lora_dropout: float = setting(0.0, "dropout on the input of the adapters", low=0, below=1)
-    lora_target_modules: str = setting(
-        "all-linear",
-        "layers with adapters: all-linear (not the output head) | names, as in q_proj,v_proj",
-    )
-    use_rslora: bool = setting(False, "scale the adapters by LORA_ALPHA / sqrt(LORA_RANK)")
-    use_dora: bool = setting(False, "also train the magnitude of each adapted weight (DoRA)")
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass: less memory, more time"
     )
@@ -174,21 +163,6 @@ class StudentSettings(Settings):
         low=0,
         high=100,
     )
-
-    @property
-    def lora_options(self) -> dict[str, Any]:
-        """The keyword arguments of `add_lora`."""
-        names = "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora"
-        return {name: getattr(self, name) for name in names}
-
-    def check_together(self) -> None:
-        """Raise SettingsError if an option of adapters is set, but there are no adapters."""
-        super().check_together()
-        for name, value in self.lora_options.items():
-            if not self.lora_rank and name != "lora_alpha" and value != getattr(type(self), name):
-                raise SettingsError(
-                    f"{name.upper()} is {value!r}, but there are no adapters: set LORA_RANK above 0"
-                )
 
     @property
     def peak_lr(self) -> float:
@@ -412,8 +386,9 @@ class TrainingSettings(RunSettings):
     optim: str = setting(
         "adamw_torch",
         "optimizer: adamw_torch or adamw_torch_fused (AdamW with its state in float32) | adamw_8bit"
-        " or adamw_bnb_8bit (with its state in 8 bits, of bitsandbytes)",
-        choices=("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit"),
+        " or adamw_bnb_8bit (with its state in 8 bits, of bitsandbytes) | paged_adamw_8bit (which"
+        " moves to the host when GPU memory runs out)",
+        choices=(*_ADAMW, "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
     )
     adam_beta1: float = setting(0.9, "decay of AdamW's mean gradient", low=0, below=1)
     adam_beta2: float = setting(0.95, "decay of AdamW's mean squared gradient", low=0, below=1)

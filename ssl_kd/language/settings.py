@@ -290,6 +290,11 @@ class LanguageSettings(
                 f" {self.on_policy:g}: expected a saved model, which a server loads, and above 0.",
             ),
             (
+                self.rollout_url and self.modules_to_save,
+                f"MODULES_TO_SAVE is {self.modules_to_save!r}, but the vLLM server at ROLLOUT_URL"
+                " loads only adapters: set one of them to None.",
+            ),
+            (
                 self.divergence == "distillm2" and not self.on_policy,
                 "DIVERGENCE 'distillm2' contrasts text with the student's continuations: set"
                 " ON_POLICY above 0; 1 makes a pair of each row.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,6 +36,8 @@ from ssl_kd.teachers.finite import in_words
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.process_group import ProcessGroup
 from ssl_kd.training.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 RESTORE_AFTER = 20  # bad steps in a row before the student is restored, see STOP_AFTER
@@ -84,7 +87,13 @@ def make_optimizer(
         "eps": run.adam_epsilon,
     }
     if run.optim.endswith("8bit"):
-        return bitsandbytes("OPTIM adamw_8bit").optim.AdamW8bit(groups, **options)
+        kinds, is_paged = bitsandbytes(f"OPTIM {run.optim}").optim, run.optim.startswith("paged")
+        if is_paged and device.type != "cuda":
+            raise SettingsError(
+                f"OPTIM is {run.optim!r}, but the device is {device}, which has no pages: set OPTIM"
+                " to 'adamw_8bit', which computes the same"
+            )
+        return (kinds.PagedAdamW8bit if is_paged else kinds.AdamW8bit)(groups, **options)
     fused = True if device.type in ("cpu", "cuda") else None  # one pass over the weights
     return torch.optim.AdamW(groups, **options, fused=fused)
 
@@ -366,6 +375,8 @@ class Distiller(Objective):
             if p.requires_grad:
                 p.copy_(state["student"][name])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.settings.optim.startswith("paged"):
+            logger.warning("the state of a resumed paged optimizer stays in GPU memory")
         self.guard.load_state_dict(state["guard"])
         self.tokens, self.explainer.explained = state["tokens"], set(state["explained"])
         self.learned |= state["learned"]

@@ -68,13 +68,13 @@ def halve_products(model: Any, dtype: torch.dtype) -> None:
     trainable weights and the output head become float32, because the residual stream overflows in
     float16.
     """
-    head = model.get_output_embeddings()
+    head = {*model.get_output_embeddings().modules()}  # with a trained copy, of PEFT
     halved: set[Tensor] = set()
     for module in model.modules():
         # GPT-2 has transposed linear layers, of the class Conv1D.
         linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
         floating = linear and module.weight.is_floating_point()  # 4-bit layers cast by themselves
-        if floating and module is not head and not module.weight.requires_grad:
+        if floating and module not in head and not module.weight.requires_grad:
             halved |= set(module.parameters(recurse=False))
             module.register_forward_pre_hook(_cast_input)
             module.register_forward_hook(_cast_output)

@@ -42,6 +42,9 @@ def linear_head(model: Any) -> LinearHead | None:
     """
     causal = without_adapters(model)
     head = causal.get_output_embeddings()
+    if hasattr(head, "modules_to_save"):  # PEFT's wrapper around the head and a trained copy
+        copies = head.modules_to_save
+        head = head.original_module if head.disable_adapters else copies[head.active_adapters[0]]
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     if not plain or causal.base_model is causal:
         return None

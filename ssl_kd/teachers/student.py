@@ -37,6 +37,7 @@ from ssl_kd.teachers.causal import (
     tokenizer_id,
     without_adapters,
 )
+from ssl_kd.teachers.copied_layers import copied_layers
 from ssl_kd.teachers.dtypes import cast_weights
 from ssl_kd.teachers.finite import not_finite
 
@@ -119,14 +120,15 @@ def add_lora(
     lora_alpha: float = 16.0,
     *,
     lora_target_modules: str = ALL_LINEAR,
+    modules_to_save: str | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Any:
     """Freeze a model and add trainable float32 low-rank adapters to its linear layers, in place.
 
-    `lora_target_modules` are names of layers, separated by commas; `options` are those of PEFT's
-    LoraConfig. Until the adapters are trained, the logits of PEFT's wrapper are the model's. The
-    global random state is not changed.
+    `lora_target_modules` are names of layers, separated by commas, and so are `modules_to_save`, of
+    which copies are trained; `options` are those of PEFT's LoraConfig. Until the weights are
+    trained, the logits of PEFT's wrapper are the model's. The global random state is not changed.
     """
     check_rank(rank, model.config)
     peft = llm_module("peft")
@@ -137,6 +139,7 @@ def add_lora(
         target_modules=_adapted_layers(model, lora_target_modules),
         # GPT-2 has transposed linear layers.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+        **copied_layers(model, modules_to_save),
         **options,
     )
     with seeded(seed), warnings.catch_warnings():
@@ -231,7 +234,8 @@ def save_student(
         cast_weights(model, torch.float32)  # a base in half precision would round the sum
         model, adapters = model.merge_and_unload(), False
     transformers = llm_module("transformers")
-    weights = _in_dtype(torch.float32, model, "lora_" if adapters else "")
+    parts = ("lora_", ".modules_to_save.") if adapters else ("",)
+    weights = _in_dtype(torch.float32, model, *parts)
     with (
         quiet(transformers),
         _savable_generation_config(without_adapters(model)) as generation,
@@ -422,12 +426,12 @@ def save_for_server(model: Any, folder: Path, dtype: torch.dtype) -> bool:
     return causal is not model
 
 
-def _in_dtype(dtype: torch.dtype, model: nn.Module, part: str) -> dict[str, torch.Tensor]:
-    """Return the tensors whose names contain `part`, in a dtype; tied weights stay tied."""
+def _in_dtype(dtype: torch.dtype, model: nn.Module, *parts: str) -> dict[str, torch.Tensor]:
+    """Return the tensors whose names contain one of `parts`, in a dtype; tied weights stay tied."""
     converted: dict[tuple[int, torch.Size], torch.Tensor] = {}
     state = {}
     for name, tensor in model.state_dict().items():
-        if part not in name:
+        if not any(part in name for part in parts):
             continue
         key = tensor.data_ptr(), tensor.shape
         if key not in converted or not tensor.numel():

@@ -10,6 +10,7 @@ from firstnan import Guard
 from firstnan.faults import Thresholds
 from ssl_kd.errors import InputError
 from ssl_kd.language.run import run
+from ssl_kd.teachers.frozen import linear_head
 from ssl_kd.teachers.student import add_lora
 from ssl_kd.training.stop import Interrupted
 from tests.bits import same
@@ -23,6 +24,7 @@ ADAPTERS = {
     "lora_rank": 4,
     "lora_dropout": 0.3,
     "lora_target_modules": "q_proj, v_proj",
+    "modules_to_save": "embed_tokens, lm_head",
     "use_rslora": True,
     "use_dora": True,
 }
@@ -41,7 +43,7 @@ def test_plain_peft_loads_the_adapters_that_a_run_saved(settings, models):
     assert layer.scaling["default"] == 16 / math.sqrt(4)
     best = last_checkpoint(path)["best"]["weights"]
     trained = {n: p for n, p in loaded.named_parameters() if ".default" in n}
-    assert len(trained) == 2 * 2 * 3 and same(trained, {n: best[n] for n in trained})
+    assert len(trained) == 2 * 2 * 3 + 2 and same(trained, {n: best[n] for n in trained})
 
 
 @pytest.mark.parametrize(
@@ -93,3 +95,20 @@ def test_the_guard_restores_the_state_of_an_8_bit_optimizer():
 def test_a_misspelt_layer_is_named(tiny):
     with pytest.raises(InputError, match="no linear layer 'q_prj'; expected .*q_proj"):
         add_lora(tiny.model(), 2, lora_target_modules="v_proj,q_prj")
+    for name, said in (("lm_hed", "no layer; .* lm_head"), ("norm", ".*input_layernorm")):
+        with pytest.raises(InputError, match=f"'{name}' matches {said}"):
+            add_lora(tiny.model(), 2, modules_to_save=name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_trained_copy_has_the_gradient_of_its_layer(tiny, tied):
+    plain, ids = tiny.model(tie_word_embeddings=tied), torch.arange(2, 26).view(2, 12)
+    adapted = add_lora(tiny.model(tie_word_embeddings=tied), 2, modules_to_save="lm_head")
+    for model in (plain, adapted):
+        model(input_ids=ids, labels=ids).loss.backward()
+    head = adapted.get_base_model().lm_head
+    assert torch.equal(head.weight.grad, plain.lm_head.weight.grad)
+    assert linear_head(adapted).weight is head.weight
+    with adapted.disable_adapter():
+        assert linear_head(adapted).weight is head.original_module.weight
+    assert (adapted.get_base_model().get_input_embeddings().weight is head.weight) == tied

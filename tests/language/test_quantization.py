@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ssl_kd.errors import MissingPackage
+from ssl_kd.errors import MissingPackage, UserError
 from ssl_kd.language.caching import cache_teacher
 from ssl_kd.language.run import run
 from ssl_kd.teachers.causal import load_causal_lm
@@ -70,6 +70,7 @@ def test_a_run_learns_by_adapters_from_such_a_teacher(settings, models, bits, tm
         learning_rate=3e-2,
         quantization="nf4",
         lora_rank=2,
+        modules_to_save="lm_head",
         student_model=models("student"),
     )
     cache = cache_teacher(settings(quantization="nf4", teacher_cache=str(tmp_path / "c")))
@@ -79,6 +80,11 @@ def test_a_run_learns_by_adapters_from_such_a_teacher(settings, models, bits, tm
     assert load_causal_lm(student).model.dtype == torch.float32  # merged into the base as it was
     losses = [line["kd"] for line in log_lines(student.parent) if "kd" in line]
     assert losses[-1] < losses[0]
+    not_here = ("modules_to_save", "up_proj", "'up_proj' matches model.layers.0.mlp.up_proj")
+    on_cpu = ("optim", "paged_adamw_8bit", "the device is cpu, .* set OPTIM to 'adamw_8bit'")
+    for name, value, said in (not_here, on_cpu):
+        with pytest.raises(UserError, match=said):
+            run(own.replace(run_name=name, **{name: value}))
 
 
 def test_experts_that_stay_whole_are_said(models, bits, caplog):

@@ -214,8 +214,9 @@ def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path
         ({"model_dtype": "fp16"}, "MODEL_DTYPE is 'fp16', but must be one of"),
         ({"device": "gpu"}, "'cuda:N'"),
         ({"warmup_fraction": 1.0}, "below 1"),
+        ({"lora_rank": 2, "modules_to_save": "all-linear"}, "MODULES_TO_SAVE both name all-linear"),
         ({"use_dora": True}, "USE_DORA is True, but there are no adapters"),
-        ({"optim": "paged_adamw_8bit"}, "Did you mean adamw_8bit?"),
+        ({"optim": "adamw_8bits"}, "Did you mean adamw_8bit?"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )

@@ -55,45 +55,29 @@ def test_a_row_is_learned_from_the_teacher_of_its_tag(tagged, changes):
     assert distiller.terms(alone)["kd"] > 0
 
 
+@pytest.mark.parametrize("form", ["text", "prompt"])
 @torch.no_grad()
-def test_a_held_out_row_is_compared_with_the_teacher_of_its_tag(tagged):
-    task = prepared(tagged(eval_rows=3, batch_size=2))
-    judge, student = make_judge(task), task.student.model
-    teachers = (task.frozen.model, task.others[0][1].model)
+def test_a_held_out_row_is_compared_with_the_teacher_of_its_tag(tagged, form, monkeypatch):
+    path, held_out = (Path(tagged().data_path).with_name(name) for name in ("own.jsonl", "b.jsonl"))
+    monkeypatch.chdir(path.parent)  # for continuations
+    lines = path.read_text().replace("text", form).splitlines(keepends=True)
+    path.write_text("".join(lines[20:]))
+    held_out.write_text("".join(lines[:20]))
+    own = {"on_policy": 1.0, "rollout_temperature": 0.0, "batch_size": 3}
+    task = prepared(tagged(**own, packing=False, eval_path=str(held_out)))
+    models = (task.student.model, task.frozen.model, task.others[0][1].model)
     for blocks in (task.eval_blocks, task.validation_blocks):
-        expected = []
-        for tag, ids, counts, documents in zip(
-            blocks.tags, blocks.ids, blocks.counts, blocks.documents, strict=True
-        ):
-            spans = [documents == number for number in range(1, int(documents.max()) + 1)]
-            for own in spans:
-                q, *each = (
-                    model(ids[None, own]).logits[0].log_softmax(-1).double()
-                    for model in (student, *teachers)
-                )
-                p = each[tag]
-                expected.append((p.exp() * (p - q)).sum(-1)[:-1][counts[own][1:]])
-        assert {*blocks.tags.tolist()} == {0, 1}
-        scores = judge._scores(student, blocks)
+        expected, likelihoods = [], []
+        for tag, ids, counts in zip(blocks.tags, blocks.ids, blocks.counts, strict=True):
+            q, *teachers = (m(ids[None]).logits[0, :-1].log_softmax(-1) for m in models)
+            at, p = counts[1:], teachers[tag].double()
+            expected.append((p.exp() * (p - q)).sum(-1)[at])
+            assert form == "text" or torch.equal(p.argmax(-1)[at], ids[counts])
+            likelihoods.append(torch.stack([each[at, ids[counts]] for each in teachers]))
+        first, second = torch.cat(likelihoods, 1).mean(1).neg().exp().tolist()  # perplexities
+        assert {*blocks.tags.tolist()} == {0, 1} and abs(first - second) > 1
+        scores = make_judge(task)._scores(models[0], blocks)
         assert scores.kl == pytest.approx(float(torch.cat(expected).mean()), rel=1e-5)
-    rows = [judge.row("", frozen)[0] for frozen in (task.frozen, task.others[0][1])]
-    assert abs(rows[0]["perplexity"] - rows[1]["perplexity"]) > 1
-
-
-@torch.no_grad()
-def test_a_held_out_prompt_is_continued_by_the_teacher_of_its_tag(tagged, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    records = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
-    prompts = [{"prompt": r["text"][:20], "kind": r["kind"]} for r in records]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
-    own = {"on_policy": 1.0, "alpha_ce": 0.0, "rollout_temperature": 0.0}
-    task = prepared(tagged(**own))
-    blocks = task.eval_blocks
-    for tag, ids, counts in zip(blocks.tags, blocks.ids, blocks.counts, strict=True):
-        teacher = (task.frozen, task.others[0][1])[tag].model
-        likeliest = teacher(ids[None]).logits[0].argmax(-1)[:-1]
-        assert counts.any() and torch.equal(likeliest[counts[1:]], ids[counts])
-    assert {*blocks.tags.tolist()} == {0, 1}
 
 
 def test_packing_keeps_tags_apart(tagged):
