@@ -132,10 +132,11 @@ def with_automatic_cache(settings: LanguageSettings, progress: Progress) -> Lang
 
 
 def _with_folder(settings: LanguageSettings) -> LanguageSettings:
-    """Return the settings with a folder in place of TEACHER_CACHE auto."""
+    """Return the settings with a folder for them and their text in place of TEACHER_CACHE auto."""
     if settings.teacher_cache != "auto":
         return settings
     values = [(name, getattr(settings, name)) for name in _KEYED]
+    values.append(("text", texts_of(settings)[0].digest))
     values += [("student_model", settings.student_model)] * (settings.student_text > 0)
     folder = CACHES / hashlib.sha256(repr(values).encode()).hexdigest()[:16]
     return settings.replace(teacher_cache=str(folder))

@@ -102,6 +102,9 @@ def test_prompts_alone_are_continued_by_the_student_and_cached(settings, tmp_pat
     assert int(task.blocks.by_student.sum()) == 4 < len(task.blocks)
     assert task.cache.manifest["statistics"]["tokens"] == int(task.blocks.counts.sum()) > 0
     assert log_lines(run(own))[0]["kd"] is not None
+    before = cache_teacher(own.replace(teacher_cache="auto")).folder
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines[:70]))
+    assert cache_teacher(own.replace(teacher_cache="auto")).folder != before
 
 
 @pytest.mark.parametrize("kind", ["offline", "self"])
