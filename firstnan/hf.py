@@ -75,7 +75,7 @@ class GuardCallback(TrainerCallback):
         # The Trainer scales the loss itself, and calls back with unscaled gradients.
         self.guard = Guard(
             kwargs["model"], kwargs["optimizer"], clip_grad=clip, scaler=False, **self.options
-        )
+        ).attach()
         self.guard.steps = state.global_step
         self._line = self.counters()  # at the last log line with a loss
         self._stopped: TooFewHealthyParts | None = None

@@ -44,7 +44,9 @@ class GuardCallback(_Callback):
             raise ValueError(f"GuardCallback does not support {strategy}: use ddp or one device")
         # Lightning calls `training_step`, which may call only modules of the model.
         options = {"locate": [pl_module, *pl_module.children()], **self.options}
-        self.guards = {each: Guard(pl_module, each, **options) for each in trainer.optimizers}
+        self.guards = {
+            each: Guard(pl_module, each, **options).attach() for each in trainer.optimizers
+        }
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Check the gradient, before it is clipped; remove a bad one."""

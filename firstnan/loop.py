@@ -23,14 +23,8 @@ from firstnan.faults import Kinds, Observation, Stage, Thresholds
 from firstnan.finite import compute_dtype
 from firstnan.health import Health, is_healthy, rescale_
 from firstnan.norms import look, norm_of, read
-from firstnan.parts import (
-    SHARED,
-    SNAPSHOT_EVERY,
-    ModuleParts,
-    Parameters,
-    TooFewHealthyParts,
-    check_closure,
-)
+from firstnan.optimizers import Optimizers
+from firstnan.parts import SHARED, SNAPSHOT_EVERY, ModuleParts, Parameters, TooFewHealthyParts
 from firstnan.recovery import Recovery, with_all_kinds
 from firstnan.terms import LossTerms, by_name
 from firstnan.verdicts import Verdicts, check_late
@@ -65,8 +59,8 @@ class Guard:
 
     Args:
         model: the module to train.
-        optimizer: holds the model's parameters. None may be float16: keep the weights in float32
-            and compute in half precision under autocast.
+        optimizer: holds the parameters; several optimizers take or skip a step together. None may
+            be float16: keep weights in float32, and compute in half precision under autocast.
         parts: name -> module or parameters that may fail independently; no parameter in two parts.
             Trained weights in no part become the part `shared`. By default the whole model is one
             part.
@@ -100,7 +94,7 @@ class Guard:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         parts: Mapping[str, Parameters] | None = None,
         *,
         thresholds: Thresholds | None = None,
@@ -119,11 +113,11 @@ class Guard:
             raise ValueError(
                 f"snapshot_every is {snapshot_every}; expected a number of steps, or 0 for none"
             )
-        check_closure(optimizer)
         self.model, self.optimizer = model, optimizer
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
         self.steps, self.snapshot_every = 0, snapshot_every
-        self._parts = ModuleParts(model, optimizer, parts, fresh_optimizer=fresh_optimizer)
+        self._optimizers = Optimizers(optimizer)
+        self._parts = ModuleParts(model, self._optimizers, parts, fresh_optimizer=fresh_optimizer)
         names, n = self._parts.names, len(self._parts)
         owners, most = [name for name in names if name != SHARED], self.thresholds.min_parts
         if len(owners) < most:
@@ -143,13 +137,14 @@ class Guard:
         self.updates = torch.zeros(n, dtype=torch.int64)
         self._scales = scaler
         self.scale = torch.full((n,), _FIRST_SCALE if scaler else 1.0)
-        squares = bool({"betas", "alpha", "rho", "lr_decay"} & optimizer.defaults.keys())
-        limit = self.thresholds.max_norm or (_SQUARED if squares and clip_grad is None else None)
+        settings = {key for each in self._optimizers.all for key in each.defaults}
+        squares = bool({"betas", "alpha", "rho", "lr_decay"} & settings) and clip_grad is None
+        limit = self.thresholds.max_norm or (_SQUARED if squares else None)
         self._limits = replace(self.thresholds, max_norm=limit)
         self.grad_norm = torch.zeros(n)
         self._terms = LossTerms(self.thresholds, self.recovery.advice)
-        settings = f"{self.thresholds}, clip_grad={clip_grad}, snapshot_every={snapshot_every}"
-        self._group, self._ranks = group, Verdicts.between(group, self._parts, settings)
+        rules = f"{self.thresholds}, clip_grad={clip_grad}, snapshot_every={snapshot_every}"
+        self._group, self._ranks = group, Verdicts.between(group, self._parts, rules)
         if not isinstance(events, EventLog):
             events = EventLog(events if self._ranks is None or self._ranks.first else None)
         self.events = events
@@ -232,8 +227,20 @@ class Guard:
             RankLost: another rank does not respond.
         """
         self.before_step()
-        self.optimizer.step()  # also without any gradient: a scheduler expects the call
+        self._optimizers.step(self)
         return self.after_step()
+
+    def attach(self) -> Guard:
+        """Guard every later `step` of the optimizers, so that the loop needs no other line.
+
+        Gradients are judged when the first optimizer steps: clip by `clip_grad`, since clipping in
+        the loop hides spikes. Events are logged as warnings. Replaces a guard attached before.
+        Raises ValueError with `scaler=True`: use a GradScaler.
+        """
+        if self._scales:
+            raise ValueError("an attached guard cannot scale losses: use torch.amp.GradScaler")
+        self._optimizers.attach(self)
+        return self
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -258,8 +265,10 @@ class Guard:
         absent = absent & healthy
         self._judged, self.is_judged = (loss, norm, stage, absent), True
         self.locator.judge(self.steps, stage, self.health.streak, self._ranks)
-        self._take_back(healthy, absent, spoiled)
         trained = (healthy & ~absent).tolist()
+        lost = bool((~healthy & ~self.health.retired).any())
+        self.skips = lost and not any(trained)
+        self._take_back(healthy, lost, spoiled)
         if self.snapshot_every:
             due = [i for i, here in enumerate(trained) if here and (self._ranks or gradients[i])]
             self._parts.snapshot(due, self.steps, self.snapshot_every)
@@ -386,7 +395,7 @@ class Guard:
         self._loss: dict[int, Tensor] = {}
         self._terms.forget()
         self._cut: set[int] = set()
-        self.is_judged = False  # by `before_step`, of this step
+        self.is_judged = self.skips = False  # by `before_step`; whether it leaves nothing to update
         self._ran = False  # whether there was a backward pass, which leaves gradients
         self.locator.forget()
         if self._ranks is not None:
@@ -415,11 +424,9 @@ class Guard:
                 self._report_buffers(i, names)
         return loss, norm.masked_fill(self._mask(self._cut), torch.nan), absent, spoiled
 
-    def _take_back(self, healthy: Tensor, absent: Tensor, spoiled: list[list[int]]) -> None:
-        lost = bool((~healthy & ~self.health.retired).any())
-        nothing = lost and not bool((healthy & ~absent).any())
+    def _take_back(self, healthy: Tensor, lost: bool, spoiled: list[list[int]]) -> None:
         for i, (_, buffers) in enumerate(self._parts.buffers):
-            if nothing or (i < len(self._parts) and not healthy[i]):
+            if self.skips or (i < len(self._parts) and not healthy[i]):
                 buffers.put_back()
             elif spoiled[i]:
                 buffers.put_back(spoiled[i])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from firstnan.buffers import Buffers
 from firstnan.errors import GUARD_STOPPED, UserError
 from firstnan.norms import local, read
+from firstnan.optimizers import Optimizers
 
 SNAPSHOT_EVERY = 100  # steps between two snapshots of a part's state
 WHOLE, SHARED = "model", "shared"  # the only part without `parts`; the part of all other weights
@@ -56,13 +56,13 @@ class ModuleParts(UserList[ModulePart]):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         parts: Mapping[str, Parameters] | None,
         *,
         fresh_optimizer: bool = False,
     ) -> None:
-        self._optimizer, self._fresh_optimizer = optimizer, fresh_optimizer
-        self.data, shared = _divide(model, optimizer, parts)
+        self._optimizers, self._fresh_optimizer = optimizers, fresh_optimizer
+        self.data, shared = _divide(model, optimizers, parts)
         self._owned = {id(p) for p in self.weights()}
         self.names = [part.name for part in self]
         # Of each part, then the buffers of no part.
@@ -76,7 +76,7 @@ class ModuleParts(UserList[ModulePart]):
 
     def check_gradients(self) -> None:
         """Raise ValueError if the optimizer would update a parameter that is in no part."""
-        for group in self._optimizer.param_groups:
+        for group in self._optimizers.groups:
             if any(p.grad is not None and id(p) not in self._owned for p in group["params"]):
                 raise ValueError(
                     "the optimizer has a gradient for a parameter that was added or unfrozen after "
@@ -101,7 +101,7 @@ class ModuleParts(UserList[ModulePart]):
                 }
 
     def _state(self, part: ModulePart) -> list[dict[str, Any]]:
-        return [dict(self._optimizer.state.get(p, {})) for p in part.weights]
+        return [dict(self._optimizers.state(p).get(p, {})) for p in part.weights]
 
     def _are_finite(self, parts: Sequence[ModulePart]) -> list[bool]:
         """Return whether weights and optimizer state of each are finite; wait once."""
@@ -127,9 +127,9 @@ class ModuleParts(UserList[ModulePart]):
         for p, weight, saved in saved_rows:
             p.copy_(weight)
             if self._fresh_optimizer:
-                self._optimizer.state.pop(p, None)
+                self._optimizers.state(p).pop(p, None)
                 continue
-            live = self._optimizer.state[p]
+            live = self._optimizers.state(p)[p]
             for key in live.keys() - saved.keys():
                 del live[key]
             for key, value in saved.items():
@@ -152,7 +152,7 @@ class ModuleParts(UserList[ModulePart]):
             for reset in mine.resets:
                 reset()
         for p in mine.weights:
-            self._optimizer.state.pop(p, None)
+            self._optimizers.state(p).pop(p, None)
         mine.good, mine.due = None, 0
         mine.buffers.keep()
 
@@ -175,11 +175,11 @@ class ModuleParts(UserList[ModulePart]):
 
 def _divide(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     named: Mapping[str, Parameters] | None,
 ) -> tuple[list[ModulePart], Buffers]:
     """Return the parts, and the buffers of modules that are in no part."""
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p): p for group in optimizers.groups for p in group["params"]}
     for name, p in model.named_parameters():
         if id(p) in held and p.is_complex():
             raise ValueError(
@@ -257,14 +257,3 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     return copy.deepcopy(value)
-
-
-def check_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if the optimizer's `step` requires a closure (LBFGS)."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ValueError(
-            f"{type(optimizer).__name__}.step needs a closure, but the guard checks the loss before"
-            " the step and cannot check losses inside it: use an optimizer whose step can be called"
-            " without a closure, such as AdamW"
-        )

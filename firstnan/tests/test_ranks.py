@@ -449,3 +449,41 @@ def test_under_fsdp2_all_is_as_under_ddp():
     assert "restored to its state before step 3" in reasons(sharded)
     for one, other in zip(sharded["weights"], whole["weights"], strict=True):
         assert np.allclose(one, other, rtol=0, atol=1e-6)
+
+
+def train_attached(rank, sharded, guarded, bad):
+    """A loop like torchtitan's: two optimizers, its own clipping over sharded gradients."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+    if sharded:
+        for module in (model.a, model.b, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    wrapped = model if sharded else DistributedDataParallel(model)
+    optimizers = [adamw(model.trunk), adamw(nn.ModuleList([model.a, model.b]))]
+    guard = Guard(wrapped, optimizers, locate=True).attach() if guarded else None
+    bits = []
+    for step in range(5):
+        x, y = batch(rank, step)
+        _, losses = losses_of(wrapped(x), y, "ab" if (step, rank) in bad else "")
+        sum(losses.values()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = [p.full_tensor() if sharded else p for p in model.parameters()]  # pyright: ignore
+        bits.append([p.detach().numpy().tobytes() for p in whole])
+    return {
+        "bits": bits,
+        "events": [event.line() for event in guard.events.events] if guard else [],
+    }
+
+
+@in_pieces
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_one_line_guards_two_optimizers_of_ranks_that_clip_by_themselves(sharded):
+    plain = run_ranks(train_attached, 2, sharded, False, ())
+    assert agreed(run_ranks(train_attached, 2, sharded, True, ())) == agreed(plain)
+    sick = agreed(run_ranks(train_attached, 2, sharded, True, {(2, 1)}))
+    bits = sick["bits"]
+    assert [i for i in range(1, 5) if bits[i] == bits[i - 1]] == [2]
+    assert bits[1] == plain[0]["bits"][1] and "skipped" in sick["events"][-1]

@@ -1,0 +1,146 @@
+"""`Guard(...).attach()`: one line guards a loop that nothing else in it knows of."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from firstnan import Guard, Thresholds, TooFewHealthyParts
+from tests.bits import same
+
+STEPS = 6
+
+
+class StackingMuon(torch.optim.Optimizer):
+    """Needs every gradient, and moves by momentum alone, as Muons in the wild do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p, g in zip(
+                group["params"], torch.stack([p.grad for p in group["params"]]), strict=True
+            ):
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.sub_(momentum.mul_(0.9).add_(g), alpha=group["lr"])
+
+
+class Container(torch.optim.Optimizer):
+    """torchtitan's: an optimizer that steps others."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+
+    def __iter__(self):
+        return iter(self.optimizers)
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.a, self.b, self.checkpointed = nn.Linear(6, 6), nn.Linear(6, 6), checkpointed
+
+    def forward(self, x):
+        inner = lambda x: self.b(self.a(x).log1p().tanh())  # noqa: E731
+        return checkpoint(inner, x, use_reentrant=False) if self.checkpointed else inner(x)
+
+
+def train(way, guarded=True, bad=(), each=None, **options):
+    """The weights after each step, and the guard; the rows of a bad batch are below log1p's -1."""
+    torch.manual_seed(0)
+    model = Net(way == "checkpoint")
+    matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+    muon, adamw = StackingMuon(matrices), torch.optim.AdamW(vectors, lr=0.01)
+    optimizers = Container([muon, adamw]) if way == "container" else [muon, adamw]
+    called = torch.compile(model, backend="aot_eager") if way == "compile" else model
+    options = {"locate": True, "snapshot_every": 1, **options}
+    guard = Guard(called, optimizers, **options).attach() if guarded else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=way == "scaler")
+    bits = []
+    for step in range(STEPS):
+        x = torch.rand(4, 6) * 0.1
+
+        def closure(x=x, step=step):
+            for _ in range(2):  # accumulates
+                scaler.scale(called(x if step not in bad else x - 99).square().mean()).backward()
+
+        if way != "closure":
+            closure()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+        if way == "container":
+            optimizers.step()
+        elif way == "scaler":
+            scaler.step(muon), scaler.step(adamw), scaler.update()
+        else:
+            adamw.step(closure if way == "closure" else None), muon.step()
+        model.zero_grad()
+        bits.append([p.detach().clone() for p in model.parameters()])
+    return bits, guard
+
+
+WAYS = ["plain", "container", "closure", "checkpoint", "compile", "scaler"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_line_guards_all_optimizers_of_a_loop(way, caplog):
+    plain, _ = train(way, guarded=False)
+    healthy, guard = train(way)
+    assert all(map(same, plain, healthy)) and guard.updates.tolist() == [STEPS]
+    assert not guard.events.events
+    sick, guard = train(way, bad={3})
+    assert [i for i in range(1, STEPS) if same(sick[i - 1], sick[i])] == [3]
+    if way == "scaler":  # which skips the step before an optimizer is called
+        assert guard.updates.tolist() == [STEPS - 1] and not guard.events.events
+        return
+    assert guard.updates.tolist() == [STEPS - 1] and guard.steps == STEPS
+    origin, event = guard.events.events
+    assert (event.step, event.stage, event.action) == (3, "gradient", "skipped")
+    assert "aten.log1p" in origin.reason and "in Net (" in origin.reason
+    told = [x.getMessage() for x in caplog.records if x.name == "firstnan.events"]
+    assert told == [origin.line(), event.line()]
+
+
+def test_without_a_guard_the_muon_would_fail_or_move():
+    model = nn.Linear(2, 2)
+    muon = StackingMuon([model.weight])
+    guard = Guard(model, [muon, torch.optim.SGD([model.bias], lr=0.1)])
+    model(torch.full((1, 2), torch.nan)).sum().backward()
+    assert guard.step() == set() and len(muon.param_groups) == 1
+    with pytest.raises(TypeError):  # it has no gradient: what `step` kept the optimizer from
+        muon.step()
+
+
+def test_a_model_that_stays_sick_returns_to_its_last_state_and_stops():
+    torch.manual_seed(0)
+    with pytest.raises(TooFewHealthyParts, match="restored"):
+        train("plain", bad=range(2, 99), thresholds=Thresholds(restore_after=2))
+
+
+def test_the_latest_guard_replaces_the_others_and_no_guard_scales_unseen_losses():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guards = [Guard(model, optimizer).attach() for _ in range(2)]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert [guard.steps for guard in guards] == [0, 1]
+    with pytest.raises(ValueError, match="GradScaler"):
+        Guard(model, optimizer, scaler=True).attach()
+
+
+def test_optimizers_that_step_at_different_rates_are_judged_at_each_step_of_the_faster():
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    often, seldom = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
+    guard = Guard(nn.ModuleList([a, b]), [often, seldom]).attach()
+    for step in range(4):
+        b(a(torch.ones(1, 2))).sum().backward()
+        often.step()
+        if step % 2:
+            seldom.step()
+    assert guard.steps == 3 + 1 and guard.updates.tolist() == [4]
