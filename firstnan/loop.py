@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, SupportsIndex
+from typing import Any, Literal, NoReturn, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ class Guard:
             raise ValueError(
                 f"snapshot_every is {snapshot_every}; expected a number of steps, or 0 for none"
             )
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer = model, cast(Any, optimizer)  # one, or several
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
         self.steps, self.snapshot_every = 0, snapshot_every
         self._optimizers = Optimizers(optimizer)

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-FORMATS = {  # arXiv:2209.05433, OCP MX v1.0: types of inputs and gradients, what shares a scale
+FORMATS: dict[str, tuple[torch.dtype, torch.dtype, str]] = {  # arXiv:2209.05433, OCP MX v1.0
     "fp32": (torch.float32, torch.float32, "none"),
     "fp16": (torch.float16, torch.float16, "none"),
     "bf16": (torch.bfloat16, torch.bfloat16, "none"),
@@ -90,7 +90,8 @@ class LowPrecision(TorchDispatchMode):
         module = self._running[-1]
         node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
         if node is None:
-            self._module_of.setdefault(torch.autograd._get_sequence_nr() - 1, module)
+            number = torch.autograd._get_sequence_nr() - 1  # pyright: ignore
+            self._module_of.setdefault(number, module)
         else:
             module = self._module_of.get(node._sequence_nr(), module)
         low = list(args)
@@ -112,7 +113,7 @@ class LowPrecision(TorchDispatchMode):
             self.powers.update(dict(zip(*(x.tolist() for x in powers), strict=True)))
         if module in self.keep_high or not x.numel():
             return x
-        values, *masks = cast(x, self.format[kind == "gradient"], self.format[2], dim)
+        values, *masks = cast(x, self.format[int(kind == "gradient")], self.format[2], dim)
         for event, mask in zip(("saturated", "flushed"), masks, strict=True):
             self.shares[module, f"{kind} {event}"] += torch.tensor([int(mask.sum()), x.numel()])
         return values

@@ -1,5 +1,7 @@
 """`Guard(...).attach()`: one line guards a loop that nothing else in it knows of."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -58,7 +60,7 @@ def train(way, guarded=True, bad=(), each=None, **options):
     model = Net(way == "checkpoint")
     matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
     muon, adamw = StackingMuon(matrices), torch.optim.AdamW(vectors, lr=0.01)
-    optimizers = Container([muon, adamw]) if way == "container" else [muon, adamw]
+    optimizers: Any = Container([muon, adamw]) if way == "container" else [muon, adamw]
     called = torch.compile(model, backend="aot_eager") if way == "compile" else model
     options = {"locate": True, "snapshot_every": 1, **options}
     guard = Guard(called, optimizers, **options).attach() if guarded else None

@@ -58,7 +58,7 @@ def memory_plan(
     more = student.get_text_config().num_hidden_layers - 1
     activations, layers = (one[i] + more * (two[i] - one[i]) for i in (0, 1))
     teacher_model = None if teacher is None else _model(teacher, precision)
-    heads = [m and m.get_output_embeddings().weight for m in (model, teacher_model)]
+    heads: list[Any] = [m and m.get_output_embeddings().weight for m in (model, teacher_model)]
     loss = _loss_bytes(settings, precision, *heads)
     training = {
         "frozen weights": _frozen_bytes(model, settings.quantization == "nf4"),

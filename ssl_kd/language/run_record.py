@@ -173,7 +173,7 @@ def advice(distiller: Distiller) -> str:
     """
     settings = distiller.settings
     diagnoses = [d for d in distiller.explainer.diagnoses if d.cause != Cause.UNKNOWN]
-    values = {change.setting: change.value for d in diagnoses for change in d.advice}
+    values: dict[str, Any] = {c.setting: c.value for d in diagnoses for c in d.advice}
     if not diagnoses:
         values = {"learning_rate": min(settings.peak_lr / 5, settings.usual_lr)}
         if settings.clip_grad is None or settings.clip_grad > 0.5:

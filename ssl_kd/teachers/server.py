@@ -300,9 +300,8 @@ def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> Promp
             column += part
     # NumPy converts a list five times as fast as torch.
     columns = [np.array(ids, "i8"), np.array(values, "f8"), np.array(ranks, "i8")]
-    sizes = torch.tensor([len(entry) for entry in entries[1:]])
-    own = torch.tensor(prompt[1:])
-    top_k = _most_likely(*map(torch.from_numpy, columns), sizes, own, min(k, vocabulary))
+    columns += [np.array([len(entry) for entry in entries[1:]]), np.array(prompt[1:])]
+    top_k = _most_likely(*map(torch.from_numpy, columns), k=min(k, vocabulary))
     _check_distribution(top_k, vocabulary)
     return top_k
 

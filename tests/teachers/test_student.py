@@ -293,7 +293,8 @@ def test_a_card_names_a_local_base_as_its_config_does(tmp_path, monkeypatch, sav
             names = card.get("base_model"), card.get("base_model_relation")
             assert names == (named, named and "adapter")
         named = None
-    assert ModelCard(model_card("a", [], "gpt2", False, False, {})).data.base_model == "gpt2"
+    card = ModelCard(model_card("a", [], "gpt2", False, False, {})).data.to_dict()
+    assert card["base_model"] == "gpt2"
 
 
 def test_adapters_name_their_base_from_everywhere(on_disk, tmp_path, monkeypatch):
