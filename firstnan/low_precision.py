@@ -62,7 +62,7 @@ class LowPrecision(TorchDispatchMode):
         if format not in FORMATS:
             raise ValueError(f"format is {format!r}; expected one of {', '.join(FORMATS)}")
         super().__init__()
-        self.model, self.format, self.keep_high = model, FORMATS[format], keep_high
+        self.model, self.keep_high, (*self.formats, self.scaled) = model, keep_high, FORMATS[format]
         self._known = WeakKeyDictionary({p.untyped_storage(): "weight" for p in model.parameters()})
         self.shares = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))  # part and whole
         self.powers = Counter[float]()  # gradients by the power of two that they do not exceed
@@ -100,20 +100,20 @@ class LowPrecision(TorchDispatchMode):
             new = "gradient" if node else self._known.setdefault(storage, "input")
             low[i] = self._round(args[i], module, self._known.get(storage, new), dim)
         out = func(*low, **(kwargs or {}))
-        if self.format[2] == "none":
+        if self.scaled == "none":
             out = self._round(out, module, "output gradient" if node else "output")
         norms = torch.stack([(out - exact).float().norm(), exact.float().norm()])
         self.shares[module, "product error"] += norms.cpu()
         return out
 
     def _round(self, x: Tensor, module: str, kind: str, dim: int = -1) -> Tensor:
-        if "gradient" in kind and self.format[0] == torch.float32:
+        if "gradient" in kind and self.formats[0] == torch.float32:
             finite = x[(x != 0) & x.isfinite()].float()
             powers = finite.abs().log2().ceil().unique(return_counts=True)
             self.powers.update(dict(zip(*(x.tolist() for x in powers), strict=True)))
         if module in self.keep_high or not x.numel():
             return x
-        values, *masks = cast(x, self.format[int(kind == "gradient")], self.format[2], dim)
+        values, *masks = cast(x, self.formats[kind == "gradient"], self.scaled, dim)
         for event, mask in zip(("saturated", "flushed"), masks, strict=True):
             self.shares[module, f"{kind} {event}"] += torch.tensor([int(mask.sum()), x.numel()])
         return values
