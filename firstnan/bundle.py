@@ -40,6 +40,8 @@ class BundleError(UserError):
 def save(path: Path, watch: Watch, finding: Finding) -> str:
     """Save the pass of a finding: of the module that it names if that repeats it, or of the model.
 
+    No file is overwritten: if `step2.safetensors` exists, the new one is `step2-2.safetensors`.
+
     Returns:
         A sentence: where the file is and what it contains, or why there is none.
     """
@@ -53,14 +55,12 @@ def save(path: Path, watch: Watch, finding: Finding) -> str:
                 content = _encoded(
                     module, call, name, replace(found, module=finding.module, step=finding.step)
                 )
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch(exist_ok=False)  # never overwritten
-                temporary = path.with_suffix(".part")
-                temporary.write_bytes(content)
-                temporary.replace(path)
+                path = _written(path, content)
                 return f"{path}, with rows of your data; python -m firstnan replay {path} shows it"
     except (BundleError, OSError) as error:
         return f"not saved: {error}"
+    except Exception as error:  # whatever the model's arguments raise must not end the training
+        return f"not saved: {type(error).__name__}: {error}"
     return "not saved: the model, run again, does not show it"
 
 
@@ -147,10 +147,43 @@ def _key(finding: Finding) -> list[Any]:
     return [finding.module, op, backward, list(finding.rows)]
 
 
+def _written(path: Path, content: bytes) -> Path:
+    """Write a new file, with a counter in its name if that is taken, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target, number = path, 1
+    while True:
+        try:
+            file = target.open("xb")  # follows no symbolic link
+            break
+        except FileExistsError:
+            number += 1
+            target = path.with_stem(f"{path.stem}-{number}")
+    try:
+        with file:
+            file.write(content)
+    except BaseException:
+        target.unlink()
+        raise
+    return target
+
+
+def _check_keys(value: Any) -> None:
+    """Raise a BundleError if a dict within a value has keys that JSON would change."""
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise BundleError(
+                f"a bundle cannot hold a dict whose keys are no strings: {[*value]!r:.80}"
+            )
+        value = [*value.values()]
+    for inner in value if isinstance(value, list | tuple) else ():
+        _check_keys(inner)
+
+
 def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> bytes:
     """Return the file with a pass of a module."""
     if call.forward is not None:
         raise BundleError("the script has replaced the model's method `forward`")
+    _check_keys((call.args, call.kwargs))
     weights = dict(module.named_parameters())
     buffers = {name: call.buffers.get(name, b) for name, b in module.named_buffers()}
     names = {id(x): name for name, x in [*weights.items(), *buffers.items()]}
@@ -162,11 +195,13 @@ def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> byte
             name = names.get(id(value), f"input or state {len(tensors)}")
             tensors[name] = value.detach().cpu().contiguous()
             return {"tensor": name, "grad": value.requires_grad}
-        if isinstance(value, torch.dtype):
+        if isinstance(value, torch.dtype) and value in kinds:
             return {"dtype": kinds[value]}
         if isinstance(value, Mapping):
             return dict(value)
-        raise BundleError(f"a bundle cannot hold an argument of the type {type(value).__name__}")
+        what = value.dtype if isinstance(value, Tensor) else value
+        what = what if isinstance(what, torch.dtype) else type(what).__name__
+        raise BundleError(f"a bundle cannot hold an argument of the type {what}")
 
     about = {
         "contains": f"rows of the training data as they enter {finding.module or 'the model'}, the "
@@ -196,7 +231,8 @@ def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> byte
         header[name] = {"dtype": kinds[x.dtype], "shape": [*x.shape], "data_offsets": offsets}
     start = json.dumps(header).encode()
     start += b" " * (-len(start) % 8)
-    body = b"".join(ctypes.string_at(x.data_ptr(), x.nbytes) for _, x in aligned)
+    arrays = [(ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()) for _, x in aligned]
+    body = b"".join(arrays)
     content = len(start).to_bytes(8, "little") + start + body
     digest = hashlib.sha256(content).hexdigest()
     return content.replace(_UNSIGNED.encode(), digest.encode(), 1)
@@ -215,7 +251,7 @@ def _decoded(content: bytes) -> dict[str, Any]:
         if entry["dtype"] not in _DTYPES:
             raise ValueError(f"a tensor has the type {entry['dtype']!r}, expected {[*_DTYPES]}")
         dtype = _DTYPES[entry["dtype"]]
-        if any(type(n) is not int or not 0 <= n < 2**31 for n in [begin, stop - begin, *shape]):
+        if any(type(n) is not int or not 0 <= n < 2**48 for n in [begin, stop - begin, *shape]):
             raise ValueError(f"a tensor has the shape {shape}")
         if begin != end or stop - begin != math.prod(shape) * dtype.itemsize or stop > len(body):
             raise ValueError(f"a {dtype} of the shape {shape} has the bytes {begin} to {stop}")

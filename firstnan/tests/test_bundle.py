@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from firstnan.bundle import BundleError, read, replay
+from firstnan.bundle import BundleError, read, replay, save
+from firstnan.watch import Watch
 from tests.processes import HANG, ROOT
 
 NET = """
@@ -82,6 +83,41 @@ def test_the_file_has_only_the_module_of_the_finding_and_other_tools_read_it(fol
         replay(read(file), torch.nn.Linear(2, 2))
 
 
+class Root(torch.nn.Module):
+    def forward(self, x, options):
+        return x.sqrt()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({(0, 1): 2.0}, "a dict whose keys are no strings: [(0, 1)]"),
+        ({"of": [{1: 2.0}]}, "a dict whose keys are no strings: [1]"),
+        (torch.complex64, "an argument of the type torch.complex64"),
+        (torch.zeros(2, dtype=torch.complex64), "an argument of the type torch.complex64"),
+    ],
+)
+def test_arguments_that_a_bundle_cannot_hold_do_not_end_the_script(tmp_path, options, message):
+    path, model = tmp_path / "new" / "a.safetensors", Root()
+    watch = Watch(model)
+    model(-torch.ones(2, 1, requires_grad=True), options).sum().backward()
+    said = save(path, watch, watch.explain())
+    assert said.startswith("not saved: ") and message in said and not path.parent.exists()
+
+
+def test_a_full_disk_leaves_no_file_and_does_not_end_the_script(tmp_path, monkeypatch):
+    model = torch.nn.Linear(1, 1)
+    watch = Watch(model)
+    model(torch.full((2, 1), torch.nan)).sum().backward()
+    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    path = tmp_path / "a.safetensors"
+    monkeypatch.setattr(type(path), "open", lambda path, mode: path.touch() or full)
+    assert "not saved: [Errno 28]" in save(path, watch, watch.explain())
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr("firstnan.bundle.json.dumps", lambda *_, **__: 1 / 0)
+    assert "not saved: ZeroDivisionError: " in save(path, watch, watch.explain())
+
+
 def _change(data, **changes):
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -102,7 +138,7 @@ def _change(data, **changes):
         (lambda data: data.replace(b'"Net.scale', b'"Net.Scale', 1), "JSON|hash"),
         (lambda data: _change(data, dtype="PICKLE"), "the type 'PICKLE', expected"),
         (lambda data: _change(data, data_offsets=[1, 97]), "has the bytes 1 to 97"),
-        (lambda data: _change(data, data_offsets=[0, 1 << 40]), "the shape|has the bytes"),
+        (lambda data: _change(data, data_offsets=[0, 1 << 40]), "has the bytes 0 to 1099511627776"),
         (lambda data: _change(data, shape=[-6, -8]), r"a tensor has the shape \[-6, -8\]"),
         (lambda data: _change(data, shape=[1 << 62, 0]), "a tensor has the shape"),
         (lambda data: _change(data, shape="6"), "a tensor has the shape"),
@@ -118,10 +154,13 @@ def test_a_damaged_or_hostile_bundle_is_refused(folder, tmp_path, damage, messag
 
 def test_nothing_is_overwritten_and_nothing_is_unpickled(folder, monkeypatch):
     file = folder / "saved" / "step2.safetensors"
-    before = file.read_bytes()
+    before, target = file.read_bytes(), folder / "target"
+    (folder / "saved" / "step2-2.safetensors").symlink_to(target)
     done = python(folder, "--bundle", "saved", "net.py")
-    assert "bundle     not saved: [Errno 17] File exists" in done.stderr
-    assert file.read_bytes() == before and [*file.parent.iterdir()] == [file]
+    assert "bundle     saved/step2-3.safetensors, with rows of your data" in done.stderr
+    assert read(folder / "saved" / "step2-3.safetensors")["step"] == 2
+    assert file.read_bytes() == before and not target.exists()
+    assert len([*file.parent.iterdir()]) == 3
     monkeypatch.setattr("pickle.Unpickler", None)
     monkeypatch.setattr("pickle.loads", None)
     monkeypatch.setattr(torch, "load", None)
