@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,19 +17,88 @@ if TYPE_CHECKING:
 _HOOKS: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
 
-class Optimizers:
-    """The optimizers of one guard.
+class _NoGroups(list[dict[str, Any]]):
+    """Parameter groups that no loop over them sees, but whose settings can be read by index."""
 
-    During a step that is left out, an optimizer has no `param_groups`: a Muon that stacks its
-    gradients fails if one is missing, and others move weights without a gradient by momentum.
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def stand_in(optimizer: Optimizer, is_left_out: Callable[[], bool]) -> Optimizer:
+    """Return an optimizer with the same attributes, but without groups while a step is left out.
+
+    A Muon that stacks its gradients fails if one is missing, and others move weights without a
+    gradient by momentum. Only the step sees it, so nothing has to be put back after an exception.
     """
+    owner = weakref.ref(optimizer)
+
+    def groups(_: Optimizer) -> list[dict[str, Any]]:
+        here = cast(Optimizer, owner()).param_groups
+        return _NoGroups({**group, "params": []} for group in here) if is_left_out() else here
+
+    def replace(_: Optimizer, groups: list[dict[str, Any]]) -> None:
+        cast(Optimizer, owner()).param_groups = groups
+
+    kind = type(optimizer)
+    members = {"param_groups": property(groups, replace), "is_stand_in": True}
+    other = object.__new__(type(kind.__name__, (kind,), members))
+    other.__dict__ = optimizer.__dict__
+    return other
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Return whether a hook was called by `super().step()`, inside a step of a stand-in."""
+    return hasattr(optimizer, "is_stand_in")
+
+
+def judged_first(
+    optimizer: Optimizer, judge: Callable[[], object], args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """Return the arguments of a step of `optimizer` that is judged after its closure, if any."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is `self`
+    if not callable(closure):
+        judge()
+        return (optimizer, *args[1:]), kwargs
+
+    def closure_first() -> Any:
+        loss = closure()
+        judge()
+        return loss
+
+    if len(args) > 1:
+        return (optimizer, closure_first, *args[2:]), kwargs
+    return (optimizer,), {**kwargs, "closure": closure_first}
+
+
+def unscale_(optimizer: Optimizer) -> bool:
+    """Divide gradients by the scale that a GradScaler leaves to a fused optimizer.
+
+    Return False, without a change, if they overflowed: the optimizer itself skips the step.
+    """
+    overflow = getattr(optimizer, "found_inf", None)
+    if overflow is not None and bool(overflow):
+        return False
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.div_(scale.to(p.grad.device))
+        optimizer.grad_scale = None  # pyright: ignore[reportAttributeAccessIssue]
+    return True
+
+
+class Optimizers:
+    """The optimizers of one guard."""
 
     def __init__(self, given: Optimizer | Iterable[Optimizer]) -> None:
-        self.all = [*_plain(given)]
+        self.all = [*dict.fromkeys(_plain(given))]
         for optimizer in self.all:
             _check_closure(optimizer)
         self._owner = {id(p): o for o in self.all for row in o.param_groups for p in row["params"]}
-        self._hidden: dict[Optimizer, list[dict[str, Any]]] = {}
         self._stepped: set[Optimizer] = set()  # in the step that a hook has judged
 
     @property
@@ -43,29 +113,28 @@ class Optimizers:
     def step(self, guard: Guard) -> None:
         """Call `step` of each optimizer, also without any gradient: a scheduler expects it."""
         for optimizer in self.all:
-            self._hide(optimizer, guard)
-            optimizer.step()
-            self._show(optimizer)
+            if not guard.skips:
+                optimizer.step()
+                continue
+            other = stand_in(optimizer, lambda: True)
+            hook = optimizer.register_step_pre_hook(lambda _, a, k, o=other: ((o, *a[1:]), k))
+            try:
+                optimizer.step()
+            finally:
+                hook.remove()
 
     def attach(self, guard: Guard) -> None:
         """Let each optimizer call the guard before and after its `step`, and keep it alive."""
+        others = {optimizer: stand_in(optimizer, lambda: guard.skips) for optimizer in self.all}
 
         def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is `self`
-            if not callable(closure):
-                return self._before(optimizer, guard)
-
-            def closure_first() -> Any:
-                loss = closure()
-                self._before(optimizer, guard)
-                return loss
-
-            others = {name: value for name, value in kwargs.items() if name != "closure"}
-            return (optimizer, closure_first, *args[2:]), others
+            if is_nested(optimizer):
+                return None
+            judge = partial(self._before, optimizer, guard)
+            return judged_first(others[optimizer], judge, args, kwargs)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
-            self._show(optimizer)
-            if self._stepped:
+            if self._stepped and not is_nested(optimizer):
                 self._stepped.add(optimizer)
                 if len(self._stepped) == len(self.all):
                     self._finish(guard)
@@ -77,12 +146,13 @@ class Optimizers:
             _HOOKS[optimizer] = [register[0](before), register[1](after)]
 
     def _before(self, optimizer: Optimizer, guard: Guard) -> None:
+        if not unscale_(optimizer):
+            return
         if optimizer in self._stepped:  # the others do not step as often
             self._finish(guard)
         if not guard.is_judged:
             guard.before_step()
             self._stepped.add(optimizer)
-        self._hide(optimizer, guard)
 
     def _finish(self, guard: Guard) -> None:
         self._stepped.clear()
@@ -90,14 +160,6 @@ class Optimizers:
             guard.after_step()
         finally:
             guard.events.log_new()
-
-    def _hide(self, optimizer: Optimizer, guard: Guard) -> None:
-        self._show(optimizer)  # after an exception in its last step
-        if guard.skips:
-            self._hidden[optimizer], optimizer.param_groups = optimizer.param_groups, []
-
-    def _show(self, optimizer: Optimizer) -> None:
-        optimizer.param_groups = self._hidden.pop(optimizer, optimizer.param_groups)
 
 
 def _plain(given: Any) -> Iterator[Optimizer]:

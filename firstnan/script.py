@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from firstnan.bundle import save
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK
 from firstnan.microscope import Microscope
 from firstnan.norms import are_finite, norm_of
+from firstnan.optimizers import is_nested, judged_first, stand_in, unscale_
 from firstnan.watch import OUTSIDE, Finding, Watch, finding_of
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ class ScriptWatch:
         self._losses: list[Tensor] = []
         self._stale: set[int] = set()  # watches whose models have been updated since
         self._backwards, self._overflows = 0, 0
+        self._skips = False  # whether the present step is left out
+        self._others: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()  # stand-ins
         self._inside = threading.local()
         self._scopes = contextlib.ExitStack()
         self._scope: Microscope | None = None
@@ -134,19 +138,19 @@ class ScriptWatch:
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         """Judge the gradients before a step, or each time that its closure has computed them."""
-        step = self.steps
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._judge(optimizer)
+        if is_nested(optimizer):
             return None
+        step = self.steps
 
-        def judged() -> Any:
-            loss = closure()
-            self.steps = step  # of all its calls
-            self._judge(optimizer)
-            return loss
+        def judge() -> None:
+            self.steps = step  # of all calls of a closure
+            self._skips = False
+            if unscale_(optimizer):  # else the scaler's `update` is judged
+                self._judge(optimizer)
 
-        return args[:1], {**kwargs, "closure": judged}
+        if optimizer not in self._others:
+            self._others[optimizer] = stand_in(optimizer, lambda: self._skips)
+        return judged_first(self._others[optimizer], judge, args, kwargs)
 
     def _judge(self, optimizer: Optimizer) -> None:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
@@ -160,6 +164,7 @@ class ScriptWatch:
         if bad and self.on_bad == "stop":
             raise SystemExit(GUARD_STOPPED)
         if bad and self.on_bad == "skip":
+            self._skips = True
             for p in weights:
                 p.grad = None
 

@@ -146,3 +146,45 @@ def test_optimizers_that_step_at_different_rates_are_judged_at_each_step_of_the_
         if step % 2:
             seldom.step()
     assert guard.steps == 3 + 1 and guard.updates.tolist() == [4]
+
+
+def test_a_scaler_leaves_a_fused_optimizer_neither_scaled_gradients_nor_a_fault():
+    weights = []
+    for fused in (False, True):
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        guard = Guard(model, optimizer, clip_grad=1.0).attach()
+        scaler = torch.amp.GradScaler("cpu")
+        for x in (1.0, 1e38, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((2, 4), x)).mean()).backward()
+            scaler.step(optimizer), scaler.update()
+        assert guard.steps == 2 and not guard.events.events
+        weights.append(model.weight.detach())
+    assert same(*weights) and weights[0].max() < 0.95
+
+
+class Nested(torch.optim.SGD):
+    def step(self, closure=None):
+        assert self.param_groups[0]["lr"] == 0.1
+        super().step(closure)
+        self.calls = getattr(self, "calls", 0) + 1
+
+
+@pytest.mark.parametrize("way", ["attached", "closure", "by hand"])
+def test_a_step_that_calls_another_and_reads_its_groups_is_left_out(way):
+    model = nn.Linear(4, 1)
+    torch.optim.SGD(model.parameters())  # torch adds hooks to `step` at the first use of a class
+    optimizer = Nested(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer)
+    step = guard.step if way == "by hand" else guard.attach().optimizer.step
+    for x in (1.0, torch.nan, 1.0):
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), x)).sum().backward()
+
+        step(closure) if way == "closure" else (closure(), step())
+        assert len(optimizer.param_groups) == 1
+    assert optimizer.calls == guard.steps == 3 and guard.updates.tolist() == [2]

@@ -98,12 +98,13 @@ def test_a_loss_that_stays_behind_is_seen_although_every_gradient_is_zero(tmp_pa
     assert "every label is ignored" in done.err
 
 
-def test_a_loss_scale_that_falls_is_no_fault_but_one_that_never_fits_is(tmp_path, run):
-    loop = """
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scale_that_falls_is_no_fault_but_one_that_never_fits_is(tmp_path, run, fused):
+    loop = f"""
     import sys, torch
     from torch import nn
     net = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, fused={fused})
     scaler = torch.amp.GradScaler("cpu")
     for step in range(20):
         loss = net(torch.ones(2, 4)).half().mean() * float(sys.argv[1])
@@ -186,3 +187,25 @@ def test_a_run_that_stays_sick_goes_on_with_eight_reports(tmp_path, run):
     body = "for i in range(12): net(x).mean().backward(); sgd.step()"
     done = run("--on-bad", "go-on", write(tmp_path, loop=FOREIGN + body))
     assert done.returncode == 0 and done.err.count("first bad") == 8 and "finite: 12" in done.err
+
+
+CUSTOM = """
+import torch
+class Muon(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, epoch, rate):
+        for group in self.param_groups:
+            for p, g in zip(group["params"], torch.stack([p.grad for p in group["params"]])):
+                p.sub_(rate * g)
+net = torch.nn.Linear(4, 1, bias=False)
+optimizer = Muon(net.parameters(), {})
+for epoch in range(3):
+    net(torch.full((2, 4), torch.nan if epoch == 1 else 1.0)).sum().backward()
+    optimizer.step(epoch, 0.1), optimizer.zero_grad()
+assert net.weight.isfinite().all()
+"""
+
+
+def test_a_step_with_arguments_of_its_own_can_be_left_out(tmp_path, run):
+    done = run("--on-bad", "skip", write(tmp_path, loop=CUSTOM))
+    assert done.returncode == 0 and "3 optimizer steps, not finite: 1" in done.err
