@@ -57,9 +57,9 @@ class EventLog:
         return len(self.events)
 
     def log_new(self) -> list[Event]:
-        """Log the events since the last call as warnings, and return them."""
+        """Log the events since the last call as warnings unless announced, and return them."""
         new, self._n_told = self.events[self._n_told :], len(self.events)
-        for event in new:
+        for event in new if not self.announce else ():
             logger.warning("%s", event.line())
         return new
 

@@ -244,7 +244,7 @@ class Guard:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Run the first half of `step`, for loops that call `optimizer.step()` themselves."""
+        """Run the first half of `step`, for loops that step by hand (momentum: after `attach`)."""
         if self._ranks is None and self._group is None:
             check_late()
         self.events.extend(self._terms.record(self.steps))

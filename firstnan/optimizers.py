@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from firstnan.hooks import version_of
+from firstnan.norms import are_finite, norm_of
 
 if TYPE_CHECKING:
     from firstnan.loop import Guard
@@ -39,19 +43,12 @@ def stand_in(optimizer: Optimizer, is_left_out: Callable[[], bool]) -> Optimizer
         here = cast(Optimizer, owner()).param_groups
         return _NoGroups({**group, "params": []} for group in here) if is_left_out() else here
 
-    def replace(_: Optimizer, groups: list[dict[str, Any]]) -> None:
-        cast(Optimizer, owner()).param_groups = groups
-
     kind = type(optimizer)
-    members = {"param_groups": property(groups, replace), "is_stand_in": True}
+    shared = property(groups, lambda _, new: setattr(owner(), "param_groups", new))
+    members = {"param_groups": shared, "is_stand_in": True}
     other = object.__new__(type(kind.__name__, (kind,), members))
     other.__dict__ = optimizer.__dict__
     return other
-
-
-def is_nested(optimizer: Optimizer) -> bool:
-    """Return whether a hook was called by `super().step()`, inside a step of a stand-in."""
-    return hasattr(optimizer, "is_stand_in")
 
 
 def judged_first(
@@ -83,10 +80,8 @@ def unscale_(optimizer: Optimizer) -> bool:
         return False
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.div_(scale.to(p.grad.device))
+        for g in _gradients(optimizer.param_groups):
+            g.div_(scale.to(g.device))
         optimizer.grad_scale = None  # pyright: ignore[reportAttributeAccessIssue]
     return True
 
@@ -100,6 +95,7 @@ class Optimizers:
             _check_closure(optimizer)
         self._owner = {id(p): o for o in self.all for row in o.param_groups for p in row["params"]}
         self._stepped: set[Optimizer] = set()  # in the step that a hook has judged
+        self._seen = WeakTensorKeyDictionary()  # gradient -> its version then
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -128,13 +124,13 @@ class Optimizers:
         others = {optimizer: stand_in(optimizer, lambda: guard.skips) for optimizer in self.all}
 
         def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if is_nested(optimizer):
+            if hasattr(optimizer, "is_stand_in"):  # its step calls `super().step()`
                 return None
             judge = partial(self._before, optimizer, guard)
             return judged_first(others[optimizer], judge, args, kwargs)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
-            if self._stepped and not is_nested(optimizer):
+            if self._stepped and not hasattr(optimizer, "is_stand_in"):
                 self._stepped.add(optimizer)
                 if len(self._stepped) == len(self.all):
                     self._finish(guard)
@@ -148,11 +144,21 @@ class Optimizers:
     def _before(self, optimizer: Optimizer, guard: Guard) -> None:
         if not unscale_(optimizer):
             return
-        if optimizer in self._stepped:  # the others do not step as often
-            self._finish(guard)
+        if self._stepped and (optimizer in self._stepped or self._is_unseen(optimizer)):
+            self._finish(guard)  # the others do not step as often, or have another loss (a GAN)
         if not guard.is_judged:
             guard.before_step()
             self._stepped.add(optimizer)
+            if len(self.all) > 1:
+                seen = {g: version_of(g) for g in _gradients(self.groups)}
+                self._seen = WeakTensorKeyDictionary(seen)
+
+    def _is_unseen(self, optimizer: Optimizer) -> bool:
+        """Return whether there are new gradients, or others became bad: unscaling is allowed."""
+        gradients = _gradients(optimizer.param_groups)
+        changed = [g for g in gradients if self._seen.get(g) != version_of(g)]
+        is_new = any(g not in self._seen for g in changed)
+        return is_new or (bool(changed) and not are_finite([norm_of(changed)]))
 
     def _finish(self, guard: Guard) -> None:
         self._stepped.clear()
@@ -162,13 +168,20 @@ class Optimizers:
             guard.events.log_new()
 
 
+def _gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
+    return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+
+
 def _plain(given: Any) -> Iterator[Optimizer]:
     """Yield the optimizers in a list, torchtitan's container or accelerate's wrapper."""
-    if isinstance(given, Iterable):
+    if isinstance(given, Iterable) and not isinstance(given, (Tensor, Mapping, str)):
         for optimizer in given:
             yield from _plain(optimizer)
-    else:
-        yield given if hasattr(given, "_optimizer_step_pre_hooks") else given.optimizer
+        return
+    found = given if hasattr(given, "_optimizer_step_pre_hooks") else getattr(given, "optimizer", 0)
+    if not hasattr(found, "_optimizer_step_pre_hooks"):
+        raise TypeError(f"expected an optimizer, or a list of them; got a {type(given).__name__}")
+    yield found
 
 
 def _check_closure(optimizer: Optimizer) -> None:

@@ -32,7 +32,7 @@ from firstnan.bundle import save
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK
 from firstnan.microscope import Microscope
 from firstnan.norms import are_finite, norm_of
-from firstnan.optimizers import is_nested, judged_first, stand_in, unscale_
+from firstnan.optimizers import judged_first, stand_in, unscale_
 from firstnan.watch import OUTSIDE, Finding, Watch, finding_of
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class ScriptWatch:
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         """Judge the gradients before a step, or each time that its closure has computed them."""
-        if is_nested(optimizer):
+        if hasattr(optimizer, "is_stand_in"):  # its step calls `super().step()`
             return None
         step = self.steps
 
