@@ -10,16 +10,20 @@ import argparse
 import ctypes
 import hashlib
 import importlib
+import itertools
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
 from firstnan.errors import BAD_INPUT, FAILED, OK, UserError
 from firstnan.watch import Call, Finding, Watch, inner_of
@@ -27,7 +31,9 @@ from firstnan.watch import Call, Finding, Watch, inner_of
 _KINDS = "F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL F8_E4M3 F8_E5M2".split()
 _TYPES = "double float half bfloat16 long int short int8 uint8 bool float8_e4m3fn float8_e5m2"
 _DTYPES = {kind: getattr(torch, name) for kind, name in zip(_KINDS, _TYPES.split(), strict=True)}
-_KEYS = ("contains", "report", "path", "finding", "step", "training", "weights", "torch")
+_KEYS = {"contains": str, "report": str, "path": str, "torch": str, "step": int | None}
+_KEYS |= {"finding": tuple[str | None, str | None, bool | None, list[int]]}
+_KEYS |= {"training": list[str], "weights": dict[str, Tensor]}
 _UNSIGNED = "0" * 64  # in place of the hash while the file is hashed
 
 
@@ -39,8 +45,6 @@ class BundleError(UserError):
 
 def save(path: Path, watch: Watch, finding: Finding) -> str:
     """Save the pass of a finding: of the module that it names if that repeats it, or of the model.
-
-    No file is overwritten: if `step2.safetensors` exists, the new one is `step2-2.safetensors`.
 
     Returns:
         A sentence: where the file is and what it contains, or why there is none.
@@ -57,10 +61,8 @@ def save(path: Path, watch: Watch, finding: Finding) -> str:
                 )
                 path = _written(path, content)
                 return f"{path}, with rows of your data; python -m firstnan replay {path} shows it"
-    except (BundleError, OSError) as error:
-        return f"not saved: {error}"
     except Exception as error:  # whatever the model's arguments raise must not end the training
-        return f"not saved: {type(error).__name__}: {error}"
+        return f"not saved: {error if isinstance(error, BundleError | OSError) else repr(error)}"
     return "not saved: the model, run again, does not show it"
 
 
@@ -89,7 +91,8 @@ def replay(bundle: Mapping[str, Any], model: nn.Module) -> Finding | None:
 
     Args:
         bundle: from `read`.
-        model: the model of the script, or the module of the bundle alone; it gets the weights.
+        model: the model of the script, or the module of the bundle alone; it is moved to the CPU,
+            its weights are replaced, and its modules get the modes (training or not) of the pass.
 
     Raises:
         BundleError: the model has other weights or buffers than the bundle.
@@ -97,12 +100,16 @@ def replay(bundle: Mapping[str, Any], model: nn.Module) -> Finding | None:
     module = dict(model.cpu().named_modules()).get(bundle["path"], model)
     call = bundle["call"]
     weights = dict(module.named_parameters())
-    shapes = {name: x.shape for name, x in [*weights.items(), *module.named_buffers()]}
-    wanted = {name: x.shape for name, x in [*bundle["weights"].items(), *call.buffers.items()]}
-    for name in {**shapes, **wanted}:
-        if shapes.get(name) != wanted.get(name):
-            sizes = [list(x[name]) if name in x else "missing" for x in (shapes, wanted)]
-            raise BundleError(f"{name!r} is {sizes[0]} in the model, expected {sizes[1]}")
+    tensors = weights | dict(module.named_buffers()), bundle["weights"] | call.buffers
+    for name in {**tensors[0], **tensors[1]}:
+        facts = [
+            f"{[*x[name].shape]} of {'floats' if x[name].is_floating_point() else x[name].dtype}"
+            if name in x
+            else "missing"
+            for x in tensors
+        ]
+        if facts[0] != facts[1]:
+            raise BundleError(f"{name!r} is {facts[0]} in the model, expected {facts[1]}")
     for name, p in weights.items():
         p.data = bundle["weights"][name].detach()
         p.requires_grad_(bundle["weights"][name].requires_grad)
@@ -125,6 +132,8 @@ def main(arguments: Sequence[str]) -> int:
         if options.model is None:
             return OK
         module, _, name = options.model.partition(":")
+        if not name:
+            raise BundleError(f"--model is {module!r}, expected MODULE:CALLABLE, such as net:Net")
         finding = replay(bundle, getattr(importlib.import_module(module), name)())
     except (BundleError, OSError, ImportError, AttributeError) as error:
         print(error, file=sys.stderr)
@@ -150,40 +159,26 @@ def _key(finding: Finding) -> list[Any]:
 def _written(path: Path, content: bytes) -> Path:
     """Write a new file, with a counter in its name if that is taken, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    target, number = path, 1
-    while True:
+    names = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2))
+    path = next(name for name in itertools.chain([path], names) if not os.path.lexists(name))
+    with path.open("xb") as file:  # follows no symbolic link
         try:
-            file = target.open("xb")  # follows no symbolic link
-            break
-        except FileExistsError:
-            number += 1
-            target = path.with_stem(f"{path.stem}-{number}")
-    try:
-        with file:
             file.write(content)
-    except BaseException:
-        target.unlink()
-        raise
-    return target
-
-
-def _check_keys(value: Any) -> None:
-    """Raise a BundleError if a dict within a value has keys that JSON would change."""
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise BundleError(
-                f"a bundle cannot hold a dict whose keys are no strings: {[*value]!r:.80}"
-            )
-        value = [*value.values()]
-    for inner in value if isinstance(value, list | tuple) else ():
-        _check_keys(inner)
+            file.flush()
+        except BaseException:
+            path.unlink()
+            raise
+    return path
 
 
 def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> bytes:
     """Return the file with a pass of a module."""
     if call.forward is not None:
         raise BundleError("the script has replaced the model's method `forward`")
-    _check_keys((call.args, call.kwargs))
+    leaves = tree_flatten_with_path((call.args, dict(call.kwargs)))[0]
+    keys = itertools.chain(*(place for place, _ in leaves))
+    if bad := [x.key for x in keys if isinstance(x, MappingKey) and not isinstance(x.key, str)]:
+        raise BundleError(f"a bundle cannot hold a dict with the key {bad[0]!r}, expected strings")
     weights = dict(module.named_parameters())
     buffers = {name: call.buffers.get(name, b) for name, b in module.named_buffers()}
     names = {id(x): name for name, x in [*weights.items(), *buffers.items()]}
@@ -197,10 +192,9 @@ def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> byte
             return {"tensor": name, "grad": value.requires_grad}
         if isinstance(value, torch.dtype) and value in kinds:
             return {"dtype": kinds[value]}
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return dict(value)
-        what = value.dtype if isinstance(value, Tensor) else value
-        what = what if isinstance(what, torch.dtype) else type(what).__name__
+        what = value if isinstance(value, torch.dtype) else type(value).__name__
         raise BundleError(f"a bundle cannot hold an argument of the type {what}")
 
     about = {
@@ -271,6 +265,26 @@ def _decoded(content: bytes) -> dict[str, Any]:
 
     about = json.loads(metadata["firstnan"], object_hook=value)
     call = about["call"]
-    call["args"] = tuple(call["args"])
     call["gradients"] = {int(number): x for number, x in call["gradients"].items()}
-    return {key: about[key] for key in _KEYS} | {"call": Call(**call)}
+    kinds = get_type_hints(Call) | {"args": list}
+    del kinds["forward"]
+    for values, types in ((about, _KEYS), (call, kinds)):
+        for key, kind in types.items():
+            if not _fits(values[key], kind):
+                raise ValueError(f"its {key!r} is {values[key]!r:.80}, expected {kind}")
+    call["args"] = tuple(call["args"])
+    return {key: about[key] for key in _KEYS} | {"call": Call(**{key: call[key] for key in kinds})}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value and all within it have a type; a tuple is written as a list."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if not inner:
+        return kind is Any or isinstance(value, kind)
+    if origin is UnionType:
+        return any(_fits(value, one) for one in inner)
+    if not isinstance(value, list if origin is tuple else origin):
+        return False
+    items = [x for pair in value.items() for x in pair] if isinstance(value, dict) else value
+    kinds = inner if origin is tuple else inner * len(value)
+    return len(items) == len(kinds) and all(map(_fits, items, kinds))
