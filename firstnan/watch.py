@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _DEVICES = ("cpu", "cuda")
 _CALLS = 8  # most forward passes of one step that are kept, the last ones
 OUTSIDE = " (computed before this model)"
+_FINITE_AGAIN = "run again, the step was finite; record=True names the module"
 _FINDINGS = 8  # most steps that a `Locator` runs again, so that a run that stays sick goes on
 
 
@@ -273,8 +274,7 @@ class Watch:
             return Finding(None, rows=TensorFacts.of(outside[0]).bad_rows, note=note)
         fault = fault or scope.fault(*gradients)
         if fault is None and not are_finite([p.grad for p in model.parameters()]):
-            note = "run again, the step was finite; record=True names the module"
-            return Finding(None, note=note)
+            return Finding(None, note=_FINITE_AGAIN)
         return fault and finding_of(fault, fault.module or top, _rows(fault, call))
 
 
@@ -308,7 +308,8 @@ class Locator:
             return
         self._n_located += 1
         line = ""
-        if found := [x for watch in self._watches if (x := watch.explain(step)) is not None]:
+        found = [x for watch in self._watches if (x := watch.explain(step)) is not None]
+        if found := [x for x in found if x.note != _FINITE_AGAIN]:  # else another rank's, or huge
             # One model's NaN may have come in from another one.
             finding = min(found, key=lambda x: 2 if x.fault is None else bool(x.fault.poisoned))
             self.findings[step] = finding

@@ -221,7 +221,8 @@ def test_all_ranks_skip_and_stop_together(tmp_path, lasting):
     first, second = run_ranks(train_on, 2, tmp_path, factors, Thresholds(restore_after=3))
     wrapper, _, lines, unchanged, stop = first
     assert wrapper == "DistributedDataParallel" and second[:4] == first[:4]
-    assert "outside of the model, rank 1: " in lines[0] and "on rank 1 of 2" in lines[1]
+    assert "outside of the model, step " in lines[0] and ", rank 1: " in lines[0]
+    assert "on rank 1 of 2" in lines[1]
     if lasting:
         assert any("restored" in line for line in lines) and "What to change" in stop
     else:
