@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from firstnan.optimizers import Optimizers
 from firstnan.parts import ModuleParts
+
+
+def parts_of(model, optimizer, parts=None):
+    return ModuleParts(model, Optimizers(optimizer), parts)
 
 
 def trained(model, optimizer):
@@ -21,17 +26,17 @@ def test_float16_weights_are_refused_with_the_way_out(given):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = given and {name: model[i] for name, i in given.items()}
     with pytest.raises(ValueError, match="'1.weight' is float16, expected float32.*autocast") as no:
-        ModuleParts(model, optimizer, parts)
+        parts_of(model, optimizer, parts)
     assert "\n" not in str(no.value)
-    ModuleParts(model[0], torch.optim.SGD(model[0].parameters(), lr=0.1), None)
+    parts_of(model[0], torch.optim.SGD(model[0].parameters(), lr=0.1))
     model[1].requires_grad_(False)  # as the frozen weights below adapters
-    ModuleParts(model, optimizer, None)
+    parts_of(model, optimizer)
 
 
 def test_a_part_goes_back_with_its_moments_and_its_buffers():
     model = nn.BatchNorm1d(3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    parts = ModuleParts(model, optimizer, None)
+    parts = parts_of(model, optimizer)
     trained(model, optimizer)
     model(torch.randn(4, 3))
     tensors = [*model.parameters(), *model.buffers(), *optimizer.state[model.weight].values()]
@@ -49,7 +54,7 @@ def test_a_part_goes_back_with_its_moments_and_its_buffers():
 def test_what_an_optimizer_remembers_beside_tensors_goes_back_too():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parts = ModuleParts(model, optimizer, None)
+    parts = parts_of(model, optimizer)
     optimizer.state[model.weight] = {"steps": 3, "history": [1, 2]}
     parts.snapshot([0], 1, every=1)
     for _ in range(2):  # what is put back is a copy: it can be put back again
@@ -62,7 +67,7 @@ def test_what_an_optimizer_remembers_beside_tensors_goes_back_too():
 
 def test_after_a_state_was_loaded_a_sick_step_goes_back_to_the_buffers_of_then():
     model = nn.BatchNorm1d(3)
-    parts = ModuleParts(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+    parts = parts_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model.running_mean.fill_(7.0)  # as the model's own checkpoint gave it
     parts.load_state_dict(parts.state_dict())
     model.running_mean.fill_(9.0)
@@ -72,7 +77,7 @@ def test_after_a_state_was_loaded_a_sick_step_goes_back_to_the_buffers_of_then()
 
 def test_a_buffer_that_a_step_took_away_is_put_back():
     model = nn.BatchNorm1d(3)
-    parts = ModuleParts(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+    parts = parts_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model.running_mean.fill_(4.0)
     parts[0].buffers.keep()
     model.register_buffer("running_mean", None)
@@ -86,7 +91,7 @@ def test_a_part_is_finite_only_with_its_moments_and_buffers():
     for what in ("weight", "moment", "buffer"):
         model = nn.BatchNorm1d(3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        parts = ModuleParts(model, optimizer, None)
+        parts = parts_of(model, optimizer)
         trained(model, optimizer)
         assert parts.finite() == [True]
         moment = optimizer.state[model.bias]["exp_avg"]
@@ -99,5 +104,5 @@ def test_a_part_is_finite_only_with_its_moments_and_buffers():
 def test_a_complex_parameter_that_is_not_trained_is_no_obstacle():
     model = nn.ParameterDict({"wave": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
     model["real"] = nn.Parameter(torch.ones(2))
-    parts = ModuleParts(model, torch.optim.SGD([model["real"]], lr=0.1), None)
+    parts = parts_of(model, torch.optim.SGD([model["real"]], lr=0.1))
     assert len(parts.weights()) == 1
