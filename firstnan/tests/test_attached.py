@@ -176,7 +176,7 @@ def test_a_step_that_calls_another_and_reads_its_groups_is_left_out(way):
     torch.optim.SGD(model.parameters())  # torch adds hooks to `step` at the first use of a class
     optimizer = Nested(model.parameters(), lr=0.1)
     guard = Guard(model, optimizer)
-    step = guard.step if way == "by hand" else guard.attach().optimizer.step
+    step: Any = guard.step if way == "by hand" else guard.attach().optimizer.step
     for x in (1.0, torch.nan, 1.0):
         optimizer.zero_grad()
         backward = model(torch.full((2, 4), x)).sum().backward
