@@ -178,12 +178,10 @@ def _plain(given: Any) -> Iterator[Optimizer]:
         for optimizer in given:
             yield from _plain(optimizer)
         return
-    found: Any = (
-        given if hasattr(given, "_optimizer_step_pre_hooks") else getattr(given, "optimizer", 0)
-    )
+    found = given if hasattr(given, "_optimizer_step_pre_hooks") else getattr(given, "optimizer", 0)
     if not hasattr(found, "_optimizer_step_pre_hooks"):
         raise TypeError(f"expected an optimizer, or a list of them; got a {type(given).__name__}")
-    yield found
+    yield found  # pyright: ignore[reportReturnType]
 
 
 def _check_closure(optimizer: Optimizer) -> None:
