@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from firstnan.loop import Guard
+from firstnan.optimizers import finish_step
 
 # The package has two names, each with its own class of callbacks.
 _HOMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -50,20 +51,12 @@ class GuardCallback(_Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Check the gradient, before it is clipped; remove a bad one."""
-        self._finish(self.guards[optimizer])  # its last step in this batch
+        finish_step(self.guards[optimizer])  # its last one in this batch
         self.guards[optimizer].before_step()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Record the step and log what was left out; raise TooFewHealthyParts if nothing helps."""
-        skipped = 0
         for guard in self.guards.values():
-            self._finish(guard)
-            skipped += int(guard.health.skipped[0])
+            finish_step(guard)
+        skipped = sum(int(guard.health.skipped[0]) for guard in self.guards.values())
         pl_module.log("guard_skipped", float(skipped), on_epoch=False, on_step=True, prog_bar=True)
-
-    def _finish(self, guard: Guard) -> None:
-        if guard.is_judged:
-            try:
-                guard.after_step()
-            finally:
-                guard.events.log_new()

@@ -162,6 +162,12 @@ class Optimizers:
 
     def _finish(self, guard: Guard) -> None:
         self._stepped.clear()
+        finish_step(guard)
+
+
+def finish_step(guard: Guard) -> None:
+    """Run the second half of a step that was judged, and log its events also if training ends."""
+    if guard.is_judged:
         try:
             guard.after_step()
         finally:

@@ -81,11 +81,8 @@ class ScriptWatch:
                 return call(module, *args, **kwargs)
             watch = self._watch_of(module)
             watch.before(module, args, kwargs)
-            self._inside.a_model = True
-            try:
+            with self._unwatched():
                 output = call(module, *args, **kwargs)
-            finally:
-                self._inside.a_model = False
             watch.after(module, args, output)
             return output
 
@@ -115,6 +112,15 @@ class ScriptWatch:
                     watch.close()
                 self._watches.clear()
                 hook.remove()
+
+    @contextlib.contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Watch no module that is called inside: a part of a model, or a pass that is repeated."""
+        self._inside.a_model = True
+        try:
+            yield
+        finally:
+            self._inside.a_model = False
 
     def summary(self) -> str:
         """Return one line with the number of steps and of bad steps."""
@@ -202,9 +208,8 @@ class ScriptWatch:
             if self.bundle is not None and watch is not None:
                 rank = "" if finding.rank is None else f"-rank{finding.rank}"
                 path = self.bundle / f"step{self.steps}{rank}.safetensors"
-                self._inside.a_model = True
-                text += f"\nbundle     {save(path, watch, finding)}"
-                self._inside.a_model = False
+                with self._unwatched():
+                    text += f"\nbundle     {save(path, watch, finding)}"
             self.report(text)
         if self.bad == _REPORTS and self.on_bad != "stop":
             self.report("further bad steps are counted, but not reported")
@@ -213,12 +218,8 @@ class ScriptWatch:
         """Return the first bad operation, and the watch of its model."""
         if self._scope is not None and (fault := self._scope.fault(*bad)) is not None:
             return finding_of(fault, None), None
-        self._inside.a_model = True  # do not watch what is run again
-        try:
-            watches = self._watches.values()
-            made = [(x, watch) for watch in watches if (x := watch.explain(self.steps))]
-        finally:
-            self._inside.a_model = False
+        with self._unwatched():
+            made = [(x, w) for w in self._watches.values() if (x := w.explain(self.steps))]
         findings = [x for x, _ in made]
         named = [x for x in findings if x.fault is not None]
         forward = [x for x in named if x.fault is not None and not x.fault.backward]

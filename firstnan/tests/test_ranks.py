@@ -415,14 +415,20 @@ def test_a_group_of_some_ranks_agrees_and_without_a_group_each_decides_by_itself
 # -- sharded weights ------------------------------------------------------------------------------
 
 
+def two_heads(sharded):
+    """The model, and what a loop under FSDP2 or DDP calls."""
+    model = TwoHeads()
+    if not sharded:
+        return model, DistributedDataParallel(model)
+    for module in (model.a, model.b, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, model
+
+
 def train_sharded(rank, sharded, faults, steps=8):
     """The same loop under FSDP2 and under DDP; `faults`: (step, rank) -> the terms that are NaN."""
     torch.manual_seed(0)
-    model = TwoHeads()
-    if sharded:
-        for module in (model.a, model.b, model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    wrapped = model if sharded else DistributedDataParallel(model)
+    model, wrapped = two_heads(sharded)
     optimizer = adamw(model)
     options = {"thresholds": Thresholds(restore_after=2), "snapshot_every": 1, "clip_grad": 1.0}
     guard = Guard(wrapped, optimizer, **options)
@@ -454,11 +460,7 @@ def test_under_fsdp2_all_is_as_under_ddp():
 def train_attached(rank, sharded, guarded, bad):
     """A loop like torchtitan's: two optimizers, its own clipping over sharded gradients."""
     torch.manual_seed(0)
-    model = TwoHeads()
-    if sharded:
-        for module in (model.a, model.b, model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    wrapped = model if sharded else DistributedDataParallel(model)
+    model, wrapped = two_heads(sharded)
     optimizers = [adamw(model.trunk), adamw(nn.ModuleList([model.a, model.b]))]
     guard = Guard(wrapped, optimizers, locate=True).attach() if guarded else None
     bits = []
