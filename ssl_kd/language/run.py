@@ -92,9 +92,8 @@ def run(
             mixture = getattr(distiller.source, "mixture", None)
             judge = make_judge(prepared, mixture.original_router if mixture else nullcontext)
             with clock("judge"):
-                row, generations["before"] = ranks.from_first(
-                    partial(judge_student, prepared, judge)
-                )
+                before = partial(judge_student, prepared, judge)
+                row, generations["before"] = ranks.from_first(before)
                 table.append(row)
                 progress("judge", 1, 2, {})
             log_loss_inputs(prepared)
@@ -103,9 +102,8 @@ def run(
             log_training_outcome(distiller, best.step)
             with clock("judge"):
                 best.put_back()
-                row, generations["after"] = ranks.from_first(
-                    partial(judge.row, "student", distiller.student)
-                )
+                after = partial(judge.row, "student", distiller.student)
+                row, generations["after"] = ranks.from_first(after)
                 table.append(row)
                 progress("judge", 2, 2, {})
             with clock("save"):
