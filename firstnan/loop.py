@@ -242,6 +242,10 @@ class Guard:
         self._optimizers.attach(self)
         return self
 
+    def detach(self) -> None:
+        """Undo `attach`, and finish the last step of optimizers that step in turn, as in a GAN."""
+        self._optimizers.detach()
+
     @torch.no_grad()
     def before_step(self) -> None:
         """Run the first half of `step`, for loops that step by hand (momentum: after `attach`)."""
@@ -375,10 +379,9 @@ class Guard:
         if self._scales:  # in float32: a scaled loss overflows float16 long before its gradients
             wide = {i: loss.to(compute_dtype(loss)) for i, loss in losses.items()}
             losses = {i: loss * self._scale_of(i) for i, loss in wide.items()}
-        values = [*losses.values()]
-        roots = [loss for loss in values if loss.requires_grad]  # one of several may be constant
-        if left_out is None:
-            roots = roots or values  # so that torch raises an error if all of them are
+        roots = [x for x in losses.values() if x.requires_grad]  # one of several may be constant
+        if left_out is None:  # torch raises an error if all of them are
+            roots = roots or [*losses.values()]
         if self._ranks is not None:
             self._ran |= self._ranks.backward(self.steps, roots, left_out)
         elif roots:

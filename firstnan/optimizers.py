@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +19,8 @@ from firstnan.norms import are_finite, norm_of
 if TYPE_CHECKING:
     from firstnan.loop import Guard
 
-_HOOKS: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+_ATTACHED: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizers]]
+_ATTACHED = weakref.WeakKeyDictionary()
 
 
 class _NoGroups(list[dict[str, Any]]):
@@ -90,6 +92,8 @@ class Optimizers:
     """The optimizers of one guard."""
 
     def __init__(self, given: Optimizer | Iterable[Optimizer]) -> None:
+        self._guard: Guard | None = None  # while attached
+        self._hooks: list[Any] = []
         self.all = [*dict.fromkeys(_plain(given))]
         for optimizer in self.all:
             _check_closure(optimizer)
@@ -121,6 +125,12 @@ class Optimizers:
 
     def attach(self, guard: Guard) -> None:
         """Let each optimizer call the guard before and after its `step`, and keep it alive."""
+        for optimizer in self.all:
+            other = _ATTACHED.get(optimizer)
+            if other is not None and (optimizers := other()) is not None:
+                optimizers.detach()
+            _ATTACHED[optimizer] = weakref.ref(self)
+        self._guard = guard
         others = {optimizer: stand_in(optimizer, lambda: guard.skips) for optimizer in self.all}
 
         def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -136,10 +146,18 @@ class Optimizers:
                     self._finish(guard)
 
         for optimizer in self.all:
-            for hook in _HOOKS.get(optimizer, ()):
-                hook.remove()
-            register = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-            _HOOKS[optimizer] = [register[0](before), register[1](after)]
+            self._hooks.append(optimizer.register_step_pre_hook(before))
+            self._hooks.append(optimizer.register_step_post_hook(after))
+
+    def detach(self) -> None:
+        """Undo `attach`, and finish a step that only the next one would have finished."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            self._finish(guard)
+
+    __del__ = detach  # the garbage collector comes for a guard and its optimizers together
 
     def _before(self, optimizer: Optimizer, guard: Guard) -> None:
         if not unscale_(optimizer):
@@ -163,6 +181,13 @@ class Optimizers:
     def _finish(self, guard: Guard) -> None:
         self._stepped.clear()
         finish_step(guard)
+
+
+@atexit.register
+def _detach_all() -> None:
+    for owner in [*_ATTACHED.values()]:
+        if (optimizers := owner()) is not None:
+            optimizers.detach()
 
 
 def finish_step(guard: Guard) -> None:

@@ -1,5 +1,6 @@
 """`Guard(...).attach()`: one line guards a loop that nothing else in it knows of."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from firstnan import EventLog, Guard, Thresholds, TooFewHealthyParts
 from tests.bits import same
+from tests.processes import python
 
 STEPS = 6
 
@@ -131,6 +133,8 @@ def test_the_latest_guard_replaces_the_others_and_no_guard_scales_unseen_losses(
     guards = [Guard(model, optimizer).attach() for _ in range(2)]
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+    guards[1].detach()
+    optimizer.step()
     assert [guard.steps for guard in guards] == [0, 1]
     with pytest.raises(ValueError, match="GradScaler"):
         Guard(model, optimizer, scaler=True).attach()
@@ -184,18 +188,43 @@ def test_a_step_that_calls_another_and_reads_its_groups_is_left_out(way):
     assert optimizer.calls == guard.steps == 3 and guard.updates.tolist() == [2]
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_loss_of_the_second_optimizer_after_the_first_stepped_is_judged_too(to_none, caplog):
+def train_in_turn(values, to_none=True, events=None):
+    """A GAN: each optimizer has a loss of its own; the values are inputs of the second one."""
     pair = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     a, b = (torch.optim.SGD(model.parameters(), lr=0.1) for model in pair)
-    guard = Guard(pair, [a, b, a], events=EventLog(announce=True)).attach()
-    for x in (1.0, torch.nan, 1.0):
+    guard = Guard(pair, [a, b, a], events=events).attach()
+    for x in values:
         for model, optimizer, value in (pair[0], a, 1.0), (pair[1], b, x):
             optimizer.zero_grad(set_to_none=to_none)
             model(torch.full((1, 2), value)).sum().backward()
             optimizer.step()
+    return guard
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_loss_of_the_second_optimizer_after_the_first_stepped_is_judged_too(to_none, caplog):
+    guard = train_in_turn([1.0, torch.nan, 1.0], to_none, EventLog(announce=True))
     assert [event.stage for event in guard.events.events] == ["gradient"]
     assert len(caplog.records) == 1 and (guard.steps == 5 or not to_none)
+
+
+@pytest.mark.parametrize("end", ["detach", "another guard", "collected"])
+def test_the_last_step_of_optimizers_in_turn_is_finished(end):
+    guard = train_in_turn([1.0, torch.nan])
+    log, model, optimizers = guard.events.events, guard.model, guard.optimizer
+    assert not log and guard.steps == 3
+    if end == "detach":
+        guard.detach()
+    elif end == "another guard":
+        Guard(model, optimizers).attach()
+    del guard, optimizers
+    gc.collect()
+    assert [(event.step, event.stage) for event in log] == [(3, "gradient")]
+
+
+def test_the_last_step_is_finished_when_the_process_ends(tmp_path):
+    code = "from firstnan.tests.test_attached import *; kept = train_in_turn([torch.nan])"
+    assert b'"step": 1' in python(tmp_path, "-c", code).stderr
 
 
 def test_what_is_no_optimizer_is_named():
