@@ -43,17 +43,20 @@ def test_casts_keep_every_code_and_round_what_lies_between_to_even(element):
 
 
 @pytest.mark.parametrize("element", FLOAT8)
-@pytest.mark.parametrize("dim", [-1, -2])
-def test_mx_blocks_are_those_of_the_specification(element, dim):
+def test_mx_blocks_are_those_of_the_specification(element):
     torch.manual_seed(0)
     x = torch.randn(9, 71) * torch.exp2(torch.randint(-20, 20, (9, 71)))  # a last block of 7
-    x[0], x[1, :32] = 0, 1e-44  # subnormal in float32
-    x[2, 3], x[3, 40], x[4, 70] = math.nan, math.inf, -3e38
-    blocks = [[mx_block(b.tolist(), element) for b in row.split(32)] for row in x]
+    x[0], x[1, :32], x[2, 3], x[3, 40], x[4, 70] = 0, 1e-44, math.nan, math.inf, -3e38
+    blocks = ([mx_block(b.tolist(), element) for b in row.split(32)] for row in x)
     expected = torch.tensor([sum(row, []) for row in blocks])
-    values, saturated, _ = cast(x if dim == -1 else x.T, element, "block", dim)
-    assert torch.equal(*(y.nan_to_num(-1) for y in (values if dim == -1 else values.T, expected)))
-    assert saturated.any() and not cast(x, element, "block up", -1)[1].any()
+    values, saturated, _ = cast(x, element, "block")
+    assert torch.equal(values.nan_to_num(-1), expected.nan_to_num(-1))
+    assert saturated.any() and not cast(x, element, "block up")[1].any()
+    with LowPrecision(nn.Identity(), "mxfp8"):
+        products, whole = x[5:] @ x[5:].T, torch.tensor([[449]]) @ torch.tensor([[1]])
+    if element == torch.float8_e4m3fn:
+        torch.testing.assert_close(products, expected[5:] @ expected[5:].T)
+    assert whole == 449  # a product of integers is exact
 
 
 def test_half_precision_overflows_and_flushes_where_its_dtype_does():
@@ -118,3 +121,30 @@ def test_the_loss_scale_leaves_room_and_flushes_the_share_that_fp16_does():
     for scale in (1, report.loss_scale):
         share = ((values * scale).half() == 0).float().mean().item()
         assert report.rows[f"fp16 at scale {scale:g}"]["gradient flushed"] == pytest.approx(share)
+    assert precision_report(model, lambda: model(x) * 1e-20).loss_scale == 2**24
+    assert not {"inf%", "nan%"} & set(str(precision_report(model, lambda: model(x) * 0)).split())
+
+
+def test_delayed_scaling_uses_the_largest_of_earlier_steps_and_a_spike_saturates():
+    x, low = torch.tensor([[1.0, -0.3, 0.01]]), LowPrecision(nn.Identity(), "delayed")
+    for peak, before in ((1, 448), (4, 1), (2, 4), (448, 4)):  # at first the scale is 1
+        with low:
+            y = (x * peak) @ torch.eye(3)
+        expected = [rounded(v * 448 / before, torch.float8_e4m3fn) for v in (x * peak)[0].tolist()]
+        assert (y[0] * 448 / before).tolist() == pytest.approx(expected)
+    assert low.shares["no module", "input saturated"].tolist() == [5, 48]  # with the identity
+    with pytest.raises(ValueError, match="'hybrid' for a single step"):
+        precision_report(nn.Identity(), lambda: x, "delayed")
+
+
+@pytest.mark.parametrize("change", [lambda x: x.detach(), lambda x: x * math.inf])
+def test_a_step_that_cannot_be_measured_is_refused_and_leaves_no_trace(change):
+    model = nn.BatchNorm1d(4)
+
+    def losses():
+        model.running_mean = y = 1 + model(torch.randn(8, 4))[0]  # another tensor
+        return change(y)
+
+    with pytest.raises(ValueError, match="expected losses that depend|expected a healthy step"):
+        precision_report(model, losses)
+    assert not model.running_mean.any() and not model.num_batches_tracked
