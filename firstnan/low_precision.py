@@ -159,12 +159,12 @@ def precision_report(
         tolerance: relative error of the loss up to which modules leave the higher precision.
 
     Raises:
-        ValueError: unknown or delayed format, no trainable parameter, or an infinite or NaN loss.
+        ValueError: unknown or delayed format, no trainable weight, or a loss that is not finite.
     """
     if format == "delayed":
         raise ValueError("delayed scaling needs earlier steps; expected 'hybrid' for a single step")
     weights = [p for p in model.parameters() if p.requires_grad]
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    buffers = [(m, *pair) for m in model.modules() for pair in m.named_buffers(recurse=False)]
     copies = {buffer: buffer.clone() for buffer in model.buffers()}
 
     def run(keep_high: Collection[str], format: str, scale: float) -> tuple[Any, Tensor, Tensor]:
@@ -172,16 +172,16 @@ def precision_report(
         try:
             with torch.random.fork_rng(gpus), torch.enable_grad(), low:
                 losses = loss_fn()
-                if not weights or not losses.requires_grad:
-                    raise ValueError("no trainable parameter; expected losses that depend on one")
+                if not weights or not getattr(losses, "requires_grad", False):
+                    raise ValueError("expected losses that depend on trainable weights, got none")
                 loss = losses.mean() * scale
                 gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
         finally:
-            for module, kept in buffers:
-                module._buffers.update(kept)
+            for module, name, buffer in buffers:
+                setattr(module, name, buffer)
             for buffer, copy in copies.items():
                 buffer.data.copy_(copy)
-        gradient = torch.cat([g.flatten().float() for g in gradients])
+        gradient = torch.cat([g.to_dense().flatten().float() for g in gradients])
         return low, losses.detach().float(), gradient / scale
 
     def errors(keep_high: Collection[str]) -> dict[str, float]:
