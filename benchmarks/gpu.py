@@ -32,16 +32,13 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks import trl_trainer as language
-from benchmarks.step_cost import DEFAULT, FULL, OfficialTEMI, Shape, versions
+from benchmarks.step_cost import DEFAULT, FULL, OfficialTEMI, Shape, trainer_of, versions
 from benchmarks.turns import table_head, table_line
 from ssl_kd.datasets import ImageDataset, open_dataset
-from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.precision import Precision
 from ssl_kd.teachers import Network
 from ssl_kd.teachers.network import Transform
 from ssl_kd.vision.extract import Extraction
-from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer
 
 
 @dataclass(frozen=True)
@@ -94,24 +91,13 @@ def seconds(step: Callable[[], object], size: Size, device: torch.device) -> flo
     return statistics.median(times[1:])
 
 
-def heads_of(
-    shape: Shape, widths: tuple[int, int], device: torch.device, products: str
-) -> tuple[HeadTrainer, Tensor]:
-    """Return heads with the paper's instance weights, and views for a guarded step."""
-    batch, dim, clusters, heads = shape
-    bank = HeadBank(lambda: TEMIHead(dim, clusters, *widths), heads)
-    settings = VisionSettings(batch_size=batch, instance_weight="mean")
-    precision = Precision.for_device(device, products == "half")
-    trainer = HeadTrainer(bank, settings, precision, clusters)
-    return trainer, torch.randn(2, batch, dim).to(device)
-
-
 def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iterator[Row]:
     """Measure the step of the heads per precision of its products, and the official step."""
     for name, shape, widths in (("large", size.large, FULL), ("default", size.default, DEFAULT)):
         target, best, views = TARGETS[name], float("inf"), torch.empty(0)
         for products in ("fp32", "half"):
-            trainer, views = heads_of(shape, widths, device, products)
+            trainer = trainer_of(shape, widths, device, products == "half")
+            views = torch.randn(2, *shape[:2]).to(device)
             median = seconds(lambda: trainer.step(views, 1e-4), size, device)  # noqa: B023
             best = min(best, median)
             what = f"vision step {shape}, {products}"
@@ -133,7 +119,10 @@ def sync_rows(size: Size, device: torch.device) -> Iterator[Row]:
     """Fail if a vision step synchronizes with the device, as CUDA's sync debug mode reports it."""
     if device.type != "cuda":
         return
-    trainer, views = heads_of(size.large, FULL, device, "fp32")
+    trainer, views = (
+        trainer_of(size.large, FULL, device),
+        torch.randn(2, *size.large[:2]).to(device),
+    )
     trainer.step(views, 1e-4)
     torch.cuda.set_sync_debug_mode("error")
     try:

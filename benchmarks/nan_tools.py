@@ -1,12 +1,13 @@
 """Compare tools that look for a NaN: what they name, what they stop, what they cost.
 
-    python -m benchmarks.nan_tools    # writes docs/results.md
+    python -m benchmarks.nan_tools              # writes docs/results.md
+    python -m benchmarks.nan_tools --cost 60    # only what they cost, and the guard's recorder
 
 - 200 faults from `benchmarks.diagnosis`, each operation in a module of its own. The true module is
   the first whose output is not finite; if the forward pass is finite, the last with the operation.
 - 50 healthy steps of attention under a mask of -inf, which no tool should stop.
 - A training of four heads on one trunk, 20 steps; in the tenth, the loss of one head is 0 / 0.
-- The time of a healthy step of a small transformer, in turns with the same step without a tool.
+- The CPU time of a healthy step of a small transformer, in turns with the same step without a tool.
 
 The tools, each as its authors publish it:
 
@@ -23,7 +24,9 @@ The tools, each as its authors publish it:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import copy
 import random
 import re
 import time
@@ -40,11 +43,12 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.diagnosis import KINDS, Case, faulty_case
 from benchmarks.results_page import write_section
-from benchmarks.turns import in_turns, middle_half, table_head, table_line
+from benchmarks.turns import header, in_pairs, middle_half, row, table_head, table_line
 from firstnan import Guard
 from firstnan.watch import Watch
 
-FAULTS, HEALTHY, STEPS, ROUNDS = 200, 50, 20, 15
+FAULTS, HEALTHY, STEPS, PAIRS = 200, 50, 20, 15
+RECORDER = "the guard's recorder"
 
 
 class Found(RuntimeError):
@@ -249,46 +253,71 @@ def trained(tool: str) -> tuple[int, bool]:
     return updates, is_finite([*model.parameters()])
 
 
-def costs() -> dict[str, list[float]]:
-    """Return for each tool the time of a healthy step relative to the step without a tool."""
-    x, labels = torch.randn(8, 128, 256), torch.randint(1000, (8 * 128,))
-
-    def timer(tool: str) -> Callable[[], float]:
-        layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
-        model = nn.Sequential(nn.TransformerEncoder(layer, 4), nn.Linear(256, 1000))
-        optimizer = torch.optim.AdamW(model.parameters())
-        guard = Guard(model, optimizer, locate=True) if tool == "the guard" else None
-
-        def seconds() -> float:
-            optimizer.zero_grad()
-            began = time.perf_counter()
-            with nothing(model) if guard else TOOLS[tool](model):
-                loss = F.cross_entropy(model(x).flatten(0, 1), labels)
-                loss.backward() if guard is None else guard.backward(loss)
-            optimizer.step() if guard is None else guard.step()
-            return time.perf_counter() - began
-
-        seconds()  # warms up
-        return seconds
-
-    times = in_turns({tool: timer(tool) for tool in TOOLS}, ROUNDS)
+def models() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Return a small transformer and an MLP for 1,000 classes, each with its inputs."""
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+    transformer = nn.Sequential(nn.TransformerEncoder(layer, 4), nn.Linear(256, 1000))
+    mlp = [x for _ in range(4) for x in (nn.Linear(1024, 1024), nn.ReLU())]
     return {
-        tool: [x / base for x, base in zip(mine, times["none"], strict=True)]
-        for tool, mine in times.items()
+        "transformer": (transformer, torch.randn(8, 128, 256)),
+        "MLP": (nn.Sequential(*mlp, nn.Linear(1024, 1000)), torch.randn(512, 1024)),
     }
 
 
+def timer(tool: str, model: nn.Module, x: Tensor) -> Callable[[], float]:
+    """Return a healthy step of a copy of the model under a tool, which returns its CPU seconds."""
+    model = copy.deepcopy(model)
+    labels = torch.randint(1000, x.shape[:-1]).flatten()
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = Guard(model, optimizer, locate=True) if tool == "the guard" else None
+    recorder = Watch(model, record=True) if tool == RECORDER else None
+
+    def seconds() -> float:
+        optimizer.zero_grad()
+        began = time.process_time()
+        with nothing(model) if guard or recorder else TOOLS[tool](model):
+            loss = F.cross_entropy(model(x).flatten(0, -2), labels)
+            loss.backward() if guard is None else guard.backward(loss)
+        if recorder is not None:
+            recorder.forget()
+        optimizer.step() if guard is None else guard.step()
+        return time.process_time() - began
+
+    return seconds
+
+
+def cost(tool: str, model: nn.Module, x: Tensor, pairs: int) -> list[float]:
+    """Return the CPU time of a healthy step under a tool, relative to that without, by pair."""
+    return in_pairs(timer("none", model, x), timer(tool, model, x), pairs)[2]
+
+
+def print_costs(pairs: int) -> None:
+    """Print the share of a step's time that each tool takes."""
+    print(f"{pairs} pairs, one thread, CPU time\n")
+    small = models()
+    header("tool", *(f"share of a step of the {name} (middle half)" for name in small))
+    for tool in (*TOOLS, RECORDER):
+        shares = ([100 * (x - 1) for x in cost(tool, *given, pairs)] for given in small.values())
+        row(tool, *(middle_half(values, ".1f", " %") for values in shares))
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cost", type=int, metavar="PAIRS", help="only print what the tools cost")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # anomaly mode says that it is slow
-    found, alarms, cost = faults(), false_alarms(), costs()
+    if args.cost:
+        return print_costs(args.cost)
+    found, alarms, transformer = faults(), false_alarms(), models()["transformer"]
     columns = ["tool", f"faults found, of {FAULTS}", "operation right", "module right"]
     columns += [f"healthy steps stopped, of {HEALTHY}", f"updates of heads, of {4 * STEPS}"]
-    lines = [table_head([*columns, "all weights finite", "time of a step"])]
+    lines = [table_head([*columns, "all weights finite", "CPU time of a step"])]
     for tool in TOOLS:
         updates, finite = trained(tool)
         cells = [*found[tool], alarms[tool], updates, "yes" if finite else "no"]
-        lines.append(table_line([tool, *map(str, cells), middle_half(cost[tool])]))
+        time_of_step = middle_half(cost(tool, *transformer, PAIRS))
+        lines.append(table_line([tool, *map(str, cells), time_of_step]))
     text = "\n".join(lines) + "\n"
     write_section("nan_tools", text)
     print(text)

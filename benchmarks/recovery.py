@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.guard_cost import without_guard
+from benchmarks.step_cost import without_guard
 from benchmarks.turns import header, row
 from firstnan import TooFewHealthyParts
 from firstnan.faults import Observation, Stage
@@ -86,13 +85,6 @@ def strikes(steps: int, kinds: list[str], seed: int = 0) -> dict[int, Strike]:
     return {s: (draw.randrange(STRUCK), draw.choice(kinds)) for s in range(EVERY, steps, EVERY)}
 
 
-@contextlib.contextmanager
-def unguarded(norm: Callable[[Tensor], Tensor]):
-    """Run the loop without the guard, and clip by `norm`."""
-    with without_guard(), patch("ssl_kd.vision.step.part_norms", norm):
-        yield
-
-
 def global_norm(gradients: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradients).expand(len(gradients))
 
@@ -123,9 +115,9 @@ def skip_the_step():
 
 WAYS = {
     "guard": contextlib.nullcontext,
-    "no guard": lambda: unguarded(global_norm),
+    "no guard": lambda: without_guard(global_norm),
     "skip the step": skip_the_step,
-    "nan_to_num": lambda: unguarded(cleaned_norm),
+    "nan_to_num": lambda: without_guard(cleaned_norm),
 }
 
 

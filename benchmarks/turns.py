@@ -23,6 +23,15 @@ def in_turns(methods: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, l
     return results
 
 
+def in_pairs(
+    base: Callable[[], float], way: Callable[[], float], pairs: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Measure two ways in turns after a warm-up; return both results and `way / base` by pair."""
+    base(), way()
+    of_base, of_way = in_turns({"base": base, "way": way}, pairs).values()
+    return of_base, of_way, [y / x for x, y in zip(of_base, of_way, strict=True)]
+
+
 def middle_half(values: Iterable[float], form: str = ".2f", unit: str = "") -> str:
     """Return `median (first to third quartile)`."""
     low, middle, high = statistics.quantiles(values, n=4)
