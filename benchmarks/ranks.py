@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.turns import header, row
+from benchmarks.turns import header, in_turns, row
 from firstnan import Guard
 
 WIDTH, DEPTH, BATCH, STEPS = 768, 8, 128, 60
@@ -42,44 +43,28 @@ class TwoTerms(nn.Module):
         return features, {"ce": features.square().mean(), "kd": (features - x).abs().mean()}
 
 
-def ways(device: torch.device) -> dict[str, Step]:
-    """Return training steps on inputs `[batch, width]` by name."""
+def step_of(
+    device: torch.device, guarded: bool, terms: bool = False, through: bool = False
+) -> Step:
+    """Return a training step on inputs `[batch, width]`, on one loss or on two terms."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(TwoTerms().to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    guard = Guard(model, optimizer, clip_grad=1.0, snapshot_every=0) if guarded else None
 
-    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = DistributedDataParallel(TwoTerms().to(device))
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def bare() -> Step:
-        model, optimizer = built()
-
-        def step(x: Tensor) -> None:
-            optimizer.zero_grad()
-            sum(model(x)[1].values(), torch.zeros((), device=device)).backward()
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        features, losses = model(x)
+        total = sum(losses.values(), torch.zeros((), device=device))
+        if guard is None:
+            total.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-
-        return step
-
-    def guarded(two_terms: bool, through: bool) -> Step:
-        model, optimizer = built()
-        guard = Guard(model, optimizer, clip_grad=1.0, snapshot_every=0)
-
-        def step(x: Tensor) -> None:
-            optimizer.zero_grad()
-            features, losses = model(x)
-            total = sum(losses.values(), torch.zeros((), device=device))
-            guard.backward(losses if two_terms else total, features if through else None)
+        else:
+            guard.backward(losses if terms else total, features if through else None)
             guard.step()
 
-        return step
-
-    return {
-        "bare": bare(),
-        "guard, one loss": guarded(False, False),
-        "guard, two terms": guarded(True, False),
-        "guard, two terms, through=": guarded(True, True),
-    }
+    return step
 
 
 def measure(step: Step, x: Tensor) -> tuple[float, int]:
@@ -109,14 +94,15 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     x = torch.randn(BATCH, WIDTH, device=device)
-    steps = ways(device)
-    measured: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
-    for i in range(STEPS + 5):
-        for name, step in steps.items():
-            once = measure(step, x)
-            if i >= 5:
-                measured[name].append(once)
-
+    steps = {
+        "bare": step_of(device, guarded=False),
+        "guard, one loss": step_of(device, guarded=True),
+        "guard, two terms": step_of(device, guarded=True, terms=True),
+        "guard, two terms, through=": step_of(device, guarded=True, terms=True, through=True),
+    }
+    timers = {name: partial(measure, step, x) for name, step in steps.items()}
+    in_turns(timers, 5)  # warms up
+    measured = in_turns(timers, STEPS)
     if dist.get_rank() == 0:
         weights = sum(p.numel() for p in TwoTerms().parameters())
         print(f"{dist.get_world_size()} ranks, {device.type}, {weights:,} weights, batch", end=" ")
@@ -124,9 +110,8 @@ def main() -> None:
         header("loop", "ms per step", "relative to bare", "extra all-reduces")
         for name, pairs in measured.items():
             seconds, counts = (statistics.median(column) for column in zip(*pairs, strict=True))
-            over = statistics.median(
-                a / b for (a, _), (b, _) in zip(pairs, measured["bare"], strict=True)
-            )
+            turns = zip(pairs, measured["bare"], strict=True)
+            over = statistics.median(mine / bare for (mine, _), (bare, _) in turns)
             row(name, f"{1000 * seconds:.2f}", f"{over:.2f}", f"{counts:g}")
     dist.destroy_process_group()
 
