@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.results_page import write_section
 from benchmarks.turns import table_head, table_line
@@ -55,11 +56,17 @@ class Case:
 
     def is_sick(self) -> bool:
         """Return whether the loss or a gradient is not finite."""
-        loss, gradients = self.run()
-        return any(not torch.isfinite(x).all() for x in [loss, *gradients])
+        return not is_finite(self.run())
+
+    def diagnosed(self) -> tuple[Cause, str]:
+        """Return the diagnosed cause and operation."""
+        with Microscope({"input": self.x} | self.weights) as scope:
+            loss, gradients = self.run()
+        fault = scope.fault(loss, *gradients)
+        return (Cause.UNKNOWN, "none") if fault is None else (diagnose(fault).cause, fault.op)
 
     @torch.no_grad()
-    def overflows_at(self) -> str | None:
+    def origin(self) -> str | None:
         """Return the first stage whose float64 result exceeds the range of its dtype."""
         weights = {name: w.detach().clone() for name, w in self.weights.items()}
         exact, x = self.x.double(), self.x
@@ -78,6 +85,12 @@ class Case:
             if not largest <= torch.finfo(x.dtype).max:
                 return op
         return None
+
+
+def is_finite(values: object) -> bool:
+    """Return whether all floating-point numbers and tensors in a tree are finite."""
+    tensors = (torch.as_tensor(x) for x in tree_leaves(values) if isinstance(x, (float, Tensor)))
+    return all(bool(torch.isfinite(x).all()) for x in tensors if x.is_floating_point())
 
 
 def uniform(r: random.Random, low: float, high: float) -> float:
@@ -249,7 +262,7 @@ def learning_rate(r: random.Random) -> Case:
     optimizer = r.choice([torch.optim.SGD, torch.optim.AdamW])(list(weights.values()), lr=rate)
     for _ in range(30):
         loss, gradients = case.run()
-        if not all(torch.isfinite(y).all() for y in [loss, *gradients]):
+        if not is_finite([loss, *gradients]):
             break
         for w, gradient in zip(weights.values(), gradients, strict=True):
             w.grad = gradient
@@ -261,34 +274,15 @@ KINDS = (poisoned_weight, poisoned_input, fp16_overflow, log_of_zero, zero_norm)
 KINDS += (temperature, learning_rate)
 
 
-def inspect(case: Case) -> tuple[Cause, str]:
-    """Return the diagnosed cause and operation."""
-    with Microscope({"input": case.x} | case.weights) as scope:
-        loss, gradients = case.run()
-    fault = scope.fault(loss, *gradients)
-    if fault is None:
-        return Cause.UNKNOWN, "none"
-    return diagnose(fault).cause, fault.op
-
-
-def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
-    """Draw cases until one has a fault; return its truth and diagnosis."""
-    case, op, redrawn = faulty_case(kind, r)
-    return case.cause, op, *inspect(case), redrawn
-
-
-def faulty_case(kind: Callable[[random.Random], Case], r: random.Random) -> tuple[Case, str, int]:
+def faulty_case(kind: Callable[[random.Random], Any], r: random.Random) -> tuple[Any, str, int]:
     """Draw cases until one has a fault; return it, its true operation and the count of redraws."""
     for redrawn in range(200):
         torch.manual_seed(r.randrange(2**31))
         case = kind(r)
-        weights = case.weights.values()
-        if case.cause == Cause.LEARNING_RATE and not all(torch.isfinite(w).all() for w in weights):
+        if case.cause == Cause.LEARNING_RATE and not is_finite(case.weights):
             continue  # the update itself overflowed: the cause is now a poisoned weight
-        if not case.is_sick():
-            continue
-        op = case.op or case.overflows_at()
-        if op is not None:
+        op = case.op or case.origin()
+        if op is not None and case.is_sick():
             return case, op, redrawn
     raise RuntimeError(f"{kind.__name__}: none of 200 draws had a fault")
 
@@ -310,10 +304,13 @@ class Score:
         self.right = self.total - len(self.misses)
 
 
-def measure(kinds: Sequence[Any], draw: Callable, injections: int, seed: int) -> Score:
+def measure(kinds: Sequence[Callable], injections: int) -> Score:
     """Inject faults of each kind and compare the diagnoses with the truth."""
-    r = random.Random(seed)
-    return Score([draw(kinds[i % len(kinds)], r) for i in range(injections)])
+    r, drawn = random.Random(0), list[Drawn]()
+    for i in range(injections):
+        case, op, redrawn = faulty_case(kinds[i % len(kinds)], r)
+        drawn.append((case.cause, op, *case.diagnosed(), redrawn))
+    return Score(drawn)
 
 
 def section(score: Score) -> list[str]:
@@ -367,8 +364,8 @@ def main() -> None:
 
     began = time.perf_counter()
     logging.disable(logging.WARNING)  # the guards' warnings about injected faults
-    heads = measure(KINDS, draw, injections=200, seed=0)
-    students = measure(language.KINDS, language.draw, injections=100, seed=0)
+    heads = measure(KINDS, injections=200)
+    students = measure(language.KINDS, injections=100)
     text = report(heads, students)
     write_section("diagnosis", text)
     seconds = f"{time.perf_counter() - began:.1f} s"

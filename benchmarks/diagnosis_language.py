@@ -8,7 +8,6 @@ such operations is repeated, because its true operation is uncertain.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Callable
@@ -19,9 +18,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from benchmarks.diagnosis import Drawn, uniform
+from benchmarks.diagnosis import is_finite, uniform
 from firstnan.diagnosis import Cause
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.divergences import DIVERGENCES
@@ -44,23 +42,34 @@ class Case:
     batch: Batch
     op: str | None = None  # None: the only operation that turns finite inputs non-finite
 
-    def run(self) -> tuple[Cause, str] | None:
-        """Return the diagnosed cause and operation; None if the step is healthy."""
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The student's weights."""
+        return list(self.distiller.student.parameters())
+
+    def is_sick(self) -> bool:
+        """Do the step; return whether the fault explainer looked for a fault."""
         self.distiller.step([self.batch], 1e-3)
-        events = [e for e in self.distiller.guard.events.events if e.stage == "replay"]
-        if not events:
-            return None
-        match = re.match(r"rows [\d, ]+: (\S+), (?:forward|backward) pass", events[0].reason)
-        causes = [cause for cause in Cause if f": {cause.value}: " in events[0].reason]
+        return bool(self.explanations)
+
+    @property
+    def explanations(self) -> list[str]:
+        """What the fault explainer reported."""
+        return [e.reason for e in self.distiller.guard.events.events if e.stage == "replay"]
+
+    def diagnosed(self) -> tuple[Cause, str]:
+        """Return the diagnosed cause and operation."""
+        reason = self.explanations[0]
+        match = re.match(r"rows [\d, ]+: (\S+), (?:forward|backward) pass", reason)
+        causes = [cause for cause in Cause if f": {cause.value}: " in reason]
         return (causes[0], match[1]) if match and causes else (Cause.UNKNOWN, "none")
 
     def origin(self) -> str | None:
         """Return the only operation that produced a non-finite value; None if several did."""
-        student = self.distiller.student
         with Origins() as origins, torch.random.fork_rng():
             terms = self.distiller.weighted(self.distiller.terms(self.batch))
             total = sum(terms.values(), torch.zeros(()))
-            torch.autograd.grad(total, list(student.parameters()), allow_unused=True)
+            torch.autograd.grad(total, self.weights, allow_unused=True)
         return origins.ops.pop() if len(origins.ops) == 1 else None
 
 
@@ -73,18 +82,12 @@ class Origins(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204, D105
         kwargs = kwargs or {}
-        finite_inputs = all(map(_is_finite, tree_leaves((args, kwargs))))  # before in-place writes
+        finite_inputs = is_finite((args, kwargs))  # before in-place writes
         out = func(*args, **kwargs)
         op = str(func.overloadpacket)
-        if finite_inputs and "empty" not in op and not all(map(_is_finite, tree_leaves(out))):
+        if finite_inputs and "empty" not in op and not is_finite(out):
             self.ops.add(op)
         return out
-
-
-def _is_finite(x: object) -> bool:
-    if isinstance(x, float):
-        return math.isfinite(x)
-    return not (isinstance(x, Tensor) and x.is_floating_point()) or bool(x.isfinite().all())
 
 
 # --- random steps ---------------------------------------------------------------------------------
@@ -281,17 +284,3 @@ def temperature(r: random.Random) -> Case:
 
 KINDS = (poisoned_student, poisoned_teacher, poisoned_embedding, learning_rate)
 KINDS += (fp16_overflow, log_of_zero, zero_norm, temperature)
-
-
-def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
-    """Draw cases until one has a fault; return its truth and diagnosis."""
-    for redrawn in range(200):
-        torch.manual_seed(r.randrange(2**31))
-        case = kind(r)
-        weights = case.distiller.student.parameters()
-        if case.cause == Cause.LEARNING_RATE and not all(w.isfinite().all() for w in weights):
-            continue  # the update itself overflowed: the cause is now a poisoned weight
-        op = case.op or case.origin()
-        if op is not None and (diagnosis := case.run()) is not None:
-            return case.cause, op, *diagnosis, redrawn
-    raise RuntimeError(f"{kind.__name__}: none of 200 draws had a fault")

@@ -39,9 +39,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from benchmarks.diagnosis import KINDS, Case, faulty_case
+from benchmarks.diagnosis import KINDS, Case, faulty_case, is_finite
 from benchmarks.results_page import write_section
 from benchmarks.turns import header, in_pairs, middle_half, row, table_head, table_line
 from firstnan import Guard
@@ -93,11 +92,6 @@ class Steps(nn.Sequential):
                 names.add(node.name())
                 ahead += [following for following, _ in node.next_functions]
         return str(number), names
-
-
-def is_finite(values: object) -> bool:
-    tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
-    return all(bool(torch.isfinite(x).all()) for x in tensors)
 
 
 @contextlib.contextmanager
