@@ -2,6 +2,7 @@
 
     python -m benchmarks.distillation --teacher_model FOLDER --data_path FILE.jsonl --seeds 3
     python -m benchmarks.distillation --grid --teacher_model FOLDER --data_path FILE.jsonl
+    python -m benchmarks.distillation --caches --teacher_model FOLDER --data_path FILE.jsonl
     python -m benchmarks.distillation --offline --teacher_model FOLDER --data_path FILE.jsonl
 
 Each row is a complete run with the same initialization, batches and steps; its held-out perplexity
@@ -12,6 +13,10 @@ the cost. Without --teacher_model, a teacher is trained on the standard library 
 grid and with every seed. For each of the two, the learning rate with the lowest validation
 perplexity wins (best evaluation of a run, geometric mean over seeds); its perplexity on separate
 test rows is reported. A winner at an end of the grid is marked, because the grid is too short then.
+
+`--caches` compares students that learn from a live teacher with students that learn from a cache of
+it (CACHE_METHOD). Its third column is the perplexity relative to the live teacher's run of the same
+seed: the geometric mean over the seeds, and its 95 % interval by Student's t.
 
 `--offline` trains a student on the teacher's text (TEACHER_TEXT) after --prompts prompts, the first
 60 characters of records, and from there for as many steps again: on this text, on its own text with
@@ -33,11 +38,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from scipy.stats import t as students_t
 
 from benchmarks.turns import header, row
 from ssl_kd.datasets.blocks import Blocks, make_blocks
@@ -79,19 +85,15 @@ STAGES: dict[str, dict[str, Any]] = {
     "on-policy, offline": {"student_text": 1.0, "cache_method": "topk", **REVERSE},
 }
 PROMPTS = 128  # held-out, continued by each student of --offline
+CACHES = ("hidden", "sample:128", "sample", "sample:32", "sample:8", "topk:32", "topk:8")
 GRID = (1e-3, 3e-3, 1e-2, 3e-2)
+SETTINGS = ("teacher_model", "data_path", "eval_path", "max_steps", "batch_size", "block_size")
+SETTINGS += ("eval_rows", "learning_rate", "temperature", "alpha_kd", "alpha_ce")
+SETTINGS += ("student_model", "max_new_tokens")
 WAYS: dict[str, dict[str, Any]] = {"distilled": {}, "CE alone": ALONE}
 
 Results = dict[tuple[str, float], list[dict[str, Any]]]
 """(way, learning rate) -> a row for each seed."""
-
-
-def add_settings(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Add settings as flags; `defaults` override the library's defaults."""
-    for name in (*names, *defaults):
-        default = defaults.get(name, getattr(LanguageSettings, name))
-        kind = partial(LanguageSettings.parse, name)
-        parser.add_argument(f"--{name}", default=default, type=kind)
 
 
 def spread(values: Iterable[float], form: str = ".3f") -> str:
@@ -171,14 +173,14 @@ def comparison(results: Results, grid: Sequence[float]) -> list[str]:
     return [*lines, f"distilled / CE alone, each at its best, paired by seed: {ratios}"]
 
 
-def search(settings: LanguageSettings, grid: Sequence[float], seeds: Sequence[int]) -> None:
+def search(settings: LanguageSettings, grid: Sequence[float], seeds: int) -> None:
     """Print a table of both ways at each learning rate and compare their best."""
     results: Results = {}
     header("way", "learning rate", "validation perplexity", "test perplexity", "seconds")
     for way, changes in WAYS.items():
         for rate in grid:
             changed = settings.replace(**changes, learning_rate=rate)
-            rows = [measure(changed.replace(seed=seed), best_evaluation) for seed in seeds]
+            rows = [measure(changed.replace(seed=seed), best_evaluation) for seed in range(seeds)]
             results[way, rate] = rows
             row(
                 *(way, f"{rate:g}"),
@@ -187,6 +189,36 @@ def search(settings: LanguageSettings, grid: Sequence[float], seeds: Sequence[in
                 f"{fmean(r['seconds'] for r in rows):.0f}",
             )
     print("", *comparison(results, grid), sep="\n")
+
+
+def relative(runs: list[dict[str, Any]], live: list[dict[str, Any]]) -> str:
+    """Return the ratio of perplexities over paired seeds, with its 95 % interval."""
+    pairs = zip(runs, live, strict=True)
+    logs = [math.log(a["perplexity"] / b["perplexity"]) for a, b in pairs]
+    half = students_t.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    low, middle, high = (math.exp(fmean(logs) + x) for x in (-half, 0, half))
+    return f"{middle:.4f} ({low:.4f} to {high:.4f})"
+
+
+def compare_caches(settings: LanguageSettings, methods: Sequence[str], seeds: int) -> None:
+    """Print a table of the students of a live teacher, of caches of it, and of none."""
+    settings = settings.replace(eval_every=settings.max_steps)
+
+    def runs(**changes: Any) -> list[dict[str, Any]]:
+        return [measure(settings.replace(**changes, seed=seed)) for seed in range(seeds)]
+
+    header("teacher", "held-out perplexity", "relative to live", "bytes per token")
+    live = runs()
+    row("live", spread(x["perplexity"] for x in live), "1", "")
+    for method in methods:
+        with tempfile.TemporaryDirectory() as folder:
+            cached = {"teacher_cache": folder, "cache_method": method}
+            size = cache_teacher(settings.replace(**cached)).facts()["bytes_per_token"]
+            students = runs(**cached)
+        perplexity = spread(x["perplexity"] for x in students)
+        row(method, perplexity, relative(students, live), f"{size:.0f}")
+    alone = runs(**ALONE)
+    row("none", spread(x["perplexity"] for x in alone), relative(alone, live), "")
 
 
 @torch.no_grad()
@@ -209,7 +241,7 @@ def on_own_text(settings: LanguageSettings, copy: str, folder: Path) -> dict[str
     }
 
 
-def compare_offline(settings: LanguageSettings, prompts: int, seeds: Sequence[int]) -> None:
+def compare_offline(settings: LanguageSettings, prompts: int, seeds: int) -> None:
     """Print a table of live and offline on-policy distillation after training on text."""
     results: dict[str, list[dict[str, Any]]] = {way: [] for way in STAGES}
     for name in ("teacher_model", "data_path", "eval_path"):
@@ -219,7 +251,7 @@ def compare_offline(settings: LanguageSettings, prompts: int, seeds: Sequence[in
     os.chdir(tempfile.mkdtemp())  # for students, caches and generated text
     Path("prompts.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in beginnings))
     settings = settings.replace(data_path="prompts.jsonl")
-    for seed in seeds:
+    for seed in range(seeds):
         for way, changes in STAGES.items():
             own = settings.replace(**changes, seed=seed)
             own = own if way == FIRST else own.replace(student_model=f"{FIRST} {seed}")
@@ -242,25 +274,26 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--grid", type=float, nargs="*", help=f"learning rates; default: {GRID}")
+    parser.add_argument("--caches", nargs="*", help=f"CACHE_METHOD of each; default: {CACHES}")
     parser.add_argument("--offline", action="store_true")
     parser.add_argument("--prompts", type=int, default=120)
-    add_settings(
-        parser,
-        *("teacher_model", "data_path", "eval_path"),
-        *("max_steps", "batch_size", "block_size", "eval_rows"),
-        *("learning_rate", "temperature", "alpha_kd", "alpha_ce"),
-        student_model="fresh:2x96",
-        max_new_tokens=LanguageSettings.max_new_tokens,
-    )
+    defaults = {"student_model": "fresh:2x96"}
+    for name in SETTINGS:
+        default = defaults.get(name, getattr(LanguageSettings, name))
+        kind = partial(LanguageSettings.parse, name)
+        parser.add_argument(f"--{name}", default=default, type=kind)
     flags = vars(parser.parse_args())
-    seeds, only, grid = (flags.pop(name) for name in ("seeds", "only", "grid"))
-    offline, prompts = flags.pop("offline"), flags.pop("prompts")
+    seeds, only, grid, caches, offline, prompts = (
+        flags.pop(name) for name in ("seeds", "only", "grid", "caches", "offline", "prompts")
+    )
     logging.basicConfig(level=logging.ERROR)
     settings = LanguageSettings(**flags, eval_every=max(1, flags["max_steps"] // 5), generations=0)
     if offline:
-        return compare_offline(settings, prompts, range(seeds))
+        return compare_offline(settings, prompts, seeds)
+    if caches is not None:
+        return compare_caches(with_teacher(settings), caches or CACHES, seeds)
     if grid is not None:
-        return search(with_teacher(settings), grid or list(GRID), range(seeds))
+        return search(with_teacher(settings), grid or GRID, seeds)
     header("run", "held-out perplexity", "agreement with teacher", "KL to teacher", "seconds")
     for name in only:
         changed = settings.replace(**VARIANTS[name])
