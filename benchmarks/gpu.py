@@ -189,7 +189,7 @@ def language_rows(size: Size, device: torch.device) -> Iterator[Row]:
     """Compare a step of whole trainings with TRL's trainers, if TRL is installed."""
     teacher_size, student_size, vocabulary, batch, length = size.text
     args = argparse.Namespace(batch=batch, length=length, device=device.type)
-    args.steps, args.prompt, args.url, args.teacher_model = min(size.steps, 5), 1, "", None
+    args.steps, args.prompt, args.url = min(size.steps, 5), 1, ""
     teacher = language.random_llama(teacher_size, vocabulary, 0)
     student = language.random_llama(student_size, vocabulary, 1)
     shape = f"{teacher_size} to {student_size}, V {vocabulary:,}, {batch} x {length}, fp32"

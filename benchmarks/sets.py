@@ -1,7 +1,5 @@
 """Load the data sets of the other benchmarks by name, as embeddings with true classes.
 
-    python -m benchmarks.sets FOLDER --data_dir data --cifar PATH   # writes NAME.npz files
-
 Every set is the same in every run. The Bayes error of each synthetic set is below 5 %; k-means is
 much worse.
 """
@@ -210,26 +208,3 @@ def loaded(
             print(f"{name} is skipped: {error}", file=sys.stderr)
             continue
         yield name, x, y
-
-
-def names_of(known: Mapping[str, Any], text: str) -> list[str]:
-    """Return the names in a comma-separated flag; raise on an unknown name."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: use {', '.join(known)}")
-    return names
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the data sets as NAME.npz with x and y.")
-    parser.add_argument("folder", type=Path)
-    Sources.add_flags(parser)
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    for name, x, y in loaded(SETS, Sources.of(args)):
-        np.savez(args.folder / f"{name}.npz", x=x, y=y)
-        print(f"{name}: {x.shape[0]:,} x {x.shape[1]}, classes {np.bincount(y)[:12]}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,11 +3,11 @@
     pip install trl
     python -m benchmarks.trl_trainer --table
     python -m benchmarks.trl_trainer --kinds off --threads 1 --vocabulary 4096
-    python -m benchmarks.trl_trainer --teacher_model FOLDER --student_model layers:2
 
-Every trainer trains a copy of one student on the same teacher, in fp32 on the CPU, through
-`train()`: TRL's with the unchanged transformers loop (data loading, clipping, AdamW, logging), ours
-with its guard. Our cross-entropy is computed and logged but has weight 0; TRL's trainers have none.
+Every trainer trains a copy of one random student on the same random teacher and tokens, in fp32 on
+the CPU, through `train()`: TRL's with the unchanged transformers loop (data loading, clipping,
+AdamW, logging), ours with its guard. Our cross-entropy is computed and logged but has weight 0;
+TRL's trainers have none.
 
 - `off`: forward KL, off policy. TRL's DistillationTrainer gets the completions instead of
   generating them.
@@ -18,10 +18,9 @@ with its guard. Our cross-entropy is computed and logged but has weight 0; TRL's
   client requires vLLM without using it here; the check for it is patched. Ours is the loop of
   `ssl_kd distill`, because our DistillationTrainer has no client for a server.
 
-The teacher generates the rows with --teacher_model; otherwise teacher and rows are random. All
-trainers alternate; ratios are medians over rounds (middle half in parentheses), of the time and of
-the CPU time, which other programs disturb less. Memory is the increase of the peak resident set in
-a separate process. Losses are from the first step, before any update; for `on`, from a separate
+All trainers alternate; ratios are medians over rounds (middle half in parentheses), of the time and
+of the CPU time, which other programs disturb less. Memory is the increase of the peak resident set
+in a separate process. Losses are from the first step, before any update; for `on`, from a separate
 greedy training, so that all trainers see the same text.
 """
 
@@ -69,10 +68,9 @@ from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.train import train
 from ssl_kd.precision import Precision
-from ssl_kd.teachers.causal import CausalLM, load_causal_lm
+from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.server import CompletionServer
-from ssl_kd.teachers.student import build_student
 from tests.served import Server
 
 RATE = 1e-4
@@ -103,32 +101,20 @@ def random_llama(size: str, vocabulary: int, seed: int) -> CausalLM:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<pad>"
     )
-    return CausalLM.of(LlamaForCausalLM(config), tokenizer, size)
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return CausalLM.of(model, tokenizer, size)
 
 
 def models(args: argparse.Namespace) -> tuple[CausalLM, CausalLM]:
     """Return teacher and student; they practically never sample EOS, so texts are equally long."""
-    if args.teacher_model:
-        teacher = load_causal_lm(args.teacher_model, dtype=torch.float32)
-        student = build_student(args.student_model, teacher, seed=1)
-    else:
-        teacher = random_llama("4x256", args.vocabulary, 0)
-        student = random_llama("2x128", args.vocabulary, 1)
-    for lm in (teacher, student):
-        lm.model.generation_config.eos_token_id = lm.tokenizer.eos_token_id
-    return teacher, student
+    return random_llama("4x256", args.vocabulary, 0), random_llama("2x128", args.vocabulary, 1)
 
 
 def rows_of(args: argparse.Namespace, teacher: CausalLM) -> Tensor:
-    """Return text `[batch, length]` sampled from the teacher, or random for a random teacher."""
-    config, n = teacher.model.config, args.length - 1
+    """Return random text `[batch, length]`; IDs below 3 are special tokens."""
     torch.manual_seed(0)
-    if not args.teacher_model:  # IDs below 3 are special tokens
-        return torch.randint(3, config.vocab_size, (args.batch, args.length))
-    begin = torch.full((args.batch, 1), config.bos_token_id)
-    length = {"min_new_tokens": n, "max_new_tokens": n}
-    mask = torch.ones_like(begin)
-    return teacher.model.generate(begin, attention_mask=mask, do_sample=True, top_k=0, **length)
+    return torch.randint(3, teacher.model.config.vocab_size, (args.batch, args.length))
 
 
 def now() -> Times:
@@ -208,37 +194,23 @@ def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
     return through(trainer, args, plain_rows(rows_of(args, teacher)), collate)
 
 
-def ours_served(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """Return a run of `ssl_kd distill`'s loop with a teacher on a server."""
-    server = CompletionServer(args.url, "teacher")
-    served = ServedTeacher(server, args.top_k, teacher.model.config.vocab_size)
-    return _our_loop(args, teacher, student, served)
-
-
-def ours_off_policy(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """Return a run of `ssl_kd distill`'s loop on text, with the teacher in this process."""
-    return _our_loop(args, teacher, student, FrozenTeacher(teacher.model, device=args.device))
-
-
-def ours_on_policy(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """Return a run of `ssl_kd distill`'s loop in which the student generates all text."""
-    changes = {"on_policy": 1.0, "divergence": "reverse_kl"}
-    return _our_loop(
-        args, teacher, student, FrozenTeacher(teacher.model, device=args.device), **changes
-    )
-
-
-def _our_loop(
-    args: argparse.Namespace, teacher: CausalLM, student: CausalLM, target: Any, **changes: Any
-) -> Run:
+def our_loop(args: argparse.Namespace, teacher: CausalLM, student: CausalLM, kind: str) -> Run:
+    """Return a run of `ssl_kd distill`'s loop on one kind of text and teacher."""
+    changes: dict[str, Any] = {"alpha_kd": 1.0, "alpha_ce": 0.0}
+    if kind == "on":
+        changes |= {"on_policy": 1.0, "divergence": "reverse_kl"}
+    if kind == "served":
+        server = CompletionServer(args.url, "teacher")
+        target: Any = ServedTeacher(server, args.top_k, teacher.model.config.vocab_size)
+    else:
+        target = FrozenTeacher(teacher.model, device=args.device)
     ids, n = rows_of(args, teacher), args.length - args.prompt
     counts = torch.zeros_like(ids, dtype=torch.bool)
-    counts[:, args.prompt if changes else 1 :] = True
+    counts[:, args.prompt if kind == "on" else 1 :] = True
     documents = torch.ones_like(ids, dtype=torch.int32)
     blocks = Blocks(ids, counts, documents, torch.ones(len(ids)), (), "rows")
-    changes |= {"alpha_kd": 1.0, "alpha_ce": 0.0, "learning_rate": RATE, "log_every": 1}
     changes |= {"batch_size": args.batch, "block_size": args.length, "max_new_tokens": n}
-    settings = LanguageSettings(**changes)
+    settings = LanguageSettings(**changes, learning_rate=RATE, log_every=1)
     precision = Precision.for_device(args.device, False)
     distiller = Distiller(student.model, settings, precision, Plain(target))
     ends = [student.tokenizer.eos_token_id]
@@ -291,34 +263,26 @@ def trl_gkd(args: argparse.Namespace, teacher: CausalLM, student: CausalLM, poli
     return through(trainer, args, rows, prompts if policy else collate)
 
 
-def trl_distillation(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """Return a run of TRL's DistillationTrainer on fixed completions: loss in chunks."""
-    trainer = _trl_distillation(args, teacher, student, beta=0.0)
-    trainer._prepare_inputs = lambda batch: batch  # generate nothing
-    return through(trainer, args, plain_rows(rows_of(args, teacher)), completions)
-
-
-def trl_distillation_on_policy(
-    args: argparse.Namespace, teacher: CausalLM, student: CausalLM
+def trl_distillation(
+    args: argparse.Namespace, teacher: CausalLM, student: CausalLM, policy: int
 ) -> Run:
-    """Return a run of TRL's unchanged DistillationTrainer, generating with transformers."""
-    length = args.length - args.prompt
-    trainer = _trl_distillation(args, teacher, student, beta=1.0, max_completion_length=length)
-    trainer._tokenize_prompts = lambda prompts: (prompts, None, {})
-    rows = [{"prompt": row[: args.prompt].tolist()} for row in rows_of(args, teacher)]
-    return through(trainer, args, rows, list)
-
-
-def _trl_distillation(
-    args: argparse.Namespace, teacher: CausalLM, student: CausalLM, **options: Any
-) -> Any:
+    """Return a run of TRL's DistillationTrainer, on fixed completions or generating (policy 1)."""
     from trl.trainer.distillation_config import DistillationConfig  # pyright: ignore[reportMissingImports]
     from trl.trainer.distillation_trainer import (  # pyright: ignore[reportMissingImports]
         DistillationTrainer as TRLTrainer,
     )
 
-    config = arguments(args, DistillationConfig, temperature=1.0, top_k=0, **options)
-    return _of_trl(TRLTrainer, config, student, teacher_model=teacher.model)
+    options = {"max_completion_length": args.length - args.prompt} if policy else {}
+    options |= {"beta": float(policy), "temperature": 1.0, "top_k": 0}
+    config = arguments(args, DistillationConfig, **options)
+    trainer = _of_trl(TRLTrainer, config, student, teacher_model=teacher.model)
+    rows = rows_of(args, teacher)
+    if policy:
+        trainer._tokenize_prompts = lambda prompts: (prompts, None, {})
+        prompts = [{"prompt": row[: args.prompt].tolist()} for row in rows]
+        return through(trainer, args, prompts, list)
+    trainer._prepare_inputs = lambda batch: batch  # generate nothing
+    return through(trainer, args, plain_rows(rows), completions)
 
 
 def trl_served(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
@@ -341,15 +305,18 @@ METHODS: dict[str, dict[str, Callable[..., Run]]] = {
     "off": {
         "ours, DistillationTrainer": ours,
         "TRL, GKDTrainer": partial(trl_gkd, policy=0),
-        "TRL, DistillationTrainer": trl_distillation,
-        "ours, ssl_kd distill": ours_off_policy,
+        "TRL, DistillationTrainer": partial(trl_distillation, policy=0),
+        "ours, ssl_kd distill": partial(our_loop, kind="off"),
     },
     "on": {
-        "ours, ssl_kd distill": ours_on_policy,
+        "ours, ssl_kd distill": partial(our_loop, kind="on"),
         "TRL, GKDTrainer": partial(trl_gkd, policy=1),
-        "TRL, DistillationTrainer": trl_distillation_on_policy,
+        "TRL, DistillationTrainer": partial(trl_distillation, policy=1),
     },
-    "served": {"ours, ssl_kd distill": ours_served, "TRL, ServerDistillationTrainer": trl_served},
+    "served": {
+        "ours, ssl_kd distill": partial(our_loop, kind="served"),
+        "TRL, ServerDistillationTrainer": trl_served,
+    },
 }
 
 
@@ -417,10 +384,8 @@ def measure(kind: str, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--teacher_model", help="folder or hub name; default: a new Llama")
-    parser.add_argument("--student_model", default="layers:2", help="with --teacher_model")
     parser.add_argument("--table", action="store_true", help=f"all of {ALL}")
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000], help="of new models")
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count()])
     parser.add_argument("--shape", nargs="+", default=["8x256"], help="rows x tokens in each")
     parser.add_argument("--rounds", type=int, default=3)
