@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.results_page import write_section
+from benchmarks.turns import write_section
 
 FOLDER = Path(__file__).parent
 

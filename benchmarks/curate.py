@@ -36,10 +36,17 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFilter
 from sklearn.datasets import load_sample_image
 from sklearn.metrics import average_precision_score
 
-from benchmarks.sets import SETS, Absent, Labelled, Sources, _embedded, _fashion_images
-from benchmarks.turns import header
-from benchmarks.turns import row as print_row
-from ssl_kd.datasets import ArrayDataset, ImageDataset, open_dataset
+from benchmarks.sets import (
+    SETS,
+    Absent,
+    Labelled,
+    Sources,
+    _cifar_images,
+    _embedded,
+    _fashion_images,
+)
+from benchmarks.turns import header, table_line
+from ssl_kd.datasets import ArrayDataset
 from ssl_kd.datasets.catalog import Split
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.vision.model_parts import Projection
@@ -60,24 +67,13 @@ def jpeg(image: Image.Image) -> Image.Image:
     return Image.open(file)
 
 
-def smaller(image: Image.Image) -> Image.Image:
-    small = image.resize((image.width * 2 // 3, image.height * 2 // 3), BILINEAR)
-    return small.resize(image.size, BILINEAR)
-
-
-def cropped(image: Image.Image) -> Image.Image:
-    return image.crop((4, 4, image.width - 4, image.height - 4)).resize(image.size, BILINEAR)
-
-
-def brighter(image: Image.Image) -> Image.Image:
-    return ImageEnhance.Brightness(image).enhance(1.25)
-
-
-def same(image: Image.Image) -> Image.Image:
-    return image
-
-
-ALTERED = (same, jpeg, smaller, cropped, brighter)
+ALTERED: tuple[Callable[[Image.Image], Image.Image], ...] = (
+    lambda image: image,
+    jpeg,
+    lambda i: i.resize((i.width * 2 // 3, i.height * 2 // 3), BILINEAR).resize(i.size, BILINEAR),
+    lambda i: i.crop((4, 4, i.width - 4, i.height - 4)).resize(i.size, BILINEAR),
+    lambda i: ImageEnhance.Brightness(i).enhance(1.25),
+)
 
 
 def stored(x: NDArray) -> EmbeddingStore:
@@ -154,14 +150,17 @@ def duplicates(name: str, images: NDArray, x: NDArray, rows: NDArray) -> list[li
 # --- Labels and outliers --------------------------------------------------------------------------
 
 
-def _photos(sources: Sources, split: Split) -> Labelled:
+def _photos(sources: Sources, split: Split = "train") -> Labelled:
     """Return the images of CIFAR-10 `[n, 32, 32, 3]` and their classes."""
-    if sources.cifar is None:
-        raise Absent("CIFAR-10 is missing: --cifar FOLDER, with train/<class>/*.png in it")
-    folder = open_dataset(str(sources.cifar), split, labels="folders")
-    assert isinstance(folder, ImageDataset) and folder.labels is not None
+    folder = _cifar_images(sources, split)
     images = [np.asarray(folder.image(i).convert("RGB")) for i in range(len(folder))]
-    return np.stack(images), folder.labels
+    return np.stack(images), np.asarray(folder.labels)
+
+
+def _fashion(sources: Sources, n: int) -> Labelled:
+    """Return the first images of Fashion-MNIST `[n, 28, 28]` and their classes."""
+    dataset = _fashion_images(sources, n)
+    return np.asarray(dataset.arrays), np.asarray(dataset.labels)
 
 
 class Host(NamedTuple):
@@ -212,14 +211,13 @@ def hosts(sources: Sources) -> Iterator[tuple[str, Host]]:
         dataset = ArrayDataset(name, "train", images, y, None)
         return _embedded(sources, dataset, f"strange_{name}", SIDE)
 
-    splits = _photos(sources, "train"), _photos(sources, "test")
+    splits = _photos(sources), _photos(sources, "test")
     photos = tuple(np.concatenate(parts) for parts in zip(*splits, strict=True))
-    fashion = _fashion_images(sources, len(photos[0]))
-    assert fashion.arrays is not None and fashion.labels is not None
+    fashion = _fashion(sources, len(photos[0]))
     strange = embedded("single", single())[0]
     rows = np.random.default_rng(0).permutation(len(photos[0]))
     intact, sick = {}, {}
-    for name, (x, y) in {"cifar": photos, "fashion": (fashion.arrays, fashion.labels)}.items():
+    for name, (x, y) in {"cifar": photos, "fashion": fashion}.items():
         intact[name] = embedded(name, x[rows[SICK:]], y[rows[SICK:]])
         damaged = broken(x[rows[:SICK]])
         sick[name] = np.stack([embedded(f"{name}{k}", x)[0] for k, x in enumerate(damaged)])
@@ -301,9 +299,7 @@ def averaged(
 
 def copies(sources: Sources) -> Iterator[list[list[str]]]:
     """Yield the rows of the duplicates table, per data set."""
-    fashion = _fashion_images(sources, 5000)
-    assert fashion.arrays is not None and fashion.labels is not None
-    sets = {"cifar": _photos(sources, "train"), "fashion": (fashion.arrays, fashion.labels)}
+    sets = {"cifar": _photos(sources), "fashion": _fashion(sources, 5000)}
     for name, (small, y) in sets.items():
         images, rows = copied(small)
         dataset = ArrayDataset(name, "train", images, np.concatenate([y, y[rows]]), None)
@@ -316,8 +312,7 @@ def copies(sources: Sources) -> Iterator[list[list[str]]]:
 
 def strays(sources: Sources) -> Iterator[list[list[str]]]:
     """Yield the rows of the outliers table, per data set."""
-    for name, host in hosts(sources):
-        yield averaged(name, partial(strange, host))
+    yield from (averaged(name, partial(strange, host)) for name, host in hosts(sources))
 
 
 def labels(sources: Sources) -> Iterator[list[list[str]]]:
@@ -337,13 +332,11 @@ def main() -> None:
     Sources.add_flags(parser)
     args = parser.parse_args()
     for name in args.tables:
-        head = [*COLUMNS, "auto"] if name == "copies" else COLUMNS
         print()
-        header(*head)
+        header(*COLUMNS, *(["auto"] if name == "copies" else []))
         try:
             for rows in TABLES[name](Sources.of(args)):
-                for cells in rows:
-                    print_row(*cells)
+                print(*map(table_line, rows), sep="\n", flush=True)
         except Absent as error:
             raise SystemExit(str(error)) from error
 

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.results_page import write_section
-from benchmarks.turns import table_head, table_line
+from benchmarks.turns import table_head, table_line, write_section
 from firstnan.diagnosis import Cause, diagnose
 from firstnan.microscope import Microscope
 

@@ -119,10 +119,8 @@ def sync_rows(size: Size, device: torch.device) -> Iterator[Row]:
     """Fail if a vision step synchronizes with the device, as CUDA's sync debug mode reports it."""
     if device.type != "cuda":
         return
-    trainer, views = (
-        trainer_of(size.large, FULL, device),
-        torch.randn(2, *size.large[:2]).to(device),
-    )
+    trainer = trainer_of(size.large, FULL, device)
+    views = torch.randn(2, *size.large[:2]).to(device)
     trainer.step(views, 1e-4)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -41,8 +41,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.diagnosis import KINDS, Case, faulty_case, is_finite
-from benchmarks.results_page import write_section
-from benchmarks.turns import header, in_pairs, middle_half, row, table_head, table_line
+from benchmarks.turns import (
+    header,
+    in_pairs,
+    middle_half,
+    row,
+    table_head,
+    table_line,
+    write_section,
+)
 from firstnan import Guard
 from firstnan.watch import Watch
 

@@ -3,7 +3,7 @@
     pip install evoc igraph leidenalg umap-learn
     python -m benchmarks.regret --features FOLDER --json regret.jsonl   # can resume
     python -m benchmarks.regret --unknown --draws 3 ...                 # also without K
-    python -m benchmarks.regret --table regret.jsonl                    # only print tables
+    python -m benchmarks.regret --draws 0 --json regret.jsonl           # only print the tables
 
 A draw is a random four fifths of a set (at most 2,500 rows) or, for `_folder_` sets, some random
 classes with uneven sizes. All methods get the same unit-length rows and K; a method's noise is
@@ -297,12 +297,12 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--unknown", action="store_true", help="also measure without K")
     parser.add_argument("--json", type=Path, help="file of rows to resume from and append to")
-    parser.add_argument("--table", type=Path, nargs="+", help="only print tables of these files")
     Sources.add_flags(parser)
     args = parser.parse_args()
-    files = args.table or [file for file in (args.json,) if file and file.exists()]
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    if not args.table:
+    rows: list[Row] = []
+    if args.json and args.json.exists():
+        rows = [json.loads(line) for line in args.json.read_text().splitlines()]
+    if args.draws:
         run(args, rows)
     print(report(rows))
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from sklearn.datasets import load_digits, make_moons
 
 from ssl_kd.datasets import ArrayDataset, DatasetUnavailable, ImageDataset, open_dataset
+from ssl_kd.datasets.catalog import Split
 from ssl_kd.precision import Precision
 from ssl_kd.teachers import load_teacher
 from ssl_kd.teachers.base import TeacherUnavailable
@@ -60,25 +61,27 @@ def _digits(sources: Sources) -> Labelled:
     return digits.data[:1437].astype(np.float32), digits.target[:1437]
 
 
-def _open(name: str, flag: str, root: Path = Sources.data_dir) -> ImageDataset:
+def _open(name: str, flag: str, root: Path = Sources.data_dir, split: Split = "train") -> Any:
     try:
-        dataset = open_dataset(name, "train", root=root, labels="folders")
+        return open_dataset(name, split, root=root, labels="folders")
     except DatasetUnavailable as error:
         raise Absent(f"{error}; use another folder with {flag} FOLDER") from error
-    assert isinstance(dataset, ImageDataset)
-    return dataset
 
 
 def _fashion_images(sources: Sources, n: int) -> ArrayDataset:
     whole = _open("fashion_mnist", "--data_dir", sources.data_dir)
-    assert whole.arrays is not None and whole.labels is not None
     return ArrayDataset(whole.name, "train", whole.arrays[:n], whole.labels[:n], None)
 
 
 def _fashion(sources: Sources, n: int = 60_000) -> Labelled:
-    dataset = _fashion_images(sources, n)
-    assert dataset.arrays is not None and dataset.labels is not None
+    dataset: Any = _fashion_images(sources, n)
     return dataset.arrays.reshape(n, -1).astype(np.float32) / 255, dataset.labels
+
+
+def _cifar_images(sources: Sources, split: Split = "train") -> ImageDataset:
+    if sources.cifar is None:
+        raise Absent("CIFAR-10 is missing: --cifar FOLDER, with train/<class>/*.png in it")
+    return _open(str(sources.cifar), "--cifar", split=split)
 
 
 def _embedded(sources: Sources, dataset: ImageDataset, name: str, image_size: int) -> Labelled:
@@ -101,9 +104,7 @@ def _fashion_efficientnet(sources: Sources) -> Labelled:
 
 
 def _cifar_efficientnet(sources: Sources) -> Labelled:
-    if sources.cifar is None:
-        raise Absent("CIFAR-10 is missing: --cifar FOLDER, with train/<class>/*.png in it")
-    return _embedded(sources, _open(str(sources.cifar), "--cifar"), "cifar_efficientnet", 224)
+    return _embedded(sources, _cifar_images(sources), "cifar_efficientnet", 224)
 
 
 # --- Long tails -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Measure methods alternately, so that drifts in a machine's speed cancel out; print tables."""
+"""Measure methods alternately, so that drifts in a machine's speed cancel out; write tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 
 
 def in_turns(methods: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
@@ -56,6 +57,24 @@ def header(*columns: str) -> None:
 def row(*cells: str) -> None:
     """Print a row of a Markdown table."""
     print(table_line(cells), flush=True)
+
+
+def with_section(name: str, section: str, page: str) -> str:
+    """Return the page with a section replaced, from `<!-- NAME: COMMAND -->` to `<!-- end -->`.
+
+    Raises:
+        ValueError: If the page does not have exactly one section of this name.
+    """
+    pattern = re.compile(rf"(<!-- {name}: [^\n]+ -->\n\n).*?(\n<!-- end -->)", re.S)
+    text, n = pattern.subn(lambda match: match[1] + section + match[2], page)
+    if n != 1:
+        raise ValueError(f"{PAGE} has {n} sections named {name!r}, expected 1")
+    return text
+
+
+def write_section(name: str, section: str) -> None:
+    """Replace the named section of docs/results.md."""
+    PAGE.write_text(with_section(name, section, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def memory(process: int | str = "self") -> dict[str, float]:

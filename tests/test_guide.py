@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import table
-from benchmarks.results_page import PAGE, with_section
+from benchmarks.turns import PAGE, with_section
 from ssl_kd import cli
 from ssl_kd.cli.flags import read_settings
 from ssl_kd.language.presets import PRESETS
