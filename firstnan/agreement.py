@@ -11,8 +11,8 @@ import contextlib
 import re
 import time
 import zlib
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from firstnan.errors import UserError
 
+T = TypeVar("T")
 _LOST = re.compile("gloo|NCCL|connection|socket|timed? ?out", re.IGNORECASE)
 _WIDTH = 64  # least number of values in one message
 _NAMED = 8  # most ranks that an event names
@@ -39,42 +40,45 @@ class Agreement:
 
     Every rank makes the same exchanges in the same order. Each message starts with a checksum of
     its purpose, so that ranks at different points of their loops get an error that names the points
-    instead of wrong numbers. Ranks that describe the guard differently (`made`) are refused.
+    instead of wrong numbers. Ranks that describe themselves differently (`made`) are refused. A
+    single rank, or one with `group=False`, sends nothing.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, made: str, numbers: int
-    ) -> None:
-        self.group, self.rank = group, dist.get_rank(group)
-        if self.rank < 0:
-            raise ValueError("this process is not in `group`; expected a group that contains it")
-        self.world = dist.get_world_size(group)
-        self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-        self._width = 0
-        self._exchange(f"a new Guard ({made})", torch.zeros(0))
-        self._width = max(numbers, _WIDTH)
-
-    @classmethod
-    def between(
-        cls,
+        self,
         group: dist.ProcessGroup | Literal[False] | None,
         device: torch.device,
         made: str,
-        numbers: int,
-    ) -> Agreement | None:
-        """Return an `Agreement` between several ranks; None for one rank, or `group=False`."""
+        numbers: int = 0,  # of the longest message
+    ) -> None:
         if group and not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 "group= is a process group, but torch.distributed is not initialized: call "
                 "init_process_group first, or leave group= out"
             )
+        self.group: Any = group
+        self.rank, self.world = 0, 1
         if group is False or not several_ranks(group):
-            return None
-        return cls(group, device, made, numbers)
+            return
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not in `group`; expected a group that contains it")
+        self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        self._width = 0
+        self._exchange(made, torch.zeros(0))
+        self._width = max(numbers, _WIDTH)
 
     def exchange(self, what: str, numbers: Tensor) -> Tensor:
         """Gather each rank's `[n]` numbers as `[rank, n]` float32 on the CPU; `what` names them."""
-        return torch.cat([self._exchange(what, x) for x in numbers.split(self._width)], dim=1)
+        if self.world > 1:
+            return torch.cat([self._exchange(what, x) for x in numbers.split(self._width)], dim=1)
+        if self.group is None and several_ranks():
+            raise ValueError(
+                "torch.distributed was initialized after this Guard was made, so the Guard would "
+                "decide without the other ranks: make the Guard after init_process_group, or with "
+                "group=False"
+            )
+        return numbers.float().unsqueeze(0)
 
     def _exchange(self, what: str, numbers: Tensor) -> Tensor:
         # A sum in which every other rank adds zeros: exact, and every backend has it.
@@ -86,7 +90,7 @@ class Agreement:
             dist.all_reduce(table, group=self.group)
             table = table.cpu()
         if bool((table[:, 0] != table[0, 0]).any()):
-            points = self.share("the point of each rank", what)
+            points = self.gather("the point of each rank", what)
             at = "; ".join(f"rank {rank}: {point}" for rank, point in enumerate(points))
             raise ValueError(
                 f"the ranks are not at the same point. {at}. Make the same Guard on every rank,"
@@ -95,12 +99,13 @@ class Agreement:
             )
         return table[:, 1 : 1 + len(numbers)]
 
-    def share(self, what: str, text: str) -> list[str]:
-        """Gather one text from each rank, in rank order."""
-        texts: list[str] = [""] * self.world
-        with self.waiting(what, always=True):
-            dist.all_gather_object(texts, text, group=self.group)
-        return texts
+    def gather(self, what: str, value: T) -> list[T]:
+        """Gather a picklable value from each rank, in rank order."""
+        values: list[Any] = [value] * self.world
+        if self.world > 1:
+            with self.waiting(what, always=True):
+                dist.all_gather_object(values, value, group=self.group)
+        return values
 
     @contextlib.contextmanager
     def waiting(self, what: str, *, always: bool = False) -> Iterator[None]:
@@ -109,7 +114,7 @@ class Agreement:
         try:
             yield
         except RuntimeError as error:
-            if not (always or is_lost(error)):
+            if self.world == 1 or not (always or is_lost(error)):
                 raise
             line = str(error).strip().splitlines()[0]
             raise RankLost(
@@ -117,9 +122,9 @@ class Agreement:
                 f" other ranks at {what}: {line}. {_WAY_OUT}"
             ) from error
 
-    def name_ranks(self, *evidence: Tensor) -> str:
+    def name_ranks(self, evidence: Iterable[Tensor]) -> str:
         """Return ` on rank 3 of 4` by the first boolean `[rank]` tensor that is true somewhere."""
-        for where in evidence:
+        for where in evidence if self.world > 1 else ():
             ranks = where.nonzero().flatten().tolist()
             if len(ranks) == self.world:
                 return f" on all {self.world} ranks"

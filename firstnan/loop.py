@@ -27,7 +27,7 @@ from firstnan.optimizers import Optimizers
 from firstnan.parts import SHARED, SNAPSHOT_EVERY, ModuleParts, Parameters, TooFewHealthyParts
 from firstnan.recovery import Recovery, with_all_kinds
 from firstnan.terms import LossTerms, by_name
-from firstnan.verdicts import Verdicts, check_late
+from firstnan.verdicts import OnRanks, Verdicts
 from firstnan.watch import Locator
 
 _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()
@@ -144,9 +144,9 @@ class Guard:
         self.grad_norm = torch.zeros(n)
         self._terms = LossTerms(self.thresholds, self.recovery.advice)
         rules = f"{self.thresholds}, clip_grad={clip_grad}, snapshot_every={snapshot_every}"
-        self._group, self._ranks = group, Verdicts.between(group, self._parts, rules)
+        self._ranks = Verdicts(group, self._parts, rules)
         if not isinstance(events, EventLog):
-            events = EventLog(events if self._ranks is None or self._ranks.first else None)
+            events = EventLog(events if self._ranks.rank == 0 else None)
         self.events = events
         self.locator = Locator(model, locate)
         self._forget()
@@ -195,8 +195,7 @@ class Guard:
             self._run({0: losses})
             return
         named = by_name(losses, self._named)
-        if self._ranks is not None:
-            self._ranks.check_graph(named.values())
+        self._ranks.check_graph(named.values())
         if self._named:
             self._backward_parts(named, through)
         else:
@@ -249,8 +248,6 @@ class Guard:
     @torch.no_grad()
     def before_step(self) -> None:
         """Run the first half of `step`, for loops that step by hand (momentum: after `attach`)."""
-        if self._ranks is None and self._group is None:
-            check_late()
         self.events.extend(self._terms.record(self.steps))
         self._parts.check_gradients()
         gradients = [[p.grad for p in part.weights if p.grad is not None] for part in self._parts]
@@ -274,7 +271,7 @@ class Guard:
         self.skips = lost and not any(trained)
         self._take_back(healthy, lost, spoiled)
         if self.snapshot_every:
-            due = [i for i, here in enumerate(trained) if here and (self._ranks or gradients[i])]
+            due = [i for i, here in enumerate(trained) if here]
             self._parts.snapshot(due, self.steps, self.snapshot_every)
         for i, part in enumerate(self._parts):
             if not healthy[i]:
@@ -312,8 +309,7 @@ class Guard:
             rescale_(self.scale, updated, overflow, self.updates)
         self.updates += updated
         step, self.steps = self.steps, self.steps + 1
-        where = (lambda part: "") if self._ranks is None else self._ranks.where
-        events = self.recovery.report(step, stage, loss, norm, where)
+        events = self.recovery.report(step, stage, loss, norm, self._ranks.where)
         self.events.extend([*self.locator.events(step), *events])
         self._forget()
         if not healthy.all():
@@ -345,14 +341,13 @@ class Guard:
         kept = {i: loss for i, loss in all_losses.items() if not self.health.retired[i]}
         self._remember(kept)
         cut: set[int] = set()
-        if (kept or self._ranks) and (through is not None or SHARED in self._index):
+        if through is not None or SHARED in self._index:
             loss = norm = torch.zeros(0)
             if kept:
                 loss, norm = look({self._parts.names[i]: x for i, x in kept.items()}, through)
             sick = (~(torch.isfinite(loss) & torch.isfinite(norm))).tolist()
             cut = {i for i, bad in zip(kept, sick, strict=True) if bad}
-            if self._ranks is not None:
-                cut = self._ranks.cut(self.steps, cut)
+            cut = self._ranks.cut(self.steps, cut)
             kept = {i: loss for i, loss in kept.items() if i not in cut}
             self._cut |= cut
         apart = bool(cut) or bool(self.health.retired.any())
@@ -382,11 +377,8 @@ class Guard:
         roots = [x for x in losses.values() if x.requires_grad]  # one of several may be constant
         if left_out is None:  # torch raises an error if all of them are
             roots = roots or [*losses.values()]
-        if self._ranks is not None:
-            self._ran |= self._ranks.backward(self.steps, roots, left_out)
-        elif roots:
-            self._ran = True
-            torch.autograd.backward(roots)
+        self._ran |= bool(roots)  # also if it fails halfway
+        self._ran |= self._ranks.backward(self.steps, roots, left_out)
 
     def _scale_of(self, part: int) -> float:
         # Weights or a loss that parts share cannot be scaled by two factors at once.
@@ -401,8 +393,7 @@ class Guard:
         self.is_judged = self.skips = False  # by `before_step`; whether it leaves nothing to update
         self._ran = False  # whether there was a backward pass, which leaves gradients
         self.locator.forget()
-        if self._ranks is not None:
-            self._ranks.forget()
+        self._ranks.forget()
 
     def _mask(self, parts: Iterable[int]) -> Tensor:
         mask = torch.zeros(len(self._parts), dtype=torch.bool)
@@ -411,30 +402,28 @@ class Guard:
 
     def _read_step(
         self, norms: list[Tensor], absent: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[list[int]]]:
+    ) -> tuple[Tensor, Tensor, Tensor, OnRanks]:
         """Return loss, gradient norm and absence `[part]`, and bad buffers; wait once."""
         losses = [self._loss.get(i, torch.zeros_like(norm)) for i, norm in enumerate(norms)]
         device = self._parts[0].weights[0].device
         looks = [buffers.look() for _, buffers in self._parts.buffers]
-        probes = [] if self._ranks is None else self._ranks.probes
-        loss, norm, probe, *rest = read([losses, norms, probes, *looks], device)
+        loss, norm, probe, *rest = read([losses, norms, self._ranks.probes, *looks], device)
         pairs = zip(self._parts.buffers, rest, strict=True)
-        spoiled = [buffers.spoiled(largest.tolist()) for (_, buffers), largest in pairs]
-        if self._ranks is not None:
-            seen = loss, norm, absent, probe
-            loss, norm, absent, spoiled, healed = self._ranks.step(self.steps, seen, spoiled)
-            for i, names in healed:
-                self._report_buffers(i, names)
+        bad = [buffers.spoiled(largest.tolist()) for (_, buffers), largest in pairs]
+        bad = {i: indices for i, indices in enumerate(bad) if indices}
+        agreed = self._ranks.step(self.steps, (loss, norm, absent, probe), bad)
+        loss, norm, absent, spoiled, healed = agreed
+        for i, buffers in healed.items():
+            self._report_buffers(i, *buffers)
         return loss, norm.masked_fill(self._mask(self._cut), torch.nan), absent, spoiled
 
-    def _take_back(self, healthy: Tensor, lost: bool, spoiled: list[list[int]]) -> None:
+    def _take_back(self, healthy: Tensor, lost: bool, spoiled: OnRanks) -> None:
         for i, (_, buffers) in enumerate(self._parts.buffers):
             if self.skips or (i < len(self._parts) and not healthy[i]):
                 buffers.put_back()
-            elif spoiled[i]:
-                buffers.put_back(spoiled[i])
-                where = "" if self._ranks is None else self._ranks.where_buffers(i)
-                self._report_buffers(i, buffers.names(spoiled[i]) + where)
+            elif i in spoiled:
+                buffers.put_back(spoiled[i][0])
+                self._report_buffers(i, *spoiled[i])
         for other in [*_GUARDS] if lost else []:
             if other is not self:
                 other._heal_all()
@@ -444,14 +433,15 @@ class Guard:
         for i, (_, buffers) in enumerate(self._parts.buffers):
             if spoiled := buffers.spoiled():
                 buffers.put_back(spoiled)
-                if self._ranks is None:
-                    self._report_buffers(i, buffers.names(spoiled))
+                if self._ranks.world == 1:
+                    self._report_buffers(i, spoiled)
                 else:
-                    self._ranks.put_back(i, spoiled)
+                    self._ranks.healed.setdefault(i, set()).update(spoiled)
 
-    def _report_buffers(self, i: int, names: str) -> None:
-        part = self._parts.buffers[i][0]
-        self.events.extend([Stage.BUFFER.event(self.steps, part, detail=f": {names}")])
+    def _report_buffers(self, i: int, indices: Sequence[int], where: str = "") -> None:
+        part, buffers = self._parts.buffers[i]
+        detail = f": {buffers.names(indices)}{where}"
+        self.events.extend([Stage.BUFFER.event(self.steps, part, detail=detail)])
         self.recovery.counts[i : i + 1, Stage.BUFFER] += 1  # no row where they are of no part
 
     def diagnosis(self, events: Collection[Event] = ()) -> str:

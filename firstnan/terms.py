@@ -34,7 +34,7 @@ class LossTerms:
         self,
         losses: Mapping[str, Tensor],
         through: Any,
-        ranks: Verdicts | None,
+        ranks: Verdicts,
         step: int,
         again: Callable[[], Mapping[str, Tensor]] | None,
     ) -> tuple[list[Tensor], list[Tensor], bool]:
@@ -43,10 +43,10 @@ class LossTerms:
         Takes the arguments of `Guard.backward`. Returns the healthy losses, the bad ones, and
         whether a healthy loss needs a gradient on some rank.
         """
-        loss, norm, needs, where = self._numbers(losses, through, ranks, step)
+        loss, norm, needs, where = ranks.terms(step, losses, *look(losses, through))
         if again is not None and not bool(loss.isfinite().all()):
             sick, losses = ~loss.isfinite(), again()
-            loss, norm, needs, where = self._numbers(losses, through, ranks, step)
+            loss, norm, needs, where = ranks.terms(step, losses, *look(losses, through))
             lost = (sick & loss.isfinite()).tolist()
             self._partly |= {name for name, less in zip(losses, lost, strict=True) if less}
         healthy = [*map(self.judge, losses, loss, norm, where)]
@@ -54,15 +54,6 @@ class LossTerms:
         kept = [x for x, _, well in rows if well]
         cut = [x for x, _, well in rows if not well]
         return kept, cut, any(need and well for _, need, well in rows)
-
-    @staticmethod
-    def _numbers(
-        losses: Mapping[str, Tensor], through: Any, ranks: Verdicts | None, step: int
-    ) -> tuple[Tensor, Tensor, list[bool], list[str]]:
-        loss, norm = look(losses, through)
-        if ranks is None:
-            return loss, norm, [x.requires_grad for x in losses.values()], [""] * len(losses)
-        return ranks.terms(step, losses, loss, norm)
 
     def judge(self, name: str, loss: Tensor, norm: Tensor, where: str = "") -> bool:
         """Return whether a term of one batch is healthy; `where` names the ranks with a fault."""

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from firstnan.agreement import Agreement, several_ranks
+from firstnan.agreement import Agreement
 from firstnan.hooks import weakly
 from firstnan.norms import is_sharded, narrow
 from firstnan.parts import ModuleParts
+
+OnRanks = dict[int, tuple[list[int], str]]  # part -> buffers, and the ranks on which they are bad
 
 
 class _Agreed(NamedTuple):
@@ -28,39 +30,32 @@ class _Agreed(NamedTuple):
     more: Tensor  # `[rank, n]`, further numbers of each rank
 
 
-class Verdicts:
-    """Agree with the other ranks on every decision of one guard."""
+class Verdicts(Agreement):
+    """Agree with the other ranks on every decision of one guard; one rank decides by itself."""
 
-    def __init__(self, ranks: Agreement, parts: ModuleParts) -> None:
-        self._ranks, self._parts = ranks, parts
-        self._weights = parts.weights()
-        self.first = ranks.rank == 0
-        self._checked = False
-        self._healed: list[set[int]] = [set() for _ in parts.buffers]
-        parts.everywhere = self._everywhere
-        self.forget()
-        for i, part in enumerate(parts):  # a NaN in a backward pass reaches the first layer
-            handle = part.weights[0].register_hook(weakly(self._probe, i))
-            weakref.finalize(self, handle.remove)
-
-    @classmethod
-    def between(
-        cls, group: dist.ProcessGroup | Literal[False] | None, parts: ModuleParts, rules: object
-    ) -> Verdicts | None:
-        """Return the `Verdicts` of several ranks; None if this process decides alone."""
+    def __init__(
+        self, group: dist.ProcessGroup | Literal[False] | None, parts: ModuleParts, rules: str
+    ) -> None:
         shapes = [[tuple(p.shape) for p in part.weights] for part in parts]
-        made = f"parts {', '.join(parts.names)} of the shapes {shapes}; {rules}"
-        n_buffers = sum(len(buffers) for _, buffers in parts.buffers)
-        device = parts[0].weights[0].device
-        ranks = Agreement.between(group, device, made, 4 * len(parts) + n_buffers)
-        return None if ranks is None else cls(ranks, parts)
+        made = f"a new Guard (parts {', '.join(parts.names)} of the shapes {shapes}; {rules})"
+        super().__init__(group, parts[0].weights[0].device, made, 4 * len(parts) + 1)
+        self._parts, self._weights = parts, parts.weights()
+        self.healed: dict[int, set[int]] = {}  # part -> buffers put back since the last `step`
+        self._checked = False
+        self.forget()
+        if self.world > 1:
+            parts.everywhere = self._everywhere
+            for i, part in enumerate(parts):  # a NaN in a backward pass reaches the first layer
+                handle = part.weights[0].register_hook(weakly(self._probe, i))
+                weakref.finalize(self, handle.remove)
 
     def forget(self) -> None:
         """Forget the previous step."""
-        self._bad = torch.zeros(self._ranks.world, len(self._parts), dtype=torch.bool)
+        self._bad = torch.zeros(self.world, len(self._parts), dtype=torch.bool)
         self._evidence: list[Tensor] = []
         # Largest gradient entry of each part before the average over ranks, which spreads a NaN.
-        self.probes = [torch.zeros((), device=part.weights[0].device) for part in self._parts]
+        devices = [part.weights[0].device for part in self._parts] if self.world > 1 else []
+        self.probes = [torch.zeros((), device=device) for device in devices]
 
     def _probe(self, part: int, gradient: Tensor | None) -> None:
         # Does not wait. DDP passes None for a parameter that no loss reaches.
@@ -73,7 +68,7 @@ class Verdicts:
             self.probes[part] = torch.maximum(self.probes[part], narrow(norm))
 
     def _exchange_flags(self, what: str, flags: Sequence[bool]) -> Tensor:
-        return self._ranks.exchange(what, torch.tensor(flags).float()) > 0
+        return self.exchange(what, torch.tensor(flags).float()) > 0
 
     def _everywhere(self, flags: Sequence[bool]) -> list[bool]:
         # If the list is empty on this rank, it is empty on all.
@@ -84,7 +79,7 @@ class Verdicts:
     ) -> _Agreed:
         n = len(loss)
         flat = torch.cat([loss, torch.where(present, norm, 0), present, *more])
-        table = self._ranks.exchange(what, flat.float())
+        table = self.exchange(what, flat.float())
         loss, norm, here, rest = table.tensor_split([n, 2 * n, 3 * n], dim=1)
         here = here > 0
         bad = here & ~torch.isfinite(loss)
@@ -97,15 +92,16 @@ class Verdicts:
 
     def check_graph(self, losses: Iterable[Tensor]) -> None:
         """Raise ValueError in the first step if reentrant checkpointing hides a loss's weights."""
-        if not self._checked and not any(is_sharded(p) for p in self._weights):
+        if self.world > 1 and not self._checked and not any(is_sharded(p) for p in self._weights):
             leaves(losses)
         self._checked = True
 
     def cut(self, step: int, sick: Iterable[int]) -> set[int]:
         """Return the parts that some rank has to leave out; `sick` holds this rank's."""
-        flags = [i in sick for i in range(len(self._parts))]
-        self._bad |= self._exchange_flags(f"step {step}, the parts' losses", flags)
-        return set(self._bad.any(0).nonzero().flatten().tolist())
+        mine = [i in sick for i in range(len(self._parts))]
+        flags = self._exchange_flags(f"step {step}, the parts' losses", mine)
+        self._bad |= flags
+        return set(flags.any(0).nonzero().flatten().tolist())
 
     def terms(
         self, step: int, losses: Mapping[str, Tensor], loss: Tensor, norm: Tensor
@@ -115,7 +111,7 @@ class Verdicts:
         what = f"step {step}, the loss terms {', '.join(losses)}"
         agreed = self._agree(what, loss, norm, torch.ones_like(needs), needs)
         evidence = zip(agreed.bad_loss.T, agreed.bad_norm.T, strict=True)
-        where = [self._ranks.name_ranks(*pair) for pair in evidence]
+        where = [self.name_ranks(pair) for pair in evidence]
         return agreed.loss, agreed.norm, (agreed.more > 0).any(0).tolist(), where
 
     def backward(
@@ -128,9 +124,9 @@ class Verdicts:
         NaN), which is removed afterwards. FSDP2 does not wait for weights that no loss reaches.
         """
         what = f"step {step}, the backward pass"
-        if left_out is None or any(is_sharded(p) for p in self._weights):
+        if self.world == 1 or left_out is None or any(is_sharded(p) for p in self._weights):
             if kept:
-                with self._ranks.waiting(what):
+                with self.waiting(what):
                     torch.autograd.backward(kept)
             return any(p.grad is not None for p in self._weights)
         reached = leaves(kept)
@@ -140,7 +136,7 @@ class Verdicts:
         real = self._exchange_flags(what, mine).any(0)
         zeros = [torch.zeros_like(leaf) for leaf in others.values()]
         if roots := [*kept, *others.values()]:
-            with self._ranks.waiting(what):
+            with self.waiting(what):
                 torch.autograd.backward(roots, [*[None] * len(kept), *zeros])
         for p, somewhere in zip(self._weights, real.tolist(), strict=True):
             bare.pop(id(p), None)
@@ -151,61 +147,35 @@ class Verdicts:
         return any(p.grad is not None for p in self._weights)
 
     def step(
-        self,
-        step: int,
-        seen: tuple[Tensor, Tensor, Tensor, Tensor],
-        spoiled: Sequence[Sequence[int]],
-    ) -> tuple[Tensor, Tensor, Tensor, list[list[int]], list[tuple[int, str]]]:
+        self, step: int, seen: tuple[Tensor, Tensor, Tensor, Tensor], spoiled: dict[int, list[int]]
+    ) -> tuple[Tensor, Tensor, Tensor, OnRanks, OnRanks]:
         """Agree on the losses, gradients and buffers of a step.
 
-        Takes this rank's loss, gradient norm, absence and probe `[part]`, and the indices of each
-        part's bad buffers. Returns the first three and the indices as agreed, and (part, names) of
-        buffers put back since the last step.
+        Takes this rank's loss, gradient norm, absence and probe `[part]`, and the indices of bad
+        buffers by part. Returns the first three and the indices as agreed, and the indices of
+        buffers that were put back since the last step.
         """
         loss, norm, absent, probe = seen
-        sizes = [len(buffers) for _, buffers in self._parts.buffers]
-        flags = [torch.zeros(size) for size in sizes]
-        for flag, now, before in zip(flags, spoiled, self._healed, strict=True):
-            flag[list(now)] += 1
-            flag[list(before)] += 2
-            before.clear()
-        what = f"step {step}, the step"
-        agreed = self._agree(what, loss, norm, ~absent, probe, *flags)
-        probes, *tables = agreed.more.split([len(loss), *sizes], dim=1)
+        here, self.healed = (spoiled, self.healed), {}
+        some = torch.tensor([any(here)])
+        agreed = self._agree(f"step {step}, the step", loss, norm, ~absent, probe, some)
+        probes, some = agreed.more[:, :-1], bool(agreed.more[:, -1].any())
         self._evidence = [agreed.bad_loss, self._bad, ~torch.isfinite(probes), agreed.bad_norm]
-        self._spoiled = [table % 2 == 1 for table in tables]
-        now = [table.any(0).nonzero().flatten().tolist() for table in self._spoiled]
-        healed = []
-        for i, (table, (_, buffers)) in enumerate(zip(tables, self._parts.buffers, strict=True)):
-            if numbers := (table >= 2).any(0).nonzero().flatten().tolist():
-                where = self._ranks.name_ranks((table >= 2).any(1))
-                healed.append((i, buffers.names(numbers) + where))
+        everywhere = self.gather(f"step {step}, the buffers", here) if some else [here]
+        now, healed = (self._union(of_ranks) for of_ranks in zip(*everywhere, strict=True))
         return agreed.loss, agreed.norm, ~agreed.present, now, healed
 
-    def share(self, step: int, text: str) -> list[str]:
-        """Gather each rank's line about what its `Locator` found in a step, in rank order."""
-        return self._ranks.share(f"step {step}: what was located", text)
+    def _union(self, of_ranks: Sequence[Mapping[int, Iterable[int]]]) -> OnRanks:
+        union = {}
+        for part in sorted({part for buffers in of_ranks for part in buffers}):
+            indices = {i for buffers in of_ranks for i in buffers.get(part, ())}
+            where = self.name_ranks([torch.tensor([part in buffers for buffers in of_ranks])])
+            union[part] = sorted(indices), where
+        return union
 
     def where(self, part: int) -> str:
         """Return the ranks that saw a part's fault in this step, for the event's reason."""
-        return self._ranks.name_ranks(*(table[:, part] for table in self._evidence))
-
-    def where_buffers(self, part: int) -> str:
-        """Return the ranks on which a part's buffers were not finite in this step."""
-        return self._ranks.name_ranks(self._spoiled[part].any(1))
-
-    def put_back(self, part: int, spoiled: Iterable[int]) -> None:
-        """Record buffers restored between steps, for the next step's exchange."""
-        self._healed[part] |= set(spoiled)
-
-
-def check_late() -> None:
-    """Raise ValueError if `torch.distributed` was initialized after the guard was made."""
-    if several_ranks():
-        raise ValueError(
-            "torch.distributed was initialized after this Guard was made, so the Guard would decide"
-            " without the other ranks: make the Guard after init_process_group, or with group=False"
-        )
+        return self.name_ranks(table[:, part] for table in self._evidence)
 
 
 def leaves(losses: Iterable[Tensor]) -> dict[int, Tensor]:

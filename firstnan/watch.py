@@ -14,14 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from firstnan.agreement import several_ranks
+from firstnan.agreement import Agreement, several_ranks
 from firstnan.diagnosis import Diagnosis, diagnose, report
 from firstnan.events import Event
 from firstnan.faults import Stage
@@ -29,9 +29,6 @@ from firstnan.hooks import version_of, weakly
 from firstnan.microscope import Fault, Microscope, TensorFacts
 from firstnan.norms import are_finite, is_sharded
 from firstnan.recorder import Recorder, floating, is_first_run, repeating
-
-if TYPE_CHECKING:
-    from firstnan.verdicts import Verdicts
 
 _DEVICES = ("cpu", "cuda")
 _CALLS = 8  # most forward passes of one step that are kept, the last ones
@@ -300,7 +297,7 @@ class Locator:
         for watch in self._watches:
             watch.forget()
 
-    def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Verdicts | None) -> None:
+    def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Agreement) -> None:
         """Locate the fault of parts that have just become not finite; ranks share the results."""
         new = [Stage(number).kind for number in stage[streak == 0].tolist()]
         is_due = self._n_located < _FINDINGS and any(kind.not_finite for kind in new)
@@ -314,7 +311,7 @@ class Locator:
             finding = min(found, key=lambda x: 2 if x.fault is None else bool(x.fault.poisoned))
             self.findings[step] = finding
             line = f"{finding.headline}: {finding.why}"
-        lines = [line] if ranks is None else ranks.share(step, line)
+        lines = ranks.gather(f"step {step}: what was located", line)
         self._lines = [line for line in lines if line]
 
     def events(self, step: int) -> list[Event]:

@@ -364,7 +364,7 @@ def misuse(rank, how):
         optimizer = torch.optim.SGD(model.parameters())
         if how == "late":
             guard = Guard(model, optimizer, group=False)
-            guard._group = None  # as if there had been no group then
+            guard._ranks.group = None  # as if there had been no group then
             guard.step()
         Guard(model.half() if how == "half" else model, optimizer, clip_grad=1.0 + rank)
     model, ddp, optimizer, guard = build()

@@ -117,7 +117,7 @@ class FaultExplainer:
     def _explain(
         self, event: Event, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]
     ) -> Event:
-        runs = self._ranks.of_all(
+        runs = self._ranks.gather(
             f"step {event.step}, the cause of {event.part}",
             self._run_again(event.part, batches, rng),
         )

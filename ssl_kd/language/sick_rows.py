@@ -77,7 +77,7 @@ class FirstPass(Generic[AnyBatch]):
         without_rows = [name for name, rows in self.sick.items() if bool(rows.all())]
         sick = [name for name, term in before.items() if not bool(term.isfinite())]
         local = named, without_rows, [name for name in sick if name not in named]
-        gathered = ranks.of_all(f"step {step}, rows left out", local)
+        gathered = ranks.gather(f"step {step}, rows left out", local)
         gone = {name for name in terms if all(name in empty for _, empty, _ in gathered)}
         gone |= {name for _, _, vanished in gathered for name in vanished}
         events = []

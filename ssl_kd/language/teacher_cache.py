@@ -257,7 +257,7 @@ def write(
             if progress is not None:
                 progress(rows.stop, n)
         if ranks is not None:
-            ranks.of_all("files of the cache", None)  # wait until all are written
+            ranks.gather("files of the cache", None)  # wait until all are written
         cache = writer.close()
         if force:
             seconds = perf_counter() - start

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from firstnan.agreement import Agreement
 from firstnan.events import EventLog
@@ -18,10 +17,8 @@ from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.ranks import Ranks
 from ssl_kd.training.stop import Signals
 
-T = TypeVar("T")
 
-
-class ProcessGroup:
+class ProcessGroup(Agreement):
     """Collective operations over the `torch.distributed` ranks, or over a single process.
 
     All ranks must create the object and call its methods in the same order. A method that waits
@@ -29,31 +26,14 @@ class ProcessGroup:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._agreement = Agreement.between(None, device, "of the processes of one job", 8)
-        self.rank = 0 if self._agreement is None else self._agreement.rank
-        self.world = 1 if self._agreement is None else self._agreement.world
-
-    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Raise RankLost if the group fails in the `with` block; the message names `what`."""
-        if self._agreement is None:
-            return contextlib.nullcontext()
-        return self._agreement.waiting(what)
+        super().__init__(None, device, "the processes of one job")
 
     def sums(self, what: str, *numbers: float) -> list[float]:
         """Sum numbers over the ranks in float32; `what` names them, identically on all ranks."""
-        if self._agreement is None:
+        if self.world == 1:
             return [*numbers]
-        of_ranks = self._agreement.exchange(what, torch.tensor(numbers, dtype=torch.float32))
+        of_ranks = self.exchange(what, torch.tensor(numbers, dtype=torch.float32))
         return of_ranks.double().sum(0).tolist()
-
-    def of_all(self, what: str, value: T) -> list[T]:
-        """Gather a picklable value from every rank, in the order of the ranks."""
-        if self._agreement is None:
-            return [value]
-        values: list[Any] = [None] * self.world
-        with self._agreement.waiting(what, always=True):
-            dist.all_gather_object(values, value)
-        return values
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a batch: rows rank, rank + world, rank + 2 world, ..."""
@@ -61,10 +41,8 @@ class ProcessGroup:
 
     def any_signal(self, signals: Signals, when: str) -> bool:
         """Return whether any rank got a signal to stop; copy that signal to ranks without one."""
-        if self._agreement is None:
-            return bool(signals.caught)
         own = torch.tensor([float(*signals.caught[:1])])
-        of_ranks = self._agreement.exchange(f"whether to stop {when}", own)
+        of_ranks = self.exchange(f"whether to stop {when}", own)
         caught = [int(number) for number in of_ranks.flatten().tolist() if number]
         if caught and not signals.caught:
             signals.caught.append(caught[0])
