@@ -113,6 +113,7 @@ class LanguageSettings(
             "peft": self.lora_rank > 0,
             "datasets": any(text.startswith("hf:") for text in texts),
             "aiohttp": self.teacher_url is not None or self.rollout_url is not None,
+            "msgspec": self.teacher_url is not None,
         }
         check_installed([name for name, needs in needed.items() if needs], "llm")
 

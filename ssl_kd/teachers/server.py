@@ -89,7 +89,7 @@ class CompletionServer:
     ) -> None:
         check_url(url, self.role)
         api_key(f"{self.role}_API_KEY")
-        check_installed(["aiohttp"], "llm")
+        check_installed(["aiohttp", "msgspec"], "llm")
         self.url, self.model = url.rstrip("/"), model
         self._timeout, self._patience = timeout, patience
         self._warned = False  # since the last complete answer
@@ -134,11 +134,16 @@ class CompletionServer:
             "temperature": 0,
             "prompt_logprobs": k,
         }
+        from ssl_kd.teachers.prompt_logprobs import parse  # needs msgspec
+
         try:
             content = self._request("completions", request)
             with _PARSING:
-                entries = _entries(self._parse(content), self.model)
-                return _read(entries, prompt, k, vocabulary)
+                columns = parse(content, self.model, prompt)
+                if columns is None:  # name what is wrong
+                    entries = _entries(self._parse(content), self.model)
+                    columns = _checked_columns(entries, prompt)
+                return _read(columns, prompt, k, vocabulary)
         except InvalidResponse as fault:
             token = "" if fault.token is None else f", token {first + fault.token}"
             raise self._failure(f"{fault.message} ({where}{token})") from None
@@ -278,8 +283,8 @@ def _entries(answer: Any, model: str) -> Any:
     return entries
 
 
-def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> PromptTopK:
-    """Convert vLLM's list `[null, {id: {"logprob", "rank"}, ...}, ...]`, one entry a token."""
+def _checked_columns(entries: Any, prompt: Sequence[int]) -> tuple[list, ...]:
+    """Convert vLLM's list `[null, {id: {"logprob", "rank"}, ...}, ...]` as `parse` does."""
     if not isinstance(entries, list) or len(entries) != len(prompt):
         n = len(entries) if isinstance(entries, list) else short(entries)
         raise InvalidResponse(f"returns prompt_logprobs of {n} tokens; expected {len(prompt)}")
@@ -298,10 +303,16 @@ def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> Promp
             )
         for column, part in zip((ids, values, ranks), _columns(entry, token), strict=True):
             column += part
+    return ids, values, ranks, [*map(len, entries[1:])]
+
+
+def _read(
+    columns: Sequence[Sequence[float]], prompt: Sequence[int], k: int, vocabulary: int
+) -> PromptTopK:
     # NumPy converts a list five times as fast as torch.
-    columns = [np.array(ids, "i8"), np.array(values, "f8"), np.array(ranks, "i8")]
-    columns += [np.array([len(entry) for entry in entries[1:]]), np.array(prompt[1:])]
-    top_k = _most_likely(*map(torch.from_numpy, columns), k=min(k, vocabulary))
+    kinds = ("i8", "f8", "i8", "i8", "i8")
+    arrays = map(np.array, (*columns, prompt[1:]), kinds)
+    top_k = _most_likely(*map(torch.from_numpy, arrays), k=min(k, vocabulary))
     _check_distribution(top_k, vocabulary)
     return top_k
 

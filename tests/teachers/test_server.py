@@ -8,9 +8,11 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+pytest.importorskip("msgspec")
 
 from ssl_kd.teachers import server as module  # noqa: E402
-from ssl_kd.teachers.server import CompletionServer, ServerFailed  # noqa: E402
+from ssl_kd.teachers.prompt_logprobs import parse  # noqa: E402
+from ssl_kd.teachers.server import CompletionServer, ServerFailed, _checked_columns  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.served import Handler, Server  # noqa: E402
 
@@ -212,6 +214,21 @@ def test_an_invalid_list_of_models_is_one_line(server, monkeypatch, models, mess
     with pytest.raises(ServerFailed, match=message) as caught:
         client(server).check(24)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
+def test_both_parsers_of_a_response_agree_and_the_fast_one_rejects_what_is_ambiguous(server):
+    answer = server.completion({"prompt": PROMPT, "prompt_logprobs": K, "max_tokens": 1})
+    content, entries = json.dumps(answer).encode(), answer["choices"][0]["prompt_logprobs"]
+    assert parse(content, "teacher", PROMPT) == _checked_columns(
+        json.loads(json.dumps(entries)), PROMPT
+    )
+    own = json.dumps({str(PROMPT[1]): {"logprob": -1.0}})[1:-1].encode()
+    twice = content.replace(
+        b'"prompt_logprobs": [null, {', b'"prompt_logprobs": [null, {' + own + b", "
+    )
+    assert json.loads(twice) and parse(twice, "teacher", PROMPT) is None
+    assert parse(content, "other", PROMPT) is None
+    assert parse(content, "teacher", [*PROMPT[:-1], 7]) is None
 
 
 @fault(114)
