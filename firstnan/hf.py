@@ -22,12 +22,7 @@ except ImportError as error:
 class _NoClipping(float):
     """An infinite `max_grad_norm`, so that a Trainer does not clip; stores the replaced value."""
 
-    replaced: float
-
-    def __new__(cls, replaced: float) -> _NoClipping:
-        infinite = super().__new__(cls, math.inf)
-        infinite.replaced = replaced
-        return infinite
+    replaced = 0.0
 
 
 class GuardCallback(TrainerCallback):
@@ -83,7 +78,8 @@ class GuardCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Disable the Trainer's clipping until the gradient is computed."""
         if self.guard.clip_grad:  # it stays above 0: some versions unscale fp16 only to clip
-            args.max_grad_norm = _NoClipping(self.guard.clip_grad)
+            args.max_grad_norm = _NoClipping(math.inf)
+            args.max_grad_norm.replaced = self.guard.clip_grad
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check the gradient; remove a bad one, so that the optimizer changes nothing."""

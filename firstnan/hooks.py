@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class weakly:
-    """A hook that calls a method while its object lives, but not while compiling or in a copy."""
+    """A hook that holds its object by a weak reference; no-op while compiling or in a copy."""
 
     def __init__(self, method: Callable[..., Any] | None = None, *first: object) -> None:
         self._reference, self._first = method and weakref.WeakMethod(method), first

@@ -30,8 +30,7 @@ from firstnan.terms import LossTerms, by_name
 from firstnan.verdicts import OnRanks, Verdicts
 from firstnan.watch import Locator
 
-_GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()
-"""All guards of this process: a bad batch may have run through the model of another one."""
+_GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()  # a bad batch may reach another's model
 
 _SQUARED = 1e38  # a norm, in float32, that an optimizer may not be able to square
 _FIRST_SCALE = 1024.0  # ten halvings above the minimum of 1, as many as `restore_after`
@@ -310,7 +309,7 @@ class Guard:
         self.updates += updated
         step, self.steps = self.steps, self.steps + 1
         events = self.recovery.report(step, stage, loss, norm, self._ranks.where)
-        self.events.extend([*self.locator.events(step), *events])
+        self.events.extend([*self.locator.events, *events])
         self._forget()
         if not healthy.all():
             if on_fault is not None:
@@ -446,7 +445,8 @@ class Guard:
 
     def diagnosis(self, events: Collection[Event] = ()) -> str:
         """Return one line for each part that was ever unhealthy: the faults and what to change."""
-        return "\n".join([self.recovery.diagnosis(self.steps, events), *self.locator.lines()])
+        located = [f"Step {step}:\n{found}" for step, found in self.locator.findings.items()]
+        return "\n".join([self.recovery.diagnosis(self.steps, events), *located])
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state that a resumed loop needs besides model and optimizer."""

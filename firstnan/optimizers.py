@@ -19,8 +19,8 @@ from firstnan.norms import are_finite, norm_of
 if TYPE_CHECKING:
     from firstnan.loop import Guard
 
-_ATTACHED: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizers]]
-_ATTACHED = weakref.WeakKeyDictionary()
+_ATTACHED: weakref.WeakSet[Optimizers] = weakref.WeakSet()
+atexit.register(lambda: [optimizers.detach() for optimizers in [*_ATTACHED]])
 
 
 class _NoGroups(list[dict[str, Any]]):
@@ -125,11 +125,10 @@ class Optimizers:
 
     def attach(self, guard: Guard) -> None:
         """Let each optimizer call the guard before and after its `step`, and keep it alive."""
-        for optimizer in self.all:
-            other = _ATTACHED.get(optimizer)
-            if other is not None and (optimizers := other()) is not None:
-                optimizers.detach()
-            _ATTACHED[optimizer] = weakref.ref(self)
+        for other in [*_ATTACHED]:
+            if {*other.all} & {*self.all}:
+                other.detach()
+        _ATTACHED.add(self)
         self._guard = guard
         others = {optimizer: stand_in(optimizer, lambda: guard.skips) for optimizer in self.all}
 
@@ -181,13 +180,6 @@ class Optimizers:
     def _finish(self, guard: Guard) -> None:
         self._stepped.clear()
         finish_step(guard)
-
-
-@atexit.register
-def _detach_all() -> None:
-    for owner in [*_ATTACHED.values()]:
-        if (optimizers := owner()) is not None:
-            optimizers.detach()
 
 
 def finish_step(guard: Guard) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import runpy
 import sys
 import threading
@@ -27,15 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
+from firstnan.agreement import several_ranks
 from firstnan.bundle import save
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK
 from firstnan.microscope import Microscope
 from firstnan.norms import are_finite, norm_of
 from firstnan.optimizers import judged_first, stand_in, unscale_
-from firstnan.watch import OUTSIDE, Finding, Watch, finding_of
-
-logger = logging.getLogger(__name__)
+from firstnan.recorder import is_first_run
+from firstnan.watch import FINITE_AGAIN, OUTSIDE, Finding, Watch, finding_of, first_finding
 
 _OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few halvings too large
 _REPORTS = 8  # most reports of a run that goes on; each runs models again
@@ -54,15 +54,15 @@ class ScriptWatch:
         record: bool = False,
         every_op: bool = False,
         bundle: Path | None = None,
-        report: Callable[[str], object] = logger.warning,
+        report: Callable[[str], object],
     ) -> None:
         self.on_bad, self.record, self.every_op, self.report = on_bad, record, every_op, report
         self.bundle = bundle
         self.steps, self.bad = 0, 0  # counts of optimizer steps, and of those not finite
-        self._watches: dict[int, Watch] = {}  # in the order of the first calls
+        self._watches: dict[nn.Module, Watch] = {}  # in the order of the first calls
         self._losses: list[Tensor] = []
-        self._stale: set[int] = set()  # watches whose models have been updated since
-        self._backwards, self._overflows = 0, 0
+        self._stale: set[nn.Module] = set()  # models that have been updated since their passes
+        self._backwards, self._checked, self._overflows = 0, 0, 0
         self._skips = False  # whether the present step is left out
         self._others: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()  # stand-ins
         self._inside = threading.local()
@@ -72,12 +72,11 @@ class ScriptWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch all models, losses and optimizers that run inside the block."""
-        call, backward = nn.Module.__call__, torch.autograd.backward
-        update = torch.amp.GradScaler.update
+        call, update = nn.Module.__call__, torch.amp.GradScaler.update
+        backward, grad = torch.autograd.backward, torch.autograd.grad
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_inner = torch.compiler.is_compiling() or getattr(self._inside, "a_model", False)
-            if is_inner or not torch.is_grad_enabled():
+            if self._is_inner() or not torch.is_grad_enabled():
                 return call(module, *args, **kwargs)
             watch = self._watch_of(module)
             watch.before(module, args, kwargs)
@@ -86,11 +85,17 @@ class ScriptWatch:
             watch.after(module, args, output)
             return output
 
-        def with_loss(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            losses = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        def judged_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            losses = [tensors] if isinstance(tensors, Tensor) else tensors
             self._losses += [x.detach() for x in losses]
             backward(tensors, *args, **kwargs)
-            self._judge_losses()
+            self._judge_backward()
+
+        def judged_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            gradients = grad(outputs, *args, **kwargs)
+            if not self._is_inner() and is_first_run():
+                self._judge_grad(_plain(outputs), _plain(gradients))
+            return gradients
 
         def after_update(scaler: torch.amp.GradScaler, *args: Any) -> None:
             before = scaler.get_scale()
@@ -99,7 +104,8 @@ class ScriptWatch:
 
         with (
             mock.patch.object(nn.Module, "__call__", watched),
-            mock.patch.object(torch.autograd, "backward", with_loss),
+            mock.patch.object(torch.autograd, "backward", judged_backward),
+            mock.patch.object(torch.autograd, "grad", judged_grad),
             mock.patch.object(torch.amp.GradScaler, "update", after_update),
         ):
             hook = register_optimizer_step_pre_hook(self._before_step)
@@ -108,8 +114,6 @@ class ScriptWatch:
                 yield
             finally:
                 self._scopes.close()
-                for watch in self._watches.values():
-                    watch.close()
                 self._watches.clear()
                 hook.remove()
 
@@ -122,25 +126,28 @@ class ScriptWatch:
         finally:
             self._inside.a_model = False
 
+    def _is_inner(self) -> bool:
+        return torch.compiler.is_compiling() or getattr(self._inside, "a_model", False)
+
     def summary(self) -> str:
         """Return one line with the number of steps and of bad steps."""
         if not self.steps and not self.bad:
-            return f"no optimizer took a step; losses checked for NaN: {self._backwards}"
+            checked = f"losses checked for NaN: {self._checked}" if self._checked else ""
+            return f"no optimizer took a step; {checked or 'nothing was checked'}"
         if not self.bad:
             return f"{self.steps} optimizer steps, every loss and gradient finite"
         return f"{self.steps} optimizer steps, not finite: {self.bad}"
 
     def _watch_of(self, module: nn.Module) -> Watch:
         """Return the watch of a model, without the passes from before its last update."""
-        key = id(module)
-        if key not in self._watches:
+        if module not in self._watches:
             # Without hooks: a model that has them cannot be pickled.
-            self._watches[key] = Watch(module, record=self.record or None, hooks=False)
-        if key in self._stale:
-            self._stale.remove(key)
-            self._watches[key].forget()
+            self._watches[module] = Watch(module, record=self.record, hooks=False)
+        if module in self._stale:
+            self._stale.remove(module)
+            self._watches[module].forget()
             self._begin_scope()
-        return self._watches[key]
+        return self._watches[module]
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         """Judge the gradients before a step, or each time that its closure has computed them."""
@@ -163,27 +170,36 @@ class ScriptWatch:
         gradients = [p.grad for p in weights if p.grad is not None]
         numbers = [norm_of(gradients)] if gradients else []
         bad = not are_finite(numbers + self._losses)
-        if bad:
-            self._report(f"step {self.steps}", [*self._losses, *gradients], _zero_eps(optimizer))
-        self._forget(weights)
-        self.steps += 1
-        if bad and self.on_bad == "stop":
-            raise SystemExit(GUARD_STOPPED)
+        step, self.steps = self.steps, self.steps + 1
+        try:
+            if bad:
+                self._report(step, [*self._losses, *gradients], note=_zero_eps(optimizer))
+        finally:
+            self._forget(weights)
         if bad and self.on_bad == "skip":
             self._skips = True
             for p in weights:
                 p.grad = None
 
-    def _judge_losses(self) -> None:
+    def _judge_backward(self) -> None:
         """Check losses while no optimizer takes a step: the script may update weights itself."""
         self._backwards += 1
-        is_due = self._backwards > 1 and not self.steps
-        if not is_due or not any(bool(loss.isnan().any()) for loss in self._losses):
+        if self._backwards == 1 or self.steps:
             return
-        self._report(f"step 0, backward pass {self._backwards - 1}", self._losses)
-        self._losses.clear()
-        if self.on_bad == "stop":
-            raise SystemExit(GUARD_STOPPED)
+        self._checked = self._backwards
+        if _has_nan(self._losses):
+            losses, self._losses = self._losses, []
+            self._report(0, losses, f", backward pass {self._backwards - 1}")
+        self._losses = [x for x in self._losses if not are_finite([x])]  # for the first step
+
+    def _judge_grad(self, losses: list[Tensor], gradients: list[Tensor]) -> None:
+        """Check a call of autograd.grad before the first `backward` or step, if there is any."""
+        if self.steps or self._backwards or not losses:
+            return
+        number, self._checked = self._checked, self._checked + 1
+        # The first gradient may belong to a penalty, at a loss scale that is still too large.
+        if _has_nan([*losses, *gradients] if number else losses):
+            self._report(0, [*losses, *gradients], f", call {number} of autograd.grad")
 
     def _judge_overflow(self, before: float, after: float) -> None:
         """Check a step that a GradScaler skipped, so that the optimizer's hook did not run."""
@@ -191,47 +207,41 @@ class ScriptWatch:
             self._overflows = 0
             return
         self._overflows += 1
-        is_nan = any(bool(loss.isnan().any()) for loss in self._losses)
-        if is_nan or self._overflows == _OVERFLOWS or after <= 1:
-            self._report(f"step {self.steps}, skipped at a loss scale of {before:g}", self._losses)
-            if self.on_bad == "stop":
-                raise SystemExit(GUARD_STOPPED)
+        if _has_nan(self._losses) or self._overflows == _OVERFLOWS or after <= 1:
+            self._report(self.steps, self._losses, f", skipped at a loss scale of {before:g}")
         self._forget()
 
-    def _report(self, step: str, bad: list[Tensor], zero_eps: str = "") -> None:
+    def _report(self, step: int, bad: list[Tensor], place: str = "", note: str = "") -> None:
+        """Locate and report a fault, then stop the script if it should not go on."""
         self.bad += 1
         if self.bad <= _REPORTS:
-            finding, watch = self._locate(bad)
-            if zero_eps and finding.fault and (finding.fault.poisoned or "").startswith("weight"):
-                finding = replace(finding, note=zero_eps)
-            text = f"{step}:\n{finding}"
+            finding, watch = self._locate(step, bad)
+            if note and finding.fault and (finding.fault.poisoned or "").startswith("weight"):
+                finding = replace(finding, note=note)
+            text = f"step {step}{place}:\n{finding}"
             if self.bundle is not None and watch is not None:
                 rank = "" if finding.rank is None else f"-rank{finding.rank}"
-                path = self.bundle / f"step{self.steps}{rank}.safetensors"
+                path = self.bundle / f"step{step}{rank}.safetensors"
                 with self._unwatched():
                     text += f"\nbundle     {save(path, watch, finding)}"
             self.report(text)
-        if self.bad == _REPORTS and self.on_bad != "stop":
+        if self.on_bad == "stop":
+            raise SystemExit(GUARD_STOPPED)
+        if self.bad == _REPORTS:
             self.report("further bad steps are counted, but not reported")
 
-    def _locate(self, bad: list[Tensor]) -> tuple[Finding, Watch | None]:
+    def _locate(self, step: int, bad: list[Tensor]) -> tuple[Finding, Watch | None]:
         """Return the first bad operation, and the watch of its model."""
-        if self._scope is not None and (fault := self._scope.fault(*bad)) is not None:
-            return finding_of(fault, None), None
+        seen = None if self._scope is None else self._scope.fault(*bad)
         with self._unwatched():
-            made = [(x, w) for w in self._watches.values() if (x := w.explain(self.steps))]
-        findings = [x for x, _ in made]
-        named = [x for x in findings if x.fault is not None]
-        forward = [x for x in named if x.fault is not None and not x.fault.backward]
-        # Watches are in the order of their forward passes; backward passes ran in the reverse. If a
-        # loss is bad, that came before any gradient.
-        backward = named[::-1] if are_finite(self._losses) else []
-        places = sorted((x for x in findings if x.fault is None), key=lambda x: x.module is None)
-        best = [*forward, *backward, *places]
-        first = best[0] if best else Finding(None, note="the models' own numbers are finite")
-        watch = next((watch for x, watch in made if x is first), None)
-        if not best and first.rank is not None:
-            return replace(first, note="finite on this rank; see the reports of the others"), None
+            first, watch = first_finding(self._watches.values(), step) or (None, None)
+        known = first and first.fault and (first.fault.op, first.fault.backward)
+        if seen is not None and known != (seen.op, seen.backward):
+            return finding_of(seen, None), None
+        if several_ranks() and (first is None or first.note == FINITE_AGAIN):
+            note = "finite on this rank; see the reports of the others"
+            return Finding(None, note=note), None
+        first = first or Finding(None, note="the models' own numbers are finite", is_outside=True)
         is_named = first.fault is not None and OUTSIDE not in (first.fault.poisoned or "")
         if is_named or self._scope is not None:
             return first, watch
@@ -242,10 +252,10 @@ class ScriptWatch:
         """Forget the step of the models that own one of the weights; of all models without them."""
         self._losses.clear()
         updated = {id(p) for p in weights or ()}
-        for key, watch in self._watches.items():
-            first = next((p for p in watch.model.parameters() if p.requires_grad), None)
+        for model in self._watches:
+            first = next((p for p in model.parameters() if p.requires_grad), None)
             if weights is None or first is None or id(first) in updated:
-                self._stale.add(key)  # forgotten when called again: other optimizers may follow
+                self._stale.add(model)  # forgotten when called again: other optimizers may follow
         if not self._watches:
             self._begin_scope()
 
@@ -253,6 +263,16 @@ class ScriptWatch:
         self._scopes.close()  # how a tensor was made matters only within its step
         if self.every_op:
             self._scope = self._scopes.enter_context(Microscope())
+
+
+def _plain(values: object) -> list[Tensor]:
+    """Return the tensors with values of their own: none of a compiler or of torch.func."""
+    plain = [x.detach() for x in tree_leaves(values) if type(x) in (Tensor, nn.Parameter)]
+    return [x for x in plain if not torch._C._functorch.is_functorch_wrapped_tensor(x)]
+
+
+def _has_nan(tensors: Sequence[Tensor]) -> bool:
+    return any(bool(x.isnan().any()) for x in tensors)
 
 
 def _zero_eps(optimizer: Optimizer) -> str:
@@ -274,12 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gradient is not finite, name the operation that made it so, its inputs and the cause.",
     )
     add = parser.add_argument
-    add(
-        "--on-bad",
-        choices=("stop", "skip", "go-on"),
-        default="stop",
-        help="end the script with exit code 3, leave the step out, or only report (default: stop)",
-    )
+    ways = "end the script with exit code 3, leave the step out, or only report (default: stop)"
+    add("--on-bad", choices=("stop", "skip", "go-on"), default="stop", help=ways)
     add("--record", action="store_true", help="keep each module's ranges, for steps that differ")
     add("--every-op", action="store_true", help="also find operations outside of models; slow")
     add("--bundle", type=Path, metavar="FOLDER", help="save what replays a bad step elsewhere")
@@ -288,11 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     options = parser.parse_args(arguments)
     if not options.module and not Path(options.script).is_file():
-        print(
-            f"script is {options.script}, which is not a file; expected a Python script, or "
-            "-m MODULE",
-            file=sys.stderr,
-        )
+        expected = "expected a Python script, or -m MODULE"
+        print(f"script is {options.script}, which is not a file; {expected}", file=sys.stderr)
         return BAD_INPUT
     watch = ScriptWatch(
         options.on_bad,

@@ -1,10 +1,7 @@
 """Name the operation that first made a NaN or an infinity, in any training loop.
 
-For each forward pass of a model, a `Watch` keeps the arguments, the state of the random number
-generators, and the gradients at the outputs. After a bad step it runs the model again from there,
-forward and backward, and checks every operation with a `Microscope`; it needs neither the loop nor
-the loss. With `record=True` it also keeps the range of each module's outputs, to locate the fault
-of a step that cannot be repeated.
+After a bad step, a `Watch` runs the model again under a `Microscope`, which checks each operation.
+It needs neither the loop nor the loss.
 """
 
 from __future__ import annotations
@@ -12,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from firstnan.recorder import Recorder, floating, is_first_run, repeating
 _DEVICES = ("cpu", "cuda")
 _CALLS = 8  # most forward passes of one step that are kept, the last ones
 OUTSIDE = " (computed before this model)"
-_FINITE_AGAIN = "run again, the step was finite; record=True names the module"
+FINITE_AGAIN = "run again, the step was finite; record=True names the module"
 _FINDINGS = 8  # most steps that a `Locator` runs again, so that a run that stays sick goes on
 
 
@@ -43,13 +41,14 @@ class Finding:
 
     Attributes:
         module: the model's class and the module's name in `named_modules`, such as `Net.layers.0`;
-            None if the value was made outside the model.
+            None if the value was made outside the model, or if the place is unknown.
         fault: the operation, its line and the ranges of its inputs; None if the step could not be
             repeated, or if the operation is outside the model.
         diagnosis: the likely cause and what to change; None without `fault`.
         rows: the first eight bad rows of the batch, from 0; empty if all are bad or it is unknown.
         note: further facts, or the reason why no operation is named.
         lines: the ranges that a `Recorder` has seen, as lines of the report: label, text.
+        is_outside: whether the value was made outside the model.
         step: number of the step, from 0; None if it is unknown.
         rank: rank of this process in `torch.distributed`; None with only one.
     """
@@ -60,13 +59,15 @@ class Finding:
     rows: tuple[int, ...] = ()
     note: str = ""
     lines: tuple[tuple[str, str], ...] = ()
+    is_outside: bool = False
     step: int | None = None
     rank: int | None = field(default_factory=lambda: dist.get_rank() if several_ranks() else None)
 
     @property
     def headline(self) -> str:
         """One line: `aten.log, forward, in Net.act (model.py:12: return x.log()), row 3`."""
-        line = "outside of the model" if self.module is None else f"in {self.module}"
+        line = "outside of the model" if self.is_outside else "place unknown"
+        line = line if self.module is None else f"in {self.module}"
         if self.fault is not None:
             direction = "backward" if self.fault.backward else "forward"
             place = f" ({self.fault.place})" if self.fault.place else ""
@@ -92,7 +93,25 @@ class Finding:
 
 def finding_of(fault: Fault, module: str | None, rows: tuple[int, ...] = ()) -> Finding:
     """Return the `Finding` for a fault, with its diagnosis."""
-    return Finding(module, fault, diagnose(fault), rows)
+    return Finding(module, fault, diagnose(fault), rows, is_outside=module is None)
+
+
+def first_finding(watches: Iterable[Watch], step: int) -> tuple[Finding, Watch] | None:
+    """Return the first fault of a step, of models in the order of their forward passes."""
+    pairs = [(found, watch) for watch in watches if (found := watch.explain()) is not None]
+
+    def order(i: int) -> tuple[int, bool, bool, int]:
+        found, _ = pairs[i]
+        if found.fault is None:
+            return 2, found.note == FINITE_AGAIN, found.module is None, i
+        if found.fault.backward:  # backward passes run in the reverse order
+            return 1, False, False, -i
+        return 0, OUTSIDE in (found.fault.poisoned or ""), False, i
+
+    if not pairs:
+        return None
+    found, watch = pairs[min(range(len(pairs)), key=order)]
+    return replace(found, step=step), watch
 
 
 @dataclass
@@ -149,22 +168,18 @@ class Watch:
         model: the module that the loop calls; DistributedDataParallel and compiled models are
             unwrapped. Call `model.compile()` before this.
         record: also keep the ranges of the values and gradients between modules, of this step and
-            the eight before it. None records only a model that is not run again.
+            the eight before it, as is always done for a model that is not run again.
         hooks: call `before` and `after` by hooks; False if the caller calls them.
     """
 
-    def __init__(
-        self, model: nn.Module, *, record: bool | None = False, hooks: bool = True
-    ) -> None:
+    def __init__(self, model: nn.Module, *, record: bool = False, hooks: bool = True) -> None:
         self.model, self.step = model, 0
-        if record is None:
-            record = bool(_why_not_repeated(inner_of(model)))
-        self.recorder = Recorder(inner_of(model)) if record else None
         self.calls: deque[Call] = deque(maxlen=_CALLS)
+        is_recorded = record or bool(_why_not_repeated(inner_of(model)))
+        self.recorder = Recorder(inner_of(model)) if is_recorded else None
+        self._undo = [hook.remove for hook in self.recorder.hooks] if self.recorder else []
         before, after = weakly(self.before), weakly(self.after)
-        self._hooks = [] if self.recorder is None else self.recorder.hooks
-        compiled: Any = model._compiled_call_impl if hooks else None
-        self._compiled = compiled
+        compiled: Any = model._compiled_call_impl
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             before(model, args, kwargs)
@@ -172,20 +187,19 @@ class Watch:
             after(model, args, output)
             return output
 
-        if compiled is not None:  # by `model.compile()`, which would compile hooks, too
+        if hooks and compiled is not None:  # by `model.compile()`, which would compile hooks, too
             model._compiled_call_impl = watched
+            self._undo.append(partial(setattr, model, "_compiled_call_impl", compiled))
         elif hooks:
-            self._hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
-            self._hooks.append(model.register_forward_hook(after))
-        for hook in self._hooks:
-            weakref.finalize(self, hook.remove)
+            self._undo.append(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self._undo.append(model.register_forward_hook(after).remove)
+        for undo in self._undo:
+            weakref.finalize(self, undo)
 
     def close(self) -> None:
         """Remove all hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        if self._compiled is not None:
-            self.model._compiled_call_impl = self._compiled
+        for undo in self._undo:
+            undo()
         self.forget()
 
     def forget(self) -> None:
@@ -195,20 +209,17 @@ class Watch:
         if self.recorder is not None:
             self.recorder.forget()
 
-    def explain(self, step: int | None = None) -> Finding | None:
-        """Find the first NaN or infinity of this step; return None if all values are finite.
-
-        Args:
-            step: the step's number in the report; without it, `forget` counts the steps.
-        """
+    def explain(self) -> Finding | None:
+        """Find the first NaN or infinity of this step; return None if all values are finite."""
         answers = [x for call in self.calls if (x := self._explain(call)) is not None]
-        found = next((x for x in answers if x.fault is not None), answers[0] if answers else None)
+        found = min(answers, key=lambda x: x.fault is None, default=None)
         if self.recorder is not None and (origin := self.recorder.origin()) is not None:
             module, words, lines = origin
             if found is None or found.fault is None:
-                found = Finding(module, note="; ".join([words, *(x.note for x in answers[:1])]))
+                note = "; ".join([words, *(x.note for x in answers[:1])])
+                found = Finding(module, note=note, is_outside=module is None)
             found = replace(found, lines=lines)
-        return found and replace(found, step=self.step if step is None else step)
+        return found and replace(found, step=self.step)
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Keep what a forward pass begins with."""
@@ -249,12 +260,8 @@ class Watch:
     def _explain(self, call: Call) -> Finding | None:
         """Repeat a forward pass; return its fault, or why it cannot run again."""
         model = inner_of(self.model)
-        why = _why_not_repeated(model)
-        if [*map(version_of, call.inputs)] != call.versions:
-            why = "the loop has overwritten the model's inputs since"
-        if why:
+        if why := _why_not_repeated(model, call):
             return Finding(None, note=f"not repeated: {why}")
-        top = type(model).__name__
         stack = Recorder(model)
         scope = Microscope(_named(model, call), within=stack.running)
         try:
@@ -268,11 +275,13 @@ class Watch:
         if fault is None and outside:
             facts = "; ".join(str(TensorFacts.of(x)) for x in outputs)
             note = f"run again, the outputs are finite ({facts}), but the gradient there is not"
-            return Finding(None, rows=TensorFacts.of(outside[0]).bad_rows, note=note)
+            rows = TensorFacts.of(outside[0]).bad_rows
+            return Finding(None, rows=rows, note=note, is_outside=True)
         fault = fault or scope.fault(*gradients)
         if fault is None and not are_finite([p.grad for p in model.parameters()]):
-            return Finding(None, note=_FINITE_AGAIN)
-        return fault and finding_of(fault, fault.module or top, _rows(fault, call))
+            return Finding(None, note=FINITE_AGAIN)
+        module = fault and (fault.module or type(model).__name__)
+        return fault and finding_of(fault, module, _rows(fault, call))
 
 
 class Locator:
@@ -286,41 +295,30 @@ class Locator:
         self._watches: list[Watch] = []
         for m in models:
             bare = getattr(m.forward, "__func__", None) is nn.Module.forward
-            self._watches += [Watch(x, record=None) for x in (m.children() if bare else [m])]
+            self._watches += [Watch(x) for x in (m.children() if bare else [m])]
         self.findings: dict[int, Finding] = {}  # by step, of this rank
         self._n_located = 0
-        self._lines: list[str] = []  # of this step, on all ranks
+        self.events: list[Event] = []  # of this step: an operation that some rank located
 
     def forget(self) -> None:
         """Forget the step."""
-        self._lines = []
+        self.events = []
         for watch in self._watches:
             watch.forget()
 
     def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Agreement) -> None:
         """Locate the fault of parts that have just become not finite; ranks share the results."""
-        new = [Stage(number).kind for number in stage[streak == 0].tolist()]
-        is_due = self._n_located < _FINDINGS and any(kind.not_finite for kind in new)
-        if not self._watches or not is_due:
+        new = [Stage(number).kind.not_finite for number in stage[streak == 0].tolist()]
+        if not any(new) or not self._watches or self._n_located == _FINDINGS:
             return
         self._n_located += 1
         line = ""
-        found = [x for watch in self._watches if (x := watch.explain(step)) is not None]
-        if found := [x for x in found if x.note != _FINITE_AGAIN]:  # else another rank's, or huge
-            # One model's NaN may have come in from another one.
-            finding = min(found, key=lambda x: 2 if x.fault is None else bool(x.fault.poisoned))
+        finding, _ = first_finding(self._watches, step) or (None, None)
+        if finding is not None and finding.note != FINITE_AGAIN:  # else another rank's, or huge
             self.findings[step] = finding
             line = f"{finding.headline}: {finding.why}"
         lines = ranks.gather(f"step {step}: what was located", line)
-        self._lines = [line for line in lines if line]
-
-    def events(self, step: int) -> list[Event]:
-        """Return an event for each operation that some rank located in this step."""
-        return [Event(step, "model", "origin", line, "located") for line in self._lines]
-
-    def lines(self) -> list[str]:
-        """Return a report for each finding."""
-        return [f"Step {step}:\n{finding}" for step, finding in self.findings.items()]
+        self.events = [Event(step, "model", "origin", x, "located") for x in lines if x]
 
 
 def _repeat(model: nn.Module, call: Call) -> tuple[list[Tensor], list[Tensor]]:
@@ -390,7 +388,9 @@ def inner_of(model: nn.Module) -> nn.Module:
     return inner_of(inner) if isinstance(inner, nn.Module) else model
 
 
-def _why_not_repeated(model: nn.Module) -> str:
+def _why_not_repeated(model: nn.Module, call: Call | None = None) -> str:
+    if call is not None and [*map(version_of, call.inputs)] != call.versions:
+        return "the loop has overwritten the model's inputs since"
     if any(is_sharded(p) for p in model.parameters()):
         return "the weights are sharded over ranks"
     is_synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())

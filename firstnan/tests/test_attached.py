@@ -208,16 +208,16 @@ def test_a_loss_of_the_second_optimizer_after_the_first_stepped_is_judged_too(to
     assert len(caplog.records) == 1 and (guard.steps == 5 or not to_none)
 
 
-@pytest.mark.parametrize("end", ["detach", "another guard", "collected"])
+ENDS = [Guard.detach, lambda guard: Guard(guard.model, guard.optimizer).attach(), lambda guard: 0]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=["detach", "another guard", "garbage collection"])
 def test_the_last_step_of_optimizers_in_turn_is_finished(end):
     guard = train_in_turn([1.0, torch.nan])
-    log, model, optimizers = guard.events.events, guard.model, guard.optimizer
+    log = guard.events.events
     assert not log and guard.steps == 3
-    if end == "detach":
-        guard.detach()
-    elif end == "another guard":
-        Guard(model, optimizers).attach()
-    del guard, optimizers
+    end(guard)
+    del guard
     gc.collect()
     assert [(event.step, event.stage) for event in log] == [(3, "gradient")]
 

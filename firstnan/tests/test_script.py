@@ -1,7 +1,6 @@
 """`python -m firstnan` runs a script unchanged and names its first bad operation."""
 
 import runpy
-import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from firstnan.script import main
-from tests.processes import HANG, ROOT
+from tests.processes import python
 
 LOOP = """
 import sys
@@ -89,6 +88,8 @@ def test_every_op_names_what_is_outside_of_models(tmp_path, run):
     done = run("--every-op", write(tmp_path), "outside")
     assert done.returncode == 3 and "aten.log, forward, outside of the model" in done.err
     assert "loss = (loss * 0).log()" in done.err
+    done = run("--every-op", write(tmp_path, "x.log()"))
+    assert "aten.log, forward, in Sequential.2 (" in done.err
 
 
 def test_a_loss_that_stays_behind_is_seen_although_every_gradient_is_zero(tmp_path, run):
@@ -120,12 +121,8 @@ def test_a_loss_scale_that_falls_is_no_fault_but_one_that_never_fits_is(tmp_path
 
 def test_a_module_runs_by_name_and_exit_codes_pass_through(tmp_path):
     (tmp_path / "mine.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
-    words = [sys.executable, "-m", "firstnan", "-m", "mine", "7"]
-    env = {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG
-    )
-    assert done.returncode == 7 and "no optimizer took a step" in done.stderr
+    done = python(tmp_path, "-m", "firstnan", "-m", "mine", "7")
+    assert done.returncode == 7 and b"no optimizer took a step; nothing was checked" in done.stderr
 
 
 def test_a_script_that_is_not_there_is_named(capsys):
@@ -171,6 +168,15 @@ x = torch.randn(6, 4)
         "an update of its own": (
             "for y in (1.0, torch.nan, 1.0): other(torch.full((2, 8), y)).sum().backward()",
             "step 0, backward pass 1:\nfirst bad  aten.addmm, forward, in Linear, step 0\n",
+        ),
+        "autograd.grad alone, of a bad loss": (
+            "for y in (1.0, 1.0, torch.nan):\n"
+            "    torch.autograd.grad(other(torch.full((2, 8), y)).sum(), other.weight)",
+            "step 0, call 2 of autograd.grad:\nfirst bad  aten.addmm, forward, in Linear, step 0\n",
+        ),
+        "autograd.grad alone, of a good loss": (
+            "for _ in range(2): torch.autograd.grad(net(x).sum(), [*net.parameters()])",
+            "step 0, call 1 of autograd.grad:\nfirst bad  aten.div, backward, in Sequential.1 (",
         ),
         "a bare except": (
             "try: net(x).mean().backward(); sgd.step()\nexcept: pass",
