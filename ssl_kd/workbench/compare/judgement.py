@@ -4,7 +4,7 @@ A criterion computed in one embedding favors the clusters formed in it. Here bot
 judged by the same pairs of samples: those that are mutual neighbors in both embeddings. The better
 one tells more about a sample's cluster from its neighbor's cluster, for its number of clusters.
 
-`benchmarks.compare` fits SLOPE and FLOOR on nine sets. On the others the better clustering was
+SLOPE and FLOOR were fitted on nine sets (docs/results.md). On the others the better clustering was
 found about as often as the stated probability says. The probability is at most 1 - FLOOR, as two
 embeddings may share neighbors that do not matter (of photos, those with the same colors).
 """
