@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter
+from scipy.spatial.distance import pdist, squareform
 from sklearn.datasets import load_sample_image
 from sklearn.metrics import average_precision_score
 
@@ -61,9 +62,10 @@ BILINEAR = Image.Resampling.BILINEAR
 Scores = dict[str, NDArray]
 
 
-def jpeg(image: Image.Image) -> Image.Image:
+def jpeg(image: Image.Image, quality: int = 60) -> Image.Image:
+    """Return an image as it is after a program has saved it as a JPEG of lower quality."""
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=60)
+    image.save(file, "JPEG", quality=quality)
     return Image.open(file)
 
 
@@ -113,13 +115,10 @@ def hashed(images: NDArray, method: str) -> dict[tuple[int, int], float] | None:
     hasher: Any = getattr(methods, method)()
     codes = [int(hasher.encode_image(image_array=image), 16) for image in images]
     bits = np.array([[code >> bit & 1 for bit in range(64)] for code in codes], np.float32)
-    ones = bits.sum(1)
-    pairs = {}
-    for row in range(len(bits) - 1):
-        distance = ones[row] + ones[row + 1 :] - 2 * bits[row + 1 :] @ bits[row]
-        for other in np.flatnonzero(distance <= 20):
-            pairs[row, row + 1 + int(other)] = -float(distance[other])
-    return pairs
+    distance = squareform(pdist(bits, "cityblock"))
+    rows, others = np.nonzero(np.triu(distance <= 20, 1))
+    pairs = zip(rows.tolist(), others.tolist(), strict=True)
+    return dict(zip(pairs, (-distance[rows, others]).tolist(), strict=True))
 
 
 def duplicates(name: str, images: NDArray, x: NDArray, rows: NDArray) -> list[list[str]]:

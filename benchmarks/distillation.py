@@ -40,14 +40,12 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from scipy.stats import t as students_t
 
 from benchmarks.turns import header, row
-from ssl_kd.datasets.blocks import Blocks, make_blocks
-from ssl_kd.datasets.text import TextDataset
+from ssl_kd.datasets.blocks import make_blocks
 from ssl_kd.language.caching import cache_teacher
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.rollouts import continue_rows, sampler
@@ -56,7 +54,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teachers import trained_teacher
 from ssl_kd.language.text_rows import texts_of
-from ssl_kd.teachers.causal import load_causal_lm, tokenizer_id
+from ssl_kd.teachers.causal import load_causal_lm
 
 ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
 
@@ -112,25 +110,11 @@ def with_teacher(settings: LanguageSettings) -> LanguageSettings:
     return settings.replace(teacher_model=str(folder))
 
 
-_BLOCKS: dict[Any, Blocks] = {}
-
-
-def blocks_once(text: TextDataset, tokenizer: Any, *rest: Any, **options: Any) -> Blocks:
-    """Return the result of `make_blocks`, computed once for all runs."""
-    key = (text.digest, tokenizer_id(tokenizer), *rest, *options.values())
-    if key not in _BLOCKS:
-        _BLOCKS[key] = make_blocks(text, tokenizer, *rest, **options)
-    return _BLOCKS[key]
-
-
 def measure(
     settings: LanguageSettings, inspect: Callable[[Path], dict[str, Any]] = lambda folder: {}
 ) -> dict[str, Any]:
     """Run once; return the scores of student, start and teacher, and those of `inspect(folder)`."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch("ssl_kd.language.text_rows.make_blocks", blocks_once),
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         path = run(settings.replace(runs_dir=folder))
         metrics = json.loads((path / "metrics.json").read_text())
         extra = inspect(path)

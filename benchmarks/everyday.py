@@ -32,6 +32,7 @@ from typing import Any
 
 from PIL import Image, ImageFilter
 
+from benchmarks.curate import jpeg
 from benchmarks.explore import served
 from benchmarks.turns import header, row
 from ssl_kd.workbench.decisions import Curation
@@ -110,7 +111,7 @@ def make_photos(source: Path) -> None:
     sharp, old = photos[BLURRED:DIFFERENT], CAMERAS[2]
     blur = ImageFilter.GaussianBlur(1.5)
     blurred = [(image.filter(blur), name, old) for image, name, _ in photos[:BLURRED]]
-    copies = [(saved_again(image), name, camera) for image, name, camera in sharp[:COPIES]]
+    copies = [(jpeg(image, 85), name, camera) for image, name, camera in sharp[:COPIES]]
     photos = [*sharp, *blurred, *copies, (Image.new("RGB", (32, 32)), "", old)]
     rng.shuffle(photos)
     places = {"airplane": "airport", "automobile": "street", "ship": "harbor"}
@@ -121,13 +122,6 @@ def make_photos(source: Path) -> None:
             image.save(f"photos/IMG_{number:04}.jpg", quality=95)
             day = f"2026-{rng.randint(5, 9):02}-{rng.randint(1, 28):02}"
             table.writerow([f"IMG_{number:04}.jpg", camera, places.get(name, "farm"), day])
-
-
-def saved_again(image: Image.Image) -> Image.Image:
-    """Return an image as it is after a program has saved it as a JPEG of lower quality."""
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=85)
-    return Image.open(buffer)
 
 
 def prepare() -> None:

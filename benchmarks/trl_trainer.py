@@ -1,7 +1,7 @@
 """Compare whole trainings with TRL's trainers: on text, on student samples, with a server.
 
     pip install trl
-    python -m benchmarks.trl_trainer --table
+    python -m benchmarks.trl_trainer --vocabulary 4096 32000 128000 --threads 1 2 --shape 8x128
     python -m benchmarks.trl_trainer --kinds off --threads 1 --vocabulary 4096
 
 Every trainer trains a copy of one random student on the same random teacher and tokens, in fp32 on
@@ -75,8 +75,6 @@ from tests.served import Server
 
 RATE = 1e-4
 SIZES = {"prompt": 16, "top_k": 20, "steps": 2}  # tokens, and timed steps after a warm-up
-ALL: dict[str, list[Any]] = {"vocabulary": [4_096, 32_000, 128_000], "threads": [1, 2]}
-ALL |= {"shape": ["8x128", "4x256"]}  # of --table: rows x tokens in each
 Row = dict[str, Tensor]
 Times = tuple[float, float]
 """Seconds of time, and of CPU time."""
@@ -384,7 +382,6 @@ def measure(kind: str, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--table", action="store_true", help=f"all of {ALL}")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count()])
     parser.add_argument("--shape", nargs="+", default=["8x256"], help="rows x tokens in each")
@@ -396,16 +393,14 @@ def main() -> None:
     args = parser.parse_args(namespace=argparse.Namespace(**SIZES))
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")  # TRL warns that its trainers are experimental
-    cells = vars(args) | (ALL if args.table and not args.memory_of else {})
     if not args.memory_of:
         print(f"fp32, {args.device}, {args.rounds} rounds of {args.steps} steps;", end=" ")
         print(f"{versions('trl', 'transformers')}\n")
         columns = ["vocabulary", "threads", "batch", "kind", "trainer", "ms per step"]
         columns += ["time relative to ours", "CPU time relative to ours", "extra peak MiB"]
         header(*columns, "relative to ours", "first loss")
-    for args.vocabulary, args.threads, args.shape in itertools.product(
-        cells["vocabulary"], cells["threads"], cells["shape"]
-    ):
+    cells = itertools.product(args.vocabulary, args.threads, args.shape)
+    for args.vocabulary, args.threads, args.shape in cells:
         args.batch, args.length = map(int, args.shape.split("x"))
         if args.memory_of:
             kind, name = args.memory_of
