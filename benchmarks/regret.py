@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
-from benchmarks.sets import SETS, Labelled, Sources, loaded, long_tailed
+from benchmarks.sets import SETS, Absent, Labelled, Sources, long_tailed
 from benchmarks.turns import table_head, table_line
 from ssl_kd import MultiHeadClusterer, evaluate
 from ssl_kd.graph import form_ensemble
-from ssl_kd.graph.ensemble import EVEN, UNEVEN, Ensemble, Kind, kind_of, vote
+from ssl_kd.graph.ensemble import EVEN, UNEVEN, Kind, kind_of, vote
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import summed, views
@@ -71,7 +71,12 @@ def sets(features: Path | None, sources: Sources) -> Iterator[tuple[str, Labelle
     makers: dict[str, Callable[[Sources], Labelled]] = {
         file.stem: lambda _, file=file: (np.load(file)["x"], np.load(file)["y"]) for file in files
     }
-    for name, x, y in loaded(makers | {name: SETS[name] for name in OWN}, sources):
+    for name, make in (makers | {name: SETS[name] for name in OWN}).items():
+        try:
+            x, y = make(sources)
+        except Absent as error:
+            print(f"{name} is skipped: {error}", file=sys.stderr)
+            continue
         yield name, (x, y)
         if name in TAILED:
             for imbalance in (10, 100):
@@ -111,18 +116,13 @@ def scores_of(y: NDArray, clusters: NDArray) -> dict[str, float]:
     return {key: round(100 * (scores[key] or 0.0), 2) for key in SCORES}
 
 
-def ensemble_of(x: NDArray, n_clusters: int) -> Ensemble:
-    """Return the ensemble of partitions of rows of length 1, `[n, d]`, before any head."""
+def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
+    """Return the votes of the ensemble on unit rows `[n, d]`, and the evenness that selects one."""
     rows = torch.from_numpy(x)
     near = nearest_neighbors(rows, min(20, len(x) - 1))
     projected = Projection.fit(rows, 256)(rows)
     cosine, euclidean, white = views(near, rows.__getitem__, projected, torch.device("cpu"))
-    return form_ensemble(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
-
-
-def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
-    """Return the votes of the ensemble, and the evenness that selects one."""
-    crowd = ensemble_of(x, n_clusters)
+    crowd = form_ensemble(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
     partitions = {kind: vote(crowd.candidates, kind, n_clusters) for kind in CROWD}
     return {**partitions, "evenness": crowd.evenness}
 

@@ -7,8 +7,7 @@ much worse.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -196,16 +195,3 @@ SETS: dict[str, Callable[[Sources], Labelled]] = {
     "rare": _rare,
 }
 """Maps a name to a loader of `(x float32 [n, d], y int [n])`, which raises `Absent`."""
-
-
-def loaded(
-    sets: Mapping[str, Callable[[Sources], Labelled]], sources: Sources
-) -> Iterator[tuple[str, NDArray, NDArray]]:
-    """Yield name, embeddings and classes of each set; print sets without data to stderr."""
-    for name, make in sets.items():
-        try:
-            x, y = make(sources)
-        except Absent as error:
-            print(f"{name} is skipped: {error}", file=sys.stderr)
-            continue
-        yield name, x, y
