@@ -1,46 +1,51 @@
 """Save what a bad forward pass needs to be run again elsewhere, and run it again there.
 
-A bundle is one safetensors file: a JSON header, then the bytes of the tensors. Other tools can
-inspect it, and reading it executes no code. It holds rows of the training data.
+A bundle is one safetensors file, which other tools can inspect; reading it executes no code. It
+holds rows of the training data.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
-import importlib
 import itertools
 import json
-import math
 import os
+import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
 from firstnan.errors import BAD_INPUT, FAILED, OK, UserError
 from firstnan.watch import Call, Finding, Watch, inner_of
 
-_KINDS = "F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL F8_E4M3 F8_E5M2".split()
-_TYPES = "double float half bfloat16 long int short int8 uint8 bool float8_e4m3fn float8_e5m2"
-_DTYPES = {kind: getattr(torch, name) for kind, name in zip(_KINDS, _TYPES.split(), strict=True)}
-_KEYS = {"contains": str, "report": str, "path": str, "torch": str, "step": int | None}
-_KEYS |= {"finding": tuple[str | None, str | None, bool | None, list[int]]}
-_KEYS |= {"training": list[str], "weights": dict[str, Tensor]}
-_UNSIGNED = "0" * 64  # in place of the hash while the file is hashed
+_TYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
+_DTYPES = {x: getattr(torch, x) for x in [*_TYPES.split(), "float8_e4m3fn", "float8_e5m2"]}
+_TEXTS = ("contains", "report", "finding", "module", "path")
+_KINDS = {"step": int, "training": list, "args": list, "kwargs": dict}
+_KINDS |= {"autocast": torch.dtype | None}
 
 
 class BundleError(UserError):
     """A bundle cannot be made or read, or does not fit the model."""
 
     exit_code = BAD_INPUT
+
+
+def library() -> ModuleType:
+    """Return safetensors, which nothing but bundles needs."""
+    try:
+        import numpy  # noqa: F401  # for safetensors.torch, which does not require it
+        import safetensors.torch
+    except ImportError as error:
+        raise BundleError(f"a bundle needs: pip install safetensors numpy ({error})") from error
+    return safetensors
 
 
 def save(path: Path, watch: Watch, finding: Finding) -> str:
@@ -54,12 +59,10 @@ def save(path: Path, watch: Watch, finding: Finding) -> str:
             for call in watch.passes_of(name):
                 module = inner_of(watch.model).get_submodule(name)
                 found = _explained(module, call)
-                if found is None or _key(found)[1:3] != _key(finding)[1:3]:
+                if found is None or _operation(found) != _operation(finding):
                     continue
-                content = _encoded(
-                    module, call, name, replace(found, module=finding.module, step=finding.step)
-                )
-                path = _written(path, content)
+                found = replace(found, module=finding.module, step=finding.step)
+                path = _written(path, _encoded(module, call, name, found))
                 return f"{path}, with rows of your data; python -m firstnan replay {path} shows it"
     except Exception as error:  # whatever the model's arguments raise must not end the training
         return f"not saved: {error if isinstance(error, BundleError | OSError) else repr(error)}"
@@ -70,18 +73,24 @@ def read(path: Path) -> dict[str, Any]:
     """Read a bundle; nothing in it is executed.
 
     Returns:
-        A dictionary: `contains` and `report`, text; `path`, of the module in its model; `finding`
-        (module, operation, whether backward, rows) and `step`; `training`, names of modules in that
-        mode; `weights`, by name; `call`, the pass; and `torch`, its version.
+        A dictionary: `contains` and `report`, text; `module` and `step`, of the report; `finding`,
+        operation and rows; `path`, of the module in its model; `training`, names of modules in that
+        mode; `weights`, by name; and `call`, the pass.
 
     Raises:
-        BundleError: the file is damaged, or is no bundle.
+        BundleError: there is no such file, it is damaged, or it is no bundle.
     """
+    if not path.is_file():
+        folder, what = (path, "a folder") if path.is_dir() else (path.parent, "not a file")
+        names = ", ".join(sorted(x.name for x in folder.glob("*.safetensors"))) or "none"
+        raise BundleError(f"{path} is {what}, expected a bundle; bundles in {folder}: {names}")
+    safe_open = library().safe_open
     try:
-        return _decoded(path.read_bytes())
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        what = error if isinstance(error, ValueError) else repr(error)
-        raise BundleError(f"{path} is damaged, or is no bundle: {what}") from error
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return _decoded(file.metadata() or {}, tensors)
+    except Exception as error:  # whatever a hostile file raises
+        raise BundleError(f"{path} is damaged, or is no bundle: {error!r}") from error
 
 
 def replay(bundle: Mapping[str, Any], model: nn.Module) -> Finding | None:
@@ -98,31 +107,26 @@ def replay(bundle: Mapping[str, Any], model: nn.Module) -> Finding | None:
         BundleError: the model has other weights or buffers than the bundle.
     """
     module = dict(model.cpu().named_modules()).get(bundle["path"], model)
-    call = bundle["call"]
     weights = dict(module.named_parameters())
-    tensors = weights | dict(module.named_buffers()), bundle["weights"] | call.buffers
-    for name in {**tensors[0], **tensors[1]}:
-        facts = [
-            f"{[*x[name].shape]} of {'floats' if x[name].is_floating_point() else x[name].dtype}"
-            if name in x
-            else "missing"
-            for x in tensors
-        ]
-        if facts[0] != facts[1]:
-            raise BundleError(f"{name!r} is {facts[0]} in the model, expected {facts[1]}")
+    mine = _facts(weights | dict(module.named_buffers()))
+    saved = _facts(bundle["weights"] | bundle["call"].buffers)
+    for name in mine | saved:
+        is_, expected = mine.get(name, "missing"), saved.get(name, "missing")
+        if is_ != expected:
+            raise BundleError(f"{name!r} is {is_} in the model, expected {expected}")
     for name, p in weights.items():
         p.data = bundle["weights"][name].detach()
         p.requires_grad_(bundle["weights"][name].requires_grad)
     for name, inner in module.named_modules():
         inner.training = name in bundle["training"]
-    finding = _explained(module, call)
-    return finding and replace(finding, module=bundle["finding"][0], step=bundle["step"])
+    finding = _explained(module, bundle["call"])
+    return finding and replace(finding, module=bundle["module"] or None, step=bundle["step"])
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print what a bundle contains, replay it if a model is given, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m firstnan replay")
-    parser.add_argument("bundle", type=Path, help="a file from `python -m firstnan --bundle FILE`")
+    parser.add_argument("bundle", type=Path, help="a file that --bundle has written")
     parser.add_argument("--model", help="MODULE:CALLABLE that returns the model, such as net:Net")
     options = parser.parse_args(arguments)
     try:
@@ -131,16 +135,24 @@ def main(arguments: Sequence[str]) -> int:
         print("".join(x if x.isprintable() or x == "\n" else "?" for x in text))
         if options.model is None:
             return OK
-        module, _, name = options.model.partition(":")
-        if not name:
-            raise BundleError(f"--model is {module!r}, expected MODULE:CALLABLE, such as net:Net")
-        finding = replay(bundle, getattr(importlib.import_module(module), name)())
-    except (BundleError, OSError, ImportError, AttributeError) as error:
+        finding = replay(bundle, _model_of(options.model))
+    except (BundleError, OSError) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
     same = finding is not None and _key(finding) == bundle["finding"]
     print(f"\nreplayed: {'the same' if same else 'not the same'}\n{finding or 'all is finite'}")
     return OK if same else FAILED
+
+
+def _model_of(name: str) -> nn.Module:
+    """Return the model that the callable of `--model` returns."""
+    try:
+        if not isinstance(model := pkgutil.resolve_name(name)(), nn.Module):
+            raise TypeError(f"it returned {model!r:.80}")
+    except Exception as error:  # whatever the user's module and callable raise
+        expected = "MODULE:CALLABLE that returns the model without arguments, such as net:Net"
+        raise BundleError(f"--model is {name!r}, expected {expected}: {error!r}") from error
+    return model
 
 
 def _explained(module: nn.Module, call: Call) -> Finding | None:
@@ -149,18 +161,28 @@ def _explained(module: nn.Module, call: Call) -> Finding | None:
     return watch.explain()
 
 
-def _key(finding: Finding) -> list[Any]:
-    """Return what must be the same after a replay: module, operation, direction and rows."""
+def _operation(finding: Finding) -> str:
     fault = finding.fault
-    op, backward = (None, None) if fault is None else (fault.op, fault.backward)
-    return [finding.module, op, backward, list(finding.rows)]
+    return "none" if fault is None else f"{fault.op}, {'backward' if fault.backward else 'forward'}"
 
 
-def _written(path: Path, content: bytes) -> Path:
+def _key(finding: Finding) -> str:
+    """Return what must be the same after a replay."""
+    return f"{_operation(finding)}, rows {list(finding.rows)}"
+
+
+def _facts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what must be the same of the model's tensors and of those in the bundle."""
+    kinds = {name: "floats" if x.is_floating_point() else x.dtype for name, x in tensors.items()}
+    return {name: f"{[*x.shape]} of {kinds[name]}" for name, x in tensors.items()}
+
+
+def _written(first: Path, content: bytes) -> Path:
     """Write a new file, with a counter in its name if that is taken, and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    names = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2))
-    path = next(name for name in itertools.chain([path], names) if not os.path.lexists(name))
+    first.parent.mkdir(parents=True, exist_ok=True)
+    path, numbers = first, itertools.count(2)
+    while os.path.lexists(path):
+        path = first.with_stem(f"{first.stem}-{next(numbers)}")
     with path.open("xb") as file:  # follows no symbolic link
         try:
             file.write(content)
@@ -175,116 +197,94 @@ def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> byte
     """Return the file with a pass of a module."""
     if call.forward is not None:
         raise BundleError("the script has replaced the model's method `forward`")
-    leaves = tree_flatten_with_path((call.args, dict(call.kwargs)))[0]
-    keys = itertools.chain(*(place for place, _ in leaves))
-    if bad := [x.key for x in keys if isinstance(x, MappingKey) and not isinstance(x.key, str)]:
-        raise BundleError(f"a bundle cannot hold a dict with the key {bad[0]!r}, expected strings")
-    weights = dict(module.named_parameters())
-    buffers = {name: call.buffers.get(name, b) for name, b in module.named_buffers()}
-    names = {id(x): name for name, x in [*weights.items(), *buffers.items()]}
-    kinds = {dtype: kind for kind, dtype in _DTYPES.items()}
-    tensors: dict[str, Tensor] = {}
+    tensors = {"random": call.random["cpu"]}
+    for name, p in module.named_parameters():
+        tensors[f"{'weight' if p.requires_grad else 'frozen'} {name}"] = p
+    tensors |= {f"buffer {name}": call.buffers.get(name, b) for name, b in module.named_buffers()}
+    tensors |= {f"gradient {number}": x for number, x in call.gradients.items()}
 
-    def entry(value: Any) -> object:
-        if isinstance(value, Tensor) and value.layout == torch.strided and value.dtype in kinds:
-            name = names.get(id(value), f"input or state {len(tensors)}")
-            tensors[name] = value.detach().cpu().contiguous()
-            return {"tensor": name, "grad": value.requires_grad}
-        if isinstance(value, torch.dtype) and value in kinds:
-            return {"dtype": kinds[value]}
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return dict(value)
+    def plain(value: Any) -> Any:
+        """Return a value for JSON; its tensors get names in `tensors`."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list | tuple):
+            return [plain(x) for x in value]
+        if isinstance(value, Mapping):
+            if bad := [key for key in value if not isinstance(key, str)]:
+                what = f"dict with the key {bad[0]!r}, expected strings"
+                raise BundleError(f"a bundle cannot hold a {what}")
+            return {key: plain(x) for key, x in value.items()}
+        if isinstance(value, torch.dtype) and value in _DTYPES.values():
+            return {"torch.dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, Tensor):
+            tensors[name := f"input {len(tensors)}"] = value
+            return {"torch.Tensor": name, "grad": value.requires_grad}
         what = value if isinstance(value, torch.dtype) else type(value).__name__
         raise BundleError(f"a bundle cannot hold an argument of the type {what}")
 
+    entries = {
+        "step": finding.step,
+        "training": [name for name, inner in module.named_modules() if inner.training],
+        "args": plain(call.args),
+        "kwargs": plain(call.kwargs),
+        "autocast": next((plain(kind) for kind, is_on in call.autocast.values() if is_on), None),
+    }
     about = {
         "contains": f"rows of the training data as they enter {finding.module or 'the model'}, the "
         "gradients at its outputs, its weights, the random state, and names of source files",
-        "path": path,
-        "finding": _key(finding),
-        "step": finding.step,
         "report": str(finding),
-        "torch": torch.__version__,
-        "weights": weights,
-        "training": [name for name, inner in module.named_modules() if inner.training],
-        "call": {
-            "args": call.args,
-            "kwargs": call.kwargs,
-            "training": call.training,
-            "buffers": buffers,
-            "random": {"cpu": call.random["cpu"]},
-            "autocast": {"cpu": max(call.autocast.values(), key=lambda kind: kind[1])},
-            "gradients": call.gradients,
-        },
+        "finding": _key(finding),
+        "module": finding.module or "",
+        "path": path,
+        "call": json.dumps(entries),
     }
-    text = json.dumps(about, default=entry)
-    header: dict[str, Any] = {"__metadata__": {"sha256": _UNSIGNED, "firstnan": text}}
-    end, aligned = 0, sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    for name, x in aligned:
-        offsets, end = [end, end + x.nbytes], end + x.nbytes
-        header[name] = {"dtype": kinds[x.dtype], "shape": [*x.shape], "data_offsets": offsets}
-    start = json.dumps(header).encode()
-    start += b" " * (-len(start) % 8)
-    arrays = [(ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()) for _, x in aligned]
-    body = b"".join(arrays)
-    content = len(start).to_bytes(8, "little") + start + body
-    digest = hashlib.sha256(content).hexdigest()
-    return content.replace(_UNSIGNED.encode(), digest.encode(), 1)
+    for name, x in tensors.items():
+        if x.layout != torch.strided or x.dtype not in _DTYPES.values():
+            raise BundleError(f"a bundle cannot hold {name}, which is {x.dtype}, {x.layout}")
+        dense = torch.contiguous_format  # a copy: safetensors refuses tensors that share memory
+        tensors[name] = x.detach().to("cpu", copy=True, memory_format=dense)
+    return library().torch.save(tensors, about | {"sha256": _digest(about, tensors)})
 
 
-def _decoded(content: bytes) -> dict[str, Any]:
-    """Check every length, offset and type of a file, then its hash, and return what it holds."""
-    size = int.from_bytes(content[:8], "little")
-    if not 0 < size <= len(content) - 8:
-        raise ValueError(f"its header has {size} bytes, but the file has {len(content)}")
-    header = json.loads(content[8 : 8 + size])
-    metadata = header.pop("__metadata__")
-    body, end, tensors = content[8 + size :], 0, {}
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        shape, (begin, stop) = entry["shape"], entry["data_offsets"]
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"a tensor has the type {entry['dtype']!r}, expected {[*_DTYPES]}")
-        dtype = _DTYPES[entry["dtype"]]
-        if any(type(n) is not int or not 0 <= n < 2**48 for n in [begin, stop - begin, *shape]):
-            raise ValueError(f"a tensor has the shape {shape}")
-        if begin != end or stop - begin != math.prod(shape) * dtype.itemsize or stop > len(body):
-            raise ValueError(f"a {dtype} of the shape {shape} has the bytes {begin} to {stop}")
-        raw = torch.frombuffer(bytearray(body[begin:stop]) or bytearray(8), dtype=torch.uint8)
-        raw = raw[: stop - begin]
-        tensors[name] = (raw != 0 if dtype == torch.bool else raw.view(dtype)).reshape(shape)
-        end = stop
-    digest = metadata["sha256"]
-    content = content.replace(digest.encode(), _UNSIGNED.encode(), 1)
-    if end != len(body) or hashlib.sha256(content).hexdigest() != digest:
+def _decoded(about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Check the hash of a file and the type of each entry, and return what it holds."""
+    if about.pop("sha256") != _digest(about, tensors):
         raise ValueError("its bytes are not those that its hash was made of")
+    for name, x in tensors.items():
+        if x.dtype == torch.bool:  # a byte other than 0 and 1 would be undefined behavior
+            tensors[name] = x.view(torch.uint8) != 0
 
     def value(entry: dict[str, Any]) -> object:
-        if entry.keys() == {"tensor", "grad"}:
-            return tensors[entry["tensor"]].requires_grad_(entry["grad"])
-        return _DTYPES[entry["dtype"]] if entry.keys() == {"dtype"} else entry
+        if "torch.Tensor" in entry:
+            return tensors[entry["torch.Tensor"]].requires_grad_(entry["grad"])
+        return _DTYPES[entry["torch.dtype"]] if "torch.dtype" in entry else entry
 
-    about = json.loads(metadata["firstnan"], object_hook=value)
-    call = about["call"]
-    call["gradients"] = {int(number): x for number, x in call["gradients"].items()}
-    kinds = get_type_hints(Call) | {"args": list}
-    del kinds["forward"]
-    for values, types in ((about, _KEYS), (call, kinds)):
-        for key, kind in types.items():
-            if not _fits(values[key], kind):
-                raise ValueError(f"its {key!r} is {values[key]!r:.80}, expected {kind}")
-    call["args"] = tuple(call["args"])
-    return {key: about[key] for key in _KEYS} | {"call": Call(**{key: call[key] for key in kinds})}
+    def named(kind: str) -> dict[str, Tensor]:
+        return {x.removeprefix(kind): tensors[x] for x in tensors if x.startswith(kind)}
+
+    entries = json.loads(about["call"], object_hook=value)
+    for key, kind in _KINDS.items():
+        if not isinstance(entries[key], kind):
+            raise ValueError(f"its {key!r} is {entries[key]!r:.80}, expected {kind}")
+    training, autocast = entries["training"], entries["autocast"]
+    call = Call(
+        args=tuple(entries["args"]),
+        kwargs=entries["kwargs"],
+        training="" in training,
+        buffers=named("buffer "),
+        random={"cpu": tensors["random"]},
+        autocast={"cpu": (autocast or torch.bfloat16, autocast is not None)},
+        gradients={int(number): x for number, x in named("gradient ").items()},
+    )
+    weights = {name: x.requires_grad_() for name, x in named("weight ").items()} | named("frozen ")
+    facts = {"step": entries["step"], "training": training, "weights": weights, "call": call}
+    return {key: about[key] for key in _TEXTS} | facts
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value and all within it have a type; a tuple is written as a list."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if not inner:
-        return kind is Any or isinstance(value, kind)
-    if origin is UnionType:
-        return any(_fits(value, one) for one in inner)
-    if not isinstance(value, list if origin is tuple else origin):
-        return False
-    items = [x for pair in value.items() for x in pair] if isinstance(value, dict) else value
-    kinds = inner if origin is tuple else inner * len(value)
-    return len(items) == len(kinds) and all(map(_fits, items, kinds))
+def _digest(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Return the hash of texts, and of the names, types, shapes and bytes of tensors."""
+    digest = hashlib.sha256(repr(sorted(about.items())).encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {[*x.shape]}".encode())
+        digest.update(x.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

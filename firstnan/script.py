@@ -29,8 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from firstnan.agreement import several_ranks
-from firstnan.bundle import save
-from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK
+from firstnan.bundle import library, save
+from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK, UserError
 from firstnan.microscope import Microscope
 from firstnan.norms import are_finite, norm_of
 from firstnan.optimizers import judged_first, stand_in, unscale_
@@ -303,9 +303,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("script", help="the script to run")
     add("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     options = parser.parse_args(arguments)
-    if not options.module and not Path(options.script).is_file():
-        expected = "expected a Python script, or -m MODULE"
-        print(f"script is {options.script}, which is not a file; {expected}", file=sys.stderr)
+    try:
+        if options.bundle is not None:
+            library()
+        if not options.module and not Path(options.script).is_file():
+            what = f"script is {options.script}, which is not a file"
+            raise UserError(f"{what}; expected a Python script, or -m MODULE")
+    except UserError as error:
+        print(error, file=sys.stderr)
         return BAD_INPUT
     watch = ScriptWatch(
         options.on_bad,
