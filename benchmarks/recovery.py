@@ -105,7 +105,7 @@ def skip_the_step():
 
     with (
         patch.object(Observation, "stage", all_or_none),
-        patch.object(Health, "escalate", lambda self, *rest: {}),
+        patch.object(Health, "escalate", lambda self, *rest: ({}, "")),
         patch.object(Recovery, "restore_what_is_not_finite", lambda self, step: []),
         patch("ssl_kd.vision.step.part_norms", lambda g: torch.where(
             torch.isfinite(part_norms(g)).all(), global_norm(g), torch.nan)),

@@ -18,7 +18,6 @@ from firstnan.faults import (
     Thresholds,
     is_healthy,
 )
-from firstnan.parts import TooFewHealthyParts
 
 _GROW_EVERY = 500  # updates between two doublings of the loss scale
 _SHORTEST = 0.05  # nats by which the running median moves per step once it has settled
@@ -88,12 +87,7 @@ class Health:
         The median moves towards each norm by a fixed stride, whatever the size of a spike; norms
         that are zero or not finite do not count.
         """
-        if absent is not None:
-            before = [tensor.clone() for tensor in self.tensors().values()]
-            self.record_(stage, norm, thresholds)
-            for tensor, old in zip(self.tensors().values(), before, strict=True):
-                tensor.copy_(torch.where(absent, old, tensor))
-            return
+        before = [] if absent is None else [x.clone() for x in self.tensors().values()]
         healthy, spike = is_healthy(stage), stage == int(Stage.SPIKE)
         self.spikes.add_(1).mul_(spike)
         counts = (healthy | spike) & (norm > 0)
@@ -111,29 +105,31 @@ class Health:
         self.streak.add_(~overflow).mul_(~healthy & ~self.retired)
         self.run.add_(1).mul_(healthy)
         self.restored.logical_and_(self.run < thresholds.forgive_after)
+        for tensor, old in zip(self.tensors().values(), before, strict=False):
+            tensor[absent] = old[absent]
 
     def escalate(
         self,
         thresholds: Thresholds,
         shared: Collection[int] = (),
-        report: Callable[[Tally], object] | None = None,
-    ) -> dict[int, str]:
+        judge: Callable[[Tally, Thresholds], str] = Tally.hopeless,
+    ) -> tuple[dict[int, str], str]:
         """Decide what to do with parts that were bad for too many steps in a row.
 
         Waits for the device. Returns part -> "restore", "reinitialise" or "retire", for the caller
-        to carry out. `shared` parts, which the others depend on, are only ever restored, and not
-        counted. If other processes hold more parts, `report` takes the tally; without it,
-        TooFewHealthyParts is raised if too few parts are left.
+        to carry out, and why training cannot continue, or "". `shared` parts, which the others
+        depend on, are only ever restored, and not counted. `judge` returns this reason, or "" if
+        other processes hold more parts.
         """
         patience = thresholds.stop_after or thresholds.restore_after
         if int(self.streak.max()) < min(patience, thresholds.restore_after):
-            return {}
+            return {}, ""
         columns = (self.streak, self.retired, self.restored, self.reinitialised)
         streak, retired, restored, reinitialised = (column.tolist() for column in columns)
         late = [n >= thresholds.restore_after for n in streak]
         active = [p for p, gone in enumerate(retired) if not gone and p not in shared]
         if thresholds.stop_after and all(streak[part] >= patience for part in active):
-            raise TooFewHealthyParts(f"no part had a healthy step in the last {patience} steps")
+            return {}, f"no part had a healthy step in the last {patience} steps"
         actions = {}
         for part in (part for part, gone in enumerate(retired) if late[part] and not gone):
             further = "retire" if reinitialised[part] else "reinitialise"
@@ -145,10 +141,8 @@ class Health:
             tried=sum(restored[part] for part in active),
             left=len(active) - sum(action == "retire" for action in actions.values()),
         )
-        if report is not None:
-            report(tally)
-        elif why := tally.hopeless(thresholds):
-            raise TooFewHealthyParts(why)
+        if why := judge(tally, thresholds):
+            return {}, why
         for part, action in actions.items():
             self.streak[part] = 0
             self.restored[part] = True
@@ -156,7 +150,7 @@ class Health:
             self.retired[part] = action == "retire"
             if action == "reinitialise":  # its new gradients are unrelated to the old ones
                 self.seen[part] = self.spikes[part] = self.zeros[part] = 0
-        return actions
+        return actions, ""
 
 
 def rescale_(scale: Tensor, healthy: Tensor, overflow: Tensor, steps: Tensor) -> None:

@@ -39,43 +39,36 @@ _FIRST_SCALE = 1024.0  # ten halvings above the minimum of 1, as many as `restor
 class Guard:
     """Check each part's loss and gradient norm, and leave unhealthy parts out of the update.
 
-    A part that is left out keeps its weights, optimizer state and buffers (a BatchNorm's running
-    statistics) to the last bit, with any optimizer of `torch.optim` that skips parameters without a
-    gradient; the others are updated as if you had left the part out by hand. Other buffers that a
-    bad batch made non-finite are put back too, with an event: buffers that parts share, and buffers
-    in models of other guards of this process (such as a discriminator). After
-    `thresholds.restore_after` bad steps in a row, a part is restored to its last good state; if
-    that does not help it is re-initialized, then retired. Without a healthy part the loop stops.
+    A part that is left out keeps its weights, optimizer state and buffers to the last bit, with any
+    optimizer of `torch.optim` that skips parameters without a gradient; the others are updated as
+    if you had left it out by hand. Buffers that parts share, or in models of other guards (such as
+    a discriminator), are put back if a bad batch made them non-finite. After many bad steps in a
+    row (see `Thresholds`) a part is restored to its last good state, then re-initialized, then
+    retired; without a healthy part the loop stops.
 
     Each step waits for the device once, and each `backward` once more if it may have to leave out
     losses (loss terms, `through=`, parts that share weights). Snapshots hold a second copy of
     weights and optimizer state, on the CPU.
 
-    With several ranks in `torch.distributed`, the ranks agree on each decision by one small
-    all-reduce per wait: a part that is bad on one rank is left out and restored on all, and the
-    event names the rank. Make the guard on every rank, and call it equally often with losses of the
-    same names. `DistributedDataParallel` (also with `no_sync`) or FSDP2 averages the gradients.
+    The ranks of `torch.distributed` decide alike: make the guard on each, and call it equally often
+    with losses of the same names.
 
     Args:
         model: the module to train.
-        optimizer: holds the parameters; several optimizers take or skip a step together. None may
-            be float16: keep weights in float32, and compute in half precision under autocast.
+        optimizer: holds the parameters, none float16; several take or skip a step together.
         parts: name -> module or parameters that may fail independently; no parameter in two parts.
             Trained weights in no part become the part `shared`. By default the whole model is one
             part.
         thresholds: when the guard acts.
         clip_grad: largest gradient norm of a part, > 0, as in `torch.nn.utils.clip_grad_norm_`.
-        scaler: scale losses as a GradScaler does (needed under float16 autocast), but never below
-            1, and each part by its own scale if parts share neither weights nor loss. Pass unscaled
-            losses.
+        scaler: scale the (unscaled) losses as a GradScaler does, needed under float16 autocast; a
+            part that shares neither weights nor loss has its own scale.
         snapshot_every: steps between snapshots of each part; 0 takes none.
         fresh_optimizer: clear the optimizer state of a restored part instead of restoring it.
         events: a file to which the first rank appends events, one line of JSON each; or an
             `EventLog`.
-        locate: if a loss or gradient is not finite, run the model's forward and backward pass again
-            to name the operation that made it so (see `firstnan.watch.Watch`); at most eight
-            times, and once in a series of bad steps. Modules that the loop calls instead of the
-            model may be passed here.
+        locate: name the operation that made a loss or gradient non-finite, by running the model
+            again (see `firstnan.watch.Watch`); or the modules that the loop calls instead of it.
         group: the ranks that train this model; None for all, False for this process alone.
         advice: kind of fault -> what to change in your program, in place of the guard's own words.
 
@@ -167,10 +160,9 @@ class Guard:
             losses: a single loss; or part name -> loss; or, without `parts`, term name -> loss
                 term. A term with a bad loss or gradient is cut out of the backward pass; the others
                 are used.
-            through: the tensor(s) from which every loss was computed (logits, features). The
-                gradient of each loss is first computed there separately, so that the NaN of one
-                loss never reaches weights that all share; the operations after `through` run
-                backward twice. Without it, a loss is cut out only if its own value is bad.
+            through: the tensor(s) from which every loss was computed (logits, features). Each
+                loss is also judged by its gradient there, so that its NaN reaches no shared weight;
+                the operations after `through` run backward twice.
             again: returns all terms, computed without the bad rows of the batch; called on all
                 ranks if a loss term is not finite on some rank.
 
@@ -259,7 +251,7 @@ class Guard:
         loss, norm, absent, spoiled = self._read_step(norms, torch.tensor(absent))
         self.grad_norm = norm
         scale = torch.tensor([self._scale_of(i) for i in range(len(self._parts))])
-        scale = scale.masked_fill(self._mask(self._cut), 1.0)  # its NaN is not an overflow
+        scale = scale.masked_fill(self._cut, 1.0)  # its NaN is not an overflow
         stage = Observation(self.health, loss, norm, self._limits, scale=scale).stage()
         healthy = is_healthy(stage)
         absent = absent & healthy
@@ -348,7 +340,7 @@ class Guard:
             cut = {i for i, bad in zip(kept, sick, strict=True) if bad}
             cut = self._ranks.cut(self.steps, cut)
             kept = {i: loss for i, loss in kept.items() if i not in cut}
-            self._cut |= cut
+            self._cut[list(cut)] = True
         apart = bool(cut) or bool(self.health.retired.any())
         self._run(kept, [x for i, x in all_losses.items() if i not in kept] if apart else None)
 
@@ -360,7 +352,7 @@ class Guard:
             self._run({0: total}, cut or None)
         else:
             self._remember({0: sum(losses.values(), torch.zeros(()))})
-            self._cut.add(0)
+            self._cut[0] = True
             self._run({}, [*kept, *cut])
 
     def _remember(self, losses: dict[int, Tensor]) -> None:
@@ -388,16 +380,11 @@ class Guard:
     def _forget(self) -> None:
         self._loss: dict[int, Tensor] = {}
         self._terms.forget()
-        self._cut: set[int] = set()
+        self._cut = torch.zeros(len(self._parts), dtype=torch.bool)
         self.is_judged = self.skips = False  # by `before_step`; whether it leaves nothing to update
         self._ran = False  # whether there was a backward pass, which leaves gradients
         self.locator.forget()
         self._ranks.forget()
-
-    def _mask(self, parts: Iterable[int]) -> Tensor:
-        mask = torch.zeros(len(self._parts), dtype=torch.bool)
-        mask[list(parts)] = True
-        return mask
 
     def _read_step(
         self, norms: list[Tensor], absent: Tensor
@@ -414,7 +401,7 @@ class Guard:
         loss, norm, absent, spoiled, healed = agreed
         for i, buffers in healed.items():
             self._report_buffers(i, *buffers)
-        return loss, norm.masked_fill(self._mask(self._cut), torch.nan), absent, spoiled
+        return loss, norm.masked_fill(self._cut, torch.nan), absent, spoiled
 
     def _take_back(self, healthy: Tensor, lost: bool, spoiled: OnRanks) -> None:
         for i, (_, buffers) in enumerate(self._parts.buffers):
@@ -450,18 +437,15 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state that a resumed loop needs besides model and optimizer."""
-        # Good states are replaced, never written into: they need no copy.
-        rest = {"one_scale": self._one_scale, "parts": self._parts.state_dict()}
-        return {"steps": self.steps, **copy.deepcopy(self._live()), **rest}
-
-    def _live(self) -> dict[str, Any]:
-        return {  # what the next step writes into
+        written = {  # by the next step; good states are replaced, and need no copy
             "health": self.health.tensors(),
             "updates": self.updates,
             "counts": self.recovery.counts,
             "scale": self.scale,
             "terms": self._terms.state_dict(),
         }
+        rest = {"one_scale": self._one_scale, "parts": self._parts.state_dict()}
+        return {"steps": self.steps, **copy.deepcopy(written), **rest}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -470,8 +454,7 @@ class Guard:
         Raises:
             ValueError: the state has other parts, or does not come from a `Guard`.
         """
-        expected = {"steps", "one_scale", "parts", *self._live()}
-        if missing := ", ".join(sorted(expected - state.keys())):
+        if missing := ", ".join(sorted(self.state_dict().keys() - state.keys())):
             raise ValueError(f"the state lacks {missing}; expected what Guard.state_dict returned")
         self._parts.load_state_dict(state["parts"])
         self.steps, self._one_scale = state["steps"], state["one_scale"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,35 +11,18 @@ from torch import Tensor, nn
 from firstnan.events import Event
 from firstnan.faults import N_KINDS, Kinds, Stage, Thresholds
 from firstnan.health import Health, Tally
-from firstnan.parts import TooFewHealthyParts
-
-
-class Parts(Protocol):
-    """Parts of a model (`ModuleParts`), or a caller's own, such as the rows of matrices."""
-
-    names: list[str]
-    note: str  # for the event of a restored part
-
-    def finite(self) -> list[bool]:
-        """Return whether the state of each part is finite."""
-        ...
-
-    def restore(self, part: int) -> int | None:
-        """Restore a part's last good state; return its step, or None if there is none."""
-
-    def reinitialise(self, part: int, step: int) -> None:
-        """Re-initialize a part before `step`."""
 
 
 class Recovery:
     """Report the faults of parts, and restore parts that stay unhealthy.
 
-    `health` is changed in place. `shared` is as in `Health.escalate`, `advice` as in `Guard`, also
-    for kinds of faults that the caller detects.
+    `parts` are `ModuleParts`, or a caller's own with the same `names`, `note`, `finite`, `restore`
+    and `reinitialise`. `health` is changed in place. `shared` is as in `Health.escalate`, `advice`
+    as in `Guard`, also for kinds of faults that the caller detects.
     """
 
     def __init__(
-        self, parts: Parts, health: Health, advice: dict[Kinds, str], shared: Collection[int] = ()
+        self, parts: Any, health: Health, advice: dict[Kinds, str], shared: Collection[int] = ()
     ) -> None:
         self.parts, self.health, self.shared = parts, health, shared
         self.advice = {stage: stage.kind.advice for stage in Stage} | advice
@@ -71,7 +54,10 @@ class Recovery:
         return events
 
     def escalate(
-        self, step: int, thresholds: Thresholds, report: Callable[[Tally], object] | None = None
+        self,
+        step: int,
+        thresholds: Thresholds,
+        judge: Callable[[Tally, Thresholds], str] = Tally.hopeless,
     ) -> tuple[list[Event], str]:
         """Carry out what `Health.escalate` decides; waits for the device.
 
@@ -79,10 +65,9 @@ class Recovery:
         unhealthy part is restored to its last good state.
         """
         streaks = self.health.streak.tolist()
-        try:
-            actions = self.health.escalate(thresholds, self.shared, report)
-        except TooFewHealthyParts as error:
-            return self.give_up(step, str(error)), str(error)
+        actions, why = self.health.escalate(thresholds, self.shared, judge)
+        if why:
+            return self.give_up(step, why), why
         events = []
         for part, action in actions.items():
             if action == "reinitialise":

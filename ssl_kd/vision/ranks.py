@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from firstnan.events import Event
+from firstnan.faults import Thresholds
 from firstnan.health import Health, Tally
 from ssl_kd import losses
 from ssl_kd.errors import InputError
@@ -147,11 +148,12 @@ class RankHeadsLearner(HeadsLearner):
 
     def escalate(self, done: int) -> tuple[list[Event], str]:
         """Restore or retire heads; the next exchange decides whether too few are left."""
-        return self.trainer.recovery.escalate(
-            done - 1,
-            self.trainer.thresholds,
-            lambda tally: self._tallies.append((done, tally)),
-        )
+
+        def later(tally: Tally, _: Thresholds) -> str:
+            self._tallies.append((done, tally))
+            return ""
+
+        return self.trainer.recovery.escalate(done - 1, self.trainer.thresholds, later)
 
     def read_results(self) -> tuple[Tensor, ...]:
         """Return the results of the heads of all ranks, from the last exchange."""
