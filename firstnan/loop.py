@@ -224,7 +224,8 @@ class Guard:
         """Guard every later `step` of the optimizers, so that the loop needs no other line.
 
         Gradients are judged when the first optimizer steps: clip by `clip_grad`, since clipping in
-        the loop hides spikes. Events are logged as warnings. Replaces a guard attached before.
+        the loop hides spikes, and if a GradScaler scales several optimizers, call its `unscale_`
+        for each of them before. Events are logged as warnings. Replaces a guard attached before.
         Raises ValueError with `scaler=True`: use a GradScaler.
         """
         if self._scales:
@@ -333,9 +334,7 @@ class Guard:
         self._remember(kept)
         cut: set[int] = set()
         if through is not None or SHARED in self._index:
-            loss = norm = torch.zeros(0)
-            if kept:
-                loss, norm = look({self._parts.names[i]: x for i, x in kept.items()}, through)
+            loss, norm = look({self._parts.names[i]: x for i, x in kept.items()}, through)
             sick = (~(torch.isfinite(loss) & torch.isfinite(norm))).tolist()
             cut = {i for i, bad in zip(kept, sick, strict=True) if bad}
             cut = self._ranks.cut(self.steps, cut)

@@ -60,7 +60,7 @@ def look(losses: Mapping[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
     if through is not None:
         tensors = [through] if isinstance(through, Tensor) else list(through)
         norms = [_norm_at(tensors, name, loss) for name, loss in losses.items()]
-    loss, norm = read([values, norms], values[0].device)
+    loss, norm = read([values, norms], values[0].device if values else torch.device("cpu"))
     return loss, norm
 
 
