@@ -168,8 +168,7 @@ class ScriptWatch:
     def _judge(self, optimizer: Optimizer) -> None:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in weights if p.grad is not None]
-        numbers = [norm_of(gradients)] if gradients else []
-        bad = not are_finite(numbers + self._losses)
+        bad = not are_finite([norm_of(gradients), *self._losses])
         step, self.steps = self.steps, self.steps + 1
         try:
             if bad:
@@ -188,9 +187,8 @@ class ScriptWatch:
             return
         self._checked = self._backwards
         if _has_nan(self._losses):
-            losses, self._losses = self._losses, []
-            self._report(0, losses, f", backward pass {self._backwards - 1}")
-        self._losses = [x for x in self._losses if not are_finite([x])]  # for the first step
+            self._report(0, self._losses, f", backward pass {self._backwards - 1}")
+        self._losses = [x for x in self._losses if x.isinf().any()]  # for the first step
 
     def _judge_grad(self, losses: list[Tensor], gradients: list[Tensor]) -> None:
         """Check a call of autograd.grad before the first `backward` or step, if there is any."""
@@ -203,10 +201,9 @@ class ScriptWatch:
 
     def _judge_overflow(self, before: float, after: float) -> None:
         """Check a step that a GradScaler skipped, so that the optimizer's hook did not run."""
-        if after >= before:
-            self._overflows = 0
+        self._overflows = self._overflows + 1 if after < before else 0
+        if not self._overflows:
             return
-        self._overflows += 1
         if _has_nan(self._losses) or self._overflows == _OVERFLOWS or after <= 1:
             self._report(self.steps, self._losses, f", skipped at a loss scale of {before:g}")
         self._forget()
@@ -234,7 +231,7 @@ class ScriptWatch:
         """Return the first bad operation, and the watch of its model."""
         seen = None if self._scope is None else self._scope.fault(*bad)
         with self._unwatched():
-            first, watch = first_finding(self._watches.values(), step) or (None, None)
+            first, watch = first_finding(self._watches.values(), step, self._losses) or (None, None)
         known = first and first.fault and (first.fault.op, first.fault.backward)
         if seen is not None and known != (seen.op, seen.backward):
             return finding_of(seen, None), None

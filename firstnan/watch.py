@@ -96,9 +96,13 @@ def finding_of(fault: Fault, module: str | None, rows: tuple[int, ...] = ()) -> 
     return Finding(module, fault, diagnose(fault), rows, is_outside=module is None)
 
 
-def first_finding(watches: Iterable[Watch], step: int) -> tuple[Finding, Watch] | None:
+def first_finding(
+    watches: Iterable[Watch], step: int, losses: Iterable[Tensor] = ()
+) -> tuple[Finding, Watch] | None:
     """Return the first fault of a step, of models in the order of their forward passes."""
     pairs = [(found, watch) for watch in watches if (found := watch.explain()) is not None]
+    if not are_finite(losses):  # what made a loss bad came before any gradient
+        pairs = [(x, watch) for x, watch in pairs if x.fault is None or not x.fault.backward]
 
     def order(i: int) -> tuple[int, bool, bool, int]:
         found, _ = pairs[i]
