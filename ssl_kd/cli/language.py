@@ -21,9 +21,13 @@ _JUDGE = "ssl_kd judge"
 _JUDGE_PROMPTS = 32  # default of GENERATIONS
 # The settings that judging uses; the defaults are those of the run.
 _JUDGE_SETTINGS = (
-    *("data_path", "eval_path", "block_size", "packing", "eval_rows"),
-    *("batch_size", "max_new_tokens", "device", "model_dtype", "seed"),
+    *("data_path", "eval_path", "text_field", "learn_thoughts", "block_size", "packing"),
+    *("chat_template_path", "chat_template_kwargs", "eval_rows", "batch_size", "max_new_tokens"),
+    *("rollout_temperature", "device", "model_dtype", "seed", "trust_remote_code"),
 )
+# Those that describe the teachers of the run, or that need a teacher.
+_JUDGE_TEACHERS = ("teacher_field", "quantization", "on_policy", "teacher_text", "student_text")
+_JUDGE_FLAGS = {*_JUDGE_SETTINGS, *_JUDGE_TEACHERS, "generations"}
 
 
 def language_settings(
@@ -136,13 +140,13 @@ def verify(argv: Sequence[str]) -> int:
 
 def judge(argv: Sequence[str]) -> int:
     """Score a finished student, print the scores and write them as JSON."""
-    names = ", ".join(f"--{name}" for name in sorted({*_JUDGE_SETTINGS, "generations"}))
+    names = ", ".join(f"--{name}" for name in sorted(_JUDGE_FLAGS))
     parser = FlagParser(
         prog=_JUDGE, epilog=f"Settings of ssl_kd distill that are flags here, too: {names}"
     )
     add = parser.add_argument
     add("student", metavar="STUDENT", help="runs/NAME, a saved student's folder, or a Hub name")
-    teacher = "folder or Hub name; none: no teacher; default: the teacher of the run"
+    teacher = "folders or Hub names, as TEACHER_MODEL; none: no teacher; default: those of the run"
     add("--teacher", "--teacher-model", help=teacher)
     add(
         "--out", type=Path, help="JSON file for the results; default: judged.json in the run folder"
@@ -210,20 +214,24 @@ def _judged_settings(
     from ssl_kd.training.folder import check_version
 
     resolved, flags = resolve_settings(LanguageSettings, argv, LANGUAGE_CONFIG, prog=_JUDGE)
-    if unused := sorted(flags.keys() - {*_JUDGE_SETTINGS, "generations"}):
+    if unused := sorted(flags.keys() - _JUDGE_FLAGS):
         raise InputError(
             f"--{unused[0]} has no effect on judging: leave it out ({_JUDGE} --help lists the "
             "settings that have)"
         )
+    kept = [*_JUDGE_SETTINGS]
     if run is not None:
         config = _config_of(run)
         check_version(run, config, LanguageSettings)
         resolved = LanguageSettings.from_dict(config["settings"])
-        teacher = teacher or (config.get("teacher") or {}).get("name")
-    values = {name: flags.get(name, getattr(resolved, name)) for name in _JUDGE_SETTINGS}
+        if teacher is None:
+            several, first = len(resolved.teacher_names) > 1, config.get("teacher") or {}
+            teacher = resolved.teacher_model if several else first.get("name")
+            kept += _JUDGE_TEACHERS if teacher else ()
+    values = {name: getattr(resolved, name) for name in kept}
+    values |= {name: flags[name] for name in flags.keys() & _JUDGE_FLAGS}
     return LanguageSettings(
-        **values,
-        generations=flags.get("generations", _JUDGE_PROMPTS),
+        **{"generations": _JUDGE_PROMPTS, **values},
         student_model=student,
         teacher_model=teacher or "none",
     )

@@ -18,12 +18,12 @@ from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.render import show_chat
 from ssl_kd.evaluate.answers import TOLERANCE, AnswerScores, extract_answer
 from ssl_kd.evaluate.generation import Autocast, generate, prompt_ids, repetition
-from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
+from ssl_kd.evaluate.tokens import TokenScores, TokenValues, mean_comparison, token_values
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, logits_of
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.losses.token_terms import CHUNK_BYTES
 from ssl_kd.teachers.causal import evaluating
-from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states, linear_head
+from ssl_kd.teachers.frozen import FrozenTeacher, answer_at, linear_head
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +38,18 @@ def judge_tokens(
     model: Any,
     blocks: Blocks,
     *,
-    teacher: Predict | Sequence[Predict] | None = None,
+    teachers: Sequence[Predict] = (),
+    weights: Sequence[float] | None = None,
     batch_size: int = 8,
     autocast: Autocast = nullcontext,
 ) -> TokenScores:
-    """Score a model's predictions of the target tokens of blocks, alone and against a teacher.
+    """Score a model's predictions of the target tokens of blocks, alone and against teachers.
 
-    Several teachers are one for each tag of `blocks`: each row is compared with that of its tag.
+    If `blocks` have tags, each row is compared with the teacher of its tag; otherwise, with all of
+    them, and the means over the teachers have these `weights`.
     With a linear output layer, logits are computed one chunk of tokens at a time. A model of
     transformers runs under `autocast`, in evaluation mode and without KV cache; afterwards its
-    training modes are restored. A `FrozenTeacher` runs in its own dtype. The teacher must be on the
+    training modes are restored. A `FrozenTeacher` runs in its own dtype. Teachers must be on the
     same device. Batches with non-finite values are not in the means; `left_out` lists them.
     """
     scores = TokenScores()
@@ -62,9 +64,9 @@ def judge_tokens(
             if len(targets):
                 with autocast():
                     output = predict(batch, positions)
-                own = teacher[tag] if isinstance(teacher, Sequence) else teacher
-                teacher_output = None if own is None else own(batch, positions)
-                values = list(_values(output, teacher_output, targets, autocast))
+                own = teachers if blocks.tags is None else teachers[tag : tag + 1]
+                answers = [teacher(batch, positions) for teacher in own]
+                values = list(_values(output, answers, weights, targets, autocast))
                 scores.add(values, rows, batch.characters)
     return scores
 
@@ -136,21 +138,14 @@ def _generations(
 
 
 def _predictor(model: Any) -> Predict:
-    head = linear_head(model)  # probes by a forward pass: once, and not for each batch
-
-    def predict(batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher:
-        inputs = batch.model_inputs()
-        if head is None:
-            return LogitsTeacher(model(**inputs, use_cache=False).logits.flatten(0, 1)[rows])
-        hidden = hidden_states(model, inputs).flatten(0, 1)[rows]
-        return LinearTeacher(hidden, head.weight, head.bias)
-
-    return predict
+    is_linear = linear_head(model) is not None  # probes by a forward pass: once
+    return lambda batch, rows: answer_at(model, batch.model_inputs(), rows, linear=is_linear)
 
 
 def _values(
     output: LinearTeacher | LogitsTeacher,
-    teacher_output: LinearTeacher | LogitsTeacher | None,
+    answers: Sequence[LinearTeacher | LogitsTeacher],
+    weights: Sequence[float] | None,
     targets: Tensor,
     autocast: Autocast,
 ) -> Iterator[TokenValues]:
@@ -162,8 +157,8 @@ def _values(
         chunk = slice(start, start + size)
         with autocast():
             logits = logits_of(output, chunk)
-        teacher_logits = None if teacher_output is None else logits_of(teacher_output, chunk)
-        yield token_values(logits, targets[chunk], teacher_logits)
+        each = [token_values(logits, targets[chunk], logits_of(a, chunk)) for a in answers]
+        yield mean_comparison(each, weights) if each else token_values(logits, targets[chunk])
 
 
 def _questions(examples: Iterable[Example], tokenizer: Any) -> Iterator[Generation]:
@@ -219,8 +214,8 @@ class LanguageJudge:
     student: Reading  # for all models but a `FrozenTeacher`
     teacher: Reading | None = None  # for a `FrozenTeacher`
     _: KW_ONLY
-    # The teacher with which predictions are compared, or one for each tag of the blocks.
-    reference: Predict | Sequence[Predict] | None = None
+    references: Sequence[Predict] = ()  # the teachers of `judge_tokens`
+    weights: Sequence[float] | None = None  # of these teachers
     validation_blocks: Blocks | None = None  # for model selection; None: the student's blocks
     batch_size: int = 8
     answer_prompts: int = 100  # questions, at most
@@ -251,7 +246,8 @@ class LanguageJudge:
             return judge_tokens(
                 model,
                 blocks,
-                teacher=None if isinstance(model, FrozenTeacher) else self.reference,
+                teachers=() if isinstance(model, FrozenTeacher) else self.references,
+                weights=self.weights,
                 batch_size=self.batch_size,
                 autocast=self.autocast,
             )

@@ -68,6 +68,18 @@ def token_values(
     return TokenValues(nll, top.exp(), correct, kl, agrees, torch.minimum(p, q).sum(-1))
 
 
+def mean_comparison(
+    values: Sequence[TokenValues], weights: Sequence[float] | None = None
+) -> TokenValues:
+    """Average the comparisons of one model with several teachers; None weighs them equally."""
+    weights = weights or [1.0] * len(values)
+    means = {
+        name: sum(w * getattr(v, name) for w, v in zip(weights, values, strict=True)) / sum(weights)
+        for name in ("kl", "agrees", "acceptance")
+    }
+    return values[0]._replace(**means)
+
+
 class TokenScores:
     """Accumulate means over all target tokens of a text in float64, batch by batch.
 

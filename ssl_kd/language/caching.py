@@ -110,8 +110,7 @@ def _teacher_and_rows(
         live = prepare(settings.replace(teacher_cache=None), precision, progress, ranks)
         teacher, texts, blocks = live.teacher, live.train_set, live.blocks
     else:
-        texts, held_out = texts_of(settings)
-        settings.check_images(texts.pictured, held_out.pictured)
+        texts, _ = texts_of(settings)
         teacher = ModelLoader(settings, texts, precision, progress, ranks).teacher()
         teacher = with_chat_template(teacher, settings)
         blocks = lay_out(settings.block_size, settings.packing, texts, teacher)

@@ -1,8 +1,9 @@
-"""Score a saved student, and its teacher, on held-out text and generated answers."""
+"""Score a saved student, and its teachers, on held-out text and generated answers."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from ssl_kd.language.step import precision_of
 from ssl_kd.language.teachers import ONE_RANK, load_teacher
 from ssl_kd.language.text_rows import lay_out, split_held_out, texts_of, with_chat_template
 from ssl_kd.precision import Precision, default_torch_state
+from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, positions, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress
@@ -30,9 +32,9 @@ def judge(
     *,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Score a saved student, and its teacher unless TEACHER_MODEL is `none`.
+    """Score a saved student, and its teachers unless TEACHER_MODEL is `none`.
 
-    Both models run in the dtype that MODEL_DTYPE means for a teacher on this device.
+    All models run in the dtype that MODEL_DTYPE means for a teacher on this device.
 
     Args:
         settings: STUDENT_MODEL, TEACHER_MODEL, and the settings of text and evaluation.
@@ -41,7 +43,8 @@ def judge(
     Returns:
         A mapping that can be written as JSON: `table` has a row of scores for each model,
         `generations` the continuations of each prompt by each model; the rest names models, data
-        and precision.
+        and precision. The student is compared with the teacher of each row's tag (TEACHER_FIELD),
+        or with all teachers, as weighted in TEACHER_MODEL.
 
     Raises:
         InputError, FileNotFoundError: a model or the text cannot be read.
@@ -49,29 +52,33 @@ def judge(
     precision = precision_of(settings)
     unquantized = settings.replace(quantization=None)  # students are saved unquantized
     student = load_teacher(unquantized, settings.student_model, precision)
-    teacher = None
-    if settings.teacher_model not in ("none", "self"):
-        teacher = load_teacher(settings, settings.teacher_model, precision)
     student = with_chat_template(student, settings)
-    teacher = teacher and with_chat_template(teacher, settings)
-    train_set, texts = texts_of(settings)
-    settings.check_images(train_set.pictured, texts.pictured)
-    alike = teacher is not None and (
-        tokenizer_id(teacher.tokenizer) == tokenizer_id(student.tokenizer)
-    )
+    names = () if settings.teacher_model in ("none", "self") else settings.teacher_names
+    teachers = [load_teacher(settings, name, precision) for name in names]
+    teachers = [with_chat_template(lm, settings) for lm in teachers]
+    _, texts = texts_of(settings)
+    own = tokenizer_id(student.tokenizer)
+    alike = all(tokenizer_id(lm.tokenizer) == own for lm in teachers)
+    if len(teachers) > 1 and not alike:
+        raise SettingsError(
+            f"TEACHER_MODEL is {settings.teacher_model!r}, and not all of them have the tokenizer"
+            f" of the student {student.name}: judge it beside one teacher at a time"
+        )
     freeze = partial(FrozenTeacher, device=precision.device, dtype=precision.teacher)
-    frozen = teacher and freeze(teacher.model)
-    readings = _readings(settings, texts, student, teacher, precision, alike)
+    frozen = [freeze(lm.model) for lm in teachers]
+    readings = _readings(settings, texts, student, teachers, precision, alike)
     language_judge = LanguageJudge(
         texts.examples,
         *readings,
-        reference=frozen if alike else None,
+        references=frozen if alike else (),
+        weights=settings.teacher_shares,
         batch_size=settings.batch_size,
         answer_prompts=min(ANSWER_PROMPTS, settings.eval_rows),
         generations=settings.generations,
         max_new_tokens=settings.max_new_tokens,
     )
-    models: dict[str, Any] = {} if frozen is None else {"teacher": frozen}
+    titles = ["teacher", *(f"teacher {lm.name}" for lm in teachers[1:])]
+    models: dict[str, Any] = dict(zip(titles, frozen, strict=False))
     models["student"] = freeze(student.model).model  # in the dtype of inference, as the teacher
     table, generations = [], {}
     for name, model in models.items():
@@ -81,8 +88,9 @@ def judge(
     progress("judge", len(models), len(models), {})
     return {
         "student": student.name,
-        "teacher": None if teacher is None else teacher.name,
-        "same_tokenizer": None if teacher is None else alike,
+        "teacher": teachers[0].name if teachers else None,
+        "beside": [lm.name for lm in teachers[1:]],
+        "same_tokenizer": alike if teachers else None,
         "data": {"name": texts.name, "tokens": int(readings[0].blocks.counts.sum())},
         "precision": str(precision),
         "table": table,
@@ -94,23 +102,25 @@ def _readings(
     text: LanguageSettings,
     texts: TextDataset,
     student: CausalLM,
-    teacher: CausalLM | None,
+    teachers: Sequence[CausalLM],
     precision: Precision,
     alike: bool,
 ) -> list[Reading]:
     """Return the test rows that a run with these settings has, tokenized for each model."""
-    lms = [student] if teacher is None else [student, teacher]
+    lms = [student, *teachers]
     size = min([text.block_size, *(room for lm in lms if (room := positions(lm.model)))])
     if size < text.block_size:
         message = "BLOCK_SIZE is %d, but the models have %d positions: using rows of %d tokens"
         logger.warning(message, text.block_size, size, size)
-    if teacher is None or alike:
-        blocks = lay_out(size, text.packing, texts, student, lms[1:])
+    if alike:
+        blocks = lay_out(size, text.packing, texts, student, teachers)
         assert isinstance(blocks, Blocks)
-        blocks = with_held_out_text(text, blocks, teacher, precision, ONE_RANK, no_progress)
-        sides = [blocks] * len(lms)
+        first = teachers[0] if teachers else None
+        where = precision, ONE_RANK, no_progress
+        blocks = with_held_out_text(text, blocks, first, *where, teachers[1:])
+        sides = [blocks] * len(lms[:2])
     else:
-        both = aligned_blocks(texts, student.tokenizer, teacher.tokenizer, size)
+        both = aligned_blocks(texts, student.tokenizer, teachers[0].tokenizer, size)
         sides = [both.student, both.teacher]
     test, _ = split_held_out(len(sides[0]), text.eval_rows)
-    return [Reading(lm.tokenizer, side.part(test)) for lm, side in zip(lms, sides, strict=True)]
+    return [Reading(lm.tokenizer, side.part(test)) for lm, side in zip(lms, sides, strict=False)]

@@ -36,15 +36,15 @@ def make_judge(
 ) -> LanguageJudge:
     """Return the judge that scores all models of a run on the same text with the same settings."""
     settings, teacher = prepared.settings, prepared.teacher
-    same_tokens = not isinstance(prepared.blocks, AlignedBlocks)
-    frozen = prepared.frozen
-    if frozen is not None and settings.teacher_tags:
-        frozen = [frozen, *(other for _, other in prepared.others)]
+    teachers: list[FrozenTeacher] = []
+    if prepared.frozen is not None and not isinstance(prepared.blocks, AlignedBlocks):
+        teachers = [prepared.frozen, *(other for _, other in prepared.others)]
     return LanguageJudge(
         prepared.eval_set.examples,
         Reading(prepared.student.tokenizer, prepared.eval_blocks),
         teacher and Reading(teacher.tokenizer, prepared.teacher_eval_blocks),
-        reference=frozen if same_tokens else None,
+        references=teachers,
+        weights=settings.teacher_shares,
         validation_blocks=prepared.validation_blocks,
         batch_size=-(-settings.batch_size // prepared.ranks.world),
         answer_prompts=min(ANSWER_PROMPTS, settings.eval_rows),

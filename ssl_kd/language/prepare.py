@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -140,7 +141,6 @@ def prepare(
     settings = settings.with_cache_router()
     progress("prepare", 0, 3, {})
     train_set, eval_set = texts_of(settings)
-    settings.check_images(train_set.pictured, eval_set.pictured)
     progress("prepare", 1, 3, {"documents": len(train_set)})
     loader = ModelLoader(settings, train_set, precision, progress, ranks)
     teacher, student = loader.load(models)
@@ -151,29 +151,22 @@ def prepare(
     progress("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
 
     place = precision, ranks, progress
+    freeze = partial(FrozenTeacher, device=precision.device, dtype=precision.teacher)
+    frozen = served = cache = None
+    if teacher is not None and settings.teacher_cache is None:
+        if teacher.model is not None:
+            frozen = freeze(teacher.model)
+        else:
+            size = settings.block_size
+            served = ServedTeacher.of(settings, size, teacher.tokenizer, precision.device)
     own_prompts: OwnPrompts = []
     if settings.teacher_model == "self":
         template = settings.teacher_prompt_template
         blocks, own_prompts = with_own_prompts(train_set, student, settings.block_size, template)
-    if settings.student_text:
-        assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-        check_same_teacher(student, teacher)
-        blocks = with_text_by("student", settings, blocks, student, *place)
-    frozen = served = cache = None
-    freeze = partial(FrozenTeacher, device=precision.device, dtype=precision.teacher)
+    blocks = _with_generated_text(settings, blocks, student, teacher, *place)
     if teacher is not None and settings.teacher_cache is not None:
         cache = _open_cache(settings, Path(settings.teacher_cache), teacher, train_set, blocks)
-    elif teacher is not None and teacher.model is None:
-        size = settings.block_size
-        served = ServedTeacher.of(settings, size, teacher.tokenizer, precision.device)
-    elif teacher is not None:
-        frozen = freeze(teacher.model)
-        if settings.teacher_text:
-            assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-            blocks = with_text_by("teacher", settings, blocks, teacher, *place)
-    if settings.router_mode == "auto":
-        settings = settings.replace(router_mode=_automatic_router(frozen, settings.align))
-        check_ranks(ranks, settings.batch_size, settings.router_mode)
+    settings = _with_router(settings, frozen, ranks)
     if isinstance(eval_blocks, Blocks):
         eval_blocks = with_held_out_text(settings, eval_blocks, teacher, *place, others)
     sides = _sides(eval_blocks)
@@ -199,6 +192,24 @@ def prepare(
     )
 
 
+def _with_generated_text(
+    settings: LanguageSettings,
+    blocks: Blocks | AlignedBlocks,
+    student: CausalLM,
+    teacher: CausalLM | None,
+    *place: Any,
+) -> Blocks | AlignedBlocks:
+    """Return the rows, with the continuations of STUDENT_TEXT or TEACHER_TEXT if there are any."""
+    if not settings.student_text and not settings.teacher_text:
+        return blocks
+    assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
+    if settings.student_text:
+        check_same_teacher(student, teacher)
+        return with_text_by("student", settings, blocks, student, *place)
+    assert teacher is not None  # LanguageSettings.check_together
+    return with_text_by("teacher", settings, blocks, teacher, *place)
+
+
 def _sides(blocks: Blocks | AlignedBlocks) -> tuple[Blocks, Blocks]:
     """Return the rows as tokenized for the student, and for the teacher."""
     if isinstance(blocks, AlignedBlocks):
@@ -206,12 +217,17 @@ def _sides(blocks: Blocks | AlignedBlocks) -> tuple[Blocks, Blocks]:
     return blocks, blocks
 
 
-def _automatic_router(frozen: FrozenTeacher | None, align: str) -> str:
-    """Return the ROUTER_MODE that auto stands for with this teacher."""
-    live = frozen is not None and align == "auto" and is_mixture(frozen.model)
+def _with_router(
+    settings: LanguageSettings, frozen: FrozenTeacher | None, ranks: Ranks
+) -> LanguageSettings:
+    """Return the settings with the ROUTER_MODE that auto stands for with this teacher."""
+    if settings.router_mode != "auto":
+        return settings
+    live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
     mode = "sar" if live else "native"
     logger.info("ROUTER_MODE auto is %s for this teacher", mode)
-    return mode
+    check_ranks(ranks, settings.batch_size, mode)
+    return settings.replace(router_mode=mode)
 
 
 def _lay_out(

@@ -110,15 +110,12 @@ class Sampler:
         self, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int]
     ) -> list[list[int]]:
         from transformers import GenerationConfig, LogitsProcessorList
-        from transformers.generation.logits_process import TemperatureLogitsWarper
 
         causal = without_adapters(self.model)  # adapters stay in place
         device, width = next(causal.parameters()).device, max(map(len, prompts))
         gaps = [width - len(ids) for ids in prompts]
-        draw = _Draw(width, n, seeds, torch.tensor(self.ends, device=device))
-        processors: list[Any] = [draw] if self.temperature else [draw.greedy]
-        if self.temperature:
-            processors.insert(0, TemperatureLogitsWarper(self.temperature))
+        draw = _Draw(width, n, seeds, torch.tensor(self.ends, device=device), self.temperature)
+        processors: list[Any] = [draw]
         if self.vocabulary < causal.get_output_embeddings().weight.shape[0]:
             processors.insert(0, self._without_padding)
         # The model's own sampling settings and penalties must not apply.
@@ -151,31 +148,27 @@ class Sampler:
 class _Draw:
     """Mask all scores but the sampled token's; if scores are not finite, sample the end token."""
 
-    def __init__(self, width: int, n: int, seeds: Sequence[int], ends: Tensor) -> None:
-        self._width, self._ends = width, ends
-        numbers = [torch.rand(n, generator=_generator(seed), dtype=torch.float64) for seed in seeds]
+    def __init__(
+        self, width: int, n: int, seeds: Sequence[int], ends: Tensor, temperature: float
+    ) -> None:
+        self._width, self._ends, self._temperature = width, ends, temperature
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        numbers = [torch.rand(n, generator=g, dtype=torch.float64) for g in generators]
         self._uniform = torch.stack(numbers).to(ends.device)
         self.sick = torch.zeros(len(seeds), dtype=torch.bool, device=ends.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        uniform = self._uniform[:, input_ids.shape[1] - self._width, None]
-        # In the order of the vocabulary: sorted by probability, rounding would swap neighbors.
-        mass = scores.double().softmax(-1).cumsum(-1)
-        token = torch.searchsorted(mass, uniform * mass[:, -1:], right=True)
-        return self._only(input_ids, scores, token.clamp(max=scores.shape[-1] - 1))
-
-    def greedy(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return self._only(input_ids, scores, scores.argmax(-1, keepdim=True))
-
-    def _only(self, input_ids: Tensor, scores: Tensor, token: Tensor) -> Tensor:
+        token = scores.argmax(-1, keepdim=True)
+        if self._temperature:
+            uniform = self._uniform[:, input_ids.shape[1] - self._width, None]
+            # In the order of the vocabulary: sorted by probability, rounding would swap neighbors.
+            mass = (scores / self._temperature).double().softmax(-1).cumsum(-1)
+            token = torch.searchsorted(mass, uniform * mass[:, -1:], right=True)
+            token = token.clamp(max=scores.shape[-1] - 1)
         finite = scores.amax(-1).isfinite()  # also False for NaN
         self.sick |= ~finite & ~torch.isin(input_ids[:, self._width :], self._ends).any(1)
         token = token.where(finite[:, None], self._ends[0])
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0)
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def prompt_length(blocks: Blocks, row: int) -> int:
@@ -244,7 +237,7 @@ class RolloutBatches:
 
     def chosen(self, step: int, row: int) -> bool:
         """Return whether the student continues a row in a step."""
-        generator = _generator(seed_of(self.seed, step, row, _CHOICE))
+        generator = torch.Generator().manual_seed(seed_of(self.seed, step, row, _CHOICE))
         return float(torch.rand((), generator=generator)) < self.rollout.on_policy
 
     def batches(

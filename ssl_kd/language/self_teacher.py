@@ -23,7 +23,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.memory import to_device_async
 from ssl_kd.teachers.causal import CausalLM, evaluating, positions
-from ssl_kd.teachers.frozen import hidden_states, linear_head
+from ssl_kd.teachers.frozen import answer_at, linear_head
 
 OwnPrompts: TypeAlias = list[tuple[int, Tensor]]  # a row's first target, teacher's ids before it
 _PLACES = re.compile(r"\{(prompt|privileged_context)\}")
@@ -36,7 +36,7 @@ class SelfTeacher:
         self.student, self.prompts = student, prompts
         self._adapted = getattr(student, "disable_adapter", nullcontext)
         with self._adapted():
-            self._head = linear_head(student)
+            self._linear = linear_head(student) is not None
 
     def __call__(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher:
         """Return the answer at the positions `rows` of the batch."""
@@ -50,12 +50,7 @@ class SelfTeacher:
         of = rows // width
         at = rows + of * int(shifts.max()) + to_device_async(shifts, ids.device)[of]
         with evaluating(self.student), self._adapted():
-            if (head := self._head) is None:
-                logits = self.student(input_ids=inputs, use_cache=False).logits
-                return LogitsTeacher(logits.flatten(0, 1)[at])
-            hidden = hidden_states(self.student, {"input_ids": inputs}).flatten(0, 1)[at]
-        bias = None if head.bias is None else head.bias.detach()
-        return LinearTeacher(hidden, head.weight.detach(), bias)
+            return answer_at(self.student, {"input_ids": inputs}, at, linear=self._linear)
 
 
 def with_own_prompts(

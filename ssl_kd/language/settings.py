@@ -10,7 +10,6 @@ from typing_extensions import Self
 
 from ssl_kd.divergences import selects_by_student
 from ssl_kd.errors import InputError
-from ssl_kd.language.chat_settings import ChatSettings
 from ssl_kd.language.foreign_names import (
     ALIASES,
     FIRST,
@@ -20,6 +19,7 @@ from ssl_kd.language.foreign_names import (
     PER_PROCESS,
 )
 from ssl_kd.language.setting_groups import (
+    ChatSettings,
     LossSettings,
     RolloutSettings,
     RouterSettings,

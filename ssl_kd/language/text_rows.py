@@ -18,7 +18,7 @@ from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
 from ssl_kd.datasets.picture_blocks import PictureBlocks, make_picture_blocks, processor_state
 from ssl_kd.datasets.text import TextDataset, open_text
-from ssl_kd.language.chat_settings import ChatSettings
+from ssl_kd.language.setting_groups import ChatSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.seeds import seed_of
 from ssl_kd.settings import SettingsError
@@ -51,6 +51,7 @@ def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
     else:
         train_set = read(settings.data_path, "train", held_out=0)
         eval_set = read(settings.eval_path, "all")
+    settings.check_images(train_set.pictured, eval_set.pictured)
     kept = train_set.without(eval_set)
     if len(kept) < len(train_set):
         message = "%d of %d training documents are also in the held-out text: not trained on"

@@ -145,7 +145,11 @@ class _StudentLearner:
                 for name in self.distiller.weights
             },
             "consecutive_nans": int(self.distiller.guard.health.streak[0]),
-            "gpu_memory_gb": self._peak_memory(),
+            "gpu_memory_gb": (
+                torch.cuda.max_memory_allocated(self._device) / 2**30
+                if self._device.type == "cuda"
+                else None
+            ),
             "tokens_per_second": self.pace.per_second(),
         }
         for group in ("router", "rollouts"):
@@ -153,11 +157,6 @@ class _StudentLearner:
                 row[name] = _mean([getattr(result, group).get(name) for result in results])
         results.clear()
         return row
-
-    def _peak_memory(self) -> float | None:
-        if self._device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_allocated(self._device) / 2**30
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -76,14 +76,15 @@ def halve_products(model: Any, dtype: torch.dtype) -> None:
         floating = linear and module.weight.is_floating_point()  # 4-bit layers cast by themselves
         if floating and module not in head and not module.weight.requires_grad:
             halved |= set(module.parameters(recurse=False))
-            module.register_forward_pre_hook(_cast_input)
+            module.register_forward_pre_hook(cast_input)
             module.register_forward_hook(_cast_output)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype if parameter in halved else torch.float32)
 
 
-def _cast_input(module: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def cast_input(module: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Cast the input of a module to the dtype of its weight, as a forward pre-hook."""
     return (arguments[0].to(module.weight.dtype), *arguments[1:])
 
 

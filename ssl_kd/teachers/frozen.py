@@ -73,6 +73,18 @@ def linear_head(model: Any) -> LinearHead | None:
     return LinearHead(head.weight, head.bias)
 
 
+def answer_at(
+    model: Any, inputs: Mapping[str, Any], rows: Tensor, *, linear: bool
+) -> LinearTeacher | LogitsTeacher:
+    """Return a model's output at flattened positions: states and head if `linear`, else logits."""
+    if not linear:
+        return LogitsTeacher(model(**inputs, use_cache=False).logits.flatten(0, 1)[rows])
+    hidden = hidden_states(model, inputs).flatten(0, 1)[rows]
+    head = without_adapters(model).get_output_embeddings()
+    bias = None if head.bias is None else head.bias.detach()
+    return LinearTeacher(hidden, head.weight.detach(), bias)
+
+
 class FrozenTeacher:
     """Run a causal language model without dropout, KV cache or gradients.
 
@@ -108,10 +120,4 @@ class FrozenTeacher:
         """
         self.model.eval()
         with torch.autocast(self.device.type, enabled=False):
-            if not self.linear:
-                logits = self.model(**inputs, use_cache=False).logits
-                return LogitsTeacher(logits.flatten(0, 1)[rows])
-            hidden = hidden_states(self.model, inputs).flatten(0, 1)[rows]
-            head = without_adapters(self.model).get_output_embeddings()
-            bias = None if head.bias is None else head.bias.detach()
-            return LinearTeacher(hidden, head.weight.detach(), bias)
+            return answer_at(self.model, inputs, rows, linear=self.linear)

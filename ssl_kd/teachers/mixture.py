@@ -27,6 +27,7 @@ from firstnan.finite import compute_dtype
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.losses.routing import gate_entropy, gate_kl
+from ssl_kd.teachers.dtypes import cast_input
 
 ROUTERS: dict[str, bool | str] = {
     "MixtralTopKRouter": True,
@@ -140,7 +141,9 @@ class Mixture:
             )
         self.layers = len(self.routers)
         self.n_experts, self.dim, self.k = shapes.pop()
-        self._renormalizes = _renormalizes(next(iter(self.routers.values())))
+        router = next(iter(self.routers.values()))
+        value = ROUTERS[type(router).__name__]
+        self._renormalizes = bool(getattr(router, value)) if isinstance(value, str) else value
         self._original = {
             name: value.detach().to("cpu", copy=True)
             for name, value in self.router_parameters().items()
@@ -148,7 +151,7 @@ class Mixture:
         self._gates: Gates | None = None
         self._watch_original = False
         for layer, (name, router) in enumerate(self.routers.items()):
-            router.register_forward_pre_hook(_cast_to_router)
+            router.register_forward_pre_hook(cast_input)  # float32 in training
             router.register_forward_hook(partial(self._route, layer, name))
 
     @contextmanager
@@ -333,16 +336,6 @@ def _find_routers(model: nn.Module) -> dict[str, nn.Module]:
     return routers
 
 
-def _renormalizes(router: nn.Module) -> bool:
-    value = ROUTERS[type(router).__name__]
-    return bool(getattr(router, value)) if isinstance(value, str) else value
-
-
 def _gate(router: Any, hidden: Tensor) -> Tensor:
     """Compute gate logits `[token, expert]`, which some routers do not return."""
     return F.linear(hidden, router.weight, getattr(router, "bias", None))
-
-
-def _cast_to_router(router: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cast the input to the router's dtype, which is float32 in training."""
-    return args[0].to(router.weight.dtype), *args[1:]

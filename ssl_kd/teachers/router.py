@@ -59,7 +59,6 @@ class RouterStep:
         *,
         learning_rate: float = 1e-5,
         balance: float = 0.01,
-        max_norm: float = 1.0,
         drift_limit: float = 0.5,
         gradient_checkpointing: bool = False,
         scale_loss: bool = False,
@@ -76,7 +75,7 @@ class RouterStep:
         parameters = self._parameters.values()
         self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0)
         self.guard = Guard(
-            model, self.optimizer, {_PART: parameters}, clip_grad=max_norm, scaler=scale_loss
+            model, self.optimizer, {_PART: parameters}, clip_grad=1.0, scaler=scale_loss
         )
         if scale_loss:
             self.guard.scale.fill_(_FIRST_SCALE)

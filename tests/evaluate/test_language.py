@@ -86,7 +86,7 @@ def test_tokens_are_judged_as_by_the_models_own_logits(packing, linear, monkeypa
     with torch.no_grad():
         nll, kl = direct(model, text, teacher)
     monkeypatch.setattr(judge, "CHUNK_BYTES", 4 * 5 * len(TOKENIZER))  # five tokens a chunk
-    scores = judge_tokens(model, text, teacher=FrozenTeacher(teacher), batch_size=2)
+    scores = judge_tokens(model, text, teachers=[FrozenTeacher(teacher)], batch_size=2)
     assert scores.tokens == len(nll) == int(text.counts.sum()) and scores.left_out == []
     assert scores.nll == pytest.approx(nll.mean().item(), rel=1e-5)
     assert scores.kl == pytest.approx(kl.mean().item(), rel=1e-4)
@@ -94,12 +94,16 @@ def test_tokens_are_judged_as_by_the_models_own_logits(packing, linear, monkeypa
     bits = nll.sum().item() / math.log(2) / characters
     assert scores.bits_per_character == pytest.approx(bits, rel=1e-5)
     assert scores.agreement not in (0, 1)
+    both = [FrozenTeacher(teacher), FrozenTeacher(model)]  # the second has a KL of 0
+    mean = judge_tokens(model, text, teachers=both, weights=(3.0, 1.0), batch_size=2)
+    assert mean.kl == pytest.approx(0.75 * scores.kl, rel=1e-4) and mean.nll == scores.nll
+    assert mean.agreement == pytest.approx(0.75 * scores.agreement + 0.25)
 
 
 def test_a_teacher_is_its_own_twin_and_can_be_judged_itself():
     model, text = llama(), blocks()
     teacher = FrozenTeacher(llama())
-    scores = judge_tokens(model, text, teacher=teacher)
+    scores = judge_tokens(model, text, teachers=[teacher])
     assert scores.agreement == 1 and scores.kl == pytest.approx(0, abs=1e-6)
     row, own = judge_tokens(teacher, text).table_row("t"), judge_tokens(model, text).table_row("t")
     assert row == own and row["kl"] is None and row["agreement"] is None

@@ -904,12 +904,12 @@ def test_an_evaluation_batch_that_is_nan_is_left_out_and_named(who):
         (2, 4),
         when=lambda output: len(output) == 8 and not seen.append(1) and len(seen) == 2,
     )
-    clean = judge_tokens(model, rows, teacher=frozen)
+    clean = judge_tokens(model, rows, teachers=[frozen])
     hit.on = True
-    found = judge_tokens(model, rows, teacher=frozen)
+    found = judge_tokens(model, rows, teachers=[frozen])
     assert found.table_row("x")["left_out"] == 1 and not clean.left_out
     assert found.left_out[0].startswith("blocks 8 to 15: not finite: ")
-    others = judge_tokens(model, _without(rows, 8, 16), teacher=frozen)
+    others = judge_tokens(model, _without(rows, 8, 16), teachers=[frozen])
     assert not others.left_out
     own, beside = ("nll", "perplexity", "ece"), ("agreement", "kl")
     for name in own + beside:

@@ -70,6 +70,37 @@ def test_the_text_of_a_run_and_its_teacher_are_those_it_was_trained_with(
     assert found["teacher"] is None and len(found["table"]) == 1
 
 
+@pytest.mark.parametrize("kind", ["tags", "mean", "prompts"])
+def test_several_teachers_are_those_of_the_run(kind, at, models, tiny, tmp_path):
+    form = "prompt" if kind == "prompts" else "own"
+    names = models("teacher"), models("student")
+    lines = [
+        json.dumps({form: example.text, "kind": "aba"[i % 3]})
+        for i, example in enumerate(tiny.texts(60).examples)
+    ]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    tags = ("", "") if kind == "mean" else ("a=", "b=")
+    weights = ("0.8*", "0.2*") if kind == "mean" else ("", "")
+    both = [f"{weight}{tag}{name}" for weight, tag, name in zip(weights, tags, names, strict=True)]
+    own = {"on_policy": 1.0, "alpha_ce": 0.0} if kind == "prompts" else {"text_field": "own"}
+    settings = LanguageSettings(
+        **own | {"teacher_model": ", ".join(both), "student_model": "fresh:1x16"},
+        **{"teacher_field": None if kind == "mean" else "kind", "data_path": "own.jsonl"},
+        **{"runs_dir": "runs", "run_name": "a", "block_size": 24, "batch_size": 4, "max_steps": 2},
+        **{"eval_rows": 8, "device": "cpu", "generations": 0, "max_new_tokens": 6},
+    )
+    path = run(settings)
+    expected = json.loads((path / "metrics.json").read_text())["table"]
+    assert cli.main(["judge", "runs/a", "--generations=0"]) == OK
+    found = found_in(path / "judged.json")
+    assert (found["teacher"], *found["beside"]) == names
+    kept = [row for row in expected if row["name"] != "student before"]
+    for row, same in zip(found["table"], kept, strict=True):
+        for name in ("name", "nll", "kl", "agreement", "acceptance"):
+            close = row[name] == same[name] or row[name] == pytest.approx(same[name], rel=1e-5)
+            assert close, name
+
+
 def test_two_tokenizers_are_compared_on_the_same_text(at, models, tmp_path, capsys):
     assert cli.main(at(models("foreign"), "--teacher", models("teacher"))) == OK
     assert "two tokenizers" in capsys.readouterr().out

@@ -438,15 +438,12 @@ def test_a_teacher_that_writes_nan_is_refused_before_anything_is_kept(
     settings, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rollouts_module._Draw, "greedy", _not_finite)
+    draw, broken = rollouts_module._Draw.__call__, math.nan
+    monkeypatch.setattr(rollouts_module._Draw, "__call__", lambda *a: draw(*a[:2], a[2] * broken))
     changes = {**OWN, "on_policy": 0.0, "teacher_text": 1.0, "rollout_temperature": 0.0}
     with pytest.raises(InputError, match=r"are not finite in 115 of 115 rows that it continues"):
         run(settings(**changes))
     assert not [*(tmp_path / "data").rglob("*.pt")]
-
-
-def _not_finite(self, input_ids, scores):
-    return self._only(input_ids, scores * math.nan, scores.argmax(-1, keepdim=True))
 
 
 @fault(118)

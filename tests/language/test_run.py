@@ -372,7 +372,7 @@ def test_all_rows_are_beside_the_teacher_as_it_came(settings, models, monkeypatc
     chosen = settings(**sar)
     task = prepare(chosen, precision_of(chosen), lambda *args: None)
     teacher = FrozenTeacher(before.model)
-    found = judge_tokens(student_of(path), task.eval_blocks, teacher=teacher, batch_size=4)
+    found = judge_tokens(student_of(path), task.eval_blocks, teachers=[teacher], batch_size=4)
     assert table(path)["student"]["kl"] == pytest.approx(found.table_row("")["kl"], rel=1e-5)
     assert table(path)["student"]["agreement"] == found.table_row("")["agreement"]
 
