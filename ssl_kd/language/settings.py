@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import Self
@@ -251,6 +252,11 @@ class LanguageSettings(
                 tags and (self.teacher_url or self.teacher_text or not plain),
                 f"TEACHER_FIELD is set, and TEACHER_MODEL is {self.teacher_model!r}: expected local"
                 " ones, each with its own tag and no weight: 'math=A, code=B', and TEACHER_TEXT 0.",
+            ),
+            (
+                not tags and all("=" in name and not Path(name).is_dir() for name in names),
+                f"TEACHER_MODEL is {self.teacher_model!r}, but TEACHER_FIELD is None: set it to the"
+                " field of the records that holds these tags.",
             ),
             (
                 single,

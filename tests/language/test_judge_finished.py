@@ -71,34 +71,23 @@ def test_the_text_of_a_run_and_its_teacher_are_those_it_was_trained_with(
 
 
 @pytest.mark.parametrize("kind", ["tags", "mean", "prompts"])
-def test_several_teachers_are_those_of_the_run(kind, at, models, tiny, tmp_path):
+def test_several_teachers_are_those_of_the_run(kind, settings, models, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for continuations
     form = "prompt" if kind == "prompts" else "own"
+    rows = [{form: e.text, "kind": "aba"[i % 3]} for i, e in enumerate(tiny.texts(60).examples)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     names = models("teacher"), models("student")
-    lines = [
-        json.dumps({form: example.text, "kind": "aba"[i % 3]})
-        for i, example in enumerate(tiny.texts(60).examples)
-    ]
-    (tmp_path / "own.jsonl").write_text("\n".join(lines))
-    tags = ("", "") if kind == "mean" else ("a=", "b=")
-    weights = ("0.8*", "0.2*") if kind == "mean" else ("", "")
-    both = [f"{weight}{tag}{name}" for weight, tag, name in zip(weights, tags, names, strict=True)]
-    own = {"on_policy": 1.0, "alpha_ce": 0.0} if kind == "prompts" else {"text_field": "own"}
-    settings = LanguageSettings(
-        **own | {"teacher_model": ", ".join(both), "student_model": "fresh:1x16"},
-        **{"teacher_field": None if kind == "mean" else "kind", "data_path": "own.jsonl"},
-        **{"runs_dir": "runs", "run_name": "a", "block_size": 24, "batch_size": 4, "max_steps": 2},
-        **{"eval_rows": 8, "device": "cpu", "generations": 0, "max_new_tokens": 6},
-    )
-    path = run(settings)
-    expected = json.loads((path / "metrics.json").read_text())["table"]
-    assert cli.main(["judge", "runs/a", "--generations=0"]) == OK
-    found = found_in(path / "judged.json")
+    own = {"on_policy": 1.0} if kind == "prompts" else {"text_field": "own"}
+    own["teacher_model"] = ("0.8*{}, 0.2*{}" if kind == "mean" else "a={}, b={}").format(*names)
+    own["teacher_field"] = None if kind == "mean" else "kind"
+    path = run(settings(**own, data_path="own.jsonl", eval_rows=8))
+    assert cli.main(["judge", str(path), "--generations=0"]) == OK
+    found, expected = found_in(path / "judged.json"), found_in(path / "metrics.json")["table"]
     assert (found["teacher"], *found["beside"]) == names
-    kept = [row for row in expected if row["name"] != "student before"]
-    for row, same in zip(found["table"], kept, strict=True):
-        for name in ("name", "nll", "kl", "agreement", "acceptance"):
-            close = row[name] == same[name] or row[name] == pytest.approx(same[name], rel=1e-5)
-            assert close, name
+    expected = [row for row in expected if row["name"] != "student before"]
+    for row, same in zip(found["table"], expected, strict=True):
+        for name in ("nll", "kl", "agreement", "acceptance"):
+            assert row[name] == (same[name] and pytest.approx(same[name], rel=1e-5)), name
 
 
 def test_two_tokenizers_are_compared_on_the_same_text(at, models, tmp_path, capsys):

@@ -122,6 +122,8 @@ def test_wrong_tags_are_named(tagged):
     untagged.write_text(json.dumps({"text": "a text without a tag"}))
     with pytest.raises(SettingsError, match="held_out.jsonl:1: the field kind is 'None'"):
         prepared(tagged(eval_path=str(untagged)))
+    with pytest.raises(SettingsError, match="TEACHER_FIELD is None: set it to the field"):
+        tagged(teacher_field=None)
     for teachers in ("A, B", "a=A, a=B", "a=A", "0.5*a=A, 0.5*b=B"):
         with pytest.raises(SettingsError, match="each with its own tag and no weight"):
             tagged(teacher_model=teachers)
