@@ -115,9 +115,7 @@ def _readings(
     if alike:
         blocks = lay_out(size, text.packing, texts, student, teachers)
         assert isinstance(blocks, Blocks)
-        first = teachers[0] if teachers else None
-        where = precision, ONE_RANK, no_progress
-        blocks = with_held_out_text(text, blocks, first, *where, teachers[1:])
+        blocks = with_held_out_text(text, blocks, teachers, precision, ONE_RANK, no_progress)
         sides = [blocks] * len(lms[:2])
     else:
         both = aligned_blocks(texts, student.tokenizer, teachers[0].tokenizer, size)

@@ -168,7 +168,7 @@ def prepare(
         cache = _open_cache(settings, Path(settings.teacher_cache), teacher, train_set, blocks)
     settings = _with_router(settings, frozen, ranks)
     if isinstance(eval_blocks, Blocks):
-        eval_blocks = with_held_out_text(settings, eval_blocks, teacher, *place, others)
+        eval_blocks = with_held_out_text(settings, eval_blocks, teachers, *place)
     sides = _sides(eval_blocks)
     test, validation = split_held_out(len(eval_blocks), settings.eval_rows)
     return Prepared(

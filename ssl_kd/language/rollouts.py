@@ -320,22 +320,21 @@ def sampler(
 def with_held_out_text(
     settings: LanguageSettings,
     blocks: Blocks,
-    teacher: CausalLM | None,
+    teachers: Sequence[CausalLM],
     precision: Precision,
     ranks: Ranks,
     progress: Progress,
-    others: Sequence[CausalLM] = (),
 ) -> Blocks:
-    """Return held-out rows in which the teacher continues the prompts that have no text.
+    """Return held-out rows in which the first teacher continues the prompts that have no text.
 
-    The scores then compare the student with what the teacher says. If the rows have tags, `others`
-    continue those of the second tag and further ones. Raise SettingsError without a local teacher.
+    The scores then compare the student with what the teacher says. If the rows have tags, each is
+    continued by the teacher of its tag. Raise SettingsError without a local teacher.
     """
     alone = (~blocks.counts.any(1)).nonzero().flatten().tolist()
     due = sum(row < 2 * settings.eval_rows for row in alone)
     if not due:
         return blocks
-    if teacher is None or teacher.model is None:
+    if not teachers or teachers[0].model is None:
         raise SettingsError(
             f"{len(alone)} of {len(blocks)} held-out rows are prompts without a text, which only a"
             " local teacher can continue: set EVAL_PATH to records with a text, or TEACHER_URL to"
@@ -343,7 +342,7 @@ def with_held_out_text(
         )
     logger.info("the teacher continues %d held-out prompts, to score its own text", due)
     tags = torch.zeros(len(blocks)) if blocks.tags is None else blocks.tags
-    for tag, lm in enumerate((teacher, *others)):
+    for tag, lm in enumerate(teachers):
         own = [row for row in alone if tags[row] == tag]
         due = sum(row < 2 * settings.eval_rows for row in own)
         rows = own[: -(-due // PART) * PART]

@@ -57,7 +57,7 @@ def test_the_student_continues_prompts_and_the_teacher_the_held_out_ones(setting
     assert prepared(by_teacher).student_blocks.counts.any(1).all()
     own, alone = settings(), replace(held_out, counts=held_out.counts & False)
     with pytest.raises(SettingsError, match=r"\d+ of \d+ held-out rows .* only a local teacher"):
-        with_held_out_text(own, alone, None, precision_of(own), ONE_RANK, lambda *_: None)
+        with_held_out_text(own, alone, [], precision_of(own), ONE_RANK, lambda *_: None)
 
 
 def test_a_run_on_prompts_is_judged_again_on_the_same_text(settings, prompts, save):
