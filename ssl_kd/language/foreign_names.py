@@ -75,13 +75,24 @@ _OTHERS: Mapping[str, str] = {
     "Use --lr_schedule and --min_lr_rate.": "lr_scheduler_kwargs",
     "Use --optim, --adam_beta1, --adam_beta2 and --adam_epsilon.": """
         adam_* optim_* optim_target_modules""",
-    "Use --alpha_kd, or --align chunks for a teacher with another tokenizer.": """
+}
+# Settings of older scripts.
+_REMOVED: Mapping[str, str] = {
+    "Removed: use --max_steps 5 --eval_every 5 to test that everything fits.": "dry_run",
+    "Removed: compare with a second run of --alpha_kd 0 --alpha_ce 1.": "baseline",
+    "Removed: use --teacher_cache, or --quantization nf4, to save memory.": "teacher_offload",
+    "Removed: temperature and weights are constant, see --temperature and --alpha_kd.": "schedule",
+    "Removed: use --alpha_kd, or --align chunks for a teacher with another tokenizer.": """
         alpha_attention alpha_hidden layer_map""",
+    "Removed: float16 runs only on a GPU that supports it, see --model_dtype.": "emulate_fp16",
+    "Removed: the first five steps are always logged, see --log_every.": "verbose_steps",
+    "Removed: the best student is kept; lower --max_steps to stop earlier.": "patience",
 }
 _SETTINGS_HERE = {"optim", "warmup_steps"}  # though not of the other modes
 INSTEAD: Mapping[str, str] = {
     **{name: hint for name, hint in RunSettings.instead.items() if name not in _SETTINGS_HERE},
     **by_name(_OTHERS),
+    **by_name(_REMOVED),
 }
 
 FREE_ON_RESUME = RunSettings.free_on_resume | {

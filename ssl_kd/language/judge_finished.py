@@ -27,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @default_torch_state()
-def judge(
-    settings: LanguageSettings,
-    *,
-    progress: Progress = no_progress,
-) -> dict[str, Any]:
+def judge(settings: LanguageSettings, *, progress: Progress = no_progress) -> dict[str, Any]:
     """Score a saved student, and its teachers unless TEACHER_MODEL is `none`.
 
     All models run in the dtype that MODEL_DTYPE means for a teacher on this device.
