@@ -14,21 +14,15 @@ from firstnan.microscope import Fault, Made, TensorFacts
 
 _LOGS = {"log", "log2", "log10", "log1p", "xlogy"}
 _ROOTS = {"sqrt", "rsqrt", "pow"}
-_INVERSES = {"acos", "asin", "atanh"}
 _NORMS = {"linalg_vector_norm", "norm", "_foreach_norm", "sqrt", "std", "var", "cdist"}
 _EXPS = {"exp", "exp2", "expm1", "sinh", "cosh"}
 _DIVISIONS = {"div", "reciprocal", "rsqrt", "true_divide"}
 _ELEMENTWISE = {"add", "sub", "rsub", "neg", "mul", "div", "clamp", "clamp_min", "clamp_max"}
 _ELEMENTWISE |= {"maximum", "minimum", "where", "masked_fill", "_to_copy"}
-_MEAN_LOSSES = {"nll_loss_forward", "nll_loss2d_forward"}
-_SPREADS = {"std", "var", "std_mean", "var_mean"}
 _SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
 
-HUGE = 1e10
-"""Magnitude that no weight, embedding or activation of a healthy model reaches."""
-
-LARGE_WEIGHTS = 100.0
-"""Root mean square of a weight tensor above which training counts as diverged."""
+HUGE = 1e10  # no weight, embedding or activation of a healthy model reaches it
+LARGE_WEIGHTS = 100.0  # root mean square of a tensor above which training counts as diverged
 
 
 class Cause(str, Enum):
@@ -122,25 +116,27 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
 
     op, node = fault.made.op, (fault.node or "").removesuffix("0")
     zero = any(facts.zeros for facts in fault.inputs)
+    infinity = any(facts.infs for facts in fault.inputs)
+    is_nan = any(facts.nans for facts in fault.outputs)
     if fault.masked and math.inf in fault.made.numbers and op != "masked_fill":
         return Cause.UNKNOWN, f"{fault.op} was given an infinity, which reached the result"
     if fault.masked:
         return Cause.MASKED, "an infinity, for example from a mask, reached the result"
-    if zero and op == "mul" and any(facts.infs for facts in fault.inputs):
+    if zero and infinity and op == "mul":
         return Cause.ZERO_TIMES_INFINITY, "an infinity met a 0, for example of a mask applied later"
-    is_softmax = op in _SOFTMAXES or node == "LogsumexpBackward"
-    if is_softmax and any(facts.infs for facts in fault.inputs):
+    if infinity and (op in _SOFTMAXES or node == "LogsumexpBackward"):
         return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalize"
-    if op in _MEAN_LOSSES and any(facts.nans for facts in fault.outputs):
+    if is_nan and op in ("nll_loss_forward", "nll_loss2d_forward"):
         return Cause.MASKED, "every label is ignored: the loss is a mean over nothing"
     if op == "_ctc_loss" and any(facts.infs for facts in fault.outputs):
         return Cause.DOMAIN, "a CTC input is too short for its target: no alignment exists"
-    if op in _SPREADS and any(facts.nans for facts in fault.outputs):
+    if is_nan and op in ("std", "var", "std_mean", "var_mean"):
         return Cause.DOMAIN, "the std or var of one value is 0 / 0: use unbiased=False"
     low = min((facts.low for facts in fault.inputs if facts.low is not None), default=0.0)
     high = max((facts.high for facts in fault.inputs if facts.high is not None), default=0.0)
-    if any(facts.nans for facts in fault.outputs) and not fault.backward:
-        if (op in _LOGS | _ROOTS and low < 0) or (op in _INVERSES and max(-low, high) > 1):
+    if is_nan and not fault.backward:
+        is_inverse = op in ("acos", "asin", "atanh")
+        if (op in _LOGS | _ROOTS and low < 0) or (is_inverse and max(-low, high) > 1):
             return Cause.DOMAIN, f"{fault.op} is not defined for {low if low < 0 else high:.3g}"
     if op in _LOGS or (node.startswith("Log") and "Backward" in node and op in _DIVISIONS):
         return Cause.LOG_OF_ZERO, "the logarithm was taken of an exact 0"

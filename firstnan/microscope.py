@@ -12,8 +12,10 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,20 +237,20 @@ class Microscope(TorchDispatchMode):
             self._made[self._keep(x)] = made
         if bad := [x for x in outputs if _is_bad(x)]:
             constant = any(not math.isfinite(n) for n in numbers)
-            origin = self._trace(str(func.overloadpacket), made, reads, bad, constant)
+            note = partial(self._note, str(func.overloadpacket), made, [x for x, _ in reads], bad)
+            origin = self._trace(note, reads, bad, constant)
             for x in bad:
                 self._origin_of[self._keep(x)] = origin
         return out
 
     def _trace(
         self,
-        op: str,
-        made: Made,
+        note: Callable[..., int],
         reads: list[tuple[Tensor, Tensor]],
         bad: list[Tensor],
         constant: bool,
     ) -> int:
-        """Return the index of the origin of bad outputs, recording a new one if none is known."""
+        """Return the index of the origin of bad outputs; `note` records a new one."""
         sick = [(seen, x) for seen, x in reads if _is_bad(seen)]
         known = [self._origin_of[_key(x)] for _, x in sick if _key(x) in self._origin_of]
         for seen, x in sick:
@@ -257,7 +259,7 @@ class Microscope(TorchDispatchMode):
                 mask = name is None and not x.requires_grad and not torch.isnan(seen).any()
                 if name is None and not mask:
                     name = "weight" if x.requires_grad else "input"
-                known.append(self._note(op, made, reads, bad, poisoned=name, masked=mask))
+                known.append(note(poisoned=name, masked=mask))
                 self._origin_of[self._keep(x)] = known[-1]
         real = [origin for origin in known if not self._origins[origin].masked]
         if real:
@@ -265,28 +267,28 @@ class Microscope(TorchDispatchMode):
         fresh_nan = any(torch.isnan(x).any() for x in bad)
         if known and not fresh_nan:
             return min(known)
-        return self._note(op, made, reads, bad, masked=constant and not known and not fresh_nan)
+        return note(poisoned=None, masked=constant and not known and not fresh_nan)
 
     def _note(
         self,
         op: str,
         made: Made,
-        reads: list[tuple[Tensor, Tensor]],
+        inputs: list[Tensor],
         bad: list[Tensor],
         *,
-        poisoned: str | None = None,
-        masked: bool = False,
+        poisoned: str | None,
+        masked: bool,
     ) -> int:
-        node = None
-        if torch._C._current_graph_task_id() != -1:
-            node = torch._C._current_autograd_node()
+        """Record the running operation as an origin, and return its index."""
+        is_backward = torch._C._current_graph_task_id() != -1
+        node = torch._C._current_autograd_node() if is_backward else None
         fault = Fault(
             op=op,
             backward=node is not None,
             node=None if node is None else node.name().rpartition("::")[2],
             place=_place(node),
-            inputs=tuple(TensorFacts.of(x) for x, _ in reads),
-            outputs=tuple(TensorFacts.of(x) for x in bad),
+            inputs=tuple(map(TensorFacts.of, inputs)),
+            outputs=tuple(map(TensorFacts.of, bad)),
             poisoned=poisoned,
             masked=masked,
             made=made,
@@ -303,14 +305,11 @@ class Microscope(TorchDispatchMode):
         return Fault("none", False, None, None, facts, facts, name, False, made, self._facts)
 
     def _name(self, x: Tensor) -> str | None:
-        mine = [
-            (name, entries)
-            for name, tensor in self._named.items()
-            if self._facts[name].first_bad is not None
-            and _key(entries := _entries(tensor)) == _key(x)
-        ]
-        exact = [name for name, tensor in mine if tensor.data_ptr() == x.data_ptr()]
-        return (exact or [name for name, _ in mine] or [None])[0]
+        bad = [name for name, facts in self._facts.items() if facts.first_bad is not None]
+        mine = {name: _entries(self._named[name]) for name in bad}
+        mine = {name: entries for name, entries in mine.items() if _key(entries) == _key(x)}
+        exact = [name for name in mine if mine[name].data_ptr() == x.data_ptr()]
+        return next(iter([*exact, *mine]), None)
 
     def _keep(self, x: Tensor) -> int:
         key = _key(x)
@@ -368,20 +367,13 @@ def _key(x: Tensor) -> int:
 
 def _place(node: Any) -> Place | None:
     """Return the innermost line of the model outside torch; for a node, of its forward pass."""
+    lines = [(frame.f_code.co_filename, n) for frame, n in traceback.walk_stack(sys._getframe())]
     if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
-        entries = re.findall(
-            r'File "(.+)", line (\d+)', "".join(node.metadata.get("traceback_", []))
-        )
-        for file, line in reversed(entries):
-            if file == _RERUN:
-                return None
-            if not file.startswith(_PASSED_OVER):
-                return _line(file, int(line))
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
-        frame = None if frame.f_code.co_filename == _RERUN else frame.f_back
-    return None if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
-
-
-def _line(file: str, number: int) -> Place:
-    return Place(file, number, linecache.getline(file, number).strip())
+        text = "".join(node.metadata.get("traceback_", []))
+        lines = [*reversed(re.findall(r'File "(.+)", line (\d+)', text)), *lines]
+    for file, number in lines:
+        if file == _RERUN:
+            return None
+        if not file.startswith(_PASSED_OVER):
+            return Place(file, int(number), linecache.getline(file, int(number)).strip())
+    return None
