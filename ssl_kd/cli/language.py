@@ -25,9 +25,9 @@ _JUDGE_SETTINGS = (
     *("chat_template_path", "chat_template_kwargs", "eval_rows", "batch_size", "max_new_tokens"),
     *("rollout_temperature", "device", "model_dtype", "seed", "trust_remote_code"),
 )
-# Those that describe the teachers of the run, or that need a teacher.
-_JUDGE_TEACHERS = ("teacher_field", "quantization", "on_policy", "teacher_text", "student_text")
-_JUDGE_FLAGS = {*_JUDGE_SETTINGS, *_JUDGE_TEACHERS, "generations"}
+_JUDGE_TEACHERS = ("teacher_field", "quantization")  # which describe the teachers of the run
+_JUDGE_WRITERS = ("on_policy", "teacher_text", "student_text")  # which need a teacher
+_JUDGE_FLAGS = {*_JUDGE_SETTINGS, *_JUDGE_TEACHERS, *_JUDGE_WRITERS, "generations"}
 
 
 def language_settings(
@@ -228,6 +228,7 @@ def _judged_settings(
             several, first = len(resolved.teacher_names) > 1, config.get("teacher") or {}
             teacher = resolved.teacher_model if several else first.get("name")
             kept += _JUDGE_TEACHERS if teacher else ()
+        kept += _JUDGE_WRITERS if (teacher or "none") != "none" else ()
     values = {name: getattr(resolved, name) for name in kept}
     values |= {name: flags[name] for name in flags.keys() & _JUDGE_FLAGS}
     return LanguageSettings(

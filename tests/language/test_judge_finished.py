@@ -88,6 +88,7 @@ def test_several_teachers_are_those_of_the_run(kind, settings, models, tiny, tmp
     for row, same in zip(found["table"], expected, strict=True):
         for name in ("nll", "kl", "agreement", "acceptance"):
             assert row[name] == (same[name] and pytest.approx(same[name], rel=1e-5)), name
+    assert cli.main(["judge", str(path), "--generations=0", "--teacher", names[1], "--out=b"]) == OK
 
 
 def test_two_tokenizers_are_compared_on_the_same_text(at, models, tmp_path, capsys):
