@@ -35,7 +35,7 @@ from firstnan.microscope import Microscope
 from firstnan.norms import are_finite, norm_of
 from firstnan.optimizers import judged_first, stand_in, unscale_
 from firstnan.recorder import is_first_run
-from firstnan.watch import FINITE_AGAIN, OUTSIDE, Finding, Watch, finding_of, first_finding
+from firstnan.watch import FINITE_AGAIN, OUTSIDE, Finding, Watch, first_finding
 
 _OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few halvings too large
 _REPORTS = 8  # most reports of a run that goes on; each runs models again
@@ -234,7 +234,7 @@ class ScriptWatch:
             first, watch = first_finding(self._watches.values(), step, self._losses) or (None, None)
         known = first and first.fault and (first.fault.op, first.fault.backward)
         if seen is not None and known != (seen.op, seen.backward):
-            return finding_of(seen, None), None
+            return Finding(None, seen, is_outside=True), None
         if several_ranks() and (first is None or first.note == FINITE_AGAIN):
             note = "finite on this rank; see the reports of the others"
             return Finding(None, note=note), None

@@ -44,7 +44,6 @@ class Finding:
             None if the value was made outside the model, or if the place is unknown.
         fault: the operation, its line and the ranges of its inputs; None if the step could not be
             repeated, or if the operation is outside the model.
-        diagnosis: the likely cause and what to change; None without `fault`.
         rows: the first eight bad rows of the batch, from 0; empty if all are bad or it is unknown.
         note: further facts, or the reason why no operation is named.
         lines: the ranges that a `Recorder` has seen, as lines of the report: label, text.
@@ -55,13 +54,17 @@ class Finding:
 
     module: str | None
     fault: Fault | None = None
-    diagnosis: Diagnosis | None = None
     rows: tuple[int, ...] = ()
     note: str = ""
     lines: tuple[tuple[str, str], ...] = ()
     is_outside: bool = False
     step: int | None = None
     rank: int | None = field(default_factory=lambda: dist.get_rank() if several_ranks() else None)
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """The likely cause and what to change; None without `fault`."""
+        return self.fault and diagnose(self.fault)
 
     @property
     def headline(self) -> str:
@@ -89,11 +92,6 @@ class Finding:
             rows += report(self.fault, self.diagnosis)
         rows += [("note", self.note)] if self.note else []
         return "\n".join(f"{name:<11}{value}" for name, value in rows)
-
-
-def finding_of(fault: Fault, module: str | None, rows: tuple[int, ...] = ()) -> Finding:
-    """Return the `Finding` for a fault, with its diagnosis."""
-    return Finding(module, fault, diagnose(fault), rows, is_outside=module is None)
 
 
 def first_finding(
@@ -236,6 +234,8 @@ class Watch:
             for name, buffer in inner_of(module).named_buffers()
             if module.training and buffer.is_floating_point()
         }
+        weights = inner_of(module).named_parameters()  # of `torch.func.functional_call`
+        buffers |= {name: p for name, p in weights if not isinstance(p, nn.Parameter)}
         state = _random_states(), kinds, vars(inner_of(module)).get("forward")
         self.calls.append(Call(args, kwargs, module.training, buffers, *state))
 
@@ -279,13 +279,12 @@ class Watch:
         if fault is None and outside:
             facts = "; ".join(str(TensorFacts.of(x)) for x in outputs)
             note = f"run again, the outputs are finite ({facts}), but the gradient there is not"
-            rows = TensorFacts.of(outside[0]).bad_rows
-            return Finding(None, rows=rows, note=note, is_outside=True)
+            return Finding(None, None, TensorFacts.of(outside[0]).bad_rows, note, is_outside=True)
         fault = fault or scope.fault(*gradients)
         if fault is None and not are_finite([p.grad for p in model.parameters()]):
             return Finding(None, note=FINITE_AGAIN)
         module = fault and (fault.module or type(model).__name__)
-        return fault and finding_of(fault, module, _rows(fault, call))
+        return fault and Finding(module, fault, _rows(fault, call))
 
 
 class Locator:
@@ -328,12 +327,13 @@ class Locator:
 def _repeat(model: nn.Module, call: Call) -> tuple[list[Tensor], list[Tensor]]:
     if call.forward is not None:
         model.forward = call.forward
-    buffers = {name: call.buffers.get(name, b).clone() for name, b in model.named_buffers()}
-    output = torch.func.functional_call(model, buffers, call.args, dict(call.kwargs))
+    state = {**dict(model.named_buffers()), **call.buffers}
+    state = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in state.items()}
+    output = torch.func.functional_call(model, state, call.args, dict(call.kwargs))
     outputs = floating(output)
     ends = [i for i in call.gradients if i < len(outputs) and outputs[i].requires_grad]
     sources = [p for p in model.parameters() if p.requires_grad]
-    sources += [x for x in call.inputs if x.requires_grad]
+    sources += [x for x in [*call.inputs, *state.values()] if x.requires_grad]
     if not ends or not sources:
         return outputs, []
     gradients = torch.autograd.grad(

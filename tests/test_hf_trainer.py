@@ -79,10 +79,7 @@ def test_a_healthy_run_is_the_same_with_and_without(tmp_path, options):
     assert all(same(a, b) for a, b in zip(bits, guarded_bits, strict=True)) and len(bits) == STEPS
     assert guard.guard.updates.tolist() == [STEPS] and not guard.guard.events.events
     assert guarded.args.max_grad_norm == plain.args.max_grad_norm
-    norms = [
-        [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
-        for trainer in (plain, guarded)
-    ]
+    norms = [[row.get("grad_norm") for row in x.state.log_history] for x in (plain, guarded)]
     assert norms[0] == norms[1]
     assert guarded.state.log_history[0]["guard_updates"] == 1
 
@@ -99,9 +96,8 @@ def test_a_poisoned_step_changes_no_weight_and_no_moment(tmp_path, model, factor
     assert unchanged == [5] and stop is None
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     *located, event = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    assert all(
-        row["stage"] == "origin" and "outside of the model" in row["reason"] for row in located
-    )
+    assert all("outside of the model" in row["reason"] for row in located)
+    assert all(row["stage"] == "origin" for row in located)
     assert len(located) == (not math.isfinite(factor))
     assert event.items() >= {"step": 5, "part": "model", "stage": "gradient"}.items()
     logged = [row["guard"] for row in trainer.state.log_history if "guard" in row]
@@ -131,9 +127,8 @@ def test_reporters_see_what_was_left_out_and_no_made_up_loss(tmp_path):
     reporter = Reporter()
     trainer, _, _ = run(tmp_path, reporter, GuardCallback(), factors={5: math.nan, 8: math.nan})
     assert [i for i, line in enumerate(reporter.lines) if math.isnan(line["loss"])] == [5, 8]
-    assert [line.get("guard_left_out", 0) for line in reporter.lines] == [
-        int(i in (5, 8)) for i in range(12)
-    ]
+    left_out = [line.get("guard_left_out", 0) for line in reporter.lines]
+    assert left_out == [int(i in (5, 8)) for i in range(12)]
     assert [line["guard_skipped"] for line in reporter.lines] == [0] * 5 + [1] * 3 + [2] * 4
     run(tmp_path, rare := Reporter(), GuardCallback(), factors={5: math.nan}, logging_steps=4)
     assert [line.get("guard_left_out") for line in rare.lines] == [None, 1, None]
@@ -142,9 +137,8 @@ def test_reporters_see_what_was_left_out_and_no_made_up_loss(tmp_path):
 
 def test_accumulation_and_bf16(tmp_path):
     guard = GuardCallback()
-    _, bits, _ = run(
-        tmp_path, guard, factors={3: math.nan}, gradient_accumulation_steps=2, bf16=True
-    )
+    options = {"gradient_accumulation_steps": 2, "bf16": True}
+    _, bits, _ = run(tmp_path, guard, factors={3: math.nan}, **options)
     assert {e.step for e in guard.guard.events.events} == {3} and same(bits[2], bits[3])
     assert guard.guard.updates.tolist() == [STEPS - 1]
 

@@ -24,9 +24,8 @@ class StackingMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, epoch=None):
         for group in self.param_groups:
-            for p, g in zip(
-                group["params"], torch.stack([p.grad for p in group["params"]]), strict=True
-            ):
+            stacked = torch.stack([p.grad for p in group["params"]])
+            for p, g in zip(group["params"], stacked, strict=True):
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 p.sub_(momentum.mul_(0.9).add_(g), alpha=group["lr"])
 

@@ -109,12 +109,17 @@ def test_a_loss_outside_of_the_model_is_told_from_one_inside():
 
 
 def test_a_model_that_returns_its_loss_with_the_logits_is_repeated_once():
-    model = WithLoss()
-    watch = Watch(model)
-    out = model(X, labels=torch.full((5,), -100))
-    out["loss"].backward()
+    watch = Watch(WithLoss())
+    watch.model(X, labels=torch.full((5,), -100))["loss"].backward()
     found = watch.explain()
     assert found.fault.op == "aten.nll_loss_forward" and "every label" in found.why
+
+
+def test_a_pass_with_other_weights_is_repeated_with_them():
+    watch = Watch(nn.Sequential(nn.Linear(4, 4), Op(torch.sqrt)))
+    zero = {"0.weight": watch.model[0].weight * 0, "0.bias": torch.zeros(4)}
+    torch.func.functional_call(watch.model, zero, X).sum().backward()
+    assert watch.explain().fault.backward and watch.explain().module == "Sequential.1"
 
 
 def test_a_poisoned_weight_and_a_poisoned_row_are_told_apart():
@@ -199,8 +204,7 @@ def test_the_guard_names_the_operation_of_the_first_bad_step_of_a_series():
 
 def test_the_guard_trains_the_same_bits_with_it_and_without():
     with_it, without = guarded([X, LAST, X]), guarded([X, LAST, X], locate=False)
-    pairs = zip(with_it.model.parameters(), without.model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    assert all(map(torch.equal, with_it.model.parameters(), without.model.parameters()))
     assert not without.locator.findings and not without.locator.events
 
 
