@@ -111,8 +111,7 @@ def replay(bundle: Mapping[str, Any], model: nn.Module) -> Finding | None:
     mine = _facts(weights | dict(module.named_buffers()))
     saved = _facts(bundle["weights"] | bundle["call"].buffers)
     for name in mine | saved:
-        is_, expected = mine.get(name, "missing"), saved.get(name, "missing")
-        if is_ != expected:
+        if (is_ := mine.get(name, "missing")) != (expected := saved.get(name, "missing")):
             raise BundleError(f"{name!r} is {is_} in the model, expected {expected}")
     for name, p in weights.items():
         p.data = bundle["weights"][name].detach()
@@ -149,7 +148,7 @@ def _model_of(name: str) -> nn.Module:
     try:
         if not isinstance(model := pkgutil.resolve_name(name)(), nn.Module):
             raise TypeError(f"it returned {model!r:.80}")
-    except Exception as error:  # whatever the user's module and callable raise
+    except (Exception, SystemExit) as error:  # whatever the user's module and callable raise
         expected = "MODULE:CALLABLE that returns the model without arguments, such as net:Net"
         raise BundleError(f"--model is {name!r}, expected {expected}: {error!r}") from error
     return model
@@ -241,8 +240,8 @@ def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> byte
     for name, x in tensors.items():
         if x.layout != torch.strided or x.dtype not in _DTYPES.values():
             raise BundleError(f"a bundle cannot hold {name}, which is {x.dtype}, {x.layout}")
-        dense = torch.contiguous_format  # a copy: safetensors refuses tensors that share memory
-        tensors[name] = x.detach().to("cpu", copy=True, memory_format=dense)
+        # Copied, because safetensors refuses tensors that share memory.
+        tensors[name] = x.detach().to("cpu", copy=True).contiguous()
     return library().torch.save(tensors, about | {"sha256": _digest(about, tensors)})
 
 

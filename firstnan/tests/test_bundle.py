@@ -50,10 +50,9 @@ if __name__ == "__main__":
 
 def python(folder, *words):
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    options = {"capture_output": True, "text": True, "timeout": HANG}
     command = [sys.executable, "-m", "firstnan", *words]
-    return subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG
-    )
+    return subprocess.run(command, cwd=folder, env=env, **options)
 
 
 @pytest.fixture(scope="module")
