@@ -1,11 +1,12 @@
 """Train a small transformer in emulated float8 and MXFP8, with the worst modules and without.
 
-    python -m benchmarks.low_precision            # or with one format, as in "... mxfp8"
+    python -m benchmarks.low_precision            # or with some formats, as in "... mxfp8 fp16"
+    python -m benchmarks.low_precision --shares   # saturated and flushed values of 40 steps
     python -m benchmarks.low_precision --devices  # what is chosen for each device
 
 The text is docs/*.md, the same batches for all formats. `precision_report` of one batch, with the
-first model trained in fp32, names the modules to keep in fp32. The second table counts all values
-of the first run with nothing kept. No timings; 160 steps and three seeds keep it under 20 minutes.
+first model trained in fp32, names the modules to keep in fp32. No timings: 160 steps and three
+seeds keep all formats within 20 minutes of one free core.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def losses(model: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
 
 
 def train(
-    text: Tensor, format: str, keep: list[str], seed: int, scale: float = 1.0
+    text: Tensor, format: str, keep: list[str], seed: int, scale: float = 1.0, steps: int = STEPS
 ) -> tuple[Transformer, dict[tuple[str, str], Tensor], float]:
     """Train a model; return it, its counts, and its loss on the last tenth of the text."""
     torch.manual_seed(seed)
     model, end = Transformer(int(text.max()) + 1), len(text) * 9 // 10
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     low = LowPrecision(model, format, keep)
-    for _ in range(STEPS):
+    for _ in range(steps):
         with low:
             optimizer.zero_grad()
             starts = torch.randint(end - LENGTH, (BATCH,))
@@ -78,11 +79,11 @@ def print_devices() -> None:
         row(str(device), *dtypes, "yes" if chosen.scale else "no", float8, device.halves()[1])
 
 
-def print_shares(counts: dict[str, dict[tuple[str, str], Tensor]]) -> None:
+def print_shares(text: Tensor) -> None:
     """Print the shares of saturated and flushed values by kind of tensor, and the worst module."""
-    print()
     header("format", "tensor", "saturated", "most in", "flushed", "most in")
-    for format, pairs in counts.items():
+    for format in FORMATS:
+        pairs = train(text, format, [], 0, steps=40)[1]
         for kind in dict.fromkeys(name.rsplit(" ", 1)[0] for _, name in pairs):
             cells = []
             for event in ("saturated", "flushed"):
@@ -91,8 +92,9 @@ def print_shares(counts: dict[str, dict[tuple[str, str], Tensor]]) -> None:
                 shares = {module: (pair[0] / pair[1]).item() for module, pair in of.items()}
                 worst, share = max(shares.items(), key=lambda item: item[1])
                 name = worst.removeprefix("blocks.layers.")
-                cells += [f"{part / whole:.3%}", f"{name} {share:.2%}" if part else ""]
-            row(format, kind, *cells)
+                cells += [f"{part / whole:.2%}", f"{name} {share:.2%}" if share > 5e-5 else ""]
+            if any(cells[1::2]):
+                row(format, kind, *cells)
 
 
 def main() -> None:
@@ -101,7 +103,9 @@ def main() -> None:
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
     text = b"".join(page.read_bytes() for page in pages)
     text = torch.tensor(list(text)).unique(return_inverse=True)[1]
-    exact, counts = [train(text, "fp32", [], seed) for seed in SEEDS], {}
+    if "--shares" in sys.argv:
+        return print_shares(text)
+    exact = [train(text, "fp32", [], seed) for seed in SEEDS]
     print(f"fp32: held-out loss {', '.join(f'{loss:.3f}' for *_, loss in exact)}\n")
     model, starts = exact[0][0], torch.arange(BATCH) * LENGTH
     header("format", "kept in fp32", "error of loss", "of gradient", "held-out loss beyond fp32")
@@ -117,12 +121,10 @@ def main() -> None:
             runs.append((scaled, "everything", [], report.loss_scale))
         for kept, name, keep, scale in runs:
             trained = [train(text, format, keep, seed, scale) for seed in SEEDS]
-            counts.setdefault(format, trained[0][1])
             beyond = [low[2] - high[2] for low, high in zip(trained, exact, strict=True)]
             errors = (f"{report.rows[name][of]:.2%}" for of in ("loss", "gradient"))
             spread = f"{statistics.mean(beyond):+.3f} ({min(beyond):+.3f} to {max(beyond):+.3f})"
             row(format, kept, *errors, spread)
-    print_shares(counts)
 
 
 if __name__ == "__main__":
