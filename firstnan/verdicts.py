@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from firstnan.agreement import Agreement
+from firstnan.agreement import Agreement, several_ranks
 from firstnan.hooks import weakly
 from firstnan.norms import is_sharded, narrow
 from firstnan.parts import ModuleParts
@@ -77,6 +77,9 @@ class Verdicts(Agreement):
     def _agree(
         self, what: str, loss: Tensor, norm: Tensor, present: Tensor, *more: Tensor
     ) -> _Agreed:
+        if self.world == 1:
+            never = torch.zeros(1, len(loss), dtype=torch.bool)
+            return _Agreed(loss, norm, present, never, never, torch.cat(more).unsqueeze(0))
         n = len(loss)
         flat = torch.cat([loss, torch.where(present, norm, 0), present, *more])
         table = self.exchange(what, flat.float())
@@ -155,6 +158,12 @@ class Verdicts(Agreement):
         buffers by part. Returns the first three and the indices as agreed, and the indices of
         buffers that were put back since the last step.
         """
+        if self.world == 1 and self.group is None and several_ranks():
+            raise ValueError(
+                "torch.distributed was initialized after this Guard was made, so the Guard would "
+                "decide without the other ranks: make the Guard after init_process_group, or with "
+                "group=False"
+            )
         loss, norm, absent, probe = seen
         here, self.healed = (spoiled, self.healed), {}
         some = torch.tensor([any(here)])
