@@ -129,7 +129,7 @@ class Guard:
         self.updates = torch.zeros(n, dtype=torch.int64)
         self._scales = scaler
         self.scale = torch.full((n,), _FIRST_SCALE if scaler else 1.0)
-        settings = {key for each in self._optimizers.all for key in each.defaults}
+        settings = {key for group in self._optimizers.groups for key in group}
         squares = bool({"betas", "alpha", "rho", "lr_decay"} & settings) and clip_grad is None
         limit = self.thresholds.max_norm or (_SQUARED if squares else None)
         self._limits = replace(self.thresholds, max_norm=limit)
@@ -268,6 +268,7 @@ class Guard:
         for i, part in enumerate(self._parts):
             if not healthy[i]:
                 for p in part.weights:  # no gradient, no update: not even by momentum or decay
+                    self.withheld.append((p, p.grad))
                     p.grad = None
             elif gradients[i] and self.clip_grad is not None:
                 clip_grads_with_norm_(part.weights, self.clip_grad, norms[i])
@@ -380,6 +381,7 @@ class Guard:
         self._loss: dict[int, Tensor] = {}
         self._terms.forget()
         self._cut = torch.zeros(len(self._parts), dtype=torch.bool)
+        self.withheld: list[tuple[Tensor, Tensor | None]] = []  # bad weights, gradients
         self.is_judged = self.skips = False  # by `before_step`; whether it leaves nothing to update
         self._ran = False  # whether there was a backward pass, which leaves gradients
         self.locator.forget()

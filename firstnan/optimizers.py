@@ -142,6 +142,8 @@ class Optimizers:
             if self._stepped and not hasattr(optimizer, "is_stand_in"):
                 self._stepped.add(optimizer)
                 if len(self._stepped) == len(self.all):
+                    for p, gradient in guard.withheld:  # a CUDA graph goes on to write into them
+                        p.grad = gradient
                     self._finish(guard)
 
         for optimizer in self.all:
@@ -211,7 +213,6 @@ def _check_closure(optimizer: Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
-            f"{type(optimizer).__name__}.step needs a closure, but the guard checks the loss before"
-            " the step and cannot check losses inside it: use an optimizer whose step can be called"
-            " without a closure, such as AdamW"
+            f"{type(optimizer).__name__}.step needs a closure, whose losses the guard cannot "
+            "check: use an optimizer whose step can be called without a closure, such as AdamW"
         )

@@ -141,7 +141,9 @@ class Recorder:
 
 
 def is_first_run(recorder: Recorder | None = None) -> bool:
-    """Return False while checkpointing recomputes a pass, or a `Watch` repeats it elsewhere."""
+    """Return False while a pass is recomputed, repeated by a `Watch`, or captured by a graph."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
     return repeating in ([], [recorder]) and torch._C._current_graph_task_id() == -1
 
 

@@ -15,7 +15,7 @@ import contextlib
 import runpy
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from firstnan.agreement import several_ranks
+from firstnan.agreement import Agreement, several_ranks
 from firstnan.bundle import library, save
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK, UserError
 from firstnan.microscope import Microscope
@@ -112,6 +112,10 @@ class ScriptWatch:
             self._begin_scope()
             try:
                 yield
+            except (Exception, SystemExit) as end:
+                if getattr(end, "code", FAILED) and not (self.bad and self.on_bad == "stop"):
+                    self._judge_end()
+                raise
             finally:
                 self._scopes.close()
                 self._watches.clear()
@@ -151,9 +155,9 @@ class ScriptWatch:
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         """Judge the gradients before a step, or each time that its closure has computed them."""
-        if hasattr(optimizer, "is_stand_in"):  # its step calls `super().step()`
+        if hasattr(optimizer, "is_stand_in") or isinstance(optimizer, Iterable):  # steps others
             return None
-        step = self.steps
+        step, self._skips = self.steps, False
 
         def judge() -> None:
             self.steps = step  # of all calls of a closure
@@ -169,6 +173,9 @@ class ScriptWatch:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in weights if p.grad is not None]
         bad = not are_finite([norm_of(gradients), *self._losses])
+        if self.on_bad == "skip":  # on all ranks, or their weights would differ
+            ranks = Agreement(None, weights[0].device, f"--on-bad skip, step {self.steps}")
+            bad = bool(ranks.exchange("bad", torch.tensor([float(bad)])).any())
         step, self.steps = self.steps, self.steps + 1
         try:
             if bad:
@@ -180,10 +187,19 @@ class ScriptWatch:
             for p in weights:
                 p.grad = None
 
+    def _judge_end(self) -> None:
+        """Report a bad step that a check of the script itself ended before the optimizer's."""
+        fresh = [watch for model, watch in self._watches.items() if model not in self._stale]
+        with self._unwatched():
+            found = first_finding(fresh, self.steps)
+        if not are_finite(self._losses) or (found and found[0].module):
+            with contextlib.suppress(SystemExit):  # the script's own end stays
+                self._report(self.steps, self._losses, ", ended by the script")
+
     def _judge_backward(self) -> None:
         """Check losses while no optimizer takes a step: the script may update weights itself."""
         self._backwards += 1
-        if self._backwards == 1 or self.steps:
+        if self._backwards == 1 or self.steps or not is_first_run():
             return
         self._checked = self._backwards
         if _has_nan(self._losses):

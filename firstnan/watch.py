@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from firstnan.agreement import Agreement, several_ranks
 from firstnan.diagnosis import Diagnosis, diagnose, report
@@ -158,8 +158,8 @@ class Watch:
     `Guard(model, optimizer, locate=True)` does this automatically, and
     `python -m firstnan train.py` does it for an unchanged script.
 
-    `explain` runs the model again from its original arguments, so the loop must not overwrite their
-    tensors. Dropout draws the same numbers, and hooks on modules run a second time. A model that
+    `explain` runs the model again from its original arguments, so the loop must not overwrite those
+    that are floats. Dropout draws the same numbers, and hooks on modules run again. A model that
     communicates with other ranks (FSDP2's sharded weights, SyncBatchNorm) is not run again; with
     `record=True`, `explain` names its module instead of the operation.
 
@@ -237,6 +237,9 @@ class Watch:
         weights = inner_of(module).named_parameters()  # of `torch.func.functional_call`
         buffers |= {name: p for name, p in weights if not isinstance(p, nn.Parameter)}
         state = _random_states(), kinds, vars(inner_of(module)).get("forward")
+        # Loaders write the next token ids into the same tensor before the optimizer steps.
+        copy = lambda x: x.clone() if x.dtype == torch.int64 else x  # noqa: E731
+        args, kwargs = tree_map_only(Tensor, copy, (args, kwargs))
         self.calls.append(Call(args, kwargs, module.training, buffers, *state))
 
     def after(self, module: nn.Module, args: tuple, output: object) -> None:

@@ -230,3 +230,21 @@ def test_what_is_no_optimizer_is_named():
     for wrong in (None, {"a": 1}, [torch.zeros(1)]):
         with pytest.raises(TypeError, match="list of them; got a (NoneType|dict|Tensor)"):
             Guard(nn.Linear(1, 1), wrong)
+
+
+def test_a_gradient_that_was_left_out_keeps_its_memory_for_a_cuda_graph():
+    model = Net()
+    weights = [*model.parameters()]
+    for p in weights:
+        p.grad = torch.zeros_like(p)
+    memory = [p.grad for p in weights]  # what replays write into
+    optimizer = torch.optim.AdamW(weights, lr=0.01)
+    guard = Guard(model, optimizer).attach()
+    for x in (0.1, -99.0, 0.1):
+        loss = model(torch.full((2, 6), x)).square().mean()
+        torch._foreach_copy_(memory, torch.autograd.grad(loss, weights))
+        optimizer.step()
+    assert guard.updates.tolist() == [2] and guard.steps == 3
+    assert (
+        same([p.grad for p in weights], memory) and float(optimizer.state[weights[0]]["step"]) == 2
+    )

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from firstnan import Guard, RankLost, Thresholds, TooFewHealthyParts
+from firstnan.script import ScriptWatch
 from tests.faults.matrix import row
 from tests.ranks import (
     NAN,
@@ -489,3 +490,17 @@ def test_one_line_guards_two_optimizers_of_ranks_that_clip_by_themselves(sharded
     bits = sick["bits"]
     assert [i for i in range(1, 5) if bits[i] == bits[i - 1]] == [2]
     assert bits[1] == plain[0]["bits"][1] and "skipped" in sick["events"][-1]
+
+
+def run_as_a_script(rank):
+    """An infinite loss of rank 1 alone, whose gradients are finite everywhere."""
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ScriptWatch("skip", report=lambda _: None).watching():
+        for late in (0, torch.inf if rank else 0, 0):
+            (model(torch.ones(1, 2)).sum() + late).backward(), optimizer.step()
+    return {"weight": model.module.weight.tolist()}
+
+
+def test_a_rank_of_a_script_does_not_skip_alone():
+    agreed(run_ranks(run_as_a_script, 2))

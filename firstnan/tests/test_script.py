@@ -178,6 +178,14 @@ x = torch.randn(6, 4)
             "for _ in range(2): torch.autograd.grad(net(x).sum(), [*net.parameters()])",
             "step 0, call 1 of autograd.grad:\nfirst bad  aten.div, backward, in Sequential.1 (",
         ),
+        "a check before the backward pass": (
+            "other(torch.full((2, 8), torch.nan)); exit(1)",
+            "step 0, ended by the script:\nfirst bad  aten.addmm, forward, in Linear, step 0\n",
+        ),
+        "a check after it": (
+            "net(x).mean().backward(); exit(1)",
+            "step 0, ended by the script:\nfirst bad  aten.div, backward, in Sequential.1 (",
+        ),
         "a bare except": (
             "try: net(x).mean().backward(); sgd.step()\nexcept: pass",
             "guard: 1 optimizer steps, not finite: 1",
@@ -193,6 +201,19 @@ def test_a_run_that_stays_sick_goes_on_with_eight_reports(tmp_path, run):
     body = "for i in range(12): net(x).mean().backward(); sgd.step()"
     done = run("--on-bad", "go-on", write(tmp_path, loop=FOREIGN + body))
     assert done.returncode == 0 and done.err.count("first bad") == 8 and "finite: 12" in done.err
+
+
+def test_a_container_is_no_step_and_a_bad_closure_leaves_the_next_one_alone(tmp_path, run):
+    body = """
+from firstnan.tests.test_attached import Container
+lbfgs = torch.optim.LBFGS(other.parameters())
+for y in (1.0, torch.nan, 1.0):
+    net(torch.ones(1, 4) * y).sum().backward(), Container([sgd]).step(), sgd.zero_grad()
+    lbfgs.step(lambda: (loss := other(torch.ones(1, 8) * y).sum(), loss.backward())[0])
+"""
+    loop = (FOREIGN + body).replace("(x * 0).sqrt()", "0 * x")
+    assert "finite: 2" in (done := run("--on-bad", "skip", write(tmp_path, loop=loop))).err
+    assert done.returncode == 0
 
 
 def test_a_step_with_arguments_of_its_own_can_be_left_out(tmp_path, run):

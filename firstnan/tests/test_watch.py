@@ -216,3 +216,11 @@ def locate_on(rank):
 def test_every_rank_is_told_what_one_found():
     told = run_ranks(locate_on, 2)
     assert told[0] == told[1] and len(told[0]) == 1 and "rank 1" in told[0][0]
+
+
+def test_token_ids_that_the_loader_has_overwritten_are_repeated():
+    model = nn.Sequential(nn.Embedding(3, 4), LOG)
+    watch, ids = Watch(model), torch.tensor([0, 2])
+    model(ids).sum().backward()
+    ids.fill_(99)  # nanochat's loader writes the next batch before the optimizer steps
+    assert watch.explain().fault.op == "aten.log"
