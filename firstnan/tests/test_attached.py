@@ -245,6 +245,3 @@ def test_a_gradient_that_was_left_out_keeps_its_memory_for_a_cuda_graph():
         torch._foreach_copy_(memory, torch.autograd.grad(loss, weights))
         optimizer.step()
     assert guard.updates.tolist() == [2] and guard.steps == 3
-    assert (
-        same([p.grad for p in weights], memory) and float(optimizer.state[weights[0]]["step"]) == 2
-    )
