@@ -1,7 +1,7 @@
 """Train a small transformer in emulated float8 and MXFP8, with the worst modules and without.
 
     python -m benchmarks.low_precision            # or with some formats, as in "... mxfp8 fp16"
-    python -m benchmarks.low_precision --shares   # saturated and flushed values of 40 steps
+    python -m benchmarks.low_precision --shares   # saturated and flushed values of the first seed
     python -m benchmarks.low_precision --devices  # what is chosen for each device
 
 The text is docs/*.md, the same batches for all formats. `precision_report` of one batch, with the
@@ -47,14 +47,14 @@ def losses(model: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
 
 
 def train(
-    text: Tensor, format: str, keep: list[str], seed: int, scale: float = 1.0, steps: int = STEPS
+    text: Tensor, format: str, keep: list[str], seed: int, scale: float = 1.0
 ) -> tuple[Transformer, dict[tuple[str, str], Tensor], float]:
     """Train a model; return it, its counts, and its loss on the last tenth of the text."""
     torch.manual_seed(seed)
     model, end = Transformer(int(text.max()) + 1), len(text) * 9 // 10
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     low = LowPrecision(model, format, keep)
-    for _ in range(steps):
+    for _ in range(STEPS):
         with low:
             optimizer.zero_grad()
             starts = torch.randint(end - LENGTH, (BATCH,))
@@ -83,7 +83,7 @@ def print_shares(text: Tensor) -> None:
     """Print the shares of saturated and flushed values by kind of tensor, and the worst module."""
     header("format", "tensor", "saturated", "most in", "flushed", "most in")
     for format in FORMATS:
-        pairs = train(text, format, [], 0, steps=40)[1]
+        pairs = train(text, format, [], 0)[1]
         for kind in dict.fromkeys(name.rsplit(" ", 1)[0] for _, name in pairs):
             cells = []
             for event in ("saturated", "flushed"):
