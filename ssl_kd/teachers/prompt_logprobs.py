@@ -13,12 +13,16 @@ _TokenID = Annotated[int, Meta(ge=0, lt=10**9)]
 
 
 class _Candidate(msgspec.Struct):
-    logprob: Annotated[float, Meta(ge=-(2**53))]
+    logprob: Annotated[int, Meta(ge=-(2**53), lt=2**53)] | float
     rank: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
 
+_Entry = dict[_TokenID, _Candidate]
+Columns = tuple[list[int], list[float], list[int], list[int]]
+
+
 class _Choice(msgspec.Struct):
-    prompt_logprobs: list[dict[_TokenID, _Candidate] | None]
+    prompt_logprobs: list[_Entry | None]
 
 
 class _Completion(msgspec.Struct):
@@ -29,13 +33,10 @@ class _Completion(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Completion)
 
 
-def parse(
-    content: bytes, model: str, prompt: Sequence[int]
-) -> tuple[list[int], list[float], list[int], list[int]] | None:
-    """Return the candidates for each token of a prompt but the first, as a list per field.
+def parse(content: bytes, model: str, prompt: Sequence[int]) -> Columns | None:
+    """Return the columns of the candidates for each token of a prompt but the first.
 
-    The fields are id, log-probability, rank (from 1; 0 if it is missing), and the count of
-    candidates per token. None if the response is not valid.
+    None if the response is not valid, or holds a NaN or an infinity, which JSON does not have.
     """
     try:
         answer = _DECODER.decode(content)
@@ -47,12 +48,25 @@ def parse(
     filled = [entry for entry in entries if entry]
     if len(filled) < len(entries) or not all(map(dict.__contains__, filled, prompt[1:])):
         return None
-    candidates = [*chain.from_iterable(entry.values() for entry in filled)]
-    if content.count(b'"logprob"') != len(candidates):  # a key occurs twice in an object
+    if content.count(b'"logprob"') != sum(map(len, filled)):  # a key occurs twice in an object
         return None
+    return in_columns(filled)
+
+
+def converted(entry: object) -> _Entry | None:
+    """Return an entry that the json module has read; None if its fields are not valid."""
+    try:
+        return msgspec.convert(entry, _Entry, str_keys=True)
+    except msgspec.ValidationError:
+        return None
+
+
+def in_columns(entries: Sequence[_Entry]) -> Columns:
+    """Return each candidate's id, log-probability and rank (0: none), and the entries' sizes."""
+    candidates = [*chain.from_iterable(entry.values() for entry in entries)]
     return (
-        [*chain.from_iterable(filled)],
+        [*chain.from_iterable(entries)],
         [candidate.logprob for candidate in candidates],
         [candidate.rank or 0 for candidate in candidates],
-        [*map(len, filled)],
+        [*map(len, entries)],
     )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from ssl_kd.teachers.http_client import (
     hide_key,
     short,
 )
+
+if TYPE_CHECKING:
+    from ssl_kd.teachers.prompt_logprobs import Columns
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +144,7 @@ class CompletionServer:
             with _PARSING:
                 columns = parse(content, self.model, prompt)
                 if columns is None:  # name what is wrong
-                    entries = _entries(self._parse(content), self.model)
-                    columns = _checked_columns(entries, prompt)
+                    columns = _checked_columns(self._parse(content), self.model, prompt)
                 return _read(columns, prompt, k, vocabulary)
         except InvalidResponse as fault:
             token = "" if fault.token is None else f", token {first + fault.token}"
@@ -273,73 +275,45 @@ def choice_of(answer: Any, model: str | None) -> dict[str, Any]:
     return choice
 
 
-def _entries(answer: Any, model: str) -> Any:
-    """Return the `prompt_logprobs` of a response."""
+def _checked_columns(answer: Any, model: str, prompt: Sequence[int]) -> Columns:
+    """Convert vLLM's list `[null, {id: {"logprob", "rank"}, ...}, ...]` as `parse` does."""
+    from ssl_kd.teachers.prompt_logprobs import converted, in_columns
+
     entries = choice_of(answer, model).get("prompt_logprobs")
     if entries is None:
         raise InvalidResponse(
             "returns no prompt_logprobs: use vLLM or another server that returns them"
         )
-    return entries
-
-
-def _checked_columns(entries: Any, prompt: Sequence[int]) -> tuple[list, ...]:
-    """Convert vLLM's list `[null, {id: {"logprob", "rank"}, ...}, ...]` as `parse` does."""
     if not isinstance(entries, list) or len(entries) != len(prompt):
         n = len(entries) if isinstance(entries, list) else short(entries)
         raise InvalidResponse(f"returns prompt_logprobs of {n} tokens; expected {len(prompt)}")
-    ids, values, ranks = [], [], []
+    filled = []
     for token, entry in enumerate(entries[1:], 1):
         if not isinstance(entry, dict) or not entry:
-            raise InvalidResponse(
-                f"returns no log-probabilities: {short(entry)}; expected {{id: {{...}}}}",
-                token,
-            )
-        if str(prompt[token]) not in entry:
-            raise InvalidResponse(
+            message = f"returns no log-probabilities: {short(entry)}; expected {{id: {{...}}}}"
+        elif str(prompt[token]) not in entry:
+            message = (
                 "does not return the log-probability of the prompt's own token "
-                f"{prompt[token]}, so its prompt_logprobs may be off by one position",
-                token,
+                f"{prompt[token]}, so its prompt_logprobs may be off by one position"
             )
-        for column, part in zip((ids, values, ranks), _columns(entry, token), strict=True):
-            column += part
-    return ids, values, ranks, [*map(len, entries[1:])]
+        elif odd := [name for name in entry if not _ID.fullmatch(name)]:
+            message = f"returns the id {short(odd[:1])[1:-1]}; expected one such as '10'"
+        elif (valid := converted(entry)) is None:
+            message = f"returns {short(entry)}; expected {{id: {{'logprob': ..., 'rank': ...}}}}"
+        else:
+            filled.append(valid)
+            continue
+        raise InvalidResponse(message, token)
+    return in_columns(filled)
 
 
-def _read(
-    columns: Sequence[Sequence[float]], prompt: Sequence[int], k: int, vocabulary: int
-) -> PromptTopK:
+def _read(columns: Columns, prompt: Sequence[int], k: int, vocabulary: int) -> PromptTopK:
     # NumPy converts a list five times as fast as torch.
     kinds = ("i8", "f8", "i8", "i8", "i8")
     arrays = map(np.array, (*columns, prompt[1:]), kinds)
     top_k = _most_likely(*map(torch.from_numpy, arrays), k=min(k, vocabulary))
     _check_distribution(top_k, vocabulary)
     return top_k
-
-
-def _columns(entry: Mapping[str, Any], token: int) -> tuple[list[int], list[float], list[int]]:
-    """Return the ids, log-probabilities and ranks of one entry; a missing rank is 0."""
-    for name in entry:
-        if _ID.fullmatch(name) is None:
-            raise InvalidResponse(
-                f"returns the id {short([name])[1:-1]}; expected one such as '10'", token
-            )
-    try:
-        values = [fields["logprob"] for fields in entry.values()]
-        ranks = [fields.get("rank") for fields in entry.values()]
-        kinds = {*map(type, values)}
-        is_valid = kinds <= {float, int} and {*map(type, ranks)} <= {int, type(None)}
-        is_valid = is_valid and 0 not in ranks
-        ranks = [rank or 0 for rank in ranks]
-        is_valid = is_valid and 0 <= min(ranks) and max(ranks) < 2**31
-        if int in kinds:
-            is_valid = is_valid and all(abs(v) < 2**53 for v in values if type(v) is int)
-    except (TypeError, KeyError, AttributeError):
-        is_valid = False
-    if not is_valid:
-        message = f"returns {short(entry)}; expected {{id: {{'logprob': ..., 'rank': ...}}}}"
-        raise InvalidResponse(message, token)
-    return [*map(int, entry)], values, ranks
 
 
 def _most_likely(
