@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,12 @@ def curate(argv: Sequence[str]) -> int:
         raise InputError(
             f"{out} is not empty: give another folder with --out, or replace it with --force"
         )
+    from pyarrow import csv
     from rich.table import Table
 
     from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
     from ssl_kd.files import atomic_write
-    from ssl_kd.files.cells import one_line
+    from ssl_kd.files.cells import one_line, to_cells
     from ssl_kd.training.ranks import refuse_ranks
 
     screen = open_screen()
@@ -51,9 +53,8 @@ def curate(argv: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     shown = Table("", "found", "file", title=f"{folder}, {flags.split}: {store.n:,} samples")
     for name, summary, table in tables:
-        path = out / f"{name}.csv"
-        _write_table(path, table)
-        shown.add_row(name, summary, path.name)
+        atomic_write(out / f"{name}.csv", partial(csv.write_csv, to_cells(table)))
+        shown.add_row(name, summary, f"{name}.csv")
     names = (one_line(store.ids[row]) + "\n" for row in kept.nonzero()[0].tolist())
     atomic_write(out / "kept.txt", lambda file: file.writelines(name.encode() for name in names))
     shown.add_row("kept", f"{int(kept.sum()):,} samples", "kept.txt")
@@ -186,12 +187,3 @@ def _check(
         summary = f"{n_suspect:,} samples whose neighbors disagree with their label"
         tables.append(("labels", summary, suspect.top(MAX_LISTED).frame()))
     return tables, kept
-
-
-def _write_table(path: Path, table: arrow.Table) -> None:
-    from pyarrow import csv
-
-    from ssl_kd.files import atomic_write
-    from ssl_kd.files.cells import to_cells
-
-    atomic_write(path, lambda file: csv.write_csv(to_cells(table), file))

@@ -15,28 +15,13 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 # Ten colors that color-blind readers can tell apart (Petroff, arXiv 2107.02270).
-PALETTE = (
-    "#3f90da",
-    "#ffa90e",
-    "#bd1f01",
-    "#94a4a2",
-    "#832db6",
-    "#a96b59",
-    "#e76300",
-    "#b9ac70",
-    "#717581",
-    "#92dadd",
-)
+PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6",
+           "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")  # fmt: skip
 CLUSTERS = tuple(color for color in PALETTE if color not in ("#94a4a2", "#717581"))  # no grays
 ACCENT, WARNING = "#3f90da", "#e76300"
 # Placeholders for colors of the page, so that one figure serves both themes.
 INK, MUTED, GRID, CARD = "#010203", "#040506", "#070809", "#0a0b0c"
-PAGE_COLORS = {
-    INK: "currentColor",
-    MUTED: "var(--muted)",
-    GRID: "var(--line)",
-    CARD: "var(--card)",
-}
+PAGE_COLORS = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--line)", CARD: "var(--card)"}
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "ssl_kd",
@@ -62,8 +47,6 @@ STYLE: Any = {
 
 def tint(cluster: int) -> str:
     """Return the color of a cluster, the same as in the explorer.
-
-    The first colors come from the palette; later clusters get hues of their own.
 
     >>> len({tint(k) for k in range(200)})
     200

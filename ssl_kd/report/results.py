@@ -1,6 +1,7 @@
 """Read a run folder for its report; a file that is missing counts as empty."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,7 @@ def read_assignments(folder: Path, split: str) -> arrow.Table:
     if not path.exists():
         return arrow.table({"cluster": arrow.array([], arrow.int64())})
     table = read_table(path, ["file", "confidence", "cluster", "label", "split"])
-    is_in_split = compute.call_function("equal", [table.column("split"), arrow.scalar(split)])
-    return table.filter(is_in_split)
+    return table.filter(compute.field("split") == split)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -76,8 +76,6 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines():
-        try:
+        with suppress(json.JSONDecodeError):  # the last line of a run that was killed meanwhile
             lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue  # the last line of a run that was killed while writing it
     return [line for line in lines if isinstance(line, dict)]

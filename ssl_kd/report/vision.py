@@ -26,7 +26,10 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
     )
     noun = "image" if images is not None else "sample"
     sizes = [int(size) for size in metrics.get("cluster_sizes", [])]
-    heads = sorted(metrics.get("heads", []), key=lambda head: _descending(head.get("criterion")))
+    heads = sorted(
+        metrics.get("heads", []),
+        key=lambda head: -value if finite(value := head.get("criterion")) else math.inf,
+    )
     points, on_map = (run.arrays.get(name, np.empty(0)) for name in ("map", "map_cluster"))
     return {
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
@@ -103,15 +106,12 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a row for each method, with ACC, NMI and ARI of each split."""
     splits = list(dict.fromkeys(row["split"] for row in rows))
-    by_name: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        by_name.setdefault(str(row.get("name")), {})[row["split"]] = row
     kinds = {ANSWER: "ours", BOUND: "bound"} | dict.fromkeys(BASELINES, "base")
     shown = []
-    for name, by_split in by_name.items():
-        scores = [
-            by_split.get(split, {}).get(key) for split in splits for key in ("acc", "nmi", "ari")
-        ]
+    for name in dict.fromkeys(str(row.get("name")) for row in rows):
+        by_split = {row["split"]: row for row in rows if str(row.get("name")) == name}
+        of_splits = [by_split.get(split, {}) for split in splits]
+        scores = [row.get(key) for row in of_splits for key in ("acc", "nmi", "ari")]
         notes = dict.fromkeys(row["note"] for row in by_split.values() if row.get("note"))
         shown.append(
             {
@@ -154,12 +154,11 @@ def _training(run: RunResults, heads: list[dict[str, Any]]) -> dict[str, Any]:
     settled, rate = run.metrics.get("convergence") or {}, run.metrics.get("success_rate")
     steps = run.metrics.get("steps") or (run.steps[-1].get("step") if run.steps else None)
     times = run.metrics.get("seconds") or {}
+    samples, probe = run.assignments, run.metrics.get("linear_probe") or {}
     shares = {
-        "mean confidence, %": _confidence(run),
+        "mean confidence, %": float(np.nanmean(samples["confidence"])) if len(samples) else None,
         "k-NN accuracy with labels, %": run.metrics.get("knn_accuracy"),
-        "linear probe accuracy with labels, %": (run.metrics.get("linear_probe") or {}).get(
-            "accuracy"
-        ),
+        "linear probe accuracy with labels, %": probe.get("accuracy"),
     }
     return {
         **{name: percent(share) for name, share in shares.items() if finite(share)},
@@ -183,12 +182,3 @@ def _head(head: dict[str, Any]) -> dict[str, Any]:
         "chosen": bool(head.get("chosen")),
         "collapsed": bool(head.get("collapsed")),
     }
-
-
-def _confidence(run: RunResults) -> float | None:
-    samples = run.assignments
-    return float(np.nanmean(samples.column("confidence"))) if samples.num_rows else None
-
-
-def _descending(value: Any) -> float:
-    return -value if finite(value) else math.inf

@@ -18,6 +18,9 @@ from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFinished
 from ssl_kd.training.stop import Interrupted
 
+# Flags that the command of another run lacks.
+_NAME_OF_RUN = r" --(resume|run[_-]name([ =]('[^']*'|\S+))?)(?= |$)"
+
 
 def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
     """Write `report.html` from the files of a run folder, and return its path.
@@ -79,16 +82,11 @@ def _frame(run: RunResults) -> dict[str, Any]:
         "events": [_event(e) for e in run.events[:200]],
         "n_events": len(run.events),
         "events_text": _events_text(run),
-        "command": _command_of_new_run(str(run.config.get("command") or "")),
+        "command": re.sub(_NAME_OF_RUN, "", str(run.config.get("command") or "")),
         "precision": run.config.get("precision", ""),
         "settings": sorted(_plain(run.config.get("settings", {}))) + _plain(versions),
         "folder": run.path.name,
     }
-
-
-def _command_of_new_run(command: str) -> str:
-    """Return the command of a run without `--run_name` and `--resume`, to start another run."""
-    return re.sub(r" --(resume|run[_-]name([ =]('[^']*'|\S+))?)(?= |$)", "", command)
 
 
 def _events_text(run: RunResults) -> str:
