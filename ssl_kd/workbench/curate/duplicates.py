@@ -27,6 +27,7 @@ KEPT_SHARE = 0.25  # share of the rows that get a pair when there is no floor
 ROWS = 4096  # rows that are compared at once
 
 Rows = NDArray[np.int64]
+Reals = NDArray[np.float64]
 
 
 class Duplicates:
@@ -47,8 +48,8 @@ class Duplicates:
         store: EmbeddingStore,
         first: Rows,
         second: Rows,
-        similarity: NDArray[np.float64],
-        chance: NDArray[np.float64],
+        similarity: Reals,
+        chance: Reals,
         first_equal: Rows,
         floor: float,
     ) -> None:
@@ -127,22 +128,20 @@ class Duplicates:
             the group), `similarity` (to the most similar row of the group), `exact` (True if
             another row is equal) and `kept`.
         """
-        groups, chosen = self.groups(threshold), self.pairs(threshold)
+        labels, chosen = self.labels(threshold), self.pairs(threshold)
         kept = self.kept(threshold) if kept is None else kept
         best = np.full(self.store.n, -1.0)
         for ends in (self.first[chosen], self.second[chosen]):
             np.maximum.at(best, ends, self.similarity[chosen])
         equal = np.bincount(self.first_equal, minlength=self.store.n)[self.first_equal] > 1
-        rows = np.concatenate([np.empty(0, np.int64), *groups])
-        sizes = np.array([len(group) for group in groups], dtype=np.int64)
-        first = np.array([group[0] for group in groups], dtype=np.int64)
-        ids = self.store.ids
+        rows, sizes = np.argsort(labels, kind="stable"), np.bincount(labels)[labels]
+        rows, ids = rows[sizes[rows] > 1], self.store.ids
         return arrow.table(
             {
-                "group": np.repeat(first, sizes),
+                "group": labels[rows],
                 "row": rows,
                 "file": arrow.array([ids[row] for row in rows.tolist()], arrow.string()),
-                "size": np.repeat(sizes, sizes),
+                "size": sizes[rows],
                 "similarity": best[rows],
                 "exact": arrow.array(equal[rows]),
                 "kept": arrow.array(kept[rows]),
@@ -151,10 +150,7 @@ class Duplicates:
 
 
 def near_duplicates(
-    store: EmbeddingStore,
-    *,
-    floor: float | None = None,
-    progress: Progress | None = None,
+    store: EmbeddingStore, *, floor: float | None = None, progress: Progress | None = None
 ) -> Duplicates:
     """Find the pairs of samples that may be copies of each other.
 
@@ -183,7 +179,8 @@ def near_duplicates(
         return Duplicates(store, none, none, empty, empty, np.arange(n), floor or 0.0)
     k = min(NEIGHBORS, n - 1)
     neighbors, _ = find_neighbors(store, k)
-    spacing = Spacing.measure(store, neighbors, progress)
+    measured = neighbor_distances(store, neighbors, progress=progress)
+    spacing = Spacing((distance for _, _, distance in measured), k)
     equal = _first_equal(store, spacing)
     max_distance, max_closeness = _limits(spacing, floor)
     close = spacing.nearest <= max_closeness * spacing.scale
@@ -235,7 +232,7 @@ def _first_linked(first: Rows, second: Rows, n: int) -> Rows:
 def _limits(spacing: Spacing, floor: float | None) -> tuple[float, float]:
     """Return the maximum distance and the maximum closeness; either admits a pair."""
     closeness = spacing.nearest / np.maximum(spacing.scale, np.finfo(float).tiny)
-    beyond_chance = closeness[spacing.excess(closeness) <= CHANCE]
+    beyond_chance = closeness[spacing.excess(closeness, closeness) <= CHANCE]
     apart = spacing.nearest[spacing.nearest > SAME]
     if floor is not None:
         distance = float(np.sqrt(2 - 2 * floor))
@@ -244,9 +241,7 @@ def _limits(spacing: Spacing, floor: float | None) -> tuple[float, float]:
     return distance, float(beyond_chance.max()) if len(beyond_chance) else 0.0
 
 
-def _chance(
-    spacing: Spacing, first: Rows, second: Rows, distance: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _chance(spacing: Spacing, first: Rows, second: Rows, distance: Reals) -> Reals:
     """Return the false discovery rate at the closeness of each pair, `[m]`."""
     if not len(first):
         return np.empty(0)
@@ -254,9 +249,7 @@ def _chance(
     best = np.full(len(spacing.nearest), np.inf)
     for ends in (first, second):
         np.minimum.at(best, ends, closeness)
-    ordered = np.sort(best[np.isfinite(best)])
-    share = spacing.excess(ordered)
-    return share[np.searchsorted(ordered, closeness, "right") - 1]
+    return spacing.excess(best[np.isfinite(best)], closeness)
 
 
 def _groups(labels: Rows) -> list[Rows]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -29,7 +29,10 @@ def units(x: Tensor) -> Tensor:
 
 
 def neighbor_distances(
-    store: EmbeddingStore, neighbors: Tensor, rows: NDArray[np.int64] | None = None
+    store: EmbeddingStore,
+    neighbors: Tensor,
+    rows: NDArray[np.int64] | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Block]:
     """Yield blocks of rows `[b]`, their neighbors `[b, k]` and distances `[b, k]`, nearest first.
 
@@ -48,6 +51,8 @@ def neighbor_distances(
         distance = (x[places[:, 1:]] - x[places[:, :1]]).norm(dim=2).double()
         distance, order = distance.sort(dim=1, stable=True)
         yield block.numpy(), others.gather(1, order).numpy(), distance.numpy()
+        if progress is not None:
+            progress(start + len(block), len(rows))
 
 
 def check_finite(x: Tensor, store: EmbeddingStore, rows: Tensor) -> None:
@@ -66,49 +71,24 @@ def similarity(distance: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class Spacing:
-    """Distances of rows to their neighbors, and the probability of such distances by chance.
+    """Distances of rows to their k neighbors, and the probability of such distances by chance.
 
-    `nearest` and `furthest` are the distances of each row to its nearest and k-th neighbor, and
-    `inverse` is the estimated inverse of its local dimension, `[n]` each. Estimates use the further
-    half of the neighbors, because copies of a row are among the nearer half.
+    `blocks` yields ascending distances `[b, k]`. The dimension is estimated from the further half
+    of the neighbors, because copies of a row are among the nearer half.
 
     References:
         Levina and Bickel, Maximum likelihood estimation of intrinsic dimension, NeurIPS 2004; and
         MacKay and Ghahramani's comment on that paper, 2005 (the mean of the inverse).
     """
 
-    def __init__(
-        self,
-        nearest: NDArray[np.float64],
-        furthest: NDArray[np.float64],
-        inverse: NDArray[np.float64],
-        k: int,
-    ) -> None:
+    def __init__(self, blocks: Iterable[NDArray[np.float64]], k: int) -> None:
+        measured = [np.c_[x[:, 0], x[:, -1], _inverse_dimension(x)] for x in blocks]
+        self.nearest, self.scale, inverse = np.concatenate(measured).T.copy()
+        self.k = k
         known = inverse[np.isfinite(inverse) & (inverse > 0)]
         self.dimension = 1 / float(known.mean()) if len(known) else 1.0
-        self.nearest, self.scale, self.k = nearest, furthest, k
-        if (apart := furthest > SAME).any():
-            self.scale = np.maximum(furthest, np.quantile(furthest[apart], DENSEST_SHARE))
-
-    @classmethod
-    def of(cls, distances: NDArray[np.float64]) -> Spacing:
-        """Return the spacing of rows with these ascending distances to neighbors, `[n, k]`."""
-        inverse = _inverse_dimension(distances)
-        return cls(distances[:, 0], distances[:, -1], inverse, distances.shape[1])
-
-    @classmethod
-    def measure(
-        cls, store: EmbeddingStore, neighbors: Tensor, progress: Progress | None = None
-    ) -> Spacing:
-        """Return the spacing of the rows of a store, computed block by block."""
-        n, k = neighbors.shape
-        nearest, furthest, inverse = np.empty(n), np.empty(n), np.empty(n)
-        for rows, _, distance in neighbor_distances(store, neighbors):
-            nearest[rows], furthest[rows] = distance[:, 0], distance[:, -1]
-            inverse[rows] = _inverse_dimension(distance)
-            if progress is not None:
-                progress(int(rows[-1]) + 1, n)
-        return cls(nearest, furthest, inverse, k)
+        if (apart := self.scale > SAME).any():
+            self.scale = np.maximum(self.scale, np.quantile(self.scale[apart], DENSEST_SHARE))
 
     def closeness(
         self, first: NDArray[np.int64], second: NDArray[np.int64], distance: NDArray[np.float64]
@@ -127,13 +107,16 @@ class Spacing:
         within = np.minimum(closeness, 1 - 1e-12) ** self.dimension
         return -np.expm1((self.k - 1) * np.log1p(-within))
 
-    def excess(self, closeness: NDArray[np.float64]) -> NDArray[np.float64]:
+    def excess(
+        self, of_rows: NDArray[np.float64], closeness: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         """Return the false discovery rate at each closeness, `[m]`, 0 to 1.
 
         It is the number of rows that chance brings so close, divided by the number that are so
-        close (Benjamini and Hochberg, JRSS B 1995), stepping down from the closest pair.
+        close (Benjamini and Hochberg, JRSS B 1995), stepping down from the closest pair. `of_rows`
+        is the closeness of each row to the nearest other one.
         """
-        ordered = np.sort(closeness)
+        ordered = np.sort(of_rows)
         share = self.chance(ordered) * len(self.nearest) / np.arange(1, len(ordered) + 1)
         share = np.minimum(np.maximum.accumulate(share), 1.0)
         return share[np.searchsorted(ordered, closeness, "right") - 1]

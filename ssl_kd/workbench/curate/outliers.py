@@ -124,9 +124,9 @@ def leaks(
             nearest[start + row] = neighbors[order[0]]
         if progress is not None:
             progress(start + len(x), test.n)
-    spacing = Spacing.of(distances)
+    spacing = Spacing([distances], k)
     closeness = np.where(distances[:, 0] > SAME, distances[:, 0] / spacing.scale, 0.0)
-    columns = {"train_row": nearest, "chance": spacing.excess(closeness)}
+    columns = {"train_row": nearest, "chance": spacing.excess(closeness, closeness)}
     ranked = Ranked(test.ids, np.arange(test.n), similarity(distances[:, 0]), columns)
     if threshold is not None:
         return ranked.above(threshold)
