@@ -24,7 +24,7 @@ from ssl_kd.losses.token_distillation import distillation_terms, next_token_targ
 from ssl_kd.memory import to_device_async
 from ssl_kd.precision import Precision, promote_to_fp32
 from ssl_kd.teachers.causal import without_adapters
-from ssl_kd.teachers.frozen import LinearHead, hidden_states, linear_head
+from ssl_kd.teachers.frozen import hidden_states, linear_head
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +60,9 @@ class Objective:
         self.weights = {name: weight for name, weight in weights.items() if weight}
 
     @property
-    def head(self) -> LinearHead | None:
+    def head(self) -> Any:
         """The student's output head; None if the logits are not linear in the hidden states."""
-        if not self._linear:
-            return None
-        head = without_adapters(self.student).get_output_embeddings()
-        return LinearHead(head.weight, head.bias)
+        return without_adapters(self.student).get_output_embeddings() if self._linear else None
 
     @property
     def has_teacher(self) -> bool:
@@ -259,7 +256,7 @@ class _Outputs:
 
     hidden: Tensor | None
     logits: Tensor | None  # of a model that caps or scales them
-    head: LinearHead | None
+    head: Any  # with weight and bias; None: not linear
 
     @property
     def x(self) -> Tensor:

@@ -73,7 +73,6 @@ def load_causal_lm(
     of the file). Buffers, such as rotary frequencies, keep their dtype.
     """
     name = os.fspath(name_or_path)
-    transformers = llm_module("transformers")
     folder = _local_folder(name)
     if folder is not None and (folder / "adapter_config.json").is_file():
         if quantization is not None:
@@ -84,15 +83,15 @@ def load_causal_lm(
             )
         return _load_adapted(folder, dtype, remote_code)
     source = name if folder is None else str(folder)
-    with quiet(transformers):
-        model = _load_model(transformers, source, dtype, remote_code, quantization)
+    with quiet():
+        model = _load_model(source, dtype, remote_code, quantization)
         keep_gradients(model)
         stacked = [p for p in model.parameters() if p.ndim > 2 and p.is_floating_point()]
         if quantization is not None and (unpacked := sum(p.nbytes for p in stacked)):
             message = "the experts of %s are not linear layers: %.0f MiB are not quantized"
             logger.warning(message, name, unpacked / 2**20)
         tokenizer = load_tokenizer(source, remote_code=remote_code)
-        processor = _load_processor(transformers, source, remote_code) if sees(model) else None
+        processor = _load_processor(source, remote_code) if sees(model) else None
     model.eval()
     if (code := type(model).__module__).startswith("transformers_modules."):
         logger.warning("TRUST_REMOTE_CODE is set, so %s runs its own Python code: %s", name, code)
@@ -116,12 +115,9 @@ def auto_model(config: Any) -> Any:
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
     """Load a model's tokenizer from a folder or from the Hub."""
-    source = os.fspath(name_or_path)
-    transformers = llm_module("transformers")
+    source, auto = os.fspath(name_or_path), llm_module("transformers").AutoTokenizer
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source, trust_remote_code=remote_code
-        )
+        tokenizer = auto.from_pretrained(source, trust_remote_code=remote_code)
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
             raise ValueError("the vocabulary holds only special tokens")
         return tokenizer
@@ -206,9 +202,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def quiet(transformers: Any) -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Turn off the progress bars and log messages of transformers."""
-    logging = transformers.utils.logging
+    logging: Any = llm_module("transformers.utils.logging")
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -250,12 +246,12 @@ def _local_folder(name: str) -> Path | None:
 
 
 def _load_model(
-    transformers: Any,
     source: str,
     dtype: torch.dtype | None,
     remote_code: bool,
     quantization: Mapping[str, Any] | None,
 ) -> Any:
+    transformers = llm_module("transformers")
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=remote_code)
         model, info = auto_model(config).from_pretrained(
@@ -299,19 +295,15 @@ def _load_model(
     return model
 
 
-def _load_processor(transformers: Any, source: str, remote_code: bool) -> Any:
+def _load_processor(source: str, remote_code: bool) -> Any:
     """Load the processor of a model of images and text; warn and return None if that fails."""
+    auto = llm_module("transformers").AutoProcessor
     try:
-        processor = transformers.AutoProcessor.from_pretrained(
-            source, trust_remote_code=remote_code
-        )
+        processor = auto.from_pretrained(source, trust_remote_code=remote_code)
     except Exception as error:  # each kind of processor raises its own exceptions
         _check_remote_code(source, error)
-        logger.warning(
-            "%s is used for text only, because its image processor cannot be loaded (%s)",
-            source,
-            error,
-        )
+        message = "%s is used for text only, because its image processor cannot be loaded (%s)"
+        logger.warning(message, source, error)
         return None
     return processor if hasattr(processor, "image_processor") else None  # else a tokenizer
 

@@ -8,7 +8,6 @@ with the head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +18,13 @@ from ssl_kd.teachers.causal import evaluating, without_adapters
 from ssl_kd.teachers.dtypes import cast_weights
 
 
-@dataclass(frozen=True)
-class LinearHead:
-    """The model's own parameters of an output head with `logits = hidden @ weight.T + bias`."""
-
-    weight: Tensor  # [vocab, hidden]
-    bias: Tensor | None  # [vocab]
-
-
 def hidden_states(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     """Return the input of a model's output head, `[batch, token, hidden]`."""
     causal = without_adapters(model)
     return causal.base_model(**inputs, use_cache=False).last_hidden_state
 
 
-def linear_head(model: Any) -> LinearHead | None:
+def linear_head(model: Any) -> nn.Linear | None:
     """Return the output head of a model if its logits are exactly `hidden @ weight.T + bias`.
 
     The model runs on four tokens, and the output of the head is replaced by large known numbers.
@@ -70,7 +61,7 @@ def linear_head(model: Any) -> LinearHead | None:
     close = torch.allclose(head_input.float(), hidden.float(), rtol=1e-3, atol=1e-5, equal_nan=True)
     if not close or not torch.equal(logits.to(known.dtype), known):
         return None
-    return LinearHead(head.weight, head.bias)
+    return head
 
 
 def answer_at(

@@ -368,11 +368,10 @@ def _check_distribution(top_k: PromptTopK, vocabulary: int) -> None:
     total = masses.sum(-1)
     # No other token is more likely than the last. Twice, since the vocabulary may be padded.
     most = total + 2 * vocabulary * masses[:, -1]
-    for wrong in (total > 1 + TOLERANCE, most < 1 - TOLERANCE):
-        if wrong.any():
-            row = int(wrong.nonzero()[0])
-            raise InvalidResponse(
-                f"returns probabilities that sum to {float(total[row]):.4g}, the smallest being "
-                f"{float(masses[row, -1]):.2g}: with all other tokens they cannot sum to 1",
-                row + 1,
-            )
+    if len(rows := ((total > 1 + TOLERANCE) | (most < 1 - TOLERANCE)).nonzero()):
+        row = int(rows[0])
+        raise InvalidResponse(
+            f"returns probabilities that sum to {float(total[row]):.4g}, the smallest being "
+            f"{float(masses[row, -1]):.2g}: with all other tokens they cannot sum to 1",
+            row + 1,
+        )

@@ -233,11 +233,10 @@ def save_student(
         model = copy.deepcopy(model)
         cast_weights(model, torch.float32)  # a base in half precision would round the sum
         model, adapters = model.merge_and_unload(), False
-    transformers = llm_module("transformers")
     parts = ("lora_", ".modules_to_save.") if adapters else ("",)
     weights = _in_dtype(torch.float32, model, *parts)
     with (
-        quiet(transformers),
+        quiet(),
         _savable_generation_config(without_adapters(model)) as generation,
         _replaced(folder) as new,
     ):
@@ -253,7 +252,7 @@ def save_student(
         images = processor is not None
         text = model_card(folder.name, card, loaded or base, adapters, images, made)
         (new / "README.md").write_text(text, encoding="utf-8")
-        again = transformers.AutoTokenizer.from_pretrained(new)
+        again = llm_module("transformers").AutoTokenizer.from_pretrained(new)
     if tokenizer_id(again) != tokenizer_id(tokenizer):
         # For some architectures (Qwen 2, Phi 3) it uses their usual class, whatever was saved.
         logger.warning(
@@ -421,7 +420,7 @@ def save_for_server(model: Any, folder: Path, dtype: torch.dtype) -> bool:
     """Save a model's adapters in float32, or all weights in `dtype`; return whether adapters."""
     causal = without_adapters(model)
     part, dtype = ("", dtype) if causal is model else ("lora_", torch.float32)
-    with quiet(llm_module("transformers")), _savable_generation_config(causal):
+    with quiet(), _savable_generation_config(causal):
         model.save_pretrained(folder, state_dict=_in_dtype(dtype, model, part))
     return causal is not model
 
