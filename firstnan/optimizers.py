@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from firstnan.hooks import version_of
 from firstnan.norms import are_finite, norm_of
+from firstnan.recorder import is_first_run
 
 if TYPE_CHECKING:
     from firstnan.loop import Guard
@@ -70,6 +71,13 @@ def judged_first(
     if len(args) > 1:
         return (optimizer, closure_first, *args[2:]), kwargs
     return (optimizer,), {**kwargs, "closure": closure_first}
+
+
+def give_back(withheld: list[tuple[Tensor, Tensor | None]]) -> None:
+    """Set gradients that a step was not to see to 0; a CUDA graph goes on to write into them."""
+    while withheld:
+        p, gradient = withheld.pop()
+        p.grad = None if gradient is None else gradient.zero_()
 
 
 def unscale_(optimizer: Optimizer) -> bool:
@@ -142,8 +150,7 @@ class Optimizers:
             if self._stepped and not hasattr(optimizer, "is_stand_in"):
                 self._stepped.add(optimizer)
                 if len(self._stepped) == len(self.all):
-                    for p, gradient in guard.withheld:  # a CUDA graph goes on to write into them
-                        p.grad = gradient
+                    give_back(guard.withheld)
                     self._finish(guard)
 
         for optimizer in self.all:
@@ -161,6 +168,11 @@ class Optimizers:
     __del__ = detach  # the garbage collector comes for a guard and its optimizers together
 
     def _before(self, optimizer: Optimizer, guard: Guard) -> None:
+        if not is_first_run():
+            raise ValueError(
+                "an optimizer took a step inside of a backward pass (a hook of a parameter) or of a"
+                " CUDA graph, but the guard judges all gradients together: call `step` outside"
+            )
         if not unscale_(optimizer):
             return
         if self._stepped and (optimizer in self._stepped or self._is_unseen(optimizer)):

@@ -25,7 +25,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves
 
 from firstnan.agreement import Agreement, several_ranks
@@ -33,7 +36,7 @@ from firstnan.bundle import library, save
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK, UserError
 from firstnan.microscope import Microscope
 from firstnan.norms import are_finite, norm_of
-from firstnan.optimizers import judged_first, stand_in, unscale_
+from firstnan.optimizers import give_back, judged_first, stand_in, unscale_
 from firstnan.recorder import is_first_run
 from firstnan.watch import FINITE_AGAIN, OUTSIDE, Finding, Watch, first_finding
 
@@ -64,6 +67,7 @@ class ScriptWatch:
         self._stale: set[nn.Module] = set()  # models that have been updated since their passes
         self._backwards, self._checked, self._overflows = 0, 0, 0
         self._skips = False  # whether the present step is left out
+        self._withheld: list[tuple[Tensor, Tensor | None]] = []  # its weights and their gradients
         self._others: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()  # stand-ins
         self._inside = threading.local()
         self._scopes = contextlib.ExitStack()
@@ -108,7 +112,10 @@ class ScriptWatch:
             mock.patch.object(torch.autograd, "grad", judged_grad),
             mock.patch.object(torch.amp.GradScaler, "update", after_update),
         ):
-            hook = register_optimizer_step_pre_hook(self._before_step)
+            hooks = [
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ]
             self._begin_scope()
             try:
                 yield
@@ -119,7 +126,8 @@ class ScriptWatch:
             finally:
                 self._scopes.close()
                 self._watches.clear()
-                hook.remove()
+                for hook in hooks:
+                    hook.remove()
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:
@@ -169,6 +177,10 @@ class ScriptWatch:
             self._others[optimizer] = stand_in(optimizer, lambda: self._skips)
         return judged_first(self._others[optimizer], judge, args, kwargs)
 
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not hasattr(optimizer, "is_stand_in"):
+            give_back(self._withheld)
+
     def _judge(self, optimizer: Optimizer) -> None:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in weights if p.grad is not None]
@@ -184,6 +196,7 @@ class ScriptWatch:
             self._forget(weights)
         if bad and self.on_bad == "skip":
             self._skips = True
+            self._withheld = [(p, p.grad) for p in weights]
             for p in weights:
                 p.grad = None
 
@@ -251,7 +264,8 @@ class ScriptWatch:
         known = first and first.fault and (first.fault.op, first.fault.backward)
         if seen is not None and known != (seen.op, seen.backward):
             return Finding(None, seen, is_outside=True), None
-        if several_ranks() and (first is None or first.note == FINITE_AGAIN):
+        is_elsewhere = first is None or first.note == FINITE_AGAIN
+        if several_ranks() and is_elsewhere and are_finite(self._losses):
             note = "finite on this rank; see the reports of the others"
             return Finding(None, note=note), None
         first = first or Finding(None, note="the models' own numbers are finite", is_outside=True)

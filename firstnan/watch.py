@@ -339,12 +339,13 @@ def _repeat(model: nn.Module, call: Call) -> tuple[list[Tensor], list[Tensor]]:
     sources += [x for x in [*call.inputs, *state.values()] if x.requires_grad]
     if not ends or not sources:
         return outputs, []
-    gradients = torch.autograd.grad(
-        [outputs[i] for i in ends],
-        sources,
-        [call.gradients[i] for i in ends],
-        allow_unused=True,
-    )
+    roots, seeds = [outputs[i] for i in ends], [call.gradients[i] for i in ends]
+    try:
+        gradients = torch.autograd.grad(roots, sources, seeds, allow_unused=True)
+    except RuntimeError:  # reentrant checkpointing allows no `autograd.grad`
+        if are_finite(outputs):
+            raise
+        gradients = ()
     return outputs, [g for g in gradients if g is not None]
 
 

@@ -245,3 +245,12 @@ def test_a_gradient_that_was_left_out_keeps_its_memory_for_a_cuda_graph():
         torch._foreach_copy_(memory, torch.autograd.grad(loss, weights))
         optimizer.step()
     assert guard.updates.tolist() == [2] and guard.steps == 3
+
+
+def test_a_step_inside_the_backward_pass_is_refused():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    Guard(model, optimizer).attach()
+    model.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(ValueError, match="call `step` outside"):
+        model(torch.ones(3, 2)).sum().backward()

@@ -227,3 +227,19 @@ def test_a_step_with_arguments_of_its_own_can_be_left_out(tmp_path, run):
     """
     done = run("--on-bad", "skip", write(tmp_path, loop=loop))
     assert done.returncode == 0 and "3 optimizer steps, not finite: 1" in done.err
+
+
+def test_a_gradient_that_was_left_out_keeps_its_memory_for_a_cuda_graph(tmp_path, run):
+    loop = """
+    import torch
+    from torch import nn
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for x in (1.0, torch.nan, 1.0):
+        net(torch.full((2, 4), x)).sum().backward()
+        optimizer.step()
+        print("kept", net.weight.grad is not None)
+        optimizer.zero_grad(set_to_none=False)
+    """
+    done = run("--on-bad", "skip", write(tmp_path, loop=loop))
+    assert done.out.count("kept True") == 3 and "not finite: 1" in done.err

@@ -39,12 +39,12 @@ class Bypass(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, inner):
+    def __init__(self, inner, reentrant=False):
         super().__init__()
-        self.inner = inner
+        self.inner, self.reentrant = inner, reentrant
 
     def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 class WithLoss(nn.Module):
@@ -98,8 +98,9 @@ def test_what_lies_between_modules_belongs_to_the_one_around_it():
 
 
 def test_a_checkpointed_module_is_named_as_it_is_without():
-    found = explain(Checkpointed(network(LOG)), X)
-    assert found.module == "Checkpointed.inner.2" and found.fault.op == "aten.log"
+    for x, reentrant in ((X, False), (X.clone().requires_grad_(), True)):
+        found = explain(Checkpointed(network(LOG), reentrant), x)
+        assert found.module == "Checkpointed.inner.2" and found.fault.op == "aten.log"
 
 
 def test_a_loss_outside_of_the_model_is_told_from_one_inside():
