@@ -79,7 +79,7 @@ def explore(argv: Sequence[str]) -> int:
 def _cluster(flags: Namespace, of_train: Sequence[str]) -> int:
     """Cluster the data of `flags.run`, unless that was done before; replace it by the run."""
     from ssl_kd.vision.settings import AUTO, VisionSettings
-    from ssl_kd.workbench.clustered import is_finished, settings_of
+    from ssl_kd.workbench.clustered import settings_of
 
     data, prog = flags.run, "ssl_kd explore DATA"
     settings, typed = resolve_settings(VisionSettings, of_train, Path("config.py"), prog=prog)
@@ -90,7 +90,7 @@ def _cluster(flags: Namespace, of_train: Sequence[str]) -> int:
     media = flags.media if flags.metadata is None else None  # else the table may have it
     settings, folder = settings_of(data, settings, media)
     flags.run = str(folder)
-    if is_finished(folder):
+    if (folder / "metrics.json").is_file():
         print(f"{data} was clustered before: {folder}")
         return OK
     how = "continuing the interrupted run" if settings.resume else "clustering it into"

@@ -47,11 +47,6 @@ def settings_of(
     return settings.replace(run_name=folder.name, resume=begun), folder
 
 
-def is_finished(folder: Path) -> bool:
-    """Return whether the run of a folder is finished."""
-    return (folder / "metrics.json").is_file()
-
-
 def _states(path: Path, own: Sequence[Path]) -> list[tuple[str, int, int]]:
     """Return the path, size and time of a file, or of all files below a folder, in order.
 

@@ -20,7 +20,7 @@ from ssl_kd.vision.run import run as train
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.workbench import curate
-from ssl_kd.workbench.clustered import is_finished, settings_of, write_frame
+from ssl_kd.workbench.clustered import settings_of, write_frame
 from ssl_kd.workbench.columns import Columns, group_rows
 from ssl_kd.workbench.compare import compare_runs
 from ssl_kd.workbench.curate import Duplicates, Ranked
@@ -124,7 +124,7 @@ class Run:
         is_path = isinstance(data, (str, Path))
         path = str(data) if is_path else str(write_frame(data, chosen.runs_dir))
         chosen, folder = settings_of(path, chosen, media)
-        if not is_finished(folder):
+        if not (folder / "metrics.json").is_file():
             train(chosen)
         return cls(Samples(folder, media))
 

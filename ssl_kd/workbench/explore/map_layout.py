@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.spatial import cKDTree
 from torch import Tensor
 
 from firstnan.finite import safe_normalize
@@ -17,7 +19,7 @@ from ssl_kd.evaluate.layout import embedding_map
 from ssl_kd.evaluate.sample import random_rows
 from ssl_kd.files import CorruptFileError, load_tensors, remove_orphans, save_tensors
 from ssl_kd.store.neighbors import search_on
-from ssl_kd.training.clock import Progress
+from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.samples import Samples
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ LANDMARKS, NEAREST, BLOCK = 5000, 10, 8192
 FILE, SEED = "map.pt", 0
 
 
-def map_of(samples: Samples, progress: Progress | None = None) -> NDArray[np.float32]:
+def map_of(samples: Samples, progress: Progress = no_progress) -> NDArray[np.float32]:
     """Return the coordinates of all samples on the map, `[n, 2]` within [-1, 1].
 
     The map is stored as `map.pt` in the run's folder, and read from there if the embeddings are the
@@ -68,7 +70,7 @@ def lay_out(
     landmarks: Tensor,
     rows: NDArray[np.int64],
     n: int,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> NDArray[np.float32]:
     """Return coordinates `[n, 2]` within [-1, 1]: landmarks by t-SNE, others near their landmarks.
 
@@ -94,24 +96,19 @@ def lay_out(
             at = _mean_places(closeness.numpy(), nearest.numpy(), laid, gaps)
             shift = random.standard_normal(at.shape, np.float32)
             places[start : start + len(x)] = at + shift * gaps[nearest[:, :1].numpy()] / 2
-            if progress is not None:
-                progress("map", start + len(x), n, {})
+            progress("map", start + len(x), n, {})
     places[rows] = laid
     return places / max(1.0, float(np.abs(places).max()))
 
 
-def _gaps(laid: NDArray[np.float32]) -> NDArray[np.float32]:
+def _gaps(laid: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the distance of each landmark to the nearest other one on the map, clipped, `[m]`."""
-    points = torch.from_numpy(laid)
-    near = torch.empty(len(points))
-    for start in range(0, len(points), 1024):
-        distances = torch.cdist(points[start : start + 1024], points)
-        near[start : start + 1024] = distances.topk(2, largest=False).values[:, 1]
-    return near.clamp(max=near.quantile(0.9)).numpy()
+    distances: Any = cKDTree(laid).query(laid, 2)[0]  # the nearest one is the landmark itself
+    return np.minimum(distances[:, 1], np.quantile(distances[:, 1], 0.9))
 
 
 def _mean_places(
-    closeness: NDArray, nearest: NDArray, laid: NDArray[np.float32], gaps: NDArray[np.float32]
+    closeness: NDArray, nearest: NDArray, laid: NDArray[np.float32], gaps: NDArray[np.float64]
 ) -> NDArray[np.float32]:
     """Return the weighted mean of the nearest landmarks' coordinates, `[b, 2]`."""
     places = laid[nearest]

@@ -19,7 +19,7 @@ from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError, printable
 from ssl_kd.evaluate.sample import random_rows
 from ssl_kd.files import atomic_write_bytes
-from ssl_kd.training.clock import Progress
+from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.columns import categories, codes_of
 from ssl_kd.workbench.decisions import Curation
@@ -63,7 +63,7 @@ def write_site(
     folder: str | Path,
     *,
     pictures: int = PICTURES,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Path:
     """Write a new folder with a static `explore.html`, which makes no decisions; return its path.
 
@@ -90,7 +90,7 @@ def write_page_data(
     *,
     table: list[dict[str, str]] | None = None,
     pictures: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> None:
     """Write the data of the page that decisions do not change: columns, file names, `meta.json`.
 
@@ -202,7 +202,7 @@ def _write_sheets(
     pictures: int,
     is_tiny: bool,
     put: Put,
-    progress: Progress | None,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Write `sheet_0.webp`, `sheet_1.webp`, ... with 1,024 pictures each; missing ones are white.
 
@@ -231,8 +231,7 @@ def _write_sheets(
         target = io.BytesIO()
         sheet.save(target, "WEBP", quality=80, lossless=is_tiny)
         put(f"sheet_{start // per_sheet}.webp", target.getvalue())
-        if progress is not None:
-            progress("pictures", start + len(shown), len(rows), {})
+        progress("pictures", start + len(shown), len(rows), {})
     if missing:
         logger.warning("%d pictures cannot be read and stay white; the last: %s", missing, last)
     return {"rows": rows.tolist(), "tile": tile, "columns": COLUMNS, "per_sheet": per_sheet}

@@ -28,7 +28,7 @@ from firstnan.finite import safe_normalize
 from ssl_kd.datasets.media import Rows, is_link
 from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.store.neighbors import nearest_among, search_on
-from ssl_kd.training.clock import Progress
+from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.cluster_pages import ClusterPages
 from ssl_kd.workbench.decisions import Curation
@@ -83,7 +83,7 @@ class ExploreServer(ThreadingHTTPServer):
         port: int = 0,
         *,
         by: str | None = None,
-        progress: Progress | None = None,
+        progress: Progress = no_progress,
     ) -> None:
         if not 0 <= port < 65536:
             raise InputError(f"--port is {port}; expected 0 (any free port) to 65535")
@@ -148,7 +148,7 @@ def serve(
     port: int = 8090,
     *,
     by: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     opened: Callable[[str], object] = print,
 ) -> None:
     """Serve the explorer page until Ctrl-C; call `opened` with its address once the server runs."""
