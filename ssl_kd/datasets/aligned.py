@@ -245,29 +245,22 @@ def _documents(
             left_out.append(f"{example.where}: one of the tokenizers returns no tokens")
             continue
         around = [frame.around(example) for frame in frames]
-        yield example.where, len(text) - len(prompt), _Document.of(len(prompt), read, around)
+        yield example.where, len(text) - len(prompt), _Document(len(prompt), read, around)
 
 
-@dataclass(frozen=True)
 class _Document:
     """A text in tokens of both tokenizers; characters from `begin` on are trained on."""
 
-    begin: int
-    ends: np.ndarray  # end of each group
-    bounds: list[np.ndarray]  # per tokenizer: first token of each group, and the number of tokens
-    read: list[tuple[np.ndarray, np.ndarray]]
-    around: list[tuple[list[int], list[int]]]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         begin: int,
         read: list[tuple[np.ndarray, np.ndarray]],
         around: list[tuple[list[int], list[int]]],
-    ) -> _Document:
-        ends, *groups = align(read[0][1], read[1][1])
-        bounds = [np.searchsorted(group, np.arange(len(ends) + 1)) for group in groups]
-        return cls(begin, ends, bounds, read, around)
+    ) -> None:
+        self.begin, self.read, self.around = begin, read, around
+        self.ends, *groups = align(read[0][1], read[1][1])  # end of each group
+        # per tokenizer: first token of each group, and the number of tokens
+        self.bounds = [np.searchsorted(group, np.arange(len(self.ends) + 1)) for group in groups]
 
     def cut(self, most: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of groups that have at most `most` tokens for each tokenizer."""

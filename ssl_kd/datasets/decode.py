@@ -80,13 +80,10 @@ def _check_size(image: Image.Image) -> None:
         )
 
 
-def _orientation(image: Image.Image) -> int:
-    return image.getexif().get(ExifTags.Base.Orientation, 1)
-
-
 def _convert(image: Image.Image) -> Image.Image:
     image.load()
-    orientation = _orientation(image)  # a PNG may store it after the pixels
+    # A PNG may store it after the pixels.
+    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     deep = image.mode in ("I", "F") or image.mode.startswith("I;16")
     if image.has_transparency_data and not deep:
         converted = _in_strips(image, "RGB", _on_white)

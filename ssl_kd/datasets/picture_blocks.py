@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
 class _Reader:
     """Tokenizes documents with a processor."""
 
-    def __init__(self, processor: Any, learn_thoughts: bool = True) -> None:
+    def __init__(self, processor: Any, learn_thoughts: bool) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.options: Any = {"learn_thoughts": learn_thoughts}
         self.images = image_tokens(processor)
@@ -132,7 +133,6 @@ class _Reader:
         self.lost: list[str] = []  # messages about turns that the template does not show
         self.frame = Frame.of(self.tokenizer)
         self.template = getattr(processor, "chat_template", None) or self.tokenizer.chat_template
-        self._in_parts: bool | None = None
         self._tried = False
         known = self.tokenizer.get_vocab()
         token = str(getattr(processor, "image_token", IMAGE))
@@ -176,7 +176,7 @@ class _Reader:
     def _adapted(self, example: Example) -> Example:
         """Convert an example to the form that the tokenizer and the template expect."""
         if example.messages is not None:
-            if not self._takes_parts():
+            if not self._takes_parts:
                 return example
             turns = tuple(
                 {**turn, "content": [{"type": "text", "text": turn["content"]}]}
@@ -191,16 +191,15 @@ class _Reader:
         placed = {k: v and v.replace(IMAGE, self._place) for k, v in strings.items()}
         return replace(example, **placed)
 
+    @cached_property
     def _takes_parts(self) -> bool:
-        """Return whether the chat template needs message contents as lists of parts."""
-        if self._in_parts is None and self.template is not None:
-            messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-            try:
-                text, _ = show_chat(messages, None, self.tokenizer, self.template)
-            except TemplateError:
-                text = ""
-            self._in_parts = "x" in text and "'type'" not in text
-        return bool(self._in_parts)
+        """Whether the chat template needs message contents as lists of parts."""
+        messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+        try:
+            text, _ = show_chat(messages, None, self.tokenizer, self.template)
+        except TemplateError:
+            return False
+        return "x" in text and "'type'" not in text
 
     def _expanded(self, example: Example, text: str, images: list[Any]) -> np.ndarray:
         """Return the token ids with each image expanded by the processor."""

@@ -65,9 +65,15 @@ class TextDataset:
 
     def without(self, held_out: TextDataset) -> TextDataset:
         """Return this data set without the documents that `held_out` also contains."""
-        others = {_identity(example) for example in held_out.examples}
-        remaining = (e for e in self.examples if _identity(e) not in others)
-        examples = SpilledSequence(remaining)
+        others, digest = set(map(_identity, held_out.examples)), hashlib.sha256()
+
+        def remaining() -> Iterator[Example]:
+            for example in self.examples:
+                if _identity(example) not in others:
+                    digest.update(example.content() + b"\n")
+                    yield example
+
+        examples = SpilledSequence(remaining())
         if not (n_dropped := len(self) - len(examples)):
             return self
         if not examples:
@@ -76,7 +82,7 @@ class TextDataset:
                 "for training (--data_path) and evaluation (--eval_path)"
             )
         lines = (f"{n_dropped} documents are also in the evaluation data", *self.left_out)
-        return replace(self, examples=examples, digest=_digest(examples), left_out=lines)
+        return replace(self, examples=examples, digest=digest.hexdigest(), left_out=lines)
 
 
 def first_few(lines: Sequence[str], limit: int = 20) -> tuple[str, ...]:
@@ -159,13 +165,6 @@ def open_text(
 
 def _identity(example: Example) -> bytes:
     return hashlib.sha256(example.content()).digest()
-
-
-def _digest(examples: Iterable[Example]) -> str:
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(example.content() + b"\n")
-    return digest.hexdigest()
 
 
 def _usable(

@@ -199,13 +199,14 @@ def _searched(
         result.flush()
     os.replace(temporary, path)
     neighbors = _mapped(path)
+    is_found = (truth[half:].unsqueeze(2) == neighbors[queries[half:]].unsqueeze(1)).any(2)
     record = {
         "digest": store.digest,
         "k": k,
         "index": f"IVF{index.nlist},SQfp16",
         "nlist": index.nlist,
         "nprobe": index.nprobe,
-        "recall": _recall(neighbors[queries[half:]], truth[half:]),
+        "recall": float(is_found.double().mean()),
         "queries": len(queries) - half,
         "compared": stats.ndis / (store.n * (store.n - 1.0)),
         "seconds": clock.stages,
@@ -311,7 +312,3 @@ def _lookup(index: Any, x: Tensor, itself: Tensor, k: int) -> Tensor:
     is_itself: NDArray = rows == itself.unsqueeze(1).numpy()
     is_itself[~is_itself.any(1), -1] = True  # more than k duplicates
     return torch.from_numpy(rows[~is_itself].reshape(-1, k))
-
-
-def _recall(neighbors: Tensor, truth: Tensor) -> float:
-    return float((truth.unsqueeze(2) == neighbors.unsqueeze(1)).any(2).double().mean())

@@ -151,7 +151,10 @@ class Ledger:
             entries = {  # unfinished shards come last and override
                 self.shard_of(entry): entry
                 for entry, place in listed
-                if any(_has_size(path, entry["bytes"]) for path in self.paths(entry, place))
+                if any(
+                    path.exists() and path.stat().st_size == entry["bytes"]
+                    for path in self.paths(entry, place)
+                )
             }
             if len(entries) < self.n_shards:
                 return None
@@ -258,7 +261,3 @@ class Ledger:
             is_shard = re.fullmatch(rf"{self.name}(_\d{{5}})?\.pt", path.name)
             if is_shard and path.name not in current:  # of the replaced cache
                 path.unlink()
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.exists() and path.stat().st_size == size

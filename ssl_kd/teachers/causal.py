@@ -84,7 +84,7 @@ def load_causal_lm(
         return _load_adapted(folder, dtype, remote_code)
     source = name if folder is None else str(folder)
     with quiet():
-        model = _load_model(source, dtype, remote_code, quantization)
+        model = _load_model(source, dtype, remote_code, quantization or {})
         keep_gradients(model)
         stacked = [p for p in model.parameters() if p.ndim > 2 and p.is_floating_point()]
         if quantization is not None and (unpacked := sum(p.nbytes for p in stacked)):
@@ -246,10 +246,7 @@ def _local_folder(name: str) -> Path | None:
 
 
 def _load_model(
-    source: str,
-    dtype: torch.dtype | None,
-    remote_code: bool,
-    quantization: Mapping[str, Any] | None,
+    source: str, dtype: torch.dtype | None, remote_code: bool, options: Mapping[str, Any]
 ) -> Any:
     transformers = llm_module("transformers")
     try:
@@ -260,7 +257,7 @@ def _load_model(
             trust_remote_code=remote_code,  # None would ask on the terminal
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # raised below, with the tensor's name
-            **(quantization or {}),
+            **options,
         )
     except OSError as error:
         raise CausalLMUnavailable(source, error) from error

@@ -197,7 +197,9 @@ class RunFolder:
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         size = sum(x.nbytes for x in tree_leaves(tensors) if isinstance(x, Tensor))
         has_room = 2 * size < free_memory(torch.device("cpu"))
-        state = tree_map_only(Tensor, _on_host, tensors) if has_room else tensors
+        state = tensors
+        if has_room:  # a copy, so that later steps do not change it
+            state = tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), tensors)
         self._writing = self._writer.submit(self._write_checkpoint, step, state)
         if not has_room:
             logger.info("training waits: no memory to copy a %.3g GiB checkpoint", size / 2**30)
@@ -264,11 +266,6 @@ class RunFolder:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to CPU memory, so that later steps do not change it."""
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _finite(value: Any) -> Any:

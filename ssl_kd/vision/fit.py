@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from sklearn.metrics import mutual_info_score
 from torch import Tensor
 
 from firstnan.faults import Thresholds
@@ -245,13 +246,9 @@ def neighbor_information(first: Tensor, second: Tensor, n_clusters: int) -> floa
     The TEMI loss estimates this value, here for the hard partitions `first` and `second` `[pair]`:
     0 for a single cluster, at most `log K`. It ranks heads of nearly equal loss better.
     """
-    cells = torch.bincount(first * n_clusters + second, minlength=n_clusters**2).double()
+    cells = torch.bincount(first * n_clusters + second, minlength=n_clusters**2)
     joint = cells.view(n_clusters, n_clusters)
-    joint = (joint + joint.T) / joint.sum() / 2
-    marginal = joint.sum(0)
-    independent = marginal.unsqueeze(0) * marginal.unsqueeze(1)
-    used = joint > 0
-    return float((joint[used] * (joint[used] / independent[used]).log()).sum())
+    return float(mutual_info_score(None, None, contingency=(joint + joint.T).numpy()))
 
 
 def vote_tables(clusters: Tensor, anchor: Tensor, n_clusters: int) -> Tensor:
