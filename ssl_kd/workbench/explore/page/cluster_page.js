@@ -3,7 +3,7 @@
 
 import { clusterColor } from "./colors.js";
 import { get } from "./data.js";
-import { $, make, number, percent, showMessage } from "./messages.js";
+import { $, make, makeDot, number, percent, showMessage } from "./messages.js";
 import { readWords } from "./pictures.js";
 
 export class ClusterPage {
@@ -108,11 +108,7 @@ export class ClusterPage {
   }
 }
 
-const dotOf = (k) => {
-  const dot = make("i", { className: "dot" });
-  dot.style.background = clusterColor(k);
-  return dot;
-};
+const dotOf = (k) => makeDot(clusterColor(k), "dot");
 
 /** Mean confidence, agreement and the share that a person checked. */
 export function lineOfNumbers({ confidence, agreement, checked, size }) {

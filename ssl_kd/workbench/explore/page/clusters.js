@@ -4,7 +4,7 @@
 import { ClusterPage, lineOfNumbers } from "./cluster_page.js";
 import { clusterColor } from "./colors.js";
 import { TOKEN, get } from "./data.js";
-import { $, ask, make, number, showMessage } from "./messages.js";
+import { $, ask, make, makeDot, number, showMessage } from "./messages.js";
 import { readWords } from "./pictures.js";
 
 const SHOWN_CLUSTERS = 400;
@@ -70,12 +70,11 @@ export class Clusters {
     const tick = make("input", { type: "checkbox", checked: this.ticked.has(k), ariaLabel: `tick ${name}`,
       className: "edit", onchange: () => { this.ticked[tick.checked ? "add" : "delete"](k); this.showButtons(); } });
     tick.dataset.of = `tick ${k}`;
-    const dot = make("i"), button = make("button", { title: `Select the samples of ${name} (number ${k})`,
+    const button = make("button", { title: `Select the samples of ${name} (number ${k})`,
       onclick: () => this.select(k) });
-    dot.style.background = clusterColor(k);
     button.dataset.of = `${k}`;
     const size = make("small", { textContent: number(this.decisions.sizes.get(k)) });
-    const title = make("span", {}, dot, make("b", { textContent: name }), size);
+    const title = make("span", {}, makeDot(clusterColor(k)), make("b", { textContent: name }), size);
     if (!about) {
       button.append(title);
       return make("li", {}, tick, button);

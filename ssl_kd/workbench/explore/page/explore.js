@@ -7,7 +7,7 @@ import { TOKEN, Table, get, post, readBytes, readCells } from "./data.js";
 import { Dock } from "./dock.js";
 import { follow } from "./follow.js";
 import { mediaElement } from "./media.js";
-import { $, ask, describe, number, showMessage } from "./messages.js";
+import { $, ask, describe, make, makeDot, number, showMessage } from "./messages.js";
 import { Pictures, readWords } from "./pictures.js";
 import { Plot, bytesOfIndex } from "./plot.js";
 
@@ -73,8 +73,7 @@ async function colorCodes() {
       const at = (column[i] - low) * steps;
       codes[i] = Number.isNaN(at) ? 0 : 1 + Math.min(62, Math.max(0, Math.round(at)));
     }
-    const ramp = document.createElement("span");
-    ramp.className = "ramp";
+    const ramp = make("span", { className: "ramp" });
     ramp.style.background = `linear-gradient(90deg, ${RAMP.join(",")})`;
     const colors = [GRAY, ...Array.from({ length: 63 }, (_, i) => rampColor(i / 62))];
     return { codes, colors, legend: [low.toFixed(2), ramp, high.toFixed(2)] };
@@ -87,12 +86,8 @@ async function colorCodes() {
   const colors = [GRAY, ...Array.from({ length: last + 1 }, (_, k) => clusterColor(k))];
   const shown = (values ?? []).slice(0, SHOWN_VALUES).map((name, k) => [name, clusterColor(k)]);
   if (values?.length > SHOWN_VALUES) shown.push([`and ${values.length - SHOWN_VALUES} more`, GRAY]);
-  return { codes, colors, legend: shown.map(([name, background]) => {
-    const item = document.createElement("span"), dot = document.createElement("i");
-    dot.style.background = background;
-    item.append(dot, name);
-    return item;
-  }) };
+  const legend = shown.map(([name, background]) => make("span", {}, makeDot(background), name));
+  return { codes, colors, legend };
 }
 
 async function paint() {
@@ -154,9 +149,8 @@ async function hover(row) {
   if (row === hovered) return;
   hovered = row;
   if (row === null) return placeTip();
-  const name = document.createElement("div"), cluster = document.createElement("small");
-  name.textContent = await table.name(row);
-  cluster.textContent = nameOf(decisions.clusters[row]);
+  const name = make("div", {}, await table.name(row));
+  const cluster = make("small", {}, nameOf(decisions.clusters[row]));
   const media = await mediaElement(meta, row);
   if (hovered !== row) return;
   $("tip").replaceChildren(...pictures.list(row, 160), media ?? "", name, cluster);
@@ -182,13 +176,11 @@ function onSelected(rows) {
 }
 
 function pictureButton(row, text) {
-  const button = document.createElement("button"), images = pictures.list(row, 64);
-  button.type = "button";
+  const images = pictures.list(row, 64), className = images.length ? "" : "plain";
+  const onclick = () => { select([row]); plot.panTo(row); };
+  const button = make("button", { type: "button", className, onclick }, ...images);
   button.dataset.row = row;
-  button.append(...images);
-  button.className = images.length ? "" : "plain";
   setTitle(button, text ?? table.files?.[row] ?? `sample ${row}`);
-  button.onclick = () => { select([row]); plot.panTo(row); };
   return button;
 }
 
@@ -219,20 +211,15 @@ async function valuesOf(row) {
 }
 
 async function showSample(row) {
-  const about = document.createElement("div"), [[, file], ...others] = await valuesOf(row);
+  const [[, file], ...others] = await valuesOf(row);
   const known = others.filter(([, value]) => (value ?? "") !== "" && !Number.isNaN(value))
     .map(([name, value]) => [name, typeof value === "number" && value % 1 ? value.toFixed(3) : value]);
   const lines = [["", file], ["cluster", nameOf(decisions.clusters[row])], ...known];
   const media = await mediaElement(meta, row, true);
   if (chosen.length !== 1 || chosen[0] !== row) return;
-  about.replaceChildren(...lines.map(([name, value]) => {
-    const line = document.createElement("div"), small = document.createElement("small");
-    small.textContent = name ? `${name} ` : "";
-    line.append(small, String(value));
-    return line;
-  }));
-  about.prepend(media ?? "");
-  $("sample").replaceChildren(...pictures.list(row, 112), about);
+  const texts = lines.map(([name, value]) =>
+    make("div", {}, make("small", {}, name ? `${name} ` : ""), String(value)));
+  $("sample").replaceChildren(...pictures.list(row, 112), make("div", {}, media ?? "", ...texts));
   if (!TOKEN) return;
   try {
     const near = await (await get(`api/neighbors/${row}`)).json();
@@ -273,16 +260,10 @@ function showHistory() {
   $("undo").disabled = !lastActive();
   const lines = decisions.lines.filter((line) => line.do !== "undo").slice(-100).reverse();
   $("history").replaceChildren(...lines.map((line) => {
-    const item = document.createElement("li"), text = document.createElement("span");
-    text.textContent = describe(line);
-    text.title = line.time;
-    item.append(text);
+    const item = make("li", {}, make("span", { textContent: describe(line), title: line.time }));
     item.classList.toggle("undone", line.undone);
-    if (!line.undone) {
-      const button = document.createElement("button");
-      Object.assign(button, { textContent: "Undo", className: "edit", onclick: () => undo(line.id) });
-      item.append(button);
-    }
+    const button = { textContent: "Undo", className: "edit", onclick: () => undo(line.id) };
+    if (!line.undone) item.append(make("button", button));
     return item;
   }));
 }
@@ -302,11 +283,9 @@ async function makeCluster() {
 
 const sortedRows = () => [...chosen.slice().sort()];
 
-const exclude = () => (chosen.length ? decide({ do: "exclude", rows: sortedRows() })
-  : showMessage("Select samples first"));
-
-const check = () => (chosen.length ? decide({ do: "check", rows: sortedRows() })
-  : showMessage("Select samples first"));
+const decideOnChosen = (what) => () =>
+  (chosen.length ? decide({ do: what, rows: sortedRows() }) : showMessage("Select samples first"));
+const exclude = decideOnChosen("exclude"), check = decideOnChosen("check");
 
 async function search() {
   const text = $("query").value.trim().toLowerCase(), rows = [];
@@ -376,9 +355,8 @@ function addListeners() {
   window.addEventListener("unhandledrejection",
     ({ reason }) => showMessage(reason?.message ?? `${reason}`, true));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", setBackground);
-  $("keys").replaceChildren(...KEYS.flatMap(([keys, text]) => [
-    Object.assign(document.createElement("dt"), { textContent: keys }),
-    Object.assign(document.createElement("dd"), { textContent: text })]));
+  $("keys").replaceChildren(
+    ...KEYS.flatMap(([keys, text]) => [make("dt", {}, keys), make("dd", {}, text)]));
 }
 
 /** Set the background of the map for the light or dark theme. */
@@ -401,11 +379,10 @@ async function start() {
   table = new Table(meta);
   document.title = meta.title;
   document.body.classList.toggle("read-only", !TOKEN);
-  const n = meta.samples, small = document.createElement("small");
+  const n = meta.samples;
   isChosen = new Uint8Array(n);
-  small.textContent = `${number(n)} samples`;
-  $("title").replaceChildren(meta.title, small);
-  pictures = new Pictures(meta, Boolean(TOKEN));
+  $("title").replaceChildren(meta.title, make("small", {}, `${number(n)} samples`));
+  pictures = new Pictures(meta);
   $("color").replaceChildren(...["cluster", ...Object.keys(meta.columns)]
     .map((name) => new Option(name.replace("_", " "), name)));
   const [index] = await Promise.all([readBytes("data/places.kd", bytesOfIndex(n)),

@@ -12,6 +12,13 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Make a dot with a color. */
+export function makeDot(background, className = "") {
+  const dot = make("i", { className });
+  dot.style.background = background;
+  return dot;
+}
+
 let timer;
 export function showMessage(text, isError = false, stays = false) {
   $("status").textContent = text;

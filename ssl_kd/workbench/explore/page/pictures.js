@@ -3,13 +3,10 @@
 import { TOKEN, readCells } from "./data.js";
 
 export class Pictures {
-  /**
-   * @param meta sheets: { rows: samples in order, tile, columns, per_sheet } of a static page
-   * @param isServed whether a server gives images
-   */
-  constructor(meta, isServed) {
-    Object.assign(this, { sheets: meta.sheets, isServed, tiny: meta.tiny });
-    this.any = meta.images && (isServed || this.sheets !== null);
+  /** @param meta sheets: { rows: samples in order, tile, columns, per_sheet } of a static page */
+  constructor(meta) {
+    Object.assign(this, { sheets: meta.sheets, tiny: meta.tiny });
+    this.any = meta.images && (TOKEN !== "" || this.sheets !== null);
     this.at = new Map((this.sheets?.rows ?? []).map((row, i) => [row, i]));
   }
 
@@ -17,7 +14,7 @@ export class Pictures {
   element(row, size) {
     if (!this.any) return null;
     const className = this.tiny ? "thumb tiny" : "thumb";
-    if (this.isServed) {
+    if (TOKEN) {
       const image = new Image(size, size);
       return Object.assign(image, { className, alt: "", loading: "lazy", src: `api/image/${row}` });
     }

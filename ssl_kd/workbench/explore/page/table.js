@@ -3,7 +3,7 @@
 import "./vendor/regular-table.js";
 import { clusterColor } from "./colors.js";
 import { readCells } from "./data.js";
-import { make, showMessage } from "./messages.js";
+import { make, makeDot, showMessage } from "./messages.js";
 
 const ROW = 34, PICTURE = 28, KEPT = 400, TYPING = 100; // pixels; pictures; milliseconds
 const UNFINISHED = /(^[!.]|[<>]=?|\.\.)\s*-?$|^-$/; // a comparison of which more will be typed
@@ -63,9 +63,7 @@ export class Grid {
       if (value === null) return "";
       if (kind === "number") return value.toFixed(digits);
       if (name !== "cluster" && name !== "second") return `${value}`;
-      const dot = make("i");
-      dot.style.background = clusterColor(value);
-      return make("span", {}, dot, this.dock.app.nameOf(value));
+      return make("span", {}, makeDot(clusterColor(value)), this.dock.app.nameOf(value));
     });
   }
 
