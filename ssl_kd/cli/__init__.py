@@ -45,10 +45,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "watch": (watch, "add the new pictures of a folder to a run, and report what drifted"),
     "compare": (compare, "show where the clusters of two runs differ, and which are better"),
     "export": (export, "write a finished run for other programs"),
-    "doctor": (
-        doctor,
-        "check for NaN and infinity; doctor gradients: in your language model",
-    ),
+    "doctor": (doctor, "check for NaN and infinity; doctor gradients: in your language model"),
     "install-check": (install_check, "check packages, device, precision and folders"),
     "replay": (replay, "repeat a recorded step that went wrong, and name the cause"),
     "config": (config, "print a settings file with all defaults and comments"),

@@ -74,31 +74,21 @@ def _parser() -> FlagParser:
     add = parser.add_argument
     where = "a finished run (runs/NAME) or a cache of embeddings (data/embeddings)"
     add("folder", metavar="FOLDER", type=home_resolved, help=where)
-    add(
-        "--split",
-        default="train",
-        help="split to check; default: train. Leaks are samples also in test",
-    )
-    add(
-        "--duplicates",
-        type=_cosine,
-        help="least cosine of duplicates; default: auto, closer than chance",
-    )
+    split = "split to check; default: train. Leaks are samples also in test"
+    add("--split", default="train", help=split)
+    least = "least cosine of duplicates; default: auto, closer than chance"
+    add("--duplicates", type=_cosine, help=least)
     rules = ("first", "largest")
     add("--rule", choices=rules, default="first", help="which duplicate to keep; default: first")
     add("--out", type=home_resolved, help="new folder for the tables; default: FOLDER/curated")
-    add(
-        "--images",
-        action="store_true",
-        help="find corrupt, blank and tiny images; measure all for explore",
-    )
     undo = "ssl_kd explore RUN --undo includes them again"
-    add(
-        "--exclude",
-        action="store_true",
-        help=f"exclude the samples that are not kept from the run; {undo}",
-    )
-    add("--force", action="store_true", help="replace existing tables")
+    switches = {
+        "--images": "find corrupt, blank and tiny images; measure all for explore",
+        "--exclude": f"exclude the samples that are not kept from the run; {undo}",
+        "--force": "replace existing tables",
+    }
+    for name, about in switches.items():
+        add(name, action="store_true", help=about)
     return parser
 
 

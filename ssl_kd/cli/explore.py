@@ -30,13 +30,8 @@ def explore(argv: Sequence[str]) -> int:
     add("--port", type=int, default=8090, help="port on 127.0.0.1; 0: any free port; default: 8090")
     add("--static", type=Path, metavar="DIR", help="write a read-only page to the new folder DIR")
     add("--apply", type=Path, metavar="FILE", help="add the decisions of another curation.jsonl")
-    add(
-        "--undo",
-        nargs="?",
-        const="",
-        metavar="ID",
-        help="undo the last decision, or the one with this ID",
-    )
+    undo = "undo the last decision, or the one with this ID"
+    add("--undo", nargs="?", const="", metavar="ID", help=undo)
     flags, of_train = parser.parse_known_args(argv)
     if is_run(flags.run):
         parser.parse_args(argv)  # refuses unknown flags

@@ -141,16 +141,14 @@ def verify(argv: Sequence[str]) -> int:
 def judge(argv: Sequence[str]) -> int:
     """Score a finished student, print the scores and write them as JSON."""
     names = ", ".join(f"--{name}" for name in sorted(_JUDGE_FLAGS))
-    parser = FlagParser(
-        prog=_JUDGE, epilog=f"Settings of ssl_kd distill that are flags here, too: {names}"
-    )
+    epilog = f"Settings of ssl_kd distill that are flags here, too: {names}"
+    parser = FlagParser(prog=_JUDGE, epilog=epilog)
     add = parser.add_argument
     add("student", metavar="STUDENT", help="runs/NAME, a saved student's folder, or a Hub name")
     teacher = "folders or Hub names, as TEACHER_MODEL; none: no teacher; default: those of the run"
     add("--teacher", "--teacher-model", help=teacher)
-    add(
-        "--out", type=Path, help="JSON file for the results; default: judged.json in the run folder"
-    )
+    results = "JSON file for the results; default: judged.json in the run folder"
+    add("--out", type=Path, help=results)
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         raise InputError(
             f"The student comes first, before {argv[0]}: {_JUDGE} runs/latest {argv[0]} ..."

@@ -115,11 +115,8 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
     engines = "local: this process; ray: the Ray cluster at RAY_ADDRESS, or this machine"
     add("--engine", default="local", choices=("local", "ray"), help=engines)
     add("--rank", type=int, help="number of this process in a job array, from 0")
-    add(
-        "--world",
-        type=int,
-        help="number of processes; torchrun, mpirun and srun set --rank and --world",
-    )
+    world = "number of processes; torchrun, mpirun and srun set --rank and --world"
+    add("--world", type=int, help=world)
     add("--shard-rows", type=integer_from(1), help="samples per shard; default: about 256 MiB")
     if {"-h", "--help"} & set(argv):
         print(f"Caches the embeddings of all splits, and stops.\n\n{parser.format_help()}")

@@ -56,7 +56,6 @@ class Curation:
         by: who decides, one line of at most 200 characters; None leaves this out.
 
     Attributes:
-        samples: the samples of the run.
         by: who decides, written into every new decision.
         path: path of `curation.jsonl`, which the first decision creates.
 

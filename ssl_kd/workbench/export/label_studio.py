@@ -43,12 +43,10 @@ def _task(run: str, number: int, image: str, row: dict[str, Any]) -> dict[str, A
         "value": {"choices": [row["cluster_name"]]},
     }
     prediction = {"score": row["confidence"], "model_version": run, "result": [choice]}
-    meta = {"run": run, "row": number, "split": row["split"]}
-    if "checked" in row:
-        meta["checked"] = row["checked"]
+    about = {key: row[key] for key in ("split", "checked") if key in row}
     return {
         "data": {"image": image, "file": row["file"]},
-        "meta": meta,
+        "meta": {"run": run, "row": number, **about},
         "predictions": [prediction],
     }
 
