@@ -66,6 +66,12 @@ class Interrupted(KeyboardInterrupt):
         self.signal, self.run_dir = signal, run_dir
 
 
+def brief(error: object, width: int = 200) -> str:
+    """Return the text of an error as one line of at most `width` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= width else f"{text[: width - 2]} …"
+
+
 def printable(text: str) -> str:
     r"""Escape unprintable characters: a file name may contain line breaks and terminal codes.
 

@@ -157,11 +157,7 @@ def _part(path: Path, split: Split, whole: bool = False) -> Path | None:
 
 
 def _open_features(
-    path: Path,
-    split: Split,
-    class_names: tuple[str, ...] | None,
-    column: str | None,
-    whole: bool,
+    path: Path, split: Split, class_names: tuple[str, ...] | None, column: str | None, whole: bool
 ) -> FeatureDataset | None:
     if (part := _part(path, split, whole)) is None:
         return None

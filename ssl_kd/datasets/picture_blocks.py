@@ -30,7 +30,7 @@ from ssl_kd.datasets.records import IMAGE, Example, Picture, Pictures
 from ssl_kd.datasets.render import render, show_chat
 from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.text import TextDataset
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, brief
 from ssl_kd.memory import to_device_async
 
 _AROUND_IMAGE = ("<|vision_start|>", "<|vision_end|>")  # in templates of Qwen-VL
@@ -208,8 +208,7 @@ class _Reader:
                 images=images, text=[text], add_special_tokens=False, return_tensors="pt"
             )
         except ValueError as error:
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{example.where}: the processor fails: {reason}") from error
+            raise InputError(f"{example.where}: the processor fails: {brief(error)}") from error
         ids = inputs["input_ids"][0]
         if not self._tried:
             self._try(inputs, images)

@@ -29,7 +29,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from ssl_kd.datasets.records import THOUGHTS, Example
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, brief
 
 _CONTROL = re.compile(r"(?:<[^<>\s]+>|\[/?[A-Z_]+\])")  # <|im_end|>, </s>, [/INST]
 _ENDED = re.compile(_CONTROL.pattern + r"\s*")
@@ -147,8 +147,7 @@ def show_chat(
         except TypeError:  # DeepSeek's templates expect the arguments as strings
             texts, blocks = show([_with_calls(message, in_json) for message in messages])
     except Exception as error:  # templates fail in many ways
-        reason = " ".join(str(error).split())[:200]
-        raise TemplateError(f"fails on the messages: {reason}") from error
+        raise TemplateError(f"fails on the messages: {brief(error)}") from error
     return texts[0], blocks[0] if blocks else []
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pyarrow import ipc, parquet, types
 
 from ssl_kd.datasets.decode import UnreadableImage
-from ssl_kd.errors import InputError, printable
+from ssl_kd.errors import InputError, brief, printable
 from ssl_kd.files import CorruptFileError
 
 FEATURES = ("features", "embeddings", "x", "X", "data")
@@ -96,7 +96,7 @@ def one_line_errors(path: Path) -> Iterator[None]:
     except CorruptFileError as error:
         raise InputError(str(error)) from error
     except Exception as error:  # each format has its own exceptions for a broken file
-        reason = " ".join(str(error).split())[:200]
+        reason = brief(error)
         if "allow_pickle" in reason:  # NumPy's message recommends setting it
             reason = "it contains Python objects, which are not loaded; expected numbers or text"
         raise InputError(f"{path} cannot be read as a {path.suffix} file: {reason}") from error

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from ssl_kd.datasets.catalog import DatasetUnavailable, DatasetUnreachable
 from ssl_kd.datasets.records import Example, as_examples
 from ssl_kd.datasets.spill import SpilledSequence
-from ssl_kd.errors import InputError, MissingPackage
+from ssl_kd.errors import InputError, MissingPackage, brief
 
 TextSplit = Literal["train", "test", "all"]
 _SPLIT_NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val", "eval")}
@@ -319,10 +319,9 @@ def _read_hugging_face(
             raise ValueError(f"the splits are {names}; expected one called train")
         tables = {part: load(split=part) for part in parts}
     except Exception as error:  # the hub, the network and each builder have their own exceptions
-        reason = " ".join(str(error).split())[:300]
         raise DatasetUnreachable(
-            f"{name} cannot be opened: {reason}. Without network access, use a local file or "
-            "folder, or 'stdlib'"
+            f"{name} cannot be opened: {brief(error, 300)}. Without network access, use a local "
+            "file or folder, or 'stdlib'"
         ) from error
     return divided, (
         item
@@ -353,8 +352,8 @@ def _read_file(path: Path) -> Iterator[_Item]:
     try:
         yield from TEXT_FILES[path.suffix.lower()](path)
     except (csv.Error, pyarrow.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200]
-        yield f"{path.name}: the file is damaged ({reason}), so the remaining rows are left out"
+        damage = f"the file is damaged ({brief(error)}), so the remaining rows are left out"
+        yield f"{path.name}: {damage}"
 
 
 class _Line(NamedTuple):

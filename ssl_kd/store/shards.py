@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.spill import LazyStrings
-from ssl_kd.errors import UserError
+from ssl_kd.errors import UserError, brief
 from ssl_kd.files import CorruptFileError, atomic_write_json, load_tensors, sha256_file, size_of
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 
@@ -70,8 +70,7 @@ def read_manifest(path: Path) -> Manifest:
         if stated != _checksum(manifest):
             raise ValueError("the checksum does not match")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CorruptFileError(f"{path} is damaged ({reason}). {ANEW}") from error
+        raise CorruptFileError(f"{path} is damaged ({brief(error)}). {ANEW}") from error
     if manifest.get("version") != 1:
         version = json.dumps(manifest.get("version"))[:50]
         raise CorruptFileError(
@@ -148,9 +147,8 @@ class ShardStore:
             if manifest["unreadable"] != [left for e in shards for left in e["unreadable"]]:
                 raise ValueError("unreadable: differs from the lists of the shards")
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:300]
             raise CorruptFileError(
-                f"{path} was written by another version of ssl_kd ({reason}). Use that "
+                f"{path} was written by another version of ssl_kd ({brief(error, 300)}). Use that "
                 f"version. {ANEW}"
             ) from error
         return manifest, fingerprint

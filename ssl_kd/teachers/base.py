@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from textwrap import shorten
-
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from ssl_kd.errors import UserError
+from ssl_kd.errors import UserError, brief
 
 
 class TeacherUnavailable(UserError, RuntimeError):
     """Raised if a teacher's weights cannot be downloaded; the message lists the alternatives."""
 
     def __init__(self, name: str, reason: object) -> None:
-        self.reason = shorten(str(reason), 260, placeholder=" …", break_on_hyphens=False)
+        self.reason = brief(reason, 260)
         super().__init__(
             f"teacher {name!r} is not available ({self.reason}); use --teacher timm:NAME, "
             "--teacher_weights FILE, --teacher pixels, or --teacher efficientnet_lite0 after "

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ssl_kd.errors import InputError, MissingPackage, UserError
+from ssl_kd.errors import InputError, MissingPackage, UserError, brief
 from ssl_kd.files import sha256_file, why_refused
 from ssl_kd.memory import is_out_of_memory
 from ssl_kd.teachers.dtypes import cast_weights, keep_gradients
@@ -36,7 +35,7 @@ class CausalLMUnavailable(UserError, RuntimeError):
 
     def __init__(self, name: str, reason: object) -> None:
         super().__init__(
-            f"language model {name!r} is not available ({_reason(reason, 260)}); name a folder "
+            f"language model {name!r} is not available ({brief(reason, 260)}); name a folder "
             "written by save_pretrained, check the name on the Hub, or, without a network, run "
             f"hf download {name} on another machine and copy its Hugging Face cache"
         )
@@ -124,7 +123,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = 
     except Exception as error:  # each kind of tokenizer raises its own exceptions
         _check_remote_code(source, error)
         raise InputError(
-            f"{source!r} has no readable tokenizer ({_reason(error)}): save one next to its "
+            f"{source!r} has no readable tokenizer ({brief(error)}): save one next to its "
             "config.json with tokenizer.save_pretrained(folder)"
         ) from error
 
@@ -184,7 +183,7 @@ def llm_module(name: str) -> ModuleType:
     except ImportError as error:
         raise MissingPackage(
             f"the language mode needs {name.partition('.')[0]}, which cannot be imported "
-            f"({_reason(error)}): pip install 'ssl_kd[llm]'"
+            f"({brief(error)}): pip install 'ssl_kd[llm]'"
         ) from error
 
 
@@ -276,7 +275,7 @@ def _load_model(
                 "a model that AutoModelForCausalLM loads, such as GPT-2 or Llama"
             ) from error
         _check_remote_code(source, error)
-        raise InputError(f"{source!r} cannot be loaded: {_reason(error)}") from error
+        raise InputError(f"{source!r} cannot be loaded: {brief(error)}") from error
     for name, saved, expected in sorted(info["mismatched_keys"]):
         raise InputError(
             f"the weights of {source!r} do not match its config.json: the shape of {name} is "
@@ -329,7 +328,7 @@ def _load_adapted(folder: Path, dtype: torch.dtype | None, remote_code: bool) ->
         if is_out_of_memory(error):
             raise
         raise InputError(
-            f"the adapters in {folder} cannot be loaded on {base}: {_reason(error)}"
+            f"the adapters in {folder} cannot be loaded on {base}: {brief(error)}"
         ) from error
     if dtype is not None:
         cast_weights(model, dtype)
@@ -351,7 +350,7 @@ def _base_of_adapters(folder: Path, above: tuple[Path, ...] = ()) -> str | None:
         if folder.resolve() in above:
             raise ValueError("these adapters are their own base")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise InputError(f"{config} cannot be used ({_reason(error)}): {_BASE}") from error
+        raise InputError(f"{config} cannot be used ({brief(error)}): {_BASE}") from error
     if base:
         _base_of_adapters(Path(base).expanduser(), (*above, folder.resolve()))
     return base
@@ -371,11 +370,6 @@ def _check_causal(model: Any, name: str) -> None:
             f"{name!r} ({type(model).__name__}) is not a causal language model: its output at a "
             "token depends on the tokens that follow. Use a decoder such as GPT-2 or Llama"
         )
-
-
-def _reason(error: object, width: int = 200) -> str:
-    text = str(error) or type(error).__name__
-    return shorten(text, width, placeholder=" …", break_on_hyphens=False)
 
 
 def _short_id(text: str) -> str:

@@ -84,11 +84,7 @@ class FrozenTeacher:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        self, model: Any, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         self.model = model.requires_grad_(False).eval()
         self.device = torch.device(device)

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, brief
 from ssl_kd.settings.import_paths import IMPORT_PATH, import_class
 from ssl_kd.teachers.base import Features, Pixels, Teacher, TeacherUnavailable
 from ssl_kd.teachers.network import Network, Transform
@@ -238,7 +238,7 @@ def _timm(
                 model = timm.create_model(model_name, pretrained=True, num_classes=0, **kwargs)
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             if config is None and isinstance(error, ValueError):  # an impossible name
-                raise InputError(f"timm:{model_name}: {' '.join(str(error).split())}") from error
+                raise InputError(f"timm:{model_name}: {brief(error)}") from error
             raise TeacherUnavailable(name, error) from error
     else:
         model = _timm_from_file(model_name, state, config, kwargs)
@@ -284,10 +284,9 @@ def _timm_from_file(model_name: str, state: State, config: Any, kwargs: dict[str
 
 
 def _misfit(model: str, error: Exception) -> InputError:
-    reason = " ".join(str(error).split())[:500]
     return InputError(
-        f"the weights in TEACHER_WEIGHTS do not fit {model}: {reason}. Use the weights of this "
-        "architecture, or set TEACHER to theirs"
+        f"the weights in TEACHER_WEIGHTS do not fit {model}: {brief(error, 500)}. Use the weights "
+        "of this architecture, or set TEACHER to theirs"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, brief
 from ssl_kd.teachers.base import Teacher
 from ssl_kd.teachers.weights import weights_id
 
@@ -128,9 +128,8 @@ class Network(Teacher):
         try:
             self.dim = self.embed(blank).shape[1]
         except (AssertionError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
             raise InputError(
-                f"IMAGE_SIZE is {transform.size}, which {name} does not accept: {reason}"
+                f"IMAGE_SIZE is {transform.size}, which {name} does not accept: {brief(error)}"
             ) from error
 
     def to(self, device: str | torch.device) -> Network:

@@ -14,14 +14,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ssl_kd.errors import InputError, UserError
+from ssl_kd.errors import InputError, UserError, brief
 from ssl_kd.files import sync_folder
 from ssl_kd.memory import is_out_of_memory
 from ssl_kd.seeds import seeded
@@ -405,10 +404,9 @@ def _make(
                 f"STUDENT_MODEL is {spec!r}, whose weights do not fit into memory: choose a "
                 "smaller width or fewer layers"
             ) from error
-        reason = shorten(str(error) or type(error).__name__, 200, placeholder=" …")
         raise InputError(
             f"STUDENT_MODEL is {spec!r}, which cannot be built in the teacher's architecture "
-            f"({reason}): use another size, or a folder written by save_pretrained"
+            f"({brief(error)}): use another size, or a folder written by save_pretrained"
         ) from error
     return model
 

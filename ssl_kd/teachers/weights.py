@@ -9,12 +9,11 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, brief
 from ssl_kd.files import CorruptFileError, load_tensors
 
 State = dict[str, Tensor]
@@ -46,8 +45,7 @@ def read_weights(path: str | os.PathLike[str]) -> State:
         else:
             state = load_tensors(path)
     except Exception as error:  # both libraries raise their own exceptions
-        reason = shorten(str(error), 200, placeholder=" …", break_on_hyphens=False)
-        raise InputError(f"{path} is not a readable weights file: {reason}") from error
+        raise InputError(f"{path} is not a readable weights file: {brief(error)}") from error
     for wrapper in ("state_dict_ema", "model_ema", "state_dict", "model", "teacher"):
         inner = state.get(wrapper) if isinstance(state, Mapping) else None
         if isinstance(inner, Mapping):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ssl_kd.errors import MissingPackage, UserError
+from ssl_kd.errors import MissingPackage, UserError, brief
 
 TRACKERS = ("wandb", "trackio")
 
@@ -80,9 +80,8 @@ def _start(name: str, path: Path, config: Mapping[str, Any]) -> Any:
             project="ssl_kd", name=path.name, config=dict(config), resume="allow", **options
         )
     except Exception as error:  # each tracker raises its own exceptions
-        reason = " ".join(str(error).split())[:200]
         raise BoardUnavailable(
-            f"{name} does not accept the run ({reason}): log in, set WANDB_MODE=offline for wandb, "
-            "or set REPORT_TO to 'none'"
+            f"{name} does not accept the run ({brief(error)}): log in, set WANDB_MODE=offline for "
+            "wandb, or set REPORT_TO to 'none'"
         ) from error
     return tracker

@@ -35,12 +35,7 @@ from ssl_kd.vision.extract import Dataset, Extraction, fingerprint
 from ssl_kd.vision.model import ClusterModel, has_pictures
 from ssl_kd.vision.pipeline import save_model
 from ssl_kd.vision.results import write_arrays
-from ssl_kd.vision.run import (
-    Progress,
-    about_data,
-    open_samples,
-    teacher_of,
-)
+from ssl_kd.vision.run import Progress, about_data, open_samples, teacher_of
 from ssl_kd.vision.settings import EmbeddingSettings, VisionSettings
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, brief
 from ssl_kd.files import CorruptFileError, atomic_write_bytes, atomic_write_json, sha256_file
 from ssl_kd.heads import OWN_HEADS, HeadBank, head_maker, import_head
 from ssl_kd.losses import log_probabilities
@@ -139,7 +139,7 @@ class ClusterModel(nn.Module):
         except (SafetensorError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise CorruptFileError(
                 f"{file} does not fit the config.json in the same folder: "
-                f"{' '.join(str(error).split())[:300]}. One of the two files is damaged or belongs "
+                f"{brief(error, 300)}. One of the two files is damaged or belongs "
                 "to another model: copy both files again"
             ) from error
         if fault := model._fault():
@@ -348,9 +348,8 @@ def folder_of(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(MODEL_FILES)))
     except (HfHubHTTPError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise FileNotFoundError(
-            f"there is no folder {name}, and the Hugging Face Hub has no such model: {reason}"
+            f"there is no folder {name}, and the Hugging Face Hub has no such model: {brief(error)}"
         ) from error
 
 

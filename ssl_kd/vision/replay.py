@@ -17,14 +17,7 @@ from ssl_kd.precision import Precision
 from ssl_kd.seeds import seed_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.import_paths import path_of_file
-from ssl_kd.training.fault_bundle import (
-    DTYPES,
-    Bundle,
-    Replay,
-    damaged,
-    has_fields,
-    load_bundle,
-)
+from ssl_kd.training.fault_bundle import DTYPES, Bundle, Replay, damaged, has_fields, load_bundle
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.settings import VisionSettings

@@ -114,8 +114,7 @@ class TeacherSettings(Settings):
         " changes, another folder is taken.",
     )
     force_recompute: bool = setting(
-        False,
-        "embed all samples again; the old cache stays until the new one is complete",
+        False, "embed all samples again; the old cache stays until the new one is complete"
     )
     rebuild_damaged: bool = setting(
         False, "embed damaged shards of the cache again; verified shards are kept"
@@ -239,9 +238,7 @@ class HeadSettings(RunSettings):
     )
     batch_size: int = setting(256, "pairs per step", "Several times the number of clusters.", low=1)
     epochs: int | None = setting(
-        None,
-        "passes over the data; None: until the heads have converged, at most 200",
-        low=1,
+        None, "passes over the data; None: until the heads have converged, at most 200", low=1
     )
     max_steps: int | None = setting(
         None,
