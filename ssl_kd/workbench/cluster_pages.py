@@ -35,11 +35,9 @@ class ClusterPages:
         self._clusters = np.full(len(samples), -1, np.int64)  # that the sums are about
         self._sums: dict[int, Any] = defaultdict(float)  # of the unit embeddings of each cluster
 
-    def list_clusters(self) -> list[dict[str, Any]]:
+    def list_clusters(self, clusters: NDArray[np.int64] | None = None) -> list[dict[str, Any]]:
         """Return number, name, size, scores and typical rows of each cluster, largest first."""
-        return self._list(self._curation.clusters)
-
-    def _list(self, clusters: NDArray[np.int64]) -> list[dict[str, Any]]:
+        clusters = self._curation.clusters if clusters is None else clusters
         names, checked = self._curation.names, self._curation.checked
         confidence = self._samples.column("confidence")
         graph = self._samples.metrics.get("graph") or {}
@@ -62,7 +60,7 @@ class ClusterPages:
     def describe_cluster(self, cluster: int) -> dict[str, Any]:
         """Return the entry of a cluster in `list_clusters`, and its nearest clusters."""
         clusters = self._curation.clusters
-        entries = {entry["cluster"]: entry for entry in self._list(clusters)}
+        entries = {entry["cluster"]: entry for entry in self.list_clusters(clusters)}
         if cluster not in entries:
             known = ", ".join(map(str, [*entries][:12])) or "none"
             raise InputError(f"there is no cluster {cluster}; the largest clusters are {known}")

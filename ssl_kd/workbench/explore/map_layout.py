@@ -74,11 +74,10 @@ def lay_out(
 ) -> NDArray[np.float32]:
     """Return coordinates `[n, 2]` within [-1, 1]: landmarks by t-SNE, others near their landmarks.
 
-    Other samples are placed at the weighted mean of their nearest landmarks, without landmarks that
-    are far from the nearest one on the map. A random shift of about the distance between landmarks
-    keeps samples from hiding each other. Memory holds the result and one block of embeddings:
-    `blocks` yields the number of the first row and embeddings `[b, d]`. The landmarks `[m, d]` are
-    the samples in `rows` `[m]`, ascending.
+    Other samples are placed at the weighted mean of their nearest landmarks; a random shift of
+    about the distance between landmarks keeps them from hiding each other. `blocks` yields the
+    number of the first row and embeddings `[b, d]`; the landmarks `[m, d]` are the samples in
+    `rows` `[m]`, ascending.
 
     References:
         van der Maaten and Hinton, "Visualizing Data using t-SNE", 2008, section 5 (landmarks).
@@ -110,7 +109,7 @@ def _gaps(laid: NDArray[np.float32]) -> NDArray[np.float64]:
 def _mean_places(
     closeness: NDArray, nearest: NDArray, laid: NDArray[np.float32], gaps: NDArray[np.float64]
 ) -> NDArray[np.float32]:
-    """Return the weighted mean of the nearest landmarks' coordinates, `[b, 2]`."""
+    """Return the weighted mean of the nearest landmarks that are close on the map, `[b, 2]`."""
     places = laid[nearest]
     far = np.linalg.norm(places - places[:, :1], axis=2) > 8 * np.median(gaps)
     distance = 1 - closeness  # half the squared distance of unit rows

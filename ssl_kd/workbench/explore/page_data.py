@@ -6,7 +6,6 @@ import io
 import json
 import logging
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,8 @@ from ssl_kd.workbench.output_files import new_folder
 logger = logging.getLogger(__name__)
 
 PAGE, DATA = "explore.html", "data"
-SCRIPTS = ("explore", "chart", "cluster_page", "clusters", "colors", "data", "dock", "follow",
-           "gallery", "media", "messages", "pictures", "plot", "table")  # fmt: skip
-PAGE_FILES = (
-    PAGE,
-    "explore.css",
-    "dock.css",
-    *(f"{name}.js" for name in SCRIPTS),
-    "vendor/regl-scatterplot.js",
-    "vendor/regular-table.js",
-    "vendor/sub-cell-scrolling.css",
-    "vendor/LICENSES.txt",
-)
+_SOURCES = Path(__file__).with_name("page")
+PAGE_FILES = [path.relative_to(_SOURCES).as_posix() for path in sorted(_SOURCES.rglob("*.*"))]
 _REDIRECT = (
     f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={PAGE}">'
     f'<link rel="icon" href="data:,"><a href="{PAGE}">{PAGE}</a>\n'
@@ -55,7 +44,7 @@ GRID = 256  # the density of samples is counted in GRID x GRID cells of the map
 
 def page_file(name: str) -> bytes:
     """Read a file of the explorer page, one of `PAGE_FILES`."""
-    return files("ssl_kd.workbench.explore").joinpath("page", *name.split("/")).read_bytes()
+    return (_SOURCES / name).read_bytes()
 
 
 def write_site(
@@ -204,11 +193,7 @@ def _write_sheets(
     put: Put,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Write `sheet_0.webp`, `sheet_1.webp`, ... with 1,024 pictures each; missing ones are white.
-
-    Return the layout for the page: samples in the order of their pictures, pixels of a picture, and
-    pictures in a row and in a sheet.
-    """
+    """Write `sheet_0.webp`, ... with 1,024 pictures each, missing ones white; return the layout."""
     others = np.setdiff1d(np.arange(len(samples)), examples, assume_unique=True)
     drawn = others[random_rows(len(others), pictures - len(examples), 0)]
     rows, tile, per_sheet = np.union1d(examples, drawn), TINY if is_tiny else TILE, COLUMNS**2
