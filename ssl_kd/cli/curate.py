@@ -144,11 +144,12 @@ def _check(
     def show(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: progress(stage, done, total, {})
 
-    floor, split, pictures = flags.duplicates, flags.split, None
+    floor, split, pictures, sizes = flags.duplicates, flags.split, None, None
     if run is not None and (flags.images or flags.rule == "largest"):
         pictures = run.odd_images(split, progress=show("images"))
+        write_measures(run.samples, split, pictures.measures)
+        sizes = pictures.sizes if flags.rule == "largest" else None
     copies = near_duplicates(store, floor=floor, progress=show("copies"))
-    sizes = pictures.sizes if pictures is not None and flags.rule == "largest" else None
     kept = copies.kept(floor, sizes=sizes)
     summary = (
         f"{int((~kept).sum()):,} duplicates to drop, in {len(copies.groups(floor)):,} groups; "
@@ -163,14 +164,11 @@ def _check(
         kept[list(pictures.reasons)] = False
         summary = f"{len(pictures.reasons):,} corrupt, blank or tiny images"
         tables.append(("images", summary, pictures.frame()))
-        if run is not None:
-            write_measures(run.samples, split, pictures.measures)
     if test is not None:
         leaked = leaks(store, test, floor, progress=show("leaks"))
         summary = f"{len(leaked):,} of {test.n:,} test samples are also in {split}"
         tables.append(("leaks", summary, leaked.frame()))
-    labels = None if store.labels is None else store.labels.numpy()
-    if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
+    if store.labels is not None and len(store.labels[store.labels >= 0].unique()) > 1:
         clusters = None if run is None else run.samples.column("cluster", split)
         suspect = mislabelled(store, clusters=clusters)
         n_suspect = int((suspect.columns["label"] != suspect.columns["suggested"]).sum())

@@ -10,12 +10,8 @@ from ssl_kd.report.wording import DASH, amount, base_name, duration, facts, fini
 
 TEACHER, BEFORE, STUDENT = "teacher", "student before", "student"
 MAX_PROMPTS, MAX_CHARACTERS = 12, 4000
-TEXTS = {  # field of a generation -> title of its column
-    "teacher": "teacher",
-    "before": "student before",
-    "after": "student after",
-    "reference": "reference",
-}
+# Field of a generation -> title of its column.
+TEXTS = {"teacher": TEACHER, "before": BEFORE, "after": "student after", "reference": "reference"}
 
 
 def content(run: RunResults) -> dict[str, Any]:
