@@ -41,20 +41,15 @@ class AlignedBatch:
         """Row numbers in the data set, int64 `[B]`."""
         return self.student.rows
 
-    def _joined(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ends of all rows, flattened, as if the rows were one text."""
-        length = self.ends[0].max(1, initial=0)
-        before = (np.cumsum(length) - length)[:, None]
-        student, teacher = (np.where(e > 0, e + before, 0).ravel() for e in self.ends)
-        return student, teacher
-
     def groups(self) -> Groups:
         """Return the groups of tokens that are used for distillation.
 
         All student tokens of such a group are targets, and both rows have a token before the group
         to predict its first token.
         """
-        aligned = align(*self._joined())
+        length = self.ends[0].max(1, initial=0)
+        before = (np.cumsum(length) - length)[:, None]  # as if the rows were one text
+        aligned = align(*(np.where(e > 0, e + before, 0).ravel() for e in self.ends))
         size, device = len(aligned.ends), self.student.input_ids.device
         tokens = [np.flatnonzero(side >= 0) for side in (aligned.student, aligned.teacher)]
         group_of = [aligned.student[tokens[0]], aligned.teacher[tokens[1]]]

@@ -77,12 +77,8 @@ class FeatureDataset:
             raise InputError(f"{self.name}: {error}") from error
         unknown = int((numbers < 0).sum())
         if 0 < unknown < len(numbers):
-            logger.info(
-                "%s: %d of %d samples have no label (negative, NaN or empty) and are not scored",
-                self.name,
-                unknown,
-                len(numbers),
-            )
+            text = "%s: %d of %d samples have no label (negative, NaN or empty) and are not scored"
+            logger.info(text, self.name, unknown, len(numbers))
         if names[:2] == ("-1", "1"):
             logger.info("%s: the labels -1 and 1 are used as two classes", self.name)
         if names:

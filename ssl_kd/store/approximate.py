@@ -94,11 +94,8 @@ def find_neighbors(
         finally:
             shutil.rmtree(work, ignore_errors=True)
     if record["recall"] < RECALL:
-        logger.warning(
-            "the recall of the neighbors is %.3f; expected at least %.2f: set a smaller PCA_DIM",
-            record["recall"],
-            RECALL,
-        )
+        text = "the recall of the neighbors is %.3f; expected at least %.2f: set a smaller PCA_DIM"
+        logger.warning(text, record["recall"], RECALL)
     return neighbors, record
 
 

@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -321,33 +321,21 @@ def _most_likely(
 ) -> PromptTopK:
     """Return the k most likely of `sizes` candidates of each token, which are concatenated."""
     token = torch.arange(len(sizes)).repeat_interleave(sizes)
-
-    def refuse(wrong: Tensor, message: Callable[[int], str]) -> None:
-        if wrong.any():
-            first = int(wrong.nonzero()[0])
-            raise InvalidResponse(message(first), int(token[first]) + 1)
-
-    refuse(
-        ~(values <= TOLERANCE),
-        lambda at: (
-            f"returns the log-probability {values[at]:g} of the token {ids[at]}; expected 0 or less"
-        ),
-    )
+    message = "returns the log-probability {:g} of the token {}; expected 0 or less"
+    _refuse(~(values <= TOLERANCE), token, message, values, ids)
     is_ranked = ranks > 0
     by_rank = (token * 2**31 + ranks)[is_ranked].argsort()
     ranked, of = values[is_ranked][by_rank], token[is_ranked]
     wrong = torch.zeros_like(is_ranked)
     wrong[is_ranked.nonzero()[1:, 0]] = (ranked.diff() > TOLERANCE) & (of[1:] == of[:-1])
-    refuse(wrong, lambda _: "returns log-probabilities that contradict their ranks")
+    _refuse(wrong, token, "returns log-probabilities that contradict their ranks")
     # The prompt's own token may come in addition to the most likely ones.
     counts = torch.bincount(token[ranks <= k], minlength=len(sizes))
-    refuse(
-        (counts < k)[token],
-        lambda at: (
-            f"returns the {counts[token[at]]} most likely tokens; expected at least {k}: lower "
-            "CACHE_METHOD topk:K, or raise --max-logprobs"
-        ),
+    message = (
+        f"returns the {{}} most likely tokens; expected at least {k}: lower CACHE_METHOD topk:K, "
+        "or raise --max-logprobs"
     )
+    _refuse((counts < k)[token], token, message, counts[token])
     by_value = values.argsort(stable=True, descending=True)
     by_value = by_value[token[by_value].argsort(stable=True)]
     first = by_value[(sizes.cumsum(0) - sizes)[:, None] + torch.arange(k)]
@@ -356,22 +344,25 @@ def _most_likely(
 
 def _check_distribution(top_k: PromptTopK, vocabulary: int) -> None:
     """Raise InvalidResponse if an id exceeds the vocabulary, or probabilities cannot sum to 1."""
-    if len(rows := (top_k.tokens >= vocabulary).nonzero()):
-        row, column = rows[0].tolist()
-        raise InvalidResponse(
-            f"returns the token {int(top_k.tokens[row, column])}, but the tokenizer has "
-            f"{vocabulary} tokens: the server uses another tokenizer, or the padding of its "
-            "vocabulary is untrained",
-            row + 1,
-        )
+    token, largest = torch.arange(len(top_k.tokens)), top_k.tokens.amax(-1)
+    message = (
+        f"returns the token {{}}, but the tokenizer has {vocabulary} tokens: the server uses "
+        "another tokenizer, or the padding of its vocabulary is untrained"
+    )
+    _refuse(largest >= vocabulary, token, message, largest)
     masses = top_k.log_probs.exp()
-    total = masses.sum(-1)
+    total, least = masses.sum(-1), masses[:, -1]
     # No other token is more likely than the last. Twice, since the vocabulary may be padded.
-    most = total + 2 * vocabulary * masses[:, -1]
-    if len(rows := ((total > 1 + TOLERANCE) | (most < 1 - TOLERANCE)).nonzero()):
-        row = int(rows[0])
-        raise InvalidResponse(
-            f"returns probabilities that sum to {float(total[row]):.4g}, the smallest being "
-            f"{float(masses[row, -1]):.2g}: with all other tokens they cannot sum to 1",
-            row + 1,
-        )
+    most = total + 2 * vocabulary * least
+    message = (
+        "returns probabilities that sum to {:.4g}, the smallest being {:.2g}: with all other "
+        "tokens they cannot sum to 1"
+    )
+    _refuse((total > 1 + TOLERANCE) | (most < 1 - TOLERANCE), token, message, total, least)
+
+
+def _refuse(wrong: Tensor, token: Tensor, message: str, *shown: Tensor) -> None:
+    """Raise InvalidResponse for the first entry that is wrong, with its values in the message."""
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        raise InvalidResponse(message.format(*(x[at] for x in shown)), int(token[at]) + 1)

@@ -114,11 +114,8 @@ class RunFolder:
             return
         link, new = self.path.parent / "latest", self.path.parent / f".latest.{self.path.name}"
         if link.exists() and not link.is_symlink():
-            logger.warning(
-                "%s is not a link, so it does not point to this run: this run's folder is %s",
-                link,
-                self.path,
-            )
+            message = "%s is not a link, so it does not point to this run: this run's folder is %s"
+            logger.warning(message, link, self.path)
             return
         try:
             new.unlink(missing_ok=True)

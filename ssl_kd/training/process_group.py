@@ -58,12 +58,6 @@ class ReadOnlyRunFolder(RunFolder):
         self.path, self.events = path, EventLog()
         self._checkpoints = path / "checkpoint"
 
-    def __enter__(self) -> ReadOnlyRunFolder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Do nothing, because rank 0 holds the lock of the folder."""
-
 
 @contextlib.contextmanager
 def run_folder(run: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:

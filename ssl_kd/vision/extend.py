@@ -85,14 +85,9 @@ def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSetti
     allowed = {"head": OWN_HEADS, "teacher": () if is_user_teacher else [run.teacher]}
     for name, paths in allowed.items():
         value = getattr(run, name)
-        path_of_file(
-            value,
-            value if getattr(settings, name) == value else None,
-            paths,
-            what=name,
-            file=parent.path / "config.json",
-            way=f"--{name} {value}",
-        )
+        trusted = value if getattr(settings, name) == value else None
+        file, way = parent.path / "config.json", f"--{name} {value}"
+        path_of_file(value, trusted, paths, what=name, file=file, way=way)
     own = OWN | (OWN_IF_GIVEN & given.keys())
     return run.replace(**{name: getattr(settings, name) for name in own})
 

@@ -187,21 +187,12 @@ class Extraction:
         left_out = manifest["unreadable"]
         if left_out:
             named = [f"{entry['id']} ({entry['reason']})" for entry in left_out]
-            logger.warning(
-                "%d of %d samples of %s are left out: %s. All are listed in %s (unreadable)",
-                len(left_out),
-                manifest["n"],
-                self.split,
-                "; ".join(first_few(named, 5)),
-                self.manifest_file,
-            )
+            counts, shown = (len(left_out), manifest["n"]), "; ".join(first_few(named, 5))
+            message = "%d of %d samples of %s are left out: %s. All are listed in %s (unreadable)"
+            logger.warning(message, *counts, self.split, shown, self.manifest_file)
         if readable := [entry["id"] for entry in left_out if self._is_readable_now(entry)]:
-            logger.warning(
-                "%d left-out samples can be read now, first %s: to embed them, add "
-                "--rebuild_damaged",
-                len(readable),
-                readable[0],
-            )
+            message = "%d left-out samples can be read now, first %s: to embed them, add %s"
+            logger.warning(message, len(readable), readable[0], "--rebuild_damaged")
 
     def _is_readable_now(self, entry: dict[str, Any]) -> bool:
         if isinstance(self.dataset, FeatureDataset) or entry["reason"].startswith("embedding is "):

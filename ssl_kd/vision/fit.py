@@ -202,14 +202,12 @@ def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
     splits = Splits.fit(x, likeliest, model.n_clusters, target)
     if n_splits := len(splits.parts):
         model.splits, model.options["n_splits"] = splits, n_splits
-    n_empty = model.n_clusters - len(splits(x, likeliest).unique())
-    if n_empty:
+    n_filled = len(splits(x, likeliest).unique())
+    if n_empty := model.n_clusters - n_filled:
         logger.warning(
             "%d of the %d clusters stay empty: no other cluster has distinct samples to split. "
             "Ask for %d clusters",
-            n_empty,
-            model.n_clusters,
-            model.n_clusters - n_empty,
+            *(n_empty, model.n_clusters, n_filled),
         )
 
 

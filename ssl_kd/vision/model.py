@@ -114,13 +114,10 @@ class ClusterModel(nn.Module):
         names = inspect.signature(cls).parameters
         options = {name: config[name] for name in names if name in config}
         if "head" in options:
-            way = f"from_pretrained(..., head={options['head']!r})"
-            options["head"] = path_of_file(
-                *(options["head"], head, OWN_HEADS),
-                what="head",
-                file=f"config.json of {folder}",
-                way=way,
-            )
+            named, place = options["head"], f"config.json of {folder}"
+            way = f"from_pretrained(..., head={named!r})"
+            about = {"what": "head", "file": place, "way": way}
+            options["head"] = path_of_file(named, head, OWN_HEADS, **about)
             import_head(options["head"])  # before the try: a wrong `head` is not a damaged file
         try:
             for name in ("temperature", "answer_temperature"):
