@@ -159,9 +159,8 @@ def _settings_parser(
         help = f"{rule.help} (default: {getattr(cls, name)}"
         unnamed = [choice for choice in rule.choices if choice not in rule.help]
         help += f"; {cls.allowed(name)})" if rule.bounds or unnamed else ")"
-        help += "".join(
-            f" --{alias} is per process" for alias in aliases if alias in cls.per_process
-        )
+        per_process = [alias for alias in aliases if alias in cls.per_process]
+        help += "".join(f" --{alias} is per process" for alias in per_process)
         help = help.replace("%", "%%") if show_all or name in cls.first else argparse.SUPPRESS
         flags = [f"--{flag.replace('_', '-')}" for flag in (name, *aliases)]
         store = partial(_StoreSetting, cls, names)

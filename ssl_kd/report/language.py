@@ -55,8 +55,7 @@ def _header(
     headline, lead = _headline(run, scores, points)
     if run.metrics.get("best_step") == 0:
         lead.append("No evaluation was better than the student before training, which was kept.")
-    total = (run.metrics.get("seconds") or {}).get("total")
-    if finite(total):
+    if finite(total := (run.metrics.get("seconds") or {}).get("total")):
         lead.append(f"The whole run took {duration(total)}.")
     about = [(run.config.get("data") or {}).get("name", "")]
     for model in (TEACHER, STUDENT):
@@ -86,13 +85,10 @@ def _headline(
     others = {"before training": BEFORE}
     if not metrics.get("alignment"):
         others["for the teacher"] = TEACHER
-    parts = [f"Held-out perplexity {amount(after)}"]
-    parts += [
-        f"{amount(value)} {name}"
-        for name, row in others.items()
-        if (value := _perplexity(scores, row)) is not None
-    ]
-    headline, steps = ", ".join(parts), metrics.get("steps")
+    headline, steps = f"Held-out perplexity {amount(after)}", metrics.get("steps")
+    for name, row in others.items():
+        if (value := _perplexity(scores, row)) is not None:
+            headline += f", {amount(value)} {name}"
     for term, n in (metrics.get("learned_from") or {}).items():
         if finite(steps) and n < steps:
             headline += f"; {term} learned from {n:,} of {steps:,} steps"

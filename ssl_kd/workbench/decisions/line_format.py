@@ -93,11 +93,7 @@ def _form(do: str, form: str, is_request: bool) -> dict[str, Any]:
 
 
 def check_line(line: Any, *, is_request: bool = False) -> dict[str, Any]:
-    """Return a decision unchanged after a check of its fields and their values.
-
-    A request of the page has no id, time, samples and digest, null for the number of a new cluster,
-    and no parts for a split by the tree. It may check a whole cluster.
-    """
+    """Return a decision, or the request for one, unchanged after a check of its fields."""
     required = ("do",) if is_request else REQUIRED
     if not isinstance(line, dict):
         raise InputError(

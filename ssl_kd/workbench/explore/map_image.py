@@ -17,9 +17,7 @@ NUMBERED = 40  # clusters that get their number on the map, the largest ones
 SMALLEST, LARGEST, DPI = 64, 4096, 100  # pixels of a side, and of an inch
 
 
-def map_image(
-    places: NDArray[np.float32], columns: Columns, color: str = "cluster", width: int = 800
-) -> Image.Image:
+def map_image(places: NDArray[np.float32], columns: Columns, color: str, width: int) -> Image.Image:
     """Draw samples at `places` `[n, 2]`, colored by a column, on `width` x `width` pixels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

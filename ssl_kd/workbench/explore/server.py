@@ -203,10 +203,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Call `answer` with path and query; send an error of one line if it raises."""
         try:
             if self.headers.get_all("Host", []) not in ([host] for host in self._hosts()):
-                raise _Refused(
-                    HTTPStatus.FORBIDDEN,
-                    "the request is for another host; expected 127.0.0.1 or localhost",
-                )
+                reason = "the request is for another host; expected 127.0.0.1 or localhost"
+                raise _Refused(HTTPStatus.FORBIDDEN, reason)
             path, _, query = self.path.partition("?")
             answer(path, query)
         except _Refused as error:
@@ -225,13 +223,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _get(self, path: str, query: str) -> None:
         server = self.server
         is_address = server.has_token(*parse_qs(query).get("token", []))
-        if not is_address and not server.has_token(
-            self.headers.get("X-Token", ""), *self._cookies()
-        ):
-            raise _Refused(
-                HTTPStatus.FORBIDDEN,
-                "no token: open the address that ssl_kd explore printed, with its token",
-            )
+        sent = self.headers.get("X-Token", ""), *self._cookies()
+        if not is_address and not server.has_token(*sent):
+            reason = "no token: open the address that ssl_kd explore printed, with its token"
+            raise _Refused(HTTPStatus.FORBIDDEN, reason)
         name = path.removeprefix("/")
         if name in ("", PAGE):
             return self._send(server.page(), _TYPES["html"], cookie=is_address)
@@ -280,16 +275,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         lengths = self.headers.get_all("Content-Length", [])
         if not lengths or self.headers.get_all("Transfer-Encoding"):
-            raise _Refused(
-                HTTPStatus.LENGTH_REQUIRED, "expected a body with Content-Length, not in chunks"
-            )
+            reason = "expected a body with Content-Length, not in chunks"
+            raise _Refused(HTTPStatus.LENGTH_REQUIRED, reason)
         if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdecimal()):
             raise _Refused(HTTPStatus.BAD_REQUEST, "expected one Content-Length header, a number")
         if len(lengths[0]) > 12 or (length := int(lengths[0])) > LARGEST:
-            raise _Refused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"expected a body of at most {LARGEST >> 20} MiB",
-            )
+            reason = f"expected a body of at most {LARGEST >> 20} MiB"
+            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
         if len(body := self.rfile.read(length)) < length:
             raise ConnectionResetError("the connection ended within the body of a request")
         return body
@@ -297,17 +289,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _row(self, name: str) -> int:
         text, n = name.rpartition("/")[2], len(self.server.samples)
         if not is_number(text) or int(text) >= n:
-            raise _Refused(
-                HTTPStatus.NOT_FOUND, f"there is no sample {text[:20]!r}; expected 0 to {n - 1}"
-            )
+            reason = f"there is no sample {text[:20]!r}; expected 0 to {n - 1}"
+            raise _Refused(HTTPStatus.NOT_FOUND, reason)
         return int(text)
 
     def _image(self, row: int) -> None:
-        image = self.server.samples.image(row)
-        if image is None:
-            raise _Refused(
-                HTTPStatus.NOT_FOUND, "the run was trained on features and has no images"
-            )
+        if (image := self.server.samples.image(row)) is None:
+            reason = "the run was trained on features and has no images"
+            raise _Refused(HTTPStatus.NOT_FOUND, reason)
         target = io.BytesIO()
         fitted(image, IMAGE_SIDE).save(target, "JPEG", quality=85)
         self._send(target.getvalue(), "image/jpeg", keep=True)
