@@ -64,15 +64,9 @@ class Content:
                 f"no sample of {samples.path} is in the selected splits and clusters: select more "
                 "of them"
             )
-        checked = curation.checked
-        return cls(
-            samples,
-            rows,
-            after,
-            curation.names,
-            checked if checked.any() else None,
-            "".join(json.dumps(line) + "\n" for line in lines),
-        )
+        checked = curation.checked if curation.checked.any() else None
+        decisions = "".join(json.dumps(line) + "\n" for line in lines)
+        return cls(samples, rows, after, curation.names, checked, decisions)
 
     def __len__(self) -> int:
         return len(self.rows)
