@@ -51,6 +51,10 @@ class AlignedBatch:
         before = (np.cumsum(length) - length)[:, None]  # as if the rows were one text
         aligned = align(*(np.where(e > 0, e + before, 0).ravel() for e in self.ends))
         size, device = len(aligned.ends), self.student.input_ids.device
+
+        def moved(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
         tokens = [np.flatnonzero(side >= 0) for side in (aligned.student, aligned.teacher)]
         group_of = [aligned.student[tokens[0]], aligned.teacher[tokens[1]]]
         firsts = [tokens[k][np.searchsorted(group_of[k], np.arange(size))] for k in (0, 1)]
@@ -64,25 +68,15 @@ class AlignedBatch:
             chosen = is_used[group_of[k]]
             rows, group = tokens[k][chosen] - 1, number[group_of[k][chosen]]
             first = np.searchsorted(group, np.arange(is_used.sum()))
-            sides.append(
-                Positions(
-                    torch.from_numpy(rows).to(device),
-                    torch.from_numpy(self.ids[k].ravel()[rows + 1]).to(device),
-                    torch.from_numpy(group).to(device),
-                    torch.from_numpy(first).to(device),
-                )
-            )
+            ids = self.ids[k].ravel()[rows + 1]
+            sides.append(Positions(moved(rows), moved(ids), moved(group), moved(first)))
         single = [np.bincount(group_of[k], minlength=size) == 1 for k in (0, 1)]
         one_to_one = (single[0] & single[1])[is_used]
         token = [torch.from_numpy(self.ids[k].ravel()[firsts[k][is_used]]) for k in (0, 1)]
         matched = torch.from_numpy(one_to_one) & self.vocabulary.same_text(*token)
-        return Groups(
-            sides[0],
-            sides[1],
-            matched.to(device),
-            torch.from_numpy(one_to_one).to(device),
-            torch.from_numpy(np.diff(aligned.ends, prepend=0)[is_used]).to(device),
-        )
+        characters = np.diff(aligned.ends, prepend=0)[is_used]
+        left, right = sides
+        return Groups(left, right, matched.to(device), moved(one_to_one), moved(characters))
 
 
 @dataclass(frozen=True)
@@ -309,12 +303,7 @@ def _lay_out(
         n = len(row.ids)
         ids[place, :n], ends[place, :n], counts[place, :n] = row.ids, row.ends, row.counts
         documents[place, :n] = 1
-    blocks = Blocks(
-        torch.from_numpy(ids),
-        torch.from_numpy(counts),
-        torch.from_numpy(documents),
-        torch.tensor(characters),
-        first_few(left_out),
-        digest_of(ids, ends, counts),
-    )
+    tokens, targets, numbers = map(torch.from_numpy, (ids, counts, documents))
+    learned, shown = torch.tensor(characters), first_few(left_out)
+    blocks = Blocks(tokens, targets, numbers, learned, shown, digest_of(ids, ends, counts))
     return blocks, torch.from_numpy(ends)

@@ -398,15 +398,9 @@ def in_rows(
             counts[place, begin:end] = piece.counts
             documents[place, begin:end] = number
             characters[place] += piece.characters
-    return Blocks(
-        torch.from_numpy(ids),
-        torch.from_numpy(counts),
-        torch.from_numpy(documents),
-        torch.from_numpy(characters),
-        (*first_few(left_out), *first_few(cut, 5)),
-        digest_of(ids, counts, documents),
-        turns,
-    )
+    digest, shown = digest_of(ids, counts, documents), (*first_few(left_out), *first_few(cut, 5))
+    tokens, targets, numbers, learned = map(torch.from_numpy, (ids, counts, documents, characters))
+    return Blocks(tokens, targets, numbers, learned, shown, digest, turns)
 
 
 def isolates_documents(model: Any) -> bool:

@@ -69,15 +69,9 @@ class ArrayDataset(ImageDataset):
     ) -> None:
         if labels is not None:
             labels = np.asarray(labels, dtype=np.int64)
-        super().__init__(
-            name,
-            split,
-            ids or [f"{name}/{split}/{i}" for i in range(len(arrays))],
-            labels,
-            class_names,
-            digest_array(arrays, labels),
-            np.ascontiguousarray(arrays),
-        )
+        ids = ids or [f"{name}/{split}/{i}" for i in range(len(arrays))]
+        digest, arrays = digest_array(arrays, labels), np.ascontiguousarray(arrays)
+        super().__init__(name, split, ids, labels, class_names, digest, arrays)
 
     def image(self, i: int) -> Image.Image:
         """Return image `i` in mode `L` or `RGB`."""
@@ -128,14 +122,8 @@ class FolderDataset(ImageDataset):
                 )
             number = {name: i for i, name in enumerate(names)}
             labels = np.array([-1 if c is None else number[c] for c in first], dtype=np.int64)
-        super().__init__(
-            name,
-            split,
-            list(map(image_id, self.paths)),
-            labels,
-            names,
-            digest_files(self.root, self.paths),
-        )
+        ids, digest = list(map(image_id, self.paths)), digest_files(self.root, self.paths)
+        super().__init__(name, split, ids, labels, names, digest)
 
     def image_file(self, i: int) -> Path:
         """Return the file of image `i`."""

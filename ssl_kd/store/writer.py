@@ -234,11 +234,9 @@ class ShardWriter(Generic[S]):
             try:
                 if self.publish() is None:
                     raise ValueError(f"{self.name}: shards of other writers are not stored yet")
+                # Each shard was checked when it was written or recovered.
                 self._store = self.kind(
-                    self.folder,
-                    self.name,
-                    expect=self.fingerprint,
-                    verify=False,  # each shard was checked when it was written or recovered
+                    self.folder, self.name, expect=self.fingerprint, verify=False
                 )
             finally:
                 self._release()

@@ -229,10 +229,10 @@ class MultiHeadClusterer(
     def _train(self, x: Tensor, settings: VisionSettings, n_clusters: int) -> Self:
         auto = settings.n_clusters == AUTO
         precision = Precision.for_device(settings.device, settings.use_fp16)
+        given = None if auto else n_clusters
         rows = x
         if settings.searches_graph:
-            k = None if auto else n_clusters
-            rows = x[training_rows(len(x), x.__getitem__, settings.seed, k)]
+            rows = x[training_rows(len(x), x.__getitem__, settings.seed, given)]
         projection = Projection.fit(rows, settings.pca_dim)
         projected = projection(rows)
         gather = projected.__getitem__
@@ -240,13 +240,8 @@ class MultiHeadClusterer(
         neighbors = nearest_neighbors(rows, k, device=precision.device)
         partition, self.number_ = None, None
         if auto or (settings.by_graph and n_clusters > 1):
-            partition = partition_of(
-                None if auto else n_clusters,
-                neighbors,
-                rows.__getitem__,
-                projected,
-                precision.device,
-            )
+            device, read = precision.device, rows.__getitem__
+            partition = partition_of(given, neighbors, read, projected, device)
             n_clusters, self.number_ = partition.n_clusters, partition.number
             partition = partition if settings.by_graph else None
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)

@@ -54,13 +54,8 @@ def make_trainer(
 
     `numbers` are the indices of the heads that this process trains; None for all heads.
     """
-    make = head_maker(
-        heads.head,
-        dim,
-        n_clusters,
-        hidden_dim=heads.hidden_dim,
-        bottleneck_dim=heads.bottleneck_dim,
-    )
+    widths = {"hidden_dim": heads.hidden_dim, "bottleneck_dim": heads.bottleneck_dim}
+    make = head_maker(heads.head, dim, n_clusters, **widths)
     thresholds = Thresholds(min_parts=-(-heads.n_heads // 4))  # a quarter of the heads
     numbers = range(heads.n_heads) if numbers is None else numbers
     _check_memory(heads, len(numbers), parameters_of(make), precision.device)

@@ -95,13 +95,10 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
     partition = None
     if settings.searches_graph:
         with clock("graph"):
+            device, report = context.precision.device, _reporter("graph", context.progress)
+            projected = rows(torch.arange(rows.n))
             partition = partition_of(
-                n_clusters,
-                neighbors,
-                rows.embeddings,
-                rows(torch.arange(rows.n)),
-                context.precision.device,
-                _reporter("graph", context.progress),
+                n_clusters, neighbors, rows.embeddings, projected, device, report
             )
             n_clusters = partition.n_clusters
     assert n_clusters is not None
