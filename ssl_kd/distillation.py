@@ -31,12 +31,8 @@ from ssl_kd.training.ranks import following, follows
 
 TEXTS = Path("data") / "texts"
 # Settings that are arguments of `Distillation` under other names.
-_ARGUMENTS = {
-    "teacher_model": "teacher",
-    "student_model": "student",
-    "data_path": "texts",
-    "eval_path": "eval_texts",
-}
+_ARGUMENTS = {"teacher_model": "teacher", "student_model": "student"}
+_ARGUMENTS |= {"data_path": "texts", "eval_path": "eval_texts"}
 _NAMING = partial(named_as_arguments, LanguageSettings, **_ARGUMENTS)
 
 Texts = str | os.PathLike[str] | Iterable[str | Mapping[str, Any]]
@@ -130,9 +126,7 @@ class Distillation:
 
 
 def distilled(
-    settings: LanguageSettings,
-    models: InMemoryModels = NO_MODELS,
-    progress: Progress = no_progress,
+    settings: LanguageSettings, models: InMemoryModels = NO_MODELS, progress: Progress = no_progress
 ) -> DistilledRun:
     """Train and score a student; the first process writes the report and pushes the student."""
     if follows():

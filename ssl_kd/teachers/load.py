@@ -245,14 +245,9 @@ def _timm(
 
     data = resolve_data_config(model=model)
     size = image_size or data["input_size"][-1]
-    transform = Transform(
-        size,
-        math.floor(size / data["crop_pct"]),
-        data["interpolation"],
-        tuple(data["mean"]),
-        tuple(data["std"]),
-        data["crop_mode"] == "squash",
-    )
+    resize, squash = math.floor(size / data["crop_pct"]), data["crop_mode"] == "squash"
+    mean, std = tuple(data["mean"]), tuple(data["std"])
+    transform = Transform(size, resize, data["interpolation"], mean, std, squash)
     prefix: int | None = getattr(model, "num_prefix_tokens", None)
     if token != "class" and prefix is None:
         raise InputError(f"TOKEN is {token!r}, but {name} has no patch tokens: set it to 'class'")
@@ -368,11 +363,7 @@ def _torchvision(name: str, state: State | None, image_size: int | None, token: 
             raise _misfit(f"torchvision:{name}", error) from error
     native: Any = weights.transforms()
     size = image_size or native.crop_size[0]
-    transform = Transform(
-        size,
-        round(size * native.resize_size[0] / native.crop_size[0]),
-        native.interpolation.value,
-        tuple(native.mean),
-        tuple(native.std),
-    )
+    resize = round(size * native.resize_size[0] / native.crop_size[0])
+    mean, std = tuple(native.mean), tuple(native.std)
+    transform = Transform(size, resize, native.interpolation.value, mean, std)
     return Network(f"torchvision:{name}", model, lambda x: model(x).flatten(1), transform)
