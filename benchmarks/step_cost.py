@@ -217,8 +217,8 @@ def print_official(checkout: Path, pairs: int) -> None:
         for half in (False, True):
             trainer = trainer_of(shape, half=half)
             sides = (partial(trainer.step, views, 1e-4), partial(peer, views))
-            timers = (partial(timeit, side, number=1) for side in sides)
-            ours, official, ratios = map(statistics.median, in_pairs(*timers, pairs))
+            mine, theirs = (partial(timeit, side, number=1) for side in sides)
+            ours, official, ratios = map(statistics.median, in_pairs(mine, theirs, pairs))
             cells += [ours, ratios] if half else [official, ours, ratios]
         peaks = [
             f"{number_of('step_cost', '--memory-of', side, '--shape', str(index)):.0f}"

@@ -28,7 +28,8 @@ def in_pairs(
     base: Callable[[], float], way: Callable[[], float], pairs: int
 ) -> tuple[list[float], list[float], list[float]]:
     """Measure two ways in turns after a warm-up; return both results and `way / base` by pair."""
-    base(), way()
+    base()
+    way()
     of_base, of_way = in_turns({"base": base, "way": way}, pairs).values()
     return of_base, of_way, [y / x for x, y in zip(of_base, of_way, strict=True)]
 

@@ -285,5 +285,5 @@ def _digest(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(repr(sorted(about.items())).encode())
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {x.dtype} {[*x.shape]}".encode())
-        digest.update(x.flatten().view(torch.uint8).numpy())
+        digest.update(x.flatten().view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
     return digest.hexdigest()

@@ -295,7 +295,8 @@ class ScriptWatch:
 def _plain(values: object) -> list[Tensor]:
     """Return the tensors with values of their own: none of a compiler or of torch.func."""
     plain = [x.detach() for x in tree_leaves(values) if type(x) in (Tensor, nn.Parameter)]
-    return [x for x in plain if not torch._C._functorch.is_functorch_wrapped_tensor(x)]
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return [x for x in plain if not functorch.is_functorch_wrapped_tensor(x)]
 
 
 def _has_nan(tensors: Sequence[Tensor]) -> bool:

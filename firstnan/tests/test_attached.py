@@ -242,7 +242,8 @@ def test_a_gradient_that_was_left_out_keeps_its_memory_for_a_cuda_graph():
     guard = Guard(model, optimizer).attach()
     for x in (0.1, -99.0, 0.1):
         loss = model(torch.full((2, 6), x)).square().mean()
-        torch._foreach_copy_(memory, torch.autograd.grad(loss, weights))
+        for kept, gradient in zip(memory, torch.autograd.grad(loss, weights), strict=True):
+            kept.copy_(gradient)
         optimizer.step()
     assert guard.updates.tolist() == [2] and guard.steps == 3
 

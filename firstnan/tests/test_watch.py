@@ -118,7 +118,7 @@ def test_a_model_that_returns_its_loss_with_the_logits_is_repeated_once():
 
 def test_a_pass_with_other_weights_is_repeated_with_them():
     watch = Watch(nn.Sequential(nn.Linear(4, 4), Op(torch.sqrt)))
-    zero = {"0.weight": watch.model[0].weight * 0, "0.bias": torch.zeros(4)}
+    zero = {"0.weight": watch.model.get_parameter("0.weight") * 0, "0.bias": torch.zeros(4)}
     torch.func.functional_call(watch.model, zero, X).sum().backward()
     assert watch.explain().fault.backward and watch.explain().module == "Sequential.1"
 

@@ -439,7 +439,7 @@ def test_a_teacher_that_writes_nan_is_refused_before_anything_is_kept(
 ):
     monkeypatch.chdir(tmp_path)
     draw, broken = rollouts_module._Draw.__call__, math.nan
-    monkeypatch.setattr(rollouts_module._Draw, "__call__", lambda *a: draw(*a[:2], a[2] * broken))
+    monkeypatch.setattr(rollouts_module._Draw, "__call__", lambda a, b, c: draw(a, b, c * broken))
     changes = {**OWN, "on_policy": 0.0, "teacher_text": 1.0, "rollout_temperature": 0.0}
     with pytest.raises(InputError, match=r"are not finite in 115 of 115 rows that it continues"):
         run(settings(**changes))

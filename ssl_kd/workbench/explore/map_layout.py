@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.spatial import cKDTree
+from scipy.spatial import KDTree
 from torch import Tensor
 
 from firstnan.finite import safe_normalize
@@ -102,7 +102,7 @@ def lay_out(
 
 def _gaps(laid: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the distance of each landmark to the nearest other one on the map, clipped, `[m]`."""
-    distances: Any = cKDTree(laid).query(laid, 2)[0]  # the nearest one is the landmark itself
+    distances: Any = KDTree(laid).query(laid, 2)[0]  # the nearest one is the landmark itself
     return np.minimum(distances[:, 1], np.quantile(distances[:, 1], 0.9))
 
 
