@@ -22,7 +22,7 @@ from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.run_record import (
     card_facts,
     config_facts,
-    log_loss,
+    log_loss_inputs,
     log_step,
     log_training_outcome,
     metrics_facts,
@@ -96,7 +96,7 @@ def run(
                 row, generations["before"] = ranks.from_first(before)
                 table.append(row)
                 progress("judge", 1, 2, {})
-            log_loss(prepared.settings)
+            log_loss_inputs(prepared)
             with clock("train"), signals.between_steps():
                 best = _train(folder, prepared, distiller, steps, signals, judge, progress)
             log_training_outcome(distiller, best.step)

@@ -14,11 +14,10 @@ from firstnan.parts import TooFewHealthyParts
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.render import describe_turns
 from ssl_kd.language.prepare import Prepared
-from ssl_kd.language.setting_groups import LossSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.teachers.card import without_folders
-from ssl_kd.teachers.causal import CausalLM
+from ssl_kd.teachers.causal import CausalLM, without_adapters
 from ssl_kd.training.folder import versions
 
 logger = logging.getLogger(__name__)
@@ -112,15 +111,21 @@ def metrics_facts(prepared: Prepared, distiller: Distiller, steps: int) -> dict[
     }
 
 
-def log_loss(loss: LossSettings) -> None:
-    """Log the weights of the loss terms and the temperature before training."""
+def log_loss_inputs(prepared: Prepared) -> None:
+    """Log the shape of the logits, the temperature and the loss weights before training."""
+    settings, models = prepared.settings, {"student": prepared.student.model}
+    if prepared.frozen is not None:
+        models["teacher"] = prepared.frozen.model
+    rows = f"{settings.batch_size}, {settings.block_size}"
+    heads = {name: without_adapters(lm).get_output_embeddings() for name, lm in models.items()}
     logger.info(
-        "loss weights: ce %g, kd %g; temperature %g (the divergence is multiplied by its square,"
-        " %g)",
-        loss.alpha_ce,
-        loss.alpha_kd,
-        loss.temperature,
-        loss.temperature**2,
+        "logits: %s; temperature %g (the divergence is multiplied by its square, %g); loss"
+        " weights: ce %g, kd %g",
+        ", ".join(f"{name} [{rows}, {len(head.weight)}]" for name, head in heads.items()),
+        settings.temperature,
+        settings.temperature**2,
+        settings.alpha_ce,
+        settings.alpha_kd,
     )
 
 
