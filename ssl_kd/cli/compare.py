@@ -16,8 +16,10 @@ def compare(argv: Sequence[str]) -> int:
     parser = FlagParser(prog="ssl_kd compare", description=about)
     for name in ("RUN_A", "RUN_B"):
         parser.add_argument(name, help="folder of a finished clustering run")
-    page = "new page, with its numbers in a .json beside it; default: compare-RUN_B.html in RUN_A, "
-    page += "which is replaced"
+    page = (
+        "new page, with its numbers in a .json beside it; default: compare-RUN_B.html in RUN_A, "
+        "which is replaced"
+    )
     parser.add_argument("--out", type=home_resolved, metavar="FILE", help=page)
     flags = parser.parse_args(argv)
     folders = [run_folder(folder) for folder in (flags.RUN_A, flags.RUN_B)]

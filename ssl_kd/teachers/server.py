@@ -130,10 +130,10 @@ class CompletionServer:
         with probabilities that cannot sum to 1. The message names the token from the text `where`,
         in which the prompt begins at the token `first`.
         """
-        request = {"model": self.model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
-        request["prompt_logprobs"] = k
         from ssl_kd.teachers.prompt_logprobs import parse  # needs msgspec
 
+        options = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
+        request = {"model": self.model, "prompt": list(prompt), **options}
         try:
             content = self._request("completions", request)
             with _PARSING:
