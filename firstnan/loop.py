@@ -23,7 +23,7 @@ from firstnan.faults import Kinds, Observation, Stage, Thresholds
 from firstnan.finite import compute_dtype
 from firstnan.health import Health, is_healthy, rescale_
 from firstnan.norms import look, norm_of, read
-from firstnan.optimizers import Optimizers
+from firstnan.optimizers import Optimizers, withhold
 from firstnan.parts import SHARED, SNAPSHOT_EVERY, ModuleParts, Parameters, TooFewHealthyParts
 from firstnan.recovery import Recovery, with_all_kinds
 from firstnan.terms import LossTerms, by_name
@@ -267,9 +267,7 @@ class Guard:
             self._parts.snapshot(due, self.steps, self.snapshot_every)
         for i, part in enumerate(self._parts):
             if not healthy[i]:
-                for p in part.weights:  # no gradient, no update: not even by momentum or decay
-                    self.withheld.append((p, p.grad))
-                    p.grad = None
+                self.withheld += withhold(part.weights)
             elif gradients[i] and self.clip_grad is not None:
                 clip_grads_with_norm_(part.weights, self.clip_grad, norms[i])
 

@@ -73,6 +73,14 @@ def judged_first(
     return (optimizer,), {**kwargs, "closure": closure_first}
 
 
+def withhold(weights: Iterable[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    """Take gradients away, so that a step changes nothing, not even by momentum or decay."""
+    withheld = [(p, p.grad) for p in weights]
+    for p, _ in withheld:
+        p.grad = None
+    return withheld
+
+
 def give_back(withheld: list[tuple[Tensor, Tensor | None]]) -> None:
     """Set gradients that a step was not to see to 0; a CUDA graph goes on to write into them."""
     while withheld:

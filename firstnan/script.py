@@ -36,7 +36,7 @@ from firstnan.bundle import library, save
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK, UserError
 from firstnan.microscope import Microscope
 from firstnan.norms import are_finite, norm_of
-from firstnan.optimizers import give_back, judged_first, stand_in, unscale_
+from firstnan.optimizers import give_back, judged_first, stand_in, unscale_, withhold
 from firstnan.recorder import is_first_run
 from firstnan.watch import FINITE_AGAIN, OUTSIDE, Finding, Watch, first_finding
 
@@ -66,6 +66,7 @@ class ScriptWatch:
         self._losses: list[Tensor] = []
         self._stale: set[nn.Module] = set()  # models that have been updated since their passes
         self._backwards, self._checked, self._overflows = 0, 0, 0
+        self._ranks: Agreement | None = None  # made at the first step, after the process group
         self._skips = False  # whether the present step is left out
         self._withheld: list[tuple[Tensor, Tensor | None]] = []  # its weights and their gradients
         self._others: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()  # stand-ins
@@ -186,8 +187,10 @@ class ScriptWatch:
         gradients = [p.grad for p in weights if p.grad is not None]
         bad = not are_finite([norm_of(gradients), *self._losses])
         if self.on_bad == "skip":  # on all ranks, or their weights would differ
-            ranks = Agreement(None, weights[0].device, f"--on-bad skip, step {self.steps}")
-            bad = bool(ranks.exchange("bad", torch.tensor([float(bad)])).any())
+            made = "python -m firstnan --on-bad skip"
+            self._ranks = self._ranks or Agreement(None, weights[0].device, made)
+            flags = self._ranks.exchange(f"step {self.steps}", torch.tensor([float(bad)]))
+            bad = bool(flags.any())
         step, self.steps = self.steps, self.steps + 1
         try:
             if bad:
@@ -196,9 +199,7 @@ class ScriptWatch:
             self._forget(weights)
         if bad and self.on_bad == "skip":
             self._skips = True
-            self._withheld = [(p, p.grad) for p in weights]
-            for p in weights:
-                p.grad = None
+            self._withheld = withhold(weights)
 
     def _judge_end(self) -> None:
         """Report a bad step that a check of the script itself ended before the optimizer's."""
