@@ -32,12 +32,11 @@ test: $(VENV)/.installed-dev ## Set up, then run the short tests: make test ARGS
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m 'not slow' $(ARGS)
 
-lint: $(VENV)/.installed-dev ## Check style, types, import floors and the lines of each room
+lint: $(VENV)/.installed-dev ## Check style, types and import floors
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
-	$(PY) .ci/lines.py
 
 docs: $(VENV)/.installed-site ## Build the site into site/; what is built loads nothing from the network
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
