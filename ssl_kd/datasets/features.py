@@ -25,6 +25,7 @@ from ssl_kd.datasets.tables import (
     open_table,
     readable_values,
 )
+from ssl_kd.datasets.usage import Usage, counted
 from ssl_kd.errors import InputError
 from ssl_kd.files import load_tensors
 
@@ -37,7 +38,7 @@ class FeatureDataset:
     """A data set of feature vectors `[n, d]` with names and, if known, classes.
 
     `labels` are int64 `[n]`, -1 where unknown, or None if no row is labeled. `rows` shows what the
-    rows are.
+    rows are, and `usage` says what of the file is used.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class FeatureDataset:
         ids: Sequence[Any] | None = None,
         class_names: tuple[str, ...] | None = None,
         rows: Rows | None = None,
+        usage: Usage | None = None,
     ) -> None:
         if features.ndim != 2 or not features.size or features.dtype.kind not in "fiub":
             raise InputError(
@@ -65,6 +67,8 @@ class FeatureDataset:
         self.split = split
         self.features = features
         self.ids = row_names(len(features), ids)
+        n, width = features.shape
+        self.usage = usage or Usage(f"{counted(n, 'row')} of features, {width:,} wide")
         self.labels: np.ndarray | None = None
         self.class_names: tuple[str, ...] | None = None
         if labels is not None:

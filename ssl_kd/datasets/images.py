@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from ssl_kd.datasets.decode import UnreadableImage, decode
+from ssl_kd.datasets.usage import LeftOut, Usage, counted
 from ssl_kd.errors import InputError
 from ssl_kd.files import release_pages
 
@@ -40,11 +41,20 @@ class ImageDataset:
     class_names: tuple[str, ...] | None
     fingerprint: str  # SHA-256 of the content
     arrays: np.ndarray | None = None  # uint8 [n, h, w] or [n, h, w, 3]; None for image files
+    left_out: Sequence[LeftOut] = ()  # what of the source is not in the data set
 
     pictured: ClassVar[bool] = True  # as in FeatureDataset
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def usage(self) -> Usage:
+        """What of the source is used, and what is left out."""
+        used = counted(len(self), "image")
+        if self.class_names is not None:
+            used += f" of {counted(len(self.class_names), 'class', 'classes')}"
+        return Usage(used, self.left_out)
 
     def image_file(self, i: int) -> Path | None:
         """Return the file of image `i`, or None if the images are not separate files."""

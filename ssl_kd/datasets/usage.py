@@ -47,3 +47,12 @@ class Usage:
         logger.info("%s: %s", printable(name), printable(self.used))
         for part in self.left_out:
             logger.warning("%s: not used: %s", printable(name), part)
+
+
+def counted(n: int, singular: str, plural: str | None = None) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "image"), counted(1200, "image"), counted(0, "class", "classes")
+    ('1 image', '1,200 images', '0 classes')
+    """
+    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"

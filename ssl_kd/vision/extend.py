@@ -139,7 +139,7 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
             save_model(extended, folder)
             metrics = _write_results(folder, parent, model, extended, assignments)
             metrics["extended"] |= {name: added[name] for name in ("run", "dataset")}
-            data = about_data(dataset, {"train": store}, extended.n_clusters)
+            data = about_data({"train": dataset}, {"train": store}, extended.n_clusters)
             data["pictured"] |= has_pictures(parent.metrics)
             metrics |= {"dataset": data, "teacher": parent.metrics["teacher"]}
             if (parent.path / DECIDED).is_file():

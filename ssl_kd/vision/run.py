@@ -73,7 +73,7 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
         folder.check_code(_user_code(settings.head, settings.loss))
         context = RunContext(settings, folder, precision, clock, signals, progress, head_ranks)
         with clock("extract"):
-            train_set, teacher, stores = _embed(context)
+            datasets, teacher, stores = _embed(context)
         store = stores["train"]
         n_clusters = n_clusters_of(settings.n_clusters, store.class_names, store.n)
         blocks = (block for _, block in store.blocks(ROWS_PER_BLOCK))
@@ -83,7 +83,7 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
         trained = learn(context, store, n_clusters)
         give_back_memory()
         metrics = judge(context, stores, trained) | {
-            "dataset": about_data(train_set, stores, trained.model.n_clusters),
+            "dataset": about_data(datasets, stores, trained.model.n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
             **trained.about,
             "events": folder.count_events(),
@@ -93,8 +93,10 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
         return folder.path
 
 
-def _embed(context: RunContext) -> tuple[Dataset, Teacher, dict[str, EmbeddingStore]]:
-    """Return the training set, the teacher, and the embeddings of each split."""
+def _embed(
+    context: RunContext,
+) -> tuple[dict[str, Dataset], Teacher, dict[str, EmbeddingStore]]:
+    """Return the data of each split, the teacher, and the embeddings of each split."""
     settings, folder, precision = context.settings, context.folder, context.precision
     extractions = open_extractions(settings, precision, progress=context.progress)
     train = extractions["train"]
@@ -104,7 +106,8 @@ def _embed(context: RunContext) -> tuple[Dataset, Teacher, dict[str, EmbeddingSt
     resolved = settings.replace(embeddings_dir=str(train.folder)).to_dict()
     folder.update_json("config.json", settings=resolved)
     stores = {split: extraction.store() for split, extraction in extractions.items()}
-    return train.dataset, train.teacher, stores
+    datasets = {split: extraction.dataset for split, extraction in extractions.items()}
+    return datasets, train.teacher, stores
 
 
 def open_extractions(
@@ -165,8 +168,12 @@ def cache_folder(
 
 
 def open_samples(data: DataSettings) -> Dataset:
-    """Open the training split of DATASET; log a hint if its folders might be labels."""
+    """Open the training split of DATASET, and log what of it is used.
+
+    A hint is logged if its folders might be labels.
+    """
     dataset = open_dataset(data.dataset, "train", **data.open_options)
+    dataset.usage.log(f"{data.dataset} (train)")
     if isinstance(dataset, FolderDataset) and dataset.folders and dataset.labels is None:
         logger.info(
             "%s: its %d folders (%s) are not used as labels. If they are classes, score the "
@@ -212,6 +219,8 @@ def open_data(
         except NoSuchSplit:
             test_set = None
 
+    if test_set is not None:
+        test_set.usage.log(f"{embedding.dataset_test or embedding.dataset} (test)")
     teacher = teacher_of(embedding, train_set, precision)
     return {"train": train_set} | ({} if test_set is None else {"test": test_set}), teacher
 
@@ -267,10 +276,10 @@ def n_clusters_of(
 
 
 def about_data(
-    dataset: Dataset, stores: dict[str, EmbeddingStore], n_clusters: int
+    datasets: Mapping[str, Dataset], stores: Mapping[str, EmbeddingStore], n_clusters: int
 ) -> dict[str, Any]:
     """Return the facts about the data set that `metrics.json` holds as `dataset`."""
-    store = stores["train"]
+    dataset, store = datasets["train"], stores["train"]
     return {
         "name": dataset.name,
         "pictured": dataset.pictured,
@@ -282,4 +291,5 @@ def about_data(
         "labelled": store.labels is not None,
         "n_labelled": 0 if store.labels is None else int((store.labels >= 0).sum()),
         "unreadable": len(store.manifest.get("unreadable", [])),
+        "usage": {split: data.usage.to_dict() for split, data in datasets.items()},
     }

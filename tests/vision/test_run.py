@@ -424,6 +424,24 @@ def test_partly_labelled_images_are_judged_by_the_labels_there_are(settings, tmp
     assert "(64 of 96 training samples are labelled)" in str(results_table(found).title)
 
 
+def test_what_of_the_data_is_used_is_in_the_log_once_and_in_the_metrics(
+    settings, tmp_path, digits, caplog
+):
+    save_images(tmp_path / "pictures" / "train", digits[0][:40])
+    save_images(tmp_path / "pictures" / "test", digits[0][40:60])
+    with caplog.at_level("INFO", "ssl_kd"):
+        pictures = {"dataset": str(tmp_path / "pictures"), "image_size": 8, "n_clusters": 5}
+        done = run(settings(**pictures))
+        of_features = run(settings(embeddings_dir=str(tmp_path / "others")))
+    lines = [record.message for record in caplog.records]
+    for split, n in {"train": 40, "test": 20}.items():
+        assert lines.count(f"{tmp_path / 'pictures'} ({split}): {n} images") == 1
+        assert metrics(done)["dataset"]["usage"][split] == {"used": f"{n} images", "left_out": []}
+    used = metrics(of_features)["dataset"]["usage"]["train"]["used"]
+    assert used.startswith("64 rows")
+    assert lines.count(f"{tmp_path / 'digits_train.npz'} (train): {used}") == 1
+
+
 FORGED = ["a\nb,1,0.9,train.png", "c\rd.png", "=1+1.png", "'=1.png", "-x.png", 'q"u,o.png', "-3"]
 
 
