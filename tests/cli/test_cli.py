@@ -290,7 +290,7 @@ def test_the_guards_report_keeps_its_lines_but_only_the_first_few(capfd):
 def test_the_exit_codes_are_written_down():
     from ssl_kd import errors
 
-    page = (ROOT / "docs" / "index.md").read_text()
+    page = (ROOT / "docs" / "start.md").read_text()
     for code in (0, 1, 2, 3, 130, 143):
         assert re.search(rf"\b{code}\b", str(errors.__doc__)) and f"| {code} |" in page
 
