@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -177,11 +177,12 @@ def save_tensors(path: str | Path, tensors: Any) -> None:
     atomic_write(path, lambda file: torch.save(tensors, file))
 
 
-def load_tensors(path: str | Path, mmap: bool = False) -> Any:
+def load_tensors(path: str | Path, mmap: bool = False, plain_classes: Sequence[type] = ()) -> Any:
     """Load tensors and plain containers to the CPU, without executing code from the file.
 
     CorruptFileError is raised if the file is damaged, contains anything else, or would be larger in
-    memory than on the disk. With `mmap`, tensors are mapped instead of read.
+    memory than on the disk. With `mmap`, tensors are mapped instead of read. Objects of the
+    `plain_classes`, which must run no code when they are created, are loaded too.
     """
     import torch
 
@@ -195,7 +196,8 @@ def load_tensors(path: str | Path, mmap: bool = False) -> Any:
             if not stored or sum(part.file_size for part in parts) > size:
                 raise ValueError("its parts are compressed or overlap, unlike those of torch.save")
         mmap = mmap and is_zip  # torch's older format cannot be mapped
-        return torch.load(str(path), weights_only=True, map_location="cpu", mmap=mmap)
+        with torch.serialization.safe_globals([*plain_classes]):
+            return torch.load(str(path), weights_only=True, map_location="cpu", mmap=mmap)
     except Exception as error:  # the exception depends on the kind of damage
         cut = isinstance(error, OSError) and error.errno == errno.EINVAL  # a seek before its start
         if isinstance(error, OSError | MemoryError) and not cut:

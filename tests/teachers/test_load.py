@@ -202,10 +202,30 @@ def test_timm_from_a_file_with_any_classifier(tmp_path, classes):
         load_teacher("timm:resnet18", weights=tmp_path / "w.pth", token="both")
 
 
+def test_the_teacher_of_a_self_distillation_checkpoint_is_loaded(tmp_path, caplog):
+    caplog.set_level("INFO", "ssl_kd")
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0, **SMALL | {"img_size": 224})
+    body = {f"backbone.{name}": value for name, value in model.state_dict().items()}
+    head = {"head.mlp.0.weight": torch.zeros(8, 192), "head.last_layer.weight_g": torch.ones(8, 1)}
+    student = {f"module.{name}": torch.zeros_like(value) for name, value in body.items()}
+    torch.save({"student": student, "teacher": body | head, "epoch": 1}, tmp_path / "w.pth")
+    create = timm.create_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timm, "create_model", lambda name, **kwargs: create(name, depth=1, **kwargs))
+        teacher = load_teacher("timm:vit_tiny_patch16_224", weights=tmp_path / "w.pth")
+    assert "teacher.backbone is removed" in caplog.text and "student, teacher.head" in caplog.text
+    assert isinstance(teacher, Network)
+    batch = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8)
+    with torch.no_grad():
+        expected = model.eval()(teacher.transform.normalize(batch))
+    torch.testing.assert_close(teacher.embed(batch), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path):
-    torch.save(timm.create_model("resnet34", pretrained=False).state_dict(), tmp_path / "w.pth")
+    state = timm.create_model("resnet34", pretrained=False).state_dict()
+    torch.save({f"model.{name}": value for name, value in state.items()}, tmp_path / "w.pth")
     for name in ("timm:resnet18", "torchvision:resnet18", "dinov2"):
-        with pytest.raises(ValueError, match="do not fit") as error:
+        with pytest.raises(ValueError, match="do not fit.*(Missing|Unexpected) key") as error:
             load_teacher(name, weights=tmp_path / "w.pth")
         assert "\n" not in str(error.value)
 
@@ -215,7 +235,8 @@ def test_torchvision_from_a_file(tmp_path, name):
     from torchvision import models
 
     model = models.get_model(name, weights=None)
-    torch.save(model.state_dict(), tmp_path / "w.pth")
+    in_lightning = {f"model.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": in_lightning}, tmp_path / "w.pth")
     teacher = load_teacher(f"torchvision:{name}", weights=tmp_path / "w.pth", image_size=64)
     assert isinstance(teacher, Network)
     native = models.get_model_weights(name)["DEFAULT"].transforms()
