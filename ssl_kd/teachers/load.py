@@ -10,7 +10,7 @@ import re
 import socket
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -230,14 +230,14 @@ def _timm(
     model_name: str, name: str, state: State | None, image_size: int | None, token: str
 ) -> Teacher:
     import timm
-    from timm.data.config import resolve_data_config
 
     config, kwargs = _timm_config(model_name), {}
     if config is not None and config.fixed_input_size:
-        native = config.input_size[-1]
+        native = config.input_size[-2:]
         # DINOv2's configuration says 518, which costs 5 times the work of 224.
-        image_size = image_size or (224 if "patch14" in model_name and native == 518 else native)
-        if image_size != native:
+        if image_size is None and "patch14" in model_name and native == (518, 518):
+            image_size = 224
+        if image_size is not None and (image_size, image_size) != native:
             kwargs["img_size"] = image_size
     model: Any
     if state is None:
@@ -251,11 +251,7 @@ def _timm(
     else:
         model = _timm_from_file(model_name, state, config, kwargs)
 
-    data = resolve_data_config(model=model)
-    size = image_size or data["input_size"][-1]
-    resize, squash = math.floor(size / data["crop_pct"]), data["crop_mode"] == "squash"
-    mean, std = tuple(data["mean"]), tuple(data["std"])
-    transform = Transform(size, resize, data["interpolation"], mean, std, squash)
+    transform = timm_transform(model.pretrained_cfg, image_size)
     prefix: int | None = getattr(model, "num_prefix_tokens", None)
     if token != "class" and prefix is None:
         raise InputError(f"TOKEN is {token!r}, but {name} has no patch tokens: set it to 'class'")
@@ -265,6 +261,28 @@ def _timm(
         return _pooled(token, model.forward_head(tokens), tokens[:, prefix:].mean(1))
 
     return Network(name, model, model if token == "class" else features, transform, token)
+
+
+def timm_transform(config: Mapping[str, Any], image_size: int | None = None) -> Transform:
+    """Return the preprocessing of a timm model for a configuration of its weights.
+
+    It is that of timm's `create_transform`. `image_size` is the side of a square input, and None
+    stands for the input size in the configuration.
+    """
+    from timm.data.config import resolve_data_config
+
+    data = resolve_data_config(pretrained_cfg=config)
+    height, width = (image_size, image_size) if image_size else data["input_size"][-2:]
+    resize = tuple(math.floor(side / data["crop_pct"]) for side in (height, width))
+    is_square = height == width
+    return Transform(
+        size=height if is_square else (height, width),
+        resize=resize[0] if is_square else resize,
+        interpolation=data["interpolation"],
+        mean=tuple(data["mean"]),
+        std=tuple(data["std"]),
+        crop_mode=data["crop_mode"],
+    )
 
 
 def _timm_from_file(model_name: str, state: State, config: Any, kwargs: dict[str, Any]) -> Any:
@@ -377,9 +395,16 @@ def _torchvision(name: str, state: State | None, image_size: int | None, token: 
             model.load_state_dict(body)
         except RuntimeError as error:
             raise _misfit(f"torchvision:{name}", error) from error
-    native: Any = weights.transforms()
-    size = image_size or native.crop_size[0]
-    resize = round(size * native.resize_size[0] / native.crop_size[0])
-    mean, std = tuple(native.mean), tuple(native.std)
-    transform = Transform(size, resize, native.interpolation.value, mean, std)
+    transform = torchvision_transform(weights.transforms(), image_size)
     return Network(f"torchvision:{name}", model, lambda x: model(x).flatten(1), transform)
+
+
+def torchvision_transform(preset: Any, image_size: int | None = None) -> Transform:
+    """Return the preprocessing of torchvision's `ImageClassification` preset.
+
+    With `image_size`, the same share of the image is kept.
+    """
+    size = image_size or preset.crop_size[0]
+    resize = round(size * preset.resize_size[0] / preset.crop_size[0])
+    mean, std = tuple(preset.mean), tuple(preset.std)
+    return Transform(size, resize, preset.interpolation.value, mean, std)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,37 +26,63 @@ class Transform:
     """Resize an image, crop its center, and normalize it.
 
     Attributes:
-        size: side of the square input of the network, in pixels.
-        resize: length of the shorter side before the crop, in pixels.
+        size: input of the network in pixels: the side of a square, or (height, width).
+        resize: side in pixels that the image is resized to before the crop, or (height, width).
         interpolation: `bilinear`, `bicubic` or another PIL filter, in lower case.
         mean: mean of each channel, for pixel values from 0 to 1.
         std: standard deviation of each channel.
-        squash: whether to resize both sides to `resize`, ignoring the aspect ratio.
+        crop_mode: `center` resizes the shorter side to `resize` and keeps the aspect ratio;
+            `squash` resizes both sides, ignoring the aspect ratio; `border` resizes the longer side
+            and fills the rest with `mean`.
     """
 
-    size: int
-    resize: int
+    size: int | tuple[int, int]
+    resize: int | tuple[int, int]
     interpolation: str = "bicubic"
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
-    squash: bool = False
+    crop_mode: Literal["center", "squash", "border"] = "center"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of the input of the network, in pixels."""
+        return _pair(self.size)
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Resize and crop a decoded image; return it as uint8 `[3, size, size]`."""
+        """Resize and crop a decoded image; return it as uint8 `[3, height, width]`."""
         from torchvision.transforms import functional as F
 
         image = image.convert("RGB")
-        # A 1000 x 1 image would grow to 256,000 x 256 pixels, and the crop keeps only its center.
-        limit = _MAX_ASPECT * min(image.size)
-        if max(image.size) > limit and not self.squash:
-            image = F.center_crop(image, [min(image.height, limit), min(image.width, limit)])  # type: ignore[arg-type, assignment]
-        side = [self.resize, self.resize] if self.squash else [self.resize]
-        image = F.resize(image, side, F.InterpolationMode(self.interpolation))  # type: ignore[arg-type, assignment]
-        image = F.center_crop(image, [self.size, self.size])  # type: ignore[arg-type, assignment]
+        mode = F.InterpolationMode(self.interpolation)
+        height, width = self.shape
+        if self.crop_mode == "center":
+            # A 1000 x 1 image would grow to 256,000 x 256 pixels, and the crop keeps its center.
+            limit = _MAX_ASPECT * min(image.size)
+            if max(image.size) > limit:
+                sides = [min(image.height, limit), min(image.width, limit)]
+                image = F.center_crop(image, sides)  # type: ignore[arg-type, assignment]
+        image = F.resize(image, self._resized(image), mode)  # type: ignore[arg-type, assignment]
+        if self.crop_mode == "border":
+            left, top = max(width - image.width, 0), max(height - image.height, 0)
+            padding = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
+            fill = [round(255 * value) for value in self.mean]
+            image = F.pad(image, padding, fill=fill)  # type: ignore[arg-type, assignment]
+        image = F.center_crop(image, [height, width])  # type: ignore[arg-type, assignment]
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
+    def _resized(self, image: Image.Image) -> list[int]:
+        """Return the size to resize an image to: [height, width], or [shorter side]."""
+        height, width = _pair(self.resize)
+        if self.crop_mode == "squash":
+            return [height, width]
+        if self.crop_mode == "center" and height == width:
+            return [height]
+        ratios = image.height / height, image.width / width
+        ratio = min(ratios) if self.crop_mode == "center" else max(ratios)
+        return [max(1, round(side / ratio)) for side in (image.height, image.width)]
+
     def normalize(self, batch: Tensor, out: Tensor | None = None) -> Tensor:
-        """Normalize a batch of uint8 images `[image, 3, size, size]`.
+        """Normalize a batch of uint8 images `[image, 3, height, width]`.
 
         Args:
             batch: output of `__call__`, stacked, on any device.
@@ -75,11 +102,18 @@ class Transform:
 
     def __str__(self) -> str:
         """Describe the preprocessing in one line, as stored in a cache of embeddings."""
-        mode = "squash" if self.squash else "centre"
+        mode = "centre" if self.crop_mode == "center" else self.crop_mode  # as in older caches
         mean, std = ([round(v, 4) for v in values] for values in (self.mean, self.std))
-        return (
-            f"{self.size} px of {self.resize} {self.interpolation} {mode}, mean {mean}, std {std}"
-        )
+        size, resize = (_text_of(sides) for sides in (self.size, self.resize))
+        return f"{size} px of {resize} {self.interpolation} {mode}, mean {mean}, std {std}"
+
+
+def _pair(sides: int | tuple[int, int]) -> tuple[int, int]:
+    return (sides, sides) if isinstance(sides, int) else sides
+
+
+def _text_of(sides: int | tuple[int, int]) -> str:
+    return str(sides) if isinstance(sides, int) else f"{sides[0]}x{sides[1]}"
 
 
 @functools.lru_cache(maxsize=8)  # copying them for each batch would wait for the one before
@@ -100,7 +134,7 @@ class Network(Teacher):
         name: name of the teacher, stored in a cache of its embeddings.
         model: network, which is frozen and set to evaluation mode.
         features: function that computes embeddings `[image, dim]` from normalized images
-            `[image, 3, size, size]` with `model`.
+            `[image, 3, height, width]` with `model`.
         transform: preprocessing of the network.
         token: name of the token that `features` returns, stored in a cache of embeddings.
 
@@ -124,12 +158,13 @@ class Network(Teacher):
         self.transform_id = f"{transform}, token {token}"
         self._input: Tensor | None = None
         self.weights_id = weights_id(model)
-        blank = torch.zeros(1, 3, transform.size, transform.size, dtype=torch.uint8)
+        blank = torch.zeros(1, 3, *transform.shape, dtype=torch.uint8)
         try:
             self.dim = self.embed(blank).shape[1]
         except (AssertionError, RuntimeError) as error:
+            size = _text_of(transform.size)
             raise InputError(
-                f"IMAGE_SIZE is {transform.size}, which {name} does not accept: {brief(error)}"
+                f"IMAGE_SIZE is {size}, which {name} does not accept: {brief(error)}"
             ) from error
 
     def to(self, device: str | torch.device) -> Network:
@@ -140,7 +175,7 @@ class Network(Teacher):
         return self
 
     def preprocess(self, image: Image.Image) -> Tensor:
-        """Resize and crop an image for the network; return it as uint8 `[3, size, size]`."""
+        """Resize and crop an image for the network; return it as uint8 `[3, height, width]`."""
         return self.transform(image)
 
     @torch.inference_mode()
