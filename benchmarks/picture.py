@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from ssl_kd.colors import tint
 from ssl_kd.datasets import FeatureDataset, open_dataset
-from ssl_kd.report.figures import PALETTE
 
 
 def picture(run: Path) -> Figure:
@@ -30,9 +30,10 @@ def picture(run: Path) -> Figure:
     figure = Figure(figsize=(10, 4.4), layout="constrained", facecolor="white")
     left, right = figure.add_gridspec(1, 2, width_ratios=(1.15, 1))
     axes = figure.add_subplot(left)
-    axes.scatter(*places.T, s=9, c=[PALETTE[k % len(PALETTE)] for k in clusters], linewidths=0)
+    axes.scatter(*places.T, s=9, c=[tint(k) for k in clusters], linewidths=0)
     axes.set(xticks=[], yticks=[], aspect="equal")
-    axes.set_title("1,437 images, clustered without a label", fontsize=11)
+    n = metrics["dataset"]["n_train"]
+    axes.set_title(f"{n:,} images, clustered without a label", fontsize=11)
     axes.spines[:].set_visible(False)
 
     grid = right.subgridspec(*typical.shape)
@@ -41,7 +42,7 @@ def picture(run: Path) -> Figure:
             cell = figure.add_subplot(grid[k, column])
             cell.set(xticks=[], yticks=[])
             for spine in cell.spines.values():
-                spine.set(color=PALETTE[k % len(PALETTE)], linewidth=1.5)
+                spine.set(color=tint(k), linewidth=1.5)
             if row >= 0:
                 cell.imshow(np.asarray(dataset.image(int(row))), cmap="gray_r")
     return figure

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from ssl_kd.report.figures import ACCENT, MUTED, PALETTE, WARNING, svg
+from ssl_kd.colors import tint
+from ssl_kd.report.figures import ACCENT, MUTED, WARNING, svg
 from ssl_kd.report.wording import amount, finite
 
 MAX_POINTS = 400  # more points than pixels only add bytes
@@ -62,9 +63,10 @@ def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:
     def draw(figure: Figure) -> None:
         axes = _axes_over_steps(figure, losses)
         for i in np.flatnonzero(np.isfinite(losses).any(0)):
-            color = (ACCENT, *PALETTE[1:])[i % len(PALETTE)]
             # The dots show a value between two that are not finite.
-            axes.plot(x, losses[:, i], color=color, lw=1.3, marker=".", ms=2.5, label=terms[i])
+            axes.plot(
+                x, losses[:, i], color=tint(int(i)), lw=1.3, marker=".", ms=2.5, label=terms[i]
+            )
         axes.legend(loc="upper right", labelcolor=MUTED)
         axes.set_ylabel("loss")
 

@@ -4,21 +4,18 @@ import io
 import math
 import re
 from collections.abc import Callable
-from colorsys import hls_to_rgb
 from typing import Any
 
 import matplotlib
 import numpy as np
 from markupsafe import Markup
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-# Ten colors that color-blind readers can tell apart (Petroff, arXiv 2107.02270).
-PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6",
-           "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")  # fmt: skip
-CLUSTERS = tuple(color for color in PALETTE if color not in ("#94a4a2", "#717581"))  # no grays
-ACCENT, WARNING = "#3f90da", "#e76300"
+from ssl_kd.colors import tint
+
+ACCENT, WARNING = tint(0), "#e76300"
 # Placeholders for colors of the page, so that one figure serves both themes.
 INK, MUTED, GRID, CARD = "#010203", "#040506", "#070809", "#0a0b0c"
 PAGE_COLORS = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--line)", CARD: "var(--card)"}
@@ -43,18 +40,6 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 10,
 }
-
-
-def tint(cluster: int) -> str:
-    """Return the color of a cluster, the same as in the explorer.
-
-    >>> len({tint(k) for k in range(200)})
-    200
-    """
-    if cluster < len(CLUSTERS):
-        return CLUSTERS[cluster]
-    light, full = 0.48 + cluster % 4 * 0.07, 0.55 + cluster % 3 * 0.12
-    return to_hex(hls_to_rgb(cluster * 137.508 % 360 / 360, light, full))
 
 
 def cluster_map(points: NDArray, clusters: NDArray) -> Markup | None:

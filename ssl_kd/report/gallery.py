@@ -10,8 +10,8 @@ from typing import Any
 
 from PIL import Image
 
+from ssl_kd.colors import tint
 from ssl_kd.datasets.decode import decoded
-from ssl_kd.report.figures import tint
 from ssl_kd.report.results import RunResults
 from ssl_kd.vision.model import has_pictures
 from ssl_kd.vision.samples import Samples

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.report.figures import tint
+from ssl_kd.colors import tint
 from ssl_kd.report.gallery import strip
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import base_name

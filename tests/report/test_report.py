@@ -1,22 +1,18 @@
 """The report's content, from run folders as a run writes them."""
 
-import colorsys
 import csv
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 from PIL import Image
 
 from ssl_kd.evaluate import calibration
 from ssl_kd.report import figures, run_images, write_report
 from ssl_kd.report.gallery import thumbnail
-from ssl_kd.workbench import explore
 from tests.report.reading import (
     Reader,
     change,
@@ -302,22 +298,6 @@ def test_many_clusters_and_photographs_stay_under_five_megabytes(run):
 def test_any_picture_mode_becomes_a_thumbnail(mode):
     picture = thumbnail(Image.new(mode, (50, 9)))
     assert picture["kind"] == "photo" and picture["source"].startswith("data:image/jpeg;base64,")
-
-
-def test_a_cluster_has_one_colour_of_its_own_in_the_report_and_the_explorer():
-    colours = [figures.tint(k) for k in range(300)]
-    assert len(set(colours)) == 300 and colours[:8] == list(figures.CLUSTERS)
-    page = (Path(explore.__file__).parent / "page" / "colors.js").read_text()
-    assert re.findall(r'"(#\w{6})"', page.split("PALETTE = ")[1].split("]")[0]) == colours[:8]
-    if shutil.which("node") is None:
-        pytest.skip("node is not installed")
-    script = f"{page}\nconsole.log(JSON.stringify([...Array(300).keys()].map(clusterColor)))"
-    words = ["node", "--input-type=module", "-e", script]
-    tints = json.loads(subprocess.run(words, capture_output=True, check=True, timeout=60).stdout)
-    for ours, theirs in zip(colours[8:], tints[8:], strict=True):
-        hue, full, light = map(float, re.findall(r"[\d.]+", theirs))
-        wanted = colorsys.hls_to_rgb(hue / 360, light / 100, full / 100)
-        assert to_rgb(ours) == pytest.approx(wanted, abs=1 / 255)
 
 
 def test_global_matplotlib_state_is_left_alone(run):

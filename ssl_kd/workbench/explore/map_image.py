@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ssl_kd.colors import MISSING, RAMP, tint
 from ssl_kd.errors import InputError
 from ssl_kd.workbench.columns import Columns, codes_of, group_rows
 
-GRAY, MARGIN = "#8b949e", 0.94  # as on the page (colors.js, plot.js)
-RAMP = ("#3b4cc0", "#5b8dd6", "#86c5c2", "#d9d27a", "#f2a14a", "#c8362f")
+MARGIN = 0.94  # as on the page (plot.js)
 NUMBERED = 40  # clusters that get their number on the map, the largest ones
 SMALLEST, LARGEST, DPI = 64, 4096, 100  # pixels of a side, and of an inch
 
@@ -48,18 +48,16 @@ def _colors(columns: Columns, name: str) -> NDArray[np.float64]:
     """Return the color of each sample, `[n, 4]`; gray for a missing value."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgba_array
 
-    from ssl_kd.report.figures import tint
-
     column = columns.column(name)
     if columns.kinds[name] in ("text", "media"):
         raise InputError(f"`color` is {name}, a column of texts; expected one of few values")
     if columns.kinds[name] != "number":
         codes = codes_of(column)
-        return to_rgba_array([*map(tint, range(codes.max() + 1)), GRAY])[codes]
+        return to_rgba_array([*map(tint, range(codes.max() + 1)), MISSING])[codes]
     values = np.asarray(column, np.float64)
     is_known = np.isfinite(values)
     low, high = np.quantile(values[is_known], [0, 0.99]) if is_known.any() else (0, 1)
     ramp = LinearSegmentedColormap.from_list("ramp", RAMP)
     colors = ramp((values - low) / max(high - low, 1e-12))
-    colors[~is_known] = to_rgba_array(GRAY)
+    colors[~is_known] = to_rgba_array(MISSING)
     return colors

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.ndimage import gaussian_filter, maximum_filter
 
+from ssl_kd.colors import CLUSTERS, MISSING, RAMP
 from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError, printable
 from ssl_kd.evaluate.sample import random_rows
@@ -100,6 +101,7 @@ def write_page_data(
         "title": samples.path.name,
         "samples": len(samples),
         "columns": columns,
+        "colors": {"clusters": CLUSTERS, "missing": MISSING, "ramp": RAMP},
         "table": table,
         "examples": examples.tolist(),
         "images": first is not None,

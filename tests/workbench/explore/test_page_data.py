@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from ssl_kd.cli import main
+from ssl_kd.colors import CLUSTERS, MISSING, RAMP
 from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
@@ -42,6 +43,7 @@ def test_the_data_are_those_of_the_run_after_decisions(run, tmp_path):
     for name in set(samples.levels) - {"cluster"}:
         assert np.array_equal(column(name), samples.column(name))
     assert np.allclose(column("confidence"), samples.column("confidence"))
+    assert meta["colors"] == {"clusters": [*CLUSTERS], "missing": MISSING, "ramp": [*RAMP]}
     labels = meta["columns"]["label"]["values"]
     assert [labels[k] for k in column("label")] == list(samples.column("label"))
     files = (data / "files.txt").read_text().split("\n")

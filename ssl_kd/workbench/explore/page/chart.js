@@ -1,6 +1,6 @@
 // The chart of the dock: one column of the table, for each cluster.
 
-import { GRAY, clusterColor } from "./colors.js";
+import { MISSING, clusterColor } from "./colors.js";
 import { get } from "./data.js";
 import { $, make, number, percent } from "./messages.js";
 
@@ -76,7 +76,7 @@ export class Chart {
   /** Draw a legend; return what draws a bar with a part for each value. */
   legend(values, column) {
     const known = this.app.meta.columns[column]?.values ?? values; // with the colors of the map
-    const colors = values.map((value) => (known.includes(value) && value !== "other" ? clusterColor(known.indexOf(value)) : GRAY));
+    const colors = values.map((value) => (known.includes(value) && value !== "other" ? clusterColor(known.indexOf(value)) : MISSING));
     const names = values.map((value) => `${value ?? ""}` || "none"), head = add(this.box, "div", "chart-legend");
     names.forEach((name, i) => add(add(head, "span", ""), "i", "", "", { background: colors[i] }).after(name));
     return (track, { counts, n }) => {

@@ -1,13 +1,15 @@
-// Colors of clusters, and of numbers from low to high.
+// Colors of clusters, and of numbers from low to high: the table of ssl_kd/colors.py, in meta.json.
 
-export const GRAY = "#8b949e";
-const PALETTE = ["#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b9ac70",
-  "#92dadd"]; // with the rule below: as in the report (report/figures.py)
-export const RAMP = ["#3b4cc0", "#5b8dd6", "#86c5c2", "#d9d27a", "#f2a14a", "#c8362f"];
+let clusters = [];
+export let MISSING, RAMP;
+
+/** Set the table: colors of clusters, of a missing value, and of numbers from low to high. */
+export function setColors(table) {
+  [clusters, MISSING, RAMP] = [table.clusters, table.missing, table.ramp];
+}
 
 /** The color of a cluster. */
-export const clusterColor = (k) => (k < 0 ? GRAY : k < PALETTE.length ? PALETTE[k]
-  : `hsl(${(k * 137.508) % 360} ${55 + (k % 3) * 12}% ${48 + (k % 4) * 7}%)`);
+export const clusterColor = (k) => (k < 0 ? MISSING : clusters[k % clusters.length]);
 
 /** The color at `t` between the ends of the ramp, 0 to 1. */
 export function rampColor(t) {
@@ -18,8 +20,9 @@ export function rampColor(t) {
   return "#" + mixed.map((v) => v.toString(16).padStart(2, "0")).join("");
 }
 
-/** Colors as #rrggbb, because regl-scatterplot reads no hsl. */
-export function toHex(colors) {
+/** A color as #rrggbb, because regl-scatterplot reads no other. */
+export function toHex(color) {
   const context = document.createElement("canvas").getContext("2d");
-  return colors.map((c) => { context.fillStyle = c; return context.fillStyle; });
+  context.fillStyle = color;
+  return context.fillStyle;
 }

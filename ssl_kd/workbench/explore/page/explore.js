@@ -2,7 +2,7 @@
 // serves it, it also gets images and neighbors from the server and sends decisions to it.
 
 import { Clusters } from "./clusters.js";
-import { GRAY, RAMP, clusterColor, rampColor, toHex } from "./colors.js";
+import { MISSING, RAMP, clusterColor, rampColor, setColors, toHex } from "./colors.js";
 import { TOKEN, Table, get, post, readBytes, readCells } from "./data.js";
 import { Dock } from "./dock.js";
 import { follow } from "./follow.js";
@@ -64,7 +64,7 @@ async function colorCodes() {
     const at = new Uint32Array(2 + (numbers.at(-1) ?? 0)); // by number + 1; 0: in no cluster
     numbers.forEach((k, i) => { at[k + 1] = i + 1; });
     for (let i = 0; i < codes.length; i++) codes[i] = at[decisions.clusters[i] + 1];
-    return { codes, colors: [GRAY, ...numbers.map(clusterColor)], legend: [] };
+    return { codes, colors: [MISSING, ...numbers.map(clusterColor)], legend: [] };
   }
   const { kind, values, low, high } = meta.columns[color], column = await table.column(color);
   if (kind === "number") {
@@ -75,7 +75,7 @@ async function colorCodes() {
     }
     const ramp = make("span", { className: "ramp" });
     ramp.style.background = `linear-gradient(90deg, ${RAMP.join(",")})`;
-    const colors = [GRAY, ...Array.from({ length: 63 }, (_, i) => rampColor(i / 62))];
+    const colors = [MISSING, ...Array.from({ length: 63 }, (_, i) => rampColor(i / 62))];
     return { codes, colors, legend: [low.toFixed(2), ramp, high.toFixed(2)] };
   }
   let last = -1;
@@ -83,9 +83,9 @@ async function colorCodes() {
     codes[i] = column[i] + 1;
     if (column[i] > last) last = column[i];
   }
-  const colors = [GRAY, ...Array.from({ length: last + 1 }, (_, k) => clusterColor(k))];
+  const colors = [MISSING, ...Array.from({ length: last + 1 }, (_, k) => clusterColor(k))];
   const shown = (values ?? []).slice(0, SHOWN_VALUES).map((name, k) => [name, clusterColor(k)]);
-  if (values?.length > SHOWN_VALUES) shown.push([`and ${values.length - SHOWN_VALUES} more`, GRAY]);
+  if (values?.length > SHOWN_VALUES) shown.push([`and ${values.length - SHOWN_VALUES} more`, MISSING]);
   const legend = shown.map(([name, background]) => make("span", {}, makeDot(background), name));
   return { codes, colors, legend };
 }
@@ -93,7 +93,7 @@ async function colorCodes() {
 async function paint() {
   const wanted = color, { codes, colors, legend } = await colorCodes();
   if (wanted !== color) return; // the user chose another one meanwhile
-  await plot.paint(codes, toHex(colors));
+  await plot.paint(codes, colors);
   if (wanted !== color) return;
   $("legend").replaceChildren(...legend);
   document.body.dataset.color = color;
@@ -362,7 +362,7 @@ function addListeners() {
 /** Set the background of the map for the light or dark theme. */
 function setBackground() {
   const style = getComputedStyle(document.documentElement);
-  [plot.background] = toHex([style.getPropertyValue("--page").trim()]);
+  plot.background = toHex(style.getPropertyValue("--page").trim());
 }
 
 // What other modules, tests, benchmarks and the browser's console use.
@@ -376,6 +376,7 @@ window.explore = app;
 async function start() {
   meta = await (await get("data/meta.json")).json();
   Object.setPrototypeOf(meta.columns, null); // a column may be called `constructor`
+  setColors(meta.colors);
   table = new Table(meta);
   document.title = meta.title;
   document.body.classList.toggle("read-only", !TOKEN);
