@@ -36,6 +36,9 @@ CACHE_METHOD = "sample"
 # QLoRA) in fewer bits with bitsandbytes: nf4 (4 bits) | nf4:teacher (the teacher only); None: in
 # MODEL_DTYPE. Saves GPU memory; on a CPU it saves neither time nor memory.
 QUANTIZATION = None
+# Attention of the teacher and the student: auto (as the model's configuration says) | eager | sdpa
+# | flash_attention_2 (a package, on GPUs since Ampere) | flex_attention.
+ATTN_IMPLEMENTATION = "auto"
 # Run Python files that come with a model; read them first.
 TRUST_REMOTE_CODE = False
 # Recompute all answers, even those that TEACHER_CACHE already holds.
@@ -162,6 +165,9 @@ ROUTER_WEIGHTS = None
 MAX_STEPS = 500
 # Passes over the data, above 0, at most 1000000; None: MAX_STEPS decides.
 EPOCHS = None
+# Train for five steps only, to see whether everything fits, and show the first rows with the tokens
+# that have loss.
+DRY_RUN = False
 # Rows per forward pass over all processes, at least 1; a step has GRADIENT_ACCUMULATION_STEPS times
 # as many. If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.
 BATCH_SIZE = 8

@@ -4,7 +4,6 @@ python scripts/distill_quantumbench.py --teacher-model FOLDER --student-model-na
     --data-path questions.jsonl --epochs 3 --batch-size 2 --learning-rate 2e-5
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -17,18 +16,18 @@ CONFIG = Path(__file__).with_name("config.py")
 
 
 def main(words: list[str]) -> int:
-    """Read the flags, print the settings, and distil."""
+    """Read the flags and distil."""
     parser = FlagParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="Defaults: --epochs 3 --batch-size 2 --learning-rate 2e-5 --temperature 3; "
-        "every other setting of scripts/distill.py is a flag here, too, such as --align chunks.",
+        "every other setting of scripts/distill.py is a flag here, too, such as --align chunks, or "
+        "--dry-run, which trains for five steps and shows the first rows of tokens.",
         allow_abbrev=False,
     )
     parser.add_argument("--teacher-model", required=True, help="folder or name on the Hub")
     parser.add_argument("--student-model-name", required=True, help="folder or name on the Hub")
     parser.add_argument("--data-path", required=True, help="a jsonl file")
     parser.add_argument("--alpha", type=float, default=0.5, help="teacher's share, default: 0.5")
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="train for 5 steps")
     parser.add_argument("--fp16", action="store_true", help="half precision, on a GPU only")
 
     def read() -> LanguageSettings:
@@ -53,8 +52,6 @@ def main(words: list[str]) -> int:
             "stop_after": 1,  # a NaN stops, and is explained ...
             "spike_factor": 1e9,  # ... while a large gradient is clipped, and no more
         }
-        if given.dry_run:
-            values |= {"epochs": None, "max_steps": 5, "eval_every": 5}
         settings = read_settings(
             LanguageSettings,
             others,
@@ -65,14 +62,9 @@ def main(words: list[str]) -> int:
         )
         settings.check_packages()
         from ssl_kd.language.step import precision_of  # --help and a wrong flag do without torch
-        from ssl_kd.training.ranks import follows
 
-        precision = precision_of(settings)
-        if given.fp16 and precision.device.type == "cuda":
+        if given.fp16 and precision_of(settings).device.type == "cuda":
             settings = settings.replace(model_dtype="float16")
-            precision = precision_of(settings)
-        if not follows():
-            print(json.dumps(settings.to_dict() | {"PRECISION": str(precision)}, indent=1))
         return settings
 
     return distill_as(read, [*program(sys.argv[0]), *words])

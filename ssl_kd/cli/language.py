@@ -77,7 +77,7 @@ def distill_as(read: Callable[[], LanguageSettings], command: Sequence[str]) -> 
 
         screen = open_screen()
         from ssl_kd.distillation import distilled
-        from ssl_kd.report.tables import language_table
+        from ssl_kd.report.tables import language_table, success_text
         from ssl_kd.training.ranks import follows
 
         with ProgressBars(screen) as progress:
@@ -85,6 +85,7 @@ def distill_as(read: Callable[[], LanguageSettings], command: Sequence[str]) -> 
         if not follows():
             files = {"Student": finished.path / "student", "Report": finished.report}
             print_result(language_table(finished.metrics), files)
+            print(f"{success_text(finished.metrics)}.")
         return OK
 
     return guarded(work, shlex.join(command), LANGUAGE_MEMORY)

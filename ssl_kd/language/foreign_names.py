@@ -16,19 +16,30 @@ ALIASES: Mapping[str, str] = {
     "dataset_text_field": "text_field",
     "eval_steps": "eval_every",
     "lmbda": "on_policy",
+    "kd_alpha": "alpha_kd",
+    "kd_ce_alpha": "alpha_ce",
+    "kd_temperature": "temperature",
+    "logit_clamp": "legacy_clamp",
     "lora_r": "lora_rank",
     "lr_scheduler_type": "lr_schedule",
     "max_completion_length": "max_new_tokens",
+    "max_consecutive_nans": "stop_after",
     "max_length": "block_size",
     "max_seq_length": "block_size",
+    "micro_batch_size": "batch_size",
+    "num_epochs": "epochs",
     "per_device_batch_size": "batch_size",
+    "sample_packing": "packing",
+    "sequence_len": "block_size",
     "student_lr": "learning_rate",
     "target_modules": "lora_target_modules",
     "teacher_model_name_or_path": "teacher_model",
     "train_steps": "max_steps",
     "vllm_server_base_url": "rollout_url",
 }
-PER_PROCESS = frozenset({"per_device_train_batch_size", "per_device_batch_size"})
+PER_PROCESS = frozenset(
+    {"micro_batch_size", "per_device_train_batch_size", "per_device_batch_size"}
+)
 """Aliases of BATCH_SIZE that count the rows of one process instead of all processes."""
 
 # Arguments of transformers, and the best known ones of TRL, that have another name or form here.
@@ -59,6 +70,10 @@ _OTHERS: Mapping[str, str] = {
     "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.": "alpha kd_ratio",
     "Use --align uld (or chunks), and --alpha_kd.": "uld_* use_extended_uld use_uld_loss",
     "Use --lora_rank above 0.": "peft use_lora use_peft",
+    "In chats only the assistant's turns have loss, and in prompts with a completion only the"
+    " completion: --dry_run shows it.": "assistant_only_loss completion_only_loss train_on_inputs",
+    "Use --packing, which pads nothing and keeps documents apart; --packing False pads each row to"
+    " the longest of its batch.": "group_by_length padding_free",
     "Adapters are set by --lora_rank, --lora_alpha, --lora_dropout, --lora_target_modules,"
     " --modules_to_save, --use_rslora and --use_dora.": """
         ensure_weight_tying init_lora_weights lora_*""",
@@ -78,9 +93,12 @@ _OTHERS: Mapping[str, str] = {
 }
 # Settings of older scripts.
 _REMOVED: Mapping[str, str] = {
-    "Removed: use --max_steps 5 --eval_every 5 to test that everything fits.": "dry_run",
     "Removed: compare with a second run of --alpha_kd 0 --alpha_ce 1.": "baseline",
-    "Removed: use --teacher_cache, or --quantization nf4, to save memory.": "teacher_offload",
+    "Removed: moving the teacher between CPU and GPU in every step is slow. Use --teacher_cache"
+    " auto, which frees its memory before training, or --quantization nf4:teacher.": """
+        teacher_offload offload_teacher teacher_cpu_offload""",
+    "Removed: trainable weights and losses are always float32; --model_dtype float32 also computes"
+    " the products in it.": "use_fp32_for_training",
     "Removed: temperature and weights are constant, see --temperature and --alpha_kd.": "schedule",
     "Removed: use --alpha_kd, or --align chunks for a teacher with another tokenizer.": """
         alpha_attention alpha_hidden layer_map""",

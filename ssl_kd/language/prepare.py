@@ -33,6 +33,7 @@ from ssl_kd.language.teachers import (
     VOCABULARY,
     load_teacher,
     router_id,
+    set_attention,
     trained_teacher,
 )
 from ssl_kd.language.text_rows import (
@@ -374,6 +375,7 @@ class ModelLoader:
             remote_code=settings.trust_remote_code,
             quantization=nf4(precision.device, precision.student) if quantized else None,
         )
+        set_attention(student, settings.attn_implementation)
         for lm in (student, local):
             if lm is not None:
                 check_room(lm, settings.block_size)

@@ -22,8 +22,8 @@ from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.run_record import (
     card_facts,
     config_facts,
-    log_loss_inputs,
     log_step,
+    log_summary,
     log_training_outcome,
     metrics_facts,
     stop_message,
@@ -82,7 +82,6 @@ def run(
             ranks.from_first(partial(folder.check_data, prepared.digest))
             folder.update_json("config.json", **config_facts(prepared))
             steps = prepared.settings.n_steps(len(prepared.blocks))
-            logger.info("%d steps on %d rows", steps, len(prepared.blocks))
             with clock("judge"):
                 progress("judge", 0, 2, {})
                 prepared, table, generations = judge_teachers(prepared)
@@ -96,7 +95,7 @@ def run(
                 row, generations["before"] = ranks.from_first(before)
                 table.append(row)
                 progress("judge", 1, 2, {})
-            log_loss_inputs(prepared)
+            log_summary(prepared, steps)
             with clock("train"), signals.between_steps():
                 best = _train(folder, prepared, distiller, steps, signals, judge, progress)
             log_training_outcome(distiller, best.step)
@@ -116,7 +115,7 @@ def run(
                 events=folder.count_events(),
                 generations=judge.side_by_side(generations),
                 seconds=clock.seconds,
-                **metrics_facts(prepared, distiller, steps),
+                **metrics_facts(prepared, distiller),
             )
         return folder.path
 

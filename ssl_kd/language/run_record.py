@@ -14,11 +14,13 @@ from firstnan.parts import TooFewHealthyParts
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.render import describe_turns
 from ssl_kd.language.prepare import Prepared
+from ssl_kd.language.sample_rows import describe_row, sample_rows
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.teachers.card import without_folders
 from ssl_kd.teachers.causal import CausalLM, without_adapters
 from ssl_kd.training.folder import versions
+from ssl_kd.training.schedule import warmup_length
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ def config_facts(prepared: Prepared) -> dict[str, Any]:
         **({"beside": others} if others else {}),
         "student": _model_facts(prepared.student),
         "data": {
+            "sample_rows": sample_rows(blocks, prepared.student.tokenizer),
             "name": train_set.name,
             "documents": len(train_set),
             "train_tokens": int(blocks.counts.sum()),
@@ -99,34 +102,79 @@ def _as_flag(name: str, value: Any) -> str:
     return value if name == "TEACHER_PROMPT_TEMPLATE" else without_folders(str(value))
 
 
-def metrics_facts(prepared: Prepared, distiller: Distiller, steps: int) -> dict[str, Any]:
+def metrics_facts(prepared: Prepared, distiller: Distiller) -> dict[str, Any]:
     """Return the facts about the training for `metrics.json`."""
     blocks = prepared.blocks
     return {
         "tokens": distiller.tokens,
-        "success_rate": int(distiller.guard.updates[0]) / steps,
+        "success_rate": distiller.success.rate,
+        "success_rates": distiller.success.rates,
         "learned_from": distiller.learned,
         "cache": prepared.cache.facts() if prepared.cache else None,
         "alignment": blocks.statistics() if isinstance(blocks, AlignedBlocks) else None,
     }
 
 
-def log_loss_inputs(prepared: Prepared) -> None:
-    """Log the shape of the logits, the temperature and the loss weights before training."""
+def log_summary(prepared: Prepared, steps: int) -> None:
+    """Log what is trained, on what and how, in six lines; a dry run also shows its first rows."""
+    for line in _summary(prepared, steps):
+        logger.info("%s", line)
+    if prepared.settings.dry_run:
+        logger.info("the first rows, with the parts that have loss in [[ and ]]:")
+        for number, row in enumerate(
+            sample_rows(prepared.student_blocks, prepared.student.tokenizer), 1
+        ):
+            logger.info("row %d, %s", number, describe_row(row))
+
+
+def _summary(prepared: Prepared, steps: int) -> list[str]:
+    settings, blocks = prepared.settings, prepared.student_blocks
+    student = _model_facts(prepared.student)
+    assert student is not None
+    n_warmup = warmup_length(
+        steps, settings.warmup_fraction, settings.lr_schedule, settings.warmup_steps
+    )
+    batches = settings.gradient_accumulation_steps
+    accumulated = f" in {batches} batches" if batches > 1 else ""
+    return [
+        f"teacher: {_teacher_line(prepared)}",
+        f"student: {student['name']}, {student['trained']:,} of {student['parameters']:,} weights "
+        "trained",
+        f"text: {len(blocks):,} rows of {settings.block_size} tokens, "
+        f"{int(blocks.counts.sum()):,} tokens with loss; {len(prepared.eval_blocks):,} rows held "
+        "out for the scores",
+        f"steps: {steps:,} of {settings.batch_size * batches} rows{accumulated}; learning rate "
+        f"{settings.peak_lr:g}, warm-up of {n_warmup} steps, then {settings.lr_schedule}",
+        f"loss: {settings.alpha_ce:g} ce + {settings.alpha_kd:g} kd "
+        f"({settings.kind_of_divergence}), temperature {settings.temperature:g} (the divergence is "
+        f"multiplied by its square, {settings.temperature**2:g})",
+        f"logits: {_logits_line(prepared)}; {prepared.precision}",
+    ]
+
+
+def _teacher_line(prepared: Prepared) -> str:
+    settings = prepared.settings
+    if settings.teacher_model == "self":
+        return "the student itself, with the answer in view"
+    if prepared.teacher is None:
+        return "none: cross-entropy alone"
+    names = ", ".join(lm.name for lm in prepared.teachers)
+    if prepared.cache is not None:
+        return f"{names}, from the cache {settings.teacher_cache}"
+    if prepared.served is not None:
+        return f"{names}, served at {settings.teacher_url}"
+    weights = sum(p.numel() for lm in prepared.teachers for p in lm.model.parameters())
+    return f"{names}, {weights:,} weights, frozen"
+
+
+def _logits_line(prepared: Prepared) -> str:
+    """Return the shapes of the logits of a batch."""
     settings, models = prepared.settings, {"student": prepared.student.model}
     if prepared.frozen is not None:
         models["teacher"] = prepared.frozen.model
     rows = f"{settings.batch_size}, {settings.block_size}"
     heads = {name: without_adapters(lm).get_output_embeddings() for name, lm in models.items()}
-    logger.info(
-        "logits: %s; temperature %g (the divergence is multiplied by its square, %g); loss"
-        " weights: ce %g, kd %g",
-        ", ".join(f"{name} [{rows}, {len(head.weight)}]" for name, head in heads.items()),
-        settings.temperature,
-        settings.temperature**2,
-        settings.alpha_ce,
-        settings.alpha_kd,
-    )
+    return ", ".join(f"{name} [{rows}, {len(head.weight)}]" for name, head in heads.items())
 
 
 def log_step(step: int, result: StudentStep) -> None:
@@ -144,10 +192,16 @@ def log_training_outcome(distiller: Distiller, best_step: int) -> None:
             "training did not improve the score on held-out text: the saved student has its initial"
             " weights. Try another --learning_rate, more --max_steps or more text"
         )
-    for name, learned in distiller.learned.items():
-        if learned < distiller.guard.steps:
-            message = "the loss term %s was used in %d of %d steps; events.jsonl says why"
-            logger.warning(message, name, learned, distiller.guard.steps)
+    for name, rate in distiller.success.rates.items():
+        if rate < 1:
+            logger.warning(
+                "the loss term %s was used in %d of %d steps, on %.1f %% of its tokens; "
+                "events.jsonl says why",
+                name,
+                distiller.learned[name],
+                distiller.guard.steps,
+                100 * rate,
+            )
 
 
 def stop_message(error: TooFewHealthyParts, distiller: Distiller) -> str:

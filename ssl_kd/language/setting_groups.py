@@ -21,6 +21,7 @@ TRAINED = "4x192", 800  # LAYERSxDIM and steps of TEACHER_MODEL train
 CACHED_TOKENS, SERVED_TOKENS = 48, 20  # at each position of a cache, and in a server's answer
 MAX_CACHED_TOKENS = 65_535
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+DRY_STEPS = 5  # of DRY_RUN
 KA_DRAWS = 2  # draws of experts for each batch in ROUTER_MODE ka
 
 
@@ -75,6 +76,12 @@ class TeacherSettings(Settings):
         " only); None: in MODEL_DTYPE",
         "Saves GPU memory; on a CPU it saves neither time nor memory.",
         choices=("nf4", "nf4:teacher"),
+    )
+    attn_implementation: str = setting(
+        "auto",
+        "attention of the teacher and the student: auto (as the model's configuration says) | eager"
+        " | sdpa | flash_attention_2 (a package, on GPUs since Ampere) | flex_attention",
+        choices=("auto", "eager", "sdpa", "flash_attention_2", "flex_attention"),
     )
     trust_remote_code: bool = setting(
         False, "run Python files that come with a model; read them first"
@@ -385,6 +392,11 @@ class TrainingSettings(RunSettings):
     epochs: float | None = setting(
         None, "passes over the data; None: MAX_STEPS decides", above=0, high=1_000_000
     )
+    dry_run: bool = setting(
+        False,
+        "train for five steps only, to see whether everything fits, and show the first rows with"
+        " the tokens that have loss",
+    )
     batch_size: int = setting(
         8,
         "rows per forward pass over all processes; a step has GRADIENT_ACCUMULATION_STEPS times as"
@@ -492,6 +504,8 @@ class TrainingSettings(RunSettings):
 
     def n_steps(self, rows: int) -> int:
         """Return the number of steps: EPOCHS passes over `rows` rows, or MAX_STEPS."""
+        if self.dry_run:
+            return DRY_STEPS
         if self.epochs is None:
             return self.max_steps
         per_step = self.batch_size * self.gradient_accumulation_steps

@@ -29,6 +29,7 @@ from ssl_kd.language.setting_groups import TrainingSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass, rng_state, set_rng_state
 from ssl_kd.language.sources import Source, named_rows
+from ssl_kd.language.success import Success
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.dtypes import bitsandbytes
@@ -114,6 +115,7 @@ class StudentStep:
     tokens: int  # target tokens in the batches of all ranks
     router: dict[str, float | None]  # loss, drift and entropy of a router that is trained
     rollouts: dict[str, float | None] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)  # of a term's tokens that were learned
 
     @property
     def ce(self) -> float | None:
@@ -215,6 +217,7 @@ class Distiller(Objective):
         )
         self.tokens = 0
         self.learned = dict.fromkeys(self.weights, 0)  # steps in which each term was used
+        self.success = Success()
         self.recent: list[StudentStep] = []  # since the last log line
         self.explainer = FaultExplainer(self, self.guard, self.ranks, recorder)
 
@@ -227,6 +230,7 @@ class Distiller(Objective):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self._count(batches)
+        whole = dict(self._remaining)
         tokens, text = self._remaining["ce"], self._remaining["text"]
         rng = rng_state(self.precision.device)
         if not tokens:  # no loss, so the guard sees nothing to update by, and counts the step
@@ -266,6 +270,8 @@ class Distiller(Objective):
             tokens=tokens,
             router=router,
         )
+        result = replace(result, shares=self._shares(result, whole))
+        self.success.add(result.shares)
         self.learned = {name: n + result.learned(name) for name, n in self.learned.items()}
         self.guard.stop_without(
             self.weights, ", in whole or of some rows" if self._has_lost else ""
@@ -331,6 +337,16 @@ class Distiller(Objective):
         for name, n in zip(self._remaining, totals, strict=True):
             self._remaining[name] -= int(n)
 
+    def _shares(self, result: StudentStep, whole: Mapping[str, int]) -> dict[str, float]:
+        """Return the share of each term's tokens that updated the student in this step."""
+        if not result.tokens:
+            return dict.fromkeys(self.weights, 0.0)
+        return {
+            name: self._remaining[name] / whole[name] if result.learned(name) else 0.0
+            for name in self.weights
+            if name in result.terms and whole[name]
+        }
+
     def _divisor(self, name: str) -> float:
         """Return a term's tokens per rank, because gradients are averaged over ranks."""
         return max(self._remaining[name], 1) / self.ranks.world
@@ -363,6 +379,7 @@ class Distiller(Objective):
             "guard": self.guard.state_dict(),
             "tokens": self.tokens,
             "learned": self.learned,
+            "success": self.success.state(),
             "recent": [dataclasses.asdict(result) for result in self.recent],
             "explained": sorted(self.explainer.explained),
             "router": self.source.state() if isinstance(self.source, RoutedTeacher) else {},
@@ -380,6 +397,7 @@ class Distiller(Objective):
         self.guard.load_state_dict(state["guard"])
         self.tokens, self.explainer.explained = state["tokens"], set(state["explained"])
         self.learned |= state["learned"]
+        self.success = Success(**state.get("success", {}))
         self.recent = [StudentStep(**row) for row in state["recent"]]
         if isinstance(self.source, RoutedTeacher):
             self.source.load(state["router"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from ssl_kd.datasets.blocks import isolates_documents, make_blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import TextDataset
+from ssl_kd.errors import brief
 from ssl_kd.files import sha256_file
 from ssl_kd.language.setting_groups import TeacherSettings
 from ssl_kd.language.settings import LanguageSettings
@@ -35,12 +36,27 @@ def load_teacher(
 ) -> CausalLM:
     """Load a teacher's model in the precision of the run, or `as_saved` in its file's dtype."""
     dtype = precision.teacher
-    return load_causal_lm(
+    lm = load_causal_lm(
         name,
         dtype=None if as_saved else dtype,
         remote_code=teacher.trust_remote_code,
         quantization=nf4(precision.device, dtype) if teacher.quantization else None,
     )
+    set_attention(lm, teacher.attn_implementation)
+    return lm
+
+
+def set_attention(lm: CausalLM, implementation: str) -> None:
+    """Set the attention of a model to ATTN_IMPLEMENTATION, in place; `auto` changes nothing."""
+    if implementation == "auto" or lm.model is None:
+        return
+    try:
+        lm.model.set_attn_implementation(implementation)
+    except (ImportError, ValueError) as error:
+        raise SettingsError(
+            f"ATTN_IMPLEMENTATION is {implementation!r}, which {lm.name} cannot use here "
+            f"({brief(error)}): set it to 'auto', 'sdpa' or 'eager'"
+        ) from error
 
 
 def router_id(weights: str | None) -> str:

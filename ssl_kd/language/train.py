@@ -20,6 +20,7 @@ from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.language.rollouts import RolloutBatches
 from ssl_kd.language.step import Distiller, StudentStep
+from ssl_kd.language.success import Success
 from ssl_kd.language.text_rows import rows_of_step
 from ssl_kd.seeds import seed_of, seeded
 from ssl_kd.training.loop import Pace, run_loop
@@ -131,7 +132,9 @@ class _StudentLearner:
 
     def record(self, done: int) -> Row:
         """Return a row for the log: means over the steps since the previous row."""
-        results = self.distiller.recent
+        results, success = self.distiller.recent, Success()
+        for result in results:
+            success.add(result.shares)
         names = dict.fromkeys(["kd", "ce", *(name for r in results for name in r.terms)])
         row = {
             "step": done,
@@ -139,11 +142,8 @@ class _StudentLearner:
             **{name: _mean([result.terms.get(name) for result in results]) for name in names},
             "grad_norm": _mean([result.grad_norm for result in results]),
             "learning_rate": self._learning_rate,
-            "success_rate": sum(result.updated for result in results) / len(results),
-            **{
-                f"{name}_success_rate": sum(r.learned(name) for r in results) / len(results)
-                for name in self.distiller.weights
-            },
+            "success_rate": success.rate,
+            **{f"{name}_success_rate": success.rates.get(name) for name in self.distiller.weights},
             "consecutive_nans": int(self.distiller.guard.health.streak[0]),
             "gpu_memory_gb": (
                 torch.cuda.max_memory_allocated(self._device) / 2**30

@@ -45,6 +45,7 @@ def content(run: RunResults) -> dict[str, Any]:
         "watched": bool(run.steps or run.events or metrics),
         "inputs": facts(_inputs(run)),
         "left_out": "\n".join(map(str, data.get("left_out") or [])),
+        "sample_rows": [_sample_row(row) for row in data.get("sample_rows") or []],
     }
 
 
@@ -163,7 +164,12 @@ def _training(run: RunResults) -> dict[str, Any]:
         "tokens": run.metrics.get("tokens"),
         "tokens per second": median(speed) if speed else None,
         "GiB of GPU memory at most": max(memory) if memory else None,
-        "healthy steps, %": None if rate is None else 100 * rate,
+        "success rate, %": None if rate is None else 100 * rate,
+        **{
+            f"success rate of {term}, %": 100 * share
+            for term, share in (run.metrics.get("success_rates") or {}).items()
+            if finite(share)
+        },
         **{f"time of {name}": duration(s) for name, s in times.items() if finite(s)},
     }
 
@@ -183,6 +189,18 @@ def _inputs(run: RunResults) -> dict[str, Any]:
     for part in ("cache", "alignment"):
         values |= {f"{part}: {key}": v for key, v in (run.metrics.get(part) or {}).items()}
     return values
+
+
+def _sample_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of tokens for the page, at most MAX_CHARACTERS long."""
+    pieces, room = [], MAX_CHARACTERS
+    for piece in row["pieces"]:
+        text = piece["text"][:room]
+        room -= len(text)
+        pieces.append({"text": text, "has_loss": piece["has_loss"]})
+    if sum(len(piece["text"]) for piece in row["pieces"]) > MAX_CHARACTERS:
+        pieces.append({"text": " …", "has_loss": False})
+    return {**row, "pieces": pieces}
 
 
 def _cut(text: Any) -> str | None:

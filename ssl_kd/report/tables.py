@@ -41,6 +41,15 @@ def language_table(metrics: dict[str, Any]) -> Table:
     return table
 
 
+def success_text(metrics: dict[str, Any]) -> str:
+    """Return a sentence on the success rate of a training, in whole and by loss term."""
+    rates = metrics["success_rates"]
+    terms = ", ".join(f"{name} {percent(rate)} %" for name, rate in rates.items())
+    return (
+        f"Success rate {percent(metrics['success_rate'])} % of {metrics['steps']:,} steps ({terms})"
+    )
+
+
 def extension_text(metrics: dict[str, Any]) -> str:
     """Return a sentence on how the samples that extended a run were assigned to clusters."""
     about = metrics["extended"]

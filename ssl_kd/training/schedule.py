@@ -5,6 +5,15 @@ from __future__ import annotations
 import math
 
 
+def warmup_length(
+    steps: int, warmup_fraction: float, schedule: str = "cosine", warmup_steps: int = 0
+) -> int:
+    """Return the number of steps of the warm-up; 0 for the schedule `constant`."""
+    if schedule == "constant":
+        return 0
+    return warmup_steps or max(1, round(warmup_fraction * steps))
+
+
 def learning_rate_at(
     step: int,
     steps: int,
@@ -28,7 +37,7 @@ def learning_rate_at(
     """
     if schedule == "constant":
         return peak
-    warmup = warmup_steps or max(1, round(warmup_fraction * steps))
+    warmup = warmup_length(steps, warmup_fraction, schedule, warmup_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant_with_warmup":

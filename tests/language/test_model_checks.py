@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from ssl_kd.language.caching import cache_teacher
+from ssl_kd.language.prepare import prepare
 from ssl_kd.language.run import run
+from ssl_kd.language.teachers import set_attention
+from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
+from ssl_kd.teachers.causal import CausalLM
+from ssl_kd.training.clock import no_progress
 from tests.faults.matrix import row as fault
 from tests.language.test_run import log_lines, metrics, table
 
@@ -95,3 +100,20 @@ def test_adapters_on_a_halved_base_learn_as_on_a_full_one(settings, folders, mon
     second = run(settings(**half, run_name="full"))
     assert seen == [torch.bfloat16]
     assert log_lines(first) == log_lines(second)
+
+
+def test_the_attention_of_both_models_is_set(settings, folders, tmp_path):
+    chosen = prepare(
+        settings(teacher_model=folders[1], student_model=folders[1], attn_implementation="eager"),
+        Precision.for_device("cpu"),
+        no_progress,
+    )
+    for lm in (chosen.student, chosen.teacher):
+        assert lm.model.config._attn_implementation == "eager"
+
+
+def test_an_attention_that_a_model_lacks_is_refused(tiny):
+    lm = CausalLM.of(tiny.model("GPT2"), tiny.tokenizer, "gpt2")
+    with pytest.raises(SettingsError, match="'flex_attention', which gpt2 cannot use.*'sdpa'"):
+        set_attention(lm, "flex_attention")
+    assert lm.model.config._attn_implementation == "sdpa"

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -234,13 +235,49 @@ def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
         LanguageSettings.named("student-lrr")
 
 
-@pytest.mark.parametrize(
-    "name", ["ALPHA_HIDDEN", "BASELINE", "DRY_RUN", "SCHEDULE", "TEACHER_OFFLOAD"]
-)
+@pytest.mark.parametrize("name", ["ALPHA_HIDDEN", "BASELINE", "SCHEDULE", "TEACHER_OFFLOAD"])
 def test_a_setting_that_was_taken_out_is_refused_with_what_is_done_instead(tmp_path, name):
     (tmp_path / "config.py").write_text(f"{name} = 1\n")
     with pytest.raises(SettingsError, match=rf"line 1: There is no setting {name}\. \S+ .*\."):
         LanguageSettings.from_file(tmp_path / "config.py")
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("max_consecutive_nans", "stop_after", 5),
+        ("logit_clamp", "legacy_clamp", "2.5"),
+        ("kd_alpha", "alpha_kd", 0.25),
+        ("kd_ce_alpha", "alpha_ce", 0.25),
+        ("kd_temperature", "temperature", 3.0),
+        ("sequence_len", "block_size", 64),
+        ("sample_packing", "packing", False),
+        ("num_epochs", "epochs", 2.0),
+    ],
+)
+def test_a_name_of_another_trainer_with_the_same_meaning_is_accepted(flag, name, value):
+    settings = read_settings(LanguageSettings, [f"--{flag}", str(value)], Path("none"), prog="test")
+    assert getattr(settings, name) == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "advice"),
+    [
+        ("teacher_offload", "--teacher_cache"),
+        ("assistant_only_loss", "--dry_run"),
+        ("completion_only_loss", "--dry_run"),
+        ("padding_free", "--packing"),
+        ("group_by_length", "--packing"),
+        ("use_fp32_for_training", "--model_dtype"),
+    ],
+)
+def test_a_name_of_another_trainer_without_a_setting_is_refused_with_advice(flag, advice):
+    with pytest.raises(SettingsError, match=f"There is no flag --{flag}.*{advice}"):
+        read_settings(LanguageSettings, [f"--{flag}", "True"], Path("none"), prog="test")
+
+
+def test_a_dry_run_takes_five_steps_whatever_the_epochs():
+    assert LanguageSettings(dry_run=True, epochs=3.0, max_steps=200).n_steps(10_000) == 5
 
 
 def test_the_divergence_follows_the_router_where_it_is_left_open():

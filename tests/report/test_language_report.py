@@ -112,7 +112,7 @@ def test_all_numbers_of_the_run_are_there(run):
         *("bits per character", "0.99", "68.4", "0.311", "2.2", "35.0", "90.0"),
         *("40 questions, 22.1 to 50.5 % of them right (95 % interval)",),
         *("evaluation batches left out, not finite: 2", "steps200", "tokens409,600"),
-        *("tokens per second5,095", "12.35 at step 150", "healthy steps, %99"),
+        *("tokens per second5,095", "12.35 at step 150", "success rate, %99"),
         *("top-k", "64", "260", "0.0132", "0.0071", "time of teacher3.0 s"),
         *(
             "80 s",
@@ -225,7 +225,7 @@ def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
     assert "has no finite perplexity of the student" in page.text
     assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
     assert "No finite perplexity at step 210." in page.text
-    assert "healthy steps, %97.5" in page.text  # the mean of the log
+    assert "success rate, %97.5" in page.text  # the mean of the log
     row = source[source.index('<th scope="row">student<') :]
     cells = re.findall(r'<td class="n">(.*?)</td>', row[: row.index("</tr>")])
     assert cells == ["–", "0.99", "–", "–", "–", "35.0", "90.0"]
