@@ -23,8 +23,8 @@ from ssl_kd.datasets.tables import (
     check_column,
     is_text,
     readable_values,
-    scalar_columns,
-    short_texts,
+    valid_texts,
+    value_columns,
 )
 from ssl_kd.errors import InputError, printable
 
@@ -64,13 +64,13 @@ class Rows:
 
     def columns(self) -> dict[str, arrow.ChunkedArray]:
         """Read the columns that are neither features, labels nor names."""
-        return scalar_columns(self.table, self.roles.values())
+        return value_columns(self.table, self.roles.values())
 
     @cached_property
     def _values(self) -> arrow.ChunkedArray:
         assert self.media is not None
         values = self.table.read(self.media["column"])
-        return short_texts(values) if is_text(values.type) else values
+        return valid_texts(values) if is_text(values.type) else values
 
     def _value(self, row: int) -> dict[str, Any]:
         """Return the `path` (or text, or link) of a row, and its `bytes`; None if it has none."""
@@ -78,7 +78,7 @@ class Rows:
         return value if isinstance(value, dict) else {"path": value, "bytes": None}
 
     def text(self, row: int) -> str:
-        """Return the text of a row, at most 2,000 characters; empty if it has none."""
+        """Return the text of a row; empty if it has none."""
         return str(self._value(row)["path"] or "")
 
     def sound(self, row: int) -> tuple[str, bytes] | None:

@@ -23,7 +23,6 @@ FEATURES = ("features", "embeddings", "x", "X", "data")
 LABELS = ("labels", "label", "targets", "target", "y", "Y")
 IDS = ("ids", "id", "file", "path")
 PREVIEW_ROWS = 20  # rows by which the kind of a column is found
-LONGEST = 2000  # characters of a text that are kept
 ROOT = "ssl_kd.root"  # in the metadata of a Parquet file: the folder of relative paths
 
 
@@ -145,22 +144,27 @@ def readable_values(column: arrow.ChunkedArray | arrow.Array) -> list[Any]:
     return [as_text(value) for value in plain.to_pylist()]
 
 
-def scalar_columns(table: Table, left_out: Collection[str | None]) -> dict[str, Any]:
-    """Read all columns with numbers or text except some; times and truth values become text."""
+def value_columns(table: Table, left_out: Collection[str | None]) -> dict[str, Any]:
+    """Read all columns with one value per row except some, with their types.
+
+    Values are numbers, truth values, times and texts. Categories become their values, and texts
+    have the Arrow type `string`.
+    """
     columns: dict[str, arrow.ChunkedArray] = {}
     for name, kind in table.kinds.items():
-        if name not in left_out and (types.is_primitive(kind) or is_text(kind)):
+        value = kind.value_type if types.is_dictionary(kind) else kind
+        is_value = types.is_primitive(value) or types.is_decimal(value) or types.is_null(value)
+        if name not in left_out and (is_value or is_text(value)):
             column = table.read(name)
-            if types.is_temporal(kind) or types.is_boolean(kind):
-                column = column.cast(arrow.string())
-            columns[name] = short_texts(column) if is_text(column.type) else column
+            if types.is_dictionary(column.type):
+                column = column.cast(value)
+            columns[name] = valid_texts(column) if is_text(column.type) else column
     return columns
 
 
-def short_texts(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
-    """Return valid UTF-8 of at most 2,000 characters per row, of Arrow type `string`."""
-    texts = [text and text[:LONGEST] for text in readable_values(column)]
-    return arrow.chunked_array([texts], arrow.string())
+def valid_texts(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
+    """Return a column of texts as valid UTF-8, of Arrow type `string`."""
+    return arrow.chunked_array([readable_values(column)], arrow.string())
 
 
 def find_rows(names: Sequence[str], known: Sequence[str]) -> NDArray[np.int64]:

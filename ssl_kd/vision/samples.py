@@ -222,6 +222,14 @@ class Samples:
             return {"kind": "image", "column": "file"}
         return None if rows is None else rows.media
 
+    @property
+    def media_root(self) -> Path | None:
+        """The folder of relative paths in the column that shows the samples; None without paths."""
+        rows = None if self.media is None else self._joined or self.rows("train")
+        if not isinstance(rows, Rows) or rows.kind not in ("image", "audio"):
+            return None
+        return rows.table.root.absolute()
+
     def _picture(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
         if not has_pictures(self.metrics) and (self.media or {}).get("kind") != "image":
             return None

@@ -14,6 +14,7 @@ import pyarrow as arrow
 from pyarrow import parquet
 
 from ssl_kd.datasets.catalog import open_rows
+from ssl_kd.datasets.tables import ROOT
 from ssl_kd.errors import InputError
 from ssl_kd.files import sha256_file
 from ssl_kd.settings.early import DATASETS, dataset_path
@@ -67,6 +68,8 @@ def _states(path: Path, own: Sequence[Path]) -> list[tuple[str, int, int]]:
 def write_frame(frame: Any, runs: str) -> Path:
     """Write a data frame to `RUNS_DIR/explore-frames`, unless it is there; return its path.
 
+    Relative paths in its columns are relative to the current folder.
+
     Raises:
         InputError: the value is not a data frame of pandas, polars or pyarrow.
     """
@@ -77,6 +80,8 @@ def write_frame(frame: Any, runs: str) -> Path:
             f"the data is {type(frame).__name__}; expected a path or a data frame of pandas, "
             f"polars or pyarrow with a column of lists ({error})"
         ) from error
+    metadata = {ROOT.encode(): os.fsencode(os.getcwd()), **(table.schema.metadata or {})}
+    table = table.replace_schema_metadata(metadata)
     folder = Path(runs) / FRAMES
     folder.mkdir(parents=True, exist_ok=True)
     new = folder / f".{os.getpid()}.parquet"

@@ -49,7 +49,7 @@ class Columns:
 
     def __init__(self, samples: Samples, curation: Curation) -> None:
         self._curation, self._n, table = curation, len(samples), samples.table
-        own = metadata(samples)
+        own = {name: _comparable(column) for name, column in metadata(samples).items()}
         media = (samples.media or {}).get("column") if own else None
         kinds = {"file": "text"} | ({media: "media"} if media in own else {})
         kinds |= {name: kind for name, kind in _OF_RUN.items() if name in table.column_names}
@@ -169,6 +169,14 @@ def group_rows(clusters: NDArray[np.integer], rows: NDArray[np.integer]) -> dict
     return dict(zip(numbers.tolist(), np.split(rows, starts[1:]), strict=False))
 
 
+def _comparable(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
+    """Return a column as numbers or texts: times and truth values become texts."""
+    kind = column.type
+    if types.is_temporal(kind) or types.is_boolean(kind) or types.is_null(kind):
+        return column.cast(arrow.string())
+    return column.cast(arrow.float64()) if types.is_decimal(kind) else column
+
+
 def _kind(column: arrow.ChunkedArray) -> str:
     """Return the kind of a column of numbers or texts."""
     if not types.is_string(column.type):
@@ -193,9 +201,10 @@ def _normalize(column: arrow.ChunkedArray, kind: str) -> Column:
 
 
 def _cell(value: Any) -> Any:
-    """Return a value for JSON: texts of limited length, and None for infinite numbers."""
+    """Return a value for JSON: long texts cut, with their length; None for infinite numbers."""
     if isinstance(value, str):
-        return value[:CHARACTERS]
+        cut = f"{value[:CHARACTERS]}… ({len(value):,} characters)"
+        return value if len(value) <= CHARACTERS else cut
     return None if isinstance(value, float) and math.isinf(value) else value
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as arrow
 from numpy.typing import NDArray
-from pyarrow import csv, parquet
+from pyarrow import compute, csv, parquet
 
 from ssl_kd.datasets.media import Rows
 from ssl_kd.datasets.tables import (
@@ -23,7 +23,7 @@ from ssl_kd.datasets.tables import (
     one_line_errors,
     open_table,
     readable_values,
-    scalar_columns,
+    value_columns,
 )
 from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.files import CorruptFileError, atomic_write
@@ -38,7 +38,7 @@ _OURS = {"row", "file", "cluster", "cluster_name", "cluster_of_run", "checked", 
 
 
 def metadata(samples: Samples) -> dict[str, arrow.ChunkedArray]:
-    """Return all columns about the samples of a run, in the order of its table.
+    """Return all columns about the samples of a run, in the order of its table, with their types.
 
     A column with the name of a column of the run is called `data_NAME`.
     """
@@ -55,7 +55,7 @@ def metadata(samples: Samples) -> dict[str, arrow.ChunkedArray]:
             table = open_table(path)
         if table is None or table.n != len(samples):
             raise CorruptFileError(f"{path} has not one row per sample: remove it")
-        columns |= scalar_columns(table, ("file",))
+        columns |= value_columns(table, ("file",))
     taken, named = _OURS.union(samples.table.column_names), dict[str, arrow.ChunkedArray]()
     for name, column in columns.items():
         new = name
@@ -95,7 +95,7 @@ def join_table(samples: Samples, path: Path) -> int:
         if path.suffix.lower() == ".parquet":
             table = parquet.ParquetFile(path).read()  # read_table adds columns of folder names
         else:
-            table = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
+            table = _read_csv(path)
     except arrow.ArrowInvalid as error:
         raise InputError(f"{path} cannot be read as a table: {error}") from error
     found = ", ".join(table.column_names[:20])
@@ -123,6 +123,39 @@ def join_table(samples: Samples, path: Path) -> int:
     joined = joined.replace_schema_metadata({ROOT: str(path.absolute().parent)})
     write_columns(samples, JOINED, joined.add_column(0, "file", names))
     return matched
+
+
+def _read_csv(path: Path) -> arrow.Table:
+    """Read a CSV file; numbers that lose characters as such, as 007 and long ids, stay texts."""
+    parsing = csv.ParseOptions(newlines_in_values=True)
+    table = csv.read_csv(path, parse_options=parsing)
+    if len(set(table.column_names)) < len(table.column_names):
+        return table  # which is refused
+    names = [n for n in table.column_names if n in KEYS or _lossy_digits(table.column(n).type)]
+    as_written = csv.read_csv(
+        path,
+        parse_options=parsing,
+        convert_options=csv.ConvertOptions(
+            column_types=dict.fromkeys(names, arrow.string()),
+            include_columns=names,
+            null_values=[""],
+            strings_can_be_null=True,
+        ),
+    )
+    for name in names:
+        column, pattern = as_written.column(name), _lossy_digits(table.column(name).type)
+        options = compute.MatchSubstringOptions(pattern or "")
+        loses = compute.call_function("match_substring_regex", [column], options)
+        if name in KEYS or compute.call_function("any", [loses]).as_py():
+            table = table.set_column(table.column_names.index(name), name, column)
+    return table
+
+
+def _lossy_digits(kind: arrow.DataType) -> str | None:
+    """Return a pattern of the digits that a type of numbers does not keep; None: other types."""
+    if arrow.types.is_integer(kind):
+        return "^[+-]?0[0-9]"
+    return "^[+-]?(0[0-9]|[0-9]{16,}$)" if arrow.types.is_floating(kind) else None
 
 
 def write_columns(samples: Samples, name: str, table: arrow.Table) -> None:

@@ -208,10 +208,18 @@ class Run:
 
         The first column, `row`, is the number of the sample; the columns of the assignments follow.
         `cluster` and `cluster_name` are the cluster and its name after all decisions. If decisions
-        changed clusters, the original ones are in `cluster_of_run`.
+        changed clusters, the original ones are in `cluster_of_run`. Integers and truth values with
+        missing ones have pandas' nullable types.
         """
         content = Content.of(self.samples)
-        return content.table.add_column(0, "row", arrow.array(content.rows)).to_pandas()
+        table = content.table.add_column(0, "row", arrow.array(content.rows))
+        frame = table.to_pandas()
+        nullable = _nullable_types()
+        for name in table.column_names:
+            column = table.column(name)
+            if column.null_count and column.type in nullable:
+                frame[name] = column.to_pandas(types_mapper=nullable.get)
+        return frame
 
     def duplicates(self, split: str = "train", *, floor: float | None = None) -> Duplicates:
         """Find exact and near copies in a split (`curate.near_duplicates`)."""
@@ -303,6 +311,16 @@ class Run:
         """
         content = Content.of(self.samples, splits=splits, clusters=clusters)
         return export(content, to, out, **options)
+
+
+def _nullable_types() -> dict[arrow.DataType, Any]:
+    """Return Arrow type -> type of pandas that keeps integers and truth values beside null."""
+    import pandas
+
+    types = {arrow.bool_(): pandas.BooleanDtype()}
+    for name in ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64"):
+        types[arrow.type_for_alias(name.lower())] = getattr(pandas, f"{name}Dtype")()
+    return types
 
 
 def _table(clusters: Sequence[Cluster]) -> str:

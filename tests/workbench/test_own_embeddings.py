@@ -3,6 +3,9 @@
 import json
 import shutil
 import wave
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pyarrow as arrow
@@ -12,6 +15,7 @@ from pyarrow import csv, parquet
 from sklearn.datasets import load_digits, load_sample_image
 
 from ssl_kd import Run, cli
+from ssl_kd.datasets.tables import open_table
 from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
@@ -101,11 +105,65 @@ def test_runs_and_hidden_files_in_the_folder_of_the_data_do_not_change_the_run(t
 def test_a_data_frame(tmp_path):
     table = frame(tmp_path).select(["clip", "text"])
     run = Run.of(table.to_pandas(), **settings(tmp_path))
-    assert run.frame().text.tolist() == [HTML, "b" * 2000] * 45
+    assert run.frame().text.tolist() == [HTML, "b" * 9000] * 45
     with pytest.raises(InputError, match="has no column 'txt'.*did you mean 'text'"):
         Run.of(table, media="txt", **settings(tmp_path) | {"n_clusters": 4})
     with pytest.raises(InputError, match="the data is list; expected a path or a data frame"):
         Run.of([1, 2])
+
+
+def test_relative_paths_of_a_data_frame_are_those_of_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = frame(tmp_path).select(["clip", "photo"])
+    run = Run.of(table, **settings(tmp_path))
+    monkeypatch.chdir(tmp_path.parent)
+    assert run.samples.media == {"kind": "image", "column": "photo"}
+    picture = Run.open(run.path).samples.image(0)
+    assert picture is not None and picture.size == (8, 8)
+
+
+def test_values_keep_their_type_in_every_export(tmp_path):
+    days = [date(2020, 1, 1 + i % 28) for i in range(N)]
+    values = {
+        "number": arrow.array([None if i % 3 else 2**60 + i for i in range(N)], arrow.int64()),
+        "flag": arrow.array([i % 2 == 0 if i else None for i in range(N)]),
+        "day": arrow.array(days, arrow.date32()),
+        "price": arrow.array([Decimal(i) / 4 for i in range(N)], arrow.decimal128(6, 2)),
+        "zip": arrow.array([f"{i:05}" for i in range(N)]).dictionary_encode(),
+        "text": arrow.array(["b" * 5000] * N, arrow.large_string()),
+        "photo": arrow.array(["a.png"] * N),
+    }
+    table = frame(tmp_path).select(["clip", "id"])
+    for name, value in values.items():
+        table = table.append_column(name, value)
+    parquet.write_table(table, tmp_path / "typed.parquet")
+    run = Run.of(tmp_path / "typed.parquet", **settings(tmp_path))
+
+    exported = parquet.read_table(run.export("parquet", tmp_path / "out.parquet"))
+    for name, value in values.items():
+        assert exported.column(name).to_pylist() == value.to_pylist(), name
+    kinds = {n: exported.schema.field(n).type for n in ("number", "flag", "day", "price", "zip")}
+    assert [*kinds.values()] == [values[n].type for n in list(kinds)[:4]] + [arrow.string()]
+    # The paths are read relative to the first table, wherever the export is.
+    (tmp_path / "elsewhere").mkdir()
+    moved = shutil.move(tmp_path / "out.parquet", tmp_path / "elsewhere/out.parquet")
+    opened = open_table(Path(moved))
+    assert opened is not None and opened.root == tmp_path
+
+    pandas = run.frame()
+    assert pandas.number[0] == 2**60 and pandas.number.dtype == "Int64"
+    assert pandas.flag.dtype == "boolean" and pandas.flag[2] and pandas.day[0] == days[0]
+
+    out = run.export("fiftyone", tmp_path / "fiftyone")
+    sample = json.loads((out / "samples.json").read_text())["samples"][3]
+    assert sample["number"] == 2**60 + 3 and sample["flag"] is False and sample["zip"] == "00003"
+    assert sample["day"] == "2020-01-04" and sample["price"] == 0.75 and len(sample["text"]) == 5000
+
+    columns = Columns(run.samples, run.curation)
+    assert columns.find({"flag": "=true"})[:2].tolist() == [2, 4]
+    assert columns.find({"day": "=2020-01-04", "price": "<1"}).tolist() == [3]
+    ((shown,),) = columns.cells([0], ["text"])
+    assert shown == "b" * 1000 + "… (5,000 characters)"
 
 
 def test_texts_links_and_sounds_are_served_as_such(run):
@@ -115,11 +173,14 @@ def test_texts_links_and_sounds_are_served_as_such(run):
             return [ask(server, "GET", f"/api/media/{row}") for row in range(6)]
 
     texts = serve("text")
-    assert json.loads(texts[0][1]) == {"kind": "text", "text": HTML}
-    assert texts[0][2]["Content-Type"] == "application/json" and len(texts[1][1]) < 2100
+    whole = {"kind": "text", "text": HTML, "characters": len(HTML)}
+    assert json.loads(texts[0][1]) == whole
+    assert texts[0][2]["Content-Type"] == "application/json"
+    cut = json.loads(texts[1][1])  # the page gets the beginning, and says how much there is
+    assert cut["text"] == "b" * 2000 and cut["characters"] == 9000
     links = [json.loads(content) for _, content, _ in serve("url")]
-    assert links[0] == {"kind": "url", "url": "https://example.org/x"}
-    assert links[1] == {"kind": "text", "text": "javascript:alert(1)"}
+    assert links[0]["kind"] == "url" and links[0]["url"] == "https://example.org/x"
+    assert links[1]["kind"] == "text" and links[1]["text"] == "javascript:alert(1)"
     sounds = serve("sound")
     assert [status for status, _, _ in sounds] == [200, 200, 404, 404, 404, 404]
     assert sounds[0][1][:4] == b"RIFF" and sounds[0][2]["Content-Type"] == "audio/wav"
@@ -150,6 +211,22 @@ def test_a_table_is_joined_by_the_names_of_samples(run, tmp_path):
     assert metadata(samples)["price"].to_pylist() == [None, 1, *[None] * (N - 2)]
     assert Run(samples).frame().price[1] == 1
     assert [metadata(samples)[f"data_{n}confidence"][1].as_py() for n in ("data_", "")] == [1, 2]
+    table.write_text(
+        "id,zip,phone,n,big,price\n"
+        "d0,01234,4912345678901234567890,1,,0.5\nd1,,1,,123456789012345678,7.25\n"
+    )
+    assert join_table(samples, table) == 2
+    joined = metadata(samples)
+    first = {name: joined[name][:2].to_pylist() for name in ("zip", "phone", "n", "big", "price")}
+    assert first == {
+        "zip": ["01234", None],
+        "phone": ["4912345678901234567890", "1"],
+        "n": [1, None],
+        "big": [None, 123456789012345678],
+        "price": [0.5, 7.25],
+    }
+    csv.write_csv(arrow.table(more), table)
+    join_table(samples, table)
     Image.new("L", (3, 3)).save(tmp_path / "x.png")
     shown = Samples(run, "photo2")  # the paths are relative to the table
     assert shown.media["kind"] == "image" and shown.image(1).size == (3, 3)
@@ -168,6 +245,16 @@ def test_a_table_is_joined_by_the_names_of_samples(run, tmp_path):
         table.write_bytes(content)
         with pytest.raises(InputError, match=words):
             join_table(samples, table)
+
+
+def test_names_with_leading_zeros_are_joined(tmp_path):
+    ids = [f"{i:03}" for i in range(N)]
+    table = frame(tmp_path).select(["clip"]).append_column("id", [ids])
+    parquet.write_table(table, tmp_path / "zeros.parquet")
+    run = Run.of(tmp_path / "zeros.parquet", **settings(tmp_path))
+    (tmp_path / "more.csv").write_text("id,price\n007,1.5\n010,2.5\n")
+    assert join_table(run.samples, tmp_path / "more.csv") == 2
+    assert run.frame().set_index("file").price["007"] == 1.5
 
 
 def test_blurred_images_are_found_by_sharpness(tmp_path):

@@ -50,6 +50,7 @@ from ssl_kd.workbench.explore.routes import answer, is_number, parse_json
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+SHOWN = 2000  # characters of a text that are sent to the page
 ADDRESS, LARGEST, IMAGE_SIDE = "127.0.0.1", 32 << 20, 320
 NEIGHBORS, BLOCK = 12, 65_536  # neighbors of a sample that the page shows; rows compared at once
 PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for the rest of a refused request
@@ -309,7 +310,8 @@ class _Handler(BaseHTTPRequestHandler):
         if rows.kind != "audio":
             text = rows.text(place)
             kind = "url" if is_link(text) else "text"
-            return self._send(as_json({"kind": kind, kind: text}), _TYPES["json"])
+            shown = {"kind": kind, kind: text[:SHOWN], "characters": len(text)}
+            return self._send(as_json(shown), _TYPES["json"])
         if (sound := rows.sound(place)) is None:
             raise _Refused(HTTPStatus.NOT_FOUND, f"sample {row} has no sound that may be sent")
         self._send(sound[1], sound[0])

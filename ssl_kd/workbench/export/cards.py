@@ -53,7 +53,7 @@ def write_dataset(content: Content, folder: Path) -> None:
     decisions = "".join(json.dumps(line) + "\n" for line in lines)
     content = replace(content, decisions=decisions)
     with open(folder / "clusters.parquet", "wb") as file:
-        write_parquet(content, file)
+        write_parquet(content, file, with_root=False)
     content.write_decisions(folder)
     dataset_card(content).save(folder / "README.md")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from ssl_kd.datasets import UnreadableImage
+from ssl_kd.datasets.tables import ROOT
 from ssl_kd.errors import InputError, printable
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
@@ -88,7 +90,10 @@ class Content:
 
     @property
     def table(self) -> arrow.Table:
-        """The exported samples with all columns; `cluster` has the clusters after all decisions."""
+        """The exported samples with all columns; `cluster` has the clusters after all decisions.
+
+        Its metadata has the folder of relative paths in the column that shows the samples.
+        """
         table, columns = self.samples.table, dict[str, Any]()
         for name in table.column_names:
             columns[name] = table.column(name)
@@ -101,7 +106,9 @@ class Content:
         if self.checked is not None:
             columns["checked"] = self.checked
         is_exported = np.isin(np.arange(len(self.samples)), self.rows)
-        return arrow.table(columns | metadata(self.samples)).filter(arrow.array(is_exported))
+        table = arrow.table(columns | metadata(self.samples)).filter(arrow.array(is_exported))
+        root = self.samples.media_root
+        return table if root is None else table.replace_schema_metadata({ROOT: os.fsencode(root)})
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield each exported sample as a dict of its columns."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from ssl_kd.workbench.output_files import write_list
 def write_fiftyone(content: Content, folder: Path, *, skip_missing: bool = False) -> None:
     """Write one FiftyOne sample per picture, with levels and label as Classifications.
 
-    Numbers become fields. The split becomes a tag, and so does `checked`.
+    Numbers, truth values and texts become fields, and times become texts. The split becomes a tag,
+    and so does `checked`.
     """
     content, files = content.with_pictures(skip_missing=skip_missing)
     content.write_decisions(folder)
@@ -37,6 +40,10 @@ def _samples(content: Content, files: list[Path]) -> Iterator[dict[str, Any]]:
         if label := row.pop("label", None):
             sample["label"] = _classification(label)
         for name, value in row.items():
+            if isinstance(value, Decimal):
+                value = float(value)
+            elif isinstance(value, date | time | timedelta):  # datetime is a date
+                value = str(value)
             if isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value)):
                 sample[name] = value
         yield sample

@@ -9,8 +9,10 @@ export async function mediaElement(meta, row, canPlay = false) {
   if (kind === "audio") {
     return canPlay ? Object.assign(new Audio(`api/media/${row}`), { className, controls: true }) : null;
   }
-  const { text, url } = await (await get(`api/media/${row}`)).json();
+  const { text, url, characters } = await (await get(`api/media/${row}`)).json();
   const element = document.createElement(url ? "a" : "div");
   if (url) Object.assign(element, { href: url, target: "_blank", rel: "noreferrer noopener" });
-  return Object.assign(element, { className, textContent: url ?? text });
+  const rest = characters - (url ?? text).length; // the page gets the beginning of a long text
+  const end = rest > 0 ? `… (${rest.toLocaleString("en")} more characters)` : "";
+  return Object.assign(element, { className, textContent: (url ?? text) + end });
 }
