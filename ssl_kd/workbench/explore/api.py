@@ -26,7 +26,8 @@ ROUTES: dict[str, tuple[str, str, Any]] = {
     "api/clusters": ("All clusters, largest first", "", [_CLUSTER]),
     "api/cluster/{cluster}": ("A cluster, its nearest clusters, and the samples between them", "",
                               _CLUSTER | {"nearest": [_NEAREST]}),
-    "api/image/{row}": ("The picture of a sample", "", "image/jpeg"),
+    "api/image/{row}": ("The picture of a sample", "side", "image/jpeg"),
+    "api/path/{row}": ("The path of the picture of a sample, or its name", "", {"path": str}),
     "api/media/{row}": ("The text, address or recording of a sample", "", "*/*"),
     "api/neighbors/{row}": ("The most similar samples, most similar first", "", [int]),
     "api/map.png": ("The map; clusters have their numbers", "color width", "image/png"),
@@ -43,6 +44,7 @@ _PARAMETERS = {
     "columns": (str, "Names of columns, separated by commas"),
     "column": (str, "Name of a column"),
     "color": (str, "Column that colors the map; default: cluster"),
+    "side": (int, "Width and height in pixels, at most; default: 320"),
     "width": (int, "Width and height in pixels; default: 800"),
 }
 JSON = "application/json"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from scipy.ndimage import gaussian_filter, maximum_filter
 
 from ssl_kd.colors import CLUSTERS, MISSING, RAMP
@@ -21,7 +21,7 @@ from ssl_kd.evaluate.sample import random_rows
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.columns import categories, codes_of
+from ssl_kd.workbench.columns import DECIDED, Columns, codes_of
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore.map_layout import map_of
 from ssl_kd.workbench.explore.spatial_index import spatial_index
@@ -68,28 +68,44 @@ def write_site(
         for name in PAGE_FILES:
             atomic_write_bytes(page / name, page_file(name))
         atomic_write_bytes(page / "index.html", _REDIRECT)
-        write_page_data(samples, put, pictures=pictures, progress=progress)
-        for name, content in decision_files(Curation(samples)).items():
+        curation = Curation(samples)
+        columns = Columns(samples, curation)
+        own = write_page_data(samples, columns, put, pictures=pictures, progress=progress)
+        for file, name in own.items():
+            put(file, column_file(columns, name))
+        for name, content in decision_files(curation).items():
             put(name, content)
     return out / PAGE
 
 
 def write_page_data(
     samples: Samples,
+    columns: Columns,
     put: Put,
     *,
-    table: list[dict[str, str]] | None = None,
+    is_served: bool = False,
     pictures: int = 0,
     progress: Progress = no_progress,
-) -> None:
+) -> dict[str, str]:
     """Write the data of the page that decisions do not change: columns, file names, `meta.json`.
 
-    `table` has the columns that a server can filter and sort. `pictures` are written into sheets;
-    0 if a server serves single pictures.
+    If a server `is_served` the page, the page has a table, whose cells the server sends. `pictures`
+    are written into sheets; 0 if a server serves single pictures.
+
+    Returns:
+        File -> name of the columns that do not come from the run and color the map: the page asks
+        for `column_file` of these when they are needed.
     """
     places = map_of(samples, progress)
     put("places.kd", spatial_index(places))
-    columns = {name: _write_column(samples, name, put) for name in _color_columns(samples)}
+    described, own = {}, {}
+    for name in _color_columns(samples, columns):
+        described[name] = _describe_column(columns, name)
+        if name in samples.table.column_names:
+            put(described[name]["file"], column_file(columns, name))
+        else:
+            described[name]["file"] = f"own_{len(own)}"  # the name of a column may be anything
+            own[described[name]["file"]] = name
     put("files.txt", _lines(samples.column("file")).encode())
     examples = examples_of(places, samples)
     first = _first_picture(samples)
@@ -98,11 +114,13 @@ def write_page_data(
     if pictures and first is not None:
         sheets = _write_sheets(samples, examples[:pictures], pictures, is_tiny, put, progress)
     meta = {
-        "title": samples.path.name,
+        "title": Path(samples.metrics["dataset"].get("name") or samples.path).name,
+        "run": samples.path.name,
         "samples": len(samples),
-        "columns": columns,
+        "columns": described,
+        "own": [*own.values()],
         "colors": {"clusters": CLUSTERS, "missing": MISSING, "ramp": RAMP},
-        "table": table,
+        "table": [{"name": n, "kind": k} for n, k in columns.kinds.items()] if is_served else None,
         "examples": examples.tolist(),
         "images": first is not None,
         "media": samples.media,
@@ -110,6 +128,7 @@ def write_page_data(
         "sheets": sheets,
     }
     put("meta.json", as_json(meta))
+    return own
 
 
 def decision_files(curation: Curation) -> dict[str, bytes]:
@@ -145,28 +164,33 @@ def examples_of(places: NDArray[np.float32], samples: Samples) -> NDArray[np.int
     return np.array(list(dict.fromkeys(rows)), np.int64)
 
 
-def _color_columns(samples: Samples) -> list[str]:
+def column_file(columns: Columns, name: str) -> bytes:
+    """Return a column that colors the map: float32 numbers, or int32 codes, -1 where missing."""
+    column = columns.column(name)
+    if columns.kinds[name] == "number":
+        return np.asarray(column, np.float64).astype("<f4").tobytes()
+    return codes_of(column).astype("<i4").tobytes()
+
+
+def _color_columns(samples: Samples, columns: Columns) -> list[str]:
     """Return the columns that can color the map, except the clusters after all decisions."""
     levels = [level for level in samples.levels if level != "cluster"]
-    others = ("label", "confidence", "outlier", "split")
-    return [*levels, *(name for name in others if name in samples.table.column_names)]
+    others = [name for name, kind in columns.kinds.items() if kind in ("number", "category")]
+    return [*levels, *(name for name in others if name not in DECIDED)]
 
 
-def _write_column(samples: Samples, name: str, put: Put) -> dict[str, Any]:
-    if name in ("label", "split"):
-        column = categories(samples.table[name])
-        put(f"{name}.i32", codes_of(column).astype("<i4").tobytes())
+def _describe_column(columns: Columns, name: str) -> dict[str, Any]:
+    """Return kind and file of a column that colors the map, with its ends or its values."""
+    column, kind = columns.column(name), columns.kinds[name]
+    if kind == "category":
         values = [*map(printable, column.dictionary.to_pylist())]
-        return {"kind": "category", "file": f"{name}.i32", "values": values}
-    values = samples.column(name)
-    if name in ("confidence", "outlier"):
-        numbers = values.astype("<f4")
-        put(f"{name}.f32", numbers.tobytes())
-        finite = numbers[np.isfinite(numbers)]
-        low, high = np.quantile(finite, [0, 0.99]) if len(finite) else (0, 1)
-        return {"kind": "number", "file": f"{name}.f32", "low": float(low), "high": float(high)}
-    put(f"{name}.i32", values.astype("<i4").tobytes())
-    return {"kind": "cluster", "file": f"{name}.i32"}
+        return {"kind": kind, "file": f"{name}.i32", "values": values}
+    if kind == "cluster":
+        return {"kind": kind, "file": f"{name}.i32"}
+    numbers = np.asarray(column, np.float64)
+    finite = numbers[np.isfinite(numbers)]
+    low, high = np.quantile(finite, [0, 0.99]) if len(finite) else (0, 1)
+    return {"kind": kind, "file": f"{name}.f32", "low": float(low), "high": float(high)}
 
 
 def _lines(names: NDArray[Any]) -> str:
@@ -211,10 +235,7 @@ def _write_sheets(
                 missing, last = missing + 1, str(error)
                 continue
             assert image is not None
-            small = fitted(image, tile)
-            left, top = at % COLUMNS * tile, at // COLUMNS * tile
-            gap = [(tile - side) // 2 for side in small.size]
-            sheet.paste(small, (left + gap[0], top + gap[1]))
+            sheet.paste(square(image, tile), (at % COLUMNS * tile, at // COLUMNS * tile))
         target = io.BytesIO()
         sheet.save(target, "WEBP", quality=80, lossless=is_tiny)
         put(f"sheet_{start // per_sheet}.webp", target.getvalue())
@@ -229,10 +250,17 @@ def fitted(image: Image.Image, side: int) -> Image.Image:
     small = image.convert("RGB")
     if max(small.size) > side:
         small.thumbnail((side, side))
-    elif max(small.size) <= side // 2:
+    elif max(small.size) <= TINY:
         times = side // max(small.size)
         small = small.resize((small.width * times, small.height * times), Image.Resampling.NEAREST)
     return small
+
+
+def square(image: Image.Image, side: int) -> Image.Image:
+    """Return the middle of a picture that fills `side` x `side` pixels, in RGB."""
+    is_tiny = max(image.size) <= TINY
+    method = Image.Resampling.NEAREST if is_tiny else Image.Resampling.BICUBIC
+    return ImageOps.fit(image.convert("RGB"), (side, side), method)
 
 
 def as_json(value: Any) -> bytes:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from firstnan.finite import safe_normalize
+from ssl_kd.datasets import UnreadableImage
 from ssl_kd.datasets.media import Rows, is_link
 from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.store.neighbors import nearest_among, search_on
@@ -40,6 +41,7 @@ from ssl_kd.workbench.explore.page_data import (
     PAGE,
     PAGE_FILES,
     as_json,
+    column_file,
     decision_files,
     fitted,
     page_file,
@@ -52,6 +54,7 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 SHOWN = 2000  # characters of a text that are sent to the page
 ADDRESS, LARGEST, IMAGE_SIDE = "127.0.0.1", 32 << 20, 320
+LARGEST_SIDE = 4096  # pixels of a picture that the page shows large
 NEIGHBORS, BLOCK = 12, 65_536  # neighbors of a sample that the page shows; rows compared at once
 PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for the rest of a refused request
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8",
@@ -102,9 +105,10 @@ class ExploreServer(ThreadingHTTPServer):
             self.cookie = f"ssl_kd_explore_{self.server_port}"
             self.data: dict[str, bytes] = {}
             self.pages = ClusterPages(samples, self.curation)
-            kinds = self.pages.columns.kinds
-            table = [{"name": name, "kind": kind} for name, kind in kinds.items()]
-            write_page_data(samples, self.data.__setitem__, table=table, progress=progress)
+            put = self.data.__setitem__
+            self.own = write_page_data(
+                samples, self.pages.columns, put, is_served=True, progress=progress
+            )
         except BaseException:
             self.server_close()
             raise
@@ -134,13 +138,19 @@ class ExploreServer(ThreadingHTTPServer):
         nearest = nearest_among(query, torch.tensor([row]), candidates(), NEIGHBORS, search)
         return [neighbor for neighbor in nearest[0].tolist() if neighbor != row]
 
+    def path_of(self, row: int) -> str:
+        """Return the absolute path of a sample's picture, or its name if it is no separate file."""
+        try:
+            path = self.samples.image_file(row)
+        except (FileNotFoundError, UnreadableImage):
+            path = None
+        return str(self.samples.column("file")[row]) if path is None else str(path.absolute())
+
     def map_png(self, query: dict[str, str]) -> bytes:
         """Draw the map as a PNG; the query may have `color` and `width`."""
-        width, target = query.get("width", "800"), io.BytesIO()
-        if not is_number(width):
-            raise InputError(f"`width` is {printable(width)[:20]!r}; expected a number of pixels")
+        width, target = _pixels(query, "width", 800), io.BytesIO()
         places, color = map_of(self.samples), query.get("color", "cluster")
-        map_image(places, self.pages.columns, color, int(width)).save(target, "PNG")
+        map_image(places, self.pages.columns, color, width).save(target, "PNG")
         return target.getvalue()
 
 
@@ -159,6 +169,13 @@ def serve(
             server.serve_forever()
         except KeyboardInterrupt:
             logger.info("the explorer is stopped; its decisions are in %s", server.curation.path)
+
+
+def _pixels(query: dict[str, str], name: str, default: int) -> int:
+    text = query.get(name, str(default))
+    if not is_number(text):
+        raise InputError(f"`{name}` is {printable(text)[:20]!r}; expected a number of pixels")
+    return int(text)
 
 
 class _Reader(socket.SocketIO):
@@ -235,12 +252,18 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(page_file(name), _TYPES[name.rpartition(".")[2]])
         folder, _, rest = name.partition("/")
         if folder == DATA:
+            if rest in server.own:
+                content = column_file(server.pages.columns, server.own[rest])
+                return self._send(content, "application/octet-stream")
             contents = server.data if rest in server.data else decision_files(server.curation)
             if rest in contents:
                 kind = _TYPES.get(rest.rpartition(".")[2], "application/octet-stream")
                 return self._send(contents[rest], kind)
         if name.startswith("api/image/"):
-            return self._image(self._row(name))
+            return self._image(self._row(name), dict(parse_qsl(query)))
+        if name.startswith("api/path/"):
+            path = server.path_of(self._row(name))
+            return self._send(as_json({"path": path}), _TYPES["json"])
         if name.startswith("api/media/"):
             return self._media(self._row(name))
         if name.startswith("api/neighbors/"):
@@ -294,12 +317,15 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(HTTPStatus.NOT_FOUND, reason)
         return int(text)
 
-    def _image(self, row: int) -> None:
+    def _image(self, row: int, query: dict[str, str]) -> None:
+        side = _pixels(query, "side", IMAGE_SIDE)
+        if not 1 <= side <= LARGEST_SIDE:
+            raise InputError(f"`side` is {side}; expected 1 to {LARGEST_SIDE} pixels")
         if (image := self.server.samples.image(row)) is None:
             reason = "the run was trained on features and has no images"
             raise _Refused(HTTPStatus.NOT_FOUND, reason)
         target = io.BytesIO()
-        fitted(image, IMAGE_SIDE).save(target, "JPEG", quality=85)
+        fitted(image, side).save(target, "JPEG", quality=85)
         self._send(target.getvalue(), "image/jpeg", keep=True)
 
     def _media(self, row: int) -> None:

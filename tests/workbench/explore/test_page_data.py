@@ -15,6 +15,7 @@ from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.explore import map_of, page_data, write_site
 from ssl_kd.workbench.explore.spatial_index import spatial_index
+from ssl_kd.workbench.metadata import join_table
 from tests.faults.matrix import row as fault
 
 
@@ -69,8 +70,33 @@ def test_pictures_are_limited_and_where_the_page_looks_for_them(run, tmp_path):
     at, tile = 35, sheets["tile"]
     row, column = divmod(at, sheets["columns"])
     shown = sheet.crop((column * tile, row * tile, (column + 1) * tile, (row + 1) * tile))
-    wanted = page_data.fitted(samples.image(sheets["rows"][at]), tile)
+    wanted = page_data.square(samples.image(sheets["rows"][at]), tile)
     assert np.array_equal(np.asarray(shown.convert("RGB")), np.asarray(wanted))
+
+
+def test_own_columns_color_the_static_page_too(run, tmp_path):
+    samples = Samples(run)
+    files = samples.column("file").tolist()
+    lines = [f"{name},{row}.5,{'ab'[row % 2]}" for row, name in enumerate(files)]
+    table = tmp_path / "own.csv"
+    table.write_text("\n".join(["file,../price,camera", *lines]))  # a name that is no path
+    join_table(samples, table)
+    data = write_site(Samples(run), tmp_path / "out").parent / "data"
+    meta = json.loads((data / "meta.json").read_text())
+    assert meta["own"] == ["../price", "camera"] and meta["title"] == "photos"
+    price, camera = (meta["columns"][name] for name in meta["own"])
+    assert (price["kind"], price["low"]) == ("number", 0.5) and camera["values"] == ["a", "b"]
+    assert np.fromfile(data / price["file"], "f4").tolist() == [r + 0.5 for r in range(len(files))]
+    assert np.fromfile(data / camera["file"], "i4").tolist() == [r % 2 for r in range(len(files))]
+
+
+@pytest.mark.parametrize("size", [(900, 300), (300, 900), (20, 10), (1, 1000)])
+def test_a_small_picture_is_the_middle_of_the_picture(size):
+    picture = Image.new("RGB", size, "red")
+    small = page_data.square(picture, 64)
+    assert small.size == (64, 64) and small.getpixel((32, 32)) == (255, 0, 0)
+    assert page_data.fitted(Image.new("RGB", (900, 300)), 320).size == (320, 107)
+    assert page_data.fitted(Image.new("RGB", (100, 50)), 320).size == (100, 50)  # not enlarged
 
 
 def test_examples_are_sure_samples_in_dense_places(run):

@@ -47,6 +47,18 @@ def test_the_page_and_its_data(server):
     assert server.server_address[0] == "127.0.0.1"
 
 
+def test_a_picture_is_sent_large_and_named_by_its_path(server):
+    status, data, _ = ask(server, "GET", "/api/image/3?side=2048")
+    assert status == 200 and Image.open(io.BytesIO(data)).size == (2048, 2048)
+    path = json.loads(ask(server, "GET", "/api/path/3")[1])["path"]
+    file = server.samples.image_file(3)
+    assert path == str(file.absolute()) and file.is_file()
+    for side in ("0", "9999", "-1", "x"):
+        status, content, _ = ask(server, "GET", f"/api/image/3?side={side}")
+        assert status == 400 and "`side` is" in json.loads(content)["error"]
+    assert ask(server, "GET", "/api/path/3", Cookie="")[0] == 403
+
+
 def test_images_and_neighbors_on_demand(server):
     samples = server.samples
     status, data, headers = ask(server, "GET", "/api/image/3")
@@ -117,7 +129,8 @@ def test_names_of_columns_may_have_commas():
 
 OTHER_PATHS = (
     "/../config.json /data/../../config.json /data/%2e%2e/config.json //etc/passwd /data/ "
-    "/api/image/-1 /api/image/99999 /api/image/%D9%A3 /api/neighbors/x /api/search"
+    "/api/image/-1 /api/image/99999 /api/image/%D9%A3 /api/neighbors/x /api/search "
+    "/api/path/99999 /data/own_0"
 )
 
 

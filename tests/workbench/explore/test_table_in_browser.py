@@ -21,6 +21,7 @@ def columns(server):
 def page(server, opened):
     """A page with an open table."""
     page = opened(server.url)
+    page.set_viewport_size({"width": 1600, "height": 800})  # most columns are in view
     page.keyboard.press("b")
     page.wait_for_selector(f"{ROWS} img")
     return page

@@ -2,9 +2,7 @@
 
 import { MISSING, clusterColor } from "./colors.js";
 import { get } from "./data.js";
-import { $, make, number, percent } from "./messages.js";
-
-const round = (value) => (Math.abs(value) >= 1000 ? number(Math.round(value)) : `${+value.toPrecision(3)}`);
+import { $, make, number, percent, round } from "./messages.js";
 
 function add(parent, tag, className, textContent = "", style = {}) {
   const part = make(tag, { className, textContent });

@@ -19,7 +19,7 @@ export class ClusterPage {
     this.cluster = k;
     this.box.hidden = false;
     document.body.classList.add("at-cluster");
-    $("panel").scrollTop = 0;
+    $("lists").scrollTop = $("panel").scrollTop = 0;
     await this.read();
     if (this.cluster === k) this.box.querySelector("button")?.focus({ preventScroll: true });
   }

@@ -40,6 +40,7 @@ export class Clusters {
     const words = await readWords(this.app.meta, about.slice(0, 1000).map((one) => one.typical[0]));
     if (decisions !== this.decisions) return; // newer ones are on their way
     Object.assign(this, { about: new Map(about.map((one) => [one.cluster, one])), words });
+    $("about-agreement").hidden = about.every(({ agreement }) => agreement === null);
     this.draw();
   }
 
@@ -107,7 +108,9 @@ export class Clusters {
   select(k) {
     const { clusters, sizes } = this.decisions, rows = new Uint32Array(sizes.get(k));
     for (let row = 0, n = 0; n < rows.length; row++) if (clusters[row] === k) rows[n++] = row;
+    const item = this.items.get(k), top = item?.getBoundingClientRect().top;
     this.app.select(rows);
+    if (item) $("panel").scrollTop += item.getBoundingClientRect().top - top; // the list stays where it is
   }
 
   open(k) {

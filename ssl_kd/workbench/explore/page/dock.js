@@ -42,7 +42,7 @@ export class Dock {
   async refresh() {
     const request = this.request = {}, rows = await findRows(this.filters, this.sort, this.descending);
     if (this.request !== request) return false;
-    this.rows = rows;
+    this.rows = this.filters.excluded ? rows : rows.filter(this.app.isVisible);
     await this.draw();
     return true;
   }
@@ -85,9 +85,15 @@ export class Dock {
     return this.scope ? this.rows.filter((row) => this.scope[row]) : this.rows;
   }
 
+  /** The rows that the open table or the open pictures show. */
+  get listed() {
+    return { table: this.shown(), gallery: this.views.gallery.rows }[this.tab] ?? [];
+  }
+
   draw() {
     const shown = this.shown();
-    $("shown").textContent = `${number(shown.length)} of ${number(this.app.meta.samples)} samples`;
+    const { meta, hidden } = this.app;
+    $("shown").textContent = `${number(shown.length)} of ${number(meta.samples - hidden)} samples`;
     $("clear-filters").disabled = !Object.keys(this.filters).length;
     return this.views[this.tab]?.show({ table: shown, gallery: this.subset }[this.tab]);
   }

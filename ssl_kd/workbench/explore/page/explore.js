@@ -6,15 +6,17 @@ import { MISSING, RAMP, clusterColor, rampColor, setColors, toHex } from "./colo
 import { TOKEN, Table, get, post, readBytes, readCells } from "./data.js";
 import { Dock } from "./dock.js";
 import { follow } from "./follow.js";
+import { Lightbox } from "./lightbox.js";
 import { mediaElement } from "./media.js";
-import { $, ask, describe, make, makeDot, number, showMessage } from "./messages.js";
+import { $, ask, describe, make, makeDot, number, round, showMessage } from "./messages.js";
 import { Pictures, readWords } from "./pictures.js";
 import { Plot, bytesOfIndex } from "./plot.js";
 
 const SHOWN_PICTURES = 60, SHOWN_EXAMPLES = 40, SHOWN_VALUES = 24;
 const RESIZED = 200; // milliseconds until the map has its new size
 
-let meta, table, pictures, plot, clusters, dock, ready = false, isDeciding = false;
+let meta, table, pictures, plot, clusters, dock, lightbox, ready = false, isDeciding = false;
+let showsExcluded = false;
 let color = "cluster", chosen = [], isChosen; // rows of the selected samples; isChosen: [n]
 let decisions; // { clusters: [n], sizes: number -> samples, names: number -> name, lines }
 
@@ -27,7 +29,19 @@ async function readDecisions(content) {
   for (const k of clusters) if (k >= 0) counts[k] = (counts[k] ?? 0) + 1;
   const sizes = new Map();
   counts.forEach((size, k) => sizes.set(k, size));
-  decisions = { ...content, clusters, sizes };
+  const excluded = meta.samples - counts.reduce((sum, size) => sum + size, 0);
+  decisions = { ...content, clusters, sizes, excluded };
+}
+
+const isVisible = (row) => showsExcluded || decisions.clusters[row] >= 0;
+
+/** Hide or show the excluded samples, everywhere. */
+function showExcluded() {
+  const { excluded } = decisions, isHiding = excluded && !showsExcluded;
+  Object.assign($("excluded"), { hidden: !excluded, ariaPressed: showsExcluded,
+    textContent: `${number(excluded)} excluded`, title: `${showsExcluded ? "Hide" : "Show"} the excluded samples` });
+  plot.keep(isHiding ? Uint32Array.from({ length: meta.samples }, (_, row) => row).filter(isVisible) : null);
+  if (isHiding && !chosen.every(isVisible)) select(chosen.filter(isVisible));
 }
 
 async function decide(decision) {
@@ -45,7 +59,9 @@ async function decide(decision) {
 async function showDecisions(content) {
   await readDecisions(content);
   showPanel();
-  await Promise.all([paint(), dock.tab && dock.refresh()]);
+  await paint();
+  showExcluded();
+  if (dock.tab) await dock.refresh();
 }
 
 const lastActive = () => decisions.lines.findLast((line) => !line.undone && line.do !== "undo");
@@ -55,6 +71,11 @@ const undo = (id = lastActive()?.id) =>
 const nameOf = (k) => (k < 0 ? "no cluster" : decisions.names[k] ?? `Cluster ${k}`);
 
 // --- The map ------------------------------------------------------------------------------------
+
+const titleOf = (name) => make("b", {}, name.replaceAll("_", " "));
+
+/** A part of the legend, if the samples have not all a value. */
+const noValue = (codes) => (codes.includes(0) ? [make("span", {}, makeDot(MISSING), "no value")] : []);
 
 /** The color code of each sample, the color of each code, and the legend. */
 async function colorCodes() {
@@ -76,7 +97,8 @@ async function colorCodes() {
     const ramp = make("span", { className: "ramp" });
     ramp.style.background = `linear-gradient(90deg, ${RAMP.join(",")})`;
     const colors = [MISSING, ...Array.from({ length: 63 }, (_, i) => rampColor(i / 62))];
-    return { codes, colors, legend: [low.toFixed(2), ramp, high.toFixed(2)] };
+    const legend = [titleOf(color), round(low), ramp, `${column.some((value) => value > high) ? "≥ " : ""}${round(high)}`];
+    return { codes, colors, legend: [...legend, ...noValue(codes)] };
   }
   let last = -1;
   for (let i = 0; i < codes.length; i++) {
@@ -87,7 +109,7 @@ async function colorCodes() {
   const shown = (values ?? []).slice(0, SHOWN_VALUES).map((name, k) => [name, clusterColor(k)]);
   if (values?.length > SHOWN_VALUES) shown.push([`and ${values.length - SHOWN_VALUES} more`, MISSING]);
   const legend = shown.map(([name, background]) => make("span", {}, makeDot(background), name));
-  return { codes, colors, legend };
+  return { codes, colors, legend: values ? [titleOf(color), ...legend, ...noValue(codes)] : legend };
 }
 
 async function paint() {
@@ -113,7 +135,7 @@ function placeExamples() {
     const wanted = $("examples").ariaPressed === "true" && pictures.any ? meta.examples : [];
     for (const row of wanted) {
       if (taken.length >= Math.min(SHOWN_EXAMPLES, (width * height) / 16000)) break;
-      if (decisions.clusters[row] < 0) continue;
+      if (!isVisible(row)) continue;
       const [x, y] = plot.screen(row);
       if (x < 24 || y < 24 || x > width - 24 || y > height - 24) continue; // half of it is outside
       if (x < right && y > top) continue;
@@ -171,6 +193,7 @@ function onSelected(rows) {
   chosen = Uint32Array.from(rows);
   for (const row of chosen) isChosen[row] = 1;
   showPanel();
+  $("chosen").scrollTop = 0;
   if (!$("cluster").childElementCount) $("panel").scrollTop = 0;
   dock.selected();
 }
@@ -219,14 +242,25 @@ async function showSample(row) {
   if (chosen.length !== 1 || chosen[0] !== row) return;
   const texts = lines.map(([name, value]) =>
     make("div", {}, make("small", {}, name ? `${name} ` : ""), String(value)));
-  $("sample").replaceChildren(...pictures.list(row, 112), make("div", {}, media ?? "", ...texts));
+  const open = { className: "zoom", title: "Open large (v)", ariaLabel: "Open large", onclick: () => view(row) };
+  const images = pictures.list(row, 112).map((image) => make("button", open, image));
+  $("sample").replaceChildren(...images, make("div", {}, media ?? "", ...texts));
   if (!TOKEN) return;
   try {
-    const near = await (await get(`api/neighbors/${row}`)).json();
+    const near = (await (await get(`api/neighbors/${row}`)).json()).filter(isVisible);
     if (chosen.length === 1 && chosen[0] === row) await showPictures(near);
   } catch (error) {
     showMessage(error.message, true);
   }
+}
+
+/** Open the picture of a sample large; the others are those of the table, the pictures or the selection. */
+function view(row = chosen[0]) {
+  if (row === undefined) return showMessage("Select a sample first");
+  if (!pictures.any) return showMessage("The samples have no pictures");
+  const lists = [dock.listed, chosen.length > 1 ? chosen : dock.subset,
+    [row, ...[...$("pictures").children].map(({ dataset }) => Number(dataset.row))]];
+  return lightbox.open(row, lists.find((rows) => rows.includes(row)));
 }
 
 function showPanel() {
@@ -257,13 +291,15 @@ function showPanel() {
 }
 
 function showHistory() {
-  $("undo").disabled = !lastActive();
+  const last = lastActive(), title = last ? `Undo: ${describe(last)} (u)` : "There is nothing to undo";
+  Object.assign($("undo"), { disabled: !last, title });
   const lines = decisions.lines.filter((line) => line.do !== "undo").slice(-100).reverse();
   $("history").replaceChildren(...lines.map((line) => {
     const item = make("li", {}, make("span", { textContent: describe(line), title: line.time }));
     item.classList.toggle("undone", line.undone);
-    const button = { textContent: "Undo", className: "edit", onclick: () => undo(line.id) };
-    if (!line.undone) item.append(make("button", button));
+    const about = "Take back this decision";
+    const button = { textContent: "×", className: "edit", title: about, ariaLabel: about, onclick: () => undo(line.id) };
+    if (!line.undone && line !== last) item.append(make("button", button)); // Undo takes back the last one
     return item;
   }));
 }
@@ -292,7 +328,7 @@ async function search() {
   if (TOKEN) await dock.search(text);
   else if (text) {
     (await table.names()).forEach((name, row) => { if (name.toLowerCase().includes(text)) rows.push(row); });
-    select(rows, true);
+    select(rows.filter(isVisible), true);
   } else select([]);
   if (text) showMessage(chosen.length ? `${number(chosen.length)} found` : `Nothing contains “${text}”`);
 }
@@ -309,6 +345,7 @@ const KEYS = [
   ["l", "lasso on or off; or drag with Shift", click("lasso")],
   ["Escape", "close the page of a cluster, or select nothing", () => { if (clusters.close()) return; setLasso(false); select([]); }],
   ["e", "example images on or off", click("examples")],
+  ["v", "open the picture of the selected sample large; ← and → go on", () => view()],
   ["/", "search", () => $("query").focus()],
   ["g", "go to the list of clusters; Space ticks or selects, Enter opens", () => clusters.focus()],
   ["?", "this list", showHelp],
@@ -341,6 +378,7 @@ function onKey(event) {
 
 function addListeners() {
   const actions = { new: makeCluster, exclude, check, clear: () => select([]),
+    view: () => view(), excluded: () => { showsExcluded = !showsExcluded; showExcluded(); placeExamples(); if (dock.tab) dock.refresh(); },
     lasso: () => setLasso(!plot.lasso), undo: () => undo(), help: showHelp, home: () => plot.home(),
     examples: () => { $("examples").ariaPressed = $("examples").ariaPressed !== "true"; placeExamples(); } };
   for (const [id, act] of Object.entries(actions)) $(id).onclick = act;
@@ -366,7 +404,8 @@ function setBackground() {
 }
 
 // What other modules, tests, benchmarks and the browser's console use.
-const app = { search, select, decide, nameOf, showDecisions, pictureButton,
+const app = { search, select, view, decide, nameOf, showDecisions, pictureButton, isVisible,
+  get table() { return table; }, get hidden() { return showsExcluded ? 0 : decisions.excluded; },
   get pictures() { return pictures; }, get plot() { return plot; }, get meta() { return meta; },
   get clusters() { return clusters; }, get dock() { return dock; }, get decisions() { return decisions; },
   get chosen() { return chosen; }, get isChosen() { return isChosen; },
@@ -383,9 +422,13 @@ async function start() {
   const n = meta.samples;
   isChosen = new Uint8Array(n);
   $("title").replaceChildren(meta.title, make("small", {}, `${number(n)} samples`));
+  $("title").title = `Run ${meta.run}`;
   pictures = new Pictures(meta);
-  $("color").replaceChildren(...["cluster", ...Object.keys(meta.columns)]
-    .map((name) => new Option(name.replace("_", " "), name)));
+  const options = (names) => names.map((name) => new Option(name.replaceAll("_", " "), name));
+  const ofRun = Object.keys(meta.columns).filter((name) => !meta.own.includes(name));
+  $("color").replaceChildren(...options(["cluster", ...ofRun]), ...(meta.own.length
+    ? [make("optgroup", { label: "Own columns" }, ...options(meta.own))] : []));
+  $("view").hidden = !pictures.any;
   const [index] = await Promise.all([readBytes("data/places.kd", bytesOfIndex(n)),
     get("data/decisions.json").then((answer) => answer.json()).then(readDecisions)]);
   $("loading-text").textContent = `Drawing ${number(n)} samples`;
@@ -396,8 +439,10 @@ async function start() {
   await paint();
   clusters = new Clusters(app);
   dock = new Dock(app);
+  lightbox = new Lightbox(app);
   addListeners();
   showPanel();
+  showExcluded();
   $("loading").hidden = true;
   ready = true;
   document.body.dataset.ready = "yes";

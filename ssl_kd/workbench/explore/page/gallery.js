@@ -1,7 +1,7 @@
 // The pictures of the dock: all selected samples, most typical first. Only those in view are drawn.
 
 import { findRows, readCells } from "./data.js";
-import { $, make, number } from "./messages.js";
+import { $, make, makePath, number } from "./messages.js";
 
 const GAP = 6, HIGHEST = 1e7, STILL = 80; // pixels between pictures and of the highest element; milliseconds
 
@@ -20,9 +20,9 @@ export class Gallery {
   /** Show rows, most typical first; all samples if there are none. */
   async show(rows) {
     this.order ??= findRows({}, "confidence", true); // decisions do not change it
-    const order = await this.order, isShown = new Uint8Array(order.length), { decisions, nameOf } = this.dock.app;
+    const order = await this.order, isShown = new Uint8Array(order.length), { decisions, nameOf, isVisible } = this.dock.app;
     for (const row of rows) isShown[row] = 1;
-    this.rows = rows.length ? order.filter((row) => isShown[row]) : order;
+    this.rows = rows.length ? order.filter((row) => isShown[row]) : order.filter(isVisible);
     const k = decisions.clusters[rows[0]], isOne = rows.every((row) => decisions.clusters[row] === k);
     $("gallery-about").textContent = `${number(this.rows.length)} samples`
       + `${!rows.length ? "" : isOne ? ` of ${nameOf(k)}` : " selected"}, most typical first`;
@@ -61,7 +61,7 @@ export class Gallery {
 
   tile(at, size) {
     const row = this.rows[at], pick = (event) => this.dock.pick(this.rows, at, event);
-    return make("div", { role: "option", id: `tile-${row}`, onclick: pick },
+    return make("div", { role: "option", id: `tile-${row}`, onclick: pick, ondblclick: () => this.dock.app.view(row) },
       ...this.dock.app.pictures.list(row, size - 4));
   }
 
@@ -72,7 +72,7 @@ export class Gallery {
     const cells = await readCells(unnamed.map(([at]) => this.rows[at]), [this.caption]);
     unnamed.forEach(([, tile], i) => {
       tile.title = tile.ariaLabel = cells[i][0] ?? "no text";
-      if (!tile.firstElementChild) tile.textContent = tile.title;
+      if (!tile.firstElementChild) tile.append(this.caption === "file" ? makePath(tile.title) : tile.title);
     });
   }
 

@@ -3,6 +3,9 @@
 export const $ = (id) => document.getElementById(id);
 export const number = (value) => value.toLocaleString("en");
 
+/** A number with three digits, or whole if it is large. */
+export const round = (value) => (Math.abs(value) >= 1000 ? number(Math.round(value)) : `${+value.toPrecision(3)}`);
+
 export const percent = (share) => `${Math.round(100 * share)} %`;
 
 /** Make an element with properties and children. */
@@ -10,6 +13,18 @@ export function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children);
   return element;
+}
+
+const WHOLE = 34, TAIL = 28; // characters of a name that stay visible; of a longer one, the last ones
+
+/** A path that is cut in the middle where it does not fit: the name of the file stays. */
+export function makePath(path) {
+  const name = path.length - 1 - path.lastIndexOf("/", path.length - 2);
+  const at = path.length - (name > WHOLE ? TAIL : name);
+  const ends = [make("span", { textContent: path.slice(0, at) }), make("span", { textContent: path.slice(at) })];
+  const whole = make("span", { className: "path", title: path }, ...ends);
+  whole.style.setProperty("--tail", path.length - at);
+  return whole;
 }
 
 /** Make a dot with a color. */

@@ -57,7 +57,25 @@ export class Plot {
       deselect: () => on.select(this.selected = []),
       view: () => { if (this.isDrawn) { on.view(); this.thinOut(); } } };
     for (const [name, listener] of Object.entries(listeners)) this.map.subscribe(name, listener);
-    if (n > MANY) this.some = Array.from({ length: DRAWN }, (_, i) => Math.floor((i * n) / DRAWN));
+    this.keep(null);
+    for (const event of ["wheel", "pointerdown"]) {
+      canvas.addEventListener(event, () => { this.isHome = false; }, { passive: true });
+    }
+    new ResizeObserver(() => { if (this.isHome) this.home(false); }).observe(canvas);
+  }
+
+  /** Show only these samples; null: all. */
+  keep(rows) {
+    this.kept = rows;
+    const n = rows?.length ?? this.x.length, at = (i) => Math.floor((i * n) / DRAWN);
+    this.some = n > MANY ? Array.from({ length: DRAWN }, (_, i) => rows?.[at(i)] ?? at(i)) : null;
+    if (this.isDrawn) this.drawKept();
+  }
+
+  drawKept() {
+    if (this.kept) this.map.filter(Array.from(this.kept), { preventEvent: true });
+    else this.map.unfilter({ preventEvent: true });
+    this.select(this.selected);
   }
 
   set background(color) {
@@ -73,8 +91,9 @@ export class Plot {
       this.map.set({ colorBy: "valueA", pointColor: colors });
       await this.map.draw(pointsOf(this.x, this.y, codes),
         { spatialIndex: this.index, zDataType: "categorical", preventFilterReset: true,
-          ...(this.some && !this.isDrawn && { filter: this.some }) }); // some show sooner than all
-      if (this.some && !this.isDrawn) this.drawAllAfter(FIRST);
+          ...(!this.isDrawn && (this.some ?? this.kept) && { filter: Array.from(this.some ?? this.kept) }) });
+      if (this.some && !this.isDrawn) this.drawAllAfter(FIRST); // some show sooner than all
+      if (!this.isDrawn) this.home(false);
       this.isDrawn = true;
       this.select(this.selected);
     });
@@ -105,8 +124,7 @@ export class Plot {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
       this.timer = null;
-      this.map.unfilter({ preventEvent: true });
-      this.select(this.selected);
+      this.drawKept();
     }, wait);
   }
 
@@ -127,15 +145,20 @@ export class Plot {
   panTo(row) {
     const [x, y] = this.screen(row), { clientWidth: width, clientHeight: height } = this.canvas;
     if (x >= 40 && y >= 40 && x <= width - 40 && y <= height - 40) return;
+    this.isHome = false;
     this.map.zoomToLocation([this.x[row], this.y[row]], this.map.get("camera").distance[0], SMOOTH);
   }
 
-  home() {
-    this.map.zoomToOrigin(SMOOTH);
+  /** Show the whole map: it fills the height, or the width if that is less. */
+  home(isSmooth = true) {
+    const { clientWidth: width, clientHeight: height } = this.canvas;
+    this.isHome = true;
+    this.map.zoomToLocation([0, 0], Math.max(1, height / width), isSmooth ? SMOOTH : {});
   }
 
   /** Zoom to samples. */
   fit(rows) {
+    this.isHome = false;
     this.map.zoomToPoints(Array.from(rows), { padding: 0.4, ...SMOOTH });
   }
 }

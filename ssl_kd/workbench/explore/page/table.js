@@ -3,7 +3,7 @@
 import "./vendor/regular-table.js";
 import { clusterColor } from "./colors.js";
 import { readCells } from "./data.js";
-import { make, makeDot, showMessage } from "./messages.js";
+import { make, makeDot, makePath, showMessage } from "./messages.js";
 
 const ROW = 34, PICTURE = 28, KEPT = 400, TYPING = 100; // pixels; pictures; milliseconds
 const UNFINISHED = /(^[!.]|[<>]=?|\.\.)\s*-?$|^-$/; // a comparison of which more will be typed
@@ -21,8 +21,13 @@ export class Grid {
       if (target !== this.focused || key === "Escape" || key === "Tab") this.focused = null;
     }, true);
     element.onkeydown = (event) => dock.onKey(event, this.rows, 1, (at) => this.reveal(at));
+    const placeOf = ({ target }) => element.getMeta(target.closest("td, tbody th") ?? undefined)?.y;
+    element.ondblclick = (event) => {
+      const at = placeOf(event);
+      if (at < this.rows.length && !event.target.closest("thead")) dock.app.view(this.rows[at]);
+    };
     element.onclick = (event) => {
-      const at = element.getMeta(event.target.closest("td, tbody th") ?? undefined)?.y;
+      const at = placeOf(event);
       if (!(at < this.rows.length)) return;
       element.focus({ preventScroll: true });
       dock.pick(this.rows, at, event);
@@ -62,6 +67,7 @@ export class Grid {
     return values.map((value) => {
       if (value === null) return "";
       if (kind === "number") return value.toFixed(digits);
+      if (name === "file") return makePath(value);
       if (name !== "cluster" && name !== "second") return `${value}`;
       return make("span", {}, makeDot(clusterColor(value)), this.dock.app.nameOf(value));
     });
