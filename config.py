@@ -33,6 +33,9 @@ DOWNLOAD = False
 TEACHER = "pixels"
 # Local file of the teacher's weights, for machines without a network; None: the published ones.
 TEACHER_WEIGHTS = None
+# Width that the teacher's embeddings must have, at least 1; None: any. The run stops before it
+# embeds anything if the teacher has another width.
+EMBEDDING_DIM = None
 # Side of the teacher's input in pixels, at least 1, at most 4096; None: the model's own (DINOv2:
 # 224).
 IMAGE_SIZE = None
@@ -61,17 +64,19 @@ PCA_DIM = 256
 # Nearest neighbors that a sample may be paired with, at least 1. Fewer for small or many classes:
 # clearly below the number of samples per class.
 NEIGHBOURS = 20
-# Number of clusters, at least 2; None: the number of classes of the data set; auto: it is found.
+# Number of clusters, at least 2; None: the number of classes if the data set has labels, else it is
+# found; auto: it is found.
 N_CLUSTERS = None
 
 # --- Heads and their training ---------------------------------------------------------------------
 
 # Where the clusters come from: graph (the best partition of the graph of neighbors; the heads learn
-# it) | heads (the heads find them, by LOSS); None: graph, unless a setting of LOSS is changed.
+# it) | heads (the heads find them, by LOSS); None: graph, unless LOSS, BETA or INSTANCE_WEIGHT is
+# changed. The first lines of a run say which one it uses, and why.
 METHOD = None
-# Heads trained side by side, at least 1, at most 4096. More heads: a steadier consensus,
-# proportionally more time. With METHOD heads use 48.
-N_HEADS = 8
+# Heads trained side by side, at least 1, at most 4096; None: 8 with METHOD graph, 48 with METHOD
+# heads. More heads: a steadier consensus, proportionally more time.
+N_HEADS = None
 # Import path of the head's class, package.module.Class. Your own head goes here, see heads/.
 HEAD = "ssl_kd.heads.TEMIHead"
 # Width of a head's hidden layer, at least 1; its bottleneck is half as wide. Wider for
@@ -81,7 +86,8 @@ HIDDEN_DIM = 96
 # (self-distillation towards a sharper teacher) | package.module.Class (your own).
 LOSS = "temi"
 # Exponent of the pairwise mutual information, above 0, at most 1; 1: the plain objective. Lower:
-# more evenly sized clusters.
+# more evenly sized clusters. At 0.5 and below unsure answers score as high as sure ones, and
+# clusters mix.
 BETA = 0.6
 # Temperature of the students' softmax, at least 0.05, at most 100. Lower: harder assignments.
 STUDENT_TEMP = 0.1
@@ -129,3 +135,9 @@ RUNS_DIR = "runs"
 RUN_NAME = None
 # Continue the last unfinished run, or the one named by RUN_NAME.
 RESUME = False
+# Where to log curves in addition to metrics.jsonl: auto (tensorboard if it is installed) | none |
+# tensorboard (files in the run folder) | wandb | trackio (packages to install).
+REPORT_TO = "auto"
+# Return the device's cached memory after every step, which takes time; no effect on a CPU. The
+# first log lines say what else helps if memory runs out.
+CLEAR_CACHE_EVERY_STEP = False

@@ -230,9 +230,6 @@ EVAL_ROWS = 200
 LOG_EVERY = 10
 # Steps between checkpoints, at least 1. An interruption loses at most this many steps.
 CHECKPOINT_EVERY = 100
-# Where to log curves in addition to metrics.jsonl: none | tensorboard (in the run folder) | wandb |
-# trackio (packages to install).
-REPORT_TO = "none"
 # After the run, upload the student's folder to HUB_MODEL_ID on the Hugging Face Hub. The token is
 # HF_TOKEN, or that of `hf auth login`.
 PUSH_TO_HUB = False
@@ -251,3 +248,9 @@ RUNS_DIR = "runs"
 RUN_NAME = None
 # Continue the last unfinished run, or the one named by RUN_NAME.
 RESUME = False
+# Where to log curves in addition to metrics.jsonl: auto (tensorboard if it is installed) | none |
+# tensorboard (files in the run folder) | wandb | trackio (packages to install).
+REPORT_TO = "auto"
+# Return the device's cached memory after every step, which takes time; no effect on a CPU. The
+# first log lines say what else helps if memory runs out.
+CLEAR_CACHE_EVERY_STEP = False

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -41,6 +45,29 @@ def free_memory(device: torch.device) -> int:
     except (OSError, KeyError, ValueError):  # not Linux, or no limit ("max")
         pass
     return free
+
+
+def cache_clearing(wanted: bool, device: torch.device, others: str) -> Callable[[], None]:
+    """Return the function to call after each step: if `wanted`, it frees a device's cached memory.
+
+    `wanted` is CLEAR_CACHE_EVERY_STEP. A line in the log then says what it costs, and what else
+    saves memory: `others`, the settings to change.
+    """
+    if not wanted:
+        return lambda: None
+    clear = {"cuda": torch.cuda.empty_cache, "mps": torch.mps.empty_cache}.get(device.type)
+    if clear is None:
+        logger.info(
+            "CLEAR_CACHE_EVERY_STEP has no effect on %s, where PyTorch caches no memory", device
+        )
+        return lambda: None
+    logger.info(
+        "CLEAR_CACHE_EVERY_STEP: %s gets its cached memory back after every step, which waits for "
+        "the device. If memory runs out, this usually helps more: %s; against fragmented memory, "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        *(device, others),
+    )
+    return clear
 
 
 def give_back_memory() -> None:

@@ -5,6 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from ssl_kd.memory import cache_clearing
+from ssl_kd.training.loop import run_loop
+from tests.training.test_loop import Learner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 RESIDENT = """
@@ -40,3 +45,21 @@ def test_what_is_not_needed_is_given_back(tmp_path):
     assert result.returncode == 0, result.stderr
     held, left = map(int, result.stdout.split())
     assert held > 100 > 50 > left, "MiB before and after"
+
+
+def test_cached_memory_is_freed_after_every_step_and_the_log_says_what_else_helps(
+    monkeypatch, caplog
+):
+    caplog.set_level("INFO", "ssl_kd")
+    calls = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: calls.append("cuda"))
+    monkeypatch.setattr("torch.mps.empty_cache", lambda: calls.append("mps"))
+    for device in ("cuda:1", "mps", "cpu"):
+        clear = cache_clearing(True, torch.device(device), "a lower BATCH_SIZE")
+        assert run_loop(Learner(3), after_step=clear) == 3
+    assert calls == ["cuda"] * 3 + ["mps"] * 3
+    on_gpu, _, on_cpu = caplog.messages
+    assert "a lower BATCH_SIZE" in on_gpu and "expandable_segments:True" in on_gpu
+    assert "CLEAR_CACHE_EVERY_STEP has no effect on cpu" in on_cpu
+    cache_clearing(False, torch.device("cuda"), "")()
+    assert len(calls) == 6 and len(caplog.messages) == 3

@@ -161,18 +161,23 @@ def _settings_parser(
         help += f"; {cls.allowed(name)})" if rule.bounds or unnamed else ")"
         per_process = [alias for alias in aliases if alias in cls.per_process]
         help += "".join(f" --{alias} is per process" for alias in per_process)
-        help = help.replace("%", "%%") if show_all or name in cls.first else argparse.SUPPRESS
         flags = [f"--{flag.replace('_', '-')}" for flag in (name, *aliases)]
+        if show_all and aliases:
+            help += " Also: " + ", ".join(f"--{alias}" for alias in aliases)
+        help = help.replace("%", "%%") if show_all or name in cls.first else argparse.SUPPRESS
         store = partial(_StoreSetting, cls, names)
         if kind is bool:
             # As transformers' HfArgumentParser: --resume, --resume False and --no-resume.
-            group.add_argument(*flags, action=store, nargs="?", const="True", metavar="False",
-                               help=help)  # fmt: skip
+            form = {"nargs": "?", "const": "True", "metavar": "False"}
             off = [f"--no-{flag[2:]}" for flag in flags]
             group.add_argument(*off, dest=name, action=store, nargs=0, help=argparse.SUPPRESS)
         else:
             # The text is parsed by `Settings`, which decides what is allowed in files, too.
-            group.add_argument(*flags, action=store, metavar=kind.__name__.upper(), help=help)
+            form = {"metavar": kind.__name__.upper()}
+        group.add_argument(flags[0], action=store, help=help, **form)
+        for flag in flags[1:]:
+            hidden = {"dest": name, "help": argparse.SUPPRESS}
+            group.add_argument(flag, action=store, **hidden, **form)
     return parser
 
 

@@ -149,7 +149,7 @@ def number_of_clusters(graph: Graph, densities: Sequence[Density] = ()) -> Evide
     agreed = [_agreement(graph, most, np.random.default_rng([0, h])) for h in range(HALVINGS)]
     known = [k for k in sorted(partitions) if all(k in halving for halving in agreed)] or [2]
     quality = np.array(
-        [_modularity(graph, partitions[k], k) if k in partitions else 0.0 for k in known]
+        [modularity(graph, partitions[k], k) if k in partitions else 0.0 for k in known]
     )
     agree = np.array([[halving.get(k, 0.0) for k in known] for halving in agreed]).clip(0)
     worth, single = quality * agree.mean(0) ** EXPONENT, quality * agree**EXPONENT
@@ -248,7 +248,8 @@ def communities(graph: Graph, n_clusters: int, powers: Sequence[float]) -> list[
     return partitions
 
 
-def _modularity(graph: Graph, clusters: Ints, k: int) -> float:
+def modularity(graph: Graph, clusters: Ints, k: int) -> float:
+    """Return the modularity of a partition `[n]` into `k` clusters, from -1/2 to below 1."""
     table = joint(graph, clusters, k)
     return float(np.trace(table) - (table.sum(1) ** 2).sum())
 

@@ -81,8 +81,7 @@ _OTHERS: Mapping[str, str] = {
     "Use --teacher_text 1.": "seq_kd",
     "Use --rollout_url http://HOST:PORT of vllm serve (not trl vllm-serve).": """
         rollout_engine rollout_memory use_vllm vllm_*""",
-    "Against fragmented memory set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.": """
-        clear_cache_every_step torch_empty_cache_steps""",
+    "Use --clear_cache_every_step.": "torch_empty_cache_steps",
     "The logits of a batch are never stored; for less memory use --gradient_checkpointing.": """
         liger_kernel_config use_cache use_liger_kernel""",
     "Not supported here; use ssl_kd.hf_trainer.DistillationTrainer.": """
@@ -122,7 +121,6 @@ FREE_ON_RESUME = RunSettings.free_on_resume | {
     "push_to_hub",
     "rebuild_damaged",
     "teacher_url",
-    "report_to",
     "rollout_url",
 }
 """Settings that may have another value when a run is resumed."""

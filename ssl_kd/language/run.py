@@ -33,6 +33,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, check_ranks, precision_of
 from ssl_kd.language.text_teacher import save_text_teacher
 from ssl_kd.language.train import Row, train
+from ssl_kd.memory import cache_clearing
 from ssl_kd.precision import default_torch_state
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board, check_boards
@@ -147,6 +148,7 @@ def _train(
     folder.become_latest()
     boards = settings.boards if ranks.rank == 0 else ()
     with Board(folder.path, boards, settings.to_dict()) as board:
+        board.resume(start)
 
         def on_log(row: Row) -> None:
             folder.log(row)
@@ -176,6 +178,12 @@ def _train(
                 on_eval=on_eval,
                 on_checkpoint=on_checkpoint,
                 should_stop=lambda: ranks.any_signal(signals, "before a step"),
+                after_step=cache_clearing(
+                    settings.clear_cache_every_step,
+                    distiller.precision.device,
+                    "GRADIENT_CHECKPOINTING, or a lower BATCH_SIZE with more "
+                    "GRADIENT_ACCUMULATION_STEPS",
+                ),
             )
             ranks.any_signal(signals, "after the last step")
         except TooFewHealthyParts as error:

@@ -481,12 +481,6 @@ class TrainingSettings(RunSettings):
         "An interruption loses at most this many steps.",
         low=1,
     )
-    report_to: str = setting(
-        "none",
-        "where to log curves in addition to metrics.jsonl: none | tensorboard (in the run folder) |"
-        " wandb | trackio (packages to install)",
-        choices=("none", "tensorboard", "wandb", "trackio"),
-    )
     push_to_hub: bool = setting(
         False,
         "after the run, upload the student's folder to HUB_MODEL_ID on the Hugging Face Hub",
@@ -496,11 +490,6 @@ class TrainingSettings(RunSettings):
     hub_private_repo: bool = setting(
         True, "create HUB_MODEL_ID as private, and refuse a public one; off: publish the student"
     )
-
-    @property
-    def boards(self) -> set[str]:
-        """The tracker that REPORT_TO names, as a set; empty for `none`."""
-        return {self.report_to} - {"none"}
 
     def n_steps(self, rows: int) -> int:
         """Return the number of steps: EPOCHS passes over `rows` rows, or MAX_STEPS."""

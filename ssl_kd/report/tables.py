@@ -74,7 +74,10 @@ def number_text(metrics: dict[str, Any]) -> str | None:
 
 
 def results_table(metrics: dict[str, Any]) -> Table:
-    """Return a table of the accuracy, NMI and ARI of a clustering run, in percent."""
+    """Return a table of the accuracy, NMI and ARI of a clustering run, in percent.
+
+    Below the clusters are the classifiers of the embeddings, k-NN and linear probe, if they ran.
+    """
     title = "Clusters against the labels, in percent" if metrics["table"] else None
     data = metrics["dataset"]
     if title and data["n_labelled"] != data["n_train"]:
@@ -86,7 +89,7 @@ def results_table(metrics: dict[str, Any]) -> Table:
         table.add_column(score, justify="right")
     table.add_column("note", overflow="fold")
     split = None
-    for row in metrics["table"]:
+    for row in [*metrics["table"], *_classifier_rows(metrics)]:
         if split not in (None, row["split"]):
             table.add_row()
         split = row["split"]
@@ -97,6 +100,24 @@ def results_table(metrics: dict[str, Any]) -> Table:
         style = "bold" if row["name"] == "consensus" else None
         table.add_row(*(Text(cell) for cell in cells), style=style)
     return table
+
+
+def _classifier_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows with the accuracy of the classifiers that were trained on embeddings and labels.
+
+    They are judged on held-out data if it has labels.
+    """
+    splits = [row["split"] for row in metrics["table"] if row.get("acc") is not None]
+    probe = metrics.get("linear_probe") or {}
+    scores = {
+        "k-NN, trained with labels": (metrics.get("knn_accuracy"), None),
+        "linear probe, trained with labels": (probe.get("accuracy"), probe.get("note")),
+    }
+    return [
+        {"name": name, "split": splits[-1], "acc": accuracy, "note": note}
+        for name, (accuracy, note) in scores.items()
+        if accuracy is not None and splits
+    ]
 
 
 def _table(title: str | None, first_column: str) -> Table:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
 import json
 import math
@@ -291,7 +292,9 @@ class RunSettings(Settings):
     """The settings that all modes share: the device, the seed and the run folder."""
 
     # Settings that may differ between a run and its continuation: they do not change the result.
-    free_on_resume: typing.ClassVar[frozenset[str]] = frozenset({"resume", "run_name", "runs_dir"})
+    free_on_resume: typing.ClassVar[frozenset[str]] = frozenset(
+        {"clear_cache_every_step", "report_to", "resume", "run_name", "runs_dir"}
+    )
 
     aliases: typing.ClassVar[Mapping[str, str]] = ALIASES
     instead: typing.ClassVar[Mapping[str, str]] = INSTEAD
@@ -318,6 +321,24 @@ class RunSettings(Settings):
         "A finished run is never overwritten.",
     )
     resume: bool = setting(False, "continue the last unfinished run, or the one named by RUN_NAME")
+    report_to: str = setting(
+        "auto",
+        "where to log curves in addition to metrics.jsonl: auto (tensorboard if it is installed) |"
+        " none | tensorboard (files in the run folder) | wandb | trackio (packages to install)",
+        choices=("auto", "none", "tensorboard", "wandb", "trackio"),
+    )
+    clear_cache_every_step: bool = setting(
+        False,
+        "return the device's cached memory after every step, which takes time; no effect on a CPU",
+        "The first log lines say what else helps if memory runs out.",
+    )
+
+    @property
+    def boards(self) -> set[str]:
+        """The board that REPORT_TO names, as a set; empty for `none`."""
+        if self.report_to == "auto":
+            return {"tensorboard"} if importlib.util.find_spec("tensorboard") else set()
+        return {self.report_to} - {"none"}
 
     def check_together(self) -> None:
         """Raise SettingsError if RUN_NAME cannot be the name of a folder in RUNS_DIR."""

@@ -20,12 +20,12 @@ class BoardUnavailable(UserError, RuntimeError):
 
 
 def check_boards(names: Collection[str]) -> None:
-    """Raise MissingPackage (an ImportError) if the package of a tracker is not installed."""
+    """Raise MissingPackage (an ImportError) if the package of a board is not installed."""
     for name in names:
-        if name in TRACKERS and importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(name) is None:
             raise MissingPackage(
                 f"REPORT_TO is {name!r}, but the package {name} is not installed: pip install "
-                f"{name}, or set REPORT_TO to 'tensorboard' or 'none'"
+                f"{name}, or set REPORT_TO to 'auto' or 'none'"
             )
 
 
@@ -38,11 +38,9 @@ class Board:
     def __init__(
         self, path: Path, names: Collection[str], config: Mapping[str, Any] | None = None
     ) -> None:
-        self._writer = None
-        if "tensorboard" in names:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(path / "tensorboard"))
+        self._folder = path / "tensorboard" if "tensorboard" in names else None
+        self._writer: Any = None  # of the files, opened by the first call of `log`
+        self.last_step = -1  # that was logged
         self._trackers = [_start(name, path, config or {}) for name in TRACKERS if name in names]
 
     def __enter__(self) -> Board:
@@ -54,16 +52,27 @@ class Board:
         for tracker in self._trackers:
             tracker.finish()
 
+    def resume(self, step: int) -> None:
+        """Continue after `step` steps; TensorBoard hides what was logged of later ones before."""
+        self.last_step = step
+
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Log finite numbers as scalars, and the mean and the minimum of each list of numbers."""
+        """Log finite numbers as scalars, and mean, minimum and maximum of each list of numbers."""
         scalars: dict[str, float] = {}
         for name, value in row.items():
             values = np.atleast_1d(np.array(value, dtype=float))
             values = values[np.isfinite(values)]
             if len(values) and isinstance(value, list):
-                scalars |= {f"{name}_mean": values.mean(), f"{name}_lowest": values.min()}
+                scalars[f"{name}_mean"] = float(values.mean())
+                scalars[f"{name}_lowest"] = float(values.min())
+                scalars[f"{name}_highest"] = float(values.max())
             elif len(values):
                 scalars[name] = float(values[0])
+        if self._folder is not None and self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=self.last_step + 1)
+        self.last_step = step
         for name, value in scalars.items():
             if self._writer is not None:
                 self._writer.add_scalar(name, value, step)

@@ -119,14 +119,15 @@ def run_loop(
     on_eval: Callable[[int], object] = lambda done: None,
     on_checkpoint: Callable[[int], object] = lambda done: None,
     should_stop: Callable[[], bool] = lambda: False,
+    after_step: Callable[[], object] = lambda: None,
 ) -> int:
     """Train from step `start` until `learner.steps` steps are done; return the number of steps.
 
-    After each `log_every`, `eval_every` (None: never) and `checkpoint_every` steps, and after the
-    last step, calls `on_log(record)`, `on_eval(steps done)` and `on_checkpoint(steps done)`. If
-    `should_stop()` is true before a step, a checkpoint is saved and the loop returns. If
-    `on_checkpoint` returns a function, it waits for the checkpoint: the loop calls it before the
-    next checkpoint and before it returns.
+    Calls `after_step()` after each step. After each `log_every`, `eval_every` (None: never) and
+    `checkpoint_every` steps, and after the last step, calls `on_log(record)`, `on_eval(steps done)`
+    and `on_checkpoint(steps done)`. If `should_stop()` is true before a step, a checkpoint is saved
+    and the loop returns. If `on_checkpoint` returns a function, it waits for the checkpoint: the
+    loop calls it before the next checkpoint and before it returns.
 
     Raises:
         TooFewHealthyParts: training cannot continue; a checkpoint of the last good state was saved.
@@ -153,6 +154,7 @@ def run_loop(
             done = step + 1
             learner.learn(step)
             learner.look(done)
+            after_step()
             if is_due(done, log_every):
                 on_log(learner.record(done))
             with learner.pace.paused():

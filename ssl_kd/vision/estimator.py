@@ -16,6 +16,7 @@ from sklearn.base import (
     ClusterMixin,
     TransformerMixin,
 )
+from sklearn.metrics import adjusted_mutual_info_score
 from sklearn.utils import Tags, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
@@ -31,14 +32,15 @@ from ssl_kd.store import nearest_neighbors
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.training.loop import run_loop
 from ssl_kd.training.ranks import refuse_ranks
-from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
+from ssl_kd.vision.fit import form_answer, log_method, make_plan, make_trainer
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, folder_of, read_config
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.objectives import OBJECTIVES
-from ssl_kd.vision.partition import partition_of
+from ssl_kd.vision.pairs import sample_rows
+from ssl_kd.vision.partition import modularity_of, partition_of
 from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.vision.train import HeadsLearner
-from ssl_kd.vision.training_rows import training_rows
+from ssl_kd.vision.training_rows import GRAPH_ROWS, training_rows
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +62,14 @@ class MultiHeadClusterer(
     device. Outputs are NumPy arrays. Global random states are not changed.
 
     Args:
-        n_clusters: number of clusters K, from 1 to the number of samples. None estimates K, which
-            needs at least 64 samples.
+        n_clusters: number of clusters K, from 1 to the number of samples. None or `auto` estimates
+            K, which needs at least 64 samples. (None in `config.py` is the same for data without
+            labels, such as an array; for a data set with labels it is their number of classes.)
         pca_dim: wider embeddings are rotated to this many principal components; None for never.
         neighbours: number of nearest neighbors of a sample in the graph; at most n - 1 are used.
         method: `graph`, or `heads`; see above. None chooses `graph`, unless `loss`, `beta` or
-            `instance_weight` is changed.
-        n_heads: number of heads.
+            `instance_weight` is changed; the log says which one runs, and why.
+        n_heads: number of heads; None for 8 with `method="graph"` and 48 with `method="heads"`.
         head: import path of the class of the heads.
         hidden_dim: width of the hidden layer of a head; the bottleneck is half as wide.
         loss: loss of `method="heads"`: `temi`, `sharpened` or the import path of an objective.
@@ -124,7 +127,7 @@ class MultiHeadClusterer(
         pca_dim: int | None = VisionSettings.pca_dim,
         neighbours: int = VisionSettings.neighbours,
         method: str | None = VisionSettings.method,
-        n_heads: int = VisionSettings.n_heads,
+        n_heads: int | None = VisionSettings.n_heads,
         head: str = VisionSettings.head,
         hidden_dim: int = VisionSettings.hidden_dim,
         loss: str = VisionSettings.loss,
@@ -216,32 +219,31 @@ class MultiHeadClusterer(
         refuse_ranks()
         settings = self._settings()
         x = self._embeddings(X, reset=True)
-        n_clusters = 2 if settings.n_clusters == AUTO else int(settings.n_clusters or 1)
-        if len(x) < n_clusters:
+        n_clusters = self._n_clusters(settings)
+        if len(x) < (least := n_clusters or 2):
             raise ValueError(
-                f"n_samples={len(x)} is less than n_clusters={n_clusters}: pass more samples, or "
+                f"n_samples={len(x)} is less than n_clusters={least}: pass more samples, or "
                 "reduce n_clusters"
             )
-        if message := odd_rows([x], n_clusters):
+        if message := odd_rows([x], least):
             logger.warning("the embeddings are suspect: %s", message)
+        log_method(settings)
         return self._train(x, settings, n_clusters)
 
-    def _train(self, x: Tensor, settings: VisionSettings, n_clusters: int) -> Self:
-        auto = settings.n_clusters == AUTO
+    def _train(self, x: Tensor, settings: VisionSettings, n_clusters: int | None) -> Self:
         precision = Precision.for_device(settings.device, settings.use_fp16)
-        given = None if auto else n_clusters
         rows = x
-        if settings.searches_graph:
-            rows = x[training_rows(len(x), x.__getitem__, settings.seed, given)]
+        if settings.by_graph or n_clusters is None:
+            rows = x[training_rows(len(x), x.__getitem__, settings.seed, n_clusters)]
         projection = Projection.fit(rows, settings.pca_dim)
         projected = projection(rows)
         gather = projected.__getitem__
         k = min(settings.neighbours, len(rows) - 1)
         neighbors = nearest_neighbors(rows, k, device=precision.device)
         partition, self.number_ = None, None
-        if auto or (settings.by_graph and n_clusters > 1):
+        if n_clusters is None or (settings.by_graph and n_clusters > 1):
             device, read = precision.device, rows.__getitem__
-            partition = partition_of(given, neighbors, read, projected, device)
+            partition = partition_of(n_clusters, neighbors, read, projected, device)
             n_clusters, self.number_ = partition.n_clusters, partition.number
             partition = partition if settings.by_graph else None
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
@@ -301,6 +303,30 @@ class MultiHeadClusterer(
         """
         check_is_fitted(self)
         return self.model_.predict_proba(self._embeddings(X, reset=False)).numpy()
+
+    @default_torch_state()
+    def score(self, X: ArrayLike | Tensor, y: ArrayLike | None = None) -> float:
+        """Return how well `predict(X)` fits; higher is better. `GridSearchCV` calls this.
+
+        Without `y`, the score is the modularity of the predicted clusters in the graph of nearest
+        neighbors of `X` (of a random 10,000 samples if there are more): the share of edges within
+        clusters above what their sizes explain, from -0.5 to 1. It reads no labels, and is lower
+        both for a divided and for a merged group, so it also compares numbers of clusters. With
+        `y`, it is their adjusted mutual information with `y`: 1 for the same partition, about 0 for
+        a random one.
+
+        Args:
+            X: embeddings `[n, n_features]`, at least two; held out, or those of `fit`.
+            y: classes `[n]` to compare with, or None.
+        """
+        check_is_fitted(self)
+        x = self._embeddings(X, reset=False)
+        if y is not None:
+            return float(adjusted_mutual_info_score(y, self.model_.predict(x)))
+        if len(x) < 2:
+            raise ValueError("n_samples=1, but the score without y compares at least 2 samples")
+        x = x[sample_rows(len(x), self.settings_.seed, GRAPH_ROWS)]
+        return modularity_of(self.model_.predict(x), x, self.model_.projection(x))
 
     def transform(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
         """Return `predict_proba(X)`, `[n, n_clusters]` float32, as features for a pipeline."""
@@ -400,9 +426,13 @@ class MultiHeadClusterer(
         values["SEED"] = int(seed)
         if values["N_CLUSTERS"] == 1:  # valid in scikit-learn, but not as a setting of a run
             values["N_CLUSTERS"] = None
-        elif values["N_CLUSTERS"] is None:  # an array declares no classes
-            values["N_CLUSTERS"] = AUTO
         return VisionSettings.from_dict(values)
+
+    def _n_clusters(self, settings: VisionSettings) -> int | None:
+        """Return the number of clusters, or None if it is to be found: an array has no classes."""
+        if self.n_clusters == 1:
+            return 1
+        return None if settings.n_clusters == AUTO else settings.n_clusters
 
     def _embeddings(self, X: ArrayLike | Tensor, *, reset: bool) -> Tensor:
         """Check X and convert it to a float32 tensor `[n, n_features]` on the CPU."""

@@ -36,11 +36,25 @@ CONVERGENCE_PAIRS = 4_000  # enough to tell whether the heads still improve
 MIN_SAMPLES_PER_CLUSTER = 8  # with fewer samples, the confidence is not calibrated
 SPLIT_ROWS = 100_000  # rows that fill empty clusters if the heads have no target partition
 MAX_EPOCHS = 200
+# The pointwise mutual information of two equal answers, log sum_k p_k^(2 beta) / pi_k, favors a
+# sure answer above this BETA only; Adaloglou et al. (2023) use 0.6.
+LEAST_SURE_BETA = 0.5
 # Copies of the weights of each head: student, EMA teacher, two moments of AdamW, and the last good
 # state of these four.
 STORED_WEIGHTS = 8
 # Range in which the temperature of the model's output is searched, and the number of bisections.
 COLDEST, HOTTEST, HALVINGS = 0.05, 20.0, 40
+
+
+def log_method(heads: HeadSettings) -> None:
+    """Log METHOD and N_HEADS with the reason, and warn if BETA does not reward sure answers."""
+    logger.info("%s", heads.reason_for_method)
+    if heads.loss == "temi" and heads.beta <= LEAST_SURE_BETA and not heads.by_graph:
+        logger.warning(
+            "BETA is %g: at 0.5 and below the loss scores an unsure answer as high as a sure one, "
+            "so that clusters mix; the default is %g",
+            *(heads.beta, HeadSettings.beta),
+        )
 
 
 def make_trainer(
@@ -56,8 +70,8 @@ def make_trainer(
     """
     widths = {"hidden_dim": heads.hidden_dim, "bottleneck_dim": heads.bottleneck_dim}
     make = head_maker(heads.head, dim, n_clusters, **widths)
-    thresholds = Thresholds(min_parts=-(-heads.n_heads // 4))  # a quarter of the heads
-    numbers = range(heads.n_heads) if numbers is None else numbers
+    thresholds = Thresholds(min_parts=-(-heads.head_count // 4))  # a quarter of the heads
+    numbers = range(heads.head_count) if numbers is None else numbers
     _check_memory(heads, len(numbers), parameters_of(make), precision.device)
     bank = HeadBank(make, len(numbers), numbers.start)
     _check_memory(heads, len(numbers), bank.n_parameters, precision.device)
@@ -76,7 +90,7 @@ def _check_memory(
             f"{n_heads} heads of {n_parameters:,} weights need {needed / 2**30:,.1f} GiB "
             f"with moments, EMA teacher and last good state, but {device} has only "
             f"{free / 2**30:,.1f} GiB free: lower HIDDEN_DIM (now {heads.hidden_dim}) or "
-            f"N_HEADS ({heads.n_heads})"
+            f"N_HEADS (now {n_heads})"
         )
 
 

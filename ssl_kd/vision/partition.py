@@ -16,7 +16,7 @@ from torch import Tensor
 
 from firstnan.finite import safe_normalize
 from ssl_kd.graph import Ensemble, Graph, View, form_ensemble, fuzzy_graph
-from ssl_kd.graph.levels import Evidence, nested_levels, number_of_clusters
+from ssl_kd.graph.levels import Evidence, modularity, nested_levels, number_of_clusters
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Splits
 from ssl_kd.vision.train import Gather
@@ -64,6 +64,18 @@ def partition_of(
     clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # if fewer
     levels = np.stack(nested_levels(graph, clusters.numpy()))
     return GraphAnswer(n_clusters, clusters, ensemble, torch.from_numpy(levels), number)
+
+
+def modularity_of(clusters: Tensor, embeddings: Tensor, projected: Tensor) -> float:
+    """Return the modularity of clusters `[n]` in the neighbor graph of `embeddings` `[n, dim]`.
+
+    The graph is the one by which the number of clusters is found; `projected` are their principal
+    components.
+    """
+    near = nearest_neighbors(embeddings, min(max(COSINE_GRAPHS), len(embeddings) - 1))
+    cosine, euclidean, whitened = views(near, embeddings.__getitem__, projected, embeddings.device)
+    graph = Graph(summed(cosine, euclidean, whitened))
+    return modularity(graph, clusters.numpy(), int(clusters.max()) + 1)
 
 
 def views(

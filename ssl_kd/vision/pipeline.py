@@ -16,11 +16,13 @@ from torch import Tensor
 from firstnan.parts import TooFewHealthyParts
 from ssl_kd.errors import InputError
 from ssl_kd.files import sha256_file
+from ssl_kd.memory import cache_clearing
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, nearest_neighbors
 from ssl_kd.store.approximate import by_index
 from ssl_kd.store.fingerprint import Fingerprint
+from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.folder import RunFolder, RunFolderError
@@ -42,6 +44,9 @@ from ssl_kd.vision.training_rows import TrainingRows
 
 logger = logging.getLogger(__name__)
 
+# Fields of a log record that a board shows.
+ON_BOARD = ("loss", "grad_norm", "learning_rate", "healthy", "success_rate", "samples_per_second")
+
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
@@ -54,6 +59,7 @@ class RunContext:
     signals: Signals
     progress: Progress
     ranks: HeadRanks
+    board: Board
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +99,7 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
     with clock("neighbours"):
         neighbors, search = _find_neighbors(context, rows)
     partition = None
-    if settings.searches_graph:
+    if settings.by_graph or n_clusters is None:
         with clock("graph"):
             device, report = context.precision.device, _reporter("graph", context.progress)
             projected = rows(torch.arange(rows.n))
@@ -152,7 +158,16 @@ def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
                 "a folder that all ranks share"
             )
         folder = ReadOnlyRunFolder(leader.path)
-        context = RunContext(settings, folder, precision, Clock(), signals, no_progress, ranks)
+        context = RunContext(
+            settings,
+            folder,
+            precision,
+            Clock(),
+            signals,
+            no_progress,
+            ranks,
+            Board(folder.path, ()),
+        )
         _train(context, rows, neighbors, leader.n_clusters, leader.clusters)
         with signals.between_steps():  # rank 0 forms the answer and writes the files
             ranks.ranks.from_first(_only_rank_0)
@@ -181,6 +196,7 @@ def _train(
         gather = rows.on(precision.device)
         start = load_last(folder, trainer, plan.convergence, ranks)
         folder.rewind(start)
+        context.board.resume(start)
         folder.become_latest()
         recorder = FlightRecorder(folder.path / "faults")
 
@@ -203,6 +219,11 @@ def _train(
                 on_log=partial(_log, context, learner),
                 on_checkpoint=partial(_save, context, learner),
                 should_stop=lambda: ranks.stopping,
+                after_step=cache_clearing(
+                    settings.clear_cache_every_step,
+                    precision.device,
+                    "a lower BATCH_SIZE, N_HEADS or HIDDEN_DIM",
+                ),
             )
         except TooFewHealthyParts as error:
             if not (bundles := recorder.bundles()):
@@ -235,11 +256,17 @@ def _find_neighbors(context: RunContext, rows: TrainingRows) -> tuple[Tensor, di
 
 
 def _log(context: RunContext, learner: HeadsLearner, record: LogRecord) -> None:
-    """Write a log record into the run folder, and show the mean loss."""
-    context.folder.log(dataclasses.asdict(record))
+    """Write a log record into the run folder and to the board, and show the mean loss."""
+    row = dataclasses.asdict(record)
+    context.folder.log(row)
+    if (convergence := learner.plan.convergence) is not None:
+        looks = convergence.history()
+        for step in [at for at in looks if context.board.last_step < at <= record.step]:
+            context.board.log(step, {"neighbor_information": looks[step]})
+    context.board.log(record.step, {name: row[name] for name in ON_BOARD})
     finite = [value for value in record.loss if abs(value) < float("inf")]
     mean = sum(finite) / len(finite) if finite else float("nan")
-    info = {"loss": mean, "healthy": f"{record.healthy}/{context.settings.n_heads}"}
+    info = {"loss": mean, "healthy": f"{record.healthy}/{context.settings.head_count}"}
     context.progress("train", record.step, learner.steps, info)
 
 

@@ -101,7 +101,7 @@ def _table(
         row(baseline.name, values, baseline.note)
     if labelled:
         top = max(range(len(scores)), key=lambda i: scores[i]["acc"] or 0.0)
-        row("best head with labels (upper bound)", scores[top], f"head {top}")
+        row("best head, chosen by labels", scores[top], f"head {top}")
     return rows
 
 

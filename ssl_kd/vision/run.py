@@ -30,11 +30,13 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
+from ssl_kd.training.board import Board, check_boards
 from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.folder import RunFinished, RunFolder
 from ssl_kd.training.ranks import Ranks, joined
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.extract import Dataset, Extraction, fingerprint
+from ssl_kd.vision.fit import log_method
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.pipeline import RunContext, follow, learn
@@ -60,18 +62,25 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
     If torchrun started several processes, each trains some of the heads; the first process does
     all other work while the others wait.
     """
-    clock = Clock()
+    clock, written = Clock(), settings
+    settings = settings.resolved()
     with joined(settings.device) as ranks, contextlib.ExitStack() as stack:
-        head_ranks = HeadRanks(ranks, settings.n_heads)
+        head_ranks = HeadRanks(ranks, settings.head_count)
         if not head_ranks.leads:
             return follow(settings, head_ranks)
         stack.enter_context(_release_followers(ranks))
+        log_method(written)
+        check_boards(settings.boards)
         precision = Precision.for_device(ranks.device, settings.use_fp16)
         folder = stack.enter_context(RunFolder(settings))
         signals = stack.enter_context(Signals(folder))
-        folder.write_config(settings, precision=str(precision))
+        facts = {"precision": str(precision), "method": written.reason_for_method}
+        folder.write_config(settings, **facts)
         folder.check_code(_user_code(settings.head, settings.loss))
-        context = RunContext(settings, folder, precision, clock, signals, progress, head_ranks)
+        board = stack.enter_context(Board(folder.path, settings.boards, settings.to_dict()))
+        context = RunContext(
+            settings, folder, precision, clock, signals, progress, head_ranks, board
+        )
         with clock("extract"):
             datasets, teacher, stores = _embed(context)
         store = stores["train"]
@@ -101,7 +110,13 @@ def _embed(
     extractions = open_extractions(settings, precision, progress=context.progress)
     train = extractions["train"]
     # Checked before embedding, which may take hours.
-    n_clusters_of(settings.n_clusters, train.dataset.class_names, len(train.dataset))
+    class_names, n = train.dataset.class_names, len(train.dataset)
+    n_clusters = n_clusters_of(settings.n_clusters, class_names, n)
+    if settings.n_clusters is None:
+        how = f"{n_clusters}, the number of classes of DATASET"
+        if n_clusters is None:
+            how = "found, because DATASET has no labels"
+        logger.info("N_CLUSTERS is %s; --n_clusters sets it", how)
     folder.check_data(fingerprint(train.dataset, train.teacher, precision).digest)
     resolved = settings.replace(embeddings_dir=str(train.folder)).to_dict()
     folder.update_json("config.json", settings=resolved)
@@ -222,6 +237,7 @@ def open_data(
     if test_set is not None:
         test_set.usage.log(f"{embedding.dataset_test or embedding.dataset} (test)")
     teacher = teacher_of(embedding, train_set, precision)
+    embedding.check_width(teacher.name, teacher.dim)
     return {"train": train_set} | ({} if test_set is None else {"test": test_set}), teacher
 
 
@@ -258,17 +274,15 @@ def _are_photos(dataset: ImageDataset) -> bool:
 def n_clusters_of(
     n_clusters: int | str | None, class_names: Sequence[str] | None, n: int
 ) -> int | None:
-    """Return the number of clusters K for `n` samples, or None if N_CLUSTERS is `auto`."""
-    if n_clusters == AUTO:
+    """Return the number of clusters K for `n` samples, or None if it is to be found.
+
+    It is found if N_CLUSTERS is `auto`, or if it is None and the data set has no classes.
+    """
+    if n_clusters == AUTO or (n_clusters is None and class_names is None):
         check_enough(n)
         return None
     if n_clusters is None:
-        if class_names is None:
-            raise SettingsError(
-                "N_CLUSTERS is None, the number of classes of the data set, but DATASET has no "
-                f"classes: give --n_clusters, a number or {AUTO}; or --labels folders if the "
-                "folders of the images are classes"
-            )
+        assert class_names is not None
         n_clusters = len(class_names)
     if not 2 <= (k := int(n_clusters)) <= n:
         raise SettingsError(f"N_CLUSTERS is {k}; expected 2 to {n}, the number of samples")

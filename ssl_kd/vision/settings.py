@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from typing_extensions import Self
+
 from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
 from ssl_kd.settings.import_paths import IMPORT_PATH
+from ssl_kd.vision.foreign_names import ALIASES, INSTEAD
 from ssl_kd.vision.objectives import OBJECTIVES, make_objective
 
 # Value of N_CLUSTERS: choose the number of clusters from the data.
@@ -16,6 +19,10 @@ AUTO = "auto"
 EMBEDDINGS = "data/embeddings"
 # Settings that have an effect only with METHOD heads.
 OF_LOSS = ("loss", "beta", "instance_weight")
+# METHOD -> the number of heads where N_HEADS is None.
+HEADS_OF = {"graph": 8, "heads": 48}
+# Width of DINOv2's tokens, by the letter of the model's size.
+DINOV2_WIDTHS = {"s": 384, "b": 768, "l": 1024, "g": 1536}
 
 _OBJECTIVES = " | ".join(f"{name} ({kind.summary})" for name, kind in OBJECTIVES.items())
 
@@ -86,6 +93,12 @@ class TeacherSettings(Settings):
         "local file of the teacher's weights, for machines without a network; None: the published"
         " ones",
     )
+    embedding_dim: int | None = setting(
+        None,
+        "width that the teacher's embeddings must have; None: any",
+        "The run stops before it embeds anything if the teacher has another width.",
+        low=1,
+    )
     image_size: int | None = setting(
         None,
         "side of the teacher's input in pixels; None: the model's own (DINOv2: 224)",
@@ -119,6 +132,29 @@ class TeacherSettings(Settings):
     rebuild_damaged: bool = setting(
         False, "embed damaged shards of the cache again; verified shards are kept"
     )
+
+    def check_together(self) -> None:
+        """Raise SettingsError if EMBEDDING_DIM is not the width of the DINOv2 model in TEACHER."""
+        super().check_together()
+        if self.teacher.startswith("dinov2"):
+            size = "s" if self.teacher == "dinov2" else self.teacher.removeprefix("dinov2_vit")[0]
+            self.check_width(self.teacher, DINOV2_WIDTHS[size] * (2 if self.token == "both" else 1))
+
+    def check_width(self, teacher: str, width: int) -> None:
+        """Raise SettingsError if EMBEDDING_DIM is set and `teacher` embeds in another width."""
+        if self.embedding_dim in (None, width):
+            return
+        other = f"TEACHER to a model of width {self.embedding_dim}"
+        for size, of_model in DINOV2_WIDTHS.items():
+            if of_model == self.embedding_dim:
+                other += f", such as dinov2_vit{size}14"
+        source = teacher if self.token == "class" else f"{teacher} with TOKEN {self.token}"
+        if teacher == "features":
+            other = f"DATASET or COLUMN to embeddings of width {self.embedding_dim}"
+        raise SettingsError(
+            f"EMBEDDING_DIM is {self.embedding_dim}, but the embeddings of TEACHER {source} have "
+            f"{width} dimensions: set EMBEDDING_DIM to {width} or None, or {other}"
+        )
 
     @property
     def embeddings_root(self) -> str:
@@ -156,7 +192,8 @@ class GraphSettings(Settings):
     )
     n_clusters: int | Literal["auto"] | None = setting(
         None,
-        "number of clusters; None: the number of classes of the data set; auto: it is found",
+        "number of clusters; None: the number of classes if the data set has labels, else it is"
+        " found; auto: it is found",
         low=2,
     )
 
@@ -168,15 +205,16 @@ class HeadSettings(RunSettings):
     method: str | None = setting(
         None,
         "where the clusters come from: graph (the best partition of the graph of neighbors; the"
-        " heads learn it) | heads (the heads find them, by LOSS); None: graph, unless a setting of"
-        " LOSS is changed",
+        " heads learn it) | heads (the heads find them, by LOSS); None: graph, unless LOSS, BETA or"
+        " INSTANCE_WEIGHT is changed",
+        "The first lines of a run say which one it uses, and why.",
         choices=("graph", "heads"),
         section="Heads and their training",
     )
-    n_heads: int = setting(
-        8,
-        "heads trained side by side",
-        "More heads: a steadier consensus, proportionally more time. With METHOD heads use 48.",
+    n_heads: int | None = setting(
+        None,
+        "heads trained side by side; None: 8 with METHOD graph, 48 with METHOD heads",
+        "More heads: a steadier consensus, proportionally more time.",
         low=1,
         high=4096,
     )
@@ -202,7 +240,8 @@ class HeadSettings(RunSettings):
     beta: float = setting(
         0.6,
         "exponent of the pairwise mutual information; 1: the plain objective",
-        "Lower: more evenly sized clusters.",
+        "Lower: more evenly sized clusters. At 0.5 and below unsure answers score as high as sure"
+        " ones, and clusters mix.",
         above=0,
         high=1,
     )
@@ -263,6 +302,31 @@ class HeadSettings(RunSettings):
         """Whether the clusters come from the neighbor graph, and not from the heads."""
         return self.method == "graph" or (self.method is None and not self._of_loss_changed())
 
+    @property
+    def head_count(self) -> int:
+        """Number of heads to train: N_HEADS, or the default of METHOD."""
+        return self.n_heads or HEADS_OF["graph" if self.by_graph else "heads"]
+
+    def resolved(self) -> Self:
+        """Return the settings with METHOD and N_HEADS in place of None."""
+        return self.replace(method="graph" if self.by_graph else "heads", n_heads=self.head_count)
+
+    @property
+    def reason_for_method(self) -> str:
+        """A line with METHOD and N_HEADS of these settings, and why they have these values."""
+        changed = [f"{n.upper()} is {getattr(self, n)!r}" for n in self._of_loss_changed()]
+        if self.method is not None:
+            why = ", as set"
+        elif changed:
+            why = f", because {' and '.join(changed)}, which METHOD graph does not use"
+        else:
+            why = " by default"
+        method, what = "heads", f"the heads find the clusters, by LOSS {self.loss}"
+        if self.by_graph:
+            method, what = "graph", "the heads learn the best partition of the neighbor graph"
+        source = f"the default of METHOD {method}" if self.n_heads is None else "as set"
+        return f"METHOD is {method}{why}: {what}. N_HEADS is {self.head_count}, {source}"
+
     def _of_loss_changed(self) -> list[str]:
         return [name for name in OF_LOSS if getattr(self, name) != getattr(type(self), name)]
 
@@ -320,16 +384,8 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
         "workers",
     }
 
-    # Each process trains some heads on whole batches, so BATCH_SIZE is already per device.
-    aliases: ClassVar[Mapping[str, str]] = {
-        name: field for name, field in RunSettings.aliases.items() if name != "warmup_ratio"
-    }
-    instead: ClassVar[Mapping[str, str]] = {"dataset_path": "Did you mean --dataset?"}
-
-    @property
-    def searches_graph(self) -> bool:
-        """Whether the neighbor graph is needed, for the clusters or for their number."""
-        return self.by_graph or self.n_clusters == AUTO
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
 
     first: ClassVar[tuple[str, ...]] = tuple(
         "dataset teacher n_clusters n_heads epochs batch_size embeddings_dir force_recompute device"

@@ -70,7 +70,7 @@ class TrainingRows:
     ) -> TrainingRows:
         """Choose the training rows, and fit the projection to them or to a sample."""
         seed, rows = settings.seed, None
-        if settings.searches_graph:
+        if settings.by_graph or n_clusters is None:
             rows = training_rows(store.n, store.gather, seed, n_clusters)
         sample = sample_rows(store.n, seed, PROJECTION_ROWS) if rows is None else rows
         return cls(store, Projection.fit(store.gather(sample), settings.pca_dim), rows)

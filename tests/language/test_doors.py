@@ -26,7 +26,8 @@ def test_report_to_a_tracker(settings, monkeypatch):
     assert [step for step, row in tracker.rows if "eval/perplexity" in row] == [3, 6]
     assert tracker.finished == 1
     assert LanguageSettings(report_to="wandb").boards == {"wandb"}
-    assert LanguageSettings().boards == set()
+    assert LanguageSettings(report_to="none").boards == set()
+    assert LanguageSettings().boards == {"tensorboard"}
 
 
 BLOCKED = """

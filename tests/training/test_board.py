@@ -4,9 +4,11 @@ import sys
 import types
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ssl_kd.errors import UserError
 from ssl_kd.training.board import Board, check_boards
+from ssl_kd.vision.settings import VisionSettings
 
 
 class Tracker(types.ModuleType):
@@ -44,15 +46,18 @@ def test_a_tracker_gets_settings_and_numbers(tmp_path, monkeypatch, name):
         "resume": "allow",
         **own,
     }
-    assert tracker.rows == [(3, {"ce": 1.5, "per_head_mean": 2.0, "per_head_lowest": 1.0}), (4, {})]
+    per_head = {"per_head_mean": 2.0, "per_head_lowest": 1.0, "per_head_highest": 3.0}
+    assert tracker.rows == [(3, {"ce": 1.5, **per_head}), (4, {})]
     assert tracker.finished == 1
 
 
 def test_a_missing_or_failing_tracker_names_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="REPORT_TO is 'trackio', .* pip install trackio, or set"):
-        check_boards({"trackio", "tensorboard"})
-    check_boards({"tensorboard"})
+        check_boards({"trackio"})
+    with pytest.raises(ImportError, match="REPORT_TO is 'tensorboard', .* set REPORT_TO to 'auto'"):
+        check_boards({"tensorboard"})
+    assert VisionSettings(report_to="auto").boards == set()
     monkeypatch.setitem(sys.modules, "wandb", Tracker("wandb", RuntimeError("no\nAPI key")))
     with pytest.raises(UserError, match=r"wandb does not accept the run \(no API key\): log in"):
         Board(tmp_path, {"wandb"})
@@ -65,3 +70,19 @@ def test_tensorboard_writes_files_and_none_writes_nothing(tmp_path):
     with Board(tmp_path / "b", ()) as board:
         board.log(1, {"ce": 1.0})
     assert not (tmp_path / "b").exists()
+
+
+def curves(path):
+    """The steps of each curve in TensorBoard's files of a run."""
+    events = EventAccumulator(str(path / "tensorboard")).Reload()
+    return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_resumed_run_hides_what_its_checkpoint_does_not_hold(tmp_path):
+    with Board(tmp_path, {"tensorboard"}) as board:
+        for step in (10, 20, 30, 40):
+            board.log(step, {"ce": step})
+    with Board(tmp_path, {"tensorboard"}) as board:
+        board.resume(20)
+        board.log(25, {"ce": 25})
+    assert curves(tmp_path) == {"ce": [10, 20, 25]}

@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 
 from firstnan.diagnosis import Cause
 from ssl_kd.datasets import ArrayDataset
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, MissingPackage
 from ssl_kd.files import sha256_file
 from ssl_kd.precision import Precision
 from ssl_kd.report import run_images, write_report
@@ -36,6 +36,7 @@ from ssl_kd.workbench.export.cards import model_card
 from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.run import Run as OpenRun
 from tests.faults.matrix import row as fault
+from tests.training.test_board import curves
 
 ROOT = Path(__file__).parents[2]
 FAST = {
@@ -122,7 +123,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     )
     assert run_images(done) is None  # a feature file has none
     names = "config.json metrics.jsonl events.jsonl metrics.json model.safetensors assignments.csv"
-    names = {*names.split(), "arrays.npz", "checkpoint", ".lock"}
+    names = {*names.split(), "arrays.npz", "checkpoint", "tensorboard", ".lock"}
     assert {path.name for path in done.iterdir()} == names
     assert os.readlink(done.parent / "latest") == done.name
     assert all(ok for _, ok in stages)
@@ -153,7 +154,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     for split in ("train", "test"):
         for name in ("consensus", "best head (unsupervised)", "mean over heads", "k-means"):
             assert 0 < rows[name, split]["acc"] <= 1
-        bound = rows["best head with labels (upper bound)", split]["acc"]
+        bound = rows["best head, chosen by labels", split]["acc"]
         assert bound >= rows["best head (unsupervised)", split]["acc"]
         assert ("spectral clustering", split) in rows
     assert found["knn_accuracy"] > 0.5 and found["linear_probe"]["accuracy"] > 0.5
@@ -311,9 +312,62 @@ def test_labels_from_folders_that_are_not_there_are_refused(settings, tmp_path, 
 
 
 @fault(171)
-def test_k_by_the_classes_of_a_folder_names_the_flag(settings, album):
-    with pytest.raises(SettingsError, match="--n_clusters, a number or auto; or --labels folders"):
-        run(settings(**album | {"n_clusters": None}))
+def test_without_labels_the_number_of_clusters_is_found_unless_it_is_set(settings, album, caplog):
+    caplog.set_level("INFO", "ssl_kd")
+    found = metrics(run(settings(**album | {"n_clusters": None})))
+    assert found["graph"]["number"]["n_clusters"] == len(found["cluster_sizes"])
+    messages = [record.message for record in caplog.records]
+    assert "N_CLUSTERS is found, because DATASET has no labels; --n_clusters sets it" in messages
+    caplog.clear()
+    labelled = metrics(run(settings(**album | {"n_clusters": None, "labels": "folders"})))
+    assert len(labelled["cluster_sizes"]) == 3 and labelled["graph"]["number"] is None
+    assert any("N_CLUSTERS is 3, the number of classes of DATASET" in m for m in caplog.messages)
+
+
+# --- Method and boards ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "METHOD is graph by default: the heads learn the best partition"),
+        ({"beta": 0.5}, "METHOD is heads, because BETA is 0.5, which METHOD graph does not use: "),
+        ({"method": "heads"}, "METHOD is heads, as set: the heads find the clusters, by LOSS temi"),
+    ],
+)
+def test_the_first_line_and_the_run_folder_say_which_method_runs_and_why(
+    settings, caplog, changes, line
+):
+    caplog.set_level("INFO", "ssl_kd")
+    path = run(settings(**changes, n_heads=None, max_steps=2))
+    n_heads = 8 if not changes else 48
+    expected = f"N_HEADS is {n_heads}, the default of METHOD {'heads' if changes else 'graph'}"
+    assert caplog.messages[0].startswith(line) and caplog.messages[0].endswith(expected)
+    assert ("BETA is 0.5: at 0.5 and below" in caplog.text) == ("beta" in changes)
+    config = json.loads((path / "config.json").read_text())
+    assert config["method"] == caplog.messages[0]
+    assert config["settings"]["METHOD"] == ("heads" if changes else "graph")
+    assert config["settings"]["N_HEADS"] == len(metrics(path)["heads"]) == n_heads
+
+
+def test_a_board_shows_the_losses_the_healthy_heads_and_the_criterion(settings):
+    path = run(settings(epochs=None, max_steps=None))
+    steps = [line["step"] for line in log_lines(path)]
+    shown = curves(path)
+    looks = shown.pop("neighbor_information")
+    assert looks == [int(step) for step in metrics(path)["convergence"]]
+    per_head = {f"{n}_{of}" for n in ("loss", "grad_norm") for of in ("mean", "lowest", "highest")}
+    others = {"healthy", "learning_rate", "success_rate", "samples_per_second"}
+    assert shown == dict.fromkeys(per_head | others, steps)
+    assert not (run(settings(report_to="none")) / "tensorboard").exists()
+
+
+def test_a_board_that_cannot_start_ends_the_run_before_anything_is_embedded(settings, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    chosen = settings(report_to="trackio")
+    with pytest.raises(MissingPackage, match="REPORT_TO is 'trackio'"):
+        run(chosen)
+    assert not Path(chosen.embeddings_dir).exists() and not Path(chosen.runs_dir).exists()
 
 
 # --- Stopped and resumed ------------------------------------------------------------------------
@@ -344,6 +398,7 @@ def test_resumed_equals_uninterrupted(settings, number):
     assert weights(parts) == weights(whole)
     assert log_lines(parts) == log_lines(whole)
     assert assignments(parts) == assignments(whole)
+    assert curves(parts) == curves(whole)
 
 
 def test_resumed_before_and_after_convergence_equals_uninterrupted(settings):
@@ -384,9 +439,10 @@ def test_stopped_while_judging_goes_on_from_the_trained_heads(settings):
 def test_unlabelled_images_run_to_the_end(settings, tmp_path, digits):
     save_images(tmp_path / "pictures", digits[0][:64])
     (tmp_path / "pictures" / "broken.png").write_bytes(b"no image")
+    save_images(tmp_path / "few", digits[0][:8])
     plain = {"dataset": str(tmp_path / "pictures"), "image_size": 8}
-    with pytest.raises(SettingsError, match="classes: give --n_clusters"):
-        run(settings(**plain))
+    with pytest.raises(InputError, match="there are 8 samples.*at least 64.*set it"):
+        run(settings(**plain | {"dataset": str(tmp_path / "few")}))
     assert list((tmp_path / "runs").iterdir()) == []
 
     done = run(settings(**plain, n_clusters=10, baselines=True))

@@ -75,3 +75,86 @@ def test_rows_per_device_are_the_batch_of_every_process(monkeypatch, tmp_path):
     words = ["--per_device_train_batch_size", "16"]
     assert read_settings(VisionSettings, words, tmp_path / "no.py", prog="x").batch_size == 16
     assert VisionSettings.from_dict({"per_device_train_batch_size": 16}).batch_size == 16
+
+
+OLDER = """
+DATA_ROOT = "./data"
+DATASET = "cifar10"
+DINOV2_MODEL = "dinov2_vits14"
+EMBEDDING_DIM = 384
+IMG_SIZE = 224
+EMBEDDING_DIR = "data/embeddings"
+NUM_CLUSTERS = 10
+NUM_HEADS = 50
+NUM_NEIGHBORS = 50
+NUM_EPOCHS = 100
+BATCH_SIZE = 512
+LR = 1e-4
+BETA = 0.6
+TEACHER_TEMPERATURE = 0.05
+GRAD_CLIP = 1.0
+USE_AMP = True
+NUM_WORKERS = 4
+LOG_INTERVAL = 10
+SAVE_INTERVAL = 100
+SAVE_DIR = "runs"
+EXPERIMENT_NAME = "first"
+RANDOM_SEED = 3
+CLEAR_CACHE_EVERY_STEP = True
+"""
+
+
+def test_a_settings_file_with_older_names_is_read(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(OLDER)
+    assert VisionSettings.from_file(path) == VisionSettings(
+        data_dir="./data",
+        dataset="cifar10",
+        teacher="dinov2_vits14",
+        embedding_dim=384,
+        image_size=224,
+        embeddings_dir="data/embeddings",
+        n_clusters=10,
+        n_heads=50,
+        neighbours=50,
+        epochs=100,
+        batch_size=512,
+        learning_rate=1e-4,
+        teacher_temp=0.05,
+        use_fp16=True,
+        workers=4,
+        log_every=10,
+        checkpoint_every=100,
+        runs_dir="runs",
+        run_name="first",
+        seed=3,
+        clear_cache_every_step=True,
+    )
+    path.write_text('TEACHER = "dinov2_vitb14"\nDINOV2_MODEL = "dinov2_vits14"\n')
+    with pytest.raises(SettingsError, match="TEACHER and DINOV2_MODEL are the same setting"):
+        VisionSettings.from_file(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    "WEIGHT_DECAY EMA_DECAY CENTER_MOMENTUM CHECKPOINT_DIR WARMUP_EPOCHS SCHEDULER LOG_DIR NUM_GPUS"
+    " USE_TENSORBOARD WANDB_PROJECT LOCAL_CROPS_NUMBER MAX_CONSECUTIVE_NANS EARLY_STOPPING".split(),
+)
+def test_an_older_name_without_a_setting_says_in_one_line_what_replaces_it(name):
+    with pytest.raises(SettingsError, match=rf"^There is no setting {name}\. .+\.$") as refused:
+        VisionSettings.from_dict({name: 1})
+    assert "Did you mean" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "token", "width"),
+    [("dinov2", "class", 384), ("dinov2_vitb14_reg", "patch", 768), ("dinov2_vits14", "both", 768)],
+)
+def test_the_width_of_embeddings_is_checked_by_the_name_of_the_model(teacher, token, width):
+    VisionSettings(teacher=teacher, token=token, embedding_dim=width)
+    with pytest.raises(SettingsError) as refused:
+        VisionSettings(teacher=teacher, token=token, embedding_dim=1024)
+    message = str(refused.value)
+    assert message.startswith(f"EMBEDDING_DIM is 1024, but the embeddings of TEACHER {teacher}")
+    assert f"set EMBEDDING_DIM to {width} or None" in message
+    assert message.endswith("TEACHER to a model of width 1024, such as dinov2_vitl14")
