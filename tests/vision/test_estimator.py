@@ -20,6 +20,7 @@ from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits, make_blobs
 from sklearn.exceptions import NotFittedError
 from sklearn.metrics import adjusted_rand_score
+from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import ssl_kd.vision.estimator
@@ -27,6 +28,7 @@ from ssl_kd import MultiHeadClusterer
 from ssl_kd.files import CorruptFileError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.model import ClusterModel
+from ssl_kd.vision.run import n_clusters_of
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.matrix import row
 
@@ -41,7 +43,7 @@ def again(estimator: Any) -> Any:
     return clone(estimator)
 
 
-def small(n_clusters: int = 3, **parameters) -> MultiHeadClusterer:
+def small(n_clusters: Any = 3, **parameters) -> MultiHeadClusterer:
     """Few, narrow heads, on the CPU: enough for blobs."""
     few = {"n_heads": 8, "max_steps": 100, "batch_size": 64, "device": "cpu"}
     few |= {"hidden_dim": 16}
@@ -242,6 +244,28 @@ def test_the_number_of_clusters_can_be_found(blobs, tmp_path):
     assert np.array_equal(again.predict_levels(x), levels)
     with pytest.raises(ValueError, match="there are 20 samples, expected at least 64"):
         small("auto").fit(x[:20])
+
+
+def test_a_grid_search_finds_the_number_of_clusters_without_labels(blobs):
+    x, truth = blobs
+    search = GridSearchCV(small(max_steps=30), {"n_clusters": [2, 3, 6]}, cv=2).fit(x)
+    assert search.best_params_ == {"n_clusters": 3}
+    best = search.best_estimator_
+    assert -0.5 <= best.score(x) <= 1 and best.score(x) == best.score(x)
+    assert best.score(x, truth) == pytest.approx(1)
+    assert best.score(x, truth[::-1]) < 0.5
+    with pytest.raises(ValueError, match="n_samples=1, but the score without y"):
+        best.score(x[:1])
+
+
+def test_none_estimates_k_as_in_a_settings_file_for_data_without_labels(blobs, caplog):
+    x, truth = blobs
+    caplog.set_level("INFO", "ssl_kd")
+    none, auto = (small(n, max_steps=5).fit(x, truth) for n in (None, "auto"))
+    np.testing.assert_array_equal(none.labels_, auto.labels_)
+    assert none.n_clusters_ == 3 and none.settings_.n_clusters is None
+    assert n_clusters_of(None, None, len(x)) is None and n_clusters_of(None, ["a", "b"], 9) == 2
+    assert caplog.messages[0].startswith("METHOD is graph by default")
 
 
 @pytest.mark.parametrize(("method", "wanted"), [("graph", 60), ("heads", 2), ("heads", 24)])
