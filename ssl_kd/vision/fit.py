@@ -90,7 +90,7 @@ def _check_memory(
             f"{n_heads} heads of {n_parameters:,} weights need {needed / 2**30:,.1f} GiB "
             f"with moments, EMA teacher and last good state, but {device} has only "
             f"{free / 2**30:,.1f} GiB free: lower HIDDEN_DIM (now {heads.hidden_dim}) or "
-            f"N_HEADS (now {n_heads})"
+            f"N_HEADS (now {heads.head_count})"
         )
 
 

@@ -262,7 +262,7 @@ def test_heads_that_do_not_fit_into_memory_are_refused_before_any_is_made(
     monkeypatch.setattr(fit, "free_memory", lambda device: 16 * 2**30)
     code, error = train_py(settings(hidden_dim=100_000_000))
     assert code == 2 and "lower HIDDEN_DIM (now 100000000)" in one_line(error)
-    assert "4 heads of 5,000,007,050,000,000 weights" in error and "N_HEADS (4)" in error
+    assert "4 heads of 5,000,007,050,000,000 weights" in error and "N_HEADS (now 4)" in error
 
 
 @row(84)
