@@ -16,7 +16,7 @@ class Event:
     """One decision of the guard.
 
     Attributes:
-        step: optimizer step, from 0.
+        step: number of the optimizer step; `first_step` of the guard is the first.
         part: name of the part, such as `model`; `run` if the event is of no part.
         stage: where the fault was found: `loss`, `gradient`, ..., or a caller's own.
         reason: what the guard saw.

@@ -38,7 +38,8 @@ class GuardCallback(TrainerCallback):
     callback, which hides a spike. For this, `args.max_grad_norm` is infinite during the backward
     pass. If a training is interrupted there, the next training with a `GuardCallback` restores it.
 
-    Events are logged and added to `trainer.state.log_history` under `guard`. Every log line has
+    Events are logged and added to `trainer.state.log_history` under `guard`; their `step` counts
+    from 1, as the Trainer's. Every log line has
     `guard_updates` and `guard_skipped`, and `guard_left_out` if steps since the last line were
     skipped; if all were, a loss of 0 (a Trainer's `logging_nan_inf_filter` hides NaN) becomes NaN.
     The training also stops if a loss that was passed to `guard.backward` by name is left out of
@@ -68,8 +69,9 @@ class GuardCallback(TrainerCallback):
         _move_to_front(self)
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
         # The Trainer scales the loss itself, and calls back with unscaled gradients.
+        options = {"first_step": 1, **self.options}  # a Trainer's log counts the steps done
         self.guard = Guard(
-            kwargs["model"], kwargs["optimizer"], clip_grad=clip, scaler=False, **self.options
+            kwargs["model"], kwargs["optimizer"], clip_grad=clip, scaler=False, **options
         ).attach()
         self.guard.steps = state.global_step
         self._line = self.counters()  # at the last log line with a loss

@@ -71,6 +71,7 @@ class Guard:
             again (see `firstnan.watch.Watch`); or the modules that the loop calls instead of it.
         group: the ranks that train this model; None for all, False for this process alone.
         advice: kind of fault -> what to change in your program, in place of the guard's own words.
+        first_step: number of the first step in events and messages: 0, or 1 as in your loop's log.
 
     Attributes:
         locator: its `findings` map a step to the operation that was named; empty without `locate`.
@@ -98,6 +99,7 @@ class Guard:
         locate: bool | Sequence[nn.Module] = False,
         group: dist.ProcessGroup | Literal[False] | None = None,
         advice: Mapping[Kinds, str] | None = None,
+        first_step: int = 0,
     ) -> None:
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad is {clip_grad}; expected a number > 0, or None")
@@ -107,7 +109,7 @@ class Guard:
             )
         self.model, self.optimizer = model, cast(Any, optimizer)  # one, or several
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
-        self.steps, self.snapshot_every = 0, snapshot_every
+        self.steps, self.snapshot_every, self.first_step = 0, snapshot_every, first_step
         self._optimizers = Optimizers(optimizer)
         self._parts = ModuleParts(model, self._optimizers, parts, fresh_optimizer=fresh_optimizer)
         names, n = self._parts.names, len(self._parts)
@@ -125,7 +127,8 @@ class Guard:
         for i, part in enumerate(self._parts):  # what cannot be re-initialized skips this rung
             self.health.reinitialised[i] = not part.resets
         shared = {self._index[SHARED]} if SHARED in self._index else set()
-        self.recovery = Recovery(self._parts, self.health, dict(advice or {}), shared)
+        words = dict(advice or {})
+        self.recovery = Recovery(self._parts, self.health, words, shared, first_step=first_step)
         self.updates = torch.zeros(n, dtype=torch.int64)
         self._scales = scaler
         self.scale = torch.full((n,), _FIRST_SCALE if scaler else 1.0)
@@ -240,7 +243,7 @@ class Guard:
     @torch.no_grad()
     def before_step(self) -> None:
         """Run the first half of `step`, for loops that step by hand (momentum: after `attach`)."""
-        self.events.extend(self._terms.record(self.steps))
+        self.events.extend(self._terms.record(self.step_number))
         self._parts.check_gradients()
         gradients = [[p.grad for p in part.weights if p.grad is not None] for part in self._parts]
         if self._scales:
@@ -257,7 +260,7 @@ class Guard:
         healthy = is_healthy(stage)
         absent = absent & healthy
         self._judged, self.is_judged = (loss, norm, stage, absent), True
-        self.locator.judge(self.steps, stage, self.health.streak, self._ranks)
+        self.locator.judge(self.step_number, stage, self.health.streak, self._ranks)
         trained = (healthy & ~absent).tolist()
         lost = bool((~healthy & ~self.health.retired).any())
         self.skips = lost and not any(trained)
@@ -309,7 +312,8 @@ class Guard:
             events, hopeless = self.recovery.escalate(step, self.thresholds)
             self.events.extend(events)
             if hopeless:
-                raise TooFewHealthyParts(f"step {step}: {hopeless}.\n{self.diagnosis(events)}")
+                number = step + self.first_step
+                raise TooFewHealthyParts(f"step {number}: {hopeless}.\n{self.diagnosis(events)}")
         return {self._parts.names[i] for i in updated.nonzero().flatten().tolist()}
 
     def stop_without(self, terms: Iterable[str], note: str = "") -> None:
@@ -318,9 +322,14 @@ class Guard:
         `note` is inserted into the message after the number of steps.
         """
         if why := self._terms.cut_out_for_good(terms, note):
-            step = self.steps - 1
+            step = self.step_number - 1
             self.events.extend([Event(step, "run", "escalation", why, "stopped")])
             raise TooFewHealthyParts(f"step {step}: {why}")
+
+    @property
+    def step_number(self) -> int:
+        """Number of the present step in events and messages."""
+        return self.first_step + self.steps
 
     @property
     def terms(self) -> Mapping[str, Health]:
@@ -336,14 +345,14 @@ class Guard:
             loss, norm = look({self._parts.names[i]: x for i, x in kept.items()}, through)
             sick = (~(torch.isfinite(loss) & torch.isfinite(norm))).tolist()
             cut = {i for i, bad in zip(kept, sick, strict=True) if bad}
-            cut = self._ranks.cut(self.steps, cut)
+            cut = self._ranks.cut(self.step_number, cut)
             kept = {i: loss for i, loss in kept.items() if i not in cut}
             self._cut[list(cut)] = True
         apart = bool(cut) or bool(self.health.retired.any())
         self._run(kept, [x for i, x in all_losses.items() if i not in kept] if apart else None)
 
     def _backward_terms(self, losses: dict[str, Tensor], through: Any, again: Any) -> None:
-        kept, cut, learns = self._terms.look(losses, through, self._ranks, self.steps, again)
+        kept, cut, learns = self._terms.look(losses, through, self._ranks, self.step_number, again)
         if not cut or learns:
             total = sum(kept[1:], kept[0])
             self._remember({0: total})
@@ -367,7 +376,7 @@ class Guard:
         if left_out is None:  # torch raises an error if all of them are
             roots = roots or [*losses.values()]
         self._ran |= bool(roots)  # also if it fails halfway
-        self._ran |= self._ranks.backward(self.steps, roots, left_out)
+        self._ran |= self._ranks.backward(self.step_number, roots, left_out)
 
     def _scale_of(self, part: int) -> float:
         # Weights or a loss that parts share cannot be scaled by two factors at once.
@@ -396,7 +405,7 @@ class Guard:
         pairs = zip(self._parts.buffers, rest, strict=True)
         bad = [buffers.spoiled(largest.tolist()) for (_, buffers), largest in pairs]
         bad = {i: indices for i, indices in enumerate(bad) if indices}
-        agreed = self._ranks.step(self.steps, (loss, norm, absent, probe), bad)
+        agreed = self._ranks.step(self.step_number, (loss, norm, absent, probe), bad)
         loss, norm, absent, spoiled, healed = agreed
         for i, buffers in healed.items():
             self._report_buffers(i, *buffers)
@@ -426,7 +435,7 @@ class Guard:
     def _report_buffers(self, i: int, indices: Sequence[int], where: str = "") -> None:
         part, buffers = self._parts.buffers[i]
         detail = f": {buffers.names(indices)}{where}"
-        self.events.extend([Stage.BUFFER.event(self.steps, part, detail=detail)])
+        self.events.extend([Stage.BUFFER.event(self.step_number, part, detail=detail)])
         self.recovery.counts[i : i + 1, Stage.BUFFER] += 1  # no row where they are of no part
 
     def diagnosis(self, events: Collection[Event] = ()) -> str:

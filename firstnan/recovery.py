@@ -19,12 +19,21 @@ class Recovery:
     `parts` are `ModuleParts`, or a caller's own with the same `names`, `note`, `finite`, `restore`
     and `reinitialise`. `health` is changed in place. `shared` is as in `Health.escalate`, `advice`
     as in `Guard`, also for kinds of faults that the caller detects.
+
+    The methods take the number of steps before this one; `first_step` is added to it in events.
     """
 
     def __init__(
-        self, parts: Any, health: Health, advice: dict[Kinds, str], shared: Collection[int] = ()
+        self,
+        parts: Any,
+        health: Health,
+        advice: dict[Kinds, str],
+        shared: Collection[int] = (),
+        *,
+        first_step: int = 0,
     ) -> None:
         self.parts, self.health, self.shared = parts, health, shared
+        self.first_step = first_step
         self.advice = {stage: stage.kind.advice for stage in Stage} | advice
         self.kinds = {int(kind): kind for kind in self.advice}
         # How often each fault was seen, `[part, stage]`.
@@ -50,7 +59,8 @@ class Recovery:
             if fault.kind.reason:
                 value = float((loss if fault.kind.value == "loss" else norm)[part])
                 ranks = self._ranks[part, fault] = where(part)
-                events.append(fault.event(step, self.parts.names[part], value, detail=ranks))
+                name, number = self.parts.names[part], step + self.first_step
+                events.append(fault.event(number, name, value, detail=ranks))
         return events
 
     def escalate(
@@ -77,13 +87,15 @@ class Recovery:
                 done = self._restore(part)
                 done = "retired" if action == "retire" else done
             reason = f"{streaks[part]} bad steps in a row"
-            events.append(Event(step, self.parts.names[part], "escalation", reason, done))
+            name, number = self.parts.names[part], step + self.first_step
+            events.append(Event(number, name, "escalation", reason, done))
         return events, ""
 
     def restore_what_is_not_finite(self, step: int) -> list[Event]:
         """Restore every part with a NaN or infinity in its state; call this before a checkpoint."""
+        number = step + self.first_step
         return [
-            Stage.WEIGHT.event(step, self.parts.names[part], action=self._restore(part))
+            Stage.WEIGHT.event(number, self.parts.names[part], action=self._restore(part))
             for part, finite in enumerate(self.parts.finite())
             if not finite
         ]
@@ -92,19 +104,19 @@ class Recovery:
         """Restore every unhealthy part, so that a resumed run starts healthy; return the events."""
         streaks, finite = self.health.streak.tolist(), self.parts.finite()
         self.health.streak.zero_()
-        reason = "it was not healthy when the run stopped"
+        reason, number = "it was not healthy when the run stopped", step + self.first_step
         events = [
-            Event(step, self.parts.names[part], "escalation", reason, self._restore(part))
+            Event(number, self.parts.names[part], "escalation", reason, self._restore(part))
             for part, streak in enumerate(streaks)
             if streak or not finite[part]
         ]
-        return [*events, Event(step, "run", "escalation", why, "stopped")]
+        return [*events, Event(number, "run", "escalation", why, "stopped")]
 
     def _restore(self, part: int) -> str:
         before = self.parts.restore(part)
         if before is None:
             return "left unchanged: there is no good state to restore"
-        return f"restored to its state before step {before}{self.parts.note}"
+        return f"restored to its state before step {before + self.first_step}{self.parts.note}"
 
     def diagnosis(self, steps: int, events: Collection[Event] = ()) -> str:
         """Return one line for each part that was ever unhealthy: the faults and what to change.

@@ -16,10 +16,10 @@ from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.language.foreign_names import IN_MEMORY
 from ssl_kd.language.hub import files_of, upload
-from ssl_kd.language.prepare import NO_MODELS, InMemoryModels
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.teachers import NO_MODELS, InMemoryModels
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.tables import language_table
 from ssl_kd.report.write import reported
@@ -110,8 +110,8 @@ class Distillation:
             progress: called as `progress(stage, done, total, info)`.
 
         Raises:
-            SettingsError: teacher, student and text do not fit together.
-            InputError: the teacher or the student outputs NaN or infinity before training.
+            InputError: teacher, student, text and settings do not fit together, or the teacher or
+                the student outputs NaN or infinity before training.
             Interrupted: Ctrl-C or SIGTERM stopped the run; `resume()` continues it.
             TooFewHealthyParts: the student did not recover from its faults; the message names them.
         """

@@ -17,6 +17,8 @@ An uncaught exception is a bug in ssl_kd; it ends with 1, too.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from firstnan.errors import BAD_INPUT as BAD_INPUT
@@ -44,6 +46,44 @@ class RunFolderError(InputError, RuntimeError):
 
 class MissingPackage(UserError, ImportError):
     """An optional package is not installed; the message says how to install it."""
+
+
+class SeveralFaults(InputError):
+    """Several inputs are invalid; after the first, each line of the message names one of them."""
+
+
+class Faults:
+    """Collect the errors of independent checks, and raise them together."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+
+    @contextmanager
+    def of(self, setting: str) -> Iterator[None]:
+        """Catch an error that a user can act on; its message will contain the setting's name."""
+        try:
+            yield
+        except (UserError, OSError) as error:
+            if isinstance(error, OSError) and error.strerror:
+                error.strerror += f": check {setting}"
+            elif setting not in str(error):
+                error.args = (f"{setting}: {error}",)
+            self.errors.append(error)
+
+    def raise_all(self, consequence: str) -> None:
+        """Raise the only error as it is, or one SeveralFaults for all; do nothing without errors.
+
+        `consequence` ends the first line of the message about several, as in `nothing was run`.
+        """
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            messages = dict.fromkeys(f"- {error}" for error in self.errors)
+            several = SeveralFaults(
+                "\n".join([f"{len(messages)} faults were found, and {consequence}:", *messages])
+            )
+            several.exit_code = max(getattr(e, "exit_code", BAD_INPUT) for e in self.errors)
+            raise several from self.errors[0]
 
 
 def code_of(error: OSError) -> int:

@@ -14,7 +14,6 @@ from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
-from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.training.folder import RunFinished  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402
@@ -74,7 +73,7 @@ def test_models_in_memory_are_taken_as_they_are(here, teacher, tiny):
     assert config["teacher"]["name"] == "LlamaForCausalLM in memory"
     with pytest.raises(RunFinished):
         given.resume()
-    with pytest.raises(SettingsError, match="TEACHER_MODEL is 'given': .* in memory"):
+    with pytest.raises(InputError, match="TEACHER_MODEL is 'given': .* in memory"):
         run(given.settings.replace(run_name="b"))
 
 
@@ -118,7 +117,7 @@ def test_a_fault_with_a_model_in_memory_says_why_it_cannot_be_replayed(here, tea
     pairs = (lm.model, lm.tokenizer), (own.model, own.tokenizer)
     done = ssl_kd.Distillation(*pairs, TEXTS, **FAST).run()
     (bundle, *_) = sorted((done.path / "faults").glob("*.pt"))
-    with pytest.raises(SettingsError, match="was a model in memory"):
+    with pytest.raises(InputError, match="was a model in memory"):
         replay(bundle)
 
 

@@ -233,7 +233,7 @@ class ClampedHead(nn.Linear):
 @pytest.mark.parametrize(
     ("head", "said"),
     [
-        (SickHead, r"FAULT run: \w+ head 0, head 1, head 2: .*, at step 0, 1, 2"),
+        (SickHead, r"FAULT run: \w+ head 0, head 1, head 2: .*, at step 1, 2, 3"),
         (ClampedHead, "FAULT run: dead heads head 0, 1, 2: the gradient is exactly zero"),
     ],
 )

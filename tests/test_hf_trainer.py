@@ -99,7 +99,7 @@ def test_a_poisoned_step_changes_no_weight_and_no_moment(tmp_path, model, factor
     assert all("outside of the model" in row["reason"] for row in located)
     assert all(row["stage"] == "origin" for row in located)
     assert len(located) == (not math.isfinite(factor))
-    assert event.items() >= {"step": 5, "part": "model", "stage": "gradient"}.items()
+    assert event.items() >= {"step": 6, "part": "model", "stage": "gradient"}.items()
     logged = [row["guard"] for row in trainer.state.log_history if "guard" in row]
     assert logged == [*located, event]
     assert trainer.state.log_history[-1]["guard_skipped"] == 1

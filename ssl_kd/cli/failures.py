@@ -16,6 +16,7 @@ from ssl_kd.errors import (
     GUARD_STOPPED,
     InputError,
     Interrupted,
+    SeveralFaults,
     UserError,
     code_of,
     printable,
@@ -50,7 +51,8 @@ def guarded(
         if explanation is None:
             raise
         code, message = explanation
-        print_failure(message, multiline=code == GUARD_STOPPED)
+        has_lines = code == GUARD_STOPPED or isinstance(error, SeveralFaults)
+        print_failure(message, multiline=has_lines)
         return code
 
 

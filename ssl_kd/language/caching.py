@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ssl_kd.datasets.blocks import Blocks
-from ssl_kd.datasets.text import TextDataset
+from ssl_kd.language.preflight import CACHES, Texts, check_before_loading
 from ssl_kd.language.prepare import ModelLoader, prepare
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.served import ServedTeacher
@@ -19,10 +19,10 @@ from ssl_kd.language.teacher_cache import (
     TeacherCache,
     TeacherFingerprint,
     cache_identity,
-    check_divergence,
     write,
 )
-from ssl_kd.language.text_rows import lay_out, texts_of, with_chat_template
+from ssl_kd.language.teachers import ONE_RANK
+from ssl_kd.language.text_rows import lay_out, with_chat_template
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, n_ids
@@ -37,7 +37,6 @@ _KEYED = (  # settings that a cache depends on
     " student_text rollout_temperature max_new_tokens num_generations seed learn_thoughts"
     " teacher_prompt_template teacher_field chat_template_path chat_template_kwargs"
 ).split()
-CACHES = Path("data") / "teacher_caches"  # where TEACHER_CACHE auto writes
 TIMEOUT = timedelta(days=1)  # for which ranks wait for each other's files
 SERVED_TOKENS = 2**18  # in a file, and so the most that are requested again after an interruption
 
@@ -54,88 +53,92 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
         RankLost: another rank does not respond.
     """
     settings.check_packages()
-    settings = _with_folder(settings).with_cache_router()
     if settings.teacher_cache is None:
         raise SettingsError("TEACHER_CACHE is None: set it to the folder of the cache.")
     if settings.teacher_model == "none":
         raise SettingsError("TEACHER_MODEL is 'none': name the teacher to cache.")
-    if Path(settings.teacher_cache).is_file():
-        raise SettingsError(
-            f"TEACHER_CACHE is {settings.teacher_cache!r}, which is a file; expected a folder, or "
-            "the name of a new folder."
-        )
-    method, k = settings.cache_spec
-    check_divergence(settings.kind_of_divergence, method)
     with joined(settings.device, timeout=TIMEOUT) as ranks:
         precision = precision_of(settings.replace(device=ranks.device))
-        teacher, texts, blocks = _teacher_and_rows(settings, precision, progress, ranks)
-        dtype, rows = "served", None
-        if teacher.model is None:
-            rows = max(1, SERVED_TOKENS // settings.block_size)
-            size, tokenizer, device = settings.block_size, teacher.tokenizer, precision.device
-            answers = ServedTeacher.of(settings, size, tokenizer, device, rounded=False)
-        else:
-            answers = FrozenTeacher(teacher.model, device=precision.device, dtype=precision.teacher)
-            if settings.is_routed:
-                answers = RoutedTeacher(answers, settings).answer
-            dtype = str(precision.teacher).removeprefix("torch.")
-            if settings.quantization is not None:
-                dtype = f"nf4 {dtype}"
-        fingerprint = TeacherFingerprint(
-            **cache_identity(settings, teacher, texts, blocks),
-            dtype=dtype,
-            method=method,
-            k=k,
-        )
-        return write(
-            answers,
-            blocks,
-            settings.teacher_cache,
-            fingerprint,
-            vocabulary=n_ids(teacher.tokenizer),
-            batch_size=settings.batch_size,
-            shard_rows=rows,
-            force=settings.force_recompute,
-            rebuild=settings.rebuild_damaged,
-            ranks=ProcessGroup(precision.device),
-            progress=lambda done, total: progress("cache", done, total, {}),
-        )
+        texts = check_before_loading(settings.with_cache_router(), precision, work="cache")
+        settings = _with_folder(settings, texts).with_cache_router()
+        return _cache_teacher(settings, precision, progress, ranks, texts)
+
+
+def _cache_teacher(
+    settings: LanguageSettings, precision: Precision, progress: Progress, ranks: Ranks, texts: Texts
+) -> TeacherCache:
+    """Write the cache, after settings and models were checked."""
+    teacher, blocks = _teacher_and_rows(settings, precision, progress, ranks, texts)
+    method, k = settings.cache_spec
+    dtype, rows = "served", None
+    if teacher.model is None:
+        rows = max(1, SERVED_TOKENS // settings.block_size)
+        size, tokenizer, device = settings.block_size, teacher.tokenizer, precision.device
+        answers = ServedTeacher.of(settings, size, tokenizer, device, rounded=False)
+    else:
+        answers = FrozenTeacher(teacher.model, device=precision.device, dtype=precision.teacher)
+        if settings.is_routed:
+            answers = RoutedTeacher(answers, settings).answer
+        dtype = str(precision.teacher).removeprefix("torch.")
+        if settings.quantization is not None:
+            dtype = f"nf4 {dtype}"
+    fingerprint = TeacherFingerprint(
+        **cache_identity(settings, teacher, texts[0], blocks),
+        dtype=dtype,
+        method=method,
+        k=k,
+    )
+    return write(
+        answers,
+        blocks,
+        settings.teacher_cache,
+        fingerprint,
+        vocabulary=n_ids(teacher.tokenizer),
+        batch_size=settings.batch_size,
+        shard_rows=rows,
+        force=settings.force_recompute,
+        rebuild=settings.rebuild_damaged,
+        ranks=ProcessGroup(precision.device),
+        progress=lambda done, total: progress("cache", done, total, {}),
+    )
 
 
 def _teacher_and_rows(
-    settings: LanguageSettings, precision: Precision, progress: Progress, ranks: Ranks
-) -> tuple[CausalLM, TextDataset, Blocks]:
-    """Return the teacher, the training text, and the rows of it that a run trains on."""
+    settings: LanguageSettings, precision: Precision, progress: Progress, ranks: Ranks, texts: Texts
+) -> tuple[CausalLM, Blocks]:
+    """Return the teacher, and the rows of the text that a run trains on."""
     if settings.student_text:  # the student writes the rows, and is not kept
-        live = prepare(settings.replace(teacher_cache=None), precision, progress, ranks)
-        teacher, texts, blocks = live.teacher, live.train_set, live.blocks
+        alone = settings.replace(teacher_cache=None)
+        live = prepare(alone, precision, progress, ranks, texts=texts)
+        teacher, blocks = live.teacher, live.blocks
     else:
-        texts, _ = texts_of(settings)
-        teacher = ModelLoader(settings, texts, precision, progress, ranks).teacher()
+        teacher = ModelLoader(settings, texts[0], precision, progress, ranks).teacher()
         teacher = with_chat_template(teacher, settings)
-        blocks = lay_out(settings.block_size, settings.packing, texts, teacher)
+        blocks = lay_out(settings.block_size, settings.packing, texts[0], teacher)
     assert teacher is not None and isinstance(blocks, Blocks)  # LanguageSettings
-    return teacher, texts, replace(blocks, by_student=None)  # a cache has the order of the text
+    return teacher, replace(blocks, by_student=None)  # a cache has the order of the text
 
 
-def with_automatic_cache(settings: LanguageSettings, progress: Progress) -> LanguageSettings:
+def with_automatic_cache(
+    settings: LanguageSettings, precision: Precision, progress: Progress, texts: Texts
+) -> LanguageSettings:
     """Write the cache of TEACHER_CACHE auto unless it is there; return settings with its folder."""
     if settings.teacher_cache != "auto":
         return settings
-    settings = _with_folder(settings)
+    settings = _with_folder(settings, texts)
     if settings.force_recompute or not Path(f"{settings.teacher_cache}/teacher.json").exists():
         refuse_ranks()
-        cache_teacher(settings, progress=progress)
+        _cache_teacher(settings.with_cache_router(), precision, progress, ONE_RANK, texts)
         gc.collect()  # frees the teacher's memory
     return settings
 
 
-def _with_folder(settings: LanguageSettings) -> LanguageSettings:
+def _with_folder(settings: LanguageSettings, texts: Texts) -> LanguageSettings:
     """Return the settings with a folder for them and their text in place of TEACHER_CACHE auto."""
     if settings.teacher_cache != "auto":
         return settings
     values = [(name, getattr(settings, name)) for name in _KEYED]
-    values.append(("text", texts_of(settings)[0].digest))
+    values.append(("text", texts[0].digest))
     values += [("student_model", settings.student_model)] * (settings.student_text > 0)
     folder = CACHES / hashlib.sha256(repr(values).encode()).hexdigest()[:16]
     return settings.replace(teacher_cache=str(folder))

@@ -100,7 +100,7 @@ def judge_teachers(prepared: Prepared) -> tuple[Prepared, list[Row], dict[str, l
 
 
 def judge_student(prepared: Prepared, judge: LanguageJudge) -> tuple[Row, list[str]]:
-    """Return the student's scores before step 0, and the texts that it generates."""
+    """Return the student's scores before training, and the texts that it generates."""
     student = prepared.student.model
     (row, texts), weight = judge.row("student before", student), not_finite(student)
     if row["nll"] is not None and weight is None:
@@ -110,7 +110,7 @@ def judge_student(prepared: Prepared, judge: LanguageJudge) -> tuple[Row, list[s
     fault = first_fault(student, batches, "student", autocast=autocast, known=known)
     cause = in_words(*fault) if fault else f"its weight {weight} holds NaN or infinity"
     raise InputError(
-        f"the student {prepared.student.name} has NaN or infinity before step 0: {cause}. Set"
+        f"the student {prepared.student.name} has NaN or infinity before training: {cause}. Set"
         " STUDENT_MODEL to a model with finite weights"
     )
 

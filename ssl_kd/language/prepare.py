@@ -19,7 +19,7 @@ from ssl_kd.datasets.render import describe_turns
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
 from ssl_kd.language.aligned import Aligned
-from ssl_kd.language.foreign_names import IN_MEMORY
+from ssl_kd.language.preflight import Texts, check_before_loading
 from ssl_kd.language.rollouts import with_held_out_text, with_text_by
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.self_teacher import OwnPrompts, SelfTeacher, with_own_prompts
@@ -27,10 +27,12 @@ from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import ByTag, Plain, Source
 from ssl_kd.language.step import Distiller, check_ranks
-from ssl_kd.language.teacher_cache import TeacherCache, cache_identity, check_divergence
+from ssl_kd.language.teacher_cache import TeacherCache, cache_identity
 from ssl_kd.language.teachers import (
+    NO_MODELS,
     ONE_RANK,
     VOCABULARY,
+    InMemoryModels,
     load_teacher,
     router_id,
     set_attention,
@@ -44,7 +46,6 @@ from ssl_kd.language.text_rows import (
     check_rows,
     lay_out,
     split_held_out,
-    texts_of,
     with_chat_template,
 )
 from ssl_kd.language.text_teacher import check_same_teacher
@@ -54,31 +55,19 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import (
     CausalLM,
     CausalLMUnavailable,
-    llm_module,
     load_tokenizer,
     without_adapters,
 )
 from ssl_kd.teachers.dtypes import halve_products, nf4
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.mixture import is_mixture
-from ssl_kd.teachers.student import add_lora, build_student, check_rank, freeze_tower
+from ssl_kd.teachers.student import add_lora, build_student, freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class InMemoryModels:
-    """Models that the caller passes in memory instead of naming them in the settings."""
-
-    teacher: CausalLM | None = None
-    student: CausalLM | None = None
-
-
-NO_MODELS = InMemoryModels()
 
 
 @dataclass(frozen=True)
@@ -137,11 +126,15 @@ def prepare(
     progress: Progress,
     ranks: Ranks = ONE_RANK,
     models: InMemoryModels = NO_MODELS,
+    texts: Texts | None = None,
 ) -> Prepared:
-    """Open the text, load or build teacher and student, and lay the text out in rows of tokens."""
+    """Open the text, load or build teacher and student, and lay the text out in rows of tokens.
+
+    `texts` are those that `check_before_loading` returned; None: it is called here.
+    """
     settings = settings.with_cache_router()
     progress("prepare", 0, 3, {})
-    train_set, eval_set = texts_of(settings)
+    train_set, eval_set = texts or check_before_loading(settings, precision, models)
     progress("prepare", 1, 3, {"documents": len(train_set)})
     loader = ModelLoader(settings, train_set, precision, progress, ranks)
     teacher, student = loader.load(models)
@@ -281,13 +274,6 @@ class ModelLoader:
 
     def load(self, in_memory: InMemoryModels) -> tuple[CausalLM | None, CausalLM]:
         """Return the teacher, None if no other model teaches, and the student."""
-        for role, lm in vars(in_memory).items():
-            if lm is None and getattr(self.settings, f"{role}_model") == IN_MEMORY:
-                raise SettingsError(
-                    f"{role.upper()}_MODEL is {IN_MEMORY!r}: the {role} was a model in memory. Run"
-                    " ssl_kd.Distillation with that model again, or set the name of a saved one"
-                )
-        self._check_width()
         teacher = in_memory.teacher or self._teacher_of_run()
         student = self._student(teacher, in_memory.student)
         if teacher is not None and teacher.tokenizer is None:  # compared with that of the cache
@@ -296,20 +282,6 @@ class ModelLoader:
             check_family(student, teacher)
         student = with_chat_template(student, self.settings)
         return teacher and with_chat_template(teacher, self.settings), student
-
-    def _check_width(self) -> None:
-        """Raise InputError if LORA_RANK exceeds the student's width, before a model is loaded."""
-        rank, student = self.settings.lora_rank, self.settings.student_model
-        kind, _, size = student.partition(":")
-        width = size.rpartition("x")[2]
-        if kind in ("fresh", "llama") and width.isdecimal():
-            check_rank(rank, int(width))
-        elif rank and (folder := Path(student).expanduser()).is_dir():
-            try:
-                config = llm_module("transformers").AutoConfig.from_pretrained(folder)
-            except (OSError, ValueError):  # reported when the student is loaded
-                return
-            check_rank(rank, config)
 
     def teacher(self, *, as_saved: bool = False) -> CausalLM:
         """Load or train the teacher; its model is None if it runs on a server."""
@@ -398,18 +370,12 @@ def _open_cache(
 ) -> TeacherCache:
     """Open the cache that replaces the teacher; check that it belongs to these rows."""
     assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-    if not folder.is_dir():
-        raise SettingsError(
-            f"TEACHER_CACHE is {str(folder)!r}, which is not a folder: run cache_teacher.py with"
-            " the settings of this run, or name the folder of a cache"
-        )
     cache = TeacherCache.open(folder, expect=cache_identity(settings, teacher, texts, blocks))
     if cache.n != len(blocks):
         raise SettingsError(
             f"TEACHER_CACHE: {folder} holds {cache.n} rows, but the text has {len(blocks)}: write"
             " the cache again with cache_teacher.py --force_recompute"
         )
-    check_divergence(settings.kind_of_divergence, cache.fingerprint.method)
     if teacher.model is not None:
         teacher.model.requires_grad_(False)
     return cache

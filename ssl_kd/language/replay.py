@@ -80,7 +80,7 @@ def _batch(distiller: Distiller, prepared: Prepared, bundle: Bundle) -> Batch | 
     rollouts = rollout_batches(distiller, prepared.blocks, prepared.student.tokenizer)
     if rollouts is None:
         return prepared.blocks.batch(rows, _CPU)
-    return rollouts.batches(bundle.event.step, [rows], _CPU)[0][0]
+    return rollouts.batches(bundle.step, [rows], _CPU)[0][0]
 
 
 def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[str, Any]]:

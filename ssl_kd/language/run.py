@@ -16,7 +16,8 @@ from ssl_kd.evaluate.tokens import TokenScores
 from ssl_kd.language.caching import with_automatic_cache
 from ssl_kd.language.judge_in_run import judge_student, judge_teachers, make_judge
 from ssl_kd.language.memory_plan import plan_of_run
-from ssl_kd.language.prepare import NO_MODELS, InMemoryModels, Prepared, make_distiller, prepare
+from ssl_kd.language.preflight import check_before_loading
+from ssl_kd.language.prepare import Prepared, make_distiller, prepare
 from ssl_kd.language.rollouts import RolloutBatches, rollout_batches
 from ssl_kd.language.routed import RoutedTeacher
 from ssl_kd.language.run_record import (
@@ -31,6 +32,7 @@ from ssl_kd.language.run_record import (
 from ssl_kd.language.served_rollouts import ServedSampler
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, check_ranks, precision_of
+from ssl_kd.language.teachers import NO_MODELS, InMemoryModels
 from ssl_kd.language.text_teacher import save_text_teacher
 from ssl_kd.language.train import Row, train
 from ssl_kd.memory import cache_clearing
@@ -60,8 +62,8 @@ def run(
     called as `progress(stage, done, total, info)`.
 
     Raises:
-        SettingsError: teacher, student, text and settings do not fit together.
-        InputError: the teacher or the student outputs NaN or infinity before step 0.
+        InputError: teacher, student, text and settings do not fit together, or the teacher or the
+            student outputs NaN or infinity before training.
         Interrupted: Ctrl-C or SIGTERM stopped the run.
         TooFewHealthyParts: the student does not recover from its faults.
         RankLost: another rank does not respond.
@@ -74,12 +76,14 @@ def run(
         check_boards(settings.boards)
         settings.check_packages()
         plan = plan_of_run(settings, precision)
-        settings = with_automatic_cache(settings, progress)
+        checked = settings.with_cache_router()
+        texts = check_before_loading(checked, precision, models, work="run")
+        settings = with_automatic_cache(settings, precision, progress, texts)
         with run_folder(settings, ranks) as folder, Signals(folder) as signals:
             facts = {"precision": str(precision), "memory_plan": plan}
             folder.write_config(settings, mode="language", **facts)
             with clock("prepare"):
-                prepared = prepare(settings, precision, progress, ranks, models)
+                prepared = prepare(settings, precision, progress, ranks, models, texts)
             ranks.from_first(partial(folder.check_data, prepared.digest))
             folder.update_json("config.json", **config_facts(prepared))
             steps = prepared.settings.n_steps(len(prepared.blocks))

@@ -72,6 +72,18 @@ def precision_of(run: TrainingSettings) -> Precision:
     return precision
 
 
+def optimizer_package(run: TrainingSettings, device: torch.device) -> Any:
+    """Return bitsandbytes if OPTIM needs it, else None; raise an error if it cannot be used."""
+    if not run.optim.endswith("8bit"):
+        return None
+    if run.optim.startswith("paged") and device.type != "cuda":
+        raise SettingsError(
+            f"OPTIM is {run.optim!r}, but the device is {device}, which has no pages: set OPTIM to"
+            " 'adamw_8bit', which computes the same"
+        )
+    return bitsandbytes(f"OPTIM {run.optim}")
+
+
 def make_optimizer(
     student: nn.Module, run: TrainingSettings, rate: float, device: torch.device
 ) -> torch.optim.Optimizer:
@@ -87,13 +99,8 @@ def make_optimizer(
         "betas": (run.adam_beta1, run.adam_beta2),
         "eps": run.adam_epsilon,
     }
-    if run.optim.endswith("8bit"):
-        kinds, is_paged = bitsandbytes(f"OPTIM {run.optim}").optim, run.optim.startswith("paged")
-        if is_paged and device.type != "cuda":
-            raise SettingsError(
-                f"OPTIM is {run.optim!r}, but the device is {device}, which has no pages: set OPTIM"
-                " to 'adamw_8bit', which computes the same"
-            )
+    if (package := optimizer_package(run, device)) is not None:
+        kinds, is_paged = package.optim, run.optim.startswith("paged")
         return (kinds.PagedAdamW8bit if is_paged else kinds.AdamW8bit)(groups, **options)
     fused = True if device.type in ("cpu", "cuda") else None  # one pass over the weights
     return torch.optim.AdamW(groups, **options, fused=fused)
@@ -214,6 +221,7 @@ class Distiller(Objective):
             fresh_optimizer=True,
             events=events,
             advice=REMEDIES,
+            first_step=1,
         )
         self.tokens = 0
         self.learned = dict.fromkeys(self.weights, 0)  # steps in which each term was used
@@ -234,7 +242,7 @@ class Distiller(Objective):
         tokens, text = self._remaining["ce"], self._remaining["text"]
         rng = rng_state(self.precision.device)
         if not tokens:  # no loss, so the guard sees nothing to update by, and counts the step
-            event = Event(self.guard.steps, "batch", "input", "no target token", "skipped")
+            event = Event(self.guard.step_number, "batch", "input", "no target token", "skipped")
             self.guard.events.extend([event])
         sums = self._accumulate(batches if tokens else [])
         if self._is_stale:
@@ -254,7 +262,7 @@ class Distiller(Objective):
             updated = bool(self.guard.after_step(on_fault=explain))
         finally:
             self.optimizer.zero_grad()
-        totals = self.ranks.sums(f"step {self.guard.steps - 1}, the losses", *copied.tolist())
+        totals = self.ranks.sums(f"step {self.guard.step_number - 1}, the losses", *copied.tolist())
         means = {n: x / self.ranks.world for n, x in zip(sums, totals, strict=True) if tokens}
         weighted = [weight * means[name] for name, weight in self.weights.items() if name in means]
         finite = [value for value in weighted if math.isfinite(value)]
@@ -304,7 +312,7 @@ class Distiller(Objective):
         def again() -> dict[str, Tensor]:
             late.clear()
             sums = self.distributed.forward(self.without_sick_rows, first, late)
-            step = self.guard.steps
+            step = self.guard.step_number
             sums, events, lost = first.merge(self.ranks, step, terms, sums, self.lost)
             if i is not None:
                 self.guard.events.extend(events)
@@ -325,14 +333,17 @@ class Distiller(Objective):
     def _count(self, batches: Sequence[Batch | AlignedBatch]) -> None:
         """Count each term's target tokens, and those of text, over all ranks, for a new step."""
         text = sum(student_side(batch).text_tokens for batch in batches)
-        local, what = self.counts(batches) | {"text": text}, f"step {self.guard.steps}, the tokens"
+        local, what = (
+            self.counts(batches) | {"text": text},
+            f"step {self.guard.step_number}, the tokens",
+        )
         totals = map(int, self.ranks.sums(what, *local.values()))
         self._remaining = dict(zip(local, totals, strict=True))
         self._has_lost = self._is_stale = False
 
     def _subtract(self, lost: Mapping[str, int]) -> None:
         """Subtract the tokens that all ranks left out of a batch from the divisors."""
-        what = f"step {self.guard.steps}, the tokens left out"
+        what = f"step {self.guard.step_number}, the tokens left out"
         totals = self.ranks.sums(what, *(lost.get(name, 0) for name in self._remaining))
         for name, n in zip(self._remaining, totals, strict=True):
             self._remaining[name] -= int(n)
@@ -356,7 +367,7 @@ class Distiller(Objective):
         if not isinstance(self.source, RoutedTeacher) or self.source.record is None:
             return {}
         events, self.source.events = self.source.events, []
-        self.guard.events.extend([replace(e, step=self.guard.steps) for e in events])
+        self.guard.events.extend([replace(e, step=self.guard.step_number) for e in events])
         record = self.source.record
         return {
             "router": record.loss,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,17 @@ logger = logging.getLogger(__name__)
 ONE_RANK = Ranks(0, 1, "cpu")
 TEACHERS = Path("data") / "teachers"
 VOCABULARY = 1024  # tokens of a tokenizer that is trained by a run
+
+
+@dataclass(frozen=True)
+class InMemoryModels:
+    """Models that the caller passes in memory instead of naming them in the settings."""
+
+    teacher: CausalLM | None = None
+    student: CausalLM | None = None
+
+
+NO_MODELS = InMemoryModels()
 
 
 def load_teacher(

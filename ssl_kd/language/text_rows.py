@@ -111,7 +111,7 @@ def lay_out(
     With `packing`, a row holds several documents if all models can mask attention between them.
     With `aligned`, the text is tokenized for the student and the first teacher separately.
     """
-    _check_images_are_seen(texts, student, teachers)
+    check_images_are_seen(texts, student, teachers)
     if aligned and teachers:
         return aligned_blocks(texts, student.tokenizer, teachers[0].tokenizer, block_size)
     if student.processor is not None:  # a document per row: none is cut within an image
@@ -143,23 +143,31 @@ def split_held_out(n: int, limit: int) -> tuple[slice, slice]:
     return slice(half), slice(half, 2 * half)
 
 
-def check_family(student: CausalLM, teacher: CausalLM) -> None:
-    """Raise SettingsError unless the tokenizers share all ids, except for added tokens."""
+def unshared_tokens(student: CausalLM, teacher: CausalLM) -> tuple[int, int]:
+    """Return how many added tokens only the teacher has, and how many only the student has.
+
+    Raise SettingsError unless the tokenizers share all other ids.
+    """
     own, other = student.tokenizer, teacher.tokenizer
     if tokenizer_id(own) == tokenizer_id(other):
-        return
+        return 0, 0
     ids, others = own.get_vocab(), other.get_vocab()
     alike = all(others.get(token, number) == number for token, number in ids.items())
     if alike and _splits(own) is not None and _splits(own) == _splits(other):
-        only = len(others.keys() - ids.keys()), len(ids.keys() - others.keys())
-        logger.info("only %d tokens of the teacher and %d of the student are not shared", *only)
-        return
+        return len(others.keys() - ids.keys()), len(ids.keys() - others.keys())
     raise SettingsError(
         f"the teacher {teacher.name} and the student {student.name} have different tokenizers "
         f"({len(other)} and {len(own)} tokens), and ALIGN is 'auto': choose how to align them by"
         " --align chunks or uld; or use a student with the teacher's tokenizer, or one cut from the"
         " teacher (--student_model layers:N)"
     )
+
+
+def check_family(student: CausalLM, teacher: CausalLM) -> None:
+    """Raise SettingsError unless `unshared_tokens` finds a common vocabulary; log the rest."""
+    only = unshared_tokens(student, teacher)
+    if any(only):
+        logger.info("only %d tokens of the teacher and %d of the student are not shared", *only)
 
 
 def _splits(tokenizer: Any) -> Any:
@@ -190,6 +198,19 @@ def check_ids_are_known(student: CausalLM, teacher: CausalLM, *texts: Blocks) ->
                 )
 
 
+def check_vocabulary(lm: CausalLM) -> None:
+    """Raise SettingsError if a tokenizer has more ids, without added ones, than a model has rows.
+
+    Rows for added tokens that no text contains may be missing.
+    """
+    rows = len(without_adapters(lm.model).get_input_embeddings().weight)
+    if lm.tokenizer.vocab_size > rows:
+        raise SettingsError(
+            f"the tokenizer of {lm.name} has {lm.tokenizer.vocab_size} tokens, but the vocabulary"
+            f" of the model has {rows} rows: save the model's own tokenizer in its folder"
+        )
+
+
 def check_rows(student: CausalLM, teacher: CausalLM) -> None:
     """Raise SettingsError if a cache of the teacher may hold tokens that the student lacks.
 
@@ -214,7 +235,7 @@ def check_room(lm: CausalLM, block_size: int) -> None:
         )
 
 
-def _check_images_are_seen(
+def check_images_are_seen(
     texts: TextDataset, student: CausalLM, teachers: Sequence[CausalLM]
 ) -> None:
     """Raise SettingsError if a model cannot read images, or if models prepare them differently."""

@@ -100,7 +100,7 @@ class _StudentLearner:
 
     def _rollout_means(self, step: int, local: dict[str, float]) -> dict[str, float | None]:
         """Return the means of the rollout values over all ranks, for the log."""
-        totals = self.distiller.ranks.sums(f"step {step}, generated text", *local.values())
+        totals = self.distiller.ranks.sums(f"step {step + 1}, generated text", *local.values())
         sums = dict(zip(local, totals, strict=True))
         texts = sums["written"]
         n = sums.get("compared")

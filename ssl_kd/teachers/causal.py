@@ -11,7 +11,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,14 +73,9 @@ def load_causal_lm(
     """
     name = os.fspath(name_or_path)
     folder = _local_folder(name)
-    if folder is not None and (folder / "adapter_config.json").is_file():
-        if quantization is not None:
-            raise InputError(
-                f"QUANTIZATION is set, but {folder} holds adapters, which cannot be merged into a "
-                "base model in 4 bits: save the merged model of load_causal_lm(folder) with "
-                "save_pretrained, and name that folder"
-            )
-        return _load_adapted(folder, dtype, remote_code)
+    if folder is not None and (base := _base_of_adapters(folder)) is not None:
+        _check_adapters(folder, base, quantization is not None)
+        return _load_adapted(folder, base, dtype, remote_code)
     source = name if folder is None else str(folder)
     with quiet():
         model = _load_model(source, dtype, remote_code, quantization or {})
@@ -96,6 +91,46 @@ def load_causal_lm(
         logger.warning("TRUST_REMOTE_CODE is set, so %s runs its own Python code: %s", name, code)
     _check_causal(model, name)
     return CausalLM(model, tokenizer, name, files_id(source), processor)
+
+
+def outline_causal_lm(
+    name_or_path: str | os.PathLike[str], *, remote_code: bool = False, quantized: bool = False
+) -> CausalLM:
+    """Return what a model's configuration and tokenizer files tell of it, without its weights.
+
+    The model is on the meta device, or None if its class cannot be built there. Its identity is
+    empty. Errors are those of `load_causal_lm`, which sees the weights, too.
+    """
+    name = os.fspath(name_or_path)
+    folder = _local_folder(name)
+    if folder is not None and (base := _base_of_adapters(folder)) is not None:
+        _check_adapters(folder, base, quantized)
+        lm = outline_causal_lm(base, remote_code=remote_code)
+        return replace(lm, name=str(folder), tokenizer=_own_tokenizer(folder, lm, remote_code))
+    if folder is not None and not any(file.is_file() for file in model_files(folder)):
+        raise CausalLMUnavailable(name, f"{folder} has no weights, such as model.safetensors")
+    source = name if folder is None else str(folder)
+    with quiet(), _as_user_error(source):
+        auto = llm_module("transformers").AutoConfig
+        config = auto.from_pretrained(source, trust_remote_code=remote_code)
+        model = _on_meta(config, remote_code)
+        tokenizer = load_tokenizer(source, remote_code=remote_code)
+        processor = None
+        if model is not None and sees(model):
+            processor = _load_processor(source, remote_code)
+    return CausalLM(model, tokenizer, name, "", processor)
+
+
+def _on_meta(config: Any, remote_code: bool) -> Any:
+    """Build a model on the meta device; return None if its class needs real tensors for that."""
+    try:
+        with torch.device("meta"):
+            return auto_model(config).from_config(config, trust_remote_code=remote_code).eval()
+    except Exception as error:  # each architecture raises its own exceptions
+        if "Unrecognized configuration class" in str(error) or "trust_remote_code" in str(error):
+            raise
+        logger.debug("%s is not built on the meta device", type(config).__name__, exc_info=True)
+        return None
 
 
 def sees(model: Any) -> bool:
@@ -248,7 +283,7 @@ def _load_model(
     source: str, dtype: torch.dtype | None, remote_code: bool, options: Mapping[str, Any]
 ) -> Any:
     transformers = llm_module("transformers")
-    try:
+    with _as_user_error(source):
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=remote_code)
         model, info = auto_model(config).from_pretrained(
             source,
@@ -258,24 +293,6 @@ def _load_model(
             ignore_mismatched_sizes=True,  # raised below, with the tensor's name
             **options,
         )
-    except OSError as error:
-        raise CausalLMUnavailable(source, error) from error
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"the weights of {source!r} cannot be read: {why_refused(error)}. Save them as "
-            "model.safetensors with model.save_pretrained"
-        ) from error
-    except Exception as error:  # transformers and safetensors raise their own exceptions
-        if is_out_of_memory(error) or isinstance(error, ImportError):
-            raise
-        if "Unrecognized configuration class" in str(error):
-            kind = transformers.AutoConfig.from_pretrained(source).model_type
-            raise InputError(
-                f"{source!r} is a model of type {kind!r}, not a causal language model; expected "
-                "a model that AutoModelForCausalLM loads, such as GPT-2 or Llama"
-            ) from error
-        _check_remote_code(source, error)
-        raise InputError(f"{source!r} cannot be loaded: {brief(error)}") from error
     for name, saved, expected in sorted(info["mismatched_keys"]):
         raise InputError(
             f"the weights of {source!r} do not match its config.json: the shape of {name} is "
@@ -289,6 +306,33 @@ def _load_model(
             "files of a complete causal language model"
         )
     return model
+
+
+@contextmanager
+def _as_user_error(source: str) -> Iterator[None]:
+    """Raise an error that a user can act on for any failure to read the files of a model."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise CausalLMUnavailable(source, error) from error
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"the weights of {source!r} cannot be read: {why_refused(error)}. Save them as "
+            "model.safetensors with model.save_pretrained"
+        ) from error
+    except Exception as error:  # transformers and safetensors raise their own exceptions
+        if is_out_of_memory(error) or isinstance(error, ImportError):
+            raise
+        if "Unrecognized configuration class" in str(error):
+            config = llm_module("transformers").AutoConfig.from_pretrained(source)
+            raise InputError(
+                f"{source!r} is a model of type {config.model_type!r}, not a causal language "
+                "model; expected a model that AutoModelForCausalLM loads, such as GPT-2 or Llama"
+            ) from error
+        _check_remote_code(source, error)
+        raise InputError(f"{source!r} cannot be loaded: {brief(error)}") from error
 
 
 def _load_processor(source: str, remote_code: bool) -> Any:
@@ -313,10 +357,28 @@ def _check_remote_code(source: str, error: Exception) -> None:
         ) from error
 
 
-def _load_adapted(folder: Path, dtype: torch.dtype | None, remote_code: bool) -> CausalLM:
-    base = _base_of_adapters(folder)
+def _check_adapters(folder: Path, base: str, quantized: bool) -> None:
+    """Raise InputError for adapters that name no base model, or whose base is to be quantized."""
+    if quantized:
+        raise InputError(
+            f"QUANTIZATION is set, but {folder} holds adapters, which cannot be merged into a "
+            "base model in 4 bits: save the merged model of load_causal_lm(folder) with "
+            "save_pretrained, and name that folder"
+        )
     if not base:
         raise InputError(f"the adapters in {folder} name no base model: {_BASE}")
+
+
+def _own_tokenizer(folder: Path, base: CausalLM, remote_code: bool) -> Any:
+    """Return the tokenizer that is saved with adapters, or that of their base model."""
+    if (folder / "tokenizer_config.json").is_file():
+        return load_tokenizer(folder, remote_code=remote_code)
+    return base.tokenizer
+
+
+def _load_adapted(
+    folder: Path, base: str, dtype: torch.dtype | None, remote_code: bool
+) -> CausalLM:
     lm = load_causal_lm(base, remote_code=remote_code)
     peft = llm_module("peft")
     try:
@@ -332,9 +394,7 @@ def _load_adapted(folder: Path, dtype: torch.dtype | None, remote_code: bool) ->
         ) from error
     if dtype is not None:
         cast_weights(model, dtype)
-    tokenizer = lm.tokenizer
-    if (folder / "tokenizer_config.json").is_file():
-        tokenizer = load_tokenizer(folder, remote_code=remote_code)
+    tokenizer = _own_tokenizer(folder, lm, remote_code)
     return CausalLM(model.eval(), tokenizer, str(folder), files_id(folder), lm.processor)
 
 

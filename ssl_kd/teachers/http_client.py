@@ -38,11 +38,16 @@ class Answer(NamedTuple):
 
 
 class NoAnswer(UserError):
-    """Raised if no complete response arrives; `again`: whether another attempt may succeed."""
+    """Raised if no complete response arrives.
 
-    def __init__(self, message: str, again: bool = True) -> None:
+    Attributes:
+        again: whether another attempt may succeed.
+        connected: whether there was a connection; if not, nothing may listen at the address.
+    """
+
+    def __init__(self, message: str, again: bool = True, connected: bool = True) -> None:
         super().__init__(message)
-        self.again = again
+        self.again, self.connected = again, connected
 
 
 def exchange(
@@ -94,7 +99,8 @@ async def _exchange(url: str, body: bytes | None, timeout: float, largest: int, 
     except asyncio.TimeoutError:
         raise NoAnswer(f"no complete answer within {timeout:g} s") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise NoAnswer(_reason(error)) from None
+        connected = not isinstance(error, aiohttp.ClientConnectorError)
+        raise NoAnswer(_reason(error), connected=connected) from None
 
 
 async def _whole(stream: Any, largest: int) -> bytes:

@@ -130,16 +130,10 @@ class Mixture:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.routing = model, Routing()
-        self.routers: dict[str, Any] = _find_routers(model)
-        shapes = {(*r.weight.shape, r.top_k) for r in self.routers.values()}
-        if len(shapes) > 1 or min(shapes)[0] < 2:
-            raise InputError(
-                f"the routers of {type(model).__name__} have the sizes (experts, dim, k) "
-                f"{sorted(shapes)}; expected one, of 2 or more experts: use ROUTER_MODE 'native'"
-            )
+        self.routers = find_routers(model)
         self.layers = len(self.routers)
-        self.n_experts, self.dim, self.k = shapes.pop()
         router = next(iter(self.routers.values()))
+        self.n_experts, self.dim, self.k = *router.weight.shape, router.top_k
         value = ROUTERS[type(router).__name__]
         self._renormalizes = bool(getattr(router, value)) if isinstance(value, str) else value
         self._original = {
@@ -310,8 +304,10 @@ def is_mixture(model: nn.Module) -> bool:
     return any(type(module).__name__ in ROUTERS for module in model.modules())
 
 
-def _find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    architecture, routers = type(model).__name__, {}
+def find_routers(model: nn.Module) -> dict[str, Any]:
+    """Return a model's routers by name; raise InputError if `Mixture` cannot control them."""
+    architecture = type(model).__name__
+    routers: dict[str, Any] = {}
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind in ROUTERS:
@@ -330,6 +326,12 @@ def _find_routers(model: nn.Module) -> dict[str, nn.Module]:
         raise InputError(
             f"{architecture} has no router, because it is a dense model: set ROUTER_MODE 'native', "
             f"or use a mixture of experts as the teacher ({', '.join(ROUTERS)})"
+        )
+    shapes = {(*r.weight.shape, r.top_k) for r in routers.values()}
+    if len(shapes) > 1 or min(shapes)[0] < 2:
+        raise InputError(
+            f"the routers of {architecture} have the sizes (experts, dim, k) {sorted(shapes)}; "
+            "expected one, of 2 or more experts: use ROUTER_MODE 'native'"
         )
     return routers
 

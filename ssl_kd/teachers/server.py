@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TIMEOUT, PATIENCE = 120.0, 300.0  # seconds, see `CompletionServer`
+UNCONNECTED_PATIENCE = 5.0  # seconds, of a server that has never responded
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds between two attempts
 RETRIED = (408, 409, 425, 429)  # HTTP statuses that are retried, besides all from 500 on
 # A parsed response takes many times the memory of its numbers, so one is parsed at a time.
@@ -63,6 +64,7 @@ class _Retry(Exception):
 
     message: str
     after: float = 0.0
+    connected: bool = True
 
 
 @dataclass
@@ -82,7 +84,8 @@ class CompletionServer:
     TEACHER_API_KEY, if set, is sent to the server as a bearer token.
 
     An attempt fails after `timeout` seconds; failed attempts are repeated for `patience` seconds,
-    at growing intervals or as requested by the server's Retry-After header.
+    at growing intervals or as requested by the server's Retry-After header. A server to which no
+    connection was ever possible is given up after 5 seconds: its address may be wrong.
     """
 
     role, who = "TEACHER", "the teacher's server"
@@ -96,6 +99,7 @@ class CompletionServer:
         self.url, self.model = url.rstrip("/"), model
         self._timeout, self._patience = timeout, patience
         self._warned = False  # since the last complete answer
+        self._has_responded = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r}, {self.model!r})"
@@ -158,16 +162,20 @@ class CompletionServer:
 
     def _request(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Return the content of the response, with repeated attempts for `patience` seconds."""
-        deadline, pause = time.monotonic() + self._patience, FIRST_PAUSE
+        start, pause = time.monotonic(), FIRST_PAUSE
         while True:
             try:
                 content = self._attempt(path, body)
             except _Retry as fault:
-                left = deadline - time.monotonic()
+                patience, way = self._patience, "Start again when the server is back"
+                if not fault.connected and not self._has_responded:
+                    patience = min(patience, UNCONNECTED_PATIENCE)
+                    way = f"Start the server, or correct {self.role}_URL"
+                left = start + patience - time.monotonic()
                 if left <= 0 or fault.after > left:
                     raise self._failure(
-                        f"{fault.message}; retried for {self._patience:g} s. Start again when the "
-                        "server is back; to continue a run, add --resume"
+                        f"{fault.message}; retried for {patience:g} s. {way}; to continue a run,"
+                        " add --resume"
                     ) from None
                 if not self._warned:
                     self._warned = True
@@ -193,8 +201,10 @@ class CompletionServer:
             answer = exchange(url, data, **limits, key=f"{self.role}_API_KEY")
         except NoAnswer as error:
             if error.again:
-                raise _Retry(f"does not respond ({error})") from None
+                message = f"does not respond ({error})"
+                raise _Retry(message, connected=error.connected) from None
             raise self._failure(f"{error}{prompt}: is {self.role}_URL the right server?") from None
+        self._has_responded = True
         if 200 <= answer.status < 300:
             return answer.content
         raise self._refusal(answer, path, body)

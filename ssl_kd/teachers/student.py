@@ -31,6 +31,7 @@ from ssl_kd.teachers.causal import (
     llm_module,
     load_causal_lm,
     n_ids,
+    outline_causal_lm,
     quiet,
     sees,
     tokenizer_id,
@@ -82,9 +83,39 @@ def build_student(
     multiple of 8. `dtype` None keeps the dtype of the file. `quantization` comes from `nf4`. The
     teacher and the global random state are not changed.
     """
-    kind, _, size = spec.partition(":")
-    if kind not in ("layers", "fresh", "llama"):
+    if not is_built(spec):
         return load_causal_lm(spec, dtype=dtype, remote_code=remote_code, quantization=quantization)
+    model, tokenizer, processor = _built(spec, teacher, tokenizer, seed)
+    cast_weights(model, dtype or torch.float32)
+    return CausalLM.of(model, tokenizer, spec, processor)
+
+
+def outline_student(
+    spec: str,
+    teacher: CausalLM | None,
+    tokenizer: Any = None,
+    *,
+    remote_code: bool = False,
+    quantized: bool = False,
+) -> CausalLM:
+    """Return the student of `build_student` without weights, as `outline_causal_lm` does."""
+    if not is_built(spec):
+        return outline_causal_lm(spec, remote_code=remote_code, quantized=quantized)
+    with torch.device("meta"):
+        model, tokenizer, processor = _built(spec, teacher, tokenizer, seed=0)
+    return CausalLM(model, tokenizer, spec, "", processor)
+
+
+def is_built(spec: str) -> bool:
+    """Return whether STUDENT_MODEL describes a model to build, and does not name a saved one."""
+    return spec.partition(":")[0] in ("layers", "fresh", "llama")
+
+
+def _built(
+    spec: str, teacher: CausalLM | None, tokenizer: Any, seed: int
+) -> tuple[nn.Module, Any, Any]:
+    """Return the model that `spec` describes, its tokenizer and its processor."""
+    kind, _, size = spec.partition(":")
     match = re.fullmatch(r"(\d+)" if kind == "layers" else r"(\d+)x(\d+)", size)
     if match is None or 0 in (numbers := [int(n) for n in match.groups()]):
         example = "layers:3 (3 of the teacher's layers)" if kind == "layers" else "fresh:2x128"
@@ -109,8 +140,7 @@ def build_student(
             model = _like_teacher(spec, teacher, tokenizer, numbers[0], numbers[1], seed)
         else:
             model = _llama(spec, tokenizer, numbers[0], numbers[1], seed)
-    cast_weights(model, dtype or torch.float32)
-    return CausalLM.of(model, tokenizer, spec, processor)
+    return model, tokenizer, processor
 
 
 def add_lora(
@@ -135,7 +165,7 @@ def add_lora(
         task_type="CAUSAL_LM",
         r=rank,
         lora_alpha=lora_alpha,
-        target_modules=_adapted_layers(model, lora_target_modules),
+        target_modules=adapted_layers(model, lora_target_modules),
         # GPT-2 has transposed linear layers.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         **copied_layers(model, modules_to_save),
@@ -161,7 +191,7 @@ def freeze_tower(model: Any, *, images: bool) -> None:
         parameter.requires_grad = id(parameter) in language or (images and not in_tower)
 
 
-def _adapted_layers(model: Any, wanted: str) -> list[str] | str:
+def adapted_layers(model: Any, wanted: str) -> list[str] | str:
     """Return PEFT's `target_modules`: names as they are, but in full if there is a vision tower."""
     sighted, head = sees(model), model.get_output_embeddings()
     layers = [
@@ -393,9 +423,11 @@ def _make(
         config.name_or_path = ""  # not the teacher's
         with seeded(seed):
             model = auto_model(config).from_config(config, dtype=torch.float32)
+        model.eval()
+        if model.device.type == "meta":  # an outline
+            return model
         if state is not None:
             model.load_state_dict(state)
-        model.eval()
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
     except Exception as error:  # each architecture raises its own exceptions

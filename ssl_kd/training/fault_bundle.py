@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 DTYPES = ("float32", "float16", "bfloat16")
 """Data types in which a recorded step may have been computed."""
 
-_FORMAT = "ssl_kd flight recorder 2"
+_FORMAT, _FROM_ZERO = "ssl_kd flight recorder 3", "ssl_kd flight recorder 2"
 _KINDS = {"event": dict, "indices": Tensor, "tensors": dict, "settings": dict, "left_out": list}
 _EVENT = {"step": int, "part": str, "stage": str, "reason": str, "action": str}
 _EVENT |= {"value": float | int | None}
@@ -39,6 +39,11 @@ class Bundle:
     tensors: dict[str, Tensor]  # the batch (`views`) and the state before the step
     settings: dict[str, Any]
     left_out: list[str] = field(default_factory=list)  # tensors dropped for the size limit
+
+    @property
+    def step(self) -> int:
+        """The step counted from 0, on which its random numbers depend."""
+        return self.event.step - 1
 
 
 def save_bundle(path: str | Path, bundle: Bundle, limit_mib: float = 64) -> None:
@@ -90,7 +95,7 @@ def load_bundle(path: str | Path) -> Bundle:
             )
     content = load_tensors(path)
     form = content.pop("format", None) if isinstance(content, dict) else None
-    if form != _FORMAT:
+    if form not in (_FORMAT, _FROM_ZERO):
         raise CorruptFileError(
             f"{path} is not a fault bundle that this version of ssl_kd can read: its format is "
             f"{str(form)[:50]!r}, expected {_FORMAT!r}. Install the commit that wrote it (`commit` "
@@ -106,7 +111,10 @@ def load_bundle(path: str | Path) -> Bundle:
             f"{path} is damaged: a field is missing, unknown, or of the wrong type. Expected "
             f"{', '.join(_KINDS)}: run training again to record the fault again."
         )
-    return Bundle(**{**content, "event": Event(**content["event"])})
+    event = Event(**content["event"])
+    if form == _FROM_ZERO:  # its events count the steps from 0
+        event = replace(event, step=event.step + 1)
+    return Bundle(**{**content, "event": event})
 
 
 def has_fields(values: object, kinds: Mapping[str, Any]) -> bool:

@@ -251,14 +251,21 @@ class RunFolder:
         """Remove log lines of steps after `step`, because these steps will be logged again."""
         if not self.writes:
             return
-        for name, last in (("metrics.jsonl", step), ("events.jsonl", step - 1)):
+        file = self.path / "config.json"
+        config = _read_json(file) if file.exists() else {}
+        for name in ("metrics.jsonl", "events.jsonl"):
             path = self.path / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
             steps = {line: _step(line) for line in lines}
             if damaged := sum(steps[line] is None for line in lines):
                 logger.warning("%s: %d line(s) that cannot be read were removed", path, damaged)
-            kept = [line for line in lines if (at := steps[line]) is not None and at <= last]
+            if name == "events.jsonl" and "first_step" not in config:
+                # Older runs counted the steps of events from 0, and those of metrics from 1.
+                lines = [_one_later(line) for line in lines if steps[line] is not None]
+                steps = {line: _step(line) for line in lines}
+            kept = [line for line in lines if (at := steps[line]) is not None and at <= step]
             atomic_write_bytes(path, b"".join(kept))
+        self.update_json("config.json", first_step=1)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -277,6 +284,12 @@ def _step(line: bytes) -> int | None:
     except (ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None
+
+
+def _one_later(line: bytes) -> bytes:
+    """Return a log line with its step increased by one."""
+    row = json.loads(line)
+    return json.dumps(row | {"step": row["step"] + 1}).encode() + b"\n"
 
 
 def _command() -> str:
@@ -309,6 +322,29 @@ def _fresh(runs: Path, run: RunSettings) -> Path:
             f"cannot be made ({error.strerror}): set --runs_dir to a writable folder and "
             "--run_name to a valid folder name"
         ) from error
+
+
+def check_new_folder(run: RunSettings) -> None:
+    """Raise the error with which the folder of a new run could not be made, without making it."""
+    runs = Path(run.runs_dir)
+    if run.run_name is not None:
+        check_run_name(runs / run.run_name, resume=False)
+    check_writable("RUNS_DIR", runs)
+
+
+def check_writable(setting: str, folder: Path) -> None:
+    """Raise SettingsError unless files can be written to a folder that may not exist yet."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        state = "is a file; expected a folder, or the name of a new folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        state = "is not writable"
+    else:
+        return
+    raise SettingsError(
+        f"{setting} is {str(folder)!r}, and {place} {state}: set --{setting.lower()} to a folder"
+        " that you can write to"
+    )
 
 
 def named_by_time(runs: Path) -> Path:

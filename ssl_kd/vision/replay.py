@@ -71,7 +71,7 @@ def replay(path: str | Path, *, head: str | None = None, loss: str | None = None
         weights = trainer.bank.unflatten(getattr(state, owner))
         named |= {f"{owner} weight {name}": weight for name, weight in weights.items()}
     with (
-        trainer.bank.draws_seeded(seed_of(trainer.settings.seed, bundle.event.step)),
+        trainer.bank.draws_seeded(seed_of(trainer.settings.seed, bundle.step)),
         Microscope(named) as scope,
     ):
         rate = bundle.settings["replay"]["learning_rate"]

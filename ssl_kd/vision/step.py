@@ -133,7 +133,7 @@ class HeadTrainer:
         self.state = self._fresh(bank.initial_weights(heads.seed))
         names = [f"head {bank.first + i}" for i in range(bank.n_heads)]
         self._rows = RowParts(names, self.state.owned(), self._new_row)
-        self.recovery = Recovery(self._rows, self.state.health, REMEDIES)
+        self.recovery = Recovery(self._rows, self.state.health, REMEDIES, first_step=1)
 
     def _fresh(self, students: Tensor) -> HeadsState:
         marginal = self.objective.initial_marginal(self.n_clusters)

@@ -214,16 +214,17 @@ class HeadsLearner:
     def _events(self, unread: list[_UnreadStep], number: int) -> list[Event]:
         """Return the events of one of the unread steps; call `on_fault` for each skipped head."""
         step, recovery = unread[number], self.trainer.recovery
+        counted = step.step + 1  # from 1, as in the log
         result, names = step.result, recovery.parts.names
         bad = step.samples[result.bad].unique().tolist() if result.bad.any() else []
         reasons = [(row, f"the embedding of row {row} is not finite") for row in bad]
         left_out = "left out of the batch"
-        events = [Event(step.step, "batch", "input", why, left_out, row) for row, why in reasons]
+        events = [Event(counted, "batch", "input", why, left_out, row) for row, why in reasons]
         for head, smoothed in enumerate(result.smoothed.tolist()):
             if smoothed and head not in self._smoothed:  # once is enough
                 self._smoothed.add(head)
                 why = "a cluster's running marginal is exactly 0"
-                events.append(Event(step.step, names[head], "marginal", why, "smoothed", 0.0))
+                events.append(Event(counted, names[head], "marginal", why, "smoothed", 0.0))
         faults = recovery.report(step.step, result.stage, result.loss, result.grad_norm)
         for event in faults:
             if event.action == SKIPPED:

@@ -216,8 +216,8 @@ class Trained:
         return {name: tensor[head] for name, tensor in tensors.items()}
 
     def of(self, part):
-        """Return the events of one part as (step, stage, action)."""
-        return [(e.step, e.stage, e.action) for e in self.events if e.part == part]
+        """Return the events of one part as (step from 0 as in `strike`, stage, action)."""
+        return [(e.step - 1, e.stage, e.action) for e in self.events if e.part == part]
 
 
 def trained(strike=lambda trainer, step: None, steps=6, data=None, **options):

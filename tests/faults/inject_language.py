@@ -119,8 +119,8 @@ class Taught:
         return self.distiller.guard.events.events
 
     def of(self, part):
-        """Return the events of one part as (step, stage, action)."""
-        return [(e.step, e.stage, e.action) for e in self.events if e.part == part]
+        """Return the events of one part as (step from 0 as in `strike`, stage, action)."""
+        return [(e.step - 1, e.stage, e.action) for e in self.events if e.part == part]
 
     def explained(self, part):
         """Return the replay's explanation of a part's fault."""

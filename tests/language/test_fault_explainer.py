@@ -64,7 +64,7 @@ def test_a_gradient_is_explained_before_the_guard_goes_back(
     assert "rows 1, 2: aten.div, backward pass" in event.reason and "zero norm" in event.reason
     (path,) = tmp_path.glob("*.pt")
     bundle = load_bundle(path)
-    assert path.name == "model-step2.pt" and bundle.indices.tolist() == [1, 2]
+    assert path.name == "model-step3.pt" and bundle.indices.tolist() == [1, 2]
     for name, weight in before.items():
         assert torch.equal(bundle.tensors[name], weight)
 
@@ -86,7 +86,7 @@ def test_a_part_is_explained_once_and_recorded_once(tiny, explained_distiller, t
         distiller.step([tiny.blocks().batch(rows)], 1e-2)
     assert [e.part for e in explained(distiller)] == ["ce", "kd", "model"]
     assert distiller.explainer.explained == {"ce", "kd", "model"}
-    assert len(list(tmp_path.glob("*-step0.pt"))) == len(list(tmp_path.glob("*.pt"))) == 3
+    assert len(list(tmp_path.glob("*-step1.pt"))) == len(list(tmp_path.glob("*.pt"))) == 3
 
 
 def test_without_memory_to_look_the_event_says_so(tiny, explained_distiller, monkeypatch):

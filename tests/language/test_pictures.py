@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E40
 from ssl_kd import Distillation  # noqa: E402
 from ssl_kd.datasets.picture_blocks import make_picture_blocks  # noqa: E402
 from ssl_kd.datasets.text import open_text  # noqa: E402
+from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.objective import Objective  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
@@ -342,7 +343,7 @@ def test_settings_that_do_not_go_with_images_are_refused(settings, changes, word
 @fault(140)
 def test_models_that_do_not_see_the_same_are_refused(settings, folders, tiny, tmp_path):
     text = tiny.folder(tmp_path / "text", tokenizer=processor_of("llava").tokenizer)
-    with pytest.raises(SettingsError, match=f"the student {text} reads only text: use a model"):
+    with pytest.raises(InputError, match=f"the student {text} reads only text: use a model"):
         run(settings(student_model=text))
     with pytest.raises(SettingsError, match=f"the teacher {text} reads only text"):
         run(settings(teacher_model=text, student_model=folders("llava")))

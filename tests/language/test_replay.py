@@ -120,7 +120,7 @@ def test_a_poisoned_teacher_is_found_again_with_the_students_weights_of_that_ste
     report = replay(bundles["kd"])
     check(report, words["kd"], Cause.POISONED_WEIGHT, "aten.embedding")
     assert "teacher weight model.embed_tokens.weight came in not finite" in str(report)
-    step = report.bundle.event.step
+    step = report.bundle.step
     assert step > 0
     kept = {n: t for n, t in report.bundle.tensors.items() if not n.startswith("rng")}
     assert same(kept, begins[step]) and not same(begins[step], begins[step + 1])
@@ -134,7 +134,7 @@ def test_a_poisoned_student_is_found_again_in_every_term(recorded, strike):
     for part, bundle in bundles.items():
         report = replay(bundle)
         check(report, words[part], Cause.POISONED_WEIGHT, "aten.mm")
-        assert report.bundle.event.step == 2
+        assert report.bundle.event.step == 3
         assert "student weight model.layers.0.mlp.up_proj.weight came in not" in str(report)
 
 
@@ -249,7 +249,7 @@ def test_the_command_line_knows_the_mode_and_says_whether_the_fault_returned(
 ):
     assert cli.main(["replay", str(bundle)]) == 0
     out, _ = capfd.readouterr()
-    assert "fault    kd, step 0: the loss is not finite" in out
+    assert "fault    kd, step 1: the loss is not finite" in out
     assert "cause    poisoned weight: teacher weight" in out
     content = torch.load(bundle)
     content["left_out"] = ["student lm_head.weight"]

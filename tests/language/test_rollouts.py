@@ -285,7 +285,7 @@ def test_a_step_without_a_token_is_skipped_and_said(make):
     before[1]["param_groups"] = after[1]["param_groups"]
     assert same(before[0], dict(after[0])) and same(before[1]["state"], after[1]["state"])
     (event,) = distiller.guard.events.events
-    assert (event.step, event.reason, event.action) == (1, "no target token", "skipped")
+    assert (event.step, event.reason, event.action) == (2, "no target token", "skipped")
     assert distiller.guard.steps == 2 and distiller.learned == {"kd": 1}
 
 

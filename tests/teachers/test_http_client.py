@@ -283,6 +283,35 @@ def test_a_failed_connection_is_one_line(local, monkeypatch):
         CompletionServer("http://teacher.invalid/v1", "teacher", timeout=5, patience=0).check(8)
 
 
+@fault(112)
+def test_an_address_where_nothing_listens_is_given_up_soon_and_a_busy_server_is_not(
+    local, monkeypatch, caplog
+):
+    monkeypatch.setattr(server, "UNCONNECTED_PATIENCE", 0.05)
+    monkeypatch.setattr(server, "FIRST_PAUSE", 0.01)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    with pytest.raises(
+        ServerFailed, match=f"{url} does not respond .*; retried for 0.05 s"
+    ) as gone:
+        CompletionServer(url, "teacher").check(8)  # with its patience of minutes
+    assert "Start the server, or correct TEACHER_URL" in str(gone.value)
+
+    answers = iter([503] * 6)  # for longer than a server without a connection is waited for
+    models = json.dumps({"data": [{"id": "teacher"}]}).encode()
+    local.act = lambda h: h.answer(models, next(answers, 200))
+    starting = client(local, patience=60)
+    starting.check(8)
+    assert "responds with 503" in caplog.text and "retrying for 60 s" in caplog.text
+
+    starting.url, starting._patience = url, 0.2  # it has gone since
+    with pytest.raises(
+        ServerFailed, match="retried for 0.2 s. Start again when the server is back"
+    ):
+        starting.check(8)
+
+
 @fault(146)
 def test_an_endless_dns_lookup_ends_after_the_timeout(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(2))

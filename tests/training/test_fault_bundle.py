@@ -62,6 +62,15 @@ def test_over_the_limit_the_batch_goes_first_and_the_bundle_says_so(tmp_path):
     assert load_bundle(tmp_path / "b.pt").left_out == ["views", "weights"]
 
 
+def test_a_bundle_of_an_older_run_counts_its_steps_from_1_too(tmp_path):
+    save_bundle(tmp_path / "new.pt", bundle("head 3", step=7))
+    content = torch.load(tmp_path / "new.pt")
+    assert load_bundle(tmp_path / "new.pt").step == 6  # on which the random numbers depend
+    content["format"], content["event"]["step"] = "ssl_kd flight recorder 2", 6
+    torch.save(content, tmp_path / "old.pt")
+    assert load_bundle(tmp_path / "old.pt").event.step == 7
+
+
 def test_only_the_first_fault_of_a_part_and_eight_in_all_are_saved_also_after_a_resume(tmp_path):
     recorder = FlightRecorder(tmp_path)
     first = recorder.record(bundle("head 3"))

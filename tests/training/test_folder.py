@@ -153,7 +153,7 @@ def test_logs_are_strict_json_and_can_be_rewound(settings):
     with RunFolder(settings()) as folder:
         folder.rewind(0)
         for step in (5, 10, 15):
-            events = [Event(step - 1, "head 1", "loss", "not finite", "skipped", float("nan"))]
+            events = [Event(step, "head 1", "loss", "not finite", "skipped", float("nan"))]
             folder.log(record(step))
             folder.events.extend(events)
         assert folder.count_events() == 3
@@ -167,6 +167,16 @@ def test_logs_are_strict_json_and_can_be_rewound(settings):
         assert folder.count_events() == 2
         folder.rewind(0)
         assert folder.count_events() == 0
+
+
+def test_the_events_of_an_older_run_get_the_numbers_of_its_log(settings):
+    with RunFolder(settings()) as folder:
+        folder.write_config(settings(), mode="vision")
+        folder.events.extend([Event(step, "head 1", "loss", "sick", "skipped") for step in (0, 9, 10)])
+        for _ in range(2):  # resumed twice
+            folder.rewind(10)
+            lines = (folder.path / "events.jsonl").read_text().splitlines()
+            assert [json.loads(line)["step"] for line in lines] == [1, 10]
 
 
 def test_a_damaged_checkpoint_is_removed_and_the_one_before_is_used(settings, caplog):

@@ -217,8 +217,8 @@ def test_events_before_a_stop_are_not_lost():
     calls = {"on_events": events.extend, "should_stop": lambda: next(asked)}
     train(trainer, sampler, x.__getitem__, 50, **calls)
     seen = [(event.step, event.part, event.action) for event in events]
-    assert seen[:-1] == [(step, "head 1", "skipped") for step in range(3)]
-    assert seen[-1] == (2, "head 1", "restored to its state before step 0")
+    assert seen[:-1] == [(step, "head 1", "skipped") for step in range(1, 4)]
+    assert seen[-1] == (3, "head 1", "restored to its state before step 1")
 
 
 def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(monkeypatch):
@@ -240,9 +240,9 @@ def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(mon
     strike = in_forward(set_gradient(torch.nan), {3, 18, 19})
     train(trainer, sampler, gather, 30, on_fault=keep)
     found = [(f.event.step, f.head, f.exact) for f in faults]
-    assert found == [(3, 2, False), (18, 2, True), (19, 2, True)]
+    assert found == [(4, 2, False), (19, 2, True), (20, 2, True)]
     for fault in faults[1:]:
-        before = states[fault.event.step]
+        before = states[fault.event.step - 1]
         assert [n for n, t in fault.before.items() if not torch.equal(t, before[n])] == []
 
     trainer = make_trainer()
