@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks, Frame, digest_of, framed
 from ssl_kd.datasets.segmentation import TextReader, align
+from ssl_kd.datasets.shares import Layout
 from ssl_kd.datasets.spill import SpilledSequence, filled_array
-from ssl_kd.datasets.text import TextDataset, first_few
+from ssl_kd.datasets.text import MOST_NAMED, TextDataset, first_few
 from ssl_kd.datasets.vocabulary import SharedVocabulary, shared_vocabulary
 from ssl_kd.errors import InputError
 from ssl_kd.losses.cross_tokenizer import Positions
@@ -184,20 +185,21 @@ def aligned_blocks(
     frames = [Frame.of(tokenizer) for tokenizer in tokenizers]
     vocabulary = shared_vocabulary(student_tokenizer, teacher_tokenizer)
     characters: list[int] = []
-    left_out: list[str] = []
+    layout = Layout()
     total = 0
 
     def cut_up() -> Iterator[tuple[_Row, _Row]]:
         nonlocal total
-        for where, length, document in _documents(dataset, readers, frames, left_out):
+        for where, length, document in _documents(dataset, readers, frames, layout.left_out):
             parts = list(document.cut(block_size - 2))
             learned = [document.learned(*part) for part in parts]
             characters.extend(learned)
             total += document.characters()
             yield from ((document.row(0, *part), document.row(1, *part)) for part in parts)
+            layout.documents += 1
             if (lost := length - sum(learned)) or len(parts) > 1:
                 lengths = " and ".join(str(len(ids)) for ids, _ in document.read)
-                left_out.append(
+                layout.split.append(
                     f"{where}: the document has {lengths} tokens (block_size {block_size}) and is "
                     f"split into {len(parts)} parts"
                     + (f", without {lost} characters that fit in no row" if lost else "")
@@ -205,10 +207,10 @@ def aligned_blocks(
 
     rows = SpilledSequence(cut_up())
     if not rows:
-        reasons = "; ".join(first_few(left_out, 3))
+        reasons = "; ".join(first_few(layout.messages, 3))
         raise InputError(f"{dataset.name} contains no usable document: {reasons}")
     student, teacher = (
-        _lay_out(rows, k, block_size, frames[k].end, characters, left_out) for k in (0, 1)
+        _lay_out(rows, k, block_size, frames[k].end, characters, layout) for k in (0, 1)
     )
     return AlignedBlocks(student[0], teacher[0], (student[1], teacher[1]), vocabulary, total)
 
@@ -292,7 +294,7 @@ def _lay_out(
     size: int,
     padding: int,
     characters: Sequence[int],
-    left_out: Sequence[str],
+    layout: Layout,
 ) -> tuple[Blocks, Tensor]:
     shape = len(rows), size
     ids = filled_array(*shape, np.int64, padding)
@@ -304,6 +306,7 @@ def _lay_out(
         ids[place, :n], ends[place, :n], counts[place, :n] = row.ids, row.ends, row.counts
         documents[place, :n] = 1
     tokens, targets, numbers = map(torch.from_numpy, (ids, counts, documents))
-    learned, shown = torch.tensor(characters), first_few(left_out)
-    blocks = Blocks(tokens, targets, numbers, learned, shown, digest_of(ids, ends, counts))
+    learned, messages = torch.tensor(characters), first_few(layout.messages, MOST_NAMED)
+    digest, shares = digest_of(ids, ends, counts), tuple(layout.shares())
+    blocks = Blocks(tokens, targets, numbers, learned, messages, digest, shares=shares)
     return blocks, torch.from_numpy(ends)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ssl_kd.datasets.records import Example, Pictures
 from ssl_kd.datasets.render import Rendered, check_located, render
 from ssl_kd.datasets.segmentation import check_fast
+from ssl_kd.datasets.shares import Layout, Share
 from ssl_kd.datasets.spill import SpilledSequence, filled_array
-from ssl_kd.datasets.text import TextDataset, first_few
+from ssl_kd.datasets.text import MOST_NAMED, TextDataset, first_few
 from ssl_kd.errors import InputError
 from ssl_kd.memory import to_device_async
 
@@ -70,12 +71,13 @@ class Blocks:
     counts: Tensor  # bool [n, T], whether the token at the same position is a target (not shifted)
     documents: Tensor  # int32 [n, T], counted within the row from 1; 0 for padding
     row_characters: Tensor  # int64 [n], characters that the targets of a row represent
-    # messages about the first documents that were left out, shortened or split
+    # messages about the documents that were left out, shortened or split
     left_out: tuple[str, ...]
     digest: str  # SHA-256 of ids, counts and documents
     turns: Counter[str] = field(default_factory=Counter)  # assistant turns, as in `Rendered`
     by_student: Tensor | None = None  # bool [n], rows that the student continued before training
     tags: Tensor | None = None  # int64 [n], index of the tag of a row's documents
+    shares: tuple[Share, ...] = ()  # of the documents that were left out, shortened or split
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -215,15 +217,14 @@ def make_blocks(
     check_fast(tokenizer)
     dataset.check_text_alone()
     frame = Frame.of(tokenizer)
-    left_out: list[str] = []
-    cut: list[str] = []
+    layout = Layout()
     lengths: list[int] = []
     tags: list[int] = []
     turns: Counter[str] = Counter()
 
     def cut_up() -> Iterator[_Part]:
-        for example, document in tokenized(dataset, tokenizer, frame, left_out, turns):
-            for piece in cut_to_fit(document, block_size, example, left_out, cut):
+        for example, document in tokenized(dataset, tokenizer, frame, layout, turns):
+            for piece in cut_to_fit(document, block_size, example, layout):
                 lengths.append(len(piece.ids))
                 tags.append(dataset.tags.index(example.tag) if dataset.tags else 0)
                 yield piece
@@ -234,7 +235,7 @@ def make_blocks(
         of_tag = [[i for i, tag in enumerate(tags) if tag == each] for each in {*tags}]
         packed = [(places, best_fit([lengths[i] for i in places], block_size)) for places in of_tag]
         rows = sorted([places[i] for i in row] for places, fitted in packed for row in fitted)
-    blocks = in_rows(dataset.name, pieces, rows, block_size, frame.end, left_out, cut, turns)
+    blocks = in_rows(dataset.name, pieces, rows, block_size, frame.end, layout, turns)
     if not dataset.tags:
         return blocks
     row_tags = [tags[row[0]] for row in rows]
@@ -246,17 +247,18 @@ def tokenized(
     dataset: TextDataset,
     tokenizer: PreTrainedTokenizerFast,
     frame: Frame,
-    left_out: list[str],
+    layout: Layout,
     turns: Counter[str],
 ) -> Iterator[tuple[Example, Document]]:
-    """Yield the documents of a data set; note in `left_out` and `turns` what was left out."""
+    """Yield the documents of a data set; note in `layout` and `turns` what was left out."""
     for start in range(0, len(dataset), _BATCH):
         renderings: list[tuple[Example, Rendered]] = []
         for example in dataset.examples[start : start + _BATCH]:
             rendered = render(example, tokenizer, learn_thoughts=dataset.learn_thoughts)
-            left_out.extend(rendered.left_out)
             turns.update(rendered.turns)
-            if rendered.spans or (example.is_prompt and rendered.text):
+            is_used = bool(rendered.spans or (example.is_prompt and rendered.text))
+            layout.leave_out(rendered.left_out, is_used=is_used)
+            if is_used:
                 renderings.append((example, rendered))
         if not renderings:
             continue
@@ -271,7 +273,7 @@ def tokenized(
             renderings, encoded["input_ids"], encoded["offset_mapping"], strict=True
         ):
             if not ids:
-                left_out.append(f"{example.where}: the tokenizer returns no tokens")
+                layout.left_out.append(f"{example.where}: the tokenizer returns no tokens")
                 continue
             targets = count_targets(offsets, rendered)
             yield example, Document(*framed(frame.around(example), ids, *targets))
@@ -297,22 +299,34 @@ def count_targets(
 
 
 def cut_to_fit(
-    document: Document, block_size: int, example: Example, left_out: list[str], cut: list[str]
+    document: Document, block_size: int, example: Example, layout: Layout
 ) -> list[_Part]:
-    """Split a document into parts that fit a row, and note in the lists if it is cut or empty."""
+    """Split a document into parts that fit a row, and count in `layout` what was cut."""
     where, length = example.where, len(document.ids)
     if example.is_prompt and length < block_size:
+        layout.documents += 1
         return [_Part(document.ids.astype(np.int32), document.counts, 0)]
     if not (parts := _fit(document, block_size)):
         size = f"the prompt has {length} tokens; expected under {block_size}"
         none = "the document has no token to train on"
-        left_out.append(f"{where}: {size if example.is_prompt else none}")
-    elif length > block_size:
-        first = int(np.flatnonzero(document.counts)[0]) - int(np.flatnonzero(parts[0].counts)[0])
-        cut.append(
+        layout.left_out.append(f"{where}: {size if example.is_prompt else none}")
+        return parts
+    layout.documents += 1
+    prompt = int(np.flatnonzero(document.counts)[0])
+    if example.text is None:
+        layout.prompts += 1
+    if length > block_size:
+        lost = prompt - int(np.flatnonzero(parts[0].counts)[0])
+        message = (
             f"{where}: the document has {length} tokens (block_size {block_size}); "
-            f"prompt tokens cut off: {first}; parts: {len(parts)}"
+            f"prompt tokens cut off: {lost}; parts: {len(parts)}"
         )
+        if lost:
+            layout.shortened.append(message)
+            layout.tokens += prompt
+            layout.lost += lost
+        if len(parts) > 1:
+            layout.split.append(message)
     return parts
 
 
@@ -373,17 +387,16 @@ def in_rows(
     rows: Sequence[Sequence[int]],
     block_size: int,
     padding: int,
-    left_out: list[str],
-    cut: list[str],
+    layout: Layout,
     turns: Counter[str],
 ) -> Blocks:
     """Create blocks of the data set `name`; each entry of `rows` lists the pieces of a row.
 
     InputError is raised if there are no pieces, or too many assistant turns were not located.
     """
-    check_located(name, turns, left_out)
+    check_located(name, turns, layout.messages)
     if not pieces:
-        reasons = "; ".join(first_few(left_out, 3))
+        reasons = "; ".join(first_few(layout.left_out, 3))
         raise InputError(f"{name} contains no token to train on: {reasons}")
     shape = len(rows), block_size
     ids = filled_array(*shape, np.int64, padding)
@@ -398,9 +411,11 @@ def in_rows(
             counts[place, begin:end] = piece.counts
             documents[place, begin:end] = number
             characters[place] += piece.characters
-    digest, shown = digest_of(ids, counts, documents), (*first_few(left_out), *first_few(cut, 5))
+    digest, messages = digest_of(ids, counts, documents), first_few(layout.messages, MOST_NAMED)
     tokens, targets, numbers, learned = map(torch.from_numpy, (ids, counts, documents, characters))
-    return Blocks(tokens, targets, numbers, learned, shown, digest, turns)
+    layout.turns = turns["there"]
+    shares = tuple(layout.shares())
+    return Blocks(tokens, targets, numbers, learned, messages, digest, turns, shares=shares)
 
 
 def isolates_documents(model: Any) -> bool:

@@ -29,6 +29,7 @@ from ssl_kd.datasets.decode import UnreadableImage
 from ssl_kd.datasets.records import IMAGE, Example, Picture, Pictures
 from ssl_kd.datasets.render import render, show_chat
 from ssl_kd.datasets.segmentation import check_fast
+from ssl_kd.datasets.shares import Layout
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError, brief
 from ssl_kd.memory import to_device_async
@@ -93,27 +94,26 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
     """
     check_fast(processor.tokenizer)
     reader = _Reader(processor, dataset.learn_thoughts)
-    left_out: list[str] = []
-    cut: list[str] = []
+    layout = reader.layout
     pieces, pictures = [], []
     for example in dataset.examples:
         document = reader.read(example)
         if not isinstance(document, Document):
-            left_out += [document] if document else []
+            layout.left_out += [document] if document else []
             continue
         if example.images and len(document.ids) > block_size:
             n = int(np.isin(document.ids, reader.images).sum())
-            left_out.append(
+            layout.left_out.append(
                 f"{example.where}: the document has {len(document.ids)} tokens, {n} of them for "
                 f"{len(example.images)} images; expected at most {block_size}: raise --block_size"
             )
             continue
-        parts = cut_to_fit(document, block_size, example, left_out, cut)
+        parts = cut_to_fit(document, block_size, example, layout)
         pieces += parts
         pictures += [example.images] * len(parts)
     rows = [[i] for i in range(len(pieces))]
-    left_out, end = [*reader.lost, *left_out], reader.frame.end
-    blocks = in_rows(dataset.name, pieces, rows, block_size, end, left_out, cut, reader.turns)
+    end, turns = reader.frame.end, reader.turns
+    blocks = in_rows(dataset.name, pieces, rows, block_size, end, layout, turns)
     digests = [[picture.digest for picture in images] for images in pictures]
     identity = json.dumps(
         [blocks.digest, digests, processor_state(processor)], default=str, sort_keys=True
@@ -130,7 +130,7 @@ class _Reader:
         self.options: Any = {"learn_thoughts": learn_thoughts}
         self.images = image_tokens(processor)
         self.turns: Counter[str] = Counter()
-        self.lost: list[str] = []  # messages about turns that the template does not show
+        self.layout = Layout()
         self.frame = Frame.of(self.tokenizer)
         self.template = getattr(processor, "chat_template", None) or self.tokenizer.chat_template
         self._tried = False
@@ -140,11 +140,12 @@ class _Reader:
         self._place = token.join(around)
 
     def read(self, example: Example) -> Document | str | None:
-        """Return a document's tokens, or why it is left out; None if `lost` already says why."""
+        """Return a document's tokens, or why it is left out; None if `layout` already says why."""
         rendered = render(self._adapted(example), self.tokenizer, self.template, **self.options)
         self.turns.update(rendered.turns)
-        self.lost += rendered.left_out
-        if not rendered.spans and not (example.is_prompt and rendered.text):
+        is_used = bool(rendered.spans or (example.is_prompt and rendered.text))
+        self.layout.leave_out(rendered.left_out, is_used=is_used)
+        if not is_used:
             return None
         encoded: Any = self.tokenizer(
             rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False

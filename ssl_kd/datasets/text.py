@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from ssl_kd.datasets.catalog import DatasetUnavailable, DatasetUnreachable
 from ssl_kd.datasets.records import Example, as_examples
+from ssl_kd.datasets.shares import Share
 from ssl_kd.datasets.spill import SpilledSequence
 from ssl_kd.errors import InputError, MissingPackage, brief
 
@@ -30,6 +31,8 @@ _SHARD = r"(-\d+-of-\d+)?"  # in names of files on the Hub
 _NOT_STDLIB = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 LONGEST = 1_000_000
 """Size in bytes above which an example is left out, since it is probably a mistake."""
+MOST_NAMED = 10_000
+"""Most records and documents that are named one by one where they are left out."""
 _DOCUMENT, _LONG_DOCUMENT = 4_096, 16_384
 _ROWS = 256  # rows of a table in memory at once
 _Convert = Callable[..., Iterator[Example | str]]  # `as_examples` with its options
@@ -43,9 +46,10 @@ class TextDataset:
     split: TextSplit
     examples: Sequence[Example]
     digest: str  # SHA-256 of the content of all examples, in order
-    left_out: tuple[str, ...]  # about the first unusable records: `file.jsonl:17: text is empty`
+    left_out: tuple[str, ...]  # about the unusable records: `file.jsonl:17: text is empty`
     learn_thoughts: bool = True  # whether the reasoning of assistant turns is trained on
     tags: tuple[str, ...] = ()  # of all examples, if each is learned from the teacher of its tag
+    shares: tuple[Share, ...] = ()  # of the records of all splits that are left out
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -160,7 +164,10 @@ def open_text(
         raise InputError(f"{name} contains no usable document: {reasons}")
     if name == "stdlib":  # the text depends on the version
         name = f"stdlib of Python {platform.python_version()}"
-    return TextDataset(name, split, examples, digest.hexdigest(), first_few(left_out))
+    n, messages, shares = len(left_out), first_few(left_out, MOST_NAMED), ()
+    if left_out:
+        shares = (Share(n, n + documents, "records", "left out", left_out[0]),)
+    return TextDataset(name, split, examples, digest.hexdigest(), messages, shares=shares)
 
 
 def _identity(example: Example) -> bytes:

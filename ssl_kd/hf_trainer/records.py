@@ -8,6 +8,7 @@ from typing import Any
 
 from ssl_kd.datasets.blocks import isolates_documents, make_blocks
 from ssl_kd.datasets.records import as_examples
+from ssl_kd.datasets.shares import Share, log_shares
 from ssl_kd.datasets.text import TextDataset, first_few, without_nulls
 from ssl_kd.errors import InputError
 
@@ -46,8 +47,13 @@ def tokenized(
     packing = packing and isolates_documents(model)
     texts = TextDataset(name, "all", examples, "", (), learn_thoughts=learn_thoughts)
     blocks = make_blocks(texts, tokenizer, size, packing=packing)
-    for line in first_few([*left_out, *blocks.left_out]):
-        logger.warning("%s", line)
+    shares = []
+    if left_out:
+        n = len(left_out)
+        shares.append(Share(n, n + len(examples), "records", "left out", left_out[0]))
+    log_shares(logger, name, [*shares, *blocks.shares])
+    for message in first_few([*left_out, *blocks.left_out]):
+        logger.info("%s", message)
     rows = []
     for batch in (blocks.batch([row]) for row in range(len(blocks))):
         labels = batch.input_ids.masked_fill(~batch.counts, -100)

@@ -68,6 +68,7 @@ def _cache_teacher(
     settings: LanguageSettings, precision: Precision, progress: Progress, ranks: Ranks, texts: Texts
 ) -> TeacherCache:
     """Write the cache, after settings and models were checked."""
+    assert settings.teacher_cache is not None
     teacher, blocks = _teacher_and_rows(settings, precision, progress, ranks, texts)
     method, k = settings.cache_spec
     dtype, rows = "served", None

@@ -231,10 +231,12 @@ def _check_models(
         if lm.model is not None and not is_built(lm.name):
             with faults.of(setting):
                 check_vocabulary(lm)
-    for teacher in teachers if student is not None and settings.align == "auto" else ():
+    if student is None:
+        return
+    for teacher in teachers if settings.align == "auto" else ():
         with faults.of("ALIGN"):
             unshared_tokens(student, teacher)
-    if student is None or student.model is None:
+    if student.model is None:
         return
     if settings.teacher_cache is not None and teachers:
         with faults.of("TEACHER_CACHE"):

@@ -16,6 +16,7 @@ from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.render import describe_turns
+from ssl_kd.datasets.shares import log_shares
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
 from ssl_kd.language.aligned import Aligned
@@ -240,8 +241,9 @@ def _lay_out(
         raise SettingsError("TEACHER_FIELD supports only text models: set it to None")
     if turns := describe_turns(student_blocks.turns):
         logger.info("%s: %s", train_set.name, turns)
-    for line in [*train_set.left_out[:1], *student_blocks.left_out[:1]]:
-        logger.info("some text was split or left out (the report lists all of it): %s", line)
+    log_shares(logger, train_set.name, [*train_set.shares, *student_blocks.shares])
+    of_eval = eval_set.shares if settings.eval_path else ()  # else those of the training text
+    log_shares(logger, f"held-out {eval_set.name}", [*of_eval, *_sides(held_out)[0].shares])
     if isinstance(blocks, AlignedBlocks) or isinstance(held_out, AlignedBlocks):
         assert isinstance(blocks, AlignedBlocks)  # both are aligned, or neither
         statistics = blocks.statistics()

@@ -28,6 +28,7 @@ from ssl_kd.language.run_record import (
     log_training_outcome,
     metrics_facts,
     stop_message,
+    write_left_out,
 )
 from ssl_kd.language.served_rollouts import ServedSampler
 from ssl_kd.language.settings import LanguageSettings
@@ -77,7 +78,8 @@ def run(
         settings.check_packages()
         plan = plan_of_run(settings, precision)
         checked = settings.with_cache_router()
-        texts = check_before_loading(checked, precision, models, work="run")
+        work = "run" if ranks.rank == 0 else "prepare"  # the first rank makes the folder
+        texts = check_before_loading(checked, precision, models, work=work)
         settings = with_automatic_cache(settings, precision, progress, texts)
         with run_folder(settings, ranks) as folder, Signals(folder) as signals:
             facts = {"precision": str(precision), "memory_plan": plan}
@@ -86,6 +88,8 @@ def run(
                 prepared = prepare(settings, precision, progress, ranks, models, texts)
             ranks.from_first(partial(folder.check_data, prepared.digest))
             folder.update_json("config.json", **config_facts(prepared))
+            if folder.writes:
+                write_left_out(prepared, folder.path / "left_out.txt")
             steps = prepared.settings.n_steps(len(prepared.blocks))
             with clock("judge"):
                 progress("judge", 0, 2, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from firstnan.diagnosis import Cause
 from firstnan.parts import TooFewHealthyParts
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.render import describe_turns
+from ssl_kd.datasets.text import first_few
+from ssl_kd.errors import printable
+from ssl_kd.files import atomic_write_text
 from ssl_kd.language.prepare import Prepared
 from ssl_kd.language.sample_rows import describe_row, sample_rows
 from ssl_kd.language.settings import LanguageSettings
@@ -49,7 +53,8 @@ def config_facts(prepared: Prepared) -> dict[str, Any]:
                 prepared.validation_blocks.ids, prepared.eval_blocks.ids
             ),
             "turns": describe_turns(blocks.turns),
-            "left_out": [*train_set.left_out, *blocks.left_out],
+            "shares": [str(share) for share in (*train_set.shares, *blocks.shares)],
+            "left_out": first_few([*train_set.left_out, *blocks.left_out]),
         },
         "resolved": {
             "LEARNING_RATE": settings.peak_lr,
@@ -57,6 +62,13 @@ def config_facts(prepared: Prepared) -> dict[str, Any]:
             "ROUTER_MODE": settings.router_mode,
         },
     }
+
+
+def write_left_out(prepared: Prepared, path: Path) -> None:
+    """Write a line for each record and document that is left out, shortened or split, if any is."""
+    messages = [*prepared.train_set.left_out, *prepared.student_blocks.left_out]
+    if messages:
+        atomic_write_text(path, "".join(f"{printable(message)}\n" for message in messages))
 
 
 def _model_facts(lm: CausalLM | None) -> dict[str, Any] | None:

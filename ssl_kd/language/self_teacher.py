@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks, Frame, cut_to_fit, digest_of, in_rows, tokenized
 from ssl_kd.datasets.records import Example
+from ssl_kd.datasets.shares import Layout
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
@@ -57,23 +58,23 @@ def with_own_prompts(
     texts: TextDataset, student: CausalLM, block_size: int, template: str
 ) -> tuple[Blocks, OwnPrompts]:
     """Lay out one record per row, without those that do not fit, for a `SelfTeacher`."""
-    frame, left_out, turns = Frame.of(student.tokenizer), [], Counter()
+    frame, layout, turns = Frame.of(student.tokenizer), Layout(), Counter()
     room = positions(student.model) or sys.maxsize
     pieces, prompts = [], []
     for example in texts.examples:
         pair = replace(texts, examples=[example, _informed(example, template)])
-        documents = [d for _, d in tokenized(pair, student.tokenizer, frame, left_out, turns)]
+        documents = [d for _, d in tokenized(pair, student.tokenizer, frame, layout, turns)]
         starts = [int(d.counts.argmax()) if d.counts.any() else len(d.ids) for d in documents]
         fits = len(documents) == 2 and len(documents[0].ids) <= block_size
         if not fits or block_size + starts[1] - starts[0] > room:
-            left_out.append(f"{example.where}: too long for BLOCK_SIZE or for the teacher")
+            layout.left_out.append(f"{example.where}: too long for BLOCK_SIZE or for the teacher")
             continue
-        parts = cut_to_fit(documents[0], block_size, example, left_out, [])
+        parts = cut_to_fit(documents[0], block_size, example, layout)
         pieces += parts
         prompts += [(starts[0], torch.tensor(documents[1].ids[: starts[1]]))] * len(parts)
     counts = Counter({name: n // 2 for name, n in turns.items()})  # of one of the two
     rows = [[i] for i in range(len(pieces))]
-    blocks = in_rows(texts.name, pieces, rows, block_size, frame.end, left_out, [], counts)
+    blocks = in_rows(texts.name, pieces, rows, block_size, frame.end, layout, counts)
     columns = [blocks.ids, *(prompt for _, prompt in prompts)]
     return replace(blocks, digest=digest_of(*(column.numpy() for column in columns))), prompts
 

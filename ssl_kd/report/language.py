@@ -44,7 +44,9 @@ def content(run: RunResults) -> dict[str, Any]:
         "columns": [*TEXTS.values()],
         "watched": bool(run.steps or run.events or metrics),
         "inputs": facts(_inputs(run)),
-        "left_out": "\n".join(map(str, data.get("left_out") or [])),
+        "left_out": "\n".join(
+            str(line) for name in ("shares", "left_out") for line in data.get(name) or []
+        ),
         "sample_rows": [_sample_row(row) for row in data.get("sample_rows") or []],
     }
 

@@ -335,8 +335,9 @@ def test_what_a_command_is_given_wrongly_is_code_2(words, said, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert cli.main(words) == 2
     out, err = capfd.readouterr()
-    last = err.splitlines()[-1]
-    assert out == "" and last.startswith("ssl_kd: ") and said in last, err
+    message = err[err.rindex("ssl_kd: ") :]
+    assert out == "" and said in message, err
+    assert all(line.startswith("  - ") for line in message.splitlines()[1:]), err
     assert "Traceback" not in err and "Errno" not in err
     assert {path.name for path in tmp_path.iterdir()} <= {"full", "runs"}
     assert not list(tmp_path.glob("runs/*"))

@@ -187,11 +187,22 @@ def test_the_beginning_of_a_long_prompt_goes_first(tokenizer):
         f"f:1: the document has {len(whole)} tokens (block_size 24); prompt tokens cut off: "
         f"{lost}; parts: 1",
     )
+    (share,) = blocks.shares
+    prompt_tokens = len(whole) - len(tail)
+    what = f"1 of 1 prompts (100.0%) shortened, {lost / prompt_tokens:.0%} of their tokens lost, "
+    assert (
+        str(share) == f"{what}for example {blocks.left_out[0]}; raise BLOCK_SIZE to keep them whole"
+    )
     # A completion that is itself too long keeps one token of the prompt, and is split.
     short = make_blocks(dataset((prompt, completion)), tokenizer, 4, packing=False)
     assert short.ids[short.counts].tolist() == tail
     assert short.ids[0, 0] == whole[-len(tail) - 1]
     assert f"; parts: {len(short)}" in short.left_out[0]
+    most = f"{(prompt_tokens - 1) / prompt_tokens:.0%}"
+    assert [str(share).partition(", for")[0] for share in short.shares] == [
+        f"1 of 1 prompts (100.0%) shortened, {most} of their tokens lost",
+        "1 of 1 documents (100.0%) split over rows",
+    ]
 
 
 def test_only_what_the_assistant_says_counts(tokenizer, monkeypatch):

@@ -100,9 +100,12 @@ def test_text_that_is_not_utf_8_is_named_and_never_learned(tmp_path):
 
 def test_the_first_messages_are_listed(tmp_path):
     data = open_text(write_jsonl(tmp_path / "f.jsonl", ["{"] * 50 + [{"text": "a"}]), "all")
-    assert len(data.left_out) == 21
-    assert data.left_out[-1] == "and 30 more"
+    assert len(data.left_out) == 50
+    assert first_few(data.left_out)[-1] == "and 30 more"
     assert first_few(["a", "b"], 2) == ("a", "b")
+    (share,) = data.shares
+    assert share.is_large
+    assert str(share).startswith("50 of 51 records (98.0%) left out, for example f.jsonl:1: ")
 
 
 def test_a_jsonl_file_without_a_usable_line_is_an_error_in_a_folder_too(tmp_path):

@@ -43,7 +43,7 @@ def test_a_nan_weight_costs_its_head_ten_steps_and_the_others_nothing(place, how
     first = 61 if place == "exp_avg" else 60  # step 60 itself makes the weight NaN
     stage = "loss" if place == "student" else "teacher"
     assert skipped == [(step, stage, "skipped") for step in range(first, first + 10)]
-    after = (first + 9, "escalation", "restored to its state before step 50")
+    after = (first + 9, "escalation", "restored to its state before step 51")
     assert sick.of(f"head {SICK}")[-1] == after
     assert {event.part for event in sick.events} == {f"head {SICK}"}
     assert healthy_alike(sick, clean)

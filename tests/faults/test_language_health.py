@@ -171,7 +171,7 @@ def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill)
     code, error = distill(asked)
     assert code == 3
     said = error[error.index("ssl_kd: ") :].splitlines()
-    assert said[0].startswith("ssl_kd: step 9: kd was cut out of each of the last 10 steps")
+    assert said[0].startswith("ssl_kd: step 10: kd was cut out of each of the last 10 steps")
     assert said[0].endswith("learned from ce alone")
     assert said[1].startswith("  kd, step 1: rows ") and "use another copy of the file" in said[1]
     assert said[2].startswith("  ssl_kd replay ") and len(said) == 3  # no setting fixes a teacher

@@ -94,8 +94,8 @@ def test_a_term_that_is_nan_on_one_rank_is_left_out_by_all(settings):
 def test_all_ranks_stop_where_one_does_not_become_healthy(settings):
     own = settings(stop_after=2)
     first, second = run_joined(never_healthy, 2, own)
-    assert first.startswith("TooFewHealthyParts: step 2") and "on rank 1 of 2" in first, first
-    assert second.startswith("RankStopped: rank 1 of 2 stopped with rank 0: step 2"), second
+    assert first.startswith("TooFewHealthyParts: step 3") and "on rank 1 of 2" in first, first
+    assert second.startswith("RankStopped: rank 1 of 2 stopped with rank 0: step 3"), second
     folder = Path(own.runs_dir) / own.run_name
     assert [path.stem for path in (folder / "checkpoint").glob("*.pt")] == [
         "step_000000002",

@@ -34,6 +34,7 @@ from ssl_kd.training.folder import RunFinished, RunFolderError  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.inject import events, metrics, stop_at  # noqa: E402
+from tests.tiny import sentence  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TIMES = ("tokens_per_second",)
@@ -515,6 +516,24 @@ def test_a_run_that_fails_before_training_leaves_no_folder(settings, tmp_path, m
         assert not (tmp_path / "runs").exists()
 
 
+def test_shortened_prompts_and_broken_lines_are_counted_and_named(settings, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "asked.jsonl"
+    records = [{"prompt": sentence(i) * 2, "completion": sentence(i + 1)} for i in range(80)]
+    file.write_text("{broken\n" + "".join(json.dumps(record) + "\n" for record in records))
+    path = run(settings(data_path=str(file), max_steps=1))
+    levels = {record.message: record.levelname for record in caplog.records}
+    (broken,) = [message for message in levels if "records (1.2%) left out" in message]
+    assert "1 of 81 records (1.2%) left out, for example asked.jsonl:1: not valid JSON" in broken
+    (shortened,) = [m for m in levels if m.startswith(str(file)) and " prompts (" in m]
+    assert "70 of 70 prompts (100.0%) shortened, 88% of their tokens lost, for ex" in shortened
+    assert shortened.endswith("; raise BLOCK_SIZE to keep them whole")
+    assert (levels[broken], levels[shortened]) == ("INFO", "WARNING")
+    lines = (path / "left_out.txt").read_text().splitlines()
+    assert lines[0].startswith("asked.jsonl:1: not valid") and len(lines) > 60
+    assert config(path)["data"]["shares"][0] in broken
+
+
 # --- faults ---------------------------------------------------------------------------------------
 
 
@@ -539,12 +558,12 @@ def test_a_run_that_stops_says_why_and_what_to_try(settings, tmp_path, monkeypat
     with pytest.raises(TooFewHealthyParts) as stopped:
         run(settings(stop_after=2))
     said = str(stopped.value)
-    assert "step 2: no part had a healthy step in the last 2" in said
+    assert "step 3: no part had a healthy step in the last 2" in said
     assert "student weight model.norm.weight came in not finite" in said
     assert "Settings to try" not in said  # none takes a NaN back that came from outside
     path = tmp_path / "runs" / "a"
     found = [(row["step"], row["part"], row["action"]) for row in events(path)]
-    assert (1, "ce", "cut out") in found and (2, "model", "skipped") in found
+    assert (2, "ce", "cut out") in found and (3, "model", "skipped") in found
     assert max((path / "checkpoint").glob("*.pt")).name == "step_000000003.pt"
     with pytest.raises(TooFewHealthyParts):  # a resume finds the same
         run(settings(stop_after=2, resume=True))
@@ -565,7 +584,9 @@ def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
     monkeypatch.setattr("ssl_kd.language.step.RESTORE_AFTER", 2)
     asked = settings(**patience, max_steps=8)
     spoilt(monkeypatch, {1}, spoil_teacher)
-    with pytest.raises(TooFewHealthyParts, match=f"step {last}: kd was cut out of each of") as end:
+    with pytest.raises(
+        TooFewHealthyParts, match=f"step {last + 1}: kd was cut out of each of"
+    ) as end:
         run(asked)
     said = str(end.value)
     assert "learned from ce alone" in said and end.value.exit_code == 3

@@ -172,7 +172,8 @@ def test_logs_are_strict_json_and_can_be_rewound(settings):
 def test_the_events_of_an_older_run_get_the_numbers_of_its_log(settings):
     with RunFolder(settings()) as folder:
         folder.write_config(settings(), mode="vision")
-        folder.events.extend([Event(step, "head 1", "loss", "sick", "skipped") for step in (0, 9, 10)])
+        for step in (0, 9, 10):
+            folder.events.extend([Event(step, "head 1", "loss", "not finite", "skipped")])
         for _ in range(2):  # resumed twice
             folder.rewind(10)
             lines = (folder.path / "events.jsonl").read_text().splitlines()
