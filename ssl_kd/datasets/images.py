@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.datasets.usage import LeftOut, Usage, counted
 from ssl_kd.errors import InputError
 from ssl_kd.files import release_pages
+from ssl_kd.files.state import DIGEST_BYTES, FileState
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +134,23 @@ class FolderDataset(ImageDataset):
                 )
             number = {name: i for i, name in enumerate(names)}
             labels = np.array([-1 if c is None else number[c] for c in first], dtype=np.int64)
-        ids, digest = list(map(image_id, self.paths)), digest_files(self.root, self.paths)
-        super().__init__(name, split, ids, labels, names, digest)
+        ids = list(map(image_id, self.paths))
+        super().__init__(name, split, ids, labels, names, "")
+        del self.fingerprint  # it is computed when it is first read
+
+    @cached_property
+    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """SHA-256 of the names, sizes and contents of the files."""
+        return self._digests[0]
+
+    @property
+    def files(self) -> Sequence[tuple[FileState, bytes] | None]:
+        """State and digest of each file; None for an entry that is not a readable file."""
+        return self._digests[1]
+
+    @cached_property
+    def _digests(self) -> tuple[str, list[tuple[FileState, bytes] | None]]:
+        return digest_files(self.root, self.paths)
 
     def image_file(self, i: int) -> Path:
         """Return the file of image `i`."""
@@ -216,8 +233,14 @@ def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:
     return digest.hexdigest()
 
 
-def digest_files(root: Path, paths: Sequence[str]) -> str:
-    """Compute the SHA-256 of the names, sizes and contents of files, ignoring their times."""
+def digest_files(
+    root: Path, paths: Sequence[str]
+) -> tuple[str, list[tuple[FileState, bytes] | None]]:
+    """Compute the SHA-256 of the names, sizes and contents of files, ignoring their times.
+
+    Also return the state of each file, and a digest of its content alone; None for an entry that is
+    not a readable file.
+    """
     digest = hashlib.sha256()
     total = 0
     for path in paths:
@@ -226,16 +249,21 @@ def digest_files(root: Path, paths: Sequence[str]) -> str:
         digest.update(f"{size} ".encode() + os.fsencode(path) + b"\0")
         total += max(size, 0)
     _log_if_large(total)
+    files: list[tuple[FileState, bytes] | None] = []
     for path in paths:
-        file = root / path
+        file, own = root / path, hashlib.sha256()
+        state = FileState.of(file) if _is_file(file, root) else None
         try:
-            if _is_file(file, root):
+            if state is not None:
                 with open(file, "rb", buffering=0) as content:
                     while block := content.read(BLOCK):
                         digest.update(block)
+                        own.update(block)
         except OSError as error:  # reported when the image is decoded
             digest.update(type(error).__name__.encode())
-    return digest.hexdigest()
+            state = None
+        files.append(None if state is None else (state, own.digest()[:DIGEST_BYTES]))
+    return digest.hexdigest(), files
 
 
 def _log_if_large(size: int) -> None:

@@ -101,6 +101,10 @@ class Rows:
     def image_file(self, row: int) -> Path | None:
         """Return the file of a picture, or None; raise UnreadableImage if it is damaged."""
         self.image(row)
+        return self.file(row)
+
+    def file(self, row: int) -> Path | None:
+        """Return the file of a picture or sound, which is not decoded; None if there is none."""
         return None if self._value(row)["bytes"] is not None else self._file(row)
 
     def _file(self, row: int) -> Path | None:

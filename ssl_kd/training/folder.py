@@ -125,15 +125,18 @@ class RunFolder:
             logger.warning("the link %s does not point to this run: %s", link, error)
 
     def write_config(self, run: RunSettings, **more: Any) -> None:
-        """Write settings, package versions, commit, command, and `more` to `config.json`."""
-        self.update_json(
-            "config.json",
-            settings=run.to_dict(),
-            versions=versions(),
-            commit=commit(),
-            command=_command(),
-            **more,
-        )
+        """Write settings, package versions, commit, command, and `more` to `config.json`.
+
+        Relative paths in the settings are relative to the folder `started_in`.
+        """
+        about = {
+            "settings": run.to_dict(),
+            "versions": versions(),
+            "commit": commit(),
+            "command": _command(),
+            "started_in": os.getcwd(),
+        }
+        self.update_json("config.json", **about | more)
 
     def check_data(self, digest: str) -> None:
         """Store a digest of data and teacher; raise RunFolderError if a resumed run had another."""

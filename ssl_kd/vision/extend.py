@@ -37,6 +37,7 @@ from ssl_kd.vision.pipeline import save_model
 from ssl_kd.vision.results import write_arrays
 from ssl_kd.vision.run import Progress, about_data, open_samples, teacher_of
 from ssl_kd.vision.settings import EmbeddingSettings, VisionSettings
+from ssl_kd.vision.sources import SOURCES, write_sources
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
     added = {
         "run": str(parent.path),
         "dataset": settings.dataset,
+        "started_in": os.getcwd(),
         "n": store.n,
         "digest": store.fingerprint.digest,
         "embeddings": str(store.folder),
@@ -135,8 +137,12 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
                 learns_from=parent.config["learns_from"],
                 precision=str(precision),
                 extensions=[*parent.extensions, added],
+                started_in=parent.config.get("started_in"),
             )
             save_model(extended, folder)
+            before = parent.path / SOURCES
+            split = f"extend{len(parent.extensions) + 1}"
+            write_sources(folder.path, {split: (dataset, store)}, before)
             metrics = _write_results(folder, parent, model, extended, assignments)
             metrics["extended"] |= {name: added[name] for name in ("run", "dataset")}
             data = about_data({"train": dataset}, {"train": store}, extended.n_clusters)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as arrow
@@ -17,17 +17,18 @@ from PIL import Image
 from pyarrow import csv, parquet
 from torch import Tensor
 
-from ssl_kd.datasets import ImageDataset, open_dataset
+from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.datasets.catalog import open_rows
 from ssl_kd.datasets.media import Rows
 from ssl_kd.datasets.tables import find_rows, open_table
 from ssl_kd.errors import InputError, RunFolderError, UserError
 from ssl_kd.files import CorruptFileError, atomic_write_json
 from ssl_kd.files.cells import from_cells
-from ssl_kd.settings.early import run_folder
+from ssl_kd.settings.early import DATASETS, home_resolved, run_folder
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.assignments import assignments_of, read_finished
 from ssl_kd.vision.model import has_pictures, read_object
+from ssl_kd.vision.sources import Source, SourceChanged, read_sources
 
 logger = logging.getLogger(__name__)
 
@@ -155,11 +156,11 @@ class Samples:
         else:
             digest = self.config["learns_from"] if split == "train" else None
             folder, name = self.settings["EMBEDDINGS_DIR"], split
+        folder = self._located(folder, split)
         if not Path(folder).is_dir():
             raise FileNotFoundError(
                 f"the embeddings of {self.path} ({split}) are missing; expected them in "
-                f"{Path(folder).absolute()}: put them back, or start from the folder that the run "
-                "was started in"
+                f"{Path(folder).absolute()}: put them back"
             )
         store = EmbeddingStore.open(folder, name, verify=False)
         if store.n != len(rows) or digest not in (None, store.fingerprint.digest):
@@ -199,7 +200,7 @@ class Samples:
         """Decode the picture of a sample; return None if the samples have no pictures.
 
         Raises:
-            FileNotFoundError: the picture does not exist any more.
+            FileNotFoundError: the picture does not exist any more, or has changed since the run.
             UnreadableImage: the picture cannot be decoded.
         """
         picture = self._picture(row)
@@ -240,18 +241,21 @@ class Samples:
         """Return the data set that shows a sample, and its row there; None if it shows nothing.
 
         Raises:
-            FileNotFoundError: the data set has changed.
+            FileNotFoundError: the data set, or the file of the sample, has changed.
         """
         if self._joined is not None:
             return self._joined, row
         split = next(name for name, rows in self.splits.items() if row in rows)
         if (dataset := self.rows(split)) is None:
             return None
-        if (place := int(self.places(split)[row - self.splits[split].start])) < 0:
+        sample = row - self.splits[split].start
+        if (place := int(self.places(split)[sample])) < 0:
             raise FileNotFoundError(
-                f"the sample {self.table.column('file')[row]} is no longer in {dataset.name}, or "
-                "in several of its rows: restore the data set that the run was trained on"
+                f"the sample {self.table.column('file')[row]} is no longer in {dataset.name} as it "
+                "was: restore the data set that the run was trained on"
             )
+        if split in self._sources:
+            self._sources[split].check_file(sample, dataset, place)
         return dataset, place
 
     @cached_property
@@ -268,25 +272,81 @@ class Samples:
 
         It is None for features in other files, such as `.npy`.
         """
+        name, kind, options = self._origin(split)
+        media = None if self._joined is not None else self._column
+        column = self.settings["COLUMN"]
+        rows = open_rows(name, kind, whole=options["whole"], column=column, media=media)
+        if rows is not None or not has_pictures(self.metrics):
+            return rows
+        opened = open_dataset(name, kind, **options)
+        return opened if isinstance(opened, ImageDataset) else None
+
+    def _origin(self, split: str) -> tuple[str, Literal["train", "test"], dict[str, Any]]:
+        """Return name, split and options with which the data set of a split is opened."""
         added, other = self._extension(split), self.settings["DATASET_TEST"]
         name, whole = self.settings["DATASET"], False
         if added is not None:
             name = added["dataset"]
         elif split == "test" and other is not None:
             name, whole = other, True
-        kind = "test" if split == "test" else "train"
-        column = self.settings["COLUMN"]
-        media = None if self._joined is not None else self._column
-        rows = open_rows(name, kind, whole=whole, column=column, media=media)
-        if rows is not None or not has_pictures(self.metrics):
-            return rows
-        opened = open_dataset(name, kind, root=self.settings["DATA_DIR"], whole=whole)
-        return opened if isinstance(opened, ImageDataset) else None
+        if name not in DATASETS:
+            name = self._located(name, split)
+        root = self._located(self.settings["DATA_DIR"], split)
+        return name, "test" if split == "test" else "train", {"root": root, "whole": whole}
+
+    def _located(self, name: str, split: str) -> str:
+        """Return a path of the settings, relative to the folder that the run was started in.
+
+        If there is nothing any more, it is relative to the current folder.
+        """
+        started_in = (self._extension(split) or self.config).get("started_in")
+        path = home_resolved(name)
+        if started_in is None or path.is_absolute():
+            return name
+        return str(place) if (place := Path(started_in) / path).exists() else name
 
     def _find_places(self, split: str) -> NDArray[np.int64]:
-        """Return the row in the data set of each sample of a split; -1 if it is not clear."""
-        data = self.rows(split)
-        return find_rows(self.column("file", split).tolist(), [] if data is None else data.ids)
+        """Return the row in the data set of each sample of a split; -1 if it is not found.
+
+        Raises:
+            SourceChanged: the data set has changed, so that nothing of it is used.
+        """
+        data, names = self.rows(split), self.column("file", split).tolist()
+        if data is None:
+            return np.full(len(names), -1)
+        if split in self._sources:
+            return self._sources[split].find(data, names)
+        self._check_fingerprint(split, data)
+        return find_rows(names, data.ids)
+
+    def _check_fingerprint(self, split: str, data: ImageDataset | Rows) -> None:
+        """Raise SourceChanged unless the data set of an older run has the fingerprint it had."""
+        opened: ImageDataset | FeatureDataset
+        if isinstance(data, Rows):
+            name, kind, options = self._origin(split)
+            names = self.metrics["dataset"].get("class_names") if kind == "test" else None
+            options |= {"column": self.settings["COLUMN"], "class_names": names and tuple(names)}
+            opened = open_dataset(name, kind, **options)
+        else:
+            opened = data
+        if opened.fingerprint != self.store(split).fingerprint.data:
+            raise SourceChanged(
+                f"{data.name} has changed since the run, so nothing of it is used: restore it"
+            )
+
+    @cached_property
+    def file_digests(self) -> NDArray[np.object_]:
+        """Digest of the file of each sample, `[n]`; None where there is none or it was not read."""
+        digests = np.full(len(self), None)
+        for split, rows in self.splits.items():
+            if split in self._sources:
+                digests[rows.start : rows.stop] = self._sources[split].digests
+        return digests
+
+    @cached_property
+    def _sources(self) -> dict[str, Source]:
+        """What the samples of each split were; empty for older runs."""
+        return read_sources(self.path)
 
     def _split(self, name: str) -> range:
         if name not in self.splits:

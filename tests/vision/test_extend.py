@@ -20,6 +20,7 @@ from ssl_kd.vision.new_clusters import comparable, find_new_clusters
 from ssl_kd.vision.run import run
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.sources import SOURCES
 from ssl_kd.workbench.decisions import Curation, curation
 from ssl_kd.workbench.export.content import Content
 from tests.faults.matrix import row as fault
@@ -324,6 +325,7 @@ def whole(folder):
     """The runs that are there: each of them has every file."""
     found = {p for p in folder.glob("[!.]*") if p.name not in ("e", "latest")}
     names = {"config.json", "metrics.json", "model.safetensors", "assignments.csv", "arrays.npz"}
+    names.add(SOURCES)
     assert all(names == {file.name for file in path.iterdir()} for path in found)
     return {path.name for path in found}
 

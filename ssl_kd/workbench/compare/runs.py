@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from ssl_kd.report.wording import percent
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.compare.judgement import JUDGED, cannot_judge, judge
 from ssl_kd.workbench.decisions import Curation
+
+logger = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
 
@@ -100,7 +103,7 @@ def common_rows(a: Samples, b: Samples) -> tuple[Ints, Ints]:
     """Return the row numbers in both runs of the files that both have, in the order of `a`.
 
     If a file name repeats within a run, split and name identify a sample in both runs; a sample
-    that is not unique then is left out.
+    that is not unique then is left out, and so is one whose file has another content.
     """
     for keys in (["file"], ["split", "file"]):
         tables = [_rows_by_name(samples, keys) for samples in (a, b)]
@@ -108,7 +111,17 @@ def common_rows(a: Samples, b: Samples) -> tuple[Ints, Ints]:
             break
     unique_a, unique_b = (table.filter(compute.field("row_count") == 1) for table in tables)
     both = unique_a.join(unique_b, keys, join_type="inner", right_suffix="_b").sort_by("row_min")
-    return both["row_min"].to_numpy(), both["row_min_b"].to_numpy()
+    rows_a, rows_b = both["row_min"].to_numpy(), both["row_min_b"].to_numpy()
+    pairs = zip(a.file_digests[rows_a], b.file_digests[rows_b], strict=True)
+    is_same = np.array([None in pair or pair[0] == pair[1] for pair in pairs], bool)
+    if n_others := int(np.count_nonzero(~is_same)):
+        logger.warning(
+            "%s samples have the same name in %s and %s, but other pictures: they are left out",
+            f"{n_others:,}",
+            a.path.name,
+            b.path.name,
+        )
+    return rows_a[is_same], rows_b[is_same]
 
 
 def _rows_by_name(samples: Samples, keys: list[str]) -> arrow.Table:

@@ -20,6 +20,7 @@ from ssl_kd.datasets import UnreadableImage
 from ssl_kd.datasets.tables import ROOT
 from ssl_kd.errors import InputError, printable
 from ssl_kd.vision.samples import Samples
+from ssl_kd.vision.sources import SourceChanged
 from ssl_kd.workbench.decisions import Curation
 from ssl_kd.workbench.decisions.curation import FILE
 from ssl_kd.workbench.metadata import metadata
@@ -118,12 +119,19 @@ class Content:
     def with_pictures(self, *, skip_missing: bool = False) -> tuple[Content, list[Path]]:
         """Return the samples whose picture exists, and the absolute path of each picture.
 
-        Missing pictures raise InputError; with `skip_missing`, a warning lists them.
+        Pictures that are missing, or have changed since the run, raise InputError; with
+        `skip_missing`, a warning lists them.
         """
         files: dict[int, Path] = {}
+        changed: set[int] = set()
         for row in self.rows.tolist():
             with suppress(FileNotFoundError, UnreadableImage):
-                if (path := self.samples.image_file(row)) is None:
+                try:
+                    path = self.samples.image_file(row)
+                except SourceChanged:
+                    changed.add(row)
+                    continue
+                if path is None:
                     raise InputError(
                         f"the samples of {self.samples.path} are features or records in a single "
                         "file, not picture files: export them with --to parquet"
@@ -134,7 +142,10 @@ class Content:
         if missing:
             names = self.samples.column("file")
             shown = ", ".join(printable(str(names[row])) for row in missing[:SHOWN])
-            message = f"{len(missing)} of {len(self)} pictures are missing: {shown}"
+            what = "have changed since the run" if changed.issuperset(missing) else "are missing"
+            if changed and not changed.issuperset(missing):
+                what = f"are missing or, {len(changed)} of them, have changed since the run"
+            message = f"{len(missing)} of {len(self)} pictures {what}: {shown}"
             message += ", ..." if len(missing) > SHOWN else ""
             if not skip_missing or not files:
                 raise InputError(f"{message}. Put them back, or skip them with --skip_missing")
