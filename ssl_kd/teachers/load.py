@@ -291,8 +291,8 @@ def _timm_from_file(model_name: str, state: State, config: Any, kwargs: dict[str
 
     classifier = getattr(config, "classifier", None) or "head"
     classifiers = [classifier] if isinstance(classifier, str) else [*classifier]
-    with torch.device("meta"):  # shapes alone
-        expected = timm.create_model(model_name, pretrained=False, num_classes=0, **kwargs)
+    with torch.device("meta"):  # names and shapes alone, with the classifier
+        expected = timm.create_model(model_name, pretrained=False, **kwargs)
     state = select_weights(state, expected.state_dict(), _SOURCE, classifiers)
     weight = state.get(f"{classifiers[0]}.weight")
     # timm loads strictly only if the number of classes is that of the file.

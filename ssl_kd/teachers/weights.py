@@ -107,7 +107,7 @@ def select_weights(
 
     Args:
         tensors: tensors of the file by full name, as `read_weights` returns them.
-        model: state dict of the model without its classifier, on any device.
+        model: state dict of the model, on any device.
         source: name of the file, for the log.
         classifiers: names of layers whose `weight` and `bias` are kept, although `model` lacks
             them.

@@ -90,7 +90,7 @@ class Source:
                 f"{printable(data.name)} has changed since the run: none of its {len(rows):,} "
                 "samples is in it as it was, so nothing of it is used. Restore the data set"
             )
-        lost = [names[sample] for sample in np.flatnonzero(rows < 0).tolist()]
+        lost = [str(names[sample]) for sample in np.flatnonzero(rows < 0).tolist()]
         if lost:
             logger.warning(
                 "%s has changed since the run: %s of %s samples are not in it as they were, and "
@@ -194,14 +194,14 @@ def _describe(dataset: Dataset, rows: list[int]) -> tuple[dict[str, Any], dict[s
         contents, files = row_digests(data.table, about["columns"]), _files_of_rows(data)
     elif isinstance(data, FolderDataset):
         files = data.files
-    states = [None if files[row] is None else files[row][0] for row in rows]
+    kept = [files[row] or (None, None) for row in rows]
     columns: dict[str, Any] = {
         "row": rows,
         "content": [contents[row] for row in rows],
-        "digest": [None if files[row] is None else files[row][1] for row in rows],
+        "digest": [digest for _, digest in kept],
     }
     for place, name in enumerate(FileState._fields):
-        columns[name] = [None if state is None else state[place] for state in states]
+        columns[name] = [None if state is None else state[place] for state, _ in kept]
     return columns, about
 
 

@@ -187,6 +187,15 @@ def test_dinov2_from_the_hub(monkeypatch):
     assert torch.equal(embeddings["both"], torch.cat([embeddings["class"], embeddings["patch"]], 1))
 
 
+def test_a_classifier_of_several_layers_is_loaded_and_removed(tmp_path):
+    model = timm.create_model("efficientvit_m0", pretrained=False, num_classes=7)
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    assert {"model.head.bn.weight", "model.head.linear.weight"} <= state.keys()
+    torch.save({"state_dict": state}, tmp_path / "w.ckpt")
+    teacher = load_teacher("timm:efficientvit_m0", weights=tmp_path / "w.ckpt")
+    assert teacher.dim == model.num_features
+
+
 @pytest.mark.parametrize("classes", [7, 0])
 def test_timm_from_a_file_with_any_classifier(tmp_path, classes):
     model = timm.create_model("resnet18", pretrained=False, num_classes=classes)
