@@ -102,7 +102,9 @@ def test_a_wrapped_checkpoint_of_every_family_embeds_as_timm_does(module, tmp_pa
     with torch.no_grad():
         expected = model(theirs(image)[None])
     got = teacher.embed(teacher.preprocess(image)[None])
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    # Random weights amplify rounding errors, so they are compared with the largest value.
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-3 * scale)
 
 
 @pytest.mark.parametrize("image_size", [None, 64])
