@@ -194,6 +194,7 @@ class Settings:
         field = cls.aliases.get(field, field)
         if field not in cls.rules():
             hint = re.sub(r"--(\w+)", lambda flag: flag[1].upper(), cls.hint(field))
+            hint = hint or " --help-all lists all settings."
             raise SettingsError(f"There is no setting {name}.{hint}")
         return field
 
