@@ -502,6 +502,8 @@ ALIASES = [
 def other_than_default(cls, name):
     """A value that a setting may have and has not by default."""
     value = getattr(cls(), name)
+    if isinstance(value, bool):
+        return not value
     if isinstance(value, int) and not value:
         return 1
     if value is None and cls.rules()[name][0] is int:
