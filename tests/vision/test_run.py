@@ -123,7 +123,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     )
     assert run_images(done) is None  # a feature file has none
     names = "config.json metrics.jsonl events.jsonl metrics.json model.safetensors assignments.csv"
-    names = {*names.split(), "arrays.npz", "checkpoint", "tensorboard", ".lock"}
+    names = {*names.split(), "arrays.npz", "sources.parquet", "checkpoint", "tensorboard", ".lock"}
     assert {path.name for path in done.iterdir()} == names
     assert os.readlink(done.parent / "latest") == done.name
     assert all(ok for _, ok in stages)
