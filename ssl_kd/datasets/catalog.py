@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +15,21 @@ from ssl_kd.datasets.features import FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
 from ssl_kd.datasets.media import Rows
 from ssl_kd.datasets.tables import is_saved, one_line_errors, open_table
-from ssl_kd.errors import DatasetUnavailable, InputError, UserError
+from ssl_kd.datasets.usage import LeftOut, counted
+from ssl_kd.errors import DatasetUnavailable, InputError, UserError, printable
 from ssl_kd.files import CorruptFileError, atomic_write_bytes, strict_json
 from ssl_kd.settings.early import DATASETS, FILE_LIST, dataset_path
 
 Split = Literal["train", "test"]
 Labels = Literal["auto", "folders"]
 _FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "valid")}
+_SPLITS_OF_IMAGES = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "val", "validation", "valid", "dev"),
+}
+"""Names of the folders of images of a split, in any case; the first one that exists is used."""
+_UNLABELLED = ("unlabeled", "unlabelled")
+"""Further names of folders that show that the folder `train` beside them is a split."""
 
 
 class DatasetUnreachable(UserError, RuntimeError):
@@ -48,8 +57,10 @@ def open_dataset(
         name: `digits`, `cifar10`, `cifar100`, `stl10`, `fashion_mnist`, `imagenet`, or the path of
             an image folder, a feature file (.npy, .npz, .pt, .safetensors, .parquet, .h5ad) or a
             data set that Hugging Face's `save_to_disk` wrote. A folder may have the subfolders
-            `train` and `test` (or `val`). The test split of a feature file `..._train.npz` is
-            `..._test.npz` in the same folder. Or a list of image files (.files) of `ssl_kd watch`.
+            `train` and `test` (or `val`, `valid`, `validation`, `dev`); a folder `train` without
+            one of these, or `unlabeled`, beside it is a folder like any other, unless it is the
+            only one. The test split of a feature file `..._train.npz` is `..._test.npz` in the same
+            folder. Or a list of image files (.files) of `ssl_kd watch`.
         split: `train` or `test`.
         root: folder of the data sets that torchvision or image-net.org provide.
         download: whether to download a missing data set of torchvision.
@@ -100,26 +111,80 @@ def _open_folder(
     whole: bool,
     labelled: bool,
 ) -> ImageDataset | None:
-    splits = {
-        s: next((path / f for f in folders if (path / f).is_dir()), None)
-        for s, folders in _FOLDER_OF_SPLIT.items()
-    }
-    if splits["train"] is None and not (whole and splits["test"]):
-        splits = {"train": path, "test": path if whole else None}
-    folder = splits[split]
+    splits = _split_folders(path)
+    if "train" not in splits and not (whole and "test" in splits):
+        splits = {"train": path} | ({"test": path} if whole else {})
+    folder = splits.get(split)
     if folder is None:
         return None
+    left_out = [] if folder == path or split == "test" else _beside_splits(path, splits)
     paths = None
     if folder.is_file():
         listed = read_file_list(folder)
         folder, name, paths = listed["folder"], listed["folder"], listed["files"]
     try:
         if split == "test" and class_names is None and labelled:
-            class_names = _class_folders(splits["train"])
-        options = {"labelled": labelled, "class_names": class_names, "paths": paths}
-        return FolderDataset(folder, name, split, **options)
+            class_names = _class_folders(splits.get("train"))
+        return FolderDataset(
+            folder,
+            name,
+            split,
+            labelled=labelled,
+            class_names=class_names,
+            paths=paths,
+            left_out=left_out,
+        )
     except FileNotFoundError as error:
         raise DatasetUnavailable(str(error)) from None
+
+
+def _split_folders(path: Path) -> dict[str, Path]:
+    """Return the folders of images of the splits; empty if the folder holds one whole data set.
+
+    A name alone does not make a split, since `train` may be a class: a split is beside another one,
+    or it is all that the folder holds.
+    """
+    try:
+        folders = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_dir()}
+    except OSError:  # a list of files, or a folder that cannot be listed, which opening it reports
+        return {}
+    by_name = {name.lower(): entry for name, entry in folders.items()} | folders
+    splits: dict[str, Path] = {}
+    for split, names in _SPLITS_OF_IMAGES.items():
+        places = (by_name[name] for name in names if name in by_name)
+        if (place := next(places, None)) is not None:
+            splits[split] = place
+    has_siblings = "train" in splits and (
+        "test" in splits or any(n in by_name for n in _UNLABELLED)
+    )
+    if splits and not has_siblings and _images_beside(path, splits):
+        return {}
+    return splits
+
+
+def _images_beside(path: Path, splits: Mapping[str, Path]) -> dict[str, int]:
+    """Return folder -> number of images for what is beside the split folders; `` for loose ones."""
+    numbers: Counter[str] = Counter()
+    split_names = {folder.name for folder in splits.values()}
+    for image in find_images(path, skip=split_names):
+        first, separator, _ = image.partition(os.sep)
+        numbers[first if separator else ""] += 1
+    return dict(numbers)
+
+
+def _beside_splits(path: Path, splits: Mapping[str, Path]) -> list[LeftOut]:
+    """Describe the images of a folder that are in neither split."""
+    names = printable(" and ".join(f"{folder.name}/" for folder in splits.values()))
+    held_out = _SPLITS_OF_IMAGES["test"]
+    left_out = []
+    for folder, n in sorted(_images_beside(path, splits).items()):
+        what = printable(f"{counted(n, 'image')} in {folder}/" if folder else counted(n, "image"))
+        reason = f"the splits are {names}"
+        if folder:
+            option = "dataset_test" if folder.lower() in held_out else "dataset"
+            reason += f"; to use them: --{option} {printable(str(path / folder))}"
+        left_out.append(LeftOut(what, reason))
+    return left_out
 
 
 def _class_folders(train: Path | None) -> tuple[str, ...] | None:

@@ -6,7 +6,8 @@ import errno
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,16 +17,14 @@ import numpy as np
 from PIL import Image
 
 from ssl_kd.datasets.decode import UnreadableImage, decode
-from ssl_kd.datasets.usage import LeftOut, Usage, counted
+from ssl_kd.datasets.formats import EXTENSIONS, suffix_of, way_to_read
+from ssl_kd.datasets.usage import SHOWN, LeftOut, Usage, counted
 from ssl_kd.errors import InputError
 from ssl_kd.files import release_pages
 from ssl_kd.files.state import DIGEST_BYTES, FileState
 
 logger = logging.getLogger(__name__)
 
-EXTENSIONS = frozenset(
-    ".jpg .jpeg .jfif .png .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .pnm".split()
-)
 LARGE = 256 << 20
 """Size in bytes above which a message is logged before reading all data for the fingerprint."""
 BLOCK = 1 << 20
@@ -94,10 +93,11 @@ class ArrayDataset(ImageDataset):
 class FolderDataset(ImageDataset):
     """A data set of the image files in a folder and its subfolders, or of those in `paths`.
 
-    Hidden files are skipped. Symbolic links that leave the folder are listed but not followed:
-    reading such an image raises UnreadableImage. If `labelled`, the subfolders of `root` are
-    classes, in the order of `class_names`, and images directly in `root` have the label -1; the
-    fingerprint does not depend on `labelled`.
+    Hidden files are skipped. A link to an image file is read, also if the file is outside of the
+    folder, and `usage` has the number of such links; links among `paths` are not followed out of
+    the folder. Links to folders are not entered: reading them raises UnreadableImage. If
+    `labelled`, the subfolders of `root` are classes, in the order of `class_names`, and images
+    directly in `root` have the label -1; the fingerprint does not depend on `labelled`.
     """
 
     def __init__(
@@ -109,16 +109,25 @@ class FolderDataset(ImageDataset):
         labelled: bool = False,
         class_names: tuple[str, ...] | None = None,
         paths: Iterable[str] | None = None,
+        left_out: Sequence[LeftOut] = (),
     ) -> None:
         self.root = Path(root)
         if not self.root.is_dir():
             raise FileNotFoundError(f"the image folder {self.root} does not exist")
-        self.paths = sorted(find_images(self.root) if paths is None else paths)
+        # A list of files is written by a watch, into whose folder others may put links.
+        self.follows_links = paths is None
+        if paths is None:
+            entries = list(_walk(self.root))
+            paths = (path for path, kind in entries if kind == "image")
+            left_out = [*left_out, *_not_read(entries)]
+        self.paths = sorted(paths)
         if self.paths == [os.curdir]:
             raise PermissionError(errno.EACCES, "the folder cannot be listed", str(self.root))
         if not self.paths:
+            others = "".join(f". Not read: {part}" for part in left_out)
             raise FileNotFoundError(
                 f"no image in {self.root}; expected {' '.join(sorted(EXTENSIONS))} at any depth"
+                f"{others}"
             )
         first = [
             _printable(path.split(os.sep)[0]) if os.sep in path else None for path in self.paths
@@ -135,7 +144,7 @@ class FolderDataset(ImageDataset):
             number = {name: i for i, name in enumerate(names)}
             labels = np.array([-1 if c is None else number[c] for c in first], dtype=np.int64)
         ids = list(map(image_id, self.paths))
-        super().__init__(name, split, ids, labels, names, "")
+        super().__init__(name, split, ids, labels, names, "", left_out=left_out)
         del self.fingerprint  # it is computed when it is first read
 
     @cached_property
@@ -150,7 +159,23 @@ class FolderDataset(ImageDataset):
 
     @cached_property
     def _digests(self) -> tuple[str, list[tuple[FileState, bytes] | None]]:
-        return digest_files(self.root, self.paths)
+        return digest_files(self.root, self.paths, follow_links=self.follows_links)
+
+    @property
+    def usage(self) -> Usage:
+        """What of the folder is used, and what is left out."""
+        used = counted(len(self), "image")
+        if self.class_names is not None:
+            used += f" of {counted(len(self.class_names), 'class', 'classes')}"
+        elif self.folders:
+            used += f" in {counted(len(self.folders), 'folder')}"
+        files = [self.root / path for path in self.paths] if self.follows_links else []
+        links = [file for file in files if file.is_file() and not is_inside(file, self.root)]
+        if links:
+            places = sorted({os.path.dirname(os.path.realpath(link)) for link in links})
+            more = f" and {len(places) - 1:,} more" if len(places) > 1 else ""
+            used += f", {len(links):,} of them links to files in {places[0]}{more}"
+        return Usage(used, self.left_out)
 
     def image_file(self, i: int) -> Path:
         """Return the file of image `i`."""
@@ -158,17 +183,22 @@ class FolderDataset(ImageDataset):
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`; raise UnreadableImage."""
-        return read_image(self.root, self.paths[i])
+        return read_image(self.root, self.paths[i], follow_links=self.follows_links)
 
 
-def read_image(root: Path, relative: str) -> Image.Image:
-    """Decode an image file below `root` to mode `L` or `RGB`; raise UnreadableImage."""
+def read_image(root: Path, relative: str, *, follow_links: bool = False) -> Image.Image:
+    """Decode an image file below `root` to mode `L` or `RGB`; raise UnreadableImage.
+
+    Unless `follow_links`, a link to a file outside of `root` is not read.
+    """
     path, reason = root / relative, ""
     try:
-        if not is_inside(path, root):
-            reason = "a symbolic link that leaves the data folder"
-        elif path.is_dir() and not path.is_symlink():
+        if path.is_dir() and path.is_symlink():
+            reason = "a link to a folder, which is not entered: link its images one by one"
+        elif path.is_dir():
             reason = "a folder that cannot be listed"
+        elif not follow_links and not is_inside(path, root):
+            reason = "a symbolic link that leaves the data folder"
         elif not path.is_file():  # opening a pipe would block
             reason = "a broken link, a folder or a device, not a file"
     except OSError as error:
@@ -195,27 +225,64 @@ def is_inside(path: Path, root: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
-def find_images(root: Path) -> Iterator[str]:
+def find_images(root: Path, skip: Collection[str] = ()) -> Iterator[str]:
     """Yield the paths of all image files in `root` and its subfolders, relative to `root`.
+
+    `skip` has the names of subfolders of `root` that are not entered.
 
     Symbolic links to folders are not entered. They, and folders that cannot be listed, are yielded
     as entries, so that reading them reports why they are left out; `.` stands for `root` itself.
     """
+    return (path for path, kind in _walk(root, skip) if kind == "image")
+
+
+def _walk(root: Path, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield each entry below `root` with its kind: `image`, `hidden` or `other`."""
     unlisted: list[OSError] = []
     for folder, folders, files in os.walk(root, onerror=unlisted.append):
-        folders[:] = [f for f in folders if not f.startswith(".")]
-        links = [f for f in folders if os.path.islink(os.path.join(folder, f))]
-        for file in files + links:
-            is_image = os.path.splitext(file)[1].lower() in EXTENSIONS and not file.startswith(".")
-            if is_image or file in links:
-                yield os.path.relpath(os.path.join(folder, file), root)
+        hidden = [f for f in folders if f.startswith(".")]
+        skipped = skip if folder == os.fspath(root) else ()
+        folders[:] = [f for f in folders if f not in hidden and f not in skipped]
+        kinds = [(f + os.sep, "hidden") for f in hidden]
+        kinds += [(f, "image") for f in folders if os.path.islink(os.path.join(folder, f))]
+        for file in files:
+            is_image = suffix_of(file) in EXTENSIONS
+            kinds.append((file, "hidden" if file[0] == "." else "image" if is_image else "other"))
+        for name, kind in kinds:
+            yield os.path.join(os.path.relpath(folder, root), name).removeprefix("./"), kind
     for error in unlisted:
-        yield os.path.relpath(error.filename, root)
+        yield os.path.relpath(error.filename, root), "image"
 
 
-def _is_file(path: Path, root: Path) -> bool:
+def _not_read(entries: Iterable[tuple[str, str]]) -> list[LeftOut]:
+    """Describe the files of a folder that are not read: pictures by their suffix, then others."""
+    pictures: dict[str, list[str]] = {}
+    hidden: list[str] = []
+    others: Counter[str] = Counter()
+    for path, kind in sorted(entries):
+        suffix = suffix_of(path)
+        if kind == "hidden":
+            hidden.append(_printable(path))
+        elif kind == "other" and way_to_read(suffix) is not None:
+            pictures.setdefault(suffix, []).append(_printable(path))
+        elif kind == "other":
+            others[_printable(suffix) or "without a suffix"] += 1
+    left_out = []
+    for suffix, names in pictures.items():
+        what = counted(len(names), f"file {suffix}", f"files {suffix}")
+        left_out.append(LeftOut(what, way_to_read(suffix) or "", names))
+    if others:
+        suffixes = ", ".join(f"{n:,} {suffix}" for suffix, n in others.most_common(SHOWN))
+        left_out.append(LeftOut(counted(others.total(), "other file"), f"no images: {suffixes}"))
+    if hidden:
+        reason = "names that begin with a dot are skipped"
+        left_out.append(LeftOut(f"{len(hidden):,} hidden", reason, hidden))
+    return left_out
+
+
+def _is_file(path: Path, root: Path, follow_links: bool) -> bool:
     try:
-        return is_inside(path, root) and path.is_file()
+        return (follow_links or is_inside(path, root)) and path.is_file()
     except OSError:  # a folder that may be listed but not entered
         return False
 
@@ -234,7 +301,7 @@ def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:
 
 
 def digest_files(
-    root: Path, paths: Sequence[str]
+    root: Path, paths: Sequence[str], *, follow_links: bool = False
 ) -> tuple[str, list[tuple[FileState, bytes] | None]]:
     """Compute the SHA-256 of the names, sizes and contents of files, ignoring their times.
 
@@ -245,14 +312,14 @@ def digest_files(
     total = 0
     for path in paths:
         file = root / path
-        size = file.stat().st_size if _is_file(file, root) else -1
+        size = file.stat().st_size if _is_file(file, root, follow_links) else -1
         digest.update(f"{size} ".encode() + os.fsencode(path) + b"\0")
         total += max(size, 0)
     _log_if_large(total)
     files: list[tuple[FileState, bytes] | None] = []
     for path in paths:
         file, own = root / path, hashlib.sha256()
-        state = FileState.of(file) if _is_file(file, root) else None
+        state = FileState.of(file) if _is_file(file, root, follow_links) else None
         try:
             if state is not None:
                 with open(file, "rb", buffering=0) as content:

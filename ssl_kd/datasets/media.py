@@ -15,7 +15,7 @@ from PIL import Image
 from pyarrow import types
 
 from ssl_kd.datasets.decode import UnreadableImage, decode
-from ssl_kd.datasets.images import EXTENSIONS
+from ssl_kd.datasets.formats import EXTENSIONS
 from ssl_kd.datasets.spill import LazyStrings
 from ssl_kd.datasets.tables import (
     Table,

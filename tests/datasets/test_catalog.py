@@ -38,7 +38,7 @@ def test_digits_are_split_once_and_for_all():
     assert open_dataset("digits", "train").fingerprint == train.fingerprint != test.fingerprint
 
 
-@pytest.mark.parametrize("test_folder", ["test", "val"])
+@pytest.mark.parametrize("test_folder", ["test", "val", "Valid", "DEV"])
 def test_folder_with_splits(tmp_path, test_folder):
     for name in ("train/ant/a.png", "train/bee/b.png", f"{test_folder}/bee/c.png"):
         picture(tmp_path / name)
@@ -50,6 +50,60 @@ def test_folder_with_splits(tmp_path, test_folder):
     assert test.labels is not None and test.labels.tolist() == [1]
     assert test.class_names == train.class_names == ("ant", "bee")
     assert open_dataset(str(tmp_path), "test").labels is None  # not asked for
+
+
+def opened(root, split="train", **options):
+    """Return the ids, the class names and what is left out of one split of a folder."""
+    data = open_dataset(str(root), split, **options)
+    return data.ids, data.class_names, [str(part) for part in data.usage.left_out]
+
+
+SPLIT_NAMES = [["bus", "car", "train"], ["bus", "Test"], ["train", "truck"], ["test", "val"]]
+
+
+@pytest.mark.parametrize("names", SPLIT_NAMES)
+def test_a_class_with_the_name_of_a_split_is_a_class(tmp_path, names):
+    for name in names:
+        picture(tmp_path / name / "a.png")
+    ids, classes, left_out = opened(tmp_path, labels="folders")
+    assert classes == tuple(sorted(names)) and ids == [f"{name}/a.png" for name in classes]
+    assert left_out == []
+    with pytest.raises(NoSuchSplit):
+        opened(tmp_path, "test")
+    assert opened(tmp_path, "test", whole=True)[0] == ids
+
+
+def test_a_folder_train_beside_loose_images_is_a_folder_and_alone_it_is_the_split(tmp_path):
+    picture(tmp_path / "train" / "ant" / "a.png")
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "a.txt").write_text("0")
+    assert opened(tmp_path, labels="folders")[:2] == (["ant/a.png"], ("ant",))
+    picture(tmp_path / "loose.png")
+    assert opened(tmp_path)[0] == ["loose.png", "train/ant/a.png"]
+
+
+def test_images_beside_the_splits_are_left_out_by_name_and_number(tmp_path):
+    for name in ("train/a.png", "train/train/b.png", "test/c.png", "d.png"):
+        picture(tmp_path / name)
+    for i in range(3):
+        picture(tmp_path / "valid" / f"{i}.png")
+        picture(tmp_path / "unlabeled" / "deep" / f"{i}.png")
+    ids, _, left_out = opened(tmp_path)
+    splits = "the splits are train/ and test/"
+    assert ids == ["a.png", "train/b.png"] and opened(tmp_path, "test") == (["c.png"], None, [])
+    assert left_out == [
+        f"1 image: {splits}",
+        f"3 images in unlabeled/: {splits}; to use them: --dataset {tmp_path}/unlabeled",
+        f"3 images in valid/: {splits}; to use them: --dataset_test {tmp_path}/valid",
+    ]
+
+
+def test_a_folder_of_unlabeled_images_is_no_class_beside_the_split(tmp_path):
+    for name in ("train/ant/a.png", "train/bee/b.png", "unlabeled/c.png"):
+        picture(tmp_path / name)
+    ids, classes, left_out = opened(tmp_path, labels="folders")
+    assert classes == ("ant", "bee") and len(ids) == 2
+    assert left_out[0].startswith("1 image in unlabeled/: the splits are train/")
 
 
 def test_fashion_mnist_from_the_original_archives(shared_data, tmp_path):

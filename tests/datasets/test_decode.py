@@ -1,12 +1,15 @@
+import io
 import json
 import subprocess
 import sys
+import types
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from ssl_kd.datasets import UnreadableImage, decode
+from ssl_kd.datasets import UnreadableImage, decode, formats
 from tests.faults.matrix import row
 
 
@@ -156,3 +159,134 @@ def test_every_kind_is_turned_as_its_file_says(tmp_path, mode):
     Image.new(mode, (200, 150)).save(path, exif=exif)
     seen = decode(path)
     assert seen.size == (150, 200) and seen.mode in ("L", "RGB")
+
+
+CORNER = np.zeros((32, 48), np.uint8)
+CORNER[:10, :14] = 255
+CORNER[20:, 40:] = 85
+
+
+def content(image, format, **options):
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def in_mode(mode):
+    """Return the image CORNER in a mode of Pillow."""
+    if mode in ("I", "I;16"):
+        return Image.fromarray((CORNER * 257.0).astype(np.int32 if mode == "I" else np.uint16))
+    if mode == "F":
+        return Image.fromarray(CORNER.astype(np.float32) / 255)
+    if mode == "1":
+        return Image.fromarray(CORNER > 128)
+    image = Image.fromarray(CORNER).convert("RGB")
+    return image.quantize(8) if mode == "P" else image.convert(mode)
+
+
+FILES = [
+    *[("PNG", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")],
+    *[("TIFF", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F")],
+    *[("JPEG", mode) for mode in ("L", "RGB", "CMYK")],
+    *[("GIF", "P"), ("BMP", "RGB"), ("WEBP", "RGBA"), ("PPM", "L"), ("JPEG2000", "RGB")],
+    ("AVIF", "RGB"),
+]
+
+
+@pytest.mark.parametrize(("format", "mode"), FILES)
+def test_a_file_and_its_content_give_the_same_image(tmp_path, format, mode):
+    if format not in formats.FORMATS:
+        pytest.skip(f"this Pillow reads no {format}")
+    data = content(in_mode(mode), format)
+    (tmp_path / "x").write_bytes(data)
+    of_file, of_content = decode(tmp_path / "x"), decode(io.BytesIO(data), "x")
+    assert of_file.mode == of_content.mode
+    np.testing.assert_array_equal(np.asarray(of_file), np.asarray(of_content))
+    assert of_file.info["ssl_kd.bytes"] == of_content.info["ssl_kd.bytes"] == len(data)
+    expected = (CORNER > 128) * 255 if mode == "1" else CORNER
+    got = np.asarray(of_file.convert("L"), np.float64)
+    assert np.abs(got - expected).mean() < (12 if mode == "CMYK" else 2)
+
+
+def test_content_stays_open_after_it_is_decoded():
+    file = io.BytesIO(content(in_mode("RGBA"), "PNG"))
+    decode(file)
+    assert decode(file).size == (48, 32)
+
+
+TRANSPOSE = Image.Transpose
+STORED = {
+    5: TRANSPOSE.TRANSPOSE,
+    6: TRANSPOSE.ROTATE_90,
+    7: TRANSPOSE.TRANSVERSE,
+    8: TRANSPOSE.ROTATE_270,
+}
+"""Orientation -> how the image CORNER is stored in a file with this tag."""
+
+
+@pytest.mark.parametrize("compression", [None, "tiff_lzw"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F"])
+def test_a_turned_tiff_is_shown_upright(tmp_path, mode, compression):
+    expected = (CORNER > 128) * 255 if mode == "1" else CORNER
+    for orientation, method in STORED.items():
+        exif = Image.Exif()
+        exif[0x112] = orientation
+        stored = in_mode(mode).transpose(method)
+        stored.save(tmp_path / "t.tif", exif=exif, compression=compression)
+        got = np.asarray(decode(tmp_path / "t.tif").convert("L"), np.float64)
+        assert got.shape == CORNER.shape
+        assert np.abs(got - expected).mean() < 1, orientation
+
+
+def refusal(source):
+    with pytest.raises(UnreadableImage) as error:
+        decode(io.BytesIO(source) if isinstance(source, bytes) else source, "x")
+    return error.value.is_damaged, error.value.reason
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "PPM"])
+def test_half_a_file_is_damaged(format):
+    data = content(in_mode("L"), format)
+    assert refusal(data[: len(data) // 2])[0] and refusal(b"")[0] and refusal(b"no image")[0]
+
+
+def test_a_file_that_may_be_intact_is_not_called_damaged(tmp_path, monkeypatch):
+    intact = [tmp_path / "missing.png", tmp_path, b"8BPS\0\1" + bytes(99)]
+    of_five_channels = content(in_mode("L"), "TIFF", tiffinfo={277: 5})
+    intact.append(of_five_channels)
+    not_finite = Image.fromarray(np.array([[0.0, np.nan]], np.float32))
+    intact.append(content(not_finite, "TIFF"))
+    for source in intact:
+        assert not refusal(source)[0], source
+    data = content(in_mode("L"), "PNG")
+    monkeypatch.setattr(sys.modules["ssl_kd.datasets.decode"], "LARGEST", 99)
+    assert not refusal(data)[0]
+
+
+HEIC = b"\0\0\0\x18ftypheic" + bytes(99)
+
+
+@pytest.mark.skipif(find_spec("pillow_heif") is not None, reason="pillow-heif is installed")
+def test_a_format_that_needs_a_package_names_it():
+    is_damaged, reason = refusal(HEIC)
+    assert not is_damaged and "install pillow-heif" in reason
+    assert ".heic" not in formats.EXTENSIONS and ".jpe" in formats.EXTENSIONS
+
+
+def test_a_plugin_of_pillow_is_used_if_it_is_installed(monkeypatch):
+    class Red(ImageFile.ImageFile):
+        format = "RED"
+
+        def _open(self):
+            self._mode, self._size, self.tile = "RGB", (2, 3), []
+            self.im = Image.new("RGB", self._size, "red").im
+
+    def register():
+        Image.register_open("RED", Red, lambda head: head[8:12] == b"heic")
+
+    plugin = formats.Plugin("RED", ".heic", "red", "red_plugin", "register")
+    monkeypatch.setattr(formats, "_INSTALLED", [plugin])
+    monkeypatch.setitem(sys.modules, "red_plugin", types.SimpleNamespace(register=register))
+    monkeypatch.setattr(Image, "OPEN", Image.OPEN.copy())
+    monkeypatch.setattr(Image, "ID", Image.ID.copy())
+    assert decode(io.BytesIO(HEIC)).getpixel((0, 0)) == (255, 0, 0)

@@ -50,33 +50,82 @@ def test_folder_without_an_image_says_what_was_looked_for(tmp_path):
         FolderDataset(tmp_path, "mine", "train")
 
 
-def test_links_out_of_the_folder_are_named_and_not_followed(tmp_path):
+@pytest.fixture
+def linked(tmp_path):
+    """Return a folder with links of every kind."""
     outside = picture(tmp_path / "outside" / "secret.png")
+    (tmp_path / "outside" / "key.txt").write_text("not a picture")
     root = tmp_path / "root"
     inside = picture(root / "cat" / "a.png")
     (root / "cat" / "escape.png").symlink_to(outside)
     (root / "cat" / "dots.png").symlink_to("../../outside/secret.png")
     (root / "cat" / "kept.png").symlink_to(inside)
+    (root / "cat" / "key.png").symlink_to(tmp_path / "outside" / "key.txt")
     (root / "cat" / "broken.png").symlink_to(root / "nowhere.png")
     (root / "cat" / "loop.png").symlink_to("loop.png")
+    (root / "cat" / "zero.png").symlink_to("/dev/zero")
+    (root / "cat" / "up").symlink_to("..")
     (root / "dog").symlink_to(tmp_path / "outside")
-    data = FolderDataset(root, "mine", "train")
-    verdict = {}
+    return root
+
+
+def verdicts(data):
+    seen = {}
     for i, name in enumerate(data.ids):
         try:
-            verdict[name] = data.image(i).size
+            seen[name] = data.image(i).size
         except UnreadableImage as error:
             assert error.id == name
-            verdict[name] = error.reason.split(",")[0]
-    assert verdict == {
+            seen[name] = error.reason.split(",")[0]
+    return seen
+
+
+def test_links_to_images_are_read_and_counted_and_no_others_are_followed(linked):
+    data = FolderDataset(linked, "mine", "train")
+    assert verdicts(data) == {
         "cat/a.png": (4, 3),
         "cat/broken.png": "a broken link",
-        "cat/dots.png": "a symbolic link that leaves the data folder",
+        "cat/dots.png": (4, 3),
+        "cat/escape.png": (4, 3),
+        "cat/kept.png": (4, 3),
+        "cat/key.png": "UnidentifiedImageError: cannot identify image file",
+        "cat/loop.png": "a broken link",
+        "cat/up": "a link to a folder",
+        "cat/zero.png": "a broken link",
+        "dog": "a link to a folder",
+    }
+    outside = os.path.realpath(linked.parent / "outside")
+    assert data.usage.used == f"10 images in 1 folder, 3 of them links to files in {outside}"
+    picture(linked.parent / "outside" / "secret.png", value=7)
+    assert FolderDataset(linked, "mine", "train").fingerprint != data.fingerprint
+
+
+def test_links_in_a_list_of_files_are_not_followed_out_of_the_folder(linked):
+    paths = ["cat/a.png", "cat/escape.png", "cat/kept.png"]
+    data = FolderDataset(linked, "mine", "train", paths=paths)
+    assert verdicts(data) == {
+        "cat/a.png": (4, 3),
         "cat/escape.png": "a symbolic link that leaves the data folder",
         "cat/kept.png": (4, 3),
-        "cat/loop.png": "a broken link",
-        "dog": "a symbolic link that leaves the data folder",
     }
+    assert data.usage.used == "3 images in 1 folder"
+
+
+def test_files_that_are_not_read_are_counted_by_suffix_with_what_reads_them(tmp_path):
+    picture(tmp_path / "a.png")
+    for name in ("b.HEIC", "deep/c.heic", "d.cr2", "e.txt", "f", ".hidden.png", ".git/g.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    left_out = [str(part) for part in FolderDataset(tmp_path, "mine", "train").usage.left_out]
+    assert left_out == [
+        "2 files .heic (b.HEIC, deep/c.heic): install pillow-heif to read them",
+        "1 file .cr2 (d.cr2): convert them to TIFF, with rawpy",
+        "2 other files: no images: 1 .txt, 1 without a suffix",
+        "2 hidden (.git/, .hidden.png): names that begin with a dot are skipped",
+    ]
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(FileNotFoundError, match="no image in .*2 files .heic .*pillow-heif"):
+        FolderDataset(tmp_path, "mine", "train")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")

@@ -266,9 +266,9 @@ def closed(monkeypatch):
         refuse(path)
         return scan(path)
 
-    def open_image(path, *args, **kwargs):
-        refuse(path)
-        return opening(path, *args, **kwargs)
+    def open_image(file, *args, **kwargs):
+        refuse(getattr(file, "name", file))
+        return opening(file, *args, **kwargs)
 
     monkeypatch.setattr(os, "scandir", scandir)
     monkeypatch.setattr(Image, "open", open_image)

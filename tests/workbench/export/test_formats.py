@@ -16,6 +16,7 @@ from huggingface_hub import DatasetCard, ModelCard
 from PIL import Image
 from pyarrow import parquet
 
+from ssl_kd.datasets import FolderDataset, open_dataset
 from ssl_kd.errors import InputError
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.decisions import Curation
@@ -29,6 +30,16 @@ RING = 'ring "o" <&>'
 @pytest.fixture
 def content(photo_run):
     return replace(Content.of(Samples(photo_run)), names={1: RING})
+
+
+def test_folders_of_links_are_data_for_another_run(content, tmp_path):
+    out = export(content, "folders", tmp_path / "by cluster")
+    data = open_dataset(str(out), "train", labels="folders")
+    assert isinstance(data, FolderDataset) and data.class_names is not None
+    assert len(data) == len(content) and data.labels is not None
+    assert np.bincount(data.labels).tolist() == np.bincount(content.clusters).tolist()
+    assert np.array_equal(np.asarray(data.image(0)).shape, (8, 8))
+    assert f"{len(data)} of them links to files in" in data.usage.used
 
 
 def test_fiftyone_samples(photo_run, content, tmp_path):
