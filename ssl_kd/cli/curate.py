@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd.cli.flags import FlagParser
-from ssl_kd.errors import OK, InputError
+from ssl_kd.errors import OK, InputError, UserError
 from ssl_kd.settings.early import home_resolved
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ssl_kd.store import EmbeddingStore
     from ssl_kd.training.clock import Progress
     from ssl_kd.workbench.run import Run
+
+logger = logging.getLogger(__name__)
 
 MAX_LISTED = 1000  # outliers and suspect labels in their tables
 
@@ -83,7 +86,7 @@ def _parser() -> FlagParser:
     add("--out", type=home_resolved, help="new folder for the tables; default: FOLDER/curated")
     undo = "ssl_kd explore RUN --undo includes them again"
     switches = {
-        "--images": "find corrupt, blank and tiny images; measure all for explore",
+        "--images": "find damaged, blank and tiny images; measure all for explore",
         "--exclude": f"exclude the samples that are not kept from the run; {undo}",
         "--force": "replace existing tables",
     }
@@ -138,6 +141,7 @@ def _check(
     progress: Progress,
 ) -> tuple[list[tuple[str, str, arrow.Table]], NDArray[np.bool_]]:
     """Return name, summary and table of each check, and a mask of the samples to keep `[n]`."""
+    from ssl_kd.datasets.usage import counted
     from ssl_kd.workbench.curate import leaks, mislabelled, near_duplicates, outliers
     from ssl_kd.workbench.metadata import write_measures
 
@@ -145,24 +149,36 @@ def _check(
         return lambda done, total: progress(stage, done, total, {})
 
     floor, split, pictures, sizes = flags.duplicates, flags.split, None, None
-    if run is not None and (flags.images or flags.rule == "largest"):
-        pictures = run.odd_images(split, progress=show("images"))
+    is_needed = flags.images or flags.rule == "largest"
+    if run is not None and (is_needed or run.samples.pictured):
+        try:
+            pictures = run.odd_images(split, progress=show("images"))
+        except (UserError, OSError) as error:
+            if is_needed:
+                raise
+            logger.warning("copies are found by their embeddings alone: %s", error)
+    if run is not None and pictures is not None:
         write_measures(run.samples, split, pictures.measures)
         sizes = pictures.sizes if flags.rule == "largest" else None
-    copies = near_duplicates(store, floor=floor, progress=show("copies"))
+    copies = near_duplicates(store, floor=floor, pictures=pictures, progress=show("copies"))
     kept = copies.kept(floor, sizes=sizes)
     summary = (
         f"{int((~kept).sum()):,} duplicates to drop, in {len(copies.groups(floor)):,} groups; "
         f"{len(copies.exact):,} groups are exactly equal"
     )
+    if n_alike := int(copies.same_picture.sum()):
+        summary += f"; {counted(n_alike, 'pair')} by the look of the images"
     tables = [("duplicates", summary, copies.frame(floor, kept))]
     ranked = outliers(store, progress=show("outliers"))
     n_listed = min(len(ranked), MAX_LISTED)
     summary = f"the {n_listed:,} most unusual of {len(ranked):,} samples, most unusual first"
     tables.append(("outliers", summary, ranked.top(MAX_LISTED).frame()))
-    if pictures is not None:
+    if pictures is not None and is_needed:
         kept[list(pictures.reasons)] = False
-        summary = f"{len(pictures.reasons):,} corrupt, blank or tiny images"
+        summary = f"{len(pictures.reasons):,} damaged, blank or tiny images"
+        if pictures.unchecked:
+            n_unchecked = len(pictures.unchecked)
+            summary += f"; {n_unchecked:,} that could not be read are listed, and kept"
         tables.append(("images", summary, pictures.frame()))
     if test is not None:
         leaked = leaks(store, test, floor, progress=show("leaks"))

@@ -231,8 +231,13 @@ class Samples:
             return None
         return rows.table.root.absolute()
 
+    @property
+    def pictured(self) -> bool:
+        """Whether the samples have pictures."""
+        return has_pictures(self.metrics) or (self.media or {}).get("kind") == "image"
+
     def _picture(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
-        if not has_pictures(self.metrics) and (self.media or {}).get("kind") != "image":
+        if not self.pictured:
             return None
         found = self.row_of_data(row)
         return found if found is not None and found[0].pictured else None

@@ -221,9 +221,18 @@ class Run:
                 frame[name] = column.to_pandas(types_mapper=nullable.get)
         return frame
 
-    def duplicates(self, split: str = "train", *, floor: float | None = None) -> Duplicates:
-        """Find exact and near copies in a split (`curate.near_duplicates`)."""
-        return curate.near_duplicates(self.samples.store(split), floor=floor)
+    def duplicates(
+        self,
+        split: str = "train",
+        *,
+        floor: float | None = None,
+        pictures: ImageChecks | None = None,
+    ) -> Duplicates:
+        """Find exact and near copies in a split (`curate.near_duplicates`).
+
+        `pictures`, from `odd_images`, adds images that were shrunk or compressed again.
+        """
+        return curate.near_duplicates(self.samples.store(split), floor=floor, pictures=pictures)
 
     def leaks(
         self, train: str = "train", test: str = "test", threshold: float | None = None
@@ -249,7 +258,7 @@ class Run:
     def odd_images(
         self, split: str = "train", *, progress: Callable[[int, int], None] | None = None
     ) -> ImageChecks:
-        """Find unreadable, blank and tiny images of a split (`curate.odd_images`)."""
+        """Find damaged, blank and tiny images of a split (`curate.odd_images`)."""
         samples = self.samples
         ids, rows = samples.column("file", split).tolist(), samples.splits[split]
         return curate.odd_images(ids, lambda row: samples.image(rows.start + row), progress)

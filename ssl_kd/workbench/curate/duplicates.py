@@ -13,6 +13,8 @@ from scipy.sparse.csgraph import connected_components
 
 from ssl_kd.errors import InputError
 from ssl_kd.store import EmbeddingStore, find_neighbors
+from ssl_kd.workbench.curate.image_checks import ImageChecks
+from ssl_kd.workbench.curate.look_alikes import look_alikes
 from ssl_kd.workbench.curate.neighbor_spacing import (
     SAME,
     Progress,
@@ -40,6 +42,8 @@ class Duplicates:
         similarity: cosine of each pair `[m]`.
         chance: estimated share of pairs at least this close that are close by chance `[m]`.
         first_equal: for each row, the first row with an equal embedding `[n]`.
+        same_picture: whether the images of each pair look the same `[m]`, see `look_alikes`. These
+            pairs are copies whatever their embeddings are.
         floor: all pairs with at least this cosine are included.
     """
 
@@ -51,12 +55,14 @@ class Duplicates:
         similarity: Reals,
         chance: Reals,
         first_equal: Rows,
+        same_picture: NDArray[np.bool_],
         floor: float,
     ) -> None:
         order = np.lexsort((second, first, -similarity, chance))
         self.store, self.floor, self.first_equal = store, floor, first_equal
         self.first, self.second = first[order], second[order]
         self.similarity, self.chance = similarity[order], chance[order]
+        self.same_picture = same_picture[order]
 
     def __len__(self) -> int:
         """Return the number of pairs, whatever their similarity."""
@@ -75,19 +81,20 @@ class Duplicates:
 
         Args:
             threshold: minimum cosine of copies. None accepts pairs that are closer than chance
-                explains, given the distances around them, at a false discovery rate of 1 %.
+                explains, given the distances around them, at a false discovery rate of 1 %. Pairs
+                of the same picture count at any threshold.
 
         Raises:
             InputError: the threshold is below `floor` or above 1.
         """
         if threshold is None:
-            return self.chance <= CHANCE
+            return (self.chance <= CHANCE) | self.same_picture
         if not self.floor <= threshold <= 1:
             raise InputError(
                 f"threshold is {threshold}; expected a cosine from {self.floor:.4f} to 1. For a "
                 "lower threshold, pass a lower floor to near_duplicates"
             )
-        return self.similarity >= threshold
+        return (self.similarity >= threshold) | self.same_picture
 
     def labels(self, threshold: float | None = None) -> Rows:
         """Return the first row of each row's group, `[n]`; its own number if it has no copy."""
@@ -126,13 +133,17 @@ class Duplicates:
         Returns:
             The columns `group` (first row of the group), `row`, `file`, `size` (number of rows in
             the group), `similarity` (to the most similar row of the group), `exact` (True if
-            another row is equal) and `kept`.
+            another row is equal), `same_picture` (True if another row is the same picture, shrunk
+            or compressed again) and `kept`.
         """
         labels, chosen = self.labels(threshold), self.pairs(threshold)
         kept = self.kept(threshold) if kept is None else kept
         best = np.full(self.store.n, -1.0)
         for ends in (self.first[chosen], self.second[chosen]):
             np.maximum.at(best, ends, self.similarity[chosen])
+        same_picture = np.zeros(self.store.n, bool)
+        for ends in (self.first, self.second):
+            same_picture[ends[self.same_picture]] = True
         equal = np.bincount(self.first_equal, minlength=self.store.n)[self.first_equal] > 1
         rows, sizes = np.argsort(labels, kind="stable"), np.bincount(labels)[labels]
         rows, ids = rows[sizes[rows] > 1], self.store.ids
@@ -144,13 +155,18 @@ class Duplicates:
                 "size": sizes[rows],
                 "similarity": best[rows],
                 "exact": arrow.array(equal[rows]),
+                "same_picture": arrow.array(same_picture[rows]),
                 "kept": arrow.array(kept[rows]),
             }
         )
 
 
 def near_duplicates(
-    store: EmbeddingStore, *, floor: float | None = None, progress: Progress | None = None
+    store: EmbeddingStore,
+    *,
+    floor: float | None = None,
+    pictures: ImageChecks | None = None,
+    progress: Progress | None = None,
 ) -> Duplicates:
     """Find the pairs of samples that may be copies of each other.
 
@@ -166,6 +182,8 @@ def near_duplicates(
         store: n embeddings.
         floor: minimum cosine of the pairs to return, in addition to pairs that are closer than
             chance explains. None sets it so that a quarter of the rows has a pair.
+        pictures: the images of the rows, to find copies that were shrunk or compressed again, whose
+            embeddings may be less alike than those of similar images.
         progress: called with (rows done, n).
 
     Raises:
@@ -176,7 +194,8 @@ def near_duplicates(
     n = store.n
     if n < 2:
         none, empty = np.empty(0, np.int64), np.empty(0)
-        return Duplicates(store, none, none, empty, empty, np.arange(n), floor or 0.0)
+        no_pair = np.empty(0, bool)
+        return Duplicates(store, none, none, empty, empty, np.arange(n), no_pair, floor or 0.0)
     k = min(NEIGHBORS, n - 1)
     neighbors, _ = find_neighbors(store, k)
     measured = neighbor_distances(store, neighbors, progress=progress)
@@ -193,9 +212,15 @@ def near_duplicates(
         chosen &= equal[rows] != equal[others]
         one, other = rows[chosen], others[chosen]
         pairs.append((np.minimum(one, other), np.maximum(one, other), distance[chosen]))
+    alike, others_alike = _same_pictures(pictures, equal)
+    if len(alike):
+        blocks = neighbor_distances(store, torch.from_numpy(others_alike).unsqueeze(1), alike)
+        distances = [distance[:, 0] for _, _, distance in blocks]
+        pairs.append((alike, others_alike, np.concatenate(distances)))
     first, second, distance = (np.concatenate(part) for part in zip(*pairs, strict=True))
     keys, at = np.unique(first * np.int64(n) + second, return_index=True)
     first, second, distance = keys // n, keys % n, distance[at]
+    same_picture = np.isin(keys, alike * np.int64(n) + others_alike)
     chance = _chance(spacing, first, second, distance)
     # Equal rows are in one group by their links to the first of them.
     copies = np.flatnonzero(equal != np.arange(n))
@@ -206,8 +231,20 @@ def near_duplicates(
         np.concatenate([np.ones(len(copies)), similarity(distance)]),
         np.concatenate([np.zeros(len(copies)), chance]),
         equal,
+        np.concatenate([np.zeros(len(copies), bool), same_picture]),
         float(similarity(np.array(max_distance))) if floor is None else floor,
     )
+
+
+def _same_pictures(pictures: ImageChecks | None, equal: Rows) -> tuple[Rows, Rows]:
+    """Return the pairs of rows whose images look the same, but whose embeddings differ."""
+    if pictures is None:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    first, second = look_alikes(
+        pictures.small, pictures.measures["width"] / pictures.measures["height"]
+    )
+    differ = equal[first] != equal[second]
+    return first[differ], second[differ]
 
 
 def _first_equal(store: EmbeddingStore, spacing: Spacing) -> Rows:

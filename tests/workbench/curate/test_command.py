@@ -1,11 +1,14 @@
 """`ssl_kd curate`: tables of a run and of a cache, and invalid arguments."""
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as arrow
 import pytest
+from PIL import Image
 from pyarrow import csv, parquet
 
 from ssl_kd.cli import main
@@ -117,3 +120,28 @@ def test_a_run_with_embeddings_of_other_samples(photo_run, tmp_path, capsys):
     write(Path(tmp_path / "other"), distinct(50)[0])
     assert main(["curate", str(copy)]) == 2
     assert "holds 50 embeddings, but not those of" in error_of(capsys)
+
+
+def test_only_damaged_pictures_of_a_table_are_excluded(tmp_path, monkeypatch):
+    """The pictures are embedded in modes that are converted before they are shown."""
+    modes = ["RGBA", "P", "1", "CMYK", "LA"] * 12
+    drawn = np.random.default_rng(0).integers(0, 255, (60, 8, 8), np.uint8)
+    pictures = []
+    for pixels, mode in zip(drawn, modes, strict=True):
+        file = io.BytesIO()
+        image = Image.fromarray(pixels).convert("RGB")
+        image.convert(mode).save(file, "TIFF" if mode == "CMYK" else "PNG")
+        pictures.append({"bytes": file.getvalue(), "path": None})
+    pictures[3]["bytes"] = pictures[3]["bytes"][:40]  # damaged
+    pictures[4]["bytes"] = b"\0\0\0\x18ftypheic"  # intact, but it needs a package
+    features = drawn.reshape(60, -1).astype(np.float32)
+    table = arrow.table({"image": pictures, "features": list(features)})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    monkeypatch.chdir(tmp_path)
+    words = ["--n_clusters=3", "--n_heads=4", "--max_steps=20", "--baselines=false", "--run_name=a"]
+    assert main(["train", "--dataset", "t.parquet", *words]) == 0
+    assert main(["curate", "runs/a", "--images", "--exclude", "--duplicates", "1"]) == 0
+    reasons = csv.read_csv("runs/a/curated/images.csv").to_pydict()
+    assert reasons["row"] == [3, 4] and reasons["reason"][0].startswith("unreadable: ")
+    assert reasons["reason"][1].startswith("not checked: ")
+    assert np.flatnonzero(Curation.open(tmp_path / "runs" / "a").excluded).tolist() == [3]

@@ -93,11 +93,15 @@ def test_blank_tiny_and_broken_pictures(tmp_path):
         pixels = rng.integers(0, 255, size=(size, size, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{name}.png")
     Image.new("RGB", (50, 50), "white").save(tmp_path / "white.png")
-    (tmp_path / "broken.png").write_bytes(b"no image")
+    for name in ("broken", "missing"):
+        (tmp_path / f"{name}.png").write_bytes(b"no image")
     images = FolderDataset(tmp_path, "made", "train")
+    (tmp_path / "missing.png").unlink()
     checks = odd_images(images.ids, images.image)
+    assert [images.ids[row] for row in checks.unchecked] == ["missing.png"]
     table = checks.frame().to_pydict()
     reasons = dict(zip(table["file"], table["reason"], strict=True))
     assert reasons.pop("broken.png").startswith("unreadable: ")
+    assert reasons.pop("missing.png").startswith("not checked: a broken link")
     assert reasons == {"white.png": "blank", "tiny.png": "tiny"}
     assert checks.sizes[checks.ids.index("c.png")] == 64 * 64
