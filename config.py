@@ -7,18 +7,22 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
 # --- Data -----------------------------------------------------------------------------------------
 
 # What to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of a folder
-# of images, at any depth | path of features (.npy .npz .pt .safetensors .parquet .h5ad, or a folder
-# of save_to_disk).
+# of images, at any depth | path of features or of a table of pictures (.npy .npz .pt .safetensors
+# .parquet .h5ad, or a folder of save_to_disk or of Parquet files).
 DATASET = "digits"
 # Held-out folder or file of features; None: the data set's own test split, if it has one.
 DATASET_TEST = None
 # Labels to score the answer by: folders (the first folder below DATASET is an image's class) | auto
-# (those of a named data set or of a feature file; a folder has none). Never used for training. The
-# folders of an album are not classes.
+# (those of a named data set or of a feature file; a folder has none) | none. Never used for
+# training. The folders of an album are not classes.
 LABELS = "auto"
-# Column (or array) that holds the features in a feature file, also of DATASET_TEST; None: the only
-# list column, or one called features, embeddings, x or data.
+# Column (or array) that holds the features in a feature file, or the pictures in a table, also of
+# DATASET_TEST; None: the only list column, or one called features, embeddings, x or data; pictures
+# if there are no features.
 COLUMN = None
+# Column (or array) that holds the labels in a feature file or table, also of DATASET_TEST; None:
+# one called label, class or alike, or target or y if it has few values that are integers or text.
+LABEL_COLUMN = None
 # Folder of data sets, to which DOWNLOAD writes.
 DATA_DIR = "data"
 # Download the data set (torchvision's sets) where it is missing. Off: no data set is downloaded.

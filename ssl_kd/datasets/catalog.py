@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ssl_kd.datasets.features import FeatureDataset, open_features
+from ssl_kd.datasets.features import FeatureDataset, open_part
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
+from ssl_kd.datasets.labels import NO_LABELS
 from ssl_kd.datasets.media import Rows
+from ssl_kd.datasets.shards import Part, holds_tables, named_split, shards_of, splits_in
 from ssl_kd.datasets.tables import is_saved, one_line_errors, open_table
 from ssl_kd.datasets.usage import LeftOut, counted
 from ssl_kd.errors import DatasetUnavailable, InputError, UserError, printable
@@ -21,7 +23,7 @@ from ssl_kd.files import CorruptFileError, atomic_write_bytes, strict_json
 from ssl_kd.settings.early import DATASETS, FILE_LIST, dataset_path
 
 Split = Literal["train", "test"]
-Labels = Literal["auto", "folders"]
+LabelSource = Literal["auto", "folders", "none"]
 _FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "valid")}
 _SPLITS_OF_IMAGES = {
     "train": ("train", "training"),
@@ -48,46 +50,71 @@ def open_dataset(
     download: bool = False,
     class_names: tuple[str, ...] | None = None,
     whole: bool = False,
-    labels: Labels = "auto",
+    labels: LabelSource = "auto",
     column: str | None = None,
+    label_column: str | None = None,
 ) -> ImageDataset | FeatureDataset:
     """Open one split of a data set of images or features.
 
     Args:
         name: `digits`, `cifar10`, `cifar100`, `stl10`, `fashion_mnist`, `imagenet`, or the path of
-            an image folder, a feature file (.npy, .npz, .pt, .safetensors, .parquet, .h5ad) or a
-            data set that Hugging Face's `save_to_disk` wrote. A folder may have the subfolders
-            `train` and `test` (or `val`, `valid`, `validation`, `dev`); a folder `train` without
-            one of these, or `unlabeled`, beside it is a folder like any other, unless it is the
-            only one. The test split of a feature file `..._train.npz` is `..._test.npz` in the same
-            folder. Or a list of image files (.files) of `ssl_kd watch`.
+            an image folder, a feature file (.npy, .npz, .pt, .safetensors, .parquet, .h5ad), a
+            folder of Parquet files, or a data set that Hugging Face's `save_to_disk` wrote. A
+            folder may have the subfolders `train` and `test` (or `val`, `valid`, `validation`,
+            `dev`); a folder `train` without one of these, or `unlabeled`, beside it is a folder
+            like any other, unless it is the only one. The test split of a feature file
+            `..._train.npz` is `..._test.npz` in the same folder. A table that has pictures instead
+            of features is a data set of images. Or a list of image files (.files) of
+            `ssl_kd watch`.
         split: `train` or `test`.
         root: folder of the data sets that torchvision or image-net.org provide.
         download: whether to download a missing data set of torchvision.
         class_names: order of the classes, if the training split is in another folder or file.
         whole: whether a feature file, or a folder without split subfolders, is this split.
         labels: `folders` uses the subfolders of an image folder as classes; `auto` gives image
-            folders no labels. Other data sets always have their own labels.
-        column: array or list column of a feature file with the features.
+            folders no labels, and other data sets their own; with `none` there are no labels.
+        column: array or list column of a feature file with the features, or column of pictures.
+        label_column: array or column of a feature file with the labels; None: by its name
+            (`ssl_kd.datasets.labels`).
+
+    Raises:
+        NoSuchSplit: the data set exists, but not this split.
+        DatasetUnavailable: the data set does not exist.
+        InputError: the data cannot be read, or a column does not fit.
     """
     if split not in _FOLDER_OF_SPLIT:
         raise ValueError(f"split is {split!r}; expected 'train' or 'test'")
     dataset: ImageDataset | FeatureDataset | None
     path = None if name in NAMES else dataset_path(name)
-    is_file = path is not None and path.suffix != FILE_LIST and (path.is_file() or is_saved(path))
-    if column is not None and not is_file:
+    is_file = path is not None and path.suffix != FILE_LIST and _has_columns(path)
+    for setting, value in (("column", column), ("label_column", label_column)):
+        if value is not None and not is_file:
+            raise InputError(
+                f"{setting.upper()} is {value!r}, but {name} has no columns, only images: remove "
+                f"--{setting}"
+            )
+    if labels == NO_LABELS and label_column is not None:
         raise InputError(
-            f"COLUMN is {column!r}, but {name} contains images instead of columns: remove --column"
+            f"LABELS is {labels!r}, but LABEL_COLUMN is {label_column!r}: remove one of them"
         )
     if path is None:
-        return NAMES[name](name, split, Path(root), download)
+        dataset = NAMES[name](name, split, Path(root), download)
+        if labels == NO_LABELS:
+            dataset.labels = dataset.class_names = None
+        return dataset
     if not is_file:
         dataset = _open_folder(path, name, split, class_names, whole, labels == "folders")
     else:
-        dataset = _open_features(path, split, class_names, column, whole)
+        label_column = NO_LABELS if labels == NO_LABELS else label_column
+        dataset = _open_table(path, split, class_names, column, label_column, whole)
     if dataset is None:
         raise NoSuchSplit(f"the data set {name} has no {split} split")
     return dataset
+
+
+def _has_columns(path: Path) -> bool:
+    """Return whether a data set is a feature file or a table."""
+    return path.is_file() or is_saved(path) or holds_tables(path)
 
 
 def read_file_list(path: Path) -> dict[str, Any]:
@@ -197,38 +224,79 @@ def _class_folders(train: Path | None) -> tuple[str, ...] | None:
 
 
 def open_rows(
-    name: str, split: Split, *, whole: bool = False, column: str | None, media: str | None
+    name: str,
+    split: Split,
+    *,
+    whole: bool = False,
+    column: str | None,
+    media: str | None,
+    label_column: str | None = None,
+    labels: LabelSource = "auto",
 ) -> Rows | None:
-    """Open the rows of one split of a table of embeddings; None if the data set is not a table."""
-    source = None if name in NAMES else _part(dataset_path(name), split, whole)
-    if source is None:
+    """Open the rows of one split of a table; None if the data set is not a table."""
+    path = None if name in NAMES else dataset_path(name)
+    if path is None or not _has_columns(path):
         return None
-    with one_line_errors(source):
-        table = open_table(source)
-        return None if table is None else Rows(table, column, media)
+    part = _part(path, split, whole)
+    if part is None:
+        return None
+    with one_line_errors(part.path):
+        table = open_table(*part)
+        if table is None:
+            return None
+        label_column = NO_LABELS if labels == NO_LABELS else label_column
+        return Rows(table, column, media, label_column=label_column)
 
 
-def _part(path: Path, split: Split, whole: bool = False) -> Path | None:
-    """Return the feature file, or the folder of a saved data set, with one split of `path`."""
-    if path.is_dir():
-        if (path / "dataset_dict.json").is_file():
-            places = (path / name for name in _FOLDER_OF_SPLIT[split])
-            return next((place for place in places if is_saved(place)), None)
-        return path if split == "train" or whole else None
-    if split == "train" or whole:
-        return path
-    test_path = path.with_name(path.stem.removesuffix("train") + "test" + path.suffix)
-    return test_path if path.stem.endswith("train") and test_path.is_file() else None
+def _part(path: Path, split: Split, whole: bool = False) -> Part | None:
+    """Return the files with one split of the features or the table in `path`."""
+    splits = _FOLDER_OF_SPLIT[split]
+    if path.is_file():
+        if split == "train" or whole:
+            return Part(path, shards_of(path))
+        return named_split(path, splits)
+    if is_saved(path):
+        if not (path / "dataset_dict.json").is_file():
+            return Part(path, ()) if split == "train" or whole else None
+        places = (path / name for name in splits)
+        return next((Part(place, ()) for place in places if is_saved(place)), None)
+    parts = splits_in(path)
+    names = (name for name in splits if name in parts)
+    if len(parts) == 1 and (split == "train" or whole):
+        names = iter(parts)
+    name = next(names, None)
+    return None if name is None else parts[name]
 
 
-def _open_features(
-    path: Path, split: Split, class_names: tuple[str, ...] | None, column: str | None, whole: bool
-) -> FeatureDataset | None:
+def _unused_splits(path: Path) -> list[LeftOut]:
+    """Return the splits of a folder of tables that are neither the training nor the test split."""
+    if path.is_file():
+        return []
+    names, listed = [], path / "dataset_dict.json"
+    if listed.is_file():
+        names = list(strict_json(listed.read_bytes())["splits"])
+    elif not is_saved(path):
+        names = list(splits_in(path))
+    used = [next((n for n in splits if n in names), None) for splits in _FOLDER_OF_SPLIT.values()]
+    reason = "a run reads one split to train on and one to test on"
+    return [LeftOut(f"split {name} of {path}", reason) for name in names if name not in used]
+
+
+def _open_table(
+    path: Path,
+    split: Split,
+    class_names: tuple[str, ...] | None,
+    column: str | None,
+    label_column: str | None,
+    whole: bool,
+) -> FeatureDataset | ImageDataset | None:
     if (part := _part(path, split, whole)) is None:
         return None
     if split == "test" and not whole and class_names is None:
-        class_names = open_features(_part(path, "train") or path, column=column).class_names
-    return open_features(part, split, class_names, column)
+        train = open_part(_part(path, "train") or part, "train", None, column, label_column)
+        class_names = train.class_names
+    unused = _unused_splits(path) if split == "train" and not whole else []
+    return open_part(part, split, class_names, column, label_column, unused)
 
 
 def _digits(name: str, split: Split, root: Path, download: bool) -> ImageDataset:

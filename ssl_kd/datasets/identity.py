@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,11 +25,11 @@ def media_file(data: ImageDataset | Rows, row: int) -> Path | None:
 
 def files_of_table(table: Table) -> dict[str, FileState]:
     """Return the state of each file of a table, by its path relative to the table."""
-    if table.path.is_dir():
+    paths: Sequence[Path] = table.files or [table.path]
+    if table.path.is_dir() and not table.files:
         paths = sorted(path for path in table.path.rglob("*") if path.is_file())
-    else:
-        paths = [table.path]
-    states = {path.relative_to(table.path).as_posix(): FileState.of(path) for path in paths}
+    names = [Path(os.path.relpath(path, table.path)).as_posix() for path in paths]
+    states = {name: FileState.of(path) for name, path in zip(names, paths, strict=True)}
     return {name: state for name, state in states.items() if state is not None}
 
 

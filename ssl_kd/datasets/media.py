@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import logging
 import os
@@ -10,23 +12,34 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as arrow
+from numpy.typing import NDArray
 from PIL import Image
 from pyarrow import types
 
 from ssl_kd.datasets.decode import UnreadableImage, decode
-from ssl_kd.datasets.formats import EXTENSIONS
+from ssl_kd.datasets.formats import EXTENSIONS, SIGNATURE_BYTES, formats_for
+from ssl_kd.datasets.images import ImageDataset
+from ssl_kd.datasets.labels import Labels, find_labels
 from ssl_kd.datasets.spill import LazyStrings
 from ssl_kd.datasets.tables import (
+    FEATURES,
+    IDS,
+    LABELS,
+    MAYBE_LABELS,
     Table,
     as_text,
     check_column,
+    is_bytes,
     is_text,
     readable_values,
     valid_texts,
     value_columns,
 )
+from ssl_kd.datasets.usage import LeftOut, Usage, counted
 from ssl_kd.errors import InputError, printable
+from ssl_kd.files import sha256_file
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +53,62 @@ _SUFFIXES = {"image": EXTENSIONS, "audio": SOUNDS.keys()}
 
 
 class Rows:
-    """The rows of a table of embeddings without the embeddings.
+    """The rows of a table without the embeddings: their names, labels, and what shows them.
 
     `media` is the `column` that shows what the rows are, and its `kind`: image, audio, text or url.
-    The column has texts, links, paths of files relative to the table's folder, or structs of
-    Hugging Face with the fields `bytes` and `path`.
+    The column has texts, links, paths of files relative to the table's folder, the content of
+    image files, or structs of Hugging Face with the fields `bytes` and `path`.
+
+    Args:
+        table: the open table.
+        column: column with the features, or with the pictures to embed; None: found by name.
+        media: column that shows what the rows are; None: found by its content.
+        label_column: column with the labels, or `none`; None: found by name.
+        class_names: classes of the training split.
+
+    Attributes:
+        features: column with the features; None if the table has none, or if several could be.
+        pictures: column of pictures that a teacher must embed; None if the rows have features.
+        labels: the labels of the rows.
     """
 
-    def __init__(self, table: Table, column: str | None = None, media: str | None = None) -> None:
-        self.name, self.table, self.roles = str(table.path), table, table.roles(column)
-        self.media = _find_media(table, media)
+    def __init__(
+        self,
+        table: Table,
+        column: str | None = None,
+        media: str | None = None,
+        *,
+        label_column: str | None = None,
+        class_names: tuple[str, ...] | None = None,
+    ) -> None:
+        self.name, self.table = str(table.path), table
+        self.features = self.pictures = None
+        if column is not None:
+            check_column(table.path, column, list(table.kinds))
+        if column is not None and _media_kind(table, column) == "image":
+            self.pictures = column
+        else:
+            self.features = _find_features(table, column)
+        self.media = _find_media(table, media or self.pictures)
         self.kind = "" if self.media is None else self.media["kind"]
-        name = self.roles["id"]
-        self.ids = row_names(table.n, None if name is None else readable_values(table.read(name)))
+        if self.features is None and not table.lists and self.media and self.kind == "image":
+            self.pictures = self.media["column"]
+        self._id = next((name for name in IDS if name in table.scalars), None)
+        if label_column in table.kinds and label_column not in table.scalars:
+            raise InputError(
+                f"LABEL_COLUMN is {label_column!r}, whose type in {table.path} is "
+                f"{table.kinds[label_column]}; expected one value per row"
+            )
+        self.labels: Labels = find_labels(
+            table.path,
+            table.scalars,
+            lambda name: readable_values(table.read(name)),
+            label_column,
+            features=self.features,
+            class_names=class_names,
+        )
+        names = None if self._id is None else readable_values(table.read(self._id))
+        self.ids = row_names(table.n, names)
 
     def __len__(self) -> int:
         return self.table.n
@@ -62,9 +118,44 @@ class Rows:
         """Whether the rows have pictures."""
         return self.kind == "image"
 
+    @property
+    def used(self) -> str:
+        """Which columns are used, and for what."""
+        shown = [] if self.media is None else [(self.media["column"], self.media["kind"])]
+        uses = {
+            "names": self._id,
+            "labels": self.labels.name,
+            **{f"{kind}s" if kind != "audio" else "sounds": column for column, kind in shown},
+        }
+        parts = [f"read from {n} files"] if (n := len(self.table.files)) > 1 else []
+        parts += [f"{what} from column {name}" for what, name in uses.items() if name is not None]
+        used = {self.features, *uses.values()}
+        if others := [name for name in self.table.scalars if name not in used]:
+            parts.append(f"shown only: {', '.join(others)}")
+        return "; ".join(parts)
+
+    @property
+    def left_out(self) -> list[LeftOut]:
+        """The columns that are not used."""
+        left_out = list(self.labels.left_out)
+        media = None if self.media is None else self.media["column"]
+        for name in self.table.kinds:
+            if name in (self.features, self.labels.name, self._id, media):
+                continue
+            if name in self.table.lists:
+                reason = f"add --column {name} to cluster by it instead"
+            elif _media_kind(self.table, name) == "image":
+                reason = f"add --column {name} to embed these pictures"
+            elif name in self.table.scalars:
+                continue
+            else:
+                reason = f"values of type {self.table.kinds[name]} are not shown"
+            left_out.append(LeftOut(f"column {name}", reason))
+        return left_out
+
     def columns(self) -> dict[str, arrow.ChunkedArray]:
         """Read the columns that are neither features, labels nor names."""
-        return value_columns(self.table, self.roles.values())
+        return value_columns(self.table, (self.features, self.labels.name, self._id))
 
     @cached_property
     def _values(self) -> arrow.ChunkedArray:
@@ -75,6 +166,8 @@ class Rows:
     def _value(self, row: int) -> dict[str, Any]:
         """Return the `path` (or text, or link) of a row, and its `bytes`; None if it has none."""
         value = self._values[row].as_py()
+        if isinstance(value, bytes):
+            return {"path": None, "bytes": value}
         return value if isinstance(value, dict) else {"path": value, "bytes": None}
 
     def text(self, row: int) -> str:
@@ -107,6 +200,19 @@ class Rows:
         """Return the file of a picture or sound, which is not decoded; None if there is none."""
         return None if self._value(row)["bytes"] is not None else self._file(row)
 
+    def digest(self) -> str:
+        """Compute the SHA-256 of the content of all rows that `media` shows."""
+        digest = hashlib.sha256()
+        for row in range(len(self)):
+            content = self._value(row)["bytes"]
+            if content is None:
+                content = self.text(row).encode()
+                with contextlib.suppress(OSError, ValueError):  # reported when it is decoded
+                    path = self._file(row)
+                    content += b"" if path is None else sha256_file(path).encode()
+            digest.update(f"{len(content)} ".encode() + content)
+        return digest.hexdigest()
+
     def _file(self, row: int) -> Path | None:
         """Return the path of the file of a row; None if it is not a regular file of this kind.
 
@@ -118,6 +224,49 @@ class Rows:
             return None
         is_safe = self.kind == "image" or Path(os.path.realpath(path)).suffix.lower() in suffixes
         return path if is_safe else None
+
+
+class PictureTable(ImageDataset):
+    """The pictures in a column of a table, to be embedded by a teacher.
+
+    Args:
+        rows: the rows, whose `media` are the pictures.
+        split: name of the split.
+        labels: int64 `[n]`, -1 where unknown; None if no row is labeled.
+        class_names: names of the classes.
+        left_out: parts of the data set that are not in the table.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        split: str,
+        labels: NDArray[np.int64] | None,
+        class_names: tuple[str, ...] | None,
+        left_out: Sequence[LeftOut] = (),
+    ) -> None:
+        self.rows = rows
+        super().__init__(rows.name, split, rows.ids, labels, class_names, rows.digest())
+        self.left_out = [*rows.left_out, *left_out]
+
+    @property
+    def usage(self) -> Usage:
+        """What of the table is used, and what is left out."""
+        parts = [counted(len(self), "picture"), self.rows.used, n_classes(self.class_names)]
+        return Usage("; ".join(filter(None, parts)), self.left_out)
+
+    def image_file(self, i: int) -> Path | None:
+        """Return the file of a picture, or None if the table holds it."""
+        return self.rows.image_file(i)
+
+    def image(self, i: int) -> Image.Image:
+        """Decode a picture to mode `L` or `RGB`; raise UnreadableImage."""
+        return self.rows.image(i)
+
+
+def n_classes(class_names: Sequence[str] | None) -> str:
+    """Return the number of classes with its noun; an empty string if there are no labels."""
+    return "" if class_names is None else counted(len(class_names), "class", "classes")
 
 
 def row_names(n: int, names: Sequence[Any] | None) -> LazyStrings:
@@ -138,7 +287,7 @@ def _find_media(table: Table, column: str | None) -> dict[str, str] | None:
         if (kind := _media_kind(table, column)) is None:
             raise InputError(
                 f"--media is {column!r}, whose type in {table.path} is {table.kinds[column]}; "
-                "expected texts, links, paths of files, or pictures of Hugging Face"
+                "expected texts, links, paths of files, or pictures"
             )
         return {"kind": kind, "column": column}
     kinds = {name: _media_kind(table, name, needs_files=True) for name in table.kinds}
@@ -155,9 +304,12 @@ def _media_kind(table: Table, column: str, *, needs_files: bool = False) -> str 
     """Return what the first rows of a column hold: `image`, `text`, ...; None: other values."""
     kind = table.kinds[column]
     is_struct = types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}
-    if not (is_struct or is_text(kind)):
+    if not (is_struct or is_text(kind) or is_bytes(kind)):
         return None
     values = [v for v in readable_values(table.head.column(column)) if v]
+    if is_bytes(kind):
+        is_named = f".{column.lower()}" in EXTENSIONS  # img2dataset's jpg, png or webp
+        return "image" if any(map(_is_image, values)) or (is_named and not values) else None
     texts = [str(value["path"] or "") for value in values] if is_struct else values
     if texts and all(map(is_link, texts)):
         return "image" if is_struct else "url"
@@ -169,6 +321,29 @@ def _media_kind(table: Table, column: str, *, needs_files: bool = False) -> str 
             _log_no_images(table, column, first)
             return None
     return "image" if is_struct else "text"
+
+
+def _is_image(content: bytes) -> bool:
+    """Return whether bytes begin as an image file does."""
+    formats = formats_for(content[:SIGNATURE_BYTES])
+    with contextlib.suppress(Exception), Image.open(io.BytesIO(content), formats=formats):
+        return True
+    return False
+
+
+def _find_features(table: Table, column: str | None) -> str | None:
+    """Return the column with the features: `column`, or one found by its name."""
+    if column is not None:
+        if column not in table.lists:
+            raise InputError(
+                f"COLUMN is {column!r}, whose type in {table.path} is {table.kinds[column]}; "
+                "expected lists of numbers, or pictures"
+            )
+        return column
+    labels = (*LABELS, *MAYBE_LABELS)
+    lists = [name for name in table.lists if name.lower() not in labels and name not in IDS]
+    known = [*FEATURES, *(lists if len(lists) == 1 else [])]
+    return table.default or next((name for name in known if name in lists), None)
 
 
 def _log_no_images(table: Table, column: str, reason: str) -> None:

@@ -19,8 +19,10 @@ from ssl_kd.datasets.decode import UnreadableImage
 from ssl_kd.errors import InputError, brief, printable
 from ssl_kd.files import CorruptFileError
 
-FEATURES = ("features", "embeddings", "x", "X", "data")
-LABELS = ("labels", "label", "targets", "target", "y", "Y")
+FEATURES = ("features", "embeddings", "embedding", "x", "X", "data")
+LABELS = ("labels", "label", "classes", "class", "class_label", "class_name")
+MAYBE_LABELS = ("targets", "target", "y")
+"""Names of labels, but also of measurements and coordinates."""
 IDS = ("ids", "id", "file", "path")
 PREVIEW_ROWS = 20  # rows by which the kind of a column is found
 ROOT = "ssl_kd.root"  # in the metadata of a Parquet file: the folder of relative paths
@@ -29,13 +31,14 @@ ROOT = "ssl_kd.root"  # in the metadata of a Parquet file: the folder of relativ
 class Table(NamedTuple):
     """The columns of a file, each read when it is needed."""
 
-    path: Path
+    path: Path  # the name in messages
     root: Path  # folder of the relative paths in the columns
     n: int
     schema: arrow.Schema
     head: arrow.Table | arrow.RecordBatch  # the first rows of the columns that are not lists
     load: Callable[[str], arrow.ChunkedArray]
     default: str | None = None  # the column with the features, unless the user names another one
+    files: Sequence[Path] = ()  # the shards of a Parquet table
 
     @property
     def kinds(self) -> dict[str, arrow.DataType]:
@@ -44,8 +47,16 @@ class Table(NamedTuple):
 
     @property
     def lists(self) -> list[str]:
-        """Names of the list columns."""
-        return [name for name, kind in self.kinds.items() if _is_list(kind)]
+        """Names of the columns with a list of numbers in each row."""
+        return [name for name, kind in self.kinds.items() if _is_vector(kind)]
+
+    @property
+    def scalars(self) -> list[str]:
+        """Names of the columns with one value in each row."""
+        kinds = self.kinds.items()
+        return [
+            n for n, k in kinds if not _is_list(k) and not types.is_struct(k) and not is_bytes(k)
+        ]
 
     def read(self, name: str) -> arrow.ChunkedArray:
         """Read a column; the numbers of Hugging Face's ClassLabel become class names."""
@@ -57,32 +68,27 @@ class Table(NamedTuple):
         names = dict(enumerate(feature["names"]))  # -1: unknown
         return arrow.chunked_array([[names.get(k) for k in column.to_pylist()]], arrow.string())
 
-    def roles(self, column: str | None = None) -> dict[str, str | None]:
-        """Return the columns with `features` (`column`, if given), `label` and `id`, or None."""
-        if column is not None:
-            check_column(self.path, column, list(self.kinds))
-            if not _is_list(self.kinds[column]):
-                raise InputError(
-                    f"COLUMN is {column!r}, whose type in {self.path} is {self.kinds[column]}; "
-                    "expected lists of numbers"
-                )
-        rest = [name for name in self.kinds if name != column]
-        label, row_id = (next((n for n in known if n in rest), None) for known in (LABELS, IDS))
-        lists = [name for name in self.lists if name not in (label, row_id)]
-        known = [*FEATURES, *(lists if len(lists) == 1 else [])]
-        found = column or self.default or next((name for name in known if name in lists), None)
-        return {"features": found, "label": label, "id": row_id}
 
+def open_table(path: Path, files: Sequence[Path] = ()) -> Table | None:
+    """Open a Parquet file, an `.h5ad` file or a saved data set; None for other files.
 
-def open_table(path: Path) -> Table | None:
-    """Open a Parquet file, an `.h5ad` file or a saved data set; None for other files."""
+    `files` are the shards of a table of Parquet files, if it has several.
+    """
     if path.suffix.lower() == ".h5ad":
         from ssl_kd.datasets.h5ad import open_h5ad
 
         return open_h5ad(path)
-    if (path / "state.json").is_file():
+    if is_saved(path):
         return _open_saved(path)
-    return _open_parquet(path) if path.suffix.lower() == ".parquet" else None
+    files = files or (path,)
+    if files[0].suffix.lower() == ".parquet":
+        return _open_parquet(path, files)
+    if len(files) > 1:
+        raise InputError(
+            f"{path} is one of {len(files)} shards, which are read together only from Parquet "
+            "files: write them to one file"
+        )
+    return None
 
 
 @contextlib.contextmanager
@@ -121,6 +127,19 @@ def is_saved(folder: Path) -> bool:
 
 def _is_list(kind: arrow.DataType) -> bool:
     return hasattr(kind, "value_type") and not types.is_dictionary(kind)
+
+
+def _is_vector(kind: arrow.DataType) -> bool:
+    """Return whether values of an Arrow type are lists of numbers."""
+    value: arrow.DataType | None = getattr(kind, "value_type", None)
+    if value is None or types.is_dictionary(kind):
+        return False
+    return types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
+
+
+def is_bytes(kind: arrow.DataType) -> bool:
+    """Return whether values of an Arrow type are bytes."""
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
 
 
 def is_text(kind: arrow.DataType) -> bool:
@@ -179,15 +198,54 @@ def find_rows(names: Sequence[str], known: Sequence[str]) -> NDArray[np.int64]:
     return rows
 
 
-def _open_parquet(path: Path) -> Table:
-    file = parquet.ParquetFile(path)  # read_table would add columns from folder names
-    schema = file.schema_arrow
+def _open_parquet(path: Path, files: Sequence[Path]) -> Table:
+    schemas, n = [], 0
+    for file in files:
+        with parquet.ParquetFile(file) as opened:
+            schemas.append(opened.schema_arrow)
+            n += opened.metadata.num_rows
+    schema = _common_schema(files, schemas)
+    metadata = schema.metadata or {}
+    root = metadata.get(ROOT.encode())
+    folder = files[0].parent if root is None else Path(os.fsdecode(root))
     scalars = [field.name for field in schema if not _is_list(field.type)]
-    head = next(file.iter_batches(PREVIEW_ROWS, columns=scalars), schema.empty_table())
-    root = (schema.metadata or {}).get(ROOT.encode())
-    folder = path.parent if root is None else Path(os.fsdecode(root))
-    rows = file.metadata.num_rows
-    return Table(path, folder, rows, schema, head, lambda name: file.read([name]).column(name))
+
+    def load(name: str) -> arrow.ChunkedArray:
+        chunks: list[arrow.Array] = []
+        for file in files:
+            with parquet.ParquetFile(file) as opened:  # read_table adds columns of folder names
+                column = opened.read([name]).column(name)
+            chunks += column.cast(schema.field(name).type).chunks
+        return arrow.chunked_array(chunks, schema.field(name).type)
+
+    head = schema.empty_table().select(scalars)
+    for file in files:
+        with parquet.ParquetFile(file) as opened:
+            batch = next(opened.iter_batches(PREVIEW_ROWS, columns=scalars), None)
+        if batch is not None and len(batch):
+            head = batch
+            break
+    return Table(path, folder, n, schema, head, load, files=tuple(files))
+
+
+def _common_schema(files: Sequence[Path], schemas: Sequence[arrow.Schema]) -> arrow.Schema:
+    """Return one schema for all shards of a table; raise InputError if there is none."""
+    first = schemas[0]
+    for file, schema in zip(files, schemas, strict=True):
+        if differing := sorted(set(first.names) ^ set(schema.names)):
+            raise InputError(
+                f"{file} and {files[0]} are not shards of one table: only one of them has the "
+                f"column {printable(differing[0])!r}. Give one file, or move the others away"
+            )
+        if schema.equals(first):
+            continue
+        try:
+            first = arrow.unify_schemas([first, schema], promote_options="permissive")
+        except arrow.ArrowException as error:
+            raise InputError(
+                f"{file} and {files[0]} are not shards of one table: {brief(error)}"
+            ) from error
+    return first
 
 
 def _open_saved(folder: Path) -> Table:

@@ -46,7 +46,7 @@ DECIDED = "curation.jsonl"  # the decisions about clusters, which are copied to 
 OWN = {"dataset", "device", "download", "extend", "force_recompute"}
 OWN |= {"rebuild_damaged", "resume", "run_name", "runs_dir", "workers"}
 # Settings that an extension takes from the run unless they are set by a flag.
-OWN_IF_GIVEN = {"data_dir", "embeddings_dir", "labels"}
+OWN_IF_GIVEN = {"data_dir", "embeddings_dir", "label_column", "labels"}
 
 
 class _Parent:

@@ -144,7 +144,7 @@ class Extraction:
         if manifest is not None:
             if not manifest["statistics"]["rows"]:
                 n, name = len(self.dataset), self.dataset.name
-                raise InputError(f"not one of the {n} images of DATASET {name} can be read")
+                raise InputError(f"not one of the {n} samples of DATASET {name} can be used")
             if computed:
                 self._warn_of_left_out(manifest)
         return share
@@ -185,7 +185,7 @@ class Extraction:
 
     def _warn_of_left_out(self, manifest: Manifest) -> None:
         left_out = manifest["unreadable"]
-        if left_out:
+        if left_out and not isinstance(self.dataset, FeatureDataset):
             named = [f"{entry['id']} ({entry['reason']})" for entry in left_out]
             counts, shown = (len(left_out), manifest["n"]), "; ".join(first_few(named, 5))
             message = "%d of %d samples of %s are left out: %s. All are listed in %s (unreadable)"
@@ -273,7 +273,8 @@ def _write(
             append(*last)
         last = current
         for row, problem in batch.unreadable:
-            logger.warning("unreadable image left out: %s", problem)
+            if not isinstance(dataset, FeatureDataset):  # `usage` names the rows of features
+                logger.warning("unreadable image left out: %s", problem)
             writer.skip(row, problem.id, problem.reason)
         n_readable += len(batch.rows)
         rate = n_decoded / max(time.perf_counter() - began, 1e-9)
@@ -281,8 +282,9 @@ def _write(
     if last is not None:
         append(*last)
     if not n_readable and not before and total == len(dataset):
+        noun = "rows" if isinstance(dataset, FeatureDataset) else "images"
         raise InputError(
-            f"not one of the {total} images of DATASET {dataset.name} can be read; the last error: "
+            f"not one of the {total} {noun} of DATASET {dataset.name} can be used; the last error: "
             f"{problem}"
         )
 
@@ -379,10 +381,15 @@ def _load(
 ) -> Batch:
     """Read a batch of rows; `map_rows` is `map` or a thread pool's `map`."""
     if isinstance(dataset, FeatureDataset):
-        with np.errstate(over="ignore"):  # overflow becomes infinity, which raises later
+        missing = [row for row in rows if row in dataset.missing]
+        kept = [row for row in rows if row not in dataset.missing]
+        with np.errstate(over="ignore"):  # overflow becomes infinity, which is missing
             block = np.array(dataset.features[rows.start : rows.stop], dtype=np.float32)
         release_pages(dataset.features)
-        return Batch(rows, torch.from_numpy(block), [])
+        left_out = [(r, UnreadableImage(dataset.ids[r], dataset.missing[r])) for r in missing]
+        if missing:
+            block = block[np.array(kept, dtype=np.int64) - rows.start]
+        return Batch(kept, torch.from_numpy(block) if kept else None, left_out)
     if isinstance(teacher, Pixels) and dataset.arrays is not None and teacher.takes(dataset.arrays):
         return Batch(rows, teacher.from_arrays(dataset.arrays[rows.start : rows.stop]), [])
 

@@ -279,12 +279,19 @@ class Samples:
         """
         name, kind, options = self._origin(split)
         media = None if self._joined is not None else self._column
-        column = self.settings["COLUMN"]
-        rows = open_rows(name, kind, whole=options["whole"], column=column, media=media)
+        rows = open_rows(name, kind, whole=options["whole"], media=media, **self._columns)
         if rows is not None or not has_pictures(self.metrics):
             return rows
         opened = open_dataset(name, kind, **options)
         return opened if isinstance(opened, ImageDataset) else None
+
+    @property
+    def _columns(self) -> dict[str, Any]:
+        """The settings that choose the columns of a table; older runs have fewer."""
+        names = ("column", "label_column", "labels")
+        return {
+            name: self.settings[name.upper()] for name in names if name.upper() in self.settings
+        }
 
     def _origin(self, split: str) -> tuple[str, Literal["train", "test"], dict[str, Any]]:
         """Return name, split and options with which the data set of a split is opened."""
@@ -330,7 +337,7 @@ class Samples:
         if isinstance(data, Rows):
             name, kind, options = self._origin(split)
             names = self.metrics["dataset"].get("class_names") if kind == "test" else None
-            options |= {"column": self.settings["COLUMN"], "class_names": names and tuple(names)}
+            options |= self._columns | {"class_names": names and tuple(names)}
             opened = open_dataset(name, kind, **options)
         else:
             opened = data

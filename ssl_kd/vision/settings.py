@@ -34,8 +34,8 @@ class DataSettings(Settings):
     dataset: str = setting(
         "digits",
         "what to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of"
-        " a folder of images, at any depth | path of features (.npy .npz"
-        " .pt .safetensors .parquet .h5ad, or a folder of save_to_disk)",
+        " a folder of images, at any depth | path of features or of a table of pictures (.npy .npz"
+        " .pt .safetensors .parquet .h5ad, or a folder of save_to_disk or of Parquet files)",
         section="Data",
     )
     dataset_test: str | None = setting(
@@ -45,14 +45,21 @@ class DataSettings(Settings):
     labels: str = setting(
         "auto",
         "labels to score the answer by: folders (the first folder below DATASET is an image's"
-        " class) | auto (those of a named data set or of a feature file; a folder has none)",
+        " class) | auto (those of a named data set or of a feature file; a folder has none) | none",
         "Never used for training. The folders of an album are not classes.",
-        choices=("auto", "folders"),
+        choices=("auto", "folders", "none"),
     )
     column: str | None = setting(
         None,
-        "column (or array) that holds the features in a feature file, also of DATASET_TEST; None:"
-        " the only list column, or one called features, embeddings, x or data",
+        "column (or array) that holds the features in a feature file, or the pictures in a table,"
+        " also of DATASET_TEST; None: the only list column, or one called features, embeddings, x"
+        " or data; pictures if there are no features",
+    )
+    label_column: str | None = setting(
+        None,
+        "column (or array) that holds the labels in a feature file or table, also of DATASET_TEST;"
+        " None: one called label, class or alike, or target or y if it has few values that are"
+        " integers or text",
     )
     data_dir: str = setting("data", "folder of data sets, to which DOWNLOAD writes")
     download: bool = setting(
@@ -64,7 +71,7 @@ class DataSettings(Settings):
     @property
     def open_options(self) -> dict[str, Any]:
         """Keyword arguments for `ssl_kd.datasets.open_dataset`."""
-        names = {"labels": self.labels, "column": self.column}
+        names = {n: getattr(self, n) for n in ("labels", "column", "label_column")}
         return {"root": self.data_dir, "download": self.download, **names}
 
 

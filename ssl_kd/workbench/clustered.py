@@ -14,6 +14,7 @@ import pyarrow as arrow
 from pyarrow import parquet
 
 from ssl_kd.datasets.catalog import open_rows
+from ssl_kd.datasets.shards import shards_of
 from ssl_kd.datasets.tables import ROOT
 from ssl_kd.errors import InputError
 from ssl_kd.files import sha256_file
@@ -33,7 +34,8 @@ def settings_of(
     be shown raises InputError, before the data are clustered.
     """
     if media is not None:
-        open_rows(data, "train", column=settings.column, media=media)
+        columns = {name: getattr(settings, name) for name in ("column", "label_column", "labels")}
+        open_rows(data, "train", media=media, **columns)
     name, state, settings = data, [], settings.replace(dataset=data)
     if data not in DATASETS:
         path = dataset_path(data).resolve()
@@ -49,19 +51,21 @@ def settings_of(
 
 
 def _states(path: Path, own: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return the path, size and time of a file, or of all files below a folder, in order.
+    """Return the path, size and time of a file and its shards, or of all files below a folder.
 
     Hidden files, and files below the folders `own` that lie in the folder, are left out, since they
     change while the data stay the same.
     """
     below = [folder for folder in own if folder.is_relative_to(path)]
-    files = [
-        file
-        for file in sorted([path, *path.rglob("*")])
-        if not file.is_dir()
-        and not any(file.is_relative_to(folder) for folder in below)
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    ]
+    files = list(shards_of(path))
+    if path.is_dir():
+        files = [
+            file
+            for file in sorted(path.rglob("*"))
+            if not file.is_dir()
+            and not any(file.is_relative_to(folder) for folder in below)
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
     return [(str(file), file.lstat().st_size, file.lstat().st_mtime_ns) for file in files]
 
 

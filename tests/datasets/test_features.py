@@ -10,7 +10,7 @@ from PIL import Image
 from pyarrow import parquet
 from safetensors.torch import save_file
 
-from ssl_kd.datasets import UnreadableImage, open_features
+from ssl_kd.datasets import FeatureDataset, UnreadableImage, open_features
 from ssl_kd.datasets.features import class_numbers
 from ssl_kd.errors import InputError
 from tests.damage import Payload
@@ -286,9 +286,68 @@ def test_the_use_of_labels_is_logged(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "rows", [[[1.0, 2.0], None], [[1.0, 2.0], [1.0]], [[1.0, None], [2.0, 3.0]]]
+    "kind", [pyarrow.list_(pyarrow.float32()), pyarrow.list_(pyarrow.float32(), 2)]
 )
-def test_rows_with_gaps_are_named_by_their_column(tmp_path, rows):
-    path = write_table(tmp_path / "f.parquet", x=rows)
-    with pytest.raises(ValueError, match="f.parquet.*column x contain nulls or differ in length"):
-        open_features(path)
+def test_missing_lists_are_rows_without_features(tmp_path, kind):
+    lists = [[1.0, 2.0], None, [3.0, None], [5.0, 6.0]]
+    data = open_features(write_table(tmp_path / "f.parquet", x=pyarrow.array(lists, kind)))
+    assert data.features[[0, 3]].tolist() == [[1, 2], [5, 6]]
+    assert data.missing == {1: "features are NaN or missing", 2: "features contain NaN"}
+
+
+def test_lists_of_different_lengths_are_refused(tmp_path):
+    for lists, message in (
+        ([[1.0, 2.0], [1.0]], r"f.parquet.*column x have the lengths \[1, 2\]"),
+        ([None, []], "column x are empty"),
+    ):
+        path = write_table(
+            tmp_path / "f.parquet", x=pyarrow.array(lists, pyarrow.list_(pyarrow.float32()))
+        )
+        with pytest.raises(ValueError, match=message):
+            open_features(path)
+    empty = pyarrow.array([[], [1.0], None], pyarrow.list_(pyarrow.float32()))
+    assert list(open_features(write_table(tmp_path / "f.parquet", x=empty)).missing) == [0, 2]
+
+
+# --- Rows without features ------------------------------------------------------------------------
+
+
+def test_rows_that_are_not_finite_are_missing_and_named(tmp_path):
+    x = X.astype(np.float64)
+    x[1, 0], x[3, 2], x[4, 1] = np.nan, -np.inf, 1e39  # too large for float32
+    np.savez(tmp_path / "f.npz", x=x, ids=NAMES)
+    data = open_features(tmp_path / "f.npz")
+    infinite = "features contain infinity"
+    assert data.missing == {1: "features contain NaN", 3: infinite, 4: infinite}
+    assert data.usage.used.startswith("2 rows of features, 3 wide")
+    whats = {part.what: list(part.names) for part in data.usage.left_out}
+    assert whats == {"1 of 5 rows": ["row 1 (s1)"], "2 of 5 rows": ["row 3 (s3)", "row 4 (s4)"]}
+
+
+def with_zeros(x, rows=(2, 5)):
+    x = np.array(x)
+    x[list(rows)] = 0
+    return x
+
+
+def test_rows_of_zeros_among_embeddings_are_missing():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(50, 8)).astype(np.float32)
+    relu = np.where(rng.random((50, 8)) < 0.05, 0, np.abs(x))  # a few zeros in every row
+    for features in (with_zeros(x), with_zeros(relu), -with_zeros(x).astype(np.float16)):
+        missing = FeatureDataset("f", "train", features).missing
+        assert list(missing) == [2, 5] and "zero" in missing[2]
+
+
+def test_rows_of_zeros_may_be_samples():
+    rng = np.random.default_rng(0)
+    dense = rng.normal(size=(50, 8))
+    sparse = np.where(rng.random((50, 8)) < 0.5, 0, dense)  # such as TF-IDF
+    for features in (
+        with_zeros(rng.poisson(5, (50, 8))),  # counts
+        with_zeros(rng.integers(0, 2, (50, 8)).astype(np.float32)),  # bits
+        with_zeros(sparse),
+        with_zeros(dense, [2]),  # one row may be the origin
+        np.zeros((5, 3)),
+    ):
+        assert FeatureDataset("f", "train", features).missing == {}

@@ -1,5 +1,6 @@
 """Tables of embeddings: AnnData, saved Hugging Face data sets, and what their rows are."""
 
+import io
 from typing import Any
 
 import datasets
@@ -9,7 +10,13 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from ssl_kd.datasets import FeatureDataset, UnreadableImage, open_dataset
+from ssl_kd.datasets import (
+    FeatureDataset,
+    ImageDataset,
+    UnreadableImage,
+    open_dataset,
+    open_features,
+)
 from ssl_kd.datasets.catalog import open_rows
 from ssl_kd.datasets.media import LARGEST_SOUND
 from ssl_kd.errors import InputError
@@ -98,6 +105,92 @@ def test_what_a_column_shows_is_found(tmp_path):
     assert rows_of(write(tmp_path, url=links)).kind == "url"
     assert rows_of(write(tmp_path, url=links, text=["a"] * 6)).kind == "text"
     assert rows_of(write(tmp_path, title=["a"] * 6)).media is None
+
+
+# --- Pictures without features ------------------------------------------------------------------
+
+
+def content(color, kind="PNG"):
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4), color).save(file, kind)
+    return file.getvalue()
+
+
+COLORS = ["red", "blue"] * 3
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "bytes", "paths"])
+def test_a_table_of_pictures_is_a_data_set_of_images(tmp_path, kind):
+    pictures: Any = [{"bytes": content(color), "path": None} for color in COLORS]
+    if kind in ("parquet", "saved"):
+        data = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1] * 3})
+        data = data.cast_column("image", datasets.Image())
+        data = data.cast_column("label", datasets.ClassLabel(names=["dog", "cat"]))
+        path = tmp_path / kind
+        data.save_to_disk(path) if kind == "saved" else data.to_parquet(
+            path := tmp_path / "f.parquet"
+        )
+    else:
+        for row, color in enumerate(COLORS):
+            (tmp_path / f"{row}.png").write_bytes(content(color))
+        column = [f"{row}.png" for row in range(6)]
+        if kind == "bytes":
+            column = [content(color, "JPEG") for color in COLORS]
+        path = tmp_path / "f.parquet"
+        parquet.write_table(arrow.table({"jpg": column, "label": ["dog", "cat"] * 3}), path)
+    data = open_dataset(str(path), "train")
+    assert isinstance(data, ImageDataset) and len(data) == 6 and data.pictured
+    assert data.class_names == ("cat", "dog") and data.labels.tolist() == [1, 0] * 3
+    assert np.asarray(data.image(1))[0, 0, 2] > 250
+    assert (data.image_file(1) is not None) == (kind == "paths")
+    assert (
+        data.usage.used.startswith("6 pictures; ") and "labels from column label" in data.usage.used
+    )
+    with pytest.raises(InputError, match="holds pictures, but no features"):
+        open_features(path)
+
+
+def test_the_fingerprint_of_a_table_of_pictures_is_that_of_its_content(tmp_path):
+    def digest(colors):
+        parquet.write_table(arrow.table({"png": [*map(content, colors)]}), tmp_path / "f.parquet")
+        return open_dataset(str(tmp_path / "f.parquet"), "train").fingerprint
+
+    first = digest(COLORS)
+    assert digest(COLORS) == first != digest(COLORS[::-1])
+    (tmp_path / "a.png").write_bytes(content("red"))
+    parquet.write_table(arrow.table({"png": ["a.png"]}), tmp_path / "f.parquet")
+    by_path = open_dataset(str(tmp_path / "f.parquet"), "train").fingerprint
+    (tmp_path / "a.png").write_bytes(content("blue"))
+    assert open_dataset(str(tmp_path / "f.parquet"), "train").fingerprint != by_path
+
+
+def test_pictures_are_embedded_instead_of_features_on_request(tmp_path):
+    masks = [content("white")] * 6
+    path = write(tmp_path, jpg=[*map(content, COLORS)], mask=masks, hash=[b"abc"] * 6)
+    data = opened(path)
+    assert data.pictured and data.rows.image(0).getpixel((0, 0)) == (255, 0, 0)
+    notes = {part.what: part.reason for part in data.usage.left_out}
+    assert "--column mask" in notes["column mask"] and "not shown" in notes["column hash"]
+    pictures = open_dataset(str(path), "train", column="mask")
+    assert isinstance(pictures, ImageDataset)
+    assert pictures.image(0).getpixel((0, 0)) == (255, 255, 255)
+    with pytest.raises(InputError, match="COLUMN is 'hash', whose type in .* is binary"):
+        opened(path, "hash")
+
+
+def test_a_broken_or_missing_picture_of_a_table_is_unreadable(tmp_path):
+    pictures = [content("red"), b"no picture", None, b""] + [content("blue")] * 2
+    parquet.write_table(arrow.table({"webp": pictures}), tmp_path / "f.parquet")
+    assert len(broken := opened_pictures(tmp_path / "f.parquet")) == 6
+    for row in (1, 2, 3):
+        with pytest.raises(UnreadableImage):
+            broken.image(row)
+
+
+def opened_pictures(path):
+    data = open_dataset(str(path), "train")
+    assert isinstance(data, ImageDataset)
+    return data
 
 
 def test_texts_that_are_long_or_not_utf8(tmp_path):

@@ -307,6 +307,25 @@ def test_features_are_stored_as_they_are(tmp_path, dtype):
     assert store.class_names == ("a", "b") and store.ids == list("abcdefghijklmnopqrst")
 
 
+def test_rows_without_features_are_left_out_and_listed(tmp_path, caplog):
+    x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    x[3, 1], x[[7, 8]] = np.nan, 0
+    data = FeatureDataset("f", "train", x, np.arange(20) % 2)
+    store = run(data, load_teacher("features", dataset=data), tmp_path, shard_rows=8)
+    kept = [row for row in range(20) if row not in (3, 7, 8)]
+    np.testing.assert_array_equal(store.tensor(), x[kept])
+    assert store.ids == [str(row) for row in kept] and store.labels.tolist() == [
+        r % 2 for r in kept
+    ]
+    left_out = [(entry["id"], entry["reason"][:20]) for entry in store.manifest["unreadable"]]
+    zero = "all features are zero"[:20]
+    assert left_out == [("3", "features contain NaN"), ("7", zero), ("8", zero)]
+    assert not caplog.records  # the usage of the data set is logged once, by the run
+    empty = FeatureDataset("f", "train", np.full((4, 3), np.nan, np.float32))
+    with pytest.raises(ValueError, match="not one of the 4 rows of DATASET f can be used"):
+        run(empty, load_teacher("features", dataset=empty), tmp_path / "empty")
+
+
 def test_teacher_and_data_must_go_together(tmp_path):
     features = FeatureDataset("f", "train", np.ones((3, 2)))
     with pytest.raises(ValueError, match="need --teacher features"):

@@ -1,5 +1,6 @@
 """Embeddings of a user: clustered and opened in one step, with media and more columns."""
 
+import io
 import json
 import shutil
 import wave
@@ -164,6 +165,47 @@ def test_values_keep_their_type_in_every_export(tmp_path):
     assert columns.find({"day": "=2020-01-04", "price": "<1"}).tolist() == [3]
     ((shown,),) = columns.cells([0], ["text"])
     assert shown == "b" * 1000 + "… (5,000 characters)"
+
+
+def test_missing_embeddings_are_neither_a_cluster_nor_duplicates(tmp_path):
+    x = load_digits().data[:N] / 16 + 0.01  # pyright: ignore[reportAttributeAccessIssue]
+    x[::10] = 0
+    notes = [f"note {row}" for row in range(N)]
+    parquet.write_table(arrow.table({"clip": list(x), "note": notes}), tmp_path / "f.parquet")
+    run = Run.of(tmp_path / "f.parquet", **settings(tmp_path))
+    assert len(run) == 81 and len(run.duplicates().groups()) == 0
+    data = run.samples.metrics["dataset"]
+    assert data["unreadable"] == 9
+    assert data["usage"]["train"]["left_out"][0]["names"][:2] == ["row 0", "row 10"]
+    assert metadata(run.samples)["note"][0].as_py() == "note 1"  # the others keep their columns
+
+
+def test_shards_that_changed_are_clustered_again(tmp_path):
+    paths = [tmp_path / f"x-0000{k}-of-00002.parquet" for k in range(2)]
+    for path in paths:
+        parquet.write_table(arrow.table({"clip": [[1.0, 2.0]] * 40}), path)
+    chosen = VisionSettings.from_dict({})
+    before = settings_of(str(paths[0]), chosen)[1]
+    assert settings_of(str(paths[0]), chosen)[1] == before
+    parquet.write_table(arrow.table({"clip": [[1.0, 2.0]] * 41}), paths[1])
+    assert settings_of(str(paths[0]), chosen)[1] != before
+
+
+def test_pictures_of_a_table_are_embedded_and_shown(tmp_path):
+    pictures = []
+    for image in load_digits().images[:N]:  # pyright: ignore[reportAttributeAccessIssue]
+        file = io.BytesIO()
+        Image.fromarray((image * 15).astype(np.uint8)).save(file, "PNG")
+        pictures.append({"bytes": file.getvalue(), "path": None})
+    pictures[4] = {"bytes": b"broken", "path": None}
+    table = arrow.table({"image": pictures, "site": ["a", "b"] * 45})
+    parquet.write_table(table, tmp_path / "f.parquet")
+    run = Run.of(tmp_path / "f.parquet", teacher="pixels", image_size=8, label_column="site",
+                 **settings(tmp_path))  # fmt: skip
+    assert len(run) == 89 and run.samples.metrics["dataset"]["class_names"] == ["a", "b"]
+    assert run.samples.image(4).size == (8, 8)
+    assert run.samples.metrics["dataset"]["unreadable"] == 1
+    assert run.samples.media == {"kind": "image", "column": "image"}
 
 
 def test_texts_links_and_sounds_are_served_as_such(run):
