@@ -37,7 +37,7 @@ from ssl_kd.graph import form_ensemble
 from ssl_kd.graph.ensemble import EVEN, UNEVEN, Kind, kind_of, vote
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Projection
-from ssl_kd.vision.partition import summed, views
+from ssl_kd.vision.partition import views
 
 MOST_ROWS = 2500
 BOTH = ("digits", "fashion10k", "fashion10k_efficientnet")
@@ -121,8 +121,8 @@ def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
     rows = torch.from_numpy(x)
     near = nearest_neighbors(rows, min(20, len(x) - 1))
     projected = Projection.fit(rows, 256)(rows)
-    cosine, euclidean, white = views(near, rows.__getitem__, projected, torch.device("cpu"))
-    crowd = form_ensemble(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
+    by_metric = views(near, rows.__getitem__, projected, torch.device("cpu"))
+    crowd = form_ensemble(*by_metric, n_clusters)
     partitions = {kind: vote(crowd.candidates, kind, n_clusters) for kind in CROWD}
     return {**partitions, "evenness": crowd.evenness}
 

@@ -1,7 +1,7 @@
 """Cluster the nodes of a neighbor graph, without training."""
 
 from ssl_kd.graph.criterion import Graph, joint, partition_value, refine
-from ssl_kd.graph.ensemble import Ensemble, View, agreement, consensus, form_ensemble
+from ssl_kd.graph.ensemble import Ensemble, View, agreement, consensus, form_ensemble, summed
 from ssl_kd.graph.fuzzy import fuzzy_graph
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "joint",
     "partition_value",
     "refine",
+    "summed",
 ]

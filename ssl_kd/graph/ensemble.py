@@ -8,6 +8,7 @@ each of them can be twenty points less accurate than the best one; the consensus
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +28,7 @@ from ssl_kd.graph.levels import MANY, communities, in_order
 from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
 
 Kind = Literal["even", "between", "uneven"]
+COSINE, EUCLIDEAN = "cosine", "euclidean"
 
 # Methods without a preference for even clusters tell how even the clusters are: the entropy of
 # their answer, as a share of log K. From EVEN on all others vote with them; below UNEVEN the
@@ -42,6 +44,12 @@ VOTES = 5  # rounds at most
 DENSE = 400  # up to so many joint clusters a dense eigensolver is faster
 PEAKS, MASS = "density peaks", "density mass"
 MIN_DISTANCE = 1e-9  # between clusters that some partition separates
+# If neighbors by direction are so many times as far as those by distance (mean square), and
+# families by direction agree so much less among themselves (adjusted Rand index), they lose their
+# vote (docs/results.md, "Where lengths matter").
+FARTHER, LESS_AGREED = 1.5, 0.1
+COMPARED = ("k-means", "spectral", "communities", "layout", "density leaves")
+EDGES = 2**18  # of which the lengths are in memory at once
 LINKED = 2000  # samples, at most, of which all pairs are compared
 
 
@@ -65,6 +73,7 @@ class Candidate:
 
     family: str  # name of the clustering method
     clusters: Ints  # `[n]`, numbered in the order of their first samples
+    metric: str | None = None  # of the distances it was found by; None: of several
     any_size: bool = False  # whether the method finds clusters of any size; if not, it prefers even
 
 
@@ -76,6 +85,7 @@ class Ensemble:
     candidates: list[Candidate]  # all partitions, including those that did not vote
     evenness: float  # entropy of the consensus of methods without a preferred size, over log K
     kind: Kind  # class of evenness, which decides who votes and how votes are counted
+    metrics: tuple[str, ...] = (COSINE, EUCLIDEAN)  # by which the candidates were found
 
     @property
     def voters(self) -> list[Candidate]:
@@ -114,28 +124,86 @@ def cluster_agreement(
 def form_ensemble(
     cosine: View,
     euclidean: View,
-    together: sp.csr_matrix,
+    whitened: View,
     n_clusters: int,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Ensemble:
     """Cluster samples into `n_clusters` (2 or more) with all methods, and form the consensus.
 
-    `cosine` has rows of length 1 and graphs of 10, 15 and 20 neighbors; `euclidean` has centered
-    rows and a graph of 15 neighbors; `together` sums the 15-neighbor graphs of all views.
-    `progress` is called with the numbers of finished and of all partitions.
+    `cosine` has rows of length 1 and graphs of 10, 15 and 20 neighbors; `euclidean` and `whitened`
+    have centered rows and a graph of 15 neighbors. If the lengths of the rows matter, partitions by
+    direction are replaced by others by distance. `progress` is called with the numbers of finished
+    and of all partitions.
     """
-    candidates, total = list[Candidate](), 26 if n_clusters >= MANY else 34
+    together = summed(cosine, euclidean, whitened)
+    graphs = [(COSINE, cosine.graphs[10]), (COSINE, cosine.graphs[20])]
+    graphs += [(EUCLIDEAN, euclidean.graphs[15]), (None, together)]
+    directions = [(COSINE, cosine.rows), (None, on_sphere(euclidean.rows))]
+    layouts = {COSINE: cosine, EUCLIDEAN: euclidean}
+    metrics = COSINE, EUCLIDEAN
     # Small products are faster with one thread.
     with threadpool_limits(1):
-        for candidate in _candidates(cosine, euclidean, together, n_clusters):
+        candidates, total = list[Candidate](), 26 if n_clusters >= MANY else 34
+        for candidate in _candidates(directions, graphs, layouts, n_clusters):
             candidates.append(replace(candidate, clusters=in_order(candidate.clusters)))
             progress(len(candidates), total)
+        if lengths_matter(candidates, cosine, euclidean):
+            metrics = (EUCLIDEAN,)
+            candidates = _by_distance(euclidean, whitened, n_clusters)
         clusters = vote(candidates, "between", n_clusters)
         shares = np.bincount(clusters) / len(clusters)
         evenness = float(scipy.special.entr(shares).sum() / np.log(n_clusters))
         if (kind := kind_of(evenness, n_clusters)) != "between":
             clusters = vote(candidates, kind, n_clusters)
-        return Ensemble(in_order(clusters), candidates, evenness, kind)
+        return Ensemble(in_order(clusters), candidates, evenness, kind, metrics)
+
+
+def summed(*views: View) -> sp.csr_matrix:
+    """Return the sum of the 15-nearest-neighbor graphs of several views, `[n, n]`."""
+    first, *others = (view.graphs[15] for view in views)
+    return sum(others, first).tocsr()
+
+
+def lengths_matter(candidates: Iterable[Candidate], cosine: View, euclidean: View) -> bool:
+    """Return whether partitions by direction are much less certain than those by distance.
+
+    A direction lacks the length of a row. If groups differ in it, as on a map, neighbors by
+    direction are far from each other, and each method cuts the directions elsewhere.
+    """
+    lengths = [_edge_length(view.graphs[15], euclidean.rows) for view in (cosine, euclidean)]
+    if lengths[0] < FARTHER * lengths[1]:
+        return False
+    n_clusters = 1 + max(int(candidate.clusters.max()) for candidate in candidates)
+    by_distance = Candidate("k-means", kmeans(euclidean.rows, n_clusters, 0), EUCLIDEAN)
+    compared = [c for c in (*candidates, by_distance) if c.family in COMPARED]
+    of_metric = {
+        metric: mutual_agreement(c for c in compared if c.metric == metric)
+        for metric in (COSINE, EUCLIDEAN)
+    }
+    return of_metric[EUCLIDEAN] - of_metric[COSINE] > LESS_AGREED
+
+
+def _edge_length(graph: sp.csr_matrix, rows: NDArray[np.float32]) -> float:
+    """Return the mean squared distance of samples that an edge joins."""
+    edges = graph.tocoo()
+    blocks = zip(
+        *(np.array_split(nodes, 1 + edges.nnz // EDGES) for nodes in (edges.row, edges.col)),
+        strict=True,
+    )
+    squares = [np.square(rows[a] - rows[b], dtype=np.float64).sum() for a, b in blocks]
+    return sum(squares) / max(edges.nnz, 1)
+
+
+def mutual_agreement(candidates: Iterable[Candidate]) -> float:
+    """Return the adjusted Rand index of partitions of two families, averaged over all pairs."""
+    from sklearn.metrics import adjusted_rand_score
+
+    scores: dict[tuple[str, str], list[float]] = {}
+    for a, b in itertools.combinations(candidates, 2):
+        if a.family != b.family:
+            score = adjusted_rand_score(a.clusters, b.clusters)
+            scores.setdefault((a.family, b.family), []).append(score)
+    return float(np.mean([np.mean(of_pair) for of_pair in scores.values()]))
 
 
 def kind_of(evenness: float, n_clusters: int, uneven: float = UNEVEN, even: float = EVEN) -> Kind:
@@ -158,23 +226,39 @@ def voters(candidates: Iterable[Candidate], kind: Kind) -> list[Candidate]:
 
 
 def _candidates(
-    cosine: View, euclidean: View, together: sp.csr_matrix, n_clusters: int
+    points: Sequence[tuple[str | None, NDArray]],
+    graphs: Sequence[tuple[str | None, sp.csr_matrix]],
+    layouts: Mapping[str, View],
+    n_clusters: int,
+    powers: Sequence[float] = POWERS,
 ) -> Iterator[Candidate]:
+    """Yield partitions of points `[n, d]`, of graphs and of the layouts of views, by metric."""
     k = n_clusters
-    starts, powers = (1, MIDDLE_POWER) if k >= MANY else (STARTS, POWERS)
-    for rows in (cosine.rows, on_sphere(euclidean.rows)):
-        yield Candidate("k-means", kmeans(rows, k, 0, n_init=starts))
-    for graph in (cosine.graphs[10], cosine.graphs[20], euclidean.graphs[15], together):
+    starts, powers = (1, MIDDLE_POWER) if k >= MANY else (STARTS, powers)
+    for metric, rows in points:
+        yield Candidate("k-means", kmeans(rows, k, 0, n_init=starts), metric)
+    for metric, graph in graphs:
         vectors = on_sphere(spectral_coordinates(graph, int(WIDER * k) + 1))
-        yield Candidate("spectral", kmeans(vectors, k, 0, n_init=starts))
+        yield Candidate("spectral", kmeans(vectors, k, 0, n_init=starts), metric)
         for power, clusters in zip(powers, communities(Graph(graph), k, powers), strict=True):
-            yield Candidate("communities", clusters, any_size=power == max(powers))
-    for view in (cosine, euclidean):
+            yield Candidate("communities", clusters, metric, any_size=power == max(powers))
+    for metric, view in layouts.items():
         for density in view.densities:
-            yield Candidate("layout", kmeans(density.places, k, 0, n_init=starts))
-            yield Candidate("density leaves", density.leaves(k))
-            yield Candidate(PEAKS, density.peaks(k), any_size=True)
-            yield Candidate(MASS, density.heaviest(k), any_size=True)
+            layout = kmeans(density.places, k, 0, n_init=starts)
+            yield Candidate("layout", layout, metric)
+            yield Candidate("density leaves", density.leaves(k), metric)
+            yield Candidate(PEAKS, density.peaks(k), metric, any_size=True)
+            yield Candidate(MASS, density.heaviest(k), metric, any_size=True)
+
+
+def _by_distance(euclidean: View, whitened: View, n_clusters: int) -> list[Candidate]:
+    """Return two or three partitions of each family, all by Euclidean distance."""
+    views = euclidean, whitened
+    points = [(EUCLIDEAN, view.rows) for view in views]
+    graphs = [(EUCLIDEAN, graph) for graph in (*(v.graphs[15] for v in views), summed(*views))]
+    layouts = {EUCLIDEAN: euclidean}
+    found = _candidates(points, graphs, layouts, n_clusters, MIDDLE_POWER)
+    return [replace(candidate, clusters=in_order(candidate.clusters)) for candidate in found]
 
 
 def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:

@@ -97,6 +97,9 @@ class MultiHeadClusterer(
         number_: evidence for an estimated number of clusters: an interval, and ranked levels
             (`ssl_kd.graph.levels.Evidence`). None if `n_clusters` was set, and after
             `from_pretrained`.
+        departure_: share of the training samples that the heads put into another cluster than the
+            partition that they learned, 0 to 1; above 0.05 `fit` logs a warning. None with
+            `method="heads"` and after `from_pretrained`.
         n_iter_: number of training steps of `fit`.
         model_: the trained `ClusterModel`, on the CPU.
         settings_: the `VisionSettings` of the training, including the seed.
@@ -246,6 +249,8 @@ class MultiHeadClusterer(
             partition = partition_of(n_clusters, neighbors, read, projected, device)
             n_clusters, self.number_ = partition.n_clusters, partition.number
             partition = partition if settings.by_graph else None
+        if partition is not None:
+            neighbors = partition.neighbors
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
         learner = HeadsLearner(
             trainer,
@@ -256,7 +261,7 @@ class MultiHeadClusterer(
         )
         self.n_iter_ = run_loop(learner)
         answer = form_answer(settings, trainer, neighbors, gather, projection, partition)
-        self.model_, self.settings_ = answer[0], settings
+        self.model_, self.settings_, self.departure_ = answer.model, settings, answer.departure
         return self._set_labels(x)
 
     @default_torch_state()
@@ -394,7 +399,8 @@ class MultiHeadClusterer(
         }
         names = cls().get_params()
         loaded = cls(**{name: saved[_setting(name)] for name in names if _setting(name) in saved})
-        loaded.model_, loaded.settings_, loaded.number_ = model, loaded._settings(), None
+        loaded.model_, loaded.settings_ = model, loaded._settings()
+        loaded.number_ = loaded.departure_ = None
         loaded.n_features_in_ = model.options["in_dim"]
         if "feature_names" in config:
             names, width = config["feature_names"], loaded.n_features_in_

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from sklearn.metrics import mutual_info_score
@@ -39,6 +40,7 @@ MAX_EPOCHS = 200
 # The pointwise mutual information of two equal answers, log sum_k p_k^(2 beta) / pi_k, favors a
 # sure answer above this BETA only; Adaloglou et al. (2023) use 0.6.
 LEAST_SURE_BETA = 0.5
+LARGE_DEPARTURE = 0.05  # of the heads from the partition that they learned
 # Copies of the weights of each head: student, EMA teacher, two moments of AdamW, and the last good
 # state of these four.
 STORED_WEIGHTS = 8
@@ -146,6 +148,18 @@ class _Judge:
         return clusters, information
 
 
+@dataclass(frozen=True)
+class Answer:
+    """The model in which the better half of the heads votes."""
+
+    model: ClusterModel  # on the CPU
+    chosen: Tensor  # numbers of the heads that vote, best first
+    information: Tensor  # `[head]` neighbor information in nats, NaN for an unhealthy head
+    # Share of the training samples that the model puts into another cluster than the partition
+    # that the heads learned; None if they learned none.
+    departure: float | None
+
+
 def form_answer(
     heads: HeadSettings,
     trainer: HeadTrainer,
@@ -153,15 +167,12 @@ def form_answer(
     gather: Gather,
     projection: Projection,
     partition: GraphAnswer | None = None,
-) -> tuple[ClusterModel, Tensor, Tensor]:
+) -> Answer:
     """Rank the heads by neighbor information, and build the model in which the better half votes.
 
     Clusters are numbered as in `partition`, which the heads were trained on, or as in the best head
-    if it is None; the confidence is then not calibrated. Labels are not read.
-
-    Returns:
-        The model, on the CPU; the indices of the heads that vote, best first; and the neighbor
-        information of every head, `[head]`, in nats (NaN for an unhealthy head).
+    if it is None; the confidence is then not calibrated. Labels are not read. If the answer differs
+    from `partition` on many samples, a warning says so.
     """
     state, n_clusters = trainer.state, trainer.n_clusters
     judge = _Judge(trainer, neighbors, gather, CONSENSUS_PAIRS)
@@ -200,7 +211,26 @@ def form_answer(
         if model.splits is not None:  # the new temperature can change which votes are equal
             _fill_empty(model, x, partition.clusters)
         model.tree = Tree.fit(x, partition.clusters, partition.levels, n_clusters)
-    return model, chosen, information
+    departure = None if partition is None else _departure(model, x, partition.clusters, heads)
+    return Answer(model, chosen, information, departure)
+
+
+@torch.inference_mode()
+def _departure(model: ClusterModel, x: Tensor, clusters: Tensor, heads: HeadSettings) -> float:
+    """Return the share of samples that the model moves to another cluster; warn if it is large."""
+    answers = [model.answer(block).argmax(-1) for block in x.split(ROWS_PER_BLOCK)]
+    departure = float((torch.cat(answers) != clusters).double().mean())
+    if departure > LARGE_DEPARTURE:
+        remedy = "there, neighbors are of different clusters: check samples of low confidence"
+        if heads.max_steps is not None or heads.epochs is not None:
+            remedy = "leave out MAX_STEPS and EPOCHS, so that the heads train until they converge"
+        logger.warning(
+            "the heads put %.1f %% of the training samples into another cluster than the partition "
+            "that they learned; %s",
+            100 * departure,
+            remedy,
+        )
+    return departure
 
 
 @torch.no_grad()

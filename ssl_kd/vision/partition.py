@@ -6,20 +6,23 @@ Euclidean after half-whitening, which gives weak principal components more weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 from torch import Tensor
 
 from firstnan.finite import safe_normalize
-from ssl_kd.graph import Ensemble, Graph, View, form_ensemble, fuzzy_graph
+from ssl_kd.graph import Ensemble, Graph, View, form_ensemble, fuzzy_graph, summed
+from ssl_kd.graph.ensemble import COSINE
 from ssl_kd.graph.levels import Evidence, modularity, nested_levels, number_of_clusters
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Splits
 from ssl_kd.vision.train import Gather
+
+logger = logging.getLogger(__name__)
 
 # Numbers of neighbors per sample in the graphs; 15 is the default of UMAP.
 COSINE_GRAPHS = (10, 15, 20)
@@ -36,6 +39,7 @@ class GraphAnswer:
 
     n_clusters: int
     clusters: Tensor  # int64 `[n]`, the consensus
+    neighbors: Tensor  # int64 `[n, k]`, nearest first by a metric of the partitions
     ensemble: Ensemble  # the partitions that the consensus was formed from
     levels: Tensor  # int64 `[level, n]`, finest (3 K parts) to coarsest (5 unions of clusters)
     number: Evidence | None  # evidence for the chosen K; None if K was given
@@ -53,17 +57,34 @@ def partition_of(
 
     `neighbors` `[n, k]` are sorted by cosine, nearest first.
     """
-    cosine, euclidean, whitened = views(neighbors, embeddings, projected, device)
-    together = summed(cosine, euclidean, whitened)
-    graph, number = Graph(together), None
+    by_metric = voting = views(neighbors, embeddings, projected, device)
+    number = None
     if n_clusters is None:
-        number = number_of_clusters(graph, [*cosine.densities, *euclidean.densities])
+        number = _number(voting, by_metric[:2])
         n_clusters = number.n_clusters
-    ensemble = form_ensemble(cosine, euclidean, together, n_clusters, progress)
+    ensemble = form_ensemble(*by_metric, n_clusters, progress)
+    if COSINE not in ensemble.metrics:
+        logger.info(
+            "the lengths of the embeddings matter: clusters are searched by Euclidean distance "
+            "alone, because partitions by cosine agree much less with each other"
+        )
+        voting = by_metric[1:]
+        k = neighbors.shape[1]
+        neighbors = nearest_neighbors(projected, k, metric="euclidean", device=device)
+        if number is not None:
+            number = _number(voting, by_metric[1:2])
+            n_clusters = number.n_clusters
+            ensemble = form_ensemble(*by_metric, n_clusters, progress)
     agreed = torch.from_numpy(ensemble.clusters)
     clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # if fewer
-    levels = np.stack(nested_levels(graph, clusters.numpy()))
-    return GraphAnswer(n_clusters, clusters, ensemble, torch.from_numpy(levels), number)
+    levels = np.stack(nested_levels(Graph(summed(*voting)), clusters.numpy()))
+    return GraphAnswer(n_clusters, clusters, neighbors, ensemble, torch.from_numpy(levels), number)
+
+
+def _number(voting: Sequence[View], laid_out: Sequence[View]) -> Evidence:
+    """Choose the number of clusters from the graphs of some views and the layouts of others."""
+    densities = [density for view in laid_out for density in view.densities]
+    return number_of_clusters(Graph(summed(*voting)), densities)
 
 
 def modularity_of(clusters: Tensor, embeddings: Tensor, projected: Tensor) -> float:
@@ -73,8 +94,8 @@ def modularity_of(clusters: Tensor, embeddings: Tensor, projected: Tensor) -> fl
     components.
     """
     near = nearest_neighbors(embeddings, min(max(COSINE_GRAPHS), len(embeddings) - 1))
-    cosine, euclidean, whitened = views(near, embeddings.__getitem__, projected, embeddings.device)
-    graph = Graph(summed(cosine, euclidean, whitened))
+    by_metric = views(near, embeddings.__getitem__, projected, embeddings.device)
+    graph = Graph(summed(*by_metric))
     return modularity(graph, clusters.numpy(), int(clusters.max()) + 1)
 
 
@@ -102,12 +123,6 @@ def _euclidean(x: Tensor, device: torch.device) -> View:
     near = nearest_neighbors(x, k, metric="euclidean", device=device)
     graph = fuzzy_graph(near.numpy(), _distances(near, x).numpy())
     return View(x.numpy(), {GRAPH_NEIGHBORS: graph})
-
-
-def summed(*views: View) -> sp.csr_matrix:
-    """Return the sum of the 15-nearest-neighbor graphs of several views, `[n, n]`."""
-    first, *others = (view.graphs[GRAPH_NEIGHBORS] for view in views)
-    return sum(others, first).tocsr()
 
 
 def _distances(near: Tensor, x: Tensor) -> Tensor:

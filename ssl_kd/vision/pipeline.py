@@ -70,6 +70,7 @@ class TrainedHeads:
     model: ClusterModel
     chosen: Tensor  # numbers of the heads that vote, best first
     information: Tensor  # `[head]`, the mutual information by which heads are ranked
+    departure: float | None  # share of samples on which the model leaves the partition
     partition: GraphAnswer | None  # of the neighbor graph; None if it was not searched
     about: dict[str, Any]  # entries for `metrics.json`
 
@@ -109,7 +110,9 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
             n_clusters = partition.n_clusters
     assert n_clusters is not None
     learned = partition if settings.by_graph else None
-    clusters = None if learned is None else learned.clusters
+    clusters = None
+    if learned is not None:
+        clusters, neighbors = learned.clusters, learned.neighbors
     with clock("train"):
         result = LeaderResult(
             path=context.folder.path.resolve(),
@@ -126,13 +129,19 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
         trainer, about = _train(context, rows, neighbors, n_clusters, clusters)
     with clock("consensus"):
         context.progress("consensus", 0, 1, {})
-        model, chosen, information = form_answer(
-            settings, trainer, neighbors, rows, rows.projection, learned
-        )
-        save_model(model, context.folder)
-        context.progress("consensus", 1, 1, {"heads": len(chosen)})
+        answer = form_answer(settings, trainer, neighbors, rows, rows.projection, learned)
+        save_model(answer.model, context.folder)
+        context.progress("consensus", 1, 1, {"heads": len(answer.chosen)})
     about["neighbours"] = search
-    return TrainedHeads(trainer, model, chosen, information, partition, about)
+    return TrainedHeads(
+        trainer,
+        answer.model,
+        answer.chosen,
+        answer.information,
+        answer.departure,
+        partition,
+        about,
+    )
 
 
 def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:

@@ -63,7 +63,7 @@ def judge(
         metrics = {
             "table": table,
             "heads": _heads(trained, heads["train"], accuracies),
-            "graph": _graph(trained.partition, context.settings.by_graph),
+            "graph": _graph(trained.partition, trained.departure),
             "cluster_sizes": evaluate.cluster_sizes(train.clusters, n_clusters).tolist(),
             "calibration": {name: _calibration(split) for name, split in splits.items()},
             **_embedding_scores(train, test, seed, run_baselines),
@@ -128,20 +128,23 @@ def _heads(
     ]
 
 
-def _graph(answer: GraphAnswer | None, is_learned: bool) -> dict[str, Any] | None:
+def _graph(answer: GraphAnswer | None, departure: float | None) -> dict[str, Any] | None:
     """Return how the families of partitions voted, and how well they agree with the result.
 
-    `is_learned` means that the heads learned the answer, so that its clusters are those of the run.
+    `departure` is the share of samples on which the heads left the partition that they learned;
+    None if they did not learn it, so that its clusters are not those of the run.
     """
     if answer is None:
         return None
     ensemble, of_clusters = answer.ensemble, None
-    if is_learned:
+    if departure is not None:
         clusters = answer.clusters.numpy()
         of_clusters = cluster_agreement(ensemble.voters, clusters, answer.n_clusters).tolist()
     return {
         "agreement": agreement(ensemble.candidates, ensemble.clusters),
         "cluster_agreement": of_clusters,
+        "metrics": list(ensemble.metrics),
+        "departure": departure,
         "voters": sorted({candidate.family for candidate in ensemble.voters}),
         "evenness": ensemble.evenness,
         "number": None if answer.number is None else dataclasses.asdict(answer.number),

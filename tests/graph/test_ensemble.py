@@ -25,7 +25,7 @@ def ensemble_of(x, n_clusters, **options):
     graphs = {k: fuzzy_graph(near[:, :k], distances[:, :k]) for k in (10, 15, 20)}
     centred = (x - x.mean(0)).astype(np.float32)
     view = View(centred, graphs)
-    return form_ensemble(view, view, (3 * graphs[15]).tocsr(), n_clusters, **options)
+    return form_ensemble(view, view, view, n_clusters, **options)
 
 
 def agreed(partitions, n_clusters):

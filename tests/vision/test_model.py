@@ -119,7 +119,8 @@ def trained(x, **changes):
 def test_the_answer_finds_clusters_in_any_unit(unit, pca_dim):
     blob, x = blobs()
     _, form_answer = trained(x * unit, pca_dim=pca_dim)
-    model, chosen, _ = form_answer()
+    answer = form_answer()
+    model, chosen = answer.model, answer.chosen
     found = model.predict(x * unit)
     assert {len(found[blob == k].unique()) for k in range(K)} == {1} and len(found.unique()) == K
     assert len(chosen) == model.options["n_heads"]
@@ -130,13 +131,14 @@ def test_the_answer_finds_clusters_in_any_unit(unit, pca_dim):
 def test_a_sick_or_collapsed_head_does_not_spoil_the_answer():
     blob, x = blobs()
     trainer, form_answer = trained(x)
-    _, usual, _ = form_answer()
+    usual = form_answer().chosen
     state = trainer.state
     sick, collapsed = usual[1], usual[2]
     state.teacher[sick] = torch.nan
     state.health.streak[sick] = 3
     state.teacher[collapsed] = 0.0  # every sample in one cluster
-    model, chosen, information = form_answer()
+    answer = form_answer()
+    model, chosen, information = answer.model, answer.chosen, answer.information
     assert sick not in chosen and information[sick].isnan() and information[collapsed] == 0
     assert torch.isfinite(model.weights).all()
     found = model.predict(x)

@@ -76,6 +76,72 @@ def test_odd_embeddings(x):
     assert found.clusters.shape == (40,)
 
 
+def on_a_ray(n_groups=3, n=40, dim=16):
+    """Return groups of samples in one direction from 0, at several distances, and their labels."""
+    y = np.repeat(np.arange(n_groups), n)
+    return 4.0 * y[:, None] + np.random.default_rng(0).normal(size=(len(y), dim)), y
+
+
+def on_a_map(seed):
+    """Return groups of points in the plane, on all sides of 0, and their labels."""
+    centers = np.random.default_rng(seed).uniform(-10, 10, (4, 2))
+    y = np.repeat(np.arange(4), 60)
+    return centers[y] + np.random.default_rng(seed).normal(size=(len(y), 2)), y
+
+
+@pytest.mark.parametrize(
+    ("x", "y"), [on_a_ray(), on_a_map(1), on_a_map(2)], ids=["ray", "map", "another map"]
+)
+def test_groups_that_differ_in_length_are_found_by_distance(x, y, tmp_path):
+    inputs = _inputs(torch.from_numpy(x).float())
+    answer = partition_of(len(set(y)), *inputs, CPU)
+    assert answer.ensemble.metrics == ("euclidean",)
+    near = nearest_neighbors(inputs[2], 20, metric="euclidean")
+    assert torch.equal(answer.neighbors, near)  # of which heads learn, too
+    fit = MultiHeadClusterer(len(set(y)), n_heads=4).fit(x)
+    assert adjusted_rand_score(y, fit.labels_) > 0.9
+    assert fit.departure_ is not None and fit.departure_ < 0.05
+    fit.save_pretrained(tmp_path)
+    again = MultiHeadClusterer.from_pretrained(tmp_path)
+    assert (again.predict(x) == fit.labels_).all() and again.departure_ is None
+
+
+def test_the_number_of_clusters_is_chosen_by_distance_where_lengths_matter():
+    x, y = on_a_ray(4, 50)
+    answer = partition_of(None, *_inputs(torch.from_numpy(x).float()), CPU)
+    assert answer.ensemble.metrics == ("euclidean",) and answer.n_clusters == 4
+    assert adjusted_rand_score(y, answer.clusters) == 1
+
+
+@pytest.mark.parametrize("lengths", ["random", "one"])
+def test_directions_keep_their_vote_where_lengths_say_nothing(lengths):
+    of_rows = X.norm(dim=1, keepdim=True)
+    if lengths == "random":
+        of_rows = of_rows * torch.randn(len(X), 1).exp()
+    x = X / of_rows
+    inputs = _inputs(x)
+    answer = partition_of(10, *inputs, CPU)
+    assert answer.ensemble.metrics == ("cosine", "euclidean") and answer.neighbors is inputs[0]
+    assert adjusted_rand_score(Y, answer.clusters) > 0.65
+
+
+def test_heads_that_leave_their_partition_are_reported(caplog):
+    partition = partition_of(10, *_inputs(), CPU).clusters.numpy()
+    options: dict[str, Any] = {"n_heads": 2, "random_state": 0}
+    short = MultiHeadClusterer(10, max_steps=3, **options).fit(X.numpy())
+    share = 1 - accuracy(partition, short.labels_)
+    assert short.departure_ == pytest.approx(share, abs=0.03) and share > 0.05
+    assert (
+        f"the heads put {100 * (short.departure_ or 0):.1f} % of the training samples"
+        in caplog.text
+    )
+    assert "leave out MAX_STEPS and EPOCHS" in caplog.text
+    caplog.clear()
+    converged = MultiHeadClusterer(10, **options).fit(X.numpy()).departure_
+    assert converged is not None and converged < 0.05 and not caplog.text
+    assert MultiHeadClusterer(10, method="heads", max_steps=3).fit(X.numpy()).departure_ is None
+
+
 def test_heads_learn_the_partition_whatever_the_seed():
     fits = [MultiHeadClusterer(10, n_heads=4, random_state=seed).fit(X.numpy()) for seed in (1, 2)]
     partition = partition_of(10, *_inputs(), CPU).clusters.numpy()

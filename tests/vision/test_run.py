@@ -199,6 +199,8 @@ def test_the_number_of_clusters_is_found_and_its_levels_are_nested(settings):
     assert number["n_clusters"] == k == len(found["cluster_sizes"])
     assert number["interval"][0] <= k <= number["interval"][1]
     assert len(found["graph"]["cluster_agreement"]) == k
+    assert found["graph"]["metrics"] == ["cosine", "euclidean"]
+    assert 0 <= found["graph"]["departure"] < 1
     assert all(0 < share <= 1 for share in found["graph"]["cluster_agreement"])
     assert "cluster" in levels and len(levels) > 2
     for above, below in zip(levels, levels[1:], strict=False):
@@ -216,6 +218,7 @@ def test_heads_alone_have_no_tree_but_may_have_their_number_found(settings):
     path = run(settings(n_clusters="auto", method="heads"))
     assert metrics(path)["graph"]["number"]["n_clusters"] == len(metrics(path)["cluster_sizes"])
     assert metrics(path)["graph"]["cluster_agreement"] is None  # clusters of the heads
+    assert metrics(path)["graph"]["departure"] is None
     assert not any(name.startswith("level_") for name in assignments(path)[0])
     with pytest.raises(InputError, match="METHOD graph"):
         ClusterModel.from_pretrained(path).predict_levels(torch.zeros(1, 64))
