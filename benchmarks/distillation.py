@@ -1,6 +1,7 @@
 """Compare students trained by cross-entropy alone, by distillation, and by the older presets.
 
     python -m benchmarks.distillation --teacher_model FOLDER --data_path FILE.jsonl --seeds 3
+    python -m benchmarks.distillation --equal-time --teacher_model FOLDER --data_path FILE.jsonl
     python -m benchmarks.distillation --grid --teacher_model FOLDER --data_path FILE.jsonl
     python -m benchmarks.distillation --caches --teacher_model FOLDER --data_path FILE.jsonl
     python -m benchmarks.distillation --offline --teacher_model FOLDER --data_path FILE.jsonl
@@ -8,6 +9,9 @@
 Each row is a complete run with the same initialization, batches and steps; its held-out perplexity
 is that of its best evaluation. The `clamp` rows clamp the logits as the older scripts did, to show
 the cost. Without --teacher_model, a teacher is trained on the standard library first.
+
+A distilled step takes longer, because the teacher runs in it. `--equal-time` also trains with
+cross-entropy alone for as many steps as fit in the seconds of the distilled run of the same seed.
 
 `--grid` distills the student and trains it with cross-entropy alone, at every learning rate of the
 grid and with every seed. For each of the two, the learning rate with the lowest validation
@@ -175,6 +179,24 @@ def search(settings: LanguageSettings, grid: Sequence[float], seeds: int) -> Non
     print("", *comparison(results, grid), sep="\n")
 
 
+def compare_equal_time(settings: LanguageSettings, seeds: int) -> None:
+    """Print a table of both ways after equal steps, and of cross-entropy after equal seconds."""
+    names = [*WAYS, "CE alone, for the seconds of distilled"]
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for seed in range(seeds):
+        own = settings.replace(seed=seed)
+        for way, changes in WAYS.items():
+            results[way].append(measure(own.replace(**changes)) | {"steps": own.max_steps})
+        ours, alone = (results[way][-1]["seconds"] for way in WAYS)
+        steps = round(own.max_steps * ours / alone)
+        longer = own.replace(**ALONE, max_steps=steps, eval_every=max(1, steps // 5))
+        results[names[-1]].append(measure(longer) | {"steps": steps})
+    header("run", "steps", "held-out perplexity", "seconds")
+    for name, rows in results.items():
+        steps, seconds = (spread((r[key] for r in rows), ".0f") for key in ("steps", "seconds"))
+        row(name, steps, spread((r["perplexity"] for r in rows), ".2f"), seconds)
+
+
 def relative(runs: list[dict[str, Any]], live: list[dict[str, Any]]) -> str:
     """Return the ratio of perplexities over paired seeds, with its 95 % interval."""
     pairs = zip(runs, live, strict=True)
@@ -260,6 +282,7 @@ def main() -> None:
     parser.add_argument("--grid", type=float, nargs="*", help=f"learning rates; default: {GRID}")
     parser.add_argument("--caches", nargs="*", help=f"CACHE_METHOD of each; default: {CACHES}")
     parser.add_argument("--offline", action="store_true")
+    parser.add_argument("--equal-time", action="store_true")
     parser.add_argument("--prompts", type=int, default=120)
     defaults = {"student_model": "fresh:2x96"}
     for name in SETTINGS:
@@ -267,13 +290,14 @@ def main() -> None:
         kind = partial(LanguageSettings.parse, name)
         parser.add_argument(f"--{name}", default=default, type=kind)
     flags = vars(parser.parse_args())
-    seeds, only, grid, caches, offline, prompts = (
-        flags.pop(name) for name in ("seeds", "only", "grid", "caches", "offline", "prompts")
-    )
+    names = ("seeds", "only", "grid", "caches", "offline", "prompts", "equal_time")
+    seeds, only, grid, caches, offline, prompts, equal_time = map(flags.pop, names)
     logging.basicConfig(level=logging.ERROR)
     settings = LanguageSettings(**flags, eval_every=max(1, flags["max_steps"] // 5), generations=0)
     if offline:
         return compare_offline(settings, prompts, seeds)
+    if equal_time:
+        return compare_equal_time(with_teacher(settings), seeds)
     if caches is not None:
         return compare_caches(with_teacher(settings), caches or CACHES, seeds)
     if grid is not None:

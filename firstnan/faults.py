@@ -172,7 +172,7 @@ class Stage(Kinds):
         lambda step: ~step.norm.isfinite(),
         not_finite=True,
         advice="if the loss had been growing, lower the learning rate; otherwise look for sqrt, "
-        "log or a norm at 0 (torch.autograd.set_detect_anomaly(True) names the operation); under "
+        "log or a norm at 0 (Guard(..., locate=True) names the operation and its line); under "
         "float16 autocast scale the loss",
     )
     # With loss scaling, an occasional infinite gradient is normal: no reason to restore a part.

@@ -35,10 +35,7 @@ class Tally(NamedTuple):
     def hopeless(self, thresholds: Thresholds) -> str:
         """Return why training cannot continue, or an empty string if it can."""
         if self.late == self.active and (self.tried or not self.active):
-            return (
-                f"no part had a healthy step in the last {thresholds.restore_after}, although "
-                "the last good state was restored"
-            )
+            return f"no part had a healthy step in the last {thresholds.restore_after} steps"
         if self.left < thresholds.min_parts:
             return (
                 f"only {self.left} of {self.parts} parts are left after skipping, restoring and "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,7 +78,11 @@ class Recovery:
         streaks = self.health.streak.tolist()
         actions, why = self.health.escalate(thresholds, self.shared, judge)
         if why:
-            return self.give_up(step, why), why
+            events = self.give_up(step, why)
+            restored = any(event.action.startswith("restored") for event in events)
+            state = "the last good state was restored"
+            why += f"; {state if restored else 'there is no good state to restore'}"
+            return [*events[:-1], replace(events[-1], reason=why)], why
         events = []
         for part, action in actions.items():
             if action == "reinitialise":

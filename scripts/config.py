@@ -1,8 +1,8 @@
 """Settings of `python scripts/distill.py`: plain literals; this file is parsed, never executed.
 
 A preset overrides the value here, and a flag of the same name overrides both: `--learning_rate
-1e-5` or `--learning-rate 1e-5`. `python scripts/distill.py --help-all` lists the allowed values and
-the presets; an unknown name or an invalid value is an error.
+1e-5`. `python scripts/distill.py --help_all` lists the allowed values and the presets; an unknown
+name or an invalid value is an error.
 """
 
 # --- Teacher --------------------------------------------------------------------------------------

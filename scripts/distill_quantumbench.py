@@ -1,7 +1,7 @@
 """Distil a teacher into a student on one jsonl file, with the flags of older scripts.
 
-python scripts/distill_quantumbench.py --teacher-model FOLDER --student-model-name gpt2 \
-    --data-path questions.jsonl --epochs 3 --batch-size 2 --learning-rate 2e-5
+python scripts/distill_quantumbench.py --teacher_model FOLDER --student_model_name gpt2 \
+    --data_path questions.jsonl --epochs 3 --batch_size 2 --learning_rate 2e-5
 """
 
 import sys
@@ -19,9 +19,9 @@ def main(words: list[str]) -> int:
     """Read the flags and distil."""
     parser = FlagParser(
         description=(__doc__ or "").partition("\n")[0],
-        epilog="Defaults: --epochs 3 --batch-size 2 --learning-rate 2e-5 --temperature 3; "
+        epilog="Defaults: --epochs 3 --batch_size 2 --learning_rate 2e-5 --temperature 3; "
         "every other setting of scripts/distill.py is a flag here, too, such as --align chunks, or "
-        "--dry-run, which trains for five steps and shows the first rows of tokens.",
+        "--dry_run, which trains for five steps and shows the first rows of tokens.",
         allow_abbrev=False,
     )
     parser.add_argument("--teacher-model", required=True, help="folder or name on the Hub")
@@ -63,8 +63,12 @@ def main(words: list[str]) -> int:
         settings.check_packages()
         from ssl_kd.language.step import precision_of  # --help and a wrong flag do without torch
 
-        if given.fp16 and precision_of(settings).device.type == "cuda":
-            settings = settings.replace(model_dtype="float16")
+        device = precision_of(settings).device
+        if given.fp16 and device.type == "cuda":
+            return settings.replace(model_dtype="float16")
+        if given.fp16:
+            message = f"--fp16 has no effect on {device}, which computes in float32"
+            print(f"ssl_kd: {message}", file=sys.stderr)
         return settings
 
     return distill_as(read, [*program(sys.argv[0]), *words])

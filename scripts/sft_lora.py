@@ -1,7 +1,7 @@
 """Fine-tune a language model by LoRA on questions with <answer>...</answer> targets, and test it.
 
-python scripts/sft_lora.py train --model FOLDER --data-path train.jsonl
-python scripts/sft_lora.py test --model runs/latest/student --data-path test.jsonl
+python scripts/sft_lora.py train --model FOLDER --data_path train.jsonl
+python scripts/sft_lora.py test --model runs/latest/student --data_path test.jsonl
 """
 
 import argparse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -104,6 +105,7 @@ class Precision:
         student: dtype of the students' matrix products (autocast).
         scale: whether losses are scaled before the backward pass (float16 products only).
         why: the reason for these dtypes, and any difference from the requested ones.
+        replaced: whether the students' dtype is another one than was requested.
     """
 
     device: torch.device
@@ -111,6 +113,7 @@ class Precision:
     student: torch.dtype
     scale: bool
     why: str
+    replaced: bool = False
 
     @classmethod
     def for_device(
@@ -152,18 +155,24 @@ class Precision:
             teacher = halves[0] if halves else torch.float16
         reason = f"{info}: {why}" if info.type == "cuda" or use_fp16 else f"{info}: fp32 throughout"
         wanted = torch.float16 if use_fp16 is True else use_fp16
-        if wanted and wanted != student:
-            reason = f"{_short(wanted)} was requested, {_short(student)} is used; {reason}"
+        replaced = bool(wanted) and wanted != student
+        if replaced:
+            request = f"{_short(wanted)} was requested and has no effect here"
+            reason = f"{request}, {_short(student)} is used; {reason}"
         if info.type == "cuda" and not described:
             for dtype in dict.fromkeys((full, teacher, student)):
                 _try_kernels(place, dtype, info)
-        return cls(place, teacher, student, student == torch.float16, reason)
+        return cls(place, teacher, student, student == torch.float16, reason, replaced)
 
     def autocast(self) -> torch.autocast:
         """Return the context for the students' forward passes."""
         return torch.autocast(
             self.device.type, dtype=self.student, enabled=self.student != torch.float32
         )
+
+    def log(self, logger: logging.Logger) -> None:
+        """Log the dtypes, as a warning if a requested one has no effect on this device."""
+        logger.log(logging.WARNING if self.replaced else logging.INFO, "%s", self)
 
     def __str__(self) -> str:
         """One line: `cpu: teacher fp32, students fp32, ... (CPU: fp32 throughout)`."""

@@ -290,7 +290,10 @@ def test_fp16_that_is_not_available_is_a_note(config, capsys, monkeypatch):
     config.write_text("USE_FP16 = True\nDEVICE = 'cpu'\n")
     code, text = ask(config, capsys, doctor.installation)
     assert code == 0
-    assert "note precision cpu:" in text and "fp16 was requested, fp32 is used" in text
+    assert (
+        "note precision cpu:" in text
+        and "fp16 was requested and has no effect here, fp32 is used" in text
+    )
 
 
 # --- output -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from dataclasses import fields
 from importlib.util import find_spec
@@ -78,6 +79,23 @@ def test_commands_of_a_page_exist_and_know_their_flags(path):
             check(words)
 
 
+IN_TABLE = re.compile(r"`((?:python|ssl_kd|torchrun|make) [^`]+)`")
+
+
+@pytest.mark.parametrize("path", named(PAGES))
+def test_commands_in_the_tables_of_a_page_parse(path, monkeypatch):
+    for work in ("language_model", "nan_issues", "installation"):
+        monkeypatch.setattr(f"ssl_kd.doctor.{work}", lambda *_: 0)
+    for line in path.read_text(encoding="utf-8").splitlines():
+        for command in IN_TABLE.findall(line) if line.startswith("|") else ():
+            if "..." in command:
+                continue  # not a whole command
+            words = shlex.split(command)
+            check(words)
+            if words[1:3] == ["-m", "ssl_kd.doctor"]:
+                assert cli.main(["doctor", *words[3:]]) == 0, words
+
+
 def check(words: list[str]) -> None:
     """Check that the program of a shell line exists and knows each flag."""
     program, *rest = words
@@ -104,6 +122,9 @@ def check_python(words: list[str]) -> None:
     if words[0] == "torchrun":
         rest = rest[rest.index("--nproc_per_node") + 2 :]
     name, *flags = rest
+    if name in VISION | LANGUAGE:
+        dashed = [flag for flag in FLAG.findall(" ".join(flags)) if "-" in flag]
+        assert not dashed, f"{words}: write _ in place of - in {dashed}"
     if name in VISION and flags[:1] != ["extract"]:
         read_settings(VisionSettings, flags, Path("none"), prog="guide")
         return
@@ -112,6 +133,7 @@ def check_python(words: list[str]) -> None:
         return
     source = "".join(file.read_text() for file in sources(name, flags))
     for flag in FLAG.findall(" ".join(flags)):
+        assert name == "-m" or "-" not in flag, f"{words}: write --{flag.replace('-', '_')}"
         plain = flag.replace("-", "_")
         known = re.search(rf'["\s](--)?({flag}|{plain})["\s]', source)
         assert known or plain in SETTINGS, f"{words}: --{flag}"
@@ -129,8 +151,10 @@ def sources(name: str, flags: list[str]) -> list[Path]:
             return []
         assert here.with_suffix(".py").is_file() or (here / "__main__.py").is_file(), flags
         return [*here.parent.glob("*.py"), *here.glob("*.py")]
-    if (ROOT / name).is_file():
+    if (ROOT / name).is_file() and flags[:1] != ["extract"]:
         return [ROOT / name]
+    if (ROOT / name).is_file():
+        return [*(ROOT / "ssl_kd" / "cli").glob("*.py")]
     assert name in cli.COMMANDS, f"ssl_kd {name}: no such command"
     return [*(ROOT / "ssl_kd" / "cli").glob("*.py")]
 

@@ -62,12 +62,16 @@ def test_the_policy(info, use_fp16, teacher, student, scale):
 @pytest.mark.parametrize(
     ("info", "asked", "expected"),
     [
-        (CPU, True, "fp16 was requested, fp32 is used; CPU: without bf16 products"),
-        (CPU_BF16, fp16, "fp16 was requested, bf16 is used; CPU: it multiplies bf16 in hardware"),
-        (P100, bf16, "bf16 was requested, fp32 is used; P100 (sm_60): no bf16, and fp16 saves"),
-        (V100, bf16, "bf16 was requested, fp16 is used; V100 (sm_70): fp16 tensor cores"),
-        (A100, True, "fp16 was requested, bf16 is used; A100 (sm_80): bf16 in hardware"),
-        (MPS, True, "fp16 was requested, fp32 is used; MPS: half precision was never measured"),
+        (CPU, True, "fp16 was requested and has no effect here, fp32 is used; CPU: without"),
+        (
+            CPU_BF16,
+            fp16,
+            "fp16 was requested and has no effect here, bf16 is used; CPU: it multiplies",
+        ),
+        (P100, bf16, "bf16 was requested and has no effect here, fp32 is used; P100 (sm_60): no b"),
+        (V100, bf16, "bf16 was requested and has no effect here, fp16 is used; V100 (sm_70): fp16"),
+        (A100, True, "fp16 was requested and has no effect here, bf16 is used; A100 (sm_80): bf16"),
+        (MPS, True, "fp16 was requested and has no effect here, fp32 is used; MPS: half precisio"),
         (A100, bf16, "no loss scale (A100 (sm_80): bf16 in hardware"),
         (P100, False, "no loss scale (P100 (sm_60): no bf16"),
     ],

@@ -53,6 +53,35 @@ def test_every_step_of_every_part_is_counted_once_healthy_or_not():
     assert bench.recovery.counts[:, Stage.LOSS].tolist() == [0, 1, 0]
 
 
+def test_a_run_that_ends_says_whether_there_was_a_good_state():
+    ends = []
+    for restore in (lambda part: 0, lambda part: None):
+        bench = Bench()
+        bench.restore = restore
+        for step in range(6):
+            bench.step(step, {0, 1, 2})
+            events, why = bench.recovery.escalate(step, FEW)
+        ends.append((why, {event.action for event in events if event.part != "run"}))
+    message = "no part had a healthy step in the last 3 steps"
+    assert ends == [
+        (f"{message}; the last good state was restored", {"restored to its state before step 0"}),
+        (
+            f"{message}; there is no good state to restore",
+            {"left unchanged: there is no good state to restore"},
+        ),
+    ]
+
+
+def test_the_first_step_has_the_number_that_the_caller_gives_it():
+    bench = Bench()
+    bench.recovery.first_step = 1
+    (event,) = bench.step(0, {1})
+    assert event.step == 1
+    events = bench.recovery.give_up(4, "the end")
+    assert {event.step for event in events} == {5}
+    assert "restored to its state before step 1" in {event.action for event in events}
+
+
 def test_an_event_names_its_part_and_the_number_that_was_bad():
     (event,) = Bench().step(4, {2}, Stage.SPIKE)
     assert (event.step, event.part, event.stage, event.value) == (4, "part 2", "spike", 9.0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ssl_kd.cli.flags import FlagParser
 from ssl_kd.cli.language import language_settings
-from ssl_kd.errors import FAILED, OK
+from ssl_kd.errors import FAILED, OK, InputError
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -26,6 +26,11 @@ def _gradients(argv: Sequence[str]) -> int:
     flags, rest = parser.parse_known_args(argv)
     model = [] if flags.model is None else ["--student_model", flags.model]
     resolved = language_settings([*model, *rest], prog)
+    if resolved.student_model.startswith(("fresh:", "layers:", "llama:")):
+        raise InputError(
+            f"STUDENT_MODEL is {resolved.student_model!r}, which only a run builds; expected an"
+            " existing model: --model FOLDER, or --model with a name on the Hugging Face Hub"
+        )
     from ssl_kd.cli.screen import open_screen
 
     open_screen()

@@ -19,14 +19,31 @@ LANGUAGE_CONFIG = Path("scripts/config.py")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argparse parser that raises SettingsError on errors, and treats `--a_b` as `--a-b`."""
+    """An argparse parser that raises SettingsError on errors, and treats `--a-b` as `--a_b`.
+
+    Help and messages show its flags with underscores, as the documentation does.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as SettingsError instead of printing it and exiting."""
-        raise SettingsError(f"{message}; --help lists all flags")
+        raise SettingsError(f"{self._as_shown(message)}; --help lists all flags")
+
+    def format_help(self) -> str:
+        """Return the help text."""
+        return self._as_shown(super().format_help())
+
+    def _as_shown(self, text: str) -> str:
+        """Return a text with underscores in this parser's own flags."""
+        flags = {flag for action in self._actions for flag in action.option_strings}
+
+        def shown(match: re.Match[str]) -> str:
+            name = match[0].removeprefix("--")
+            return f"--{name.replace('-', '_')}" if match[0] in flags else match[0]
+
+        return re.sub(r"--[a-z][a-z0-9-]*", shown, text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does; return unknown arguments as they were typed."""
@@ -42,7 +59,7 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             hint = nearest(hyphenated(unknown[0]), flags) or f" {self.prog} --help lists all flags."
-            raise SettingsError(f"There is no flag {unknown[0]}.{hint}")
+            raise SettingsError(f"There is no flag {unknown[0]}.{self._as_shown(hint)}")
         return known
 
 
@@ -133,7 +150,7 @@ def _settings_parser(
     show_all: bool,
 ) -> FlagParser:
     """Return a parser with a flag for each setting; `--help` shows only those in `cls.first`."""
-    more = f"{len(cls.rules()) - len(cls.first)} more settings are flags, too: {prog} --help-all"
+    more = f"{len(cls.rules()) - len(cls.first)} more settings are flags, too: {prog} --help_all"
     parser = FlagParser(
         prog=prog,
         usage=f"{prog} [flags]",
@@ -142,7 +159,7 @@ def _settings_parser(
         add_help=False,
         argument_default=argparse.SUPPRESS,
     )
-    about = "show the most used settings; --help-all shows all"
+    about = "show the most used settings; --help_all shows all"
     parser.add_argument("-h", "--help", "--help-all", action="help", help=about)
     parser.add_argument("--config", metavar="FILE", help=f"file of settings (default: {config})")
     if presets:

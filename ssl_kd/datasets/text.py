@@ -7,12 +7,14 @@ file without the number of the line, and it turns text that looks like a date in
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import json
 import os
 import platform
 import re
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -114,7 +116,7 @@ def open_text(
     A file contains one record per line (`.jsonl`), one record or a list of records (`.json`), or
     one record per row (`.csv`, `.parquet`); `as_example` lists the forms of a record. A `.txt` or
     `.md` file is split into documents, at the first blank line after 4,096 characters or the first
-    line break after 16,384. Text is UTF-8.
+    line break after 16,384. Text is UTF-8. Files packed by gzip (`.jsonl.gz`) are unpacked.
 
     If the source has splits, they are used: files `NAME_train.jsonl` and `NAME_test.jsonl` (or
     `validation`, `valid`, `val`, `eval`), files or folders with such names in a folder (also
@@ -214,10 +216,11 @@ def _read(name: str, split: TextSplit, convert: _Convert) -> tuple[bool, Iterato
     saved = any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json"))
     if name.startswith("hf:") or saved:
         return _read_hugging_face(name, split, convert)
-    if not path.is_dir() and not (path.is_file() and path.suffix.lower() in TEXT_FILES):
+    if not path.is_dir() and not (path.is_file() and _kind(path) in TEXT_FILES):
         raise DatasetUnavailable(
             f"the text source is {name!r}; expected an existing folder or text file "
-            f"({' '.join(TEXT_FILES)}), 'hf:NAME', or 'stdlib' (the Python standard library)"
+            f"({' '.join(TEXT_FILES)}, also .gz), 'hf:NAME', or 'stdlib' (the Python standard "
+            "library)"
         )
     divided, paths = _divide(path, split)
     return divided, (item for path in paths for item in _read_path(path, convert))
@@ -230,9 +233,10 @@ def _divide(path: Path, split: TextSplit) -> tuple[bool, list[Path]]:
     if path.is_dir():
         candidates, prefix = list(path.iterdir()), ""
     else:
-        candidates = [p for p in path.parent.iterdir() if p.suffix == path.suffix]
-        prefix = path.stem.removesuffix("train")
-        if prefix == path.stem:
+        candidates = [p for p in path.parent.iterdir() if _kind(p) == _kind(path)]
+        stem = path.name[: path.name.lower().rindex(_kind(path))]
+        prefix = stem.removesuffix("train")
+        if prefix == stem:
             return False, [path]
     paths = {
         s: _named(candidates, [prefix + n for n in names]) for s, names in _SPLIT_NAMES.items()
@@ -245,7 +249,8 @@ def _named(paths: Iterable[Path], names: Sequence[str]) -> list[Path]:
     """Return the folder or files that have the first of these names that exists."""
     for name in names:
         for kind in ("", *TEXT_FILES):
-            pattern = re.compile(re.escape(name) + (_SHARD if kind else "") + re.escape(kind))
+            ending = _SHARD + re.escape(kind) + r"(\.gz)?" if kind else ""
+            pattern = re.compile(re.escape(name) + ending)
             if matching := sorted(p for p in paths if pattern.fullmatch(p.name)):
                 return matching
     return []
@@ -254,7 +259,7 @@ def _named(paths: Iterable[Path], names: Sequence[str]) -> list[Path]:
 def _read_path(path: Path, convert: _Convert) -> Iterator[Example | str]:
     for file in _files_in(path) if path.is_dir() else (path,):
         # A .json file in a folder may be unrelated, and a plain text file may be blank.
-        kind = file.suffix.lower()
+        kind = _kind(file)
         yield from _examples(file, convert, kind not in PLAIN and (file == path or kind != ".json"))
 
 
@@ -262,8 +267,15 @@ def _files_in(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():  # a link may be circular
             yield from _files_in(path)
-        elif path.is_file() and path.suffix.lower() in TEXT_FILES:
+        elif path.is_file() and _kind(path) in TEXT_FILES:
             yield path
+
+
+def _kind(path: Path) -> str:
+    """Return the ending of a file's name in lower case, without `.gz` if it can be unpacked."""
+    name = path.name.lower()
+    unpacked = Path(name.removesuffix(".gz")).suffix
+    return Path(name).suffix if unpacked == ".parquet" else unpacked
 
 
 def _examples(path: Path, convert: _Convert, must: bool) -> Iterator[Example | str]:
@@ -357,8 +369,8 @@ def _read_file(path: Path) -> Iterator[_Item]:
     import pyarrow
 
     try:
-        yield from TEXT_FILES[path.suffix.lower()](path)
-    except (csv.Error, pyarrow.ArrowException) as error:
+        yield from TEXT_FILES[_kind(path)](path)
+    except (csv.Error, pyarrow.ArrowException, gzip.BadGzipFile, EOFError, zlib.error) as error:
         damage = f"the file is damaged ({brief(error)}), so the remaining rows are left out"
         yield f"{path.name}: {damage}"
 
@@ -370,7 +382,8 @@ class _Line(NamedTuple):
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    with path.open("rb") as file:
+    is_packed = path.suffix.lower() == ".gz"
+    with gzip.open(path, "rb") if is_packed else path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             where, text, fault = f"{path.name}:{number}", "", ""
             try:

@@ -20,7 +20,6 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, precision_of
 from ssl_kd.precision import promote_to_fp32
 from ssl_kd.seeds import seeded
-from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, positions, without_adapters
 from ssl_kd.teachers.student import add_lora, stack_of
 from ssl_kd.training.schedule import learning_rate_at
@@ -37,11 +36,6 @@ NOT_REPEATED = (
 
 def open_model(student: str, text: TextSettings) -> tuple[CausalLM, Blocks]:
     """Load a model in the dtype of its file, and tokenize the beginning of the text."""
-    if student.startswith(("fresh:", "layers:", "llama:")):
-        raise SettingsError(
-            f"STUDENT_MODEL is {student!r}, which only a run builds; expected an existing model: "
-            "--model FOLDER, or --model with a name on the Hugging Face Hub."
-        )
     lm = load_causal_lm(student, dtype=None)
     texts = open_text(text.data_path, "train", max_bytes=TEXT_BYTES)
     size = min(text.block_size, positions(lm.model) or text.block_size)

@@ -72,7 +72,7 @@ def run(
     with joined(settings.device) as ranks:
         progress = progress if ranks.rank == 0 else no_progress
         clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
-        logger.info("%s", precision)
+        precision.log(logger)
         check_ranks(ranks, settings.batch_size, settings.router_mode)
         check_boards(settings.boards)
         settings.check_packages()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from firstnan.diagnosis import Cause
+from firstnan.faults import SKIPPED, Stage
 from firstnan.parts import TooFewHealthyParts
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.render import describe_turns
@@ -214,6 +215,8 @@ def log_training_outcome(distiller: Distiller, best_step: int) -> None:
                 distiller.guard.steps,
                 100 * rate,
             )
+    if skipped := _above_threshold(distiller):
+        logger.warning("%s", skipped)
 
 
 def stop_message(error: TooFewHealthyParts, distiller: Distiller) -> str:
@@ -230,21 +233,36 @@ def stop_message(error: TooFewHealthyParts, distiller: Distiller) -> str:
     return "\n".join(lines)
 
 
+def _above_threshold(distiller: Distiller) -> str:
+    """Return which norms GRAD_NORM_THRESHOLD skipped, if it skipped the last steps; else ""."""
+    events = [e for e in distiller.guard.events.events if e.action == SKIPPED]
+    norms = [e.value for e in events if e.stage == Stage.LARGE.name.lower() and e.value]
+    threshold = distiller.settings.grad_norm_threshold
+    if threshold is None or not norms or events[-1].stage != Stage.LARGE.name.lower():
+        return ""
+    return (
+        f"GRAD_NORM_THRESHOLD is {threshold:g}, and the gradient norms of the {len(norms)} steps"
+        f" that it skipped were {min(norms):.3g} to {max(norms):.3g}: leave it out"
+        f" (--grad_norm_threshold None; then SPIKE_FACTOR, relative to the usual norm, decides), or"
+        f" raise it above {max(norms):.3g}"
+    )
+
+
 def advice(distiller: Distiller) -> str:
     """Return a line with flags to try after a stopped run, or an empty text.
 
-    The flags come from the diagnoses; without a diagnosis, they are ones that stabilize any
-    training.
+    If GRAD_NORM_THRESHOLD skipped the last steps, the line is about it. Otherwise, the flags come
+    from the diagnoses; without a diagnosis, they are ones that stabilize any training.
     """
     settings = distiller.settings
+    if too_large := _above_threshold(distiller):
+        return too_large
     diagnoses = [d for d in distiller.explainer.diagnoses if d.cause != Cause.UNKNOWN]
     values: dict[str, Any] = {c.setting: c.value for d in diagnoses for c in d.advice}
     if not diagnoses:
         values = {"learning_rate": min(settings.peak_lr / 5, settings.usual_lr)}
         if settings.clip_grad is None or settings.clip_grad > 0.5:
             values["clip_grad"] = 0.5
-        if settings.grad_norm_threshold is not None:
-            values["grad_norm_threshold"] = None
         if distiller.source is not None and settings.temperature < 2:
             values["temperature"] = 2.0
         if distiller.precision.student != torch.float32:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -235,6 +236,8 @@ def write(
     _, answer = _answer(teacher, blocks.batch([0], device))
     method = METHODS[fingerprint.method].plan(answer, vars(fingerprint), vocabulary)
     n, only, start = len(blocks), None, perf_counter()
+    if ranks is None or ranks.rank == 0:
+        _log_size(method, blocks)
     if ranks is not None and ranks.world > 1:
         only = slice(ranks.rank, None, ranks.world)
     with ShardWriter(
@@ -265,6 +268,22 @@ def write(
         for file in set(cache.folder.glob(HEAD_FILES)) - set(files):  # from a replaced cache
             file.unlink(missing_ok=True)
         return cache
+
+
+def _log_size(method: CacheMethod, blocks: Blocks) -> None:
+    """Log how much the columns of a cache take, without the output head and the manifest."""
+    columns = method.columns.values()
+    position = sum(math.prod(shape) * dtype.itemsize for shape, dtype in columns)
+    positions, tokens = blocks.ids.numel(), max(int(blocks.counts.sum()), 1)
+    logger.info(
+        "the cache (%s) takes %.3g GiB: %d bytes for each of %s positions, %.0f per token that is"
+        " learned",
+        method,
+        positions * position / 2**30,
+        position,
+        f"{positions:,}",
+        positions * position / tokens,
+    )
 
 
 def _answer(teacher: LiveTeacher, batch: Batch) -> tuple[Tensor, LiveAnswer]:

@@ -72,7 +72,7 @@ class Fingerprint(BaseFingerprint):
 
     way_out = (
         "To keep this cache, choose another folder with --embeddings_dir (auto: a folder for this "
-        "data and teacher). To replace it, use --force-recompute."
+        "data and teacher). To replace it, use --force_recompute."
     )
 
     teacher: str  # name of the teacher

@@ -29,7 +29,7 @@ from ssl_kd.files import CorruptFileError, atomic_write_json, load_tensors, sha2
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 
 REBUILD = "--rebuild_damaged rebuilds this shard alone"
-ANEW = "--force-recompute rebuilds the whole cache"
+ANEW = "--force_recompute rebuilds the whole cache"
 
 Manifest = dict[str, Any]
 Content = dict[str, Tensor]

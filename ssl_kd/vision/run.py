@@ -132,7 +132,7 @@ def open_extractions(
     settings: VisionSettings, precision: Precision, **options: Any
 ) -> dict[str, Extraction]:
     """Open the data of every split and the teacher; return split -> extraction."""
-    logger.info("%s", precision)
+    precision.log(logger)
     datasets, teacher = open_data(settings, precision)
     folder = cache_folder(settings, datasets, teacher, precision)
     options |= {"precision": precision} | settings.extract_options

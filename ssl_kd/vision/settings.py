@@ -403,5 +403,5 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
 The settings of `python train.py`: plain literals, read and never executed.
 
 A flag of the same name beats the value here: `python train.py --n_heads 16` or `--n-heads 16`.
-`python train.py --help-all` lists their values; unknown names and invalid values are refused.
+`python train.py --help_all` lists their values; unknown names and invalid values are refused.
 """

@@ -578,7 +578,7 @@ def test_help_shows_what_most_runs_set_and_help_all_every_setting(main, cls, cap
             main([flag])
         assert ended.value.code == 0
         text = capsys.readouterr().out
-        names = [n for n in cls.rules() if re.search(rf"^  --{n.replace('_', '-')}\b", text, re.M)]
+        names = [n for n in cls.rules() if re.search(rf"^  --{n}\b", text, re.M)]
         return names, text
 
     short, text = listed("--help")
@@ -588,9 +588,5 @@ def test_help_shows_what_most_runs_set_and_help_all_every_setting(main, cls, cap
     assert names == [*cls.rules()] and "more settings" not in text
     assert "at least 1" in text and "default: " in text
     for old, new in cls.aliases.items():
-        entries = [
-            part
-            for part in text.split("\n  --")
-            if f"--{part}".startswith(f"--{new.replace('_', '-')} ")
-        ]
+        entries = [part for part in text.split("\n  --") if f"--{part}".startswith(f"--{new} ")]
         assert re.search(rf"--{old}\b", entries[0]), f"{old} beside {new}"

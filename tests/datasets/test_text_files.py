@@ -1,6 +1,7 @@
 """Files of every kind hold the same documents; one that is damaged is named."""
 
 import csv
+import gzip
 import json
 import re
 
@@ -36,6 +37,38 @@ def test_every_kind_of_file_holds_the_same(tmp_path, name):
     assert not data.left_out and all(e.where.startswith(f"{name}:") for e in data.examples)
     ids = open_text(tmp_path / name, "all", field="text")
     assert ids.digest == data.digest
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "A.JSONL"])
+def test_a_packed_file_holds_the_same_as_its_content(tmp_path, name):
+    plain = tmp_path / name
+    if plain.suffix.lower() in (".jsonl", ".txt"):
+        rows = [json.dumps({"text": text}) for text in TEXTS]
+        plain.write_text("\n".join(rows if plain.suffix != ".txt" else TEXTS))
+    else:
+        write(plain)
+    expected = open_text(plain, "all")
+    packed = tmp_path / f"{name}.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    for source in (packed, tmp_path):
+        data = open_text(source, "all")
+        assert data.digest == expected.digest
+        assert all(example.where.startswith(f"{name}.gz:") for example in data.examples)
+
+
+def test_packed_files_of_both_splits_are_found_and_a_damaged_one_is_named(tmp_path):
+    for name, text in (("x_train", "learn"), ("x_test", "judge")):
+        lines = "".join(json.dumps({"text": f"{text} {i}"}) + "\n" for i in range(2000))
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    train, test = (open_text(tmp_path / "x_train.jsonl.gz", split) for split in ("train", "test"))
+    assert (train.examples[0].text, test.examples[0].text) == ("learn 0", "judge 0")
+    damaged = tmp_path / "half.jsonl.gz"
+    damaged.write_bytes((tmp_path / "x_train.jsonl.gz").read_bytes()[:-200])
+    assert "half.jsonl.gz: the file is damaged" in open_text(damaged, "all").left_out[-1]
+    damaged.write_text('{"text": "not packed"}')
+    with pytest.raises(ValueError, match="the file is damaged .Not a gzipped file"):
+        open_text(damaged, "all")
 
 
 def test_one_record_per_file(tmp_path):

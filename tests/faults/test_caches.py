@@ -118,7 +118,7 @@ def test_a_manifest_with_a_fitting_checksum_that_says_what_cannot_be(folder, har
     assert "--" in line
     if harm in OTHER_VERSIONS:
         assert f"{path} was written by another version of ssl_kd (" in line and harm in line
-        assert "--force-recompute" in line
+        assert "--force_recompute" in line
     with EmbeddingWriter(
         folder, "train", FINGERPRINT, N, D, ids=[str(i) for i in range(N)], force=True
     ) as writer:

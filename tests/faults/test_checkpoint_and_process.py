@@ -221,7 +221,7 @@ def test_a_cache_of_another_version_names_the_way_out(settings, train_py):
     code, error = train_py(settings(run_name="b"))
     line = one_line(error)
     assert code == 1 and "embeddings_train.json has version 99" in line
-    assert "Use the version of ssl_kd that wrote the file" in line and "--force-recompute" in line
+    assert "Use the version of ssl_kd that wrote the file" in line and "--force_recompute" in line
 
 
 class HungryHead(TEMIHead):

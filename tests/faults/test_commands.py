@@ -114,7 +114,9 @@ def test_a_norm_above_the_threshold_skips_the_step_of_its_part_alone():
 def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_try(world, distill):
     asked = world.settings(grad_norm_threshold=1e-6, run_name="a", max_steps=50)
     code, error = distill(asked)
-    assert code == 3 and "--grad_norm_threshold None" in error
+    assert code == 3 and "--grad_norm_threshold None" in error and "--learning_rate" not in error
+    said = error.partition("GRAD_NORM_THRESHOLD is 1e-06, and the gradient norms of the 10 steps ")
+    assert said[2].startswith("that it skipped were ") and "leave it out" in said[2]
     assert [event["stage"] for event in events(world.runs / "a")[:10]] == ["large"] * 10
 
 

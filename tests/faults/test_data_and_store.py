@@ -130,7 +130,7 @@ def test_a_foreign_cache_is_replaced_only_when_told(settings, train_py, tmp_path
     code, error = train_py(other)
     line = one_line(error)
     assert code == 2 and "data: cache has" in line and "teacher: cache" not in line
-    assert "--force-recompute" in line and "--embeddings_dir" in line
+    assert "--force_recompute" in line and "--embeddings_dir" in line
     assert content(folder) == before and no_run(settings())
     assert train_py(other, "--force-recompute")[0] == 0
     assert opened(other).n == 50

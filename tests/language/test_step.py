@@ -235,11 +235,11 @@ def test_twenty_in_a_row_begin_again_and_twenty_more_end_the_run(tiny, teacher):
     distiller = tiny.distiller(teacher, stop_after=None)
     distiller.step([batch], 1e-2)
     poison_student(distiller)
-    with pytest.raises(TooFewHealthyParts, match="although the last good state was restored"):
+    with pytest.raises(TooFewHealthyParts, match="last 20 steps; the last good state was restored"):
         for _ in range(40):
             distiller.step([batch], 1e-2)
     said = next(e for e in distiller.guard.events.events if e.stage == "escalation")
-    assert (said.step, said.reason) == (20, "20 bad steps in a row")
+    assert (said.step, said.reason) == (21, "20 bad steps in a row")
 
 
 # --- resume ---------------------------------------------------------------------------------------

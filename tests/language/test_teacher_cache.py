@@ -274,7 +274,7 @@ def test_a_cache_of_the_older_layout_is_refused(tmp_path):
     del manifest["layout"]
     write_manifest(tmp_path / "teacher.json", manifest)
     for attempt in (lambda: TeacherCache.open(tmp_path), lambda: make(tmp_path, method="sample")):
-        with pytest.raises(CorruptFileError, match="another version .*layout.*--force-recompute"):
+        with pytest.raises(CorruptFileError, match="another version .*layout.*--force_recompute"):
             attempt()
     make(tmp_path, method="sample", force=True)
     TeacherCache.open(tmp_path)

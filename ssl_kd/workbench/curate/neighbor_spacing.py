@@ -61,7 +61,7 @@ def check_finite(x: Tensor, store: EmbeddingStore, rows: Tensor) -> None:
         row = int(rows[~finite][0])
         raise InputError(
             f"row {row} of {store.folder} ({store.split}) is not finite: extract the embeddings "
-            "again with --force-recompute"
+            "again with --force_recompute"
         )
 
 
