@@ -240,7 +240,7 @@ def test_trainers_of_the_default_shape_are_slices_of_one():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        n, dim = settings.n_heads, 64
+        n, dim = settings.head_count, 64
 
         def make():
             return TEMIHead(dim, 10, settings.hidden_dim, settings.bottleneck_dim)
