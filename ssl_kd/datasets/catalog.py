@@ -14,6 +14,7 @@ import numpy as np
 from ssl_kd.datasets.features import FeatureDataset, open_part
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
 from ssl_kd.datasets.labels import NO_LABELS
+from ssl_kd.datasets.levels import Levels
 from ssl_kd.datasets.media import Rows
 from ssl_kd.datasets.shards import Part, holds_tables, named_split, shards_of, splits_in
 from ssl_kd.datasets.tables import is_saved, one_line_errors, open_table
@@ -53,6 +54,7 @@ def open_dataset(
     labels: LabelSource = "auto",
     column: str | None = None,
     label_column: str | None = None,
+    levels: Levels | None = None,
 ) -> ImageDataset | FeatureDataset:
     """Open one split of a data set of images or features.
 
@@ -76,6 +78,8 @@ def open_dataset(
         column: array or list column of a feature file with the features, or column of pictures.
         label_column: array or column of a feature file with the labels; None: by its name
             (`ssl_kd.datasets.labels`).
+        levels: values of black and white of images with more than 8 bits, as of another split; by
+            default they suit the images of this one.
 
     Raises:
         NoSuchSplit: the data set exists, but not this split.
@@ -103,7 +107,7 @@ def open_dataset(
             dataset.labels = dataset.class_names = None
         return dataset
     if not is_file:
-        dataset = _open_folder(path, name, split, class_names, whole, labels == "folders")
+        dataset = _open_folder(path, name, split, class_names, whole, labels == "folders", levels)
     else:
         label_column = NO_LABELS if labels == NO_LABELS else label_column
         dataset = _open_table(path, split, class_names, column, label_column, whole)
@@ -137,6 +141,7 @@ def _open_folder(
     class_names: tuple[str, ...] | None,
     whole: bool,
     labelled: bool,
+    levels: Levels | None = None,
 ) -> ImageDataset | None:
     splits = _split_folders(path)
     if "train" not in splits and not (whole and "test" in splits):
@@ -160,6 +165,7 @@ def _open_folder(
             class_names=class_names,
             paths=paths,
             left_out=left_out,
+            levels=levels,
         )
     except FileNotFoundError as error:
         raise DatasetUnavailable(str(error)) from None

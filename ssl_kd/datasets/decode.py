@@ -87,10 +87,13 @@ def decode(
     return converted
 
 
-def extremes(source: str | os.PathLike[str] | io.BytesIO) -> Extremes | None:
+def extremes(
+    source: str | os.PathLike[str] | io.BytesIO, *, needs_sixteen_bits: bool = True
+) -> Extremes | None:
     """Return the extremes of the values of an image with more than 8 bits; None for another image.
 
-    If the file declares its largest value, its pixels are not read. Transparency is left out.
+    If the file declares its largest value, its pixels are not read. Transparency is left out. None
+    also stands for files of 16 bits if these are not needed, since others use all their bits.
 
     Raises:
         UnreadableImage: the image cannot be decoded.
@@ -101,6 +104,8 @@ def extremes(source: str | os.PathLike[str] | io.BytesIO) -> Extremes | None:
         if not (is_color or _is_deep(image)):
             return None
         container = SIXTEEN_BITS[1] if is_color or image.mode.startswith("I;16") else math.inf
+        if container == SIXTEEN_BITS[1] and not needs_sixteen_bits:
+            return None
         if (white := _declared_white(image)) is not None:
             return Extremes(0.0, white, is_float, container)
         _check_size(image)

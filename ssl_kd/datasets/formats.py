@@ -55,6 +55,11 @@ EXTENSIONS = frozenset(
 )
 """Suffixes of the image files that can be read here, in lower case."""
 
+DEEP = frozenset(
+    suffix for format in ("PNG", "TIFF", "PPM", "JPEG2000") for suffix in _SUFFIXES[format].split()
+)
+"""Suffixes of the files whose values may have more than 8 bits."""
+
 _UNREAD = {
     **{plugin.suffixes: f"install {plugin.package} to read them" for plugin in PLUGINS},
     **{_SUFFIXES[format]: "install a newer Pillow to read them" for format in _OPTIONAL},

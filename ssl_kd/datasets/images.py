@@ -8,6 +8,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
-from ssl_kd.datasets.decode import UnreadableImage, decode
-from ssl_kd.datasets.formats import EXTENSIONS, suffix_of, way_to_read
+from ssl_kd.datasets.decode import UnreadableImage, decode, extremes
+from ssl_kd.datasets.formats import DEEP, EXTENSIONS, suffix_of, way_to_read
+from ssl_kd.datasets.levels import Extremes, Levels
 from ssl_kd.datasets.usage import SHOWN, LeftOut, Usage, counted
 from ssl_kd.errors import InputError
 from ssl_kd.files import release_pages
@@ -45,6 +47,11 @@ class ImageDataset:
     left_out: Sequence[LeftOut] = ()  # what of the source is not in the data set
 
     pictured: ClassVar[bool] = True  # as in FeatureDataset
+
+    @property
+    def levels(self) -> Levels:
+        """The values of black and white, for images of more than 8 bits."""
+        return Levels()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -98,6 +105,9 @@ class FolderDataset(ImageDataset):
     the folder. Links to folders are not entered: reading them raises UnreadableImage. If
     `labelled`, the subfolders of `root` are classes, in the order of `class_names`, and images
     directly in `root` have the label -1; the fingerprint does not depend on `labelled`.
+
+    `levels` are the values of black and white of images with more than 8 bits. By default they
+    suit all images of the folder; the fingerprint depends on them.
     """
 
     def __init__(
@@ -110,8 +120,9 @@ class FolderDataset(ImageDataset):
         class_names: tuple[str, ...] | None = None,
         paths: Iterable[str] | None = None,
         left_out: Sequence[LeftOut] = (),
+        levels: Levels | None = None,
     ) -> None:
-        self.root = Path(root)
+        self.root, self._levels = Path(root), levels
         if not self.root.is_dir():
             raise FileNotFoundError(f"the image folder {self.root} does not exist")
         # A list of files is written by a watch, into whose folder others may put links.
@@ -149,8 +160,34 @@ class FolderDataset(ImageDataset):
 
     @cached_property
     def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """SHA-256 of the names, sizes and contents of the files."""
-        return self._digests[0]
+        """SHA-256 of the names, sizes and contents of the files, and of unusual `levels`."""
+        digest = self._digests[0]
+        if self.levels == Levels():
+            return digest
+        return hashlib.sha256(f"{digest} {self.levels}".encode()).hexdigest()
+
+    @cached_property
+    def levels(self) -> Levels:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The values of black and white, for images of more than 8 bits."""
+        if self._levels is not None:
+            return self._levels
+        files = [self.root / path for path in self.paths if suffix_of(path) in DEEP]
+        needs_sixteen_bits = True
+
+        def extremes_of(file: Path) -> Extremes | None:
+            nonlocal needs_sixteen_bits
+            if not _is_file(file, self.root, self.follows_links):
+                return None
+            try:
+                of_file = extremes(file, needs_sixteen_bits=needs_sixteen_bits)
+            except UnreadableImage:  # reported when the image is decoded
+                return None
+            if of_file is not None and of_file.uses_all_bits:
+                needs_sixteen_bits = False
+            return of_file
+
+        with ThreadPoolExecutor() as pool:
+            return Levels.of(part for part in pool.map(extremes_of, files) if part is not None)
 
     @property
     def files(self) -> Sequence[tuple[FileState, bytes] | None]:
@@ -175,6 +212,8 @@ class FolderDataset(ImageDataset):
             places = sorted({os.path.dirname(os.path.realpath(link)) for link in links})
             more = f" and {len(places) - 1:,} more" if len(places) > 1 else ""
             used += f", {len(links):,} of them links to files in {places[0]}{more}"
+        if self.levels != Levels():
+            used += f"; values of more than 8 bits: {self.levels}"
         return Usage(used, self.left_out)
 
     def image_file(self, i: int) -> Path:
@@ -183,10 +222,13 @@ class FolderDataset(ImageDataset):
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`; raise UnreadableImage."""
-        return read_image(self.root, self.paths[i], follow_links=self.follows_links)
+        path, follow_links = self.paths[i], self.follows_links
+        return read_image(self.root, path, follow_links=follow_links, levels=self.levels)
 
 
-def read_image(root: Path, relative: str, *, follow_links: bool = False) -> Image.Image:
+def read_image(
+    root: Path, relative: str, *, follow_links: bool = False, levels: Levels | None = None
+) -> Image.Image:
     """Decode an image file below `root` to mode `L` or `RGB`; raise UnreadableImage.
 
     Unless `follow_links`, a link to a file outside of `root` is not read.
@@ -205,7 +247,7 @@ def read_image(root: Path, relative: str, *, follow_links: bool = False) -> Imag
         reason = error.strerror
     if reason:
         raise UnreadableImage(image_id(relative), reason)
-    return decode(path, image_id(relative))
+    return decode(path, image_id(relative), levels)
 
 
 def image_id(path: str) -> str:

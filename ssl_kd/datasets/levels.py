@@ -24,6 +24,11 @@ class Extremes:
     is_float: bool
     container: float = math.inf  # largest value that its file can hold
 
+    @property
+    def uses_all_bits(self) -> bool:
+        """Whether the image needs all 16 bits of its file."""
+        return self.container == SIXTEEN_BITS[1] and self.high > SIXTEEN_BITS[1] / 2
+
 
 @dataclass(frozen=True)
 class Levels:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd import evaluate
+from ssl_kd.datasets.levels import Levels
 from ssl_kd.files.lock import Lock
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.precision import Precision, default_torch_state
@@ -106,7 +107,8 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
     clock, precision = Clock(), Precision.for_device(settings.device, settings.use_fp16)
     model = ClusterModel.from_pretrained(parent.path, head=settings.head)
     with clock("extract"):
-        dataset = open_samples(settings)
+        levels = Levels.from_dict(parent.metrics["dataset"].get("levels"))
+        dataset = open_samples(settings, levels)
         teacher = teacher_of(settings, dataset, precision)
         cache = _cache_folder(settings, parent, model, dataset, teacher, precision)
         options = {"precision": precision, "progress": progress} | settings.extract_options

@@ -19,6 +19,7 @@ from ssl_kd.datasets import (
     UnreadableImage,
     open_dataset,
 )
+from ssl_kd.datasets.levels import Levels
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import printable
 from ssl_kd.files import sha256_file
@@ -185,12 +186,12 @@ def cache_folder(
     return folder
 
 
-def open_samples(data: DataSettings) -> Dataset:
+def open_samples(data: DataSettings, levels: Levels | None = None) -> Dataset:
     """Open the training split of DATASET, and log what of it is used.
 
-    A hint is logged if its folders might be labels.
+    A hint is logged if its folders might be labels. `levels` are those of the run to extend.
     """
-    dataset = open_dataset(data.dataset, "train", **data.open_options)
+    dataset = open_dataset(data.dataset, "train", levels=levels, **data.open_options)
     dataset.usage.log(f"{data.dataset} (train)")
     if isinstance(dataset, FolderDataset) and dataset.folders and dataset.labels is None:
         logger.info(
@@ -214,6 +215,8 @@ def open_data(
             "--labels out"
         )
     options = embedding.open_options
+    if isinstance(train_set, ImageDataset):
+        options |= {"levels": train_set.levels}
     if embedding.dataset_test is not None:
         names, source = train_set.class_names, embedding.dataset_test
         options |= {"whole": True, "class_names": names}
@@ -308,5 +311,6 @@ def about_data(
         "labelled": store.labels is not None,
         "n_labelled": 0 if store.labels is None else int((store.labels >= 0).sum()),
         "unreadable": len(store.manifest.get("unreadable", [])),
+        "levels": dataset.levels.to_dict() if isinstance(dataset, ImageDataset) else None,
         "usage": {split: data.usage.to_dict() for split, data in datasets.items()},
     }

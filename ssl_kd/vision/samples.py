@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.datasets.catalog import open_rows
+from ssl_kd.datasets.levels import Levels
 from ssl_kd.datasets.media import Rows
 from ssl_kd.datasets.tables import find_rows, open_table
 from ssl_kd.errors import InputError, RunFolderError, UserError
@@ -304,7 +305,9 @@ class Samples:
         if name not in DATASETS:
             name = self._located(name, split)
         root = self._located(self.settings["DATA_DIR"], split)
-        return name, "test" if split == "test" else "train", {"root": root, "whole": whole}
+        levels = Levels.from_dict(self.metrics["dataset"].get("levels"))
+        options = {"root": root, "whole": whole, "levels": levels}
+        return name, "test" if split == "test" else "train", options
 
     def _located(self, name: str, split: str) -> str:
         """Return a path of the settings, relative to the folder that the run was started in.

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ssl_kd.cli import train
 from ssl_kd.errors import InputError
@@ -385,3 +386,24 @@ def test_no_more_new_samples_of_a_cluster_are_compared_than_there_are_old_ones()
     rows = comparable(old, joined)
     assert joined[rows].bincount().tolist() == [3, 40]
     assert rows.tolist() == sorted(set(rows.tolist()))
+
+
+def test_an_extension_keeps_the_black_and_white_of_the_run(tmp_path):
+    """The values have 12 of 16 bits, and the new pictures are darker than all before."""
+    places = {"runs_dir": str(tmp_path / "runs"), "embeddings_dir": str(tmp_path / "cache")}
+    quick = {"n_clusters": 3, "n_heads": 4, "max_steps": 20, "baselines": False, "image_size": 8}
+    drawn = np.random.default_rng(0).integers(0, 17, (40, 8, 8))
+    for name, scale in (("first", 240), ("darker", 48)):
+        (tmp_path / name).mkdir()
+        for i, pixels in enumerate(drawn):
+            values = (pixels * scale).astype(np.uint16)
+            Image.fromarray(values).save(tmp_path / name / f"{i}.png")
+    settings = VisionSettings(dataset=str(tmp_path / "first"), run_name="a", **quick, **places)
+    first = run(settings)
+    more = settings.replace(dataset=str(tmp_path / "darker"), run_name="b", extend=str(first))
+    extended = Samples(extend(inherited(more, {})))
+    levels = {"integers": [0.0, 4095.0], "floats": None}
+    assert extended.metrics["dataset"]["levels"] == levels
+    of_run, new = (np.asarray(extended.image(row)).astype(float) for row in (3, 43))
+    assert of_run.max() == pytest.approx(255 * drawn[3].max() * 240 / 4095, abs=0.6)
+    np.testing.assert_allclose(new, of_run / 5, atol=1)
