@@ -1,7 +1,7 @@
 """Measure the explorer with many samples: seconds until points show, memory and frame rate.
 
     python -m benchmarks.explore FOLDER --rows 1000000     # FOLDER keeps the synthetic run
-    python -m benchmarks.explore FOLDER --screenshot RUN explore.png
+    python -m benchmarks.explore FOLDER --screenshots RUN docs
 
 Needs playwright and a Chromium. Each visit uses a fresh browser with the same flags; medians are
 printed. Browser memory is the PSS of all its processes minus that with an empty page; server memory
@@ -238,26 +238,33 @@ def visit(playwright: Any, url: str) -> dict[str, float]:
     return results
 
 
-def screenshot(run: Path, file: Path) -> None:
+def screenshots(run: Path, folder: Path) -> None:
+    """Save the pictures of docs/explore.md: the map with a cluster, and the table with doubts."""
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     with served(run) as (_, _, url), sync_playwright() as playwright:
-        page = launch(playwright).new_page(viewport={"width": 1200, "height": 720})
+        page = launch(playwright).new_page(viewport={"width": 1280, "height": 760})
         page.goto(url)
         page.wait_for_selector("body[data-ready]")
-        page.locator("#clusters button").first.click()
+        page.locator("#clusters li > button").first.click()
         page.wait_for_timeout(1500)
-        page.screenshot(path=file)
+        page.screenshot(path=folder / "explore.png")
+        page.keyboard.press("Escape")
+        page.keyboard.press("b")
+        page.evaluate("explore.dock.filter({ confidence: '<0.8' })")
+        page.evaluate("explore.dock.sortBy('confidence')")
+        page.wait_for_timeout(1500)
+        page.screenshot(path=folder / "explore_table.png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--screenshot", type=Path, nargs=2, metavar=("RUN", "FILE"))
+    parser.add_argument("--screenshots", type=Path, nargs=2, metavar=("RUN", "FOLDER"))
     args = parser.parse_args()
-    if args.screenshot is not None:
-        return screenshot(*args.screenshot)
+    if args.screenshots is not None:
+        return screenshots(*args.screenshots)
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     run = made_run(args.folder, args.rows)

@@ -14,6 +14,7 @@ from ssl_kd.cli.explore import explore
 from ssl_kd.cli.export import export
 from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, print_failure
 from ssl_kd.cli.language import cache_teacher, distill, distill_as, judge, verify
+from ssl_kd.cli.report import report
 from ssl_kd.cli.vision import program, train
 from ssl_kd.cli.watch import watch
 from ssl_kd.errors import BAD_INPUT, OK
@@ -44,6 +45,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "explore": (explore, "show a run's samples on a map; name, merge and split its clusters"),
     "watch": (watch, "add the new pictures of a folder to a run, and report what drifted"),
     "compare": (compare, "show where the clusters of two runs differ, and which are better"),
+    "report": (report, "write a run's report anew, with the names and decisions of people"),
     "export": (export, "write a finished run for other programs"),
     "doctor": (doctor, "check for NaN and infinity; doctor gradients: in your language model"),
     "install-check": (install_check, "check packages, device, precision and folders"),

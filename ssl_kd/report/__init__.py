@@ -1,6 +1,7 @@
 """Write the report of a run, one page that opens offline."""
 
+from ssl_kd.report.decided import Decided
 from ssl_kd.report.gallery import run_images
 from ssl_kd.report.write import reported, write_report
 
-__all__ = ["reported", "run_images", "write_report"]
+__all__ = ["Decided", "reported", "run_images", "write_report"]

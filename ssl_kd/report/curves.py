@@ -14,19 +14,18 @@ from ssl_kd.colors import tint
 from ssl_kd.report.figures import ACCENT, MUTED, WARNING, svg
 from ssl_kd.report.wording import amount, finite
 
-MAX_POINTS = 400  # more points than pixels only add bytes
+MAX_POINTS = 60  # a single step says little; a mean over an interval shows the trend
 SIZE = (5.6, 3.5)
 
 
 def head_curves(steps: Sequence[dict[str, Any]], chosen: Sequence[int]) -> Markup | None:
     """Draw the loss of each head over the steps, chosen heads in color; None without a loss."""
-    lines = [s for s in steps if isinstance(s.get("loss"), list) and s["loss"] and "step" in s]
+    lines = _lines_of_heads(steps)
     if not lines:
         return None
-    lines = _thinned(lines)
-    x = [line["step"] for line in lines]
     loss = np.array([[np.nan if v is None else v for v in s["loss"]] for s in lines], float)
     loss[~np.isfinite(loss)] = np.nan
+    x, loss = _interval_means([line["step"] for line in lines], loss)
     colored = [head for head in chosen if 0 <= head < loss.shape[1]]
     others = [head for head in range(loss.shape[1]) if head not in colored]
 
@@ -48,17 +47,13 @@ def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:
 
     The terms are `ce`, `kd`, and each with a `_success_rate` in `metrics.jsonl`.
     """
-    ending = "_success_rate"
-    rates = {key.removesuffix(ending) for line in steps for key in line if key.endswith(ending)}
-    terms = list(dict.fromkeys(["ce", "kd", *sorted(rates)]))
-    lines = [line for line in steps if finite(line.get("step")) and any(t in line for t in terms)]
-    lines = _thinned(lines)
-    x = [line["step"] for line in lines]
+    terms, lines = _lines_of_terms(steps)
     losses = np.array(
         [[v if finite(v := line.get(t)) else np.nan for t in terms] for line in lines]
     )
     if not np.isfinite(losses).any():
         return None
+    x, losses = _interval_means([line["step"] for line in lines], losses)
 
     def draw(figure: Figure) -> None:
         axes = _axes_over_steps(figure, losses)
@@ -104,8 +99,42 @@ def perplexity_curve(
     return svg(draw, SIZE, "held-out perplexity over the training steps")
 
 
-def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return lines[:: max(1, -(-len(lines) // MAX_POINTS))]
+def curve_text(steps: Sequence[dict[str, Any]]) -> str:
+    """Return a sentence on what a point of `head_curves` or `loss_curves` is."""
+    size = _per_interval(len(_lines_of_heads(steps) or _lines_of_terms(steps)[1]))
+    return f"Each point is the mean of {size} logged steps." if size > 1 else ""
+
+
+def _lines_of_heads(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [s for s in steps if isinstance(s.get("loss"), list) and s["loss"] and "step" in s]
+
+
+def _lines_of_terms(steps: Sequence[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the names of the terms of the loss, and the log lines that have some of them."""
+    ending = "_success_rate"
+    rates = {key.removesuffix(ending) for line in steps for key in line if key.endswith(ending)}
+    terms = list(dict.fromkeys(["ce", "kd", *sorted(rates)]))
+    lines = [line for line in steps if finite(line.get("step")) and any(t in line for t in terms)]
+    return terms, lines
+
+
+def _per_interval(n: int) -> int:
+    return max(1, -(-n // MAX_POINTS))
+
+
+def _interval_means(steps: Sequence[float], values: NDArray) -> tuple[NDArray, NDArray]:
+    """Return the last step and the means of each interval, for values `[step, curve]`.
+
+    Values that are not finite are left out; an interval without others is NaN.
+    """
+    size = _per_interval(len(steps))
+    starts = np.arange(0, len(steps), size)
+    is_known = np.isfinite(values)
+    sums = np.add.reduceat(np.where(is_known, values, 0.0), starts)
+    counts = np.add.reduceat(is_known.astype(float), starts)
+    means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+    ends = np.minimum(starts + size, len(steps)) - 1
+    return np.asarray(steps, float)[ends], means
 
 
 def _axes_over_steps(figure: Figure, values: NDArray | None = None) -> Axes:

@@ -4,14 +4,16 @@ import base64
 import io
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from ssl_kd.colors import tint
 from ssl_kd.datasets.decode import decoded
+from ssl_kd.report.decided import Decided
 from ssl_kd.report.results import RunResults
 from ssl_kd.vision.model import has_pictures
 from ssl_kd.vision.samples import Samples
@@ -41,20 +43,22 @@ def run_images(run_dir: Path) -> Images | None:
     return images
 
 
-def gallery(run: RunResults, images: Images | None, sizes: Sequence[int]) -> dict[str, Any]:
+def gallery(
+    run: RunResults, images: Images | None, sizes: Mapping[int, int], decided: Decided | None
+) -> dict[str, Any]:
     """Return caption, color and typical pictures of each cluster, as the page shows them.
 
     `hidden` counts the clusters that are left out; `missing` says why there are no pictures.
     """
-    typical = run.arrays.get("typical")
     if images is None:
         return _no_pictures("this data has features, not images")
-    if typical is None or not typical.size:
+    typical = _typical(run, decided)
+    if not typical:
         return _no_pictures("arrays.npz does not name typical samples")
-    typical = typical[:, : max(1, min(12, MAX_PICTURES // min(len(typical), MAX_CLUSTERS)))]
-    counts = [int(sizes[k]) if k < len(sizes) else -1 for k in range(len(typical))]
-    shown = sorted(sorted(range(len(typical)), key=lambda k: -counts[k])[:MAX_CLUSTERS])
-    rows_of = {k: [int(r) for r in typical[k] if r >= 0] if counts[k] else [] for k in shown}
+    n_pictures = max(1, min(12, MAX_PICTURES // min(len(typical), MAX_CLUSTERS)))
+    filled = [k for k in typical if sizes.get(k) != 0]
+    shown = sorted(sorted(filled, key=lambda k: -sizes.get(k, -1))[:MAX_CLUSTERS])
+    rows_of = {k: typical[k][:n_pictures] for k in shown}
     rows = [row for k in shown for row in rows_of[k]]
     try:
         loaded = zip(rows, images(rows), strict=True)
@@ -74,18 +78,32 @@ def gallery(run: RunResults, images: Images | None, sizes: Sequence[int]) -> dic
     new = {c["cluster"] for c in run.metrics.get("extended", {}).get("new_clusters", [])}
     clusters = [
         {
-            **_caption(k, counts[k], labels.get(k), k in new),
-            "size": counts[k],
+            **_caption(_title(k, k in new, decided), sizes.get(k), labels.get(k)),
             "color": tint(k),
             "pictures": [pictures[row] for row in rows_of[k] if row in pictures],
         }
         for k in shown
     ]
+    columns = max(len(rows_of[k]) for k in shown)
     return {
-        "clusters": clusters,
-        "hidden": len(typical) - len(shown),
-        "columns": typical.shape[1] if typical.shape[1] <= 8 else -(-typical.shape[1] // 2),
+        "clusters": [cluster for cluster in clusters if cluster["pictures"]],
+        "hidden": len(filled) - len(shown),
+        "columns": columns if columns <= 8 else -(-columns // 2),
     }
+
+
+def _typical(run: RunResults, decided: Decided | None) -> dict[int, list[int]]:
+    """Return the rows of typical samples of each cluster, best first."""
+    if decided is not None:
+        return decided.typical(np.asarray(run.assignments["confidence"]))
+    rows = run.arrays.get("typical", np.empty((0, 0), np.int64))
+    return {k: [int(row) for row in of_cluster if row >= 0] for k, of_cluster in enumerate(rows)}
+
+
+def _title(cluster: int, is_new: bool, decided: Decided | None) -> str:
+    name = decided.names.get(cluster) if decided is not None else None
+    title = f"{name} (cluster {cluster})" if name else f"Cluster {cluster}"
+    return title + (" (new)" if is_new else "")
 
 
 def _no_pictures(reason: str) -> dict[str, Any]:
@@ -108,10 +126,9 @@ def _label_counts(run: RunResults) -> dict[int, Counter[str]]:
     return counts
 
 
-def _caption(cluster: int, size: int, labels: Counter[str] | None, new: bool) -> dict[str, Any]:
+def _caption(title: str, size: int | None, labels: Counter[str] | None) -> dict[str, Any]:
     """Return the title of a cluster, and a line with its size and most frequent labels."""
-    title = f"Cluster {cluster}" + (" (new)" if new else "")
-    about = f"{size:,} image{'s' if size != 1 else ''}" if size >= 0 else ""
+    about = "" if size is None else f"{size:,} image{'s' if size != 1 else ''}"
     if labels:
         (name, count), total = labels.most_common(1)[0], labels.total()
         title += f" · {name}" if count >= 0.5 * total else " · mixed"

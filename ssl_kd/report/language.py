@@ -3,7 +3,7 @@
 from statistics import fmean, median
 from typing import Any
 
-from ssl_kd.report.curves import loss_curves, perplexity_curve
+from ssl_kd.report.curves import curve_text, loss_curves, perplexity_curve
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.tables import SCORES
 from ssl_kd.report.wording import DASH, amount, base_name, duration, facts, finite, percent
@@ -33,6 +33,7 @@ def content(run: RunResults) -> dict[str, Any]:
         "validated_apart": data.get("validated_apart"),
         "training": facts(_training(run)),
         "curves": loss_curves(run.steps),
+        "curve_text": curve_text(run.steps),
         "perplexity": perplexity_curve(points, best, teacher),
         "best": next((f"{amount(v)} at step {step:.0f}" for step, v in points if step == best), ""),
         "not_finite": not_finite,

@@ -89,7 +89,7 @@ def results_table(metrics: dict[str, Any]) -> Table:
         table.add_column(score, justify="right")
     table.add_column("note", overflow="fold")
     split = None
-    for row in [*metrics["table"], *_classifier_rows(metrics)]:
+    for row in [*metrics["table"], *classifier_rows(metrics)]:
         if split not in (None, row["split"]):
             table.add_row()
         split = row["split"]
@@ -102,7 +102,7 @@ def results_table(metrics: dict[str, Any]) -> Table:
     return table
 
 
-def _classifier_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
+def classifier_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
     """Return rows with the accuracy of the classifiers that were trained on embeddings and labels.
 
     They are judged on held-out data if it has labels.

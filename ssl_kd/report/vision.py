@@ -7,10 +7,11 @@ import numpy as np
 
 from ssl_kd.evaluate import collapsed, effective_clusters
 from ssl_kd.report import figures
-from ssl_kd.report.curves import head_curves
+from ssl_kd.report.curves import curve_text, head_curves
+from ssl_kd.report.decided import Decided
 from ssl_kd.report.gallery import Images, gallery
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.tables import extension_text, number_text
+from ssl_kd.report.tables import classifier_rows, extension_text, number_text
 from ssl_kd.report.wording import DASH, base_name, duration, facts, finite, number, percent
 
 ANSWER = "consensus"
@@ -18,31 +19,41 @@ BASELINES = ("k-means", "spectral clustering")
 BY_LABELS = "best head, chosen by labels"
 
 
-def content(run: RunResults, images: Images | None) -> dict[str, Any]:
+def content(
+    run: RunResults, images: Images | None, decided: Decided | None = None
+) -> dict[str, Any]:
     """Return the values that the clustering template needs in addition to the frame's."""
     data, metrics = run.metrics.get("dataset", {}), run.metrics
     labelled = bool(data.get("labelled")) or any(
         finite(row.get("acc")) for row in metrics.get("table", [])
     )
     noun = "image" if images is not None else "sample"
-    sizes = [int(size) for size in metrics.get("cluster_sizes", [])]
+    sizes = {k: int(size) for k, size in enumerate(metrics.get("cluster_sizes", []))}
+    if decided is not None:
+        sizes = decided.sizes
     heads = sorted(
         metrics.get("heads", []),
         key=lambda head: -value if finite(value := head.get("criterion")) else math.inf,
     )
     points, on_map = (run.arrays.get(name, np.empty(0)) for name in ("map", "map_cluster"))
+    if decided is not None:
+        on_map = decided.on_map(run.arrays.get("map_row"), on_map)
+        points, on_map = points[on_map >= 0], on_map[on_map >= 0]
     return {
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
-        **_header(run, labelled, noun),
+        **_header(run, labelled, noun, sizes, decided),
+        "decisions": [] if decided is None else decided.history(),
         "labelled": labelled,
         "noun": noun,
-        "table": _table(metrics.get("table", [])) if labelled else {"rows": [], "splits": []},
+        "table": _table(_rows_of(metrics)) if labelled else {"rows": [], "splits": []},
         "map": figures.cluster_map(points, on_map),
         "map_points": f"{len(points):,}",
-        "gallery": gallery(run, images, sizes),
+        "gallery": gallery(run, images, sizes, decided),
         **_sizes(sizes, metrics),
         "calibration": _calibration(run),
         "curves": head_curves(run.steps, [int(h["head"]) for h in heads if h.get("chosen")]),
+        "curve_text": curve_text(run.steps),
+        "settled": bool(metrics),
         "training": facts(_training(run, heads)),
         "heads": [_head(head) for head in heads],
         "heads_judged": any(finite(head.get("acc")) for head in heads),
@@ -61,14 +72,16 @@ def _calibration(run: RunResults) -> str:
     return text
 
 
-def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
+def _header(
+    run: RunResults, labelled: bool, noun: str, sizes: dict[int, int], decided: Decided | None
+) -> dict[str, Any]:
     """Return the headline, the line above it and the sentences below."""
     metrics = run.metrics
     data, seconds = metrics.get("dataset", {}), metrics.get("seconds", {}).get("total")
     n, n_labelled = data.get("n_train"), data.get("n_labelled")
     count = f"{n:,} {noun}s" if isinstance(n, int) else f"{noun}s"
     scored = count if n_labelled == n else f"the {n_labelled:,} labelled {noun}s (of {n:,})"
-    k = len(metrics.get("cluster_sizes", [])) or data.get("n_classes")
+    k = sum(size > 0 for size in sizes.values()) or data.get("n_classes")
     table = metrics.get("table", [])
     ours = [row for row in table if row.get("name") not in (*BASELINES, BY_LABELS)]
     of_answer = [row for row in ours if (row.get("name"), row["split"]) == (ANSWER, "train")]
@@ -82,6 +95,8 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
         lead.append("The data has no labels, so there is no accuracy to report.")
+    if decided is not None and decided.summary:
+        lead.append(decided.summary)
     if "extended" not in metrics and (found := number_text(metrics)):
         lead.append(f"{found}.")
     if unreadable := data.get("unreadable"):
@@ -101,6 +116,12 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
         "headline": headline,
         "lead": " ".join(lead),
     }
+
+
+def _rows_of(metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the table of results: of the clusterings, then of the classifiers."""
+    rows = metrics.get("table", [])
+    return [*rows, *classifier_rows({**metrics, "table": rows})]
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -126,13 +147,14 @@ def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"splits": [titles.get(split, split) for split in splits], "rows": shown}
 
 
-def _sizes(sizes: list[int], metrics: dict[str, Any]) -> dict[str, Any]:
+def _sizes(sizes: dict[int, int], metrics: dict[str, Any]) -> dict[str, Any]:
     """Return a sentence on the cluster sizes, and warnings about collapse and empty clusters."""
-    if not sizes or not sum(sizes):
+    used = [size for size in sizes.values() if size]
+    if not used:
         return {"size_text": "", "size_warnings": []}
-    n, effective, warnings = len(sizes), float(effective_clusters(sizes)), []
-    empty = [str(k) for k, size in enumerate(sizes) if size == 0]
-    if collapsed(sizes):
+    n, effective, warnings = len(sizes), float(effective_clusters(used)), []
+    empty = [str(k) for k, size in sizes.items() if size == 0]
+    if collapsed(list(sizes.values())):
         warnings.append(
             f"Collapse: the effective number of clusters is {effective:.1f} of {n}. Try fewer "
             "clusters, or another seed."
@@ -142,8 +164,8 @@ def _sizes(sizes: list[int], metrics: dict[str, Any]) -> dict[str, Any]:
         verb = "is empty" if len(empty) == 1 else "are empty"
         warnings.append(f"{len(empty)} of {n} clusters {verb}: {numbers}.")
     text = (
-        f"From {min(sizes):,} to {max(sizes):,} samples; effective number of clusters: "
-        f"{effective:.1f} of {n}."
+        f"{len(used):,} clusters of {min(used):,} to {max(used):,} samples; effective number of "
+        f"clusters: {effective:.1f}."
     )
     # New samples of an extended run may well belong to a few clusters only.
     return {"size_text": text, "size_warnings": [] if "extended" in metrics else warnings}
@@ -154,14 +176,9 @@ def _training(run: RunResults, heads: list[dict[str, Any]]) -> dict[str, Any]:
     settled, rate = run.metrics.get("convergence") or {}, run.metrics.get("success_rate")
     steps = run.metrics.get("steps") or (run.steps[-1].get("step") if run.steps else None)
     times = run.metrics.get("seconds") or {}
-    samples, probe = run.assignments, run.metrics.get("linear_probe") or {}
-    shares = {
-        "mean confidence, %": float(np.nanmean(samples["confidence"])) if len(samples) else None,
-        "k-NN accuracy with labels, %": run.metrics.get("knn_accuracy"),
-        "linear probe accuracy with labels, %": probe.get("accuracy"),
-    }
+    confidence = float(np.nanmean(run.assignments["confidence"])) if len(run.assignments) else None
     return {
-        **{name: percent(share) for name, share in shares.items() if finite(share)},
+        "mean confidence, %": percent(confidence) if finite(confidence) else None,
         "steps": steps,
         "heads": len(heads) or None,
         "heads chosen for the answer": sum(bool(head.get("chosen")) for head in heads) or None,

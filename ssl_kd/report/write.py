@@ -1,5 +1,6 @@
 """Write `report.html`, a self-contained page with the settings, scores and course of a run."""
 
+import dataclasses
 import re
 import signal
 from collections import Counter
@@ -8,31 +9,51 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import pyarrow as arrow
 
 from ssl_kd.files import atomic_write_text
+from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.report import language, vision
+from ssl_kd.report.decided import Decided
 from ssl_kd.report.gallery import Images, run_images
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import DASH, number
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFinished
 from ssl_kd.training.stop import Interrupted
+from ssl_kd.vision.settings import VisionSettings
 
 # Flags that the command of another run lacks.
 _NAME_OF_RUN = r" --(resume|run[_-]name([ =]('[^']*'|\S+))?)(?= |$)"
 
 
-def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
+def write_report(
+    run_dir: Path, *, images: Images | None = None, decided: Decided | None = None
+) -> Path:
     """Write `report.html` from the files of a run folder, and return its path.
 
-    A section whose data is missing is replaced by a sentence that says so. `images` loads the
-    pictures of rows of the training split; if it raises, the page says why it has no pictures.
+    A section whose data is missing is replaced by a sentence that says so.
+
+    Args:
+        run_dir: folder of the run; no other file in it changes.
+        images: loads the pictures of rows of the shown split; if it raises, the page says why it
+            has no pictures. None: the run has no pictures.
+        decided: the clusters and names after all decisions, of the shown split. None: the clusters
+            of the run.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
     """
     run = RunResults.read(Path(run_dir))
+    if decided is not None:
+        place = run.assignments.column_names.index("cluster")
+        clusters = arrow.array(decided.clusters)
+        with_decisions = run.assignments.set_column(place, "cluster", clusters)
+        run = dataclasses.replace(run, assignments=with_decisions)
     if run.is_language:
         name, content = "language.html", language.content(run)
     else:
-        name, content = "vision.html", vision.content(run, images)
+        name, content = "vision.html", vision.content(run, images, decided)
     return write_page(run, name, content, "report.html")
 
 
@@ -84,9 +105,20 @@ def _frame(run: RunResults) -> dict[str, Any]:
         "events_text": _events_text(run),
         "command": re.sub(_NAME_OF_RUN, "", str(run.config.get("command") or "")),
         "precision": run.config.get("precision", ""),
-        "settings": sorted(_plain(run.config.get("settings", {}))) + _plain(versions),
+        **_settings(run),
+        "versions": _plain(versions),
         "folder": run.path.name,
     }
+
+
+def _settings(run: RunResults) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, and all others."""
+    settings = run.config.get("settings", {})
+    defaults = (LanguageSettings if run.is_language else VisionSettings)().to_dict()
+    same = {key for key, value in settings.items() if key in defaults and value == defaults[key]}
+    changed = {key: value for key, value in settings.items() if key not in same}
+    others = {key: settings[key] for key in same}
+    return {"changed": sorted(_plain(changed)), "others": sorted(_plain(others))}
 
 
 def _events_text(run: RunResults) -> str:

@@ -52,7 +52,7 @@ class RunFinished(RunFolderError):
     """The run to resume is already finished; `path` is its folder."""
 
     def __init__(self, path: Path) -> None:
-        report, missing = path / "report.html", "its report is missing: ssl_kd.report.write_report"
+        report, missing = path / "report.html", f"its report is missing: ssl_kd report {path}"
         state = f"its report is {report}" if report.exists() else f"{missing} writes it"
         super().__init__(f"{path} is finished; {state}")
         self.path = path

@@ -180,7 +180,8 @@ def write_arrays(folder: RunFolder, split: SplitAssignments, n_clusters: int) ->
     """
     rows, positions = evaluate.embedding_map(split.x, split.seed)
     mapped = split.rows.numpy()[rows]
-    arrays = {"map": positions, "map_cluster": split.clusters[mapped].astype(np.int64)}
+    on_map = split.clusters[mapped].astype(np.int64)
+    arrays = {"map": positions, "map_cluster": on_map, "map_row": mapped}
     typical = np.full((n_clusters, TYPICAL), -1)
     for k in range(n_clusters):
         members = np.flatnonzero(split.clusters == k)

@@ -117,10 +117,11 @@ def test_all_numbers_of_the_run_are_there(run):
             "held-out data",
             "90.0",
         ),
-        *("96.1", "97.4", "steps1,000", "heads6", "chosen for the answer2", "collapsed1"),
+        *("k-NN, trained with labels", "96.1", "linear probe, trained with labels", "97.4"),
+        *("steps1,000", "heads6", "chosen for the answer2", "collapsed1"),
         *("LEARNING_RATE", "0.004", "2.15.0", "0123abc", "cpu: everything in fp32"),
         *("python train.py --dataset pets", "dinov2_vits14", "time of extract3.0 s", "42 s"),
-        *("From 14 to 18 samples",),
+        *("4 clusters of 14 to 18 samples",),
     ):
         assert expected in page.text, expected
     assert "missing" not in re.findall(r'<p class="(\w+)"', (run / "report.html").read_text())

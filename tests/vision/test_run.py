@@ -278,7 +278,7 @@ def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
     assert all(line["acc"] is None for line in told["table"]) and told.get("knn_accuracy") is None
     assert not told["dataset"]["labelled"] and told["dataset"]["class_names"] is None
     page = write_report(path).read_text()
-    assert "the data has no labels" in page and "in the right cluster" not in page
+    assert "The data has no labels" in page and "in the right cluster" not in page
     samples = Samples(path)
     assert samples.store().labels is None
     assert "No labels are known" in str(model_card(samples))
