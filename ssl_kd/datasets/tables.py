@@ -164,21 +164,31 @@ def readable_values(column: arrow.ChunkedArray | arrow.Array) -> list[Any]:
 
 
 def value_columns(table: Table, left_out: Collection[str | None]) -> dict[str, Any]:
-    """Read all columns with one value per row except some, with their types.
+    """Read all columns except some, embeddings and content of files, with their types.
 
-    Values are numbers, truth values, times and texts. Categories become their values, and texts
-    have the Arrow type `string`.
+    Their values are numbers, truth values, times and texts, or lists and structs of them.
+    Categories become their values, and texts have the Arrow type `string`.
     """
     columns: dict[str, arrow.ChunkedArray] = {}
     for name, kind in table.kinds.items():
         value = kind.value_type if types.is_dictionary(kind) else kind
-        is_value = types.is_primitive(value) or types.is_decimal(value) or types.is_null(value)
-        if name not in left_out and (is_value or is_text(value)):
+        if name not in left_out and _is_value(value):
             column = table.read(name)
             if types.is_dictionary(column.type):
                 column = column.cast(value)
             columns[name] = valid_texts(column) if is_text(column.type) else column
     return columns
+
+
+def _is_value(kind: arrow.DataType) -> bool:
+    """Return whether a type has values to export, rather than embeddings or content of files."""
+    if types.is_struct(kind):
+        return all(_is_value(field.type) for field in kind)
+    if _is_list(kind):
+        return is_text(kind.value_type) or types.is_struct(kind.value_type)
+    return (
+        is_text(kind) or types.is_decimal(kind) or types.is_null(kind) or types.is_primitive(kind)
+    )
 
 
 def valid_texts(column: arrow.ChunkedArray) -> arrow.ChunkedArray:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ssl_kd import evaluate
 from ssl_kd.datasets.levels import Levels
+from ssl_kd.errors import printable
 from ssl_kd.files.lock import Lock
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.precision import Precision, default_torch_state
@@ -38,7 +39,13 @@ from ssl_kd.vision.pipeline import save_model
 from ssl_kd.vision.results import write_arrays
 from ssl_kd.vision.run import Progress, about_data, open_samples, teacher_of
 from ssl_kd.vision.settings import EmbeddingSettings, VisionSettings
-from ssl_kd.vision.sources import SOURCES, write_sources
+from ssl_kd.vision.sources import (
+    SOURCES,
+    Source,
+    describe_source,
+    read_sources,
+    write_sources,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +121,8 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
         options = {"precision": precision, "progress": progress} | settings.extract_options
         store = Extraction(dataset, teacher, cache, split="extend", **options).store()
 
+    source = describe_source(dataset, store)
+    _check_new(parent, settings.dataset, source)
     added = {
         "run": str(parent.path),
         "dataset": settings.dataset,
@@ -144,7 +153,7 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
             save_model(extended, folder)
             before = parent.path / SOURCES
             split = f"extend{len(parent.extensions) + 1}"
-            write_sources(folder.path, {split: (dataset, store)}, before)
+            write_sources(folder.path, {split: source}, before)
             metrics = _write_results(folder, parent, model, extended, assignments)
             metrics["extended"] |= {name: added[name] for name in ("run", "dataset")}
             data = about_data({"train": dataset}, {"train": store}, extended.n_clusters)
@@ -156,6 +165,21 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
         folder.path = _move(folder.path, runs, settings.run_name)
     folder.become_latest()
     return folder.path
+
+
+def _check_new(parent: _Parent, name: str, new: Source) -> None:
+    """Refuse samples that are all in the run already, and warn of some, by their content."""
+    sources = read_sources(parent.path).values()
+    known = {content for source in sources for content in source.identities} - {None}
+    n, n_known = len(new.rows), sum(content in known for content in new.identities)
+    if n_known == n:
+        raise RunFolderError(
+            f"all {n:,} samples of {name} are in {parent.path} already: pass new samples "
+            "with --dataset"
+        )
+    if n_known:
+        message = "%s of %s samples of %s are in %s already, and are added again"
+        logger.warning(message, f"{n_known:,}", f"{n:,}", printable(name), parent.path)
 
 
 def _move(path: Path, runs: Path, name: str | None) -> Path:

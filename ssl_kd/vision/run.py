@@ -50,7 +50,7 @@ from ssl_kd.vision.settings import (
     TeacherSettings,
     VisionSettings,
 )
-from ssl_kd.vision.sources import write_sources
+from ssl_kd.vision.sources import describe_source, write_sources
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,9 @@ def _embed(
     resolved = settings.replace(embeddings_dir=str(train.folder)).to_dict()
     folder.update_json("config.json", settings=resolved)
     stores = {split: extraction.store() for split, extraction in extractions.items()}
-    sources = {split: (each.dataset, stores[split]) for split, each in extractions.items()}
+    sources = {
+        split: describe_source(each.dataset, stores[split]) for split, each in extractions.items()
+    }
     write_sources(folder.path, sources)
     datasets = {split: extraction.dataset for split, extraction in extractions.items()}
     return datasets, train.teacher, stores

@@ -68,6 +68,11 @@ class Source:
     files: Sequence[FileState | None]  # states of the samples' own files [n]
     digests: Sequence[bytes | None]  # of the content of these files [n]; None: they were not read
 
+    @property
+    def identities(self) -> Sequence[bytes | None]:
+        """What identifies each sample: the digest of its row, or else of its file, `[n]`."""
+        return self.contents if self.columns else self.digests
+
     def find(self, data: ImageDataset | Rows, names: Sequence[str]) -> NDArray[np.int64]:
         """Return the row in `data` of each sample, `[n]`; -1 for a sample that is not found.
 
@@ -158,51 +163,30 @@ class Source:
         return rows
 
 
-def write_sources(
-    folder: Path,
-    splits: Mapping[str, tuple[Dataset, EmbeddingStore]],
-    before: Path | None = None,
-) -> None:
-    """Write `sources.parquet` to a run folder: what the samples of each split are.
-
-    `before` is the file of the run that is extended, whose splits come first.
-    """
-    tables, about = [], dict[str, Any]()
-    if before is not None and before.is_file():
-        tables.append(parquet.read_table(before))
-        about |= json.loads(tables[0].schema.metadata[_KEY])
-    for split, (dataset, store) in splits.items():
-        columns, about[split] = _describe(dataset, store.indices.tolist())
-        n = len(columns["row"])
-        tables.append(arrow.table({**columns, "split": [split] * n}, schema=_SCHEMA))
-    table = arrow.concat_tables(tables).replace_schema_metadata({_KEY: json.dumps(about)})
-    atomic_write(
-        folder / SOURCES, lambda file: parquet.write_table(table, file, compression="zstd")
-    )
-
-
-def _describe(dataset: Dataset, rows: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the columns of `sources.parquet` for the samples in `rows`, and the metadata."""
+def describe_source(dataset: Dataset, store: EmbeddingStore) -> Source:
+    """Return what the samples of a store are in the data set that they were embedded from."""
     data = getattr(dataset, "rows", None) or dataset
+    rows = store.indices.numpy()
     contents: Sequence[bytes | None] = [None] * len(dataset)
-    about: dict[str, Any] = {"fingerprint": dataset.fingerprint, "columns": [], "files": {}}
-    about["media"] = None
     files: Sequence[tuple[FileState, bytes | None] | None] = [None] * len(dataset)
+    columns, table_files, media = list[str](), dict[str, FileState](), None
     if isinstance(data, Rows):
-        about["files"], about["media"] = files_of_table(data.table), _media_column(data)
-        about["columns"] = list(data.table.kinds)
-        contents, files = row_digests(data.table, about["columns"]), _files_of_rows(data)
+        table_files, media = files_of_table(data.table), _media_column(data)
+        columns = list(data.table.kinds)
+        contents, files = row_digests(data.table, columns), _files_of_rows(data)
     elif isinstance(data, FolderDataset):
         files = data.files
-    kept = [files[row] or (None, None) for row in rows]
-    columns: dict[str, Any] = {
-        "row": rows,
-        "content": [contents[row] for row in rows],
-        "digest": [digest for _, digest in kept],
-    }
-    for place, name in enumerate(FileState._fields):
-        columns[name] = [None if state is None else state[place] for state, _ in kept]
-    return columns, about
+    kept = [files[row] or (None, None) for row in rows.tolist()]
+    return Source(
+        dataset.fingerprint,
+        columns,
+        table_files,
+        media,
+        rows,
+        [contents[row] for row in rows.tolist()],
+        [state for state, _ in kept],
+        [digest for _, digest in kept],
+    )
 
 
 def _media_column(rows: Rows) -> str | None:
@@ -232,6 +216,37 @@ def _files_of_rows(rows: Rows) -> list[tuple[FileState, bytes | None] | None]:
 
     with ThreadPoolExecutor(_WORKERS, "digest") as pool:
         return list(pool.map(read, range(len(rows))))
+
+
+def write_sources(folder: Path, sources: Mapping[str, Source], before: Path | None = None) -> None:
+    """Write `sources.parquet` to a run folder: what the samples of each split are.
+
+    `before` is the file of the run that is extended, whose splits come first.
+    """
+    tables, about = [], dict[str, Any]()
+    if before is not None and before.is_file():
+        tables.append(parquet.read_table(before))
+        about |= json.loads(tables[0].schema.metadata[_KEY])
+    for split, source in sources.items():
+        about[split] = {
+            "fingerprint": source.fingerprint,
+            "columns": source.columns,
+            "files": source.table_files,
+            "media": source.media,
+        }
+        columns: dict[str, Any] = {
+            "split": [split] * len(source.rows),
+            "row": source.rows,
+            "content": source.contents,
+            "digest": source.digests,
+        }
+        for place, name in enumerate(FileState._fields):
+            columns[name] = [None if state is None else state[place] for state in source.files]
+        tables.append(arrow.table(columns, schema=_SCHEMA))
+    table = arrow.concat_tables(tables).replace_schema_metadata({_KEY: json.dumps(about)})
+    atomic_write(
+        folder / SOURCES, lambda file: parquet.write_table(table, file, compression="zstd")
+    )
 
 
 def read_sources(folder: Path) -> dict[str, Source]:

@@ -49,7 +49,11 @@ class Columns:
 
     def __init__(self, samples: Samples, curation: Curation) -> None:
         self._curation, self._n, table = curation, len(samples), samples.table
-        own = {name: _comparable(column) for name, column in metadata(samples).items()}
+        own = {
+            name: _comparable(column)
+            for name, column in metadata(samples).items()
+            if not types.is_nested(column.type)
+        }
         media = (samples.media or {}).get("column") if own else None
         kinds = {"file": "text"} | ({media: "media"} if media in own else {})
         kinds |= {name: kind for name, kind in _OF_RUN.items() if name in table.column_names}

@@ -14,6 +14,7 @@ from ssl_kd import Run
 from ssl_kd.datasets.identity import row_digests
 from ssl_kd.datasets.tables import open_table
 from ssl_kd.errors import InputError
+from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.run import run
 from ssl_kd.vision.samples import Samples
@@ -239,6 +240,24 @@ def test_an_extension_knows_the_data_of_every_split(place, tmp_path, monkeypatch
         f"new {i}" for i in range(N)
     ]
     assert Run.open(path).frame().text.tolist() == expected
+
+
+def test_samples_that_are_in_the_run_are_not_added_again(place, tmp_path, caplog):
+    def extend_with(table):
+        parquet.write_table(table, "more.parquet")
+        given = {"extend": "table", "dataset": "more.parquet", "runs_dir": "runs"}
+        given["embeddings_dir"] = str(tmp_path / "new")
+        return extend(inherited(VisionSettings(**given), given))
+
+    order = np.random.default_rng(0).permutation(N)
+    with pytest.raises(RunFolderError, match="all 60 samples of more.parquet are in .*table alre"):
+        extend_with(with_paths(table_of()).take(arrow.array(order)))
+    new = with_paths(table_of()).slice(20)
+    texts = arrow.array(
+        [text.as_py() if i > 4 else f"new {i}" for i, text in enumerate(new["text"])]
+    )
+    assert extend_with(new.set_column(1, "text", texts)).is_dir()
+    assert "35 of 40 samples of more.parquet are in" in caplog.text
 
 
 def test_runs_are_compared_on_the_pictures_that_are_the_same(place, tmp_path, caplog):

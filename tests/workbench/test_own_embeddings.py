@@ -133,12 +133,14 @@ def test_values_keep_their_type_in_every_export(tmp_path):
         "zip": arrow.array([f"{i:05}" for i in range(N)]).dictionary_encode(),
         "text": arrow.array(["b" * 5000] * N, arrow.large_string()),
         "photo": arrow.array(["a.png"] * N),
+        "tags": arrow.array([["a", "b"][: i % 3] for i in range(N)]),
+        "made": arrow.array([{"by": "me", "when": day} for day in days]),
     }
     table = frame(tmp_path).select(["clip", "id"])
     for name, value in values.items():
         table = table.append_column(name, value)
     parquet.write_table(table, tmp_path / "typed.parquet")
-    run = Run.of(tmp_path / "typed.parquet", **settings(tmp_path))
+    run = Run.of(tmp_path / "typed.parquet", column="clip", **settings(tmp_path))
 
     exported = parquet.read_table(run.export("parquet", tmp_path / "out.parquet"))
     for name, value in values.items():
@@ -163,6 +165,7 @@ def test_values_keep_their_type_in_every_export(tmp_path):
     columns = Columns(run.samples, run.curation)
     assert columns.find({"flag": "=true"})[:2].tolist() == [2, 4]
     assert columns.find({"day": "=2020-01-04", "price": "<1"}).tolist() == [3]
+    assert not {"tags", "made"} & columns.kinds.keys()  # exported, but without a filter
     ((shown,),) = columns.cells([0], ["text"])
     assert shown == "b" * 1000 + "… (5,000 characters)"
 
