@@ -36,7 +36,7 @@ def dataset_path(name: str) -> Path:
     path = home_resolved(name)
     if path.is_dir() or (path.suffix.lower() in (*FEATURE_FILES, FILE_LIST) and path.is_file()):
         return path
-    close = difflib.get_close_matches(name, DATASETS, n=1)
+    close = difflib.get_close_matches(name.lower(), DATASETS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise DatasetUnavailable(
         f"{name!r} is neither the name of a data set ({', '.join(DATASETS)}), nor a folder, nor a "

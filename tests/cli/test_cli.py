@@ -147,6 +147,7 @@ def test_a_bad_flag_is_one_message_and_code_2(argv, message, config, capfd):
 WRONG = [
     (["train", "--dataset", "nowhere"], "'nowhere' is neither the name of a data set"),
     (["train", "--dataset", "digts"], "did you mean 'digits'"),
+    (["train", "--dataset", "CIFAR-10"], "did you mean 'cifar10'"),
     (["train", "--dataset", "~nobodyhere/x.npy"], "'~nobodyhere/x.npy' is neither"),
     (["train", "--dataset", "a\nb\x1b[2J"], "is neither"),
     (["train", "--dataset", "x" * 5000], "File name too long"),
