@@ -5,7 +5,7 @@ import { ClusterPage, lineOfNumbers } from "./cluster_page.js";
 import { clusterColor } from "./colors.js";
 import { TOKEN, get } from "./data.js";
 import { $, ask, make, makeDot, number, showMessage } from "./messages.js";
-import { readWords } from "./pictures.js";
+import { readWords, wordsElement } from "./pictures.js";
 
 const SHOWN_CLUSTERS = 400;
 
@@ -82,7 +82,7 @@ export class Clusters {
     }
     const face = this.face(k, 40), words = face.length ? "" : this.words.get(about.typical[0]);
     button.append(...face, make("span", { className: "about" }, title,
-      ...(words ? [make("q", { textContent: words })] : []), lineOfNumbers(about)));
+      ...(words ? [make("q", {}, wordsElement(this.app.meta, words))] : []), lineOfNumbers(about)));
     button.onkeydown = (event) => { if (event.key === "Enter") { event.preventDefault(); this.open(k); } };
     const open = make("button", { textContent: "›", className: "open", onclick: () => this.open(k),
       title: `Compare ${name} with its nearest clusters (Enter)`, ariaLabel: `open ${name}` });

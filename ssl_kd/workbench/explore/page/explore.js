@@ -9,7 +9,7 @@ import { follow } from "./follow.js";
 import { Lightbox } from "./lightbox.js";
 import { mediaElement } from "./media.js";
 import { $, ask, describe, make, makeDot, number, round, showMessage } from "./messages.js";
-import { Pictures, readWords } from "./pictures.js";
+import { Pictures, readWords, wordsElement } from "./pictures.js";
 import { Plot, bytesOfIndex } from "./plot.js";
 
 const SHOWN_PICTURES = 60, SHOWN_EXAMPLES = 40, SHOWN_VALUES = 24;
@@ -209,7 +209,7 @@ function pictureButton(row, text) {
 
 function setTitle(button, text) {
   button.title = button.ariaLabel = text;
-  if (button.className) button.textContent = text; // it has no picture
+  if (button.className) button.replaceChildren(wordsElement(meta, text)); // it has no picture
 }
 
 async function showPictures(rows) {

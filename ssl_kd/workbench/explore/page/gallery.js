@@ -1,7 +1,8 @@
 // The pictures of the dock: all selected samples, most typical first. Only those in view are drawn.
 
 import { findRows, readCells } from "./data.js";
-import { $, make, makePath, number } from "./messages.js";
+import { $, make, number } from "./messages.js";
+import { wordsElement } from "./pictures.js";
 
 const GAP = 6, HIGHEST = 1e7, STILL = 80; // pixels between pictures and of the highest element; milliseconds
 
@@ -72,7 +73,7 @@ export class Gallery {
     const cells = await readCells(unnamed.map(([at]) => this.rows[at]), [this.caption]);
     unnamed.forEach(([, tile], i) => {
       tile.title = tile.ariaLabel = cells[i][0] ?? "no text";
-      if (!tile.firstElementChild) tile.append(this.caption === "file" ? makePath(tile.title) : tile.title);
+      if (!tile.firstElementChild) tile.append(wordsElement(this.dock.app.meta, tile.title));
     });
   }
 
