@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from firstnan.errors import BAD_INPUT, FAILED, OK, UserError
 from firstnan.watch import Call, Finding, Watch, inner_of
 
-_TYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
+_TYPES = "complex128 complex64 float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 _DTYPES = {x: getattr(torch, x) for x in [*_TYPES.split(), "float8_e4m3fn", "float8_e5m2"]}
 _TEXTS = ("contains", "report", "finding", "module", "path")
 _KINDS = {"step": int, "training": list, "args": list, "kwargs": dict}
@@ -236,12 +236,14 @@ def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> byte
         "module": finding.module or "",
         "path": path,
         "call": json.dumps(entries),
+        "complex": "\n".join(name for name, x in tensors.items() if x.is_complex()),
     }
     for name, x in tensors.items():
         if x.layout != torch.strided or x.dtype not in _DTYPES.values():
             raise BundleError(f"a bundle cannot hold {name}, which is {x.dtype}, {x.layout}")
         # Copied, because safetensors refuses tensors that share memory.
-        tensors[name] = x.detach().to("cpu", copy=True).contiguous()
+        x = x.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+        tensors[name] = torch.view_as_real(x) if x.is_complex() else x
     return library().torch.save(tensors, about | {"sha256": _digest(about, tensors)})
 
 
@@ -252,6 +254,8 @@ def _decoded(about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any
     for name, x in tensors.items():
         if x.dtype == torch.bool:  # a byte other than 0 and 1 would be undefined behavior
             tensors[name] = x.view(torch.uint8) != 0
+    for name in about.get("complex", "").splitlines():
+        tensors[name] = torch.view_as_complex(tensors[name])
 
     def value(entry: dict[str, Any]) -> object:
         if "torch.Tensor" in entry:

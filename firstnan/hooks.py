@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,20 @@ class weakly:
 
     def __reduce__(self) -> tuple[type[weakly], tuple[()]]:
         return weakly, ()
+
+
+def nodes(losses: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield each autograd node that a backward pass of `losses` runs, not in their order."""
+    ahead: list[Any] = [
+        torch.autograd.graph.get_gradient_edge(x).node for x in losses if x.requires_grad
+    ]
+    visited = {*ahead}
+    while ahead:
+        node = ahead.pop()
+        yield node
+        new = {following for following, _ in node.next_functions if following is not None}
+        ahead += new - visited
+        visited |= new
 
 
 def version_of(x: Tensor | None) -> int:

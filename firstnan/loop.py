@@ -80,7 +80,7 @@ class Guard:
 
     Raises:
         ValueError: parts and optimizer do not fit, an argument is out of range, a parameter is
-            complex or float16, the optimizer needs a closure (LBFGS), or the ranks' guards differ.
+            float16, the optimizer needs a closure (LBFGS), or the ranks' guards differ.
         RankLost: another rank does not make its guard.
     """
 

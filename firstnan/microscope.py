@@ -25,10 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from firstnan.norms import local
-
-_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
-_SPARSE |= {torch.sparse_bsr, torch.sparse_bsc}
+from firstnan.norms import as_reals, stored
 
 _OWN = [str(file) for file in Path(__file__).parent.glob("*.py")]  # not its tests
 _PASSED_OVER = (os.path.dirname(torch.__file__) + os.sep, *_OWN)
@@ -60,10 +57,10 @@ class TensorFacts:
     @classmethod
     def of(cls, x: Tensor) -> TensorFacts:
         """Compute the statistics of a tensor of any dtype and layout."""
-        shape, dtype = tuple(x.shape), str(x.dtype).removeprefix("torch.")
         x = x.detach()
-        x = _computable(x if x.layout == torch.strided else x.to_dense())
-        x = x.abs() if x.is_complex() else x
+        x = x if x.layout == torch.strided or x.is_nested else x.to_dense()
+        shape, dtype = tuple(stored(x).shape), str(x.dtype).removeprefix("torch.")
+        x = stored(x).abs() if x.is_complex() else as_reals(x)
         finite = torch.isfinite(x)
         good = x[finite].double()
         bad = (~finite).nonzero()
@@ -210,7 +207,7 @@ class Microscope(TorchDispatchMode):
         """
         if not results:
             return min(self._origins, key=lambda fault: fault.masked, default=None)
-        for result in map(_entries, results):
+        for result in map(stored, results):
             if _is_bad(result):
                 origin = self._origin_of.get(_key(result))
                 return self._origins[origin] if origin is not None else self._leaf(result)
@@ -230,7 +227,7 @@ class Microscope(TorchDispatchMode):
         numbers = [float(x) for x in tree_leaves((args, kwargs)) if type(x) in (int, float)]
         numbers += [x.item() for x, _ in reads if x.ndim == 0 and not x.is_complex()]
         parents = tuple(m for _, x in reads if (m := self._made.get(_key(x))) is not None)
-        sizes = (_computable(x.detach()).abs() for x, _ in reads if x.numel())
+        sizes = (as_reals(x).abs() for x, _ in reads if x.numel())
         largest = max((float(size.max()) for size in sizes), default=0.0)
         made = Made(op.rpartition(".")[2].rstrip("_"), tuple(numbers), parents, largest)
         for x in outputs:
@@ -306,7 +303,7 @@ class Microscope(TorchDispatchMode):
 
     def _name(self, x: Tensor) -> str | None:
         bad = [name for name, facts in self._facts.items() if facts.first_bad is not None]
-        mine = {name: _entries(self._named[name]) for name in bad}
+        mine = {name: stored(self._named[name]) for name in bad}
         mine = {name: entries for name, entries in mine.items() if _key(entries) == _key(x)}
         exact = [name for name in mine if mine[name].data_ptr() == x.data_ptr()]
         return next(iter([*exact, *mine]), None)
@@ -337,28 +334,16 @@ def _reads(
 
 def _floating(values: object) -> list[Tensor]:
     return [
-        _entries(x)
+        stored(x)
         for x in tree_leaves(values)
         if isinstance(x, Tensor)
         and (x.is_floating_point() or x.is_complex())
-        and (x.layout == torch.strided or x.layout in _SPARSE)
         and x.device.type != "meta"
     ]
 
 
-def _entries(x: Tensor) -> Tensor:
-    x = local(x)
-    if x.layout == torch.sparse_coo:
-        return x._values()
-    return x.values() if x.layout in _SPARSE else x
-
-
 def _is_bad(x: Tensor) -> bool:
-    return not bool(torch.isfinite(_computable(x)).all())
-
-
-def _computable(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize == 1 else x  # float8 can be converted, and little else
+    return not bool(torch.isfinite(as_reals(x)).all())
 
 
 def _key(x: Tensor) -> int:

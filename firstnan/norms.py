@@ -13,20 +13,24 @@ from torch.nn.utils import get_total_norm
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+_WIDE = {torch.float32, torch.float64, torch.complex64, torch.complex128}
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
 
 def norm_of(gradients: list[Tensor]) -> Tensor:
     """Return the L2 norm of all gradients; in float64 it is finite even if squares overflow."""
     rows = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    wide = (torch.float32, torch.float64)
-    rows = [
-        g if g.dtype in wide else torch.linalg.vector_norm(g, dtype=torch.float32) for g in rows
-    ]
-    norm = get_total_norm(rows)
+    rows = [g if g.dtype in _WIDE or g.is_meta else _half_norm(g) for g in rows]
+    norm = get_total_norm([g for g in rows if not g.is_meta])
     if norm.dtype == torch.float64 and (norm.device.type != "cpu" or not norm.isfinite()):
         largest = get_total_norm(rows, math.inf)
         scaled = get_total_norm([g / largest for g in rows]) * largest
         norm = torch.where(norm.isfinite(), norm, scaled)
     return norm.full_tensor() if is_sharded(norm) else norm
+
+
+def _half_norm(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(as_reals(gradient), dtype=torch.float32)
 
 
 def is_sharded(x: Tensor) -> TypeGuard[DTensor]:
@@ -39,9 +43,32 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if is_sharded(x) else x
 
 
+def stored(x: Tensor) -> Tensor:
+    """Return the values that a tensor of any layout stores on this rank, without a copy."""
+    x = local(x)
+    if x.layout == torch.sparse_coo:
+        return x._values()
+    return x.values() if x.is_nested or x.layout in _COMPRESSED else x
+
+
+def as_reals(x: Tensor) -> Tensor:
+    """Return what a tensor of any dtype and layout stores on this rank as real numbers.
+
+    A complex number becomes two real ones, float8 becomes float32; a tensor on the device `meta`
+    stores nothing.
+    """
+    x = stored(x.detach())
+    if x.is_meta:
+        return torch.zeros(0)
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    # float8 can be converted, and little else.
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
 def are_finite(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether all entries of tensors, or of this rank's shards, are finite; waits once."""
-    looks = [torch.isfinite(local(x)).all() for x in tensors if x is not None]
+    looks = [torch.isfinite(as_reals(x)).all() for x in tensors if x is not None]
     return not looks or bool(torch.stack([look.to(looks[0].device) for look in looks]).all())
 
 

@@ -181,11 +181,6 @@ def _divide(
     """Return the parts, and the buffers of modules that are in no part."""
     held = {id(p): p for group in optimizers.groups for p in group["params"]}
     for name, p in model.named_parameters():
-        if id(p) in held and p.is_complex():
-            raise ValueError(
-                f"parameter {name!r} is {p.dtype}; expected a real dtype: store real and imaginary "
-                "part as two parameters"
-            )
         if id(p) in held and p.requires_grad and p.dtype == torch.float16:
             raise ValueError(
                 f"parameter {name!r} is float16, expected float32 (float16 loses small updates):"

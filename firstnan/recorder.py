@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from firstnan.hooks import version_of, weakly
-from firstnan.norms import local
+from firstnan.norms import as_reals, stored
 
 _STEPS = 8  # earlier steps that are kept
 _BEFORE = 3  # values that a report lists before the first bad one
@@ -68,6 +69,8 @@ class Recorder:
         self._at_gradient = weakly(self._note_gradient)
         self.hooks = []
         for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
             name = f"{self._top}.{path}".rstrip(".")
             enter, leave = weakly(self._enter, name), weakly(self._leave, name)
             self.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -123,8 +126,9 @@ class Recorder:
 
     def _note(self, x: Tensor, value: _Value) -> _Value:
         if not repeating:
-            own = local(x.detach())
-            value.ends = tuple(torch.aminmax(torch.view_as_real(own) if x.is_complex() else own))
+            values = stored(x.detach())
+            with torch._C._DisableTorchDispatch():  # no part of a step that a `Microscope` checks
+                value.ends = tuple(torch.aminmax(as_reals(values)))
         self._steps[-1][0].append(value)
         self._known[id(x)] = weakref.ref(x), version_of(x), value
         if x.requires_grad:
@@ -134,14 +138,25 @@ class Recorder:
     def _note_gradient(self, value: _Value, gradient: Tensor) -> None:
         self._backward = value.maker or self._top
         if not repeating:
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(local(gradient.detach()), dtype=wide)
+            values = stored(gradient.detach())
+            with torch._C._DisableTorchDispatch():
+                real = as_reals(values)
+                wide = torch.promote_types(real.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(real, dtype=wide)
             place = f"gradient at the {value.place}"
             self._steps[-1][1].append(replace(value, place=place, ends=(norm,)))
 
 
+def is_transformed() -> bool:
+    """Return whether torch.func (`grad`, `vmap`) runs now, whose tensors end with it."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return functorch.maybe_current_level() is not None
+
+
 def is_first_run(recorder: Recorder | None = None) -> bool:
-    """Return False while a pass is recomputed, repeated by a `Watch`, or captured by a graph."""
+    """Return False for a pass that is recomputed, repeated by a `Watch`, traced or transformed."""
+    if is_transformed() or torch.jit.is_tracing():
+        return False
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return False
     return repeating in ([], [recorder]) and torch._C._current_graph_task_id() == -1
@@ -151,7 +166,8 @@ def floating(values: object, depth: int = 4) -> list[Tensor]:
     """Return the floating-point tensors with entries in a value: tensor, container or object."""
     if isinstance(values, Tensor):
         is_read = values.is_floating_point() or values.is_complex()
-        return [values] if is_read and values.numel() and values.layout == torch.strided else []
+        is_dense = values.layout == torch.strided or values.is_nested
+        return [values] if is_read and is_dense and values.numel() and not values.is_meta else []
     parts: Iterable[object] = ()
     if isinstance(values, (tuple, list)):
         parts = values

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,10 +35,11 @@ from torch.utils._pytree import tree_leaves
 from firstnan.agreement import Agreement, several_ranks
 from firstnan.bundle import library, save
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK, UserError
+from firstnan.hooks import nodes
 from firstnan.microscope import Microscope
-from firstnan.norms import are_finite, norm_of
+from firstnan.norms import are_finite, as_reals, norm_of
 from firstnan.optimizers import give_back, judged_first, stand_in, unscale_, withhold
-from firstnan.recorder import is_first_run
+from firstnan.recorder import is_first_run, is_transformed
 from firstnan.watch import FINITE_AGAIN, OUTSIDE, Finding, Watch, first_finding
 
 _OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few halvings too large
@@ -66,6 +68,14 @@ class ScriptWatch:
         self._losses: list[Tensor] = []
         self._stale: set[nn.Module] = set()  # models that have been updated since their passes
         self._backwards, self._checked, self._overflows = 0, 0, 0
+        self._is_scaled = False  # by a GradScaler, under which gradients may overflow
+        # Reports a bad first backward pass, unless an optimizer's step follows, which is judged.
+        self._pending: Callable[[], None] | None = None
+        self._bad_passes = 0  # backward passes in a row that were bad, without a step
+        self._is_transformed = False  # whether torch.func has run a model
+        self._held_weights: set[int] = set()  # ids of the weights that an optimizer holds
+        self._n_held: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._n_unheld = 0  # weights with a gradient that no optimizer holds
         self._ranks: Agreement | None = None  # made at the first step, after the process group
         self._skips = False  # whether the present step is left out
         self._withheld: list[tuple[Tensor, Tensor | None]] = []  # its weights and their gradients
@@ -78,11 +88,14 @@ class ScriptWatch:
     def watching(self) -> Iterator[None]:
         """Watch all models, losses and optimizers that run inside the block."""
         call, update = nn.Module.__call__, torch.amp.GradScaler.update
+        scale = torch.amp.GradScaler.scale
         backward, grad = torch.autograd.backward, torch.autograd.grad
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._is_inner() or not torch.is_grad_enabled():
+            if self._is_inner() or not torch.is_grad_enabled() or not is_first_run():
+                self._is_transformed |= is_transformed()
                 return call(module, *args, **kwargs)
+            self._judge_pending()
             watch = self._watch_of(module)
             watch.before(module, args, kwargs)
             with self._unwatched():
@@ -91,16 +104,21 @@ class ScriptWatch:
             return output
 
         def judged_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            losses = [tensors] if isinstance(tensors, Tensor) else tensors
+            losses = [tensors] if isinstance(tensors, Tensor) else [*tensors]
             self._losses += [x.detach() for x in losses]
+            self._judge_pending()
             backward(tensors, *args, **kwargs)
-            self._judge_backward()
+            self._judge_backward(losses)
 
         def judged_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             gradients = grad(outputs, *args, **kwargs)
-            if not self._is_inner() and is_first_run():
+            if not self._is_inner() and (is_transformed() or is_first_run()):
                 self._judge_grad(_plain(outputs), _plain(gradients))
             return gradients
+
+        def noted_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            self._is_scaled |= scaler.is_enabled()
+            return scale(scaler, outputs)
 
         def after_update(scaler: torch.amp.GradScaler, *args: Any) -> None:
             before = scaler.get_scale()
@@ -111,6 +129,7 @@ class ScriptWatch:
             mock.patch.object(nn.Module, "__call__", watched),
             mock.patch.object(torch.autograd, "backward", judged_backward),
             mock.patch.object(torch.autograd, "grad", judged_grad),
+            mock.patch.object(torch.amp.GradScaler, "scale", noted_scale),
             mock.patch.object(torch.amp.GradScaler, "update", after_update),
         ):
             hooks = [
@@ -120,12 +139,17 @@ class ScriptWatch:
             self._begin_scope()
             try:
                 yield
+                self._judge_pending()
             except (Exception, SystemExit) as end:
+                self._pending = None
                 if getattr(end, "code", FAILED) and not (self.bad and self.on_bad == "stop"):
                     self._judge_end()
                 raise
             finally:
                 self._scopes.close()
+                weights = [p for model in self._watches for p in model.parameters()]
+                given = {id(p) for p in weights if p.grad is not None}
+                self._n_unheld = len(given - self._held_weights)
                 self._watches.clear()
                 for hook in hooks:
                     hook.remove()
@@ -143,13 +167,19 @@ class ScriptWatch:
         return torch.compiler.is_compiling() or getattr(self._inside, "a_model", False)
 
     def summary(self) -> str:
-        """Return one line with the number of steps and of bad steps."""
-        if not self.steps and not self.bad:
-            checked = f"losses checked for NaN: {self._checked}" if self._checked else ""
-            return f"no optimizer took a step; {checked or 'nothing was checked'}"
-        if not self.bad:
-            return f"{self.steps} optimizer steps, every loss and gradient finite"
-        return f"{self.steps} optimizer steps, not finite: {self.bad}"
+        """Return one line: what was checked, what was not, and the number of bad steps."""
+        line = f"{self.steps} optimizer steps" if self.steps else "no optimizer took a step"
+        if self.bad:
+            return f"{line}, not finite: {self.bad}"
+        if not self.steps and not self._checked:
+            return f"{line}; nothing was checked"
+        if not self.steps:
+            line += f"; {self._checked} gradient computations"
+        if not self.steps and self._is_scaled:
+            return f"{line}, no loss NaN; gradients, which are scaled, were not checked"
+        unheld = f"; gradients of {self._n_unheld} weights that no optimizer holds were not checked"
+        is_partial = self.steps and self._n_unheld
+        return f"{line}, every loss and gradient finite{unheld if is_partial else ''}"
 
     def _watch_of(self, module: nn.Module) -> Watch:
         """Return the watch of a model, without the passes from before its last update."""
@@ -184,6 +214,10 @@ class ScriptWatch:
 
     def _judge(self, optimizer: Optimizer) -> None:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._n_held.get(optimizer) != len(weights):
+            self._n_held[optimizer] = len(weights)
+            self._held_weights.update(map(id, weights))
+        self._pending = None
         gradients = [p.grad for p in weights if p.grad is not None]
         bad = not are_finite([norm_of(gradients), *self._losses])
         if self.on_bad == "skip":  # on all ranks, or their weights would differ
@@ -193,9 +227,12 @@ class ScriptWatch:
             bad = bool(flags.any())
         step, self.steps = self.steps, self.steps + 1
         try:
-            if bad:
+            if bad and self._bad_passes:
+                self.bad += 1 - self._bad_passes
+            elif bad:
                 self._report(step, [*self._losses, *gradients], note=_zero_eps(optimizer))
         finally:
+            self._bad_passes = 0
             self._forget(weights)
         if bad and self.on_bad == "skip":
             self._skips = True
@@ -210,15 +247,48 @@ class ScriptWatch:
             with contextlib.suppress(SystemExit):  # the script's own end stays
                 self._report(self.steps, self._losses, ", ended by the script")
 
-    def _judge_backward(self) -> None:
-        """Check losses while no optimizer takes a step: the script may update weights itself."""
-        self._backwards += 1
-        if self._backwards == 1 or self.steps or not is_first_run():
+    def _judge_backward(self, losses: list[Tensor]) -> None:
+        """Check a backward pass while no optimizer takes a step: the script may update itself."""
+        number, self._backwards = self._backwards, self._backwards + 1
+        if self.steps or not is_first_run():
             return
         self._checked = self._backwards
-        if _has_nan(self._losses):
-            self._report(0, self._losses, f", backward pass {self._backwards - 1}")
-        self._losses = [x for x in self._losses if x.isinf().any()]  # for the first step
+        gradients = [] if self._is_scaled else self._gradients(losses)
+        if not _has_nan(self._losses) and are_finite(gradients):
+            self._bad_passes = 0
+            if not self._is_scaled:
+                self._stale.update(self._watches)
+        else:
+            place, bad = f", backward pass {number}", [*self._losses, *gradients]
+            located = self._locate(0, bad)  # now: the script may go on to spoil the weights
+            self._pending = partial(self._report_pass, bad, place, located)
+        if number:
+            self._judge_pending()
+            self._losses = [x for x in self._losses if x.isinf().any()]  # for the first step
+
+    def _gradients(self, losses: list[Tensor]) -> list[Tensor]:
+        """Return the gradients that losses left behind, at weights of watched models and others."""
+        ends = [node for node in nodes(losses) if type(node).__name__ == "AccumulateGrad"]
+        weights = {id(node.variable): node.variable for node in ends}
+        # Reentrant checkpointing hides them from the loss.
+        weights |= {id(p): p for model in self._watches for p in model.parameters()}
+        return [p.grad for p in weights.values() if p.grad is not None]
+
+    def _report_pass(
+        self, bad: list[Tensor], place: str, located: tuple[Finding, Watch | None]
+    ) -> None:
+        """Report a bad backward pass, unless the one before was: gradients add up."""
+        self._bad_passes += 1
+        if self._bad_passes > 1:
+            self.bad += 1
+        else:
+            self._report(0, bad, place, located=located)
+
+    def _judge_pending(self) -> None:
+        """Report a bad backward pass: what follows it is no step of an optimizer."""
+        report, self._pending = self._pending, None
+        if report is not None:
+            report()
 
     def _judge_grad(self, losses: list[Tensor], gradients: list[Tensor]) -> None:
         """Check a call of autograd.grad before the first `backward` or step, if there is any."""
@@ -238,11 +308,18 @@ class ScriptWatch:
             self._report(self.steps, self._losses, f", skipped at a loss scale of {before:g}")
         self._forget()
 
-    def _report(self, step: int, bad: list[Tensor], place: str = "", note: str = "") -> None:
+    def _report(
+        self,
+        step: int,
+        bad: list[Tensor],
+        place: str = "",
+        note: str = "",
+        located: tuple[Finding, Watch | None] | None = None,
+    ) -> None:
         """Locate and report a fault, then stop the script if it should not go on."""
         self.bad += 1
         if self.bad <= _REPORTS:
-            finding, watch = self._locate(step, bad)
+            finding, watch = located or self._locate(step, bad)
             if note and finding.fault and (finding.fault.poisoned or "").startswith("weight"):
                 finding = replace(finding, note=note)
             text = f"step {step}{place}:\n{finding}"
@@ -269,12 +346,19 @@ class ScriptWatch:
         if several_ranks() and is_elsewhere and are_finite(self._losses):
             note = "finite on this rank; see the reports of the others"
             return Finding(None, note=note), None
-        first = first or Finding(None, note="the models' own numbers are finite", is_outside=True)
+        first = first or self._nothing_found()
         is_named = first.fault is not None and OUTSIDE not in (first.fault.poisoned or "")
         if is_named or self._scope is not None:
             return first, watch
         note = f"{first.note}; " if first.note else ""
         return replace(first, note=f"{note}--every-op names the operation, but is slow"), watch
+
+    def _nothing_found(self) -> Finding:
+        if any(watch.calls for watch in self._watches.values()):
+            return Finding(None, note="the models' own numbers are finite", is_outside=True)
+        if self._is_transformed:
+            return Finding(None, note="models that torch.func calls are not followed")
+        return Finding(None, note="no model was called", is_outside=True)
 
     def _forget(self, weights: list[Tensor] | None = None) -> None:
         """Forget the step of the models that own one of the weights; of all models without them."""
@@ -294,14 +378,17 @@ class ScriptWatch:
 
 
 def _plain(values: object) -> list[Tensor]:
-    """Return the tensors with values of their own: none of a compiler or of torch.func."""
-    plain = [x.detach() for x in tree_leaves(values) if type(x) in (Tensor, nn.Parameter)]
+    """Return the tensors with values of their own, without what torch.func wraps around them."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return [x for x in plain if not functorch.is_functorch_wrapped_tensor(x)]
+    plain = [x.detach() for x in tree_leaves(values) if type(x) in (Tensor, nn.Parameter)]
+    for i, x in enumerate(plain):
+        while functorch.is_functorch_wrapped_tensor(x):
+            x = plain[i] = functorch.get_unwrapped(x)
+    return plain
 
 
 def _has_nan(tensors: Sequence[Tensor]) -> bool:
-    return any(bool(x.isnan().any()) for x in tensors)
+    return any(bool(as_reals(x).isnan().any()) for x in tensors)
 
 
 def _zero_eps(optimizer: Optimizer) -> str:
@@ -309,7 +396,7 @@ def _zero_eps(optimizer: Optimizer) -> str:
     for group in optimizer.param_groups:
         eps = group.get("eps")
         for p in group["params"] if isinstance(eps, float) and eps > 0 else []:
-            if not p.new_tensor(eps):
+            if not torch.tensor(eps, dtype=p.dtype):
                 zero = f"the optimizer's eps={eps:g} is 0 in {str(p.dtype).removeprefix('torch.')}"
                 return f"{zero}: a weight whose gradient was 0 became 0 / 0; keep it in float32"
     return ""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from firstnan.agreement import Agreement, several_ranks
-from firstnan.hooks import weakly
+from firstnan.hooks import nodes, weakly
 from firstnan.norms import is_sharded, narrow
 from firstnan.parts import ModuleParts
 
@@ -190,12 +190,7 @@ class Verdicts(Agreement):
 def leaves(losses: Iterable[Tensor]) -> dict[int, Tensor]:
     """Return id -> tensor for the leaf tensors that a backward pass of `losses` reaches."""
     reached: dict[int, Tensor] = {}
-    ahead: list = [
-        torch.autograd.graph.get_gradient_edge(x).node for x in losses if x.requires_grad
-    ]
-    visited = set(ahead)
-    while ahead:
-        node = ahead.pop()
+    for node in nodes(losses):
         name = type(node).__name__
         if name == "CheckpointFunctionBackward":
             raise ValueError(
@@ -205,7 +200,4 @@ def leaves(losses: Iterable[Tensor]) -> dict[int, Tensor]:
             )
         if name == "AccumulateGrad":
             reached[id(node.variable)] = node.variable
-        nodes = {following for following, _ in node.next_functions if following is not None}
-        ahead += nodes - visited
-        visited |= nodes
     return reached

@@ -385,7 +385,7 @@ def _named(model: nn.Module, call: Call) -> dict[str, Tensor]:
 def _rows(fault: Fault, call: Call) -> tuple[int, ...]:
     facts = fault.outputs[0]
     size = facts.shape[0] if len(facts.shape) > 1 else 0
-    is_batch = size in {len(x) for x in call.inputs if x.ndim}
+    is_batch = size in {x.size(0) for x in call.inputs if x.ndim}
     return facts.bad_rows if is_batch and len(facts.bad_rows) < size else ()
 
 

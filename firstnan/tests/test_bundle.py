@@ -91,7 +91,7 @@ class Root(torch.nn.Module):
 BAD_OPTIONS = {
     "dict with the key (0, 1)": {(0, 1): 2.0},
     "dict with the key 1": {"of": [{1: 2.0}]},
-    "type torch.complex64": torch.complex64,
+    "type torch.complex32": torch.complex32,
 }
 
 
@@ -179,3 +179,12 @@ def test_bad_words_of_replay_say_what_was_expected(folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert script.main(["--bundle", "saved", "net.py"]) == 2
     assert "a bundle needs: pip install safetensors" in capsys.readouterr().err
+
+
+def test_complex_weights_and_inputs_are_the_same_after_a_replay(tmp_path):
+    watch = Watch(torch.nn.Linear(2, 2, dtype=torch.complex128))
+    x = torch.full((3, 2), complex(1.0, torch.nan), dtype=torch.complex128)
+    watch.model(x).abs().sum().backward()
+    save(tmp_path / "a", watch, watch.explain())
+    found = replay(read(tmp_path / "a"), torch.nn.Linear(2, 2, dtype=torch.complex128))
+    assert found.fault.op == "aten.addmm" and found.fault.poisoned == "input 0"

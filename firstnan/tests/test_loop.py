@@ -736,7 +736,6 @@ def test_a_gradient_that_an_optimizer_could_not_square_is_large_and_clipped_it_i
 def test_arguments_that_do_not_fit_are_named():
     model = Heads()
     optimizer = SGD(model.heads.parameters())
-    wave = nn.ParameterDict({"wave": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
     other = copy.deepcopy(model)
     lbfgs = torch.optim.LBFGS(model.heads.parameters())
     for arguments, options, message in [
@@ -756,7 +755,6 @@ def test_arguments_that_do_not_fit_are_named():
         ),
         ((model, optimizer, {"a": None}), {}, "part 'a' is None; expected a module or a list"),
         ((model, lbfgs), {}, r"LBFGS.step needs a closure.*can be called without a closure"),
-        ((wave, SGD(wave.parameters())), {}, "parameter 'wave' is torch.complex64"),
         ((other, optimizer), {}, "holds none of the 6 trainable parameters"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -829,3 +827,28 @@ def test_a_scripted_model_is_guarded_or_refused_in_one_line():
     with pytest.raises(ValueError, match=r"1\.running_mean|1\.num_batches") as caught:
         Guard(refused, SGD(refused.parameters()))
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_complex_weights_are_guarded_clipped_and_restored(dtype, kind):
+    torch.manual_seed(0)
+    xs = torch.randn(4, 3, 5, dtype=dtype)
+    plain = nn.Linear(5, 2, dtype=dtype)
+    model = copy.deepcopy(plain)
+    optimizers = [kind(m.parameters(), lr=0.01) for m in (plain, model)]
+    guard = Guard(model, optimizers[1], clip_grad=0.1, locate=True, snapshot_every=1)
+    for x in xs:
+        optimizers[0].zero_grad()
+        plain(x).abs().square().mean().backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        guard.backward(model(x).abs().square().mean())
+        guard.step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    optimizers[1].zero_grad()
+    guard.backward(model(xs[0] * complex(0, NAN)).abs().square().mean())
+    assert guard.step() == set()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert "aten.addmm" in guard.events.events[0].reason

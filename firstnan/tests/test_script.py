@@ -243,3 +243,146 @@ def test_a_gradient_that_was_left_out_keeps_its_memory_for_a_cuda_graph(tmp_path
     """
     done = run("--on-bad", "skip", write(tmp_path, loop=loop))
     assert done.out.count("kept True") == 3 and "not finite: 1" in done.err
+
+
+KINDS = {
+    "complex weights": """
+        class Wave(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.filter = nn.Parameter(torch.randn(3, dtype=torch.cfloat))
+            def forward(self, x):
+                return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4)
+        net = Wave()
+    """,
+    "complex double": "net = nn.Linear(4, 4, dtype=torch.cdouble)",
+    "float8 buffers and activations": """
+        class Low(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.seen = nn.Linear(4, 4), nn.Identity()
+                self.register_buffer("table", torch.eye(4).to(torch.float8_e4m3fn))
+            def forward(self, x):
+                return self.seen(self.layer(x).to(torch.float8_e5m2)).float() @ self.table.float()
+        net = Low()
+    """,
+    "a layer on the device meta": """
+        net = nn.Linear(4, 4)
+        net.left_out = nn.Linear(4, 4, device="meta")
+    """,
+    "sparse gradients": """
+        net = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+        to_input = lambda x: x[:, 0].isfinite().long()
+    """,
+    "ragged rows": """
+        net = nn.Linear(4, 4)
+        to_input = lambda x: torch.nested.nested_tensor([*x.split([1, 2])], layout=torch.jagged)
+        to_loss = lambda y: y.values().sum()
+    """,
+    "a scripted module": "net = torch.jit.script(nn.Linear(4, 4))",
+    "a traced module": "net = torch.jit.trace(nn.Linear(4, 4), torch.ones(3, 4))",
+    "gradients per sample": """
+        net = nn.Linear(4, 4)
+        def of_one(weights, x):
+            return torch.func.functional_call(net, weights, (x,)).sum()
+        def backward(x):
+            weights = {name: p.detach() for name, p in net.named_parameters()}
+            each = torch.func.vmap(torch.func.grad(of_one), (None, 0))(weights, x)
+            for name, p in net.named_parameters():
+                p.grad = each[name].sum(0)
+    """,
+}
+KIND_LOOP = """
+import torch
+from torch import nn
+to_input, to_loss = (lambda x: x), lambda y: y.abs().sum()
+{made}
+if "backward" not in globals():
+    def backward(x):
+        loss = to_loss(net(to_input(x)))
+        (loss * x.sum().real).backward()
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+dtype = next(net.parameters()).dtype
+for size in (1.0, 1.0, torch.nan):
+    optimizer.zero_grad()
+    backward(torch.full((3, 4), size, dtype=dtype if dtype == torch.cdouble else None))
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore")  # torch.jit and nested tensors are deprecated or prototypes
+def test_tensors_of_every_kind_are_checked(tmp_path, run, kind):
+    script = write(tmp_path, loop=KIND_LOOP.replace("{made}", textwrap.dedent(KINDS[kind])))
+    for flags in ([], ["--record", "--every-op"]):
+        done = run("--on-bad", "skip", *flags, script)
+        assert done.returncode == 0, done.err
+        assert "3 optimizer steps, not finite: 1" in done.err and "step 2" in done.err
+
+
+BY_HAND = """
+import torch
+from torch import nn
+net, mask = nn.Linear(4, 4), torch.tensor([1.0, 0.0, 1.0, 1.0])
+for step in range(3):
+    for p in net.parameters():
+        p.grad = None
+    y = (net(torch.ones(2, 4)) * mask).abs()
+    loss = (torch.where(y > 0, y.sqrt(), y) if step == {bad} else y).mean()
+    {update}
+"""
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize(
+    "update",
+    [
+        "loss.backward(); [p.data.add_(p.grad, alpha=-0.1) for p in net.parameters()]",
+        "loss.backward(); ps = [*net.parameters()]; "
+        "torch._foreach_add_([p.data for p in ps], [p.grad for p in ps], alpha=-0.1)",
+    ],
+)
+def test_a_gradient_is_checked_where_the_script_updates_by_hand(tmp_path, run, bad, update):
+    loop = BY_HAND.replace("{bad}", str(bad)).replace("{update}", update)
+    done = run(write(tmp_path, loop=loop))
+    assert done.returncode == 3 and f"backward pass {bad}:" in done.err
+    assert "the gradient there is not" in done.err  # the weights are still those of that pass
+    done = run(write(tmp_path, loop=loop.replace(f"== {bad}", "== 9")))
+    assert "3 gradient computations, every loss and gradient finite" in done.err
+
+
+def test_the_summary_names_what_was_not_checked(tmp_path, run):
+    loop = """
+    import torch
+    from torch import nn
+    held, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(held.parameters())
+    (held(torch.ones(1, 2)).sum() + other(torch.ones(1, 2)).sum()).backward()
+    optimizer.step()
+    """
+    expected = "finite; gradients of 2 weights that no optimizer holds were not checked"
+    assert expected in run(write(tmp_path, loop=loop)).err
+
+
+def test_micro_batches_of_a_bad_first_step_are_one_fault(tmp_path, run):
+    loop = """
+    import torch
+    from torch import nn
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters())
+    for size in (1.0, torch.nan, 1.0):
+        net(torch.full((1, 2), size)).sum().backward()
+    optimizer.step()
+    """
+    done = run("--on-bad", "skip", write(tmp_path, loop=loop))
+    assert done.err.count("first bad") == 1 and "1 optimizer steps, not finite: 1" in done.err
+
+
+def test_a_gradient_of_torch_func_is_checked(tmp_path, run):
+    loop = """
+    import torch
+    for size in (1.0, 1.0, 0.0):
+        torch.func.grad(lambda w: (w * size).abs().sqrt().sum())(torch.ones(3))
+    """
+    done = run(write(tmp_path, loop=loop))
+    assert done.returncode == 3 and "call 2 of autograd.grad" in done.err
