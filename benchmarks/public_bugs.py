@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from firstnan.diagnosis import Cause
 from firstnan.script import ScriptWatch
 from firstnan.tests.public_bugs import BUGS, Bug
 
@@ -34,8 +35,10 @@ def explain(bug: Bug) -> str:
 
 
 def is_right(bug: Bug, report: str) -> bool:
-    """Return whether a report names the operation and the cause of a bug."""
-    return f"aten.{bug.op}," in report and bug.why in report
+    """Return whether a report names the operation of a bug, its cause, and what is true of it."""
+    cause = re.search(rf"^cause +{re.escape(bug.cause.value)}: .+$", report, re.M)
+    said = report if bug.cause == Cause.POISONED_WEIGHT else cause and cause[0]  # in its note
+    return f"aten.{bug.op}," in report and cause is not None and bug.why in (said or "")
 
 
 def updated(page: str) -> str:

@@ -255,7 +255,8 @@ def _decoded(about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any
         if x.dtype == torch.bool:  # a byte other than 0 and 1 would be undefined behavior
             tensors[name] = x.view(torch.uint8) != 0
     for name in about.get("complex", "").splitlines():
-        tensors[name] = torch.view_as_complex(tensors[name])
+        # A copy, because its address in the file may not be aligned to a complex number.
+        tensors[name] = torch.view_as_complex(tensors[name].clone())
 
     def value(entry: dict[str, Any]) -> object:
         if "torch.Tensor" in entry:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,16 @@ from torch.utils._pytree import tree_leaves
 
 from firstnan.norms import as_reals, stored
 
+_SPANS, _NAMED = 8, 4  # most spans of rows in a text; most rows without their count
 _OWN = [str(file) for file in Path(__file__).parent.glob("*.py")]  # not its tests
 _PASSED_OVER = (os.path.dirname(torch.__file__) + os.sep, *_OWN)
 _RERUN = os.path.join(os.path.dirname(__file__), "watch.py")  # calls the model, as a loop does
 
 # Operations that overwrite their first argument without reading it, and that do not set memory.
 _OVERWRITES = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential"}
+# Position of the argument by which an operation divides, or of the base of a power.
+_DIVISORS = {"div": 1, "true_divide": 1, "reciprocal": 0, "rsqrt": 0, "pow": 0}
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _UNINITIALIZED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
 
@@ -79,7 +83,12 @@ class TensorFacts:
             rms=float(good.square().mean().sqrt()) if len(good) else 0.0,
             outliers=int((size > max(1e4 * usual, 1e3)).sum()),
             bad_rows=tuple(bad[:, 0].unique()[:8].tolist()) if x.ndim else (),
+            rows=_rows(~finite),
+            rows_of_zeros=_rows(x == 0),
         )
+
+    rows: str = ""  # those with a bad entry, such as `rows 0 to 3, 7` or `all 8 rows`
+    rows_of_zeros: str = ""  # those with a 0
 
     @property
     def size(self) -> int:
@@ -102,6 +111,29 @@ class TensorFacts:
         return ", ".join(facts)
 
 
+def _rows(entries: Tensor) -> str:
+    """Return the rows of a boolean tensor with a true entry, in words; "" without rows."""
+    if entries.ndim < 2:  # of a vector, each number is a row
+        entries = entries.unsqueeze(-1)
+    is_in = entries.flatten(1).any(1) if entries.ndim > 1 and entries.numel() else entries
+    numbers = is_in.nonzero().flatten().tolist() if len(is_in) > 1 else []
+    if not numbers:
+        return ""
+    if len(numbers) == len(is_in):
+        return f"all {len(is_in)} rows"
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    texts = [f"{a}" if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in spans]
+    text = f"row{'s' * (len(numbers) > 1)} {', '.join(texts[:_SPANS])}"
+    is_cut = len(texts) > _SPANS
+    many = f" ({len(numbers)} of {len(is_in)})" if len(numbers) > _NAMED or is_cut else ""
+    return f"{text}{', ...' * is_cut}{many}"
+
+
 @dataclass(frozen=True)
 class Place:
     """A line of source code."""
@@ -110,6 +142,11 @@ class Place:
     line: int
     text: str
 
+    @classmethod
+    def of(cls, file: str, line: int) -> Place:
+        """Return a line of a file with its text."""
+        return cls(file, line, linecache.getline(file, line).strip())
+
     def __str__(self) -> str:
         """Return a line such as `models/my_model.py:31: return x.log()`."""
         return f"{self.file}:{self.line}: {self.text}"
@@ -117,12 +154,27 @@ class Place:
 
 @dataclass(frozen=True)
 class Made:
-    """How a tensor was made."""
+    """How a tensor was made.
+
+    Attributes:
+        op: the operation without `aten.`; of a tensor that existed before, `weight`, `mask` (all
+            entries are 0 or 1) or `data`; `integers` or `number` if it does not hold floats.
+        numbers: the scalar arguments.
+        parents: how the inputs were made.
+        largest: magnitude among the inputs.
+        line: file and line that called the operation in the forward pass.
+    """
 
     op: str
-    numbers: tuple[float, ...]  # the scalar arguments
-    parents: tuple[Made, ...]  # how the inputs were made
-    largest: float  # magnitude among the inputs
+    numbers: tuple[float, ...]
+    parents: tuple[Made, ...]
+    largest: float
+    line: tuple[str, int] | None = None
+
+    @property
+    def place(self) -> Place | None:
+        """The source line that called the operation."""
+        return None if self.line is None else Place.of(*self.line)
 
 
 @dataclass(frozen=True)
@@ -142,6 +194,9 @@ class Fault:
         masked: whether the infinity is a constant, as in masks.
         made: the operations that computed the output and its inputs.
         named: name -> statistics of the named tensors before the scope began.
+        divisor: how the tensor was made by which the operation divides (the base of a power); None
+            if it does not divide.
+        divided: statistics of this tensor.
         module: name of the module in which the operation ran; None without `within`.
     """
 
@@ -155,7 +210,12 @@ class Fault:
     masked: bool
     made: Made
     named: dict[str, TensorFacts]
+    divisor: Made | None = None
+    divided: TensorFacts | None = None
     module: str | None = None
+
+
+_INTEGRAL = Made("integers", (), (), 0.0)
 
 
 class Microscope(TorchDispatchMode):
@@ -226,15 +286,19 @@ class Microscope(TorchDispatchMode):
             return out
         numbers = [float(x) for x in tree_leaves((args, kwargs)) if type(x) in (int, float)]
         numbers += [x.item() for x, _ in reads if x.ndim == 0 and not x.is_complex()]
-        parents = tuple(m for _, x in reads if (m := self._made.get(_key(x))) is not None)
+        parents = tuple(self._made_by(seen, x) for seen, x in reads)
+        if any(isinstance(x, Tensor) and x.dtype in _INTEGERS for x in tree_leaves((args, kwargs))):
+            parents = (*parents, _INTEGRAL)
         sizes = (as_reals(x).abs() for x, _ in reads if x.numel())
         largest = max((float(size.max()) for size in sizes), default=0.0)
-        made = Made(op.rpartition(".")[2].rstrip("_"), tuple(numbers), parents, largest)
+        made = Made(op.rpartition(".")[2].rstrip("_"), tuple(numbers), parents, largest, _line())
         for x in outputs:
             self._made[self._keep(x)] = made
         if bad := [x for x in outputs if _is_bad(x)]:
             constant = any(not math.isfinite(n) for n in numbers)
-            note = partial(self._note, str(func.overloadpacket), made, [x for x, _ in reads], bad)
+            divisor = self._divisor(made.op, args)
+            operands = [x for x, _ in reads], bad, divisor
+            note = partial(self._note, str(func.overloadpacket), made, *operands)
             origin = self._trace(note, reads, bad, constant)
             for x in bad:
                 self._origin_of[self._keep(x)] = origin
@@ -272,6 +336,7 @@ class Microscope(TorchDispatchMode):
         made: Made,
         inputs: list[Tensor],
         bad: list[Tensor],
+        divisor: tuple[Made, TensorFacts] | None,
         *,
         poisoned: str | None,
         masked: bool,
@@ -290,10 +355,35 @@ class Microscope(TorchDispatchMode):
             masked=masked,
             made=made,
             named=self._facts,
+            divisor=divisor and divisor[0],
+            divided=divisor and divisor[1],
             module=None if self._within is None else self._within(),
         )
         self._origins.append(fault)
         return len(self._origins) - 1
+
+    def _made_by(self, seen: Tensor, x: Tensor) -> Made:
+        """Return how a tensor was made, by its storage; `seen` holds its values."""
+        made = self._made.get(_key(x))
+        if made is not None:
+            return made
+        name = self._name_of(x) or ""
+        values = as_reals(seen)
+        op = "mask" if bool(((values == 0) | (values == 1)).all()) else "data"
+        op = "weight" if name.startswith("weight") or (x.requires_grad and x.is_leaf) else op
+        made = self._made[self._keep(x)] = Made(op, (), (), 0.0)
+        return made
+
+    def _divisor(self, op: str, args: tuple) -> tuple[Made, TensorFacts] | None:
+        """Return how the tensor was made by which an operation divides, and its statistics."""
+        number = _DIVISORS.get(op)
+        value = None if number is None or number >= len(args) else args[number]
+        if isinstance(value, (int, float)):
+            return Made("number", (float(value),), (), 0.0), TensorFacts.of(torch.tensor(value))
+        if not isinstance(value, Tensor):
+            return None
+        floats = _floating(value)
+        return (self._made_by(value, floats[0]) if floats else _INTEGRAL), TensorFacts.of(value)
 
     def _leaf(self, x: Tensor) -> Fault:
         facts = (TensorFacts.of(x),)
@@ -303,7 +393,12 @@ class Microscope(TorchDispatchMode):
 
     def _name(self, x: Tensor) -> str | None:
         bad = [name for name, facts in self._facts.items() if facts.first_bad is not None]
-        mine = {name: stored(self._named[name]) for name in bad}
+        return self._name_of(x, bad)
+
+    def _name_of(self, x: Tensor, names: Iterable[str] | None = None) -> str | None:
+        mine = {
+            name: stored(self._named[name]) for name in (self._named if names is None else names)
+        }
         mine = {name: entries for name, entries in mine.items() if _key(entries) == _key(x)}
         exact = [name for name in mine if mine[name].data_ptr() == x.data_ptr()]
         return next(iter([*exact, *mine]), None)
@@ -352,13 +447,23 @@ def _key(x: Tensor) -> int:
 
 def _place(node: Any) -> Place | None:
     """Return the innermost line of the model outside torch; for a node, of its forward pass."""
-    lines = [(frame.f_code.co_filename, n) for frame, n in traceback.walk_stack(sys._getframe())]
+    lines: list[tuple[str, str]] = []
     if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
         text = "".join(node.metadata.get("traceback_", []))
-        lines = [*reversed(re.findall(r'File "(.+)", line (\d+)', text)), *lines]
+        lines = [*reversed(re.findall(r'File "(.+)", line (\d+)', text))]
+    line = _first((file, int(number)) for file, number in lines) or _line()
+    return None if line is None or line[0] == _RERUN else Place.of(*line)
+
+
+def _line() -> tuple[str, int] | None:
+    """Return the file and line outside of torch that runs now."""
+    stack = traceback.walk_stack(sys._getframe())
+    return _first((frame.f_code.co_filename, number) for frame, number in stack)
+
+
+def _first(lines: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+    """Return the first line of the model, or that of `watch.py` which runs it."""
     for file, number in lines:
-        if file == _RERUN:
-            return None
-        if not file.startswith(_PASSED_OVER):
-            return Place(file, int(number), linecache.getline(file, int(number)).strip())
+        if file == _RERUN or not file.startswith(_PASSED_OVER):
+            return file, number
     return None

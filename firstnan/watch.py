@@ -45,6 +45,7 @@ class Finding:
         fault: the operation, its line and the ranges of its inputs; None if the step could not be
             repeated, or if the operation is outside the model.
         rows: the first eight bad rows of the batch, from 0; empty if all are bad or it is unknown.
+        rows_in_words: all bad rows, such as `rows 0 to 3, 7` or `all 8 rows`; "" if unknown.
         note: further facts, or the reason why no operation is named.
         lines: the ranges that a `Recorder` has seen, as lines of the report: label, text.
         is_outside: whether the value was made outside the model.
@@ -56,6 +57,7 @@ class Finding:
     fault: Fault | None = None
     rows: tuple[int, ...] = ()
     note: str = ""
+    rows_in_words: str = ""
     lines: tuple[tuple[str, str], ...] = ()
     is_outside: bool = False
     step: int | None = None
@@ -77,8 +79,7 @@ class Finding:
             line = f"{self.fault.op}, {direction}, {line}{place}"
         line += "" if self.step is None else f", step {self.step}"
         line += "" if self.rank is None else f", rank {self.rank}"
-        rows = ", ".join(map(str, self.rows))
-        return line + (f", row{'s' * (len(self.rows) > 1)} {rows}" if rows else "")
+        return line + (f", {self.rows_in_words}" if self.rows_in_words else "")
 
     @property
     def why(self) -> str:
@@ -282,12 +283,14 @@ class Watch:
         if fault is None and outside:
             facts = "; ".join(str(TensorFacts.of(x)) for x in outputs)
             note = f"run again, the outputs are finite ({facts}), but the gradient there is not"
-            return Finding(None, None, TensorFacts.of(outside[0]).bad_rows, note, is_outside=True)
+            rows, words = _rows(TensorFacts.of(outside[0]), call)
+            return Finding(None, None, rows, note, words, is_outside=True)
         fault = fault or scope.fault(*gradients)
         if fault is None and not are_finite([p.grad for p in model.parameters()]):
             return Finding(None, note=FINITE_AGAIN)
         module = fault and (fault.module or type(model).__name__)
-        return fault and Finding(module, fault, _rows(fault, call))
+        rows, words = _rows(fault.outputs[0], call) if fault else ((), "")
+        return fault and Finding(module, fault, rows, rows_in_words=words)
 
 
 class Locator:
@@ -382,11 +385,12 @@ def _named(model: nn.Module, call: Call) -> dict[str, Tensor]:
     return named | {f"gradient at output {i}": g for i, g in call.gradients.items()}
 
 
-def _rows(fault: Fault, call: Call) -> tuple[int, ...]:
-    facts = fault.outputs[0]
+def _rows(facts: TensorFacts, call: Call) -> tuple[tuple[int, ...], str]:
+    """Return the first eight bad rows of a batch, none if all are bad, and all in words."""
     size = facts.shape[0] if len(facts.shape) > 1 else 0
-    is_batch = size in {x.size(0) for x in call.inputs if x.ndim}
-    return facts.bad_rows if is_batch and len(facts.bad_rows) < size else ()
+    if size not in {x.size(0) for x in call.inputs if x.ndim}:
+        return (), ""
+    return facts.bad_rows if len(facts.bad_rows) < size else (), facts.rows
 
 
 def inner_of(model: nn.Module) -> nn.Module:

@@ -56,7 +56,7 @@ def diagnose(
     a tenth of one that is far too large may still be too large.
     """
     found, now, new = diagnosis.diagnose(fault), settings or {}, {}
-    is_zero = found.cause in (Cause.LOG_OF_ZERO, Cause.ZERO_NORM, Cause.UNDERFLOW)
+    is_zero = found.cause in diagnosis.OF_ZERO
     in_fp16 = any(facts.dtype == "float16" for facts in fault.inputs)
     if found.cause == Cause.FP16_OVERFLOW or (is_zero and in_fp16):
         new = {"use_fp16": False, "model_dtype": "float32"}

@@ -14,12 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from firstnan.diagnosis import Cause
+
 
 class Bug(NamedTuple):
-    """A public bug, the operation that must be named, and words of the cause."""
+    """A public bug, and the operation, the cause and the sentence that must be named.
+
+    `why` says what is true of this bug alone: what a divisor is computed from, which value is out
+    of which range. A sentence of the same category about something else is wrong.
+    """
 
     thread: str
     op: str
+    cause: Cause
     why: str
     run: Callable[[], None]
 
@@ -27,11 +34,13 @@ class Bug(NamedTuple):
 BUGS: list[Bug] = []
 
 
-def bug(thread: str, op: str, why: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def bug(
+    thread: str, op: str, cause: Cause, why: str
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Add the decorated function to `BUGS`."""
 
     def added(run: Callable[[], None]) -> Callable[[], None]:
-        BUGS.append(Bug(thread, op, why, run))
+        BUGS.append(Bug(thread, op, cause, why, run))
         return run
 
     return added
@@ -46,7 +55,12 @@ def train(model: nn.Module, loss_of: Callable[[Tensor], Tensor], batches: Iterab
         optimizer.step()
 
 
-@bug("huggingface/trl#6702", "sub", "came in not finite (1 of 4 values NaN")
+@bug(
+    "huggingface/trl#6702",
+    "sub",
+    Cause.POISONED_INPUT,
+    "came in not finite (1 of 4 values NaN",
+)
 def nan_replaced_in_the_log():
     """GRPO: NaN from the engine; the step is taken, and the log shows a mean of earlier losses."""
     policy, shown = nn.Linear(4, 5), []
@@ -61,7 +75,7 @@ def nan_replaced_in_the_log():
     train(policy, loss_of, torch.randn(3, 4, 4))
 
 
-@bug("PrimeIntellect-ai/prime-rl#2972", "exp", "the exponential of 89")
+@bug("PrimeIntellect-ai/prime-rl#2972", "exp", Cause.EXPONENTIAL, "the exponential of 89")
 def ratio_of_a_stale_rollout():
     """RL: a token's ratio is exp(89), and the mask that leaves the token out makes it 0 * inf."""
     policy, stale = nn.Linear(4, 5), torch.tensor([0.0, 89.0, 0.0])
@@ -69,7 +83,7 @@ def ratio_of_a_stale_rollout():
     train(policy, lambda x: loss_of(policy(x).log_softmax(-1)[:, 0]), torch.randn(2, 3, 4))
 
 
-@bug("karpathy/nanochat#590", "nll_loss_forward", "every label is ignored")
+@bug("karpathy/nanochat#590", "nll_loss_forward", Cause.MASKED, "every label is ignored")
 def micro_batch_without_a_target():
     """SFT: one accumulated micro-batch is prompt alone; all weights are NaN after step 1."""
     model = nn.Linear(4, 7)
@@ -80,7 +94,12 @@ def micro_batch_without_a_target():
     optimizer.step()
 
 
-@bug("microsoft/LMOps#38", "div", "0 / 0: a mean over nothing")
+@bug(
+    "microsoft/LMOps#38",
+    "div",
+    Cause.MASKED,
+    "0 / 0: a mean over nothing: the mask or count is empty",
+)
 def distillation_of_prompts_alone():
     """Distillation: the tokenizer cuts off every answer of a batch, and the mask is all 0."""
     student, teacher = nn.Linear(4, 7), nn.Linear(4, 7)
@@ -107,7 +126,7 @@ def train_with_scaler(loss_of, *models, steps=40):
         scaler.update()
 
 
-@bug("pytorch/pytorch#88474", "_to_copy", "float16 ends at")
+@bug("pytorch/pytorch#88474", "_to_copy", Cause.FP16_OVERFLOW, "float16 ends at")
 def batch_norm_under_amp():
     """A GradScaler skips a step that overflows, but the statistics of BatchNorm stay NaN."""
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 1))
@@ -115,7 +134,7 @@ def batch_norm_under_amp():
     train_with_scaler(lambda i: [model(sizes[i] * torch.rand(4, 3)).mean()], model, steps=3)
 
 
-@bug("NVIDIA/apex#179", "pow", "float16 ends at")
+@bug("NVIDIA/apex#179", "pow", Cause.FP16_OVERFLOW, "float16 ends at")
 def one_scaler_for_two_optimizers():
     """GAN: only the discriminator overflows, but the loss scale falls to 0 for both networks."""
     generator, discriminator = nn.Linear(4, 64), nn.Linear(64, 8)
@@ -127,7 +146,7 @@ def one_scaler_for_two_optimizers():
     train_with_scaler(losses_of, generator, discriminator)
 
 
-@bug("NVIDIA/apex#192", "pow", "float16 ends at")
+@bug("NVIDIA/apex#192", "pow", Cause.FP16_OVERFLOW, "float16 ends at")
 def loss_scale_without_a_floor():
     """BERT: from some step on, every step overflows; the loss scale falls to 1 and below."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -135,14 +154,24 @@ def loss_scale_without_a_floor():
     train_with_scaler(lambda step: [loss_of(step)], model)
 
 
-@bug("pytorch/pytorch#147437", "addmm", "the optimizer's eps=1e-08 is 0 in float16")
+@bug(
+    "pytorch/pytorch#147437",
+    "addmm",
+    Cause.POISONED_WEIGHT,
+    "the optimizer's eps=1e-08 is 0 in float16",
+)
 def adamw_on_float16_weights():
     """AdamW on float16 weights: finite loss and gradients, and NaN weights after one step."""
     model = nn.Linear(3, 1).half()
     train(model, lambda x: model(x).float().square().sum(), [torch.eye(3).half()[:1]] * 2)
 
 
-@bug("pytorch/pytorch#46849", "div", "infinite at 0")
+@bug(
+    "pytorch/pytorch#46849",
+    "div",
+    Cause.ROOT_OF_ZERO,
+    "a root was taken of an exact 0, where its slope is infinite",
+)
 def clipping_by_an_infinite_norm():
     """One gradient is infinite: `clip_grad_norm_` makes it NaN and all others 0, silently."""
     healthy, sick = model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
@@ -168,7 +197,12 @@ class GradientInE5M2(torch.autograd.Function):
         return (grad * scale).to(torch.float8_e5m2).float() / scale, None
 
 
-@bug("meta-pytorch/float8_experimental!33", "_to_copy", "float8_e5m2 ends at 5.73e+04")
+@bug(
+    "meta-pytorch/float8_experimental!33",
+    "_to_copy",
+    Cause.FP8_OVERFLOW,
+    "float8_e5m2 ends at 5.73e+04",
+)
 def gradient_in_float8():
     """Gradients in E5M2 with delayed scaling: when they grow, the cast overflows to infinity."""
     model, scale = nn.Linear(4, 1), torch.ones(())
@@ -176,7 +210,12 @@ def gradient_in_float8():
     train(model, lambda x: GradientInE5M2.apply(model(x), scale).square().sum(), batches)
 
 
-@bug("pytorch/ao!4762", "div", "is exactly 0: a division by it")
+@bug(
+    "pytorch/ao!4762",
+    "div",
+    Cause.ZERO_SCALE,
+    "the scale is exactly 0, as all values of a block are",
+)
 def block_of_zeros_in_mxfp8():
     """MXFP8: each block of 32 weights has a power of two as its scale; a block of zeros is NaN."""
     model = nn.Linear(64, 4, bias=False)
@@ -191,7 +230,7 @@ def block_of_zeros_in_mxfp8():
     train(model, loss_of, torch.randn(2, 3, 64))
 
 
-@bug("sgl-project/sglang!31017", "div", "is exactly 0: a division by it")
+@bug("sgl-project/sglang!31017", "div", Cause.UNDERFLOW, "sigmoids underflowed to 0")
 def router_without_a_choice():
     """Mixture of experts: all sigmoids of a token's router logits are 0, and so is their sum."""
     router, experts = model = nn.ModuleList([nn.Linear(4, 6), nn.Linear(4, 6)])
@@ -205,7 +244,7 @@ def router_without_a_choice():
     train(model, loss_of, [torch.tensor([[1.0] * 4, [-30.0] * 4])])
 
 
-@bug("kohya-ss/musubi-tuner#897", "addmm", "float16 ends at")
+@bug("kohya-ss/musubi-tuner#897", "addmm", Cause.FP16_OVERFLOW, "float16 ends at")
 def bfloat16_model_in_float16():
     """A model that was trained in bfloat16 is tuned in float16, and its loss is NaN."""
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)).bfloat16()
@@ -216,7 +255,7 @@ def bfloat16_model_in_float16():
     train(model, lambda x: model(x).float().square().mean(), [x.half()])
 
 
-@bug("unslothai/unsloth-zoo!866", "mm", "float16 ends at")
+@bug("unslothai/unsloth-zoo!866", "mm", Cause.FP16_OVERFLOW, "float16 ends at")
 def residual_stream_in_float16():
     """Float16: activations stay below 350, but the gradient overflows on its way back."""
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(12)])
@@ -226,7 +265,7 @@ def residual_stream_in_float16():
     train(model, lambda x: 1024 * model(x).float().mean(), [1e-3 * torch.randn(2, 8).half()])
 
 
-@bug("huggingface/trl!5594", "mul", "an infinity met a 0")
+@bug("huggingface/trl!5594", "mul", Cause.ZERO_TIMES_INFINITY, "an infinity met a 0")
 def reverse_kl_to_padding():
     """Distillation: the teacher is padded with -inf and masked later; finite loss, NaN gradient."""
     student, allowed = nn.Linear(4, 5), torch.tensor([True] * 4 + [False])
@@ -235,7 +274,12 @@ def reverse_kl_to_padding():
     train(student, lambda x: loss_of(student(x).log_softmax(-1)), torch.randn(2, 2, 4))
 
 
-@bug("MakazhanAlpamys/Soup#719", "div", "a divisor, or the base of a power, is exactly 0")
+@bug(
+    "MakazhanAlpamys/Soup#719",
+    "div",
+    Cause.UNDERFLOW,
+    "exponentials underflowed to 0",
+)
 def reverse_kl_by_kl_div():
     """Distillation by `F.kl_div` at a temperature of 0.05: finite loss, NaN gradient."""
     student, teacher = nn.Linear(4, 5), nn.Linear(4, 5)
@@ -251,14 +295,14 @@ class Discriminator(nn.Linear):
         return super().forward(torch.cat([x, x.std(dim=0).mean().expand(len(x), 1)], dim=1))
 
 
-@bug("ziwei-jiang/PGGAN-PyTorch#1", "std", "the std or var of one value")
+@bug("ziwei-jiang/PGGAN-PyTorch#1", "std", Cause.DOMAIN, "the std or var of one value")
 def last_batch_of_one():
     """GAN: 65 images in batches of 8; the last batch, one image, is NaN in the discriminator."""
     model = Discriminator(17, 1)
     train(model, lambda x: F.softplus(model(x)).mean(), torch.randn(65, 16).split(8))
 
 
-@bug("pytorch/pytorch#41508", "_softmax", "every entry of a row is -inf")
+@bug("pytorch/pytorch#41508", "_softmax", Cause.MASKED, "every entry of a row is -inf")
 def attention_of_padding():
     """A sample is all padding and not in the loss, yet all weights of the attention become NaN."""
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -267,7 +311,12 @@ def attention_of_padding():
     train(attention, lambda x: first(x).square().mean(), torch.randn(2, 2, 4, 8))
 
 
-@bug("pytorch/pytorch#187297", "div", "infinite at 0")
+@bug(
+    "pytorch/pytorch#187297",
+    "div",
+    Cause.ROOT_OF_ZERO,
+    "a root was taken of an exact 0, where its slope is infinite",
+)
 def branch_not_taken():
     """`where` over a square root: the branch that is not taken makes the gradient NaN."""
     line = nn.Linear(1, 1, bias=False)
@@ -275,7 +324,7 @@ def branch_not_taken():
     train(line, lambda x: root(line(x).abs()).mean(), [torch.tensor([[0.0], [1.0]])])
 
 
-@bug("pytorch/pytorch#31829", "sub", "every entry of a row is -inf")
+@bug("pytorch/pytorch#31829", "sub", Cause.MASKED, "every entry of a row is -inf")
 def path_that_does_not_exist():
     """CTC by hand: a log-sum-exp of -inf that the loss does not use; its gradient is NaN."""
     model, paths = nn.Linear(4, 3), torch.tensor([[0.0] * 3, [-torch.inf] * 3])
@@ -283,7 +332,12 @@ def path_that_does_not_exist():
     train(model, lambda x: -alpha(x)[0], torch.randn(1, 2, 4))
 
 
-@bug("facebookresearch/dinov2#492", "log", "exact 0")
+@bug(
+    "facebookresearch/dinov2#492",
+    "log",
+    Cause.LOG_OF_ZERO,
+    "the logarithm was taken of an exact 0",
+)
 def koleo_of_duplicates():
     """KoLeo: two equal images are at distance 0; the loss is infinite in float16."""
     embed, nearest = nn.Linear(4, 8), [1, 0, 0]
@@ -292,7 +346,12 @@ def koleo_of_duplicates():
     train(embed, lambda x: loss_of(unit(x)), [torch.randn(2, 4)[[0, 0, 1]]])
 
 
-@bug("pytorch/pytorch#32137", "div", "a vector's length is exactly 0")
+@bug(
+    "pytorch/pytorch#32137",
+    "div",
+    Cause.ZERO_NORM,
+    "a vector's length is exactly 0: a division by it",
+)
 def embedding_of_padding():
     """`F.normalize` in float16: its eps of 1e-12 is 0, and the embedding of padding is NaN."""
     embed = nn.Embedding(10, 8, padding_idx=0)
@@ -300,7 +359,7 @@ def embedding_of_padding():
     train(embed, lambda x: (unit(x) @ unit(x).T).float().mean(), [torch.tensor([3, 0, 5])])
 
 
-@bug("meijieru/crnn.pytorch#235", "_ctc_loss", "too short")
+@bug("meijieru/crnn.pytorch#235", "_ctc_loss", Cause.DOMAIN, "too short")
 def label_longer_than_the_line():
     """CTC: a label has more characters than the image has columns, and the loss is infinite."""
     model = nn.Linear(4, 3)
@@ -309,7 +368,12 @@ def label_longer_than_the_line():
     train(model, loss_of, torch.randn(1, 2, 1, 4))
 
 
-@bug("harvardnlp/annotated-transformer#109", "log", "exact 0")
+@bug(
+    "harvardnlp/annotated-transformer#109",
+    "log",
+    Cause.LOG_OF_ZERO,
+    "the logarithm was taken of an exact 0",
+)
 def log_of_a_probability():
     """Label smoothing: KLDivLoss of `predict.log()` is infinite for a probability of 0."""
     model, criterion = nn.Sequential(nn.Linear(4, 5), nn.Softmax(-1)), nn.KLDivLoss(reduction="sum")
@@ -317,7 +381,7 @@ def log_of_a_probability():
     train(model, lambda x: criterion(model(x).log(), smooth), [300 * torch.randn(3, 4)])
 
 
-@bug("meta-pytorch/torchrec!3891", "none", "an empty shard")
+@bug("meta-pytorch/torchrec!3891", "none", Cause.UNKNOWN, "an empty shard")
 def norm_of_an_empty_shard():
     """Sharded training: clipping by the largest gradient raises, as a shard has no element."""
     model, shard = nn.Linear(4, 2), nn.Parameter(torch.zeros(0, 4))

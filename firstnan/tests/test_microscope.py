@@ -225,3 +225,80 @@ def test_injected_faults_of_every_kind_are_found():
 def test_a_function_outside_its_domain_is_named_with_the_value(step, words):
     _, found = look(lambda: step(torch.tensor([0.0, 1.0])).sum())
     assert (found.cause, found.words) == (Cause.DOMAIN, words)
+
+
+ROWS = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]])
+HALF = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("step", "cause", "words"),
+    [
+        (lambda: ROWS / ROWS.norm(dim=1, keepdim=True), Cause.ZERO_NORM, "length is exactly 0"),
+        (lambda: ROWS / ROWS.abs().sum(1, keepdim=True), Cause.ZERO_NORM, "length is exactly 0"),
+        (lambda: ROWS * ROWS.square().mean(1, True).rsqrt(), Cause.ZERO_NORM, "length is exactly"),
+        (lambda: (ROWS * HALF).sum(1) / HALF.sum(1), Cause.MASKED, "count is empty, at row 1"),
+        (lambda: (ROWS * HALF).sum(1) / (HALF > 0).sum(1), Cause.MASKED, "empty, at row 1"),
+        (lambda: ROWS.mean() * 0 / (ROWS > 9).sum(), Cause.MASKED, "a mean over nothing"),
+        (lambda: ROWS / (ROWS - 200).exp().sum(1, True), Cause.UNDERFLOW, "exponentials underfl"),
+        (lambda: ROWS / (ROWS - 200).sigmoid().sum(1, True), Cause.UNDERFLOW, "sigmoids underfl"),
+        (lambda: ROWS / (ROWS - 5).relu().sum(1, True), Cause.ZERO_SUM, "0: the sum is exactly 0"),
+        (lambda: (ROWS - 1) / ROWS.std(1, keepdim=True), Cause.CONSTANT, "equal values"),
+        (
+            lambda: ROWS / (ROWS.amax(1, True) - ROWS.amin(1, True)),
+            Cause.CONSTANT,
+            "range of equal values is exactly 0, at row 1",
+        ),
+        (
+            lambda: ROWS / (ROWS.abs().amax(1, True) / 448).log2().ceil().exp2(),
+            Cause.ZERO_SCALE,
+            "all values of a block are, at row 1",
+        ),
+        (lambda: 1 / (ROWS[:, 0] - ROWS[:, 1]), Cause.ZERO_DIVISOR, "difference of two equal"),
+        (lambda: ROWS / ROWS, Cause.ZERO_DIVISOR, "the divisor is given, and exactly 0"),
+        (lambda: ROWS / 0, Cause.ZERO_DIVISOR, "0 / 0: the divisor is the number 0"),
+        (lambda: ROWS / ROWS.sin(), Cause.ZERO_DIVISOR, "0, at row 1; it comes from aten.sin"),
+    ],
+)
+def test_the_cause_of_a_division_by_zero_is_what_the_divisor_is(step, cause, words):
+    _, found = look(step, input=ROWS)
+    assert (found.cause, words in found.words) == (cause, True), found
+
+
+def test_the_sum_of_weights_is_no_norm():
+    w = torch.zeros(3, requires_grad=True)
+    _, found = look(lambda: (w / w.sum()).sum(), weight=w)
+    assert found.cause == Cause.ZERO_SUM and "softmax(w)" in found.remedy
+
+
+@pytest.mark.parametrize("root", [torch.sqrt, lambda x: x**0.5])
+def test_a_root_of_zero_is_a_norm_only_of_squares(root):
+    x = torch.zeros(2, 3, requires_grad=True)
+    _, found = look(lambda: gradient(root(x.abs()).sum(), x))
+    assert found.cause == Cause.ROOT_OF_ZERO
+    _, found = look(lambda: gradient(root(x.square().sum(1)).sum(), x))
+    assert found.cause == Cause.ZERO_NORM
+
+
+def test_infinities_that_meet_are_named():
+    masked = torch.tensor([0.0, 1.0]).log()
+    _, found = look(lambda: masked - masked.masked_fill(masked < 0, -torch.inf), input=ROWS)
+    assert found.cause == Cause.INFINITIES
+    _, found = look(lambda: torch.zeros(1, 2) @ masked[:, None], input=ROWS)
+    assert found.cause == Cause.ZERO_TIMES_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (range(12), "all 12 rows"),
+        ([4], "row 4"),
+        ([4, 5], "rows 4, 5"),
+        ([0, 1, 2, 3, 4, 9], "rows 0 to 4, 9 (6 of 12)"),
+        ([], ""),
+    ],
+)
+def test_rows_are_named_exactly(bad, words):
+    x = torch.zeros(12, 2)
+    x[[*bad]] = torch.nan
+    assert TensorFacts.of(x).rows == words

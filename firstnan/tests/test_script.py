@@ -167,12 +167,12 @@ x = torch.randn(6, 4)
         ),
         "an update of its own": (
             "for y in (1.0, torch.nan, 1.0): other(torch.full((2, 8), y)).sum().backward()",
-            "step 0, backward pass 1:\nfirst bad  aten.addmm, forward, in Linear, step 0\n",
+            "step 0, backward pass 1:\nfirst bad  aten.addmm, forward, in Linear, step 0, a",
         ),
         "autograd.grad alone, of a bad loss": (
             "for y in (1.0, 1.0, torch.nan):\n"
             "    torch.autograd.grad(other(torch.full((2, 8), y)).sum(), other.weight)",
-            "step 0, call 2 of autograd.grad:\nfirst bad  aten.addmm, forward, in Linear, step 0\n",
+            "step 0, call 2 of autograd.grad:\nfirst bad  aten.addmm, forward, in Linear, step 0, a",
         ),
         "autograd.grad alone, of a good loss": (
             "for _ in range(2): torch.autograd.grad(net(x).sum(), [*net.parameters()])",
@@ -180,7 +180,7 @@ x = torch.randn(6, 4)
         ),
         "a check before the backward pass": (
             "other(torch.full((2, 8), torch.nan)); exit(1)",
-            "step 0, ended by the script:\nfirst bad  aten.addmm, forward, in Linear, step 0\n",
+            "step 0, ended by the script:\nfirst bad  aten.addmm, forward, in Linear, step 0, a",
         ),
         "a check after it": (
             "net(x).mean().backward(); exit(1)",

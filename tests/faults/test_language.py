@@ -1025,4 +1025,4 @@ def test_a_gradient_that_is_not_finite_is_found_again(world, monkeypatch):
         run(world.settings(stop_after=1, run_name="a"))
     report = replay(min((world.runs / "a" / "faults").glob("*.pt")))
     assert report.bundle.event.stage == "gradient" and report.fault.backward
-    assert report.fault.op == "aten.div" and report.diagnosis.cause.value == "zero norm"
+    assert report.fault.op == "aten.div" and report.diagnosis.cause.value == "root of zero"
