@@ -172,7 +172,7 @@ x = torch.randn(6, 4)
         "autograd.grad alone, of a bad loss": (
             "for y in (1.0, 1.0, torch.nan):\n"
             "    torch.autograd.grad(other(torch.full((2, 8), y)).sum(), other.weight)",
-            "step 0, call 2 of autograd.grad:\nfirst bad  aten.addmm, forward, in Linear, step 0, a",
+            "step 0, call 2 of autograd.grad:\nfirst bad  aten.addmm, forward, in Linear, step 0",
         ),
         "autograd.grad alone, of a good loss": (
             "for _ in range(2): torch.autograd.grad(net(x).sum(), [*net.parameters()])",
