@@ -149,3 +149,40 @@ def test_nothing_is_told_without_common_neighbors():
     alone = judge(one[0], one[0], one[1], one[1])
     assert alone["better"] is None and alone["probability"] is None
     assert "only 0 pairs of samples are neighbors in both" in alone["verdict"]
+
+
+def test_nothing_is_told_if_few_samples_have_a_common_neighbor():
+    rng = np.random.default_rng(2)
+    n = 600
+    shape, color = rng.integers(6, size=n), rng.integers(6, size=n)
+    of_shape, of_color = (4 * np.eye(6)[k] + rng.normal(size=(n, 6)) for k in (shape, color))
+    result = judge(of_shape, of_color, shape, color)
+    assert result["better"] is None and result["probability"] is None
+    share = result["evidence"]["samples with such a neighbor, %"]
+    assert share < 33
+    assert f"only {share:.0f} % of the samples have a common neighbor" in result["reason"]
+    assert result["verdict"].startswith("Which is better cannot be told without labels: only")
+
+
+def test_nothing_is_told_if_the_probability_depends_on_the_samples():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 6))  # without clusters
+    a, b = (np.digitize(x[:, i], [-0.5, 0.5]) for i in (0, 1))
+    result = judge(x, x, a, b)
+    assert result["better"] is None and result["probability"] is None
+    assert result["reason"].startswith("with other samples the probability would be anywhere from")
+    true = np.arange(300) % 5
+    assert judge(blobs(1), blobs(2), true, np.roll(true, 1))["reason"] is None
+
+
+def test_the_page_and_its_numbers_say_that_nothing_can_be_told(
+    photo_run, copy, monkeypatch, capsys
+):
+    monkeypatch.setattr("ssl_kd.workbench.compare.judgement.LEAST_COVERED", 1.01)
+    Run.open(copy).curation.merge([1, 2], "both")
+    assert main(["compare", str(copy), str(photo_run)]) == 0
+    page = copy / f"compare-{photo_run.name}.html"
+    judgement = json.loads(page.with_suffix(".json").read_text())["judgement"]
+    assert judgement["better"] is judgement["probability"] is None
+    sentence = f"Which is better cannot be told without labels: {judgement['reason']}."
+    assert sentence in capsys.readouterr().out and sentence in Reader(page.read_text()).text

@@ -5,12 +5,15 @@ judged by the same pairs of samples: those that are mutual neighbors in both emb
 one tells more about a sample's cluster from its neighbor's cluster, for its number of clusters.
 
 SLOPE and FLOOR were fitted on nine sets (docs/results.md). On the others the better clustering was
-found about as often as the stated probability says. The probability is at most 1 - FLOOR, as two
-embeddings may share neighbors that do not matter (of photos, those with the same colors).
+found about as often as the stated probability says. Where few samples have a common neighbor, or
+the probability depends on which samples are drawn, nothing is judged. The probability is at most
+1 - FLOOR, as two embeddings may share neighbors that do not matter (of photos, those with the same
+colors).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,19 +32,30 @@ SLOPE, FLOOR = 16.4, 0.091  # of the probability, as a function of the differenc
 SURE = 2 / 3  # least probability at which one clustering is called better
 RESAMPLES, INTERVAL = 100, (0.05, 0.95)
 FEWEST_PAIRS, LEAST_DISAGREEMENT = 20, 0.01
+# Beyond these limits the judgement abstains: where fewer samples have a common neighbor, or the
+# interval is wider, it was wrong more often than it stated (docs/results.md).
+LEAST_COVERED, WIDEST_INTERVAL = 1 / 3, 0.1
 
 
-def cannot_judge(reason: str) -> dict[str, Any]:
+def cannot_judge(reason: str, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the judgement for data that cannot be judged."""
     verdict = f"Which is better cannot be told without labels: {reason}."
-    return {"better": None, "probability": None, "verdict": verdict, "evidence": {}}
+    evidence = {} if facts is None else dict(facts)
+    return {
+        "better": None,
+        "probability": None,
+        "reason": reason,
+        "verdict": verdict,
+        "evidence": evidence,
+    }
 
 
 def judge(x_a: NDArray, x_b: NDArray, clusters_a: Ints, clusters_b: Ints) -> dict[str, Any]:
     """Return which clustering of n samples is better, given both embeddings, `[n, d]` each.
 
     The result holds `better` (`a`, `b` or None), the `probability` that A is better, a sentence
-    `verdict`, and the `evidence` for it.
+    `verdict`, and the `evidence` for it. If the evidence is too weak, `better` and `probability`
+    are None, and `reason` says why; it is None otherwise.
     """
     a, b = (np.unique(clusters, return_inverse=True)[1] for clusters in (clusters_a, clusters_b))
     n = len(a)
@@ -51,21 +65,52 @@ def judge(x_a: NDArray, x_b: NDArray, clusters_a: Ints, clusters_b: Ints) -> dic
     weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES)
     resampled = [probability(evidence(pairs, a, b, of_sample)) for of_sample in weights]
     of_a, (low, high) = float(probability(evidence(pairs, a, b))), np.quantile(resampled, INTERVAL)
+    covered = len(np.unique(pairs[0])) / n
+    facts = {
+        "value of A": round(value(pairs, a), 4),
+        "value of B": round(value(pairs, b), 4),
+        "90 % interval of the probability that A is better, over resampled samples, %": (
+            f"{100 * low:.0f} to {100 * high:.0f}"
+        ),
+        "samples judged": n,
+        "neighbors that both runs share, per sample": round(pairs.shape[1] / n, 2),
+        "samples with such a neighbor, %": round(100 * covered, 1),
+    }
+    if reason := _weakness(covered, low, high):
+        return cannot_judge(reason, facts)
     better = "a" if of_a >= SURE else "b" if of_a <= 1 - SURE else None
     verdict = "No difference in quality can be told without labels (A is better with a probability"
     verdict += f" of {100 * of_a:.0f} %)."
     if better:
         verdict = f"Judged without labels, {better.upper()} is better"
         verdict += f" (probability {100 * max(of_a, 1 - of_a):.0f} %)."
-    facts = {
-        "value of A": round(value(pairs, a), 4),
-        "value of B": round(value(pairs, b), 4),
-        "probability that A is better, %": round(100 * of_a, 1),
-        "its 90 % interval over resampled samples, %": f"{100 * low:.0f} to {100 * high:.0f}",
-        "samples judged": n,
-        "neighbors that both runs share, per sample": round(pairs.shape[1] / n, 2),
+    return {
+        "better": better,
+        "probability": of_a,
+        "reason": None,
+        "verdict": verdict,
+        "evidence": facts,
     }
-    return {"better": better, "probability": of_a, "verdict": verdict, "evidence": facts}
+
+
+def _weakness(covered: float, low: float, high: float) -> str:
+    """Return why the evidence is too weak for a judgement; empty if it is strong enough.
+
+    `covered` is the share of samples with a common neighbor, 0 to 1; `low` and `high` are the ends
+    of the interval of the probability.
+    """
+    reasons = []
+    if covered < LEAST_COVERED:
+        reasons.append(
+            f"only {100 * covered:.0f} % of the samples have a common neighbor in both runs, fewer "
+            f"than {100 * LEAST_COVERED:.0f} %"
+        )
+    if high - low > WIDEST_INTERVAL:
+        reasons.append(
+            f"with other samples the probability would be anywhere from {100 * low:.0f} to "
+            f"{100 * high:.0f} %"
+        )
+    return ", and ".join(reasons)
 
 
 def common_neighbors(x_a: NDArray, x_b: NDArray) -> Ints:
