@@ -17,6 +17,7 @@ from ssl_kd.report.decided import Decided
 from ssl_kd.report.results import RunResults
 from ssl_kd.vision.model import has_pictures
 from ssl_kd.vision.samples import Samples
+from ssl_kd.vision.sources import SourceChanged
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,15 @@ def run_images(run_dir: Path) -> Images | None:
     def images(rows: list[int]) -> list[Image.Image | None]:
         samples = Samples(run_dir)
         first = samples.splits[run.split].start
-        return [decoded(samples.image, first + row) for row in rows]
+
+        def picture(row: int) -> Image.Image | None:
+            try:
+                return decoded(samples.image, row)
+            except SourceChanged as error:  # the other pictures are shown
+                logger.warning("a picture is left out: %s", error)
+                return None
+
+        return [picture(first + row) for row in rows]
 
     return images
 
@@ -67,7 +76,9 @@ def gallery(
         logger.warning("the report has no pictures: %s", error)
         return _no_pictures(f"{type(error).__name__}: {error}")
     if lost := len({*rows} - {*pictures}):
-        logger.warning("the report lacks %d of %d pictures: unreadable", lost, len({*rows}))
+        logger.warning(
+            "the report lacks %d of %d pictures: unreadable or changed", lost, len({*rows})
+        )
     if not pictures:
         return _no_pictures("none of them can be read")
     samples = run.assignments

@@ -76,7 +76,11 @@ def read_weights(path: str | os.PathLike[str]) -> State:
         else:
             content = load_tensors(path, plain_classes=_CLASSES_OF_ARGUMENTS)
     except Exception as error:  # both libraries raise their own exceptions
-        raise InputError(f"{path} is not a readable weights file: {brief(error)}") from error
+        raise InputError(
+            f"{path} is not a readable weights file: {brief(error)}. If it is a checkpoint with "
+            "other objects and you trust it, save its state dict alone: "
+            "torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW_FILE)"
+        ) from error
     tensors = dict(_tensors(content))
     if not tensors:
         raise InputError(

@@ -5,14 +5,19 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from ssl_kd.datasets import FolderDataset
 from ssl_kd.evaluate import calibration
 from ssl_kd.report import figures, run_images, write_report
 from ssl_kd.report.gallery import thumbnail
+from ssl_kd.vision.sources import describe_source, write_sources
 from tests.report.reading import (
     Reader,
     change,
@@ -230,6 +235,9 @@ def test_a_report_after_the_run_finds_its_pictures_again(run, tmp_path):
         Image.new("RGB", (8, 8), (4 * (i % 64), 9, 9)).save(folder / name)
     settings = {"DATASET": str(folder), "DATASET_TEST": None, "DATA_DIR": "data", "COLUMN": None}
     change(run, "config.json", settings=settings, learns_from="")
+    dataset = FolderDataset(folder, "my images", "train")
+    rows: Any = SimpleNamespace(indices=torch.arange(1, N + 1))
+    write_sources(run, {"train": describe_source(dataset, rows)})
     images = run_images(run)
     assert images is not None
     red = [np.asarray(image)[0, 0, 0] for image in images([0, 41, 7])]

@@ -134,6 +134,7 @@ def test_what_holds_no_weights_is_refused(tmp_path):
     for name in ("code.pth", "empty.pth", "list.pth", "noise.pth", "noise.safetensors"):
         with pytest.raises(ValueError, match=name) as error:
             read_weights(tmp_path / name)
+        assert ("save its state dict alone" in str(error.value)) == (name[0] in "cn")
         assert "\n" not in str(error.value)
     assert not (tmp_path / "executed").exists()
     with pytest.raises(FileNotFoundError, match="does not exist"):

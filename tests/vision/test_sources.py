@@ -14,6 +14,7 @@ from ssl_kd import Run
 from ssl_kd.datasets.identity import row_digests
 from ssl_kd.datasets.tables import open_table
 from ssl_kd.errors import InputError
+from ssl_kd.report import run_images
 from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.run import run
@@ -169,6 +170,11 @@ def test_a_replaced_picture_is_refused(place, tmp_path, caplog, name):
     out = Run(samples).export("folders", tmp_path / "out", skip_missing=True)
     names = [path.name for path in out.rglob("*.bmp")]
     assert len(names) == N - 1 and "3.bmp" not in names
+    images = run_images(place / f"runs/{name}")
+    assert images is not None and [image is None for image in images([row, row + 1])] == [
+        True,
+        False,
+    ]
     first.unlink()
     with pytest.raises(InputError, match="1 of 60 pictures are missing: .*3.bmp"):
         Run(samples).export("folders", tmp_path / "more")
