@@ -15,7 +15,7 @@ from ssl_kd.datasets.features import FeatureDataset, open_part
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
 from ssl_kd.datasets.labels import NO_LABELS
 from ssl_kd.datasets.levels import Levels
-from ssl_kd.datasets.media import Rows
+from ssl_kd.datasets.media import PictureTable, Rows
 from ssl_kd.datasets.shards import Part, holds_tables, named_split, shards_of, splits_in
 from ssl_kd.datasets.tables import is_saved, one_line_errors, open_table
 from ssl_kd.datasets.usage import LeftOut, counted
@@ -111,6 +111,8 @@ def open_dataset(
     else:
         label_column = NO_LABELS if labels == NO_LABELS else label_column
         dataset = _open_table(path, split, class_names, column, label_column, whole)
+        if isinstance(dataset, PictureTable) and levels is not None:
+            dataset.rows.levels = levels
     if dataset is None:
         raise NoSuchSplit(f"the data set {name} has no {split} split")
     return dataset

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 import numpy as np
@@ -23,6 +25,8 @@ FILE_BYTES = "ssl_kd.bytes"
 """Key in `info` of a decoded image: the size of its file in bytes."""
 _COPIES = {"WEBP": 12, "AVIF": 8, "HEIF": 8, "JXL": 8, "JPEG2000": 18}
 """Format -> bytes per pixel that its library holds beside the image of Pillow."""
+BATCH = 256
+"""Images whose values are read at once, to find those of black and white."""
 MAX_SAMPLE_VALUE = 281  # a tag of TIFF
 _OTHER_BYTES = {
     f"{mode};16{order}": f"{mode};16{other}"
@@ -113,6 +117,33 @@ def extremes(
         strips = _strips(image) if values is None else [values[..., :3]]
         low, high = _extremes(strips)
         return Extremes(low, high, is_float, container)
+
+
+def find_levels(sources: Iterable[str | os.PathLike[str] | io.BytesIO]) -> Levels:
+    """Return the values of black and white that suit all images of a data set."""
+    needs_sixteen_bits = True
+
+    def extremes_of(source: str | os.PathLike[str] | io.BytesIO) -> Extremes | None:
+        nonlocal needs_sixteen_bits
+        try:
+            image = extremes(source, needs_sixteen_bits=needs_sixteen_bits)
+        except UnreadableImage:  # reported when the image is decoded
+            return None
+        if image is not None and image.uses_all_bits:
+            needs_sixteen_bits = False
+        return image
+
+    images = []
+    with ThreadPoolExecutor() as pool:
+        for some in _batches(sources):
+            images += [image for image in pool.map(extremes_of, some) if image is not None]
+    return Levels.of(images)
+
+
+def _batches(sources: Iterable[Any]) -> Iterator[list[Any]]:
+    remaining = iter(sources)
+    while batch := list(itertools.islice(remaining, BATCH)):
+        yield batch
 
 
 @contextlib.contextmanager

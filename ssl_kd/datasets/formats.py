@@ -126,6 +126,11 @@ def special_format(head: bytes) -> str | None:
     return next((name for name, starts in _SIGNATURES.items() if head.startswith(starts)), None)
 
 
+def may_be_deep(head: bytes) -> bool:
+    """Return whether the values of an image may have more than 8 bits, by its first bytes."""
+    return special_format(head) in (".tif", ".jp2") or head.startswith((b"\x89PNG", b"P"))
+
+
 def formats_for(head: bytes) -> tuple[str, ...]:
     """Return the formats to try on a file by its first bytes; import the plugin that reads it."""
     suffix = special_format(head)

@@ -8,7 +8,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
-from ssl_kd.datasets.decode import UnreadableImage, decode, extremes
+from ssl_kd.datasets.decode import UnreadableImage, decode, find_levels
 from ssl_kd.datasets.formats import DEEP, EXTENSIONS, suffix_of, way_to_read
-from ssl_kd.datasets.levels import Extremes, Levels
+from ssl_kd.datasets.levels import Levels
 from ssl_kd.datasets.usage import SHOWN, LeftOut, Usage, counted
 from ssl_kd.errors import InputError
 from ssl_kd.files import release_pages
@@ -161,33 +160,16 @@ class FolderDataset(ImageDataset):
     @cached_property
     def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """SHA-256 of the names, sizes and contents of the files, and of unusual `levels`."""
-        digest = self._digests[0]
-        if self.levels == Levels():
-            return digest
-        return hashlib.sha256(f"{digest} {self.levels}".encode()).hexdigest()
+        return with_levels(self._digests[0], self.levels)
 
     @cached_property
     def levels(self) -> Levels:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The values of black and white, for images of more than 8 bits."""
         if self._levels is not None:
             return self._levels
-        files = [self.root / path for path in self.paths if suffix_of(path) in DEEP]
-        needs_sixteen_bits = True
-
-        def extremes_of(file: Path) -> Extremes | None:
-            nonlocal needs_sixteen_bits
-            if not _is_file(file, self.root, self.follows_links):
-                return None
-            try:
-                of_file = extremes(file, needs_sixteen_bits=needs_sixteen_bits)
-            except UnreadableImage:  # reported when the image is decoded
-                return None
-            if of_file is not None and of_file.uses_all_bits:
-                needs_sixteen_bits = False
-            return of_file
-
-        with ThreadPoolExecutor() as pool:
-            return Levels.of(part for part in pool.map(extremes_of, files) if part is not None)
+        files = (self.root / path for path in self.paths if suffix_of(path) in DEEP)
+        regular = (file for file in files if _is_file(file, self.root, self.follows_links))
+        return find_levels(regular)
 
     @property
     def files(self) -> Sequence[tuple[FileState, bytes] | None]:
@@ -212,8 +194,8 @@ class FolderDataset(ImageDataset):
             places = sorted({os.path.dirname(os.path.realpath(link)) for link in links})
             more = f" and {len(places) - 1:,} more" if len(places) > 1 else ""
             used += f", {len(links):,} of them links to files in {places[0]}{more}"
-        if self.levels != Levels():
-            used += f"; values of more than 8 bits: {self.levels}"
+        if shown := str(self.levels):
+            used += f"; {shown}"
         return Usage(used, self.left_out)
 
     def image_file(self, i: int) -> Path:
@@ -327,6 +309,13 @@ def _is_file(path: Path, root: Path, follow_links: bool) -> bool:
         return (follow_links or is_inside(path, root)) and path.is_file()
     except OSError:  # a folder that may be listed but not entered
         return False
+
+
+def with_levels(digest: str, levels: Levels) -> str:
+    """Return the digest of images whose values of more than 8 bits are seen with some levels."""
+    if levels == Levels():
+        return digest
+    return hashlib.sha256(f"{digest} {levels}".encode()).hexdigest()
 
 
 def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:

@@ -76,7 +76,7 @@ class Levels:
         for name, pair in asdict(self).items():
             if pair is not None:
                 parts.append(f"{name} from {pair[0]:g} (black) to {pair[1]:g} (white)")
-        return " and ".join(parts)
+        return f"values of more than 8 bits: {' and '.join(parts)}" if parts else ""
 
 
 def _integer_levels(images: list[Extremes]) -> tuple[float, float]:

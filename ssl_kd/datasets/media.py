@@ -7,7 +7,7 @@ import hashlib
 import io
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,18 @@ from numpy.typing import NDArray
 from PIL import Image
 from pyarrow import types
 
-from ssl_kd.datasets.decode import UnreadableImage, decode
-from ssl_kd.datasets.formats import EXTENSIONS, SIGNATURE_BYTES, formats_for
-from ssl_kd.datasets.images import ImageDataset
+from ssl_kd.datasets.decode import UnreadableImage, decode, find_levels
+from ssl_kd.datasets.formats import (
+    DEEP,
+    EXTENSIONS,
+    SIGNATURE_BYTES,
+    formats_for,
+    may_be_deep,
+    suffix_of,
+)
+from ssl_kd.datasets.images import ImageDataset, with_levels
 from ssl_kd.datasets.labels import Labels, find_labels
+from ssl_kd.datasets.levels import Levels
 from ssl_kd.datasets.spill import LazyStrings
 from ssl_kd.datasets.tables import (
     FEATURES,
@@ -186,10 +194,28 @@ class Rows:
         """Decode the picture of a row to mode `L` or `RGB`; raise UnreadableImage."""
         name = self.ids[row]
         if (content := self._value(row)["bytes"]) is not None:
-            return decode(io.BytesIO(content), name)
+            return decode(io.BytesIO(content), name, self.levels)
         if (path := self._file(row)) is None:
             raise UnreadableImage(name, f"{printable(self.text(row))!r} is not an image file")
-        return decode(path, name)
+        return decode(path, name, self.levels)
+
+    @cached_property
+    def levels(self) -> Levels:
+        """The values of black and white, for pictures of more than 8 bits.
+
+        They suit all rows; those of another table may be assigned.
+        """
+        return find_levels(self._deep_pictures())
+
+    def _deep_pictures(self) -> Iterator[Path | io.BytesIO]:
+        """Yield the pictures whose values may have more than 8 bits."""
+        for row in range(len(self)):
+            content = self._value(row)["bytes"]
+            if content is not None:
+                if may_be_deep(content[:SIGNATURE_BYTES]):
+                    yield io.BytesIO(content)
+            elif suffix_of(self.text(row)) in DEEP and (path := self._file(row)) is not None:
+                yield path
 
     def image_file(self, row: int) -> Path | None:
         """Return the file of a picture, or None; raise UnreadableImage if it is damaged."""
@@ -246,13 +272,25 @@ class PictureTable(ImageDataset):
         left_out: Sequence[LeftOut] = (),
     ) -> None:
         self.rows = rows
-        super().__init__(rows.name, split, rows.ids, labels, class_names, rows.digest())
+        super().__init__(rows.name, split, rows.ids, labels, class_names, "")
+        del self.fingerprint  # it is computed when it is first read
         self.left_out = [*rows.left_out, *left_out]
+
+    @cached_property
+    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """SHA-256 of the pictures, and of unusual `levels`."""
+        return with_levels(self.rows.digest(), self.levels)
+
+    @property
+    def levels(self) -> Levels:
+        """The values of black and white, for pictures of more than 8 bits."""
+        return self.rows.levels
 
     @property
     def usage(self) -> Usage:
         """What of the table is used, and what is left out."""
         parts = [counted(len(self), "picture"), self.rows.used, n_classes(self.class_names)]
+        parts.append(str(self.levels))
         return Usage("; ".join(filter(None, parts)), self.left_out)
 
     def image_file(self, i: int) -> Path | None:

@@ -281,6 +281,8 @@ class Samples:
         name, kind, options = self._origin(split)
         media = None if self._joined is not None else self._column
         rows = open_rows(name, kind, whole=options["whole"], media=media, **self._columns)
+        if rows is not None and rows.pictures is not None:
+            rows.levels = options["levels"]
         if rows is not None or not has_pictures(self.metrics):
             return rows
         opened = open_dataset(name, kind, **options)

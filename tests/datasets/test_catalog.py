@@ -66,7 +66,8 @@ def test_a_class_with_the_name_of_a_split_is_a_class(tmp_path, names):
     for name in names:
         picture(tmp_path / name / "a.png")
     ids, classes, left_out = opened(tmp_path, labels="folders")
-    assert classes == tuple(sorted(names)) and ids == [f"{name}/a.png" for name in classes]
+    assert classes == tuple(sorted(names))
+    assert ids == [f"{name}/a.png" for name in sorted(names)]
     assert left_out == []
     with pytest.raises(NoSuchSplit):
         opened(tmp_path, "test")

@@ -5,11 +5,14 @@ import struct
 import zlib
 
 import numpy as np
+import pyarrow as arrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
-from ssl_kd.datasets import FolderDataset, decode, open_dataset
+from ssl_kd.datasets import FeatureDataset, FolderDataset, decode, open_dataset
 from ssl_kd.datasets.levels import Extremes, Levels
+from ssl_kd.datasets.media import PictureTable
 
 RAMP = np.tile(np.linspace(0, 1, 64), (48, 1))
 
@@ -123,8 +126,9 @@ def test_levels_count_as_content_where_they_are_not_those_of_the_files(tmp_path)
 def test_a_test_split_can_have_the_levels_of_the_training_split(tmp_path):
     save(tmp_path / "train" / "a.png", of_bits(12))
     save(tmp_path / "test" / "a.png", of_bits(12, 0.1))
-    levels = open_dataset(str(tmp_path), "train").levels
-    test = open_dataset(str(tmp_path), "test", levels=levels)
+    train = open_dataset(str(tmp_path), "train")
+    assert isinstance(train, FolderDataset)
+    test = open_dataset(str(tmp_path), "test", levels=train.levels)
     np.testing.assert_allclose(seen(test, 0), RAMP * 25.5, atol=0.6)
 
 
@@ -137,3 +141,31 @@ def test_levels_survive_a_file_and_a_mixed_set():
     assert Levels.from_dict(None) == Levels.of([]) == Levels()
     assert Levels.of([Extremes(0, 70000, False)]) == Levels((0, 70000))
     assert Levels.of([Extremes(0, 0, True)]) == Levels()
+
+
+@pytest.mark.parametrize("by", ["content", "path"])
+@pytest.mark.parametrize("with_features", [False, True])
+def test_pictures_of_a_table_are_seen_as_those_of_a_folder(tmp_path, by, with_features):
+    for name, share in (("a", 0.2), ("b", 0.9)):
+        save(tmp_path / "images" / f"{name}.png", of_bits(12, share))
+    folder = FolderDataset(tmp_path / "images", "mine", "train")
+    files = [folder.image_file(i) for i in range(2)]
+    pictures = [
+        {"bytes": file.read_bytes() if by == "content" else None, "path": f"images/{file.name}"}
+        for file in files
+    ]
+    columns = {"image": pictures} | (
+        {"features": [[0.0, 1.0], [1.0, 0.0]]} if with_features else {}
+    )
+    parquet.write_table(arrow.table(columns), tmp_path / "t.parquet")
+    table = open_dataset(str(tmp_path / "t.parquet"), "train")
+    assert isinstance(table, FeatureDataset if with_features else PictureTable)
+    rows = table.rows
+    assert rows is not None and rows.levels == folder.levels == Levels(integers=(0, 4095))
+    for i in range(2):
+        np.testing.assert_array_equal(np.asarray(rows.image(i)), np.asarray(folder.image(i)))
+    if isinstance(table, PictureTable):
+        assert "integers from 0 (black) to 4095 (white)" in table.usage.used
+        other = open_dataset(str(tmp_path / "t.parquet"), "train", levels=Levels())
+        assert isinstance(other, PictureTable) and other.fingerprint != table.fingerprint
+        assert np.asarray(other.image(1)).max() < 20
