@@ -81,10 +81,10 @@ def find_labels(
     for name in _candidates(names):
         values, is_certain = read(name), name.lower() in LABELS
         if name.lower() == "y" and not is_pair and _has_x(names, read, values):
-            reason = "with the column x it holds coordinates"
+            reason = f"with the column x it holds coordinates; {_insist(name)}"
         else:
             try:
-                reason = _why_not(values, is_certain or is_pair, class_names)
+                reason = _why_not(name, values, is_certain or is_pair, class_names)
             except InputError as error:
                 if is_certain:
                     raise InputError(
@@ -95,14 +95,15 @@ def find_labels(
                 continue
         if not reason:
             return Labels(name, values, tuple(left_out))
-        hint = f"{reason}. If it holds classes, add --label_column {name}"
-        left_out.append(LeftOut(f"column {name} as labels", hint))
+        left_out.append(LeftOut(f"column {name} as labels", reason))
     return Labels(left_out=tuple(left_out))
 
 
 def _candidates(names: Sequence[str]) -> list[str]:
     """Return the columns whose names are those of labels, the most certain first."""
-    return [name for known in (*LABELS, *MAYBE_LABELS) for name in names if name.lower() == known]
+    known = (*LABELS, *MAYBE_LABELS)
+    exact = [name for name in known if name in names]
+    return exact + [other for name in known for other in names if other.lower() == name != other]
 
 
 def _count(values: Any) -> tuple[int, int]:
@@ -111,8 +112,12 @@ def _count(values: Any) -> tuple[int, int]:
     return int((classes >= 0).sum()), len(names)
 
 
-def _why_not(values: Any, is_certain: bool, class_names: tuple[str, ...] | None) -> str:
-    """Return why values are not used as classes; an empty string if they are."""
+def _insist(name: str) -> str:
+    return f"if it holds classes, add --label_column {name}"
+
+
+def _why_not(name: str, values: Any, is_certain: bool, class_names: tuple[str, ...] | None) -> str:
+    """Return why the values of a column are not used as classes; an empty string if they are."""
     n_known, n_values = _count(values)
     if not n_known:
         return "it has no values"
@@ -122,7 +127,7 @@ def _why_not(values: Any, is_certain: bool, class_names: tuple[str, ...] | None)
     if 1 < n_known == n_values and n_values * ROWS_PER_CLASS > len(values):
         return f"its {n_values:,} values are all different"
     if n_values > FEW and n_values * rows_per_class > len(values):
-        return f"it has {n_values:,} different values in {len(values):,} rows"
+        return f"it has {n_values:,} different values in {len(values):,} rows; {_insist(name)}"
     return ""
 
 

@@ -222,13 +222,14 @@ def _open_parquet(path: Path, files: Sequence[Path]) -> Table:
 
     def load(name: str) -> arrow.ChunkedArray:
         chunks: list[arrow.Array] = []
+        kind = schema.field(name).type
         for file in files:
             with parquet.ParquetFile(file) as opened:  # read_table adds columns of folder names
                 column = opened.read([name]).column(name)
-            chunks += column.cast(schema.field(name).type).chunks
-        return arrow.chunked_array(chunks, schema.field(name).type)
+            chunks += (column if column.type == kind else column.cast(kind)).chunks
+        return arrow.chunked_array(chunks) if chunks else arrow.chunked_array([], kind)
 
-    head = schema.empty_table().select(scalars)
+    head = arrow.schema([schema.field(name) for name in scalars]).empty_table()
     for file in files:
         with parquet.ParquetFile(file) as opened:
             batch = next(opened.iter_batches(PREVIEW_ROWS, columns=scalars), None)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ssl_kd.datasets.usage import counted
 from ssl_kd.evaluate import collapsed, effective_clusters
 from ssl_kd.report import figures
 from ssl_kd.report.curves import curve_text, head_curves
@@ -100,8 +101,9 @@ def _header(
     if "extended" not in metrics and (found := number_text(metrics)):
         lead.append(f"{found}.")
     if unreadable := data.get("unreadable"):
-        plural = "s" if unreadable > 1 else ""
-        lead.append(f"Left out as unreadable: {unreadable:,} {noun}{plural}.")
+        has_features = metrics.get("teacher", {}).get("name") == "features"
+        why = "without features" if has_features else "as unreadable"
+        lead.append(f"Left out {why}: {counted(unreadable, noun)}.")
     if finite(seconds):
         lead.append(f"The whole run took {duration(seconds)}.")
 

@@ -61,6 +61,10 @@ class MultiHeadClusterer(
     Computation is in float32, independent of autocast, gradient mode, default dtype and default
     device. Outputs are NumPy arrays. Global random states are not changed.
 
+    As usual in scikit-learn, NaN and infinity raise ValueError. Rows of zeros are samples, about
+    which `fit` logs a warning. Remove rows that stand for missing embeddings first
+    (`ssl_kd.datasets.missing.missing_rows` finds them), as `train.py` does with feature files.
+
     Args:
         n_clusters: number of clusters K, from 1 to the number of samples. None or `auto` estimates
             K, which needs at least 64 samples. (None in `config.py` is the same for data without

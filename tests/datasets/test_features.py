@@ -295,6 +295,18 @@ def test_missing_lists_are_rows_without_features(tmp_path, kind):
     assert data.missing == {1: "features are NaN or missing", 2: "features contain NaN"}
 
 
+def test_lists_of_every_kind_are_features(tmp_path):
+    flat = pyarrow.array(X.ravel())
+    rows = [row.tolist() for row in X]
+    for column in (
+        pyarrow.FixedShapeTensorArray.from_numpy_ndarray(X),
+        pyarrow.FixedSizeListArray.from_arrays(flat, 3),
+        pyarrow.array(rows, pyarrow.large_list(pyarrow.float32())),
+    ):
+        data = open_features(write_table(tmp_path / "f.parquet", vector=column, tags=[["a"]] * 5))
+        np.testing.assert_array_equal(data.features, X)
+
+
 def test_lists_of_different_lengths_are_refused(tmp_path):
     for lists, message in (
         ([[1.0, 2.0], [1.0]], r"f.parquet.*column x have the lengths \[1, 2\]"),

@@ -109,6 +109,13 @@ def test_a_column_of_labels_is_found_by_its_name_or_named(tmp_path):
         open_dataset("digits", "train", label_column="y")
 
 
+def test_the_exact_name_comes_first(tmp_path):
+    data = open_features(table(tmp_path, Label=CLASSES, Y=CLASSES, target=["a", "b"] * 20))
+    assert data.class_names == ("a", "b")
+    data = open_features(table(tmp_path, Label=CLASSES, label=["u", "v"] * 20))
+    assert data.class_names == ("u", "v")
+
+
 def test_a_column_label_with_unfit_values_is_named(tmp_path):
     path = table(tmp_path, label=[None, 0.5, *CLASSES[2:]])
     with pytest.raises(InputError, match=r"column label: .*such as 0\.5 in row 1.*--label_column"):
