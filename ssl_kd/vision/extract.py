@@ -92,9 +92,12 @@ class Extraction:
     def __post_init__(self) -> None:
         dataset, teacher = self.dataset, self.teacher
         if isinstance(teacher, Features) != isinstance(dataset, FeatureDataset):
+            hint = ""
+            if dataset.pictured and (rows := getattr(dataset, "rows", None)) is not None:
+                hint = f"; --column {rows.media['column']} embeds the pictures of this table"
             raise InputError(
                 f"TEACHER {teacher.name!r} and DATASET {dataset.name!r} do not go together: "
-                "feature files need --teacher features, images any other teacher"
+                f"feature files need --teacher features, images any other teacher{hint}"
             )
         if isinstance(dataset, FeatureDataset) and dataset.features.shape[1] != teacher.dim:
             raise InputError(

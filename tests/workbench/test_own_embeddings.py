@@ -16,8 +16,12 @@ from pyarrow import csv, parquet
 from sklearn.datasets import load_digits, load_sample_image
 
 from ssl_kd import Run, cli
+from ssl_kd.datasets import open_features
 from ssl_kd.datasets.tables import open_table
 from ssl_kd.errors import InputError
+from ssl_kd.precision import Precision
+from ssl_kd.teachers import load_teacher
+from ssl_kd.vision.extract import Extraction
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.workbench.clustered import settings_of
@@ -209,6 +213,14 @@ def test_pictures_of_a_table_are_embedded_and_shown(tmp_path):
     assert run.samples.image(4).size == (8, 8)
     assert run.samples.metrics["dataset"]["unreadable"] == 1
     assert run.samples.media == {"kind": "image", "column": "image"}
+
+
+def test_a_teacher_for_a_table_with_features_names_its_pictures(tmp_path):
+    parquet.write_table(frame(tmp_path), tmp_path / "own.parquet")
+    data, cpu = open_features(tmp_path / "own.parquet"), Precision.for_device("cpu")
+    teacher = load_teacher("pixels", image_size=8)
+    with pytest.raises(InputError, match="do not go together: .*; --column photo embeds the pict"):
+        Extraction(data, teacher, tmp_path, split="train", precision=cpu)
 
 
 def test_texts_links_and_sounds_are_served_as_such(run):
