@@ -32,8 +32,9 @@ SLOPE, FLOOR = 16.4, 0.091  # of the probability, as a function of the differenc
 SURE = 2 / 3  # least probability at which one clustering is called better
 RESAMPLES, INTERVAL = 100, (0.05, 0.95)
 FEWEST_PAIRS, LEAST_DISAGREEMENT = 20, 0.01
-# Beyond these limits the judgement abstains: where fewer samples have a common neighbor, or the
-# interval is wider, it was wrong more often than it stated (docs/results.md).
+# Beyond these limits the judgement abstains. It was wrong in a third of the cases with a wider
+# interval, and in half of the cases on photographs through different teachers, few of which have a
+# common neighbor (docs/results.md).
 LEAST_COVERED, WIDEST_INTERVAL = 1 / 3, 0.1
 
 
