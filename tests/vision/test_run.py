@@ -675,7 +675,7 @@ def test_a_column_by_name_reaches_both_sets_the_cache_and_an_extension(tmp_path,
     for name, column in (("old", "clp"), ("old", "label")):
         with pytest.raises(InputError, match="COLUMN|column"):
             run(VisionSettings(**{**given, "dataset": sets[name]}, column=column))
-    with pytest.raises(InputError, match="COLUMN is 'clip', but digits contains images"):
+    with pytest.raises(InputError, match="COLUMN is 'clip', but digits has no columns"):
         run(VisionSettings(**{**given, "dataset": "digits"}, column="clip"))
 
 
