@@ -1,7 +1,7 @@
 """Compare tools that look for a NaN: what they name, what they stop, what they cost.
 
     python -m benchmarks.nan_tools              # writes docs/results.md
-    python -m benchmarks.nan_tools --cost 60    # only what they cost, and the guard's recorder
+    python -m benchmarks.nan_tools --cost 60    # only what they cost, in ms and as a share
 
 - 200 faults from `benchmarks.diagnosis`, each operation in a module of its own. The true module is
   the first whose output is not finite; if the forward pass is finite, the last with the operation.
@@ -29,6 +29,7 @@ import contextlib
 import copy
 import random
 import re
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -293,13 +294,19 @@ def cost(tool: str, model: nn.Module, x: Tensor, pairs: int) -> list[float]:
 
 
 def print_costs(pairs: int) -> None:
-    """Print the share of a step's time that each tool takes."""
+    """Print the milliseconds that each tool adds to a step, and their share of the step."""
     print(f"{pairs} pairs, one thread, CPU time\n")
     small = models()
-    header("tool", *(f"share of a step of the {name} (middle half)" for name in small))
+    header("tool", *(f"of a step of the {name} (middle half)" for name in small))
     for tool in (*TOOLS, RECORDER):
-        shares = ([100 * (x - 1) for x in cost(tool, *given, pairs)] for given in small.values())
-        row(tool, *(middle_half(values, ".1f", " %") for values in shares))
+        cells = []
+        for given in small.values():
+            plain, under, ratios = in_pairs(timer("none", *given), timer(tool, *given), pairs)
+            added = [1000 * (y - x) for x, y in zip(plain, under, strict=True)]
+            step = f"of {1000 * statistics.median(plain):.1f} ms"
+            share = middle_half([100 * (x - 1) for x in ratios], ".1f", " %")
+            cells.append(f"{statistics.median(added):.2f} ms {step}: {share}")
+        row(tool, *cells)
 
 
 def main() -> None:

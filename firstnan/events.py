@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,6 +32,11 @@ class Event:
     action: str
     value: float | None = None
 
+    def __str__(self) -> str:
+        """Return the event as one line for people."""
+        value = "" if self.value is None else f" ({self.value:.3g})"
+        return f"step {self.step}, {self.part}: {self.reason}{value}; {self.action}"
+
     def line(self) -> str:
         """Return the event as one line of strict JSON."""
         is_finite = self.value is not None and math.isfinite(self.value)
@@ -56,11 +62,19 @@ class EventLog:
     def __len__(self) -> int:
         return len(self.events)
 
-    def log_new(self) -> list[Event]:
-        """Log the events since the last call as warnings unless announced, and return them."""
+    def log_new(self, reports: Mapping[int, object]) -> list[Event]:
+        """Log the events since the last call as warnings unless announced, and return them.
+
+        `reports` holds what is known of the faults of a step; it is logged before its events.
+        """
         new, self._n_told = self.events[self._n_told :], len(self.events)
+        reported = set[int]()
         for event in new if not self.announce else ():
-            logger.warning("%s", event.line())
+            if event.step in reports and event.step not in reported:
+                reported.add(event.step)
+                logger.warning("step %d:\n%s", event.step, reports[event.step])
+            if event.stage != "origin" or event.step not in reports:
+                logger.warning("%s", event)
         return new
 
     def extend(self, events: list[Event]) -> None:

@@ -100,7 +100,7 @@ class GuardCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the new events."""
-        for event in self.guard.events.log_new():
+        for event in self.guard.log_events():
             state.log_history.append({"step": state.global_step, "guard": json.loads(event.line())})
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

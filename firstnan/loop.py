@@ -22,6 +22,7 @@ from firstnan.events import Event, EventLog
 from firstnan.faults import Kinds, Observation, Stage, Thresholds
 from firstnan.finite import compute_dtype
 from firstnan.health import Health, is_healthy, rescale_
+from firstnan.hooks import weakly
 from firstnan.norms import look, norm_of, read
 from firstnan.optimizers import Optimizers, withhold
 from firstnan.parts import SHARED, SNAPSHOT_EVERY, ModuleParts, Parameters, TooFewHealthyParts
@@ -79,6 +80,7 @@ class Guard:
             the CPU; NaN for a part that was cut out.
 
     Raises:
+        TypeError: the model is no module, or the optimizer no optimizer.
         ValueError: parts and optimizer do not fit, an argument is out of range, a parameter is
             float16, the optimizer needs a closure (LBFGS), or the ranks' guards differ.
         RankLost: another rank does not make its guard.
@@ -107,10 +109,17 @@ class Guard:
             raise ValueError(
                 f"snapshot_every is {snapshot_every}; expected a number of steps, or 0 for none"
             )
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model is a {type(model).__name__}; expected the module that the loop trains, as "
+                "in Guard(model, optimizer); of parameters without a module, make one: "
+                "nn.ParameterList(parameters)"
+            )
         self.model, self.optimizer = model, cast(Any, optimizer)  # one, or several
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
         self.steps, self.snapshot_every, self.first_step = 0, snapshot_every, first_step
         self._optimizers = Optimizers(optimizer)
+        self._optimizers.watch_steps(weakly(self._refuse_unjudged))
         self._parts = ModuleParts(model, self._optimizers, parts, fresh_optimizer=fresh_optimizer)
         names, n = self._parts.names, len(self._parts)
         owners, most = [name for name in names if name != SHARED], self.thresholds.min_parts
@@ -235,6 +244,15 @@ class Guard:
             raise ValueError("an attached guard cannot scale losses: use torch.amp.GradScaler")
         self._optimizers.attach(self)
         return self
+
+    def _refuse_unjudged(self, *_: object) -> None:
+        """Raise ValueError if an optimizer steps after `backward` without the guard's `step`."""
+        if self._ran and not self.is_judged and not self._optimizers.is_attached:
+            raise ValueError(
+                "an optimizer takes a step after guard.backward, which no guard has judged, so it "
+                "could write NaN into the weights: call guard.step() in place of optimizer.step(), "
+                "or guard.attach() once before the loop, which stays as it is"
+            )
 
     def detach(self) -> None:
         """Undo `attach`, and finish the last step of optimizers that step in turn, as in a GAN."""
@@ -437,6 +455,10 @@ class Guard:
         detail = f": {buffers.names(indices)}{where}"
         self.events.extend([Stage.BUFFER.event(self.step_number, part, detail=detail)])
         self.recovery.counts[i : i + 1, Stage.BUFFER] += 1  # no row where they are of no part
+
+    def log_events(self) -> list[Event]:
+        """Log the events since the last call with what was located, and return them."""
+        return self.events.log_new(self.locator.reports)
 
     def diagnosis(self, events: Collection[Event] = ()) -> str:
         """Return one line for each part that was ever unhealthy: the faults and what to change."""

@@ -118,6 +118,17 @@ class Optimizers:
         self._seen = WeakTensorKeyDictionary()  # gradient -> its version then
 
     @property
+    def is_attached(self) -> bool:
+        """Whether a guard judges every step of the optimizers."""
+        return self._guard is not None
+
+    def watch_steps(self, hook: Callable[..., object]) -> None:
+        """Call a hook before each step of each optimizer."""
+        for optimizer in self.all:
+            handle = optimizer.register_step_pre_hook(cast(Any, hook))
+            weakref.finalize(self, handle.remove)
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers."""
         return [group for optimizer in self.all for group in optimizer.param_groups]
@@ -210,7 +221,7 @@ def finish_step(guard: Guard) -> None:
         try:
             guard.after_step()
         finally:
-            guard.events.log_new()
+            guard.log_events()
 
 
 def _gradients(groups: list[dict[str, Any]]) -> list[Tensor]:

@@ -32,6 +32,10 @@ _DEVICES = ("cpu", "cuda")
 _CALLS = 8  # most forward passes of one step that are kept, the last ones
 OUTSIDE = " (computed before this model)"
 FINITE_AGAIN = "run again, the step was finite; record=True names the module"
+_NOT_FOUND = (
+    "run again, the models of this step did not repeat the fault: it was made outside of them, "
+    "such as in the loss, by numbers that differ from run to run, or on another rank"
+)
 _FINDINGS = 8  # most steps that a `Locator` runs again, so that a run that stays sick goes on
 
 
@@ -306,6 +310,7 @@ class Locator:
             bare = getattr(m.forward, "__func__", None) is nn.Module.forward
             self._watches += [Watch(x) for x in (m.children() if bare else [m])]
         self.findings: dict[int, Finding] = {}  # by step, of this rank
+        self.reports: dict[int, object] = {}  # findings, or a sentence why there is none
         self._n_located = 0
         self.events: list[Event] = []  # of this step: an operation that some rank located
 
@@ -322,9 +327,10 @@ class Locator:
             return
         self._n_located += 1
         line = ""
+        self.reports[step] = _NOT_FOUND
         finding, _ = first_finding(self._watches, step) or (None, None)
         if finding is not None and finding.note != FINITE_AGAIN:  # else another rank's, or huge
-            self.findings[step] = finding
+            self.findings[step] = self.reports[step] = finding
             line = f"{finding.headline}: {finding.why}"
         lines = ranks.gather(f"step {step}: what was located", line)
         self.events = [Event(step, "model", "origin", x, "located") for x in lines if x]

@@ -107,7 +107,7 @@ def test_a_line_guards_all_optimizers_of_a_loop(way, caplog):
     assert (event.step, event.stage, event.action) == (3, "gradient", "skipped")
     assert "aten.log1p" in origin.reason and "in Net (" in origin.reason
     told = [x.getMessage() for x in caplog.records if x.name == "firstnan.events"]
-    assert told == [origin.line(), event.line()]
+    assert told == [f"step 3:\n{guard.locator.findings[3]}", str(event)]
 
 
 def test_without_a_guard_the_muon_would_fail_or_move():
@@ -255,3 +255,19 @@ def test_a_step_inside_the_backward_pass_is_refused():
     model.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with pytest.raises(ValueError, match="call `step` outside"):
         model(torch.ones(3, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_log_shows_the_finding_as_the_command_does(caplog, inside):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    Guard(model, optimizer, locate=True).attach()
+    loss = model(torch.full((1, 2), torch.nan) if inside else torch.ones(1, 2)).sum()
+    (loss if inside else loss * torch.nan).backward()
+    optimizer.step()
+    report, event = (x.getMessage() for x in caplog.records if x.name == "firstnan.events")
+    assert report.startswith("step 0:\n") and event.startswith("step 0, model: the gradient's norm")
+    if inside:
+        assert "first bad  aten.addmm" in report and "\nremedy     rebuild" in report
+    else:
+        assert "first bad  outside of the model" in report

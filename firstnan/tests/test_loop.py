@@ -852,3 +852,30 @@ def test_complex_weights_are_guarded_clipped_and_restored(dtype, kind):
     assert guard.step() == set()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert "aten.addmm" in guard.events.events[0].reason
+
+
+def test_a_step_of_the_optimizer_that_no_guard_has_judged_is_refused():
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters())
+    guard = Guard(model, optimizer)
+    guard.backward(model(torch.full((1, 2), NAN)).sum())
+    with pytest.raises(ValueError, match=r"call guard.step\(\) in place of optimizer.step\(\)"):
+        optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert guard.step() == set()
+    guard.attach()
+    guard.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    guard.detach()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()  # of a loop that does without the guard
+
+
+def test_parameters_in_place_of_a_model_are_refused_with_the_way_out():
+    model = nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=r"model is a generator; .* nn.ParameterList"):
+        Guard(model.parameters(), SGD(model.parameters()))
+    weights = nn.ParameterList(model.parameters())
+    guard = Guard(weights, SGD(weights.parameters()))
+    guard.backward(model(torch.ones(1, 2)).sum())
+    assert guard.step() == {"model"}
