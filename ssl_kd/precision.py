@@ -155,8 +155,9 @@ class Precision:
             teacher = halves[0] if halves else torch.float16
         reason = f"{info}: {why}" if info.type == "cuda" or use_fp16 else f"{info}: fp32 throughout"
         wanted = torch.float16 if use_fp16 is True else use_fp16
-        replaced = bool(wanted) and wanted != student
-        if replaced:
+        replaced = False
+        if wanted is not False and wanted != student:
+            replaced = True
             request = f"{_short(wanted)} was requested and has no effect here"
             reason = f"{request}, {_short(student)} is used; {reason}"
         if info.type == "cuda" and not described:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from firstnan.faults import Thresholds
 from firstnan.parts import TooFewHealthyParts
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, SeveralFaults
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.frozen import FrozenTeacher
@@ -390,6 +390,11 @@ def test_a_folder_is_a_teacher_and_its_tokenizer_is_compared(tmp_path):
     assert trainer.state.log_history[0]["kd"] > 0
     with pytest.raises(InputError, match="differs from processing_class"):
         DistillationTrainer(student, folder, processing_class=TINY.other_tokenizer, **given)
+    with pytest.raises(SeveralFaults) as refused:  # before any of them is loaded
+        names = [str(tmp_path / "nowhere"), folder]
+        DistillationTrainer(student, names, processing_class=TINY.other_tokenizer, **given)
+    assert "\n- teacher: the folder " in str(refused.value)
+    assert "\n- the tokenizer of the teacher" in str(refused.value)
 
 
 # --- ranks ----------------------------------------------------------------------------------------

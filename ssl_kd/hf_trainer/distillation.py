@@ -14,14 +14,20 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from firstnan.hf import GuardCallback
-from ssl_kd.errors import InputError
+from ssl_kd.errors import Faults, InputError
 from ssl_kd.hf_trainer.records import tokenized
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import distillation_terms, next_token_targets
 from ssl_kd.precision import Precision, promote_to_fp32
 from ssl_kd.settings.arguments import named_as_arguments
-from ssl_kd.teachers.causal import load_causal_lm, tokenizer_id, without_adapters
+from ssl_kd.teachers.causal import (
+    CausalLM,
+    load_causal_lm,
+    outline_causal_lm,
+    tokenizer_id,
+    without_adapters,
+)
 from ssl_kd.teachers.frozen import FrozenTeacher, linear_head
 
 NO_LOSS = -100  # the label of a token without loss, as in all of transformers
@@ -112,6 +118,8 @@ class DistillationTrainer(Trainer):
                 " compute_loss_func out"
             )
         self._tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+        teachers: Sequence[Any] = teacher if isinstance(teacher, list | tuple) else [teacher]
+        self._check_before_loading(teachers)
         for name in ("train_dataset", "eval_dataset") if data_collator is None else ():
             how = self._tokenizer, model, max_length, packing, learn_thoughts
             options[name] = tokenized(name, options.get(name), *how)
@@ -135,22 +143,32 @@ class DistillationTrainer(Trainer):
                 raise InputError(f"DistillationTrainer does not support {name}: {fix}")
         self._weights = {"ce": settings.alpha_ce, "kd": settings.alpha_kd}
         self._temperature, self._divergence = temperature, settings.kind_of_divergence
-        teachers: Sequence[Any] = teacher if isinstance(teacher, list | tuple) else [teacher]
         self.teachers = [self._answer(one) for one in teachers if one is not None]
         self._student: Any = None
         self._sums: dict[str, Tensor] = {}
 
+    def _check_before_loading(self, teachers: Sequence[Any]) -> None:
+        """Check names and tokenizers before text is tokenized or a teacher is loaded."""
+        faults = Faults()
+        for teacher in teachers:
+            if isinstance(teacher, str | os.PathLike):
+                with faults.of("teacher"):
+                    self._check_tokenizer(outline_causal_lm(teacher))
+        faults.raise_all("nothing was tokenized or loaded")
+
+    def _check_tokenizer(self, lm: CausalLM) -> None:
+        tokenizer = self._tokenizer
+        if tokenizer is not None and tokenizer_id(lm.tokenizer) != tokenizer_id(tokenizer):
+            raise InputError(
+                f"the tokenizer of the teacher {lm.name} ({len(lm.tokenizer)} tokens) differs"
+                f" from processing_class ({len(tokenizer)} tokens): use a teacher with the"
+                " student's tokenizer, or `ssl_kd distill --align chunks`"
+            )
+
     def _answer(self, teacher: Any) -> Any:
         if isinstance(teacher, str | os.PathLike):
-            lm = load_causal_lm(teacher, dtype=Precision.for_device(self.args.device).teacher)
-            tokenizer = self._tokenizer
-            if tokenizer is not None and tokenizer_id(lm.tokenizer) != tokenizer_id(tokenizer):
-                raise InputError(
-                    f"the tokenizer of the teacher {lm.name} ({len(lm.tokenizer)} tokens) differs"
-                    f" from processing_class ({len(tokenizer)} tokens): use a teacher with the"
-                    " student's tokenizer, or `ssl_kd distill --align chunks`"
-                )
-            teacher = lm.model
+            dtype = Precision.for_device(self.args.device).teacher
+            teacher = load_causal_lm(teacher, dtype=dtype).model
         if isinstance(teacher, nn.Module) and hasattr(teacher, "get_output_embeddings"):
             return FrozenTeacher(teacher, device=self.args.device).answer
         if not callable(teacher):

@@ -163,10 +163,18 @@ def _outlined_teachers(
                         quantized=settings.quantization is not None,
                     )
                 )
-            except (CausalLMUnavailable, FileNotFoundError):  # its cache may take its place
-                if work == "cache" or settings.teacher_cache is None or settings.is_routed:
+            except (CausalLMUnavailable, FileNotFoundError):
+                if work == "cache" or settings.is_routed or not _may_be_cached(settings):
                     raise
     return outlines
+
+
+def _may_be_cached(settings: LanguageSettings) -> bool:
+    """Return whether a cache may take the place of a teacher that is absent."""
+    if settings.teacher_cache is None:
+        return False
+    folder = CACHES if settings.teacher_cache == "auto" else Path(settings.teacher_cache)
+    return folder.is_dir()
 
 
 def _outlined_student(

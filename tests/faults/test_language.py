@@ -22,6 +22,7 @@ from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.datasets.blocks import make_blocks  # noqa: E402
 from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import open_text  # noqa: E402
+from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.files import sha256_file  # noqa: E402
 from ssl_kd.language.aligned import Aligned  # noqa: E402
@@ -718,7 +719,7 @@ def test_a_cache_that_cannot_replace_an_absent_teacher_is_refused(world, cached)
     for error, changes, message in (
         (SettingsError, {"student_model": "fresh:1x16"}, "built from the teacher .* llama:LAYERSx"),
         (FileNotFoundError, {"teacher_cache": None}, "does not exist"),
-        (FileNotFoundError, {"teacher_cache": str(world.own / "other")}, "does not exist"),
+        (InputError, {"teacher_cache": str(world.own / "other")}, "does not exist"),
         (FingerprintMismatch, {}, "teacher: cache has"),
         (FingerprintMismatch, {"student_model": str(world.stranger)}, "tokenizer: cache has"),
     ):

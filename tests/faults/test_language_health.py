@@ -184,11 +184,11 @@ def test_where_it_goes_on_the_steps_of_each_term_are_counted(world, capsys):
     actions = [event["action"] for event in events(path)]
     assert learned == {"ce": 8, "kd": 8 - actions.count("cut out")}
     assert 0 < actions.count("rows left out") < 8
-    assert metrics(path)["success_rate"] == 1
+    assert 0.5 < metrics(path)["success_rate"] < 1  # of the tokens, without those rows
 
     alone = run(world.settings(teacher_model=str(world.sick), alpha_ce=0.0, run_name="alone"))
     learned = metrics(alone)["learned_from"]
-    assert learned == {"kd": 8} and metrics(alone)["success_rate"] == 1
+    assert learned == {"kd": 8} and 0.5 < metrics(alone)["success_rate"] < 1
 
 
 # --- the end of a run -----------------------------------------------------------------------------
