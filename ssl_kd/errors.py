@@ -17,6 +17,7 @@ An uncaught exception is a bug in ssl_kd; it ends with 1, too.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,7 @@ class Faults:
         except (UserError, OSError) as error:
             if isinstance(error, OSError) and error.strerror:
                 error.strerror += f": check {setting}"
-            elif setting not in str(error):
+            elif not re.search(rf"(?<![\w/.'\"-]){setting}(?![\w/.'\"-])", str(error)):  # as a word
                 error.args = (f"{setting}: {error}",)
             self.errors.append(error)
 

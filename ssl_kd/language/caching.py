@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,8 @@ from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.training.process_group import ProcessGroup
 from ssl_kd.training.ranks import Ranks, joined, refuse_ranks
+
+logger = logging.getLogger(__name__)
 
 _KEYED = (  # settings that a cache depends on
     "teacher_model teacher_url teacher_served_as cache_method quantization router_mode"
@@ -59,6 +62,7 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
         raise SettingsError("TEACHER_MODEL is 'none': name the teacher to cache.")
     with joined(settings.device, timeout=TIMEOUT) as ranks:
         precision = precision_of(settings.replace(device=ranks.device))
+        precision.log(logger)
         texts = check_before_loading(settings.with_cache_router(), precision, work="cache")
         settings = _with_folder(settings, texts).with_cache_router()
         return _cache_teacher(settings, precision, progress, ranks, texts)
