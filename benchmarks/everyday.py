@@ -82,8 +82,8 @@ TUTORIAL = {
     "drop copies": ["shell ssl_kd curate runs/latest --images --exclude"],
     "open": ["open ssl_kd explore runs/latest --metadata photos.csv", "look 40", "picture map"],
     "drop blurred photos": [
-        *TABLE, "scroll #table 2000 0", "click [aria-label='Filter sharpness']", "type <1.4",
-        "scroll #table -2000 0", "click [aria-label='Filter camera']", "type old",
+        *TABLE, "scroll #table 400 0", "click [aria-label='Filter sharpness']", "type <1.4",
+        "click [aria-label='Filter camera']", "type old",
         "see #shown:has-text('2')", "picture table", "click #show-gallery", "look 23",
         "picture blurred", "key x", DECIDED, "click [data-of='3']", "look 2", "key x", DECIDED],
     "split": [
@@ -94,9 +94,10 @@ TUTORIAL = {
             f"click [data-of='{k}']", "look 20", "key r", f"type {name}", "key Enter",
             f"see #clusters b:has-text('{name}')")), "picture names"],
     "check the doubtful": [
-        "key Escape", *TABLE, "click #clear-filters", "click [aria-label='Filter confidence']",
-        "type <0.4", "see #shown:not(:has-text('310 of'))", "click #show-gallery",
-        "look 21", "picture doubtful", "key c", DECIDED],
+        "key Escape", *TABLE, "scroll #table -2000 0", "click #clear-filters",
+        "click [aria-label='Filter confidence']", "type <0.4",
+        "see #shown:not(:has-text('310 of'))", "click #show-gallery", "look 21",
+        "picture doubtful", "key c", DECIDED],
     "export": ["shell ssl_kd export runs/latest --to folders --link copy"],
 }  # fmt: skip
 
@@ -251,7 +252,7 @@ def measure(browser: Any) -> dict[str, tuple[int, float, float]]:
 def tutorial(browser: Any, pictures: Path) -> None:
     """Do the steps of docs/tutorial.md; print the steps and seconds of each."""
     pictures.mkdir(parents=True, exist_ok=True)
-    page = browser.new_page(viewport={"width": 1120, "height": 700})
+    page = browser.new_page(viewport={"width": 1440, "height": 860})
     page.set_default_timeout(LIMIT)
     header("step", "steps", "a person's seconds", "the machine's seconds")
     with ExitStack() as servers:
