@@ -25,7 +25,7 @@ _PASS = _ELEMENTWISE - {"sub", "rsub"} | {"sqrt", "rsqrt", "clone", "copy", "cat
 _PASS |= {"index", "gather", "index_select", "relu", "threshold", "repeat", "log2", "log", "ceil"}
 _PASS |= {"floor", "round", "sub", "rsub", "topk", "sort", "scatter", "index_put"}
 # What a zero is by the operation that made it, and by what was there before.
-_KINDS = dict.fromkeys(("linalg_vector_norm", "norm", "_foreach_norm"), "norm")
+_KINDS: dict[str, str] = dict.fromkeys(("linalg_vector_norm", "norm", "_foreach_norm"), "norm")
 _KINDS |= dict.fromkeys(("cdist", "_cdist_forward", "_euclidean_dist", "norm_except_dim"), "norm")
 _KINDS |= dict.fromkeys(("std", "var", "std_mean", "var_mean", "var_correction"), "spread")
 _KINDS |= dict.fromkeys(("amax", "amin", "max", "min", "aminmax"), "largest")
@@ -33,7 +33,7 @@ _KINDS |= {"sigmoid": "sigmoid", "_softmax": "exp", "_safe_softmax": "exp"}
 _KINDS |= dict.fromkeys(("ones", "zeros", "full", "ones_like", "zeros_like", "arange"), "constant")
 _KINDS |= {"full_like": "constant", "scalar_tensor": "constant", "lift_fresh": "constant"}
 _KINDS |= {"fill": "constant", "zero": "constant"}
-_LEAVES = {"integers": "count", "weight": "weight", "mask": "mask", "data": "data"}
+_LEAVES: dict[str, str] = {"integers": "count", "weight": "weight", "mask": "mask", "data": "data"}
 _LEAVES |= {"number": "number"}
 # Nodes whose slope is infinite at the ends of their domain.
 _STEEP = {"AcosBackward": "acos", "AsinBackward": "asin", "AtanhBackward": "atanh"}

@@ -155,7 +155,8 @@ def is_transformed() -> bool:
 
 def is_first_run(recorder: Recorder | None = None) -> bool:
     """Return False for a pass that is recomputed, repeated by a `Watch`, traced or transformed."""
-    if is_transformed() or torch.jit.is_tracing():
+    is_traced = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    if is_transformed() or is_traced:
         return False
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return False
