@@ -223,7 +223,7 @@ def test_the_last_step_of_optimizers_in_turn_is_finished(end):
 
 def test_the_last_step_is_finished_when_the_process_ends(tmp_path):
     code = "from firstnan.tests.test_attached import *; kept = train_in_turn([torch.nan])"
-    assert b'"step": 1' in python(tmp_path, "-c", code).stderr
+    assert b"step 1, model" in python(tmp_path, "-c", code).stderr
 
 
 def test_what_is_no_optimizer_is_named():
