@@ -223,7 +223,7 @@ def steps(page: str, figure: Figure) -> None:
     table = table_with(page, "kind", "vocabulary", "threads", "trainer", "extra peak MiB")
     rows = [row for row in table.rows if row["threads"] == "1" and not _is_ours(row)]
     time, memory = figure.subplots(1, 2)
-    colors = dict(zip(("text", "on-policy", "served"), (OURS, OTHERS, "#6a994e"), strict=True))
+    colors = {"text": OURS, "on-policy": OTHERS, "served": "#6a994e"}
     for row in rows:
         marker = "s" if "GKD" in row["trainer"] else "o"
         own = next(r for r in table.rows if _same_task(r, row) and _is_ours(r))

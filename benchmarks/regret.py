@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -243,9 +244,9 @@ def numbers(rows: Sequence[Row]) -> list[str]:
         if method == OURS:
             lost = [(row["set"], with_k[row["set"], row["draw"]] - row["acc"]) for row in mine]
             names = dict.fromkeys(name for name, _ in lost)
-            means = {name: np.mean([points for of, points in lost if of == name]) for name in names}
+            means = {name: fmean(points for of, points in lost if of == name) for name in names}
             worst = max(means, key=means.__getitem__)
-            cells[3:] = [f"{np.mean([*means.values()]):.1f}", f"{means[worst]:.1f} ({worst})"]
+            cells[3:] = [f"{fmean(means.values()):.1f}", f"{means[worst]:.1f} ({worst})"]
         lines.append(table_line(cells))
     mine = [row for row in free if "interval" in row]
     held = sum(row["interval"][0] <= row["classes"] <= row["interval"][1] for row in mine)

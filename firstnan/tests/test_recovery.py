@@ -29,7 +29,7 @@ class Bench:
     def finite(self):
         return self.weights.isfinite().all(1).tolist()
 
-    def restore(self, part):
+    def restore(self, part) -> int | None:
         self.weights[part] = self.good[part]
         return 0
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -203,7 +204,7 @@ def mutual_agreement(candidates: Iterable[Candidate]) -> float:
         if a.family != b.family:
             score = adjusted_rand_score(a.clusters, b.clusters)
             scores.setdefault((a.family, b.family), []).append(score)
-    return float(np.mean([np.mean(of_pair) for of_pair in scores.values()]))
+    return fmean(fmean(of_pair) for of_pair in scores.values())
 
 
 def kind_of(evenness: float, n_clusters: int, uneven: float = UNEVEN, even: float = EVEN) -> Kind:
