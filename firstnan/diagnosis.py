@@ -347,6 +347,8 @@ def zero_source(made: Made | None, depth: int = 12) -> Source:
         return Source("exp", made)
     if made.op not in _PASS:
         return Source("unknown", made)
+    if made.op == "mul" and 0.0 in made.numbers:
+        return Source("number", made)
     is_shifted = made.op in ("add", "sub", "rsub") and any(made.numbers)  # by more than an eps
     for kind in _DIVISORS:  # in the order of how much they say
         for source in inner:

@@ -263,6 +263,8 @@ def advice(distiller: Distiller) -> str:
         values = {"learning_rate": min(settings.peak_lr / 5, settings.usual_lr)}
         if settings.clip_grad is None or settings.clip_grad > 0.5:
             values["clip_grad"] = 0.5
+        if settings.grad_norm_threshold is not None:  # of steps before this process resumed
+            values["grad_norm_threshold"] = None
         if distiller.source is not None and settings.temperature < 2:
             values["temperature"] = 2.0
         if distiller.precision.student != torch.float32:

@@ -109,4 +109,4 @@ def test_help_lists_the_formats(capsys):
         cli.main(["export", "--help"])
     printed = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(name in printed for name in ("fiftyone", "label-studio", "--skip-missing"))
+    assert all(name in printed for name in ("fiftyone", "label-studio", "--skip_missing"))

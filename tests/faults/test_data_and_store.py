@@ -235,6 +235,7 @@ def test_awkward_images_are_decoded_or_named(settings, tmp_path, train_py):
     Image.fromarray(np.dstack([rgb, np.zeros_like(grey)])).save(folder / "transparent.png")
     Image.fromarray(rgb).convert("CMYK").save(folder / "cmyk.tif")
     Image.fromarray(np.full((8, 8), 64 * 257, np.uint16)).save(folder / "sixteen.png")
+    Image.fromarray(np.full((8, 8), 65535, np.uint16)).save(folder / "sixteen_white.png")
     frames = [Image.fromarray(grey), Image.fromarray(grey * 3)]
     frames[0].save(folder / "animated.gif", save_all=True, append_images=frames[1:])
     Image.fromarray(grey).resize((64, 64)).save(folder / "whole.jpg")
@@ -255,7 +256,8 @@ def test_awkward_images_are_decoded_or_named(settings, tmp_path, train_py):
     for name in ("colour.png", "cmyk.tif"):
         torch.testing.assert_close(shades[name], colour, rtol=0, atol=0.005)
     assert (shades["transparent.png"] == 1).all()  # on a white background
-    assert len(assignments(tmp_path / "runs/a")) == 8
+    assert (shades["sixteen_white.png"] == 1).all()
+    assert len(assignments(tmp_path / "runs/a")) == 9
     assert metrics(tmp_path / "runs/a")["dataset"]["unreadable"] == 3
 
 
