@@ -128,7 +128,8 @@ def _rows(entries: Tensor) -> str:
         else:
             spans.append([number, number])
     texts = [f"{a}" if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in spans]
-    text = f"row{'s' * (len(numbers) > 1)} {', '.join(texts[:_SPANS])}"
+    noun = "rows" if len(numbers) > 1 else "row"
+    text = f"{noun} {', '.join(texts[:_SPANS])}"
     is_cut = len(texts) > _SPANS
     many = f" ({len(numbers)} of {len(is_in)})" if len(numbers) > _NAMED or is_cut else ""
     return f"{text}{', ...' * is_cut}{many}"

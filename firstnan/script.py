@@ -104,7 +104,7 @@ class ScriptWatch:
             return output
 
         def judged_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            losses = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self._losses += [x.detach() for x in losses]
             self._judge_pending()
             backward(tensors, *args, **kwargs)

@@ -300,5 +300,5 @@ def test_infinities_that_meet_are_named():
 )
 def test_rows_are_named_exactly(bad, words):
     x = torch.zeros(12, 2)
-    x[[*bad]] = torch.nan
+    x[list(bad)] = torch.nan
     assert TensorFacts.of(x).rows == words

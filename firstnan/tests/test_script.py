@@ -338,7 +338,7 @@ for step in range(3):
     "update",
     [
         "loss.backward(); [p.data.add_(p.grad, alpha=-0.1) for p in net.parameters()]",
-        "loss.backward(); ps = [*net.parameters()]; "
+        "loss.backward(); ps = list(net.parameters()); "
         "torch._foreach_add_([p.data for p in ps], [p.grad for p in ps], alpha=-0.1)",
     ],
 )

@@ -166,7 +166,8 @@ def open_text(
         raise InputError(f"{name} contains no usable document: {reasons}")
     if name == "stdlib":  # the text depends on the version
         name = f"stdlib of Python {platform.python_version()}"
-    n, messages, shares = len(left_out), first_few(left_out, MOST_NAMED), ()
+    n, messages = len(left_out), first_few(left_out, MOST_NAMED)
+    shares = ()
     if left_out:
         shares = (Share(n, n + documents, "records", "left out", left_out[0]),)
     return TextDataset(name, split, examples, digest.hexdigest(), messages, shares=shares)

@@ -196,7 +196,7 @@ def load_tensors(path: str | Path, mmap: bool = False, plain_classes: Sequence[t
             if not stored or sum(part.file_size for part in parts) > size:
                 raise ValueError("its parts are compressed or overlap, unlike those of torch.save")
         mmap = mmap and is_zip  # torch's older format cannot be mapped
-        with torch.serialization.safe_globals([*plain_classes]):
+        with torch.serialization.safe_globals(list(plain_classes)):
             return torch.load(str(path), weights_only=True, map_location="cpu", mmap=mmap)
     except Exception as error:  # the exception depends on the kind of damage
         cut = isinstance(error, OSError) and error.errno == errno.EINVAL  # a seek before its start

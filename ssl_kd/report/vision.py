@@ -154,7 +154,8 @@ def _sizes(sizes: dict[int, int], metrics: dict[str, Any]) -> dict[str, Any]:
     used = [size for size in sizes.values() if size]
     if not used:
         return {"size_text": "", "size_warnings": []}
-    n, effective, warnings = len(sizes), float(effective_clusters(used)), []
+    n, effective = len(sizes), float(effective_clusters(used))
+    warnings = []
     empty = [str(k) for k, size in sizes.items() if size == 0]
     if collapsed(list(sizes.values())):
         warnings.append(

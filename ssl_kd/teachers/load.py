@@ -290,7 +290,7 @@ def _timm_from_file(model_name: str, state: State, config: Any, kwargs: dict[str
     import timm
 
     classifier = getattr(config, "classifier", None) or "head"
-    classifiers = [classifier] if isinstance(classifier, str) else [*classifier]
+    classifiers = [classifier] if isinstance(classifier, str) else list(classifier)
     with torch.device("meta"):  # names and shapes alone, with the classifier
         expected = timm.create_model(model_name, pretrained=False, **kwargs)
     state = select_weights(state, expected.state_dict(), _SOURCE, classifiers)

@@ -169,7 +169,9 @@ def describe_source(dataset: Dataset, store: EmbeddingStore) -> Source:
     rows = store.indices.numpy()
     contents: Sequence[bytes | None] = [None] * len(dataset)
     files: Sequence[tuple[FileState, bytes | None] | None] = [None] * len(dataset)
-    columns, table_files, media = list[str](), dict[str, FileState](), None
+    columns: list[str] = []
+    table_files: dict[str, FileState] = {}
+    media = None
     if isinstance(data, Rows):
         table_files, media = files_of_table(data.table), _media_column(data)
         columns = list(data.table.kinds)

@@ -36,7 +36,7 @@ def table_of(order=range(N), **changes):
         "photo": arrow.array([f"{i}.bmp" for i in range(N)]),
     }
     table = arrow.table(columns | changes)
-    return table.take(arrow.array([*order]))
+    return table.take(arrow.array(list(order)))
 
 
 def save_photos(folder, names, seed=0):
@@ -108,7 +108,7 @@ def test_rows_of_a_reordered_table_are_found_by_their_content(place, caplog, see
     # Other types of the same values, other columns, and more rows.
     table = with_paths(table_of(order))
     wide = arrow.array([[float(x) for x in row.as_py()] for row in table["embedding"]])
-    table = table.set_column(0, "embedding", wide).append_column("new", [[*range(N)]])
+    table = table.set_column(0, "embedding", wide).append_column("new", [list(range(N))])
     rewrite(arrow.concat_tables([table.slice(5), table.slice(0, 5), table.slice(9, 3)]))
     frame = Run.open("runs/table").frame()
     assert texts() == list(range(N))
@@ -298,7 +298,7 @@ def test_the_digest_of_a_row_depends_on_its_content_alone(tmp_path):
     order = [3, 1, 0, 4, 2]
     assert digests(table.take(order)) == [first[i] for i in order]
     narrow = arrow.array(values["x"], arrow.large_list(arrow.float32()))
-    other = table.set_column(0, "x", narrow).select([*values][::-1])
+    other = table.set_column(0, "x", narrow).select(list(values)[::-1])
     other = other.set_column(3, "text", other["text"].dictionary_encode())
     assert digests(other) == first
     assert digests(table.set_column(2, "n", [[1, 1, None, 1, 2]]))[:4] == first[:4]

@@ -150,7 +150,7 @@ def test_values_keep_their_type_in_every_export(tmp_path):
     for name, value in values.items():
         assert exported.column(name).to_pylist() == value.to_pylist(), name
     kinds = {n: exported.schema.field(n).type for n in ("number", "flag", "day", "price", "zip")}
-    assert [*kinds.values()] == [values[n].type for n in list(kinds)[:4]] + [arrow.string()]
+    assert list(kinds.values()) == [values[n].type for n in list(kinds)[:4]] + [arrow.string()]
     # The paths are read relative to the first table, wherever the export is.
     (tmp_path / "elsewhere").mkdir()
     moved = shutil.move(tmp_path / "out.parquet", tmp_path / "elsewhere/out.parquet")

@@ -67,7 +67,9 @@ def odd_images(
     variance of the Laplacian of the gray image, fitted into 256 x 256 pixels. An image that cannot
     be read although its file may be intact, such as a missing one, is not odd but `unchecked`.
     """
-    n, reasons, unchecked = len(ids), dict[int, str](), dict[int, str]()
+    n = len(ids)
+    reasons: dict[int, str] = {}
+    unchecked: dict[int, str] = {}
     values = np.full((n, 1 + len(MEASURES)), np.nan)  # spread and measures
 
     small = np.zeros((n, HEIGHT, WIDTH, 3), np.uint8)

@@ -118,7 +118,7 @@ def write_page_data(
         "run": samples.path.name,
         "samples": len(samples),
         "columns": described,
-        "own": [*own.values()],
+        "own": list(own.values()),
         "colors": {"clusters": CLUSTERS, "missing": MISSING, "ramp": RAMP},
         "table": [{"name": n, "kind": k} for n, k in columns.kinds.items()] if is_served else None,
         "examples": examples.tolist(),

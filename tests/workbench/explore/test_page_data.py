@@ -44,7 +44,7 @@ def test_the_data_are_those_of_the_run_after_decisions(run, tmp_path):
     for name in set(samples.levels) - {"cluster"}:
         assert np.array_equal(column(name), samples.column(name))
     assert np.allclose(column("confidence"), samples.column("confidence"))
-    assert meta["colors"] == {"clusters": [*CLUSTERS], "missing": MISSING, "ramp": [*RAMP]}
+    assert meta["colors"] == {"clusters": list(CLUSTERS), "missing": MISSING, "ramp": list(RAMP)}
     labels = meta["columns"]["label"]["values"]
     assert [labels[k] for k in column("label")] == list(samples.column("label"))
     files = (data / "files.txt").read_text().split("\n")
