@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from pathlib import Path
 from typing import NamedTuple
 
+from ssl_kd.files import sha256_file
+
 DIGEST_BYTES = 16
 """Length of a digest of content: the beginning of a SHA-256."""
-_BLOCK = 1 << 20  # bytes to read at once
 
 
 class FileState(NamedTuple):
@@ -34,8 +34,4 @@ class FileState(NamedTuple):
 
 def file_digest(path: Path) -> bytes:
     """Return a digest of the content of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.digest()[:DIGEST_BYTES]
+    return bytes.fromhex(sha256_file(path))[:DIGEST_BYTES]

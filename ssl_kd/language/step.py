@@ -333,10 +333,8 @@ class Distiller(Objective):
     def _count(self, batches: Sequence[Batch | AlignedBatch]) -> None:
         """Count each term's target tokens, and those of text, over all ranks, for a new step."""
         text = sum(student_side(batch).text_tokens for batch in batches)
-        local, what = (
-            self.counts(batches) | {"text": text},
-            f"step {self.guard.step_number}, the tokens",
-        )
+        local = self.counts(batches) | {"text": text}
+        what = f"step {self.guard.step_number}, the tokens"
         totals = map(int, self.ranks.sums(what, *local.values()))
         self._remaining = dict(zip(local, totals, strict=True))
         self._has_lost = self._is_stale = False
