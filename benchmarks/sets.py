@@ -2,16 +2,22 @@
 
 Every set is the same in every run. The Bayes error of each synthetic set is below 5 %; k-means is
 much worse.
+
+A set is on one of two shelves: a hash of the name of its source decided which one, before anything
+was run. Candidates, constants and rules are chosen on the shelf `choose` alone. The published tables
+show the shelf `report`, which is run once, when nothing is left to choose.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +31,8 @@ from ssl_kd.teachers.base import TeacherUnavailable
 from ssl_kd.vision.extract import Extraction
 
 Labelled = tuple[NDArray, NDArray]
+Shelf = Literal["choose", "report"]
+SAME_SOURCE = {"speakers": "spokendigits"}  # the same recordings by voice, and by digit
 
 
 class Absent(Exception):
@@ -50,6 +58,25 @@ class Sources:
     @classmethod
     def of(cls, args: argparse.Namespace) -> Sources:
         return cls(args.data_dir, args.cifar, args.teacher_weights, args.cache)
+
+
+def shelf_of(name: str) -> Shelf:
+    """Return the shelf of a set by its source, which is the leading letters of its name.
+
+    All sets of a source are on the same shelf, such as `cifar10_resnet18_pca50` and
+    `cifar_efficientnet_lt10`.
+
+    Raises:
+        ValueError: If the name does not begin with a small letter.
+    """
+    letters = re.match("[a-z]+", name)
+    if letters is None:
+        raise ValueError(
+            f"the set {name!r} has no source: its name must begin with small letters, "
+            "such as coil20_clip; rename its file"
+        )
+    source = SAME_SOURCE.get(letters[0], letters[0])
+    return get_args(Shelf)[hashlib.sha256(source.encode()).digest()[0] % 2]
 
 
 # --- Images ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.peers import without_noise
-from benchmarks.sets import SETS, Absent, Sources, long_tailed
+from benchmarks.sets import SETS, Absent, Sources, long_tailed, shelf_of
 from ssl_kd.evaluate import accuracy, kmeans
 
 SIZES = {
@@ -17,6 +17,30 @@ SIZES = {
     "two": (32, [1500] * 2),
     "rare": (32, [50] + [550] * 9),
 }
+SHELVES = {
+    "choose": """
+        banking77_tfidf clinc150_tfidf cub10_googlenet digits faces_edolor fashion10k
+        fashion10k_efficientnet flowers5_lite2 frogs_mfcc irmas_audio51 landuse21 letter26
+        speakers6_resemblyzer spokendigits_mfcc trash6_lite2 umist usps_small webkb4_wordllama
+    """,
+    "report": """
+        cifar10_resnet18_pca50 cifar_efficientnet coil20 coil20_clip gtzan_librosa57
+        handwritten_mfeat monkeys10_lite1 mouse_bladder palm100 reuters8_wordllama
+    """,
+}  # decided before anything was run, never to be changed
+
+
+def test_each_set_stays_on_its_shelf():
+    for shelf, names in SHELVES.items():
+        assert {shelf_of(name) for name in names.split()} == {shelf}
+
+
+def test_the_source_decides_the_shelf():
+    assert shelf_of("cifar10_resnet18_pca50_lt100") == shelf_of("cifar_anything") == "report"
+    assert shelf_of("speakers6") == shelf_of("spokendigits") == "choose"
+    assert shelf_of("speaker6") == "report"  # another source than speakers
+    with pytest.raises(ValueError, match=r"'20newsgroups' .* rename its file"):
+        shelf_of("20newsgroups")
 
 
 @pytest.mark.parametrize("name", SIZES)
