@@ -48,14 +48,16 @@ def _each_ensemble_is_formed_once():
     """Reuse ensembles of equal arguments; forming one takes most of a tiny run."""
     ensembles = {}
 
-    def cached(cosine, euclidean, whitened, n_clusters, progress):
-        digest = hashlib.sha256(repr(n_clusters).encode())
+    def cached(cosine, euclidean, whitened, n_clusters, sizes, progress):
+        digest = hashlib.sha256(repr((n_clusters, sizes)).encode())
         for view in (cosine, euclidean, whitened):
             digest.update(view.rows.tobytes())
             for graph in view.graphs.values():
                 digest.update(graph.indices.tobytes() + graph.data.tobytes())
         if (key := digest.digest()) not in ensembles:
-            ensembles[key] = form_ensemble(cosine, euclidean, whitened, n_clusters, progress)
+            ensembles[key] = form_ensemble(
+                cosine, euclidean, whitened, n_clusters, sizes, progress
+            )
         return copy.deepcopy(ensembles[key])
 
     with mock.patch("ssl_kd.vision.partition.form_ensemble", cached):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,19 +29,16 @@ from ssl_kd.graph.layout import Density, low_dimensional
 from ssl_kd.graph.levels import MANY, communities, in_order
 from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
 
-Kind = Literal["even", "between", "uneven"]
+Sizes = Literal["even", "any"]
 COSINE, EUCLIDEAN = "cosine", "euclidean"
 
-# Methods without a preference for even clusters tell how even the clusters are: the entropy of
-# their answer, as a share of log K. From EVEN on all others vote with them; below UNEVEN the
-# consensus has no such preference, either. Chosen by `benchmarks.regret` with families of sets left
-# out; OF_TWO, in place of both for K = 2, was not fitted.
-EVEN, UNEVEN, OF_TWO = 0.95, 0.9, 0.8
 # Powers of the entropy in the value that communities maximize.
 POWERS, MIDDLE_POWER = (0.0, 0.3, 0.5), (0.3,)
 WIDER = 1.25  # times K eigenvectors, for k-means
 DIMENSIONS = (8, 4)
-STARTS = 3
+STARTS = 3  # of k-means on coordinates
+OWN_STARTS, OWN_ITERATIONS = 10, 300  # of k-means as a family of its own
+TIE = 1e-6  # vote for the present cluster of a sample
 VOTES = 5  # rounds at most
 DENSE = 400  # up to so many joint clusters a dense eigensolver is faster
 PEAKS, MASS = "density peaks", "density mass"
@@ -84,14 +82,13 @@ class Ensemble:
 
     clusters: Ints  # `[n]`, at most K, numbered in the order of their first samples
     candidates: list[Candidate]  # all partitions, including those that did not vote
-    evenness: float  # entropy of the consensus of methods without a preferred size, over log K
-    kind: Kind  # class of evenness, which decides who votes and how votes are counted
+    sizes: Sizes = "even"  # setting CLUSTER_SIZES, which says who votes and how votes are counted
     metrics: tuple[str, ...] = (COSINE, EUCLIDEAN)  # by which the candidates were found
 
     @property
     def voters(self) -> list[Candidate]:
         """The candidates that voted in the consensus."""
-        return voters(self.candidates, self.kind)
+        return voters(self.candidates, self.sizes)
 
 
 def agreement(candidates: Iterable[Candidate], answer: Ints) -> dict[str, float]:
@@ -127,9 +124,13 @@ def form_ensemble(
     euclidean: View,
     whitened: View,
     n_clusters: int,
+    sizes: Sizes = "even",
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Ensemble:
     """Cluster samples into `n_clusters` (2 or more) with all methods, and form the consensus.
+
+    With `sizes` `even`, methods vote that prefer clusters of similar sizes; with `any`, those that
+    do not.
 
     `cosine` has rows of length 1 and graphs of 10, 15 and 20 neighbors; `euclidean` and `whitened`
     have centered rows and a graph of 15 neighbors. If the lengths of the rows matter, partitions by
@@ -151,12 +152,7 @@ def form_ensemble(
         if lengths_matter(candidates, cosine, euclidean):
             metrics = (EUCLIDEAN,)
             candidates = _by_distance(euclidean, whitened, n_clusters)
-        clusters = vote(candidates, "between", n_clusters)
-        shares = np.bincount(clusters) / len(clusters)
-        evenness = float(scipy.special.entr(shares).sum() / np.log(n_clusters))
-        if (kind := kind_of(evenness, n_clusters)) != "between":
-            clusters = vote(candidates, kind, n_clusters)
-        return Ensemble(in_order(clusters), candidates, evenness, kind, metrics)
+        return Ensemble(vote(candidates, sizes, n_clusters), candidates, sizes, metrics)
 
 
 def summed(*views: View) -> sp.csr_matrix:
@@ -207,23 +203,18 @@ def mutual_agreement(candidates: Iterable[Candidate]) -> float:
     return fmean(fmean(of_pair) for of_pair in scores.values())
 
 
-def kind_of(evenness: float, n_clusters: int, uneven: float = UNEVEN, even: float = EVEN) -> Kind:
-    """Classify the evenness of cluster sizes as `uneven`, `between` or `even`."""
-    if n_clusters == 2:
-        uneven = even = OF_TWO
-    return "uneven" if evenness < uneven else "between" if evenness < even else "even"
+def vote(candidates: Iterable[Candidate], sizes: Sizes, n_clusters: int) -> Ints:
+    """Return the consensus `[n]` of the candidates that vote for clusters of these sizes."""
+    form = consensus if sizes == "even" else any_size_consensus
+    with threadpool_limits(1):
+        return in_order(form(voters(candidates, sizes), n_clusters))
 
 
-def vote(candidates: Sequence[Candidate], kind: Kind, n_clusters: int) -> Ints:
-    """Return the consensus `[n]` of the candidates that vote for this kind of evenness."""
-    form = uneven_consensus if kind == "uneven" else consensus
-    return form(voters(candidates, kind), n_clusters)
-
-
-def voters(candidates: Iterable[Candidate], kind: Kind) -> list[Candidate]:
-    """Return the candidates that vote for this kind of evenness."""
-    left_out = {"even": (PEAKS, MASS), "between": (MASS,), "uneven": ()}[kind]
-    return [c for c in candidates if c.family not in left_out and (kind == "even" or c.any_size)]
+def voters(candidates: Iterable[Candidate], sizes: Sizes) -> list[Candidate]:
+    """Return the candidates that vote for clusters of these sizes."""
+    if sizes == "any":
+        return [candidate for candidate in candidates if candidate.any_size]
+    return [candidate for candidate in candidates if candidate.family not in (PEAKS, MASS)]
 
 
 def _candidates(
@@ -237,7 +228,9 @@ def _candidates(
     k = n_clusters
     starts, powers = (1, MIDDLE_POWER) if k >= MANY else (STARTS, powers)
     for metric, rows in points:
-        yield Candidate("k-means", kmeans(rows, k, 0, n_init=starts), metric)
+        many = OWN_STARTS if k < MANY else 1
+        clusters = kmeans(rows, k, 0, n_init=many, max_iter=OWN_ITERATIONS)
+        yield Candidate("k-means", clusters, metric)
     for metric, graph in graphs:
         vectors = on_sphere(spectral_coordinates(graph, int(WIDER * k) + 1))
         yield Candidate("spectral", kmeans(vectors, k, 0, n_init=starts), metric)
@@ -265,7 +258,7 @@ def _by_distance(euclidean: View, whitened: View, n_clusters: int) -> list[Candi
 def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     """Return the consensus `[n]` of partitions from spectral clustering and majority votes.
 
-    The first consensus is a spectral clustering of the joint cluster assignments. Then the clusters
+    Each family has one vote, which its partitions share: their weight is 1 / their number. The first consensus is a spectral clustering of the joint cluster assignments. Then the clusters
     of each partition are paired with those of the consensus, and each sample moves to the cluster
     with most votes. Clusters of each partition must be numbered without gaps.
 
@@ -273,10 +266,11 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
         Strehl & Ghosh, Cluster ensembles, 2002; Fern & Brodley, Solving cluster ensemble problems
         by bipartite graph partitioning, 2004.
     """
-    partitions = [candidate.clusters for candidate in candidates]
-    n = len(partitions[0])
+    n = len(candidates[0].clusters)
+    weights = weights_of(candidates)
     joint = _joint(candidates)
-    joint = joint @ sp.diags_array(1 / np.sqrt(np.asarray(joint.sum(0)).ravel()))
+    of_columns = np.repeat(weights, [int(c.clusters.max()) + 1 for c in candidates])
+    joint = joint @ sp.diags_array(np.sqrt(of_columns / np.asarray(joint.sum(0)).ravel()))
     columns = joint.shape[1]
     width = min(n_clusters, columns)
     products = (joint.T @ joint).astype(np.float64)
@@ -291,9 +285,9 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     k = int(answer.max()) + 1
     for _ in range(VOTES):
         votes = np.zeros((n, k))
-        for clusters in partitions:
-            votes[np.arange(n), aligned(clusters, answer)] += 1
-        votes[np.arange(n), answer] += 0.5  # ties stay
+        for candidate, weight in zip(candidates, weights, strict=True):
+            votes[np.arange(n), aligned(candidate.clusters, answer)] += weight
+        votes[np.arange(n), answer] += TIE
         better = votes.argmax(1)
         if (better == answer).all() or len(np.unique(better)) < k:
             break
@@ -301,7 +295,13 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     return answer
 
 
-def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
+def weights_of(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
+    """Return the weight of each candidate, so that those of each family sum to 1."""
+    counts = Counter(candidate.family for candidate in candidates)
+    return np.array([1 / counts[candidate.family] for candidate in candidates])
+
+
+def any_size_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     """Return the consensus `[n]` of partitions from average linkage, with clusters of any size.
 
     The distance of two samples is the share of partitions that separate them. With more than 2,000

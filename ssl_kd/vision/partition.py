@@ -16,7 +16,7 @@ from torch import Tensor
 
 from firstnan.finite import safe_normalize
 from ssl_kd.graph import Ensemble, Graph, View, form_ensemble, fuzzy_graph, summed
-from ssl_kd.graph.ensemble import COSINE
+from ssl_kd.graph.ensemble import COSINE, Sizes
 from ssl_kd.graph.levels import Evidence, modularity, nested_levels, number_of_clusters
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Splits
@@ -51,6 +51,7 @@ def partition_of(
     embeddings: Gather,
     projected: Tensor,
     device: torch.device,
+    sizes: Sizes = "even",
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> GraphAnswer:
     """Return the best partition into `n_clusters`; if None, choose the number of clusters.
@@ -62,7 +63,7 @@ def partition_of(
     if n_clusters is None:
         number = _number(voting, by_metric[:2])
         n_clusters = number.n_clusters
-    ensemble = form_ensemble(*by_metric, n_clusters, progress)
+    ensemble = form_ensemble(*by_metric, n_clusters, sizes, progress)
     if COSINE not in ensemble.metrics:
         logger.info(
             "the lengths of the embeddings matter: clusters are searched by Euclidean distance "
@@ -74,7 +75,7 @@ def partition_of(
         if number is not None:
             number = _number(voting, by_metric[1:2])
             n_clusters = number.n_clusters
-            ensemble = form_ensemble(*by_metric, n_clusters, progress)
+            ensemble = form_ensemble(*by_metric, n_clusters, sizes, progress)
     agreed = torch.from_numpy(ensemble.clusters)
     clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # if fewer
     levels = np.stack(nested_levels(Graph(summed(*voting)), clusters.numpy()))

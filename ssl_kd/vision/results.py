@@ -146,7 +146,7 @@ def _graph(answer: GraphAnswer | None, departure: float | None) -> dict[str, Any
         "metrics": list(ensemble.metrics),
         "departure": departure,
         "voters": sorted({candidate.family for candidate in ensemble.voters}),
-        "evenness": ensemble.evenness,
+        "cluster_sizes": ensemble.sizes,
         "number": None if answer.number is None else dataclasses.asdict(answer.number),
     }
 

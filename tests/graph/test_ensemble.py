@@ -12,9 +12,9 @@ from ssl_kd.graph.ensemble import (
     PEAKS,
     Candidate,
     aligned,
+    any_size_consensus,
     cluster_agreement,
-    kind_of,
-    uneven_consensus,
+    weights_of,
 )
 
 R = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def test_a_large_cluster_stays_whole_that_each_partition_cuts_elsewhere():
         part = y.copy()
         part[R.random(len(y)) < R.uniform(0.1, 0.4) * (y == 0)] = 4
         parts.append(Candidate("any", part))
-    answer = uneven_consensus(parts, 4)
+    answer = any_size_consensus(parts, 4)
     assert adjusted_rand_score(y, answer) > 0.99  # also of those that were not compared in pairs
 
 
@@ -94,23 +94,24 @@ def test_rare_clusters_are_kept_of_many_samples():
         wrong = R.random(len(y)) < 0.02 * (y < 2)
         part[wrong] = 1 - part[wrong]
         parts.append(Candidate("any", part))
-    assert adjusted_rand_score(y, answer := uneven_consensus(parts, 22)) > 0.99
+    assert adjusted_rand_score(y, answer := any_size_consensus(parts, 22)) > 0.99
     assert np.bincount(answer).tolist().count(5) == 20
 
 
 @pytest.mark.parametrize(("n", "k"), [(550, 5), (5500, 2100)])
 def test_what_no_partition_tells_apart_is_not_divided(n, k):
     y = np.arange(n) % 11 % 3
-    assert (uneven_consensus([Candidate("any", y)] * 3, k) == y).all()
+    assert (any_size_consensus([Candidate("any", y)] * 3, k) == y).all()
 
 
-@pytest.mark.parametrize(
-    ("n_clusters", "evenness", "kind"),
-    [(3, 0.899, "uneven"), (3, 0.9, "between"), (3, 0.949, "between"), (3, 0.95, "even"),
-     (2, 0.799, "uneven"), (2, 0.8, "even")],
-)  # fmt: skip
-def test_evenness_decides_the_kind(n_clusters, evenness, kind):
-    assert kind_of(evenness, n_clusters) == kind
+def test_each_family_has_one_vote():
+    y = np.repeat([0, 1, 2], 20)
+    moved = y.copy()
+    moved[:6] = 1
+    many = [Candidate("a family of many partitions", moved)] * 5
+    answer = consensus([*many, Candidate("b", y), Candidate("c", y)], 3)
+    assert adjusted_rand_score(y, answer) == 1
+    assert weights_of(many) == pytest.approx([0.2] * 5)
 
 
 @pytest.mark.parametrize(("n_moved", "moves"), [(2, False), (3, True)])
@@ -130,7 +131,7 @@ def test_two_moons_are_two():
 def test_of_two_clusters_one_may_be_rare():
     y = np.repeat([0, 1], [640, 60])
     x = R.normal(size=(len(y), 8)) + 7 * y[:, None]
-    assert (ensemble_of(x, 2).clusters == y).all()
+    assert (ensemble_of(x, 2, sizes="any").clusters == y).all()
 
 
 def test_digits_many_clusters_and_progress():
@@ -150,11 +151,11 @@ def test_digits_many_clusters_and_progress():
     assert done == [(number, 26) for number in range(1, 27)]
 
 
-def test_where_clusters_are_uneven_those_vote_that_have_no_preference():
+def test_of_clusters_of_any_size_those_vote_that_have_no_preference():
     y = np.repeat(np.arange(5), [900, 120, 60, 40, 30])
     x = 5 * R.normal(size=(5, 8))[y] + R.normal(size=(len(y), 8))
-    ensemble = ensemble_of(x, 5)
-    assert ensemble.evenness < 0.9 and len(ensemble.voters) == 12
+    ensemble = ensemble_of(x, 5, sizes="any")
+    assert len(ensemble.voters) == 12
     families = [candidate.family for candidate in ensemble.voters]
     assert families.count(PEAKS) == families.count(MASS) == families.count("communities") == 4
     assert adjusted_rand_score(y, ensemble.clusters) > 0.98
