@@ -258,9 +258,10 @@ def _by_distance(euclidean: View, whitened: View, n_clusters: int) -> list[Candi
 def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     """Return the consensus `[n]` of partitions from spectral clustering and majority votes.
 
-    Each family has one vote, which its partitions share: their weight is 1 / their number. The first consensus is a spectral clustering of the joint cluster assignments. Then the clusters
-    of each partition are paired with those of the consensus, and each sample moves to the cluster
-    with most votes. Clusters of each partition must be numbered without gaps.
+    Each family has one vote, which its partitions share. The first consensus is a spectral
+    clustering of the joint cluster assignments. Then the clusters of each partition are paired with
+    those of the consensus, and each sample moves to the cluster with most votes. Clusters of each
+    partition must be numbered without gaps.
 
     References:
         Strehl & Ghosh, Cluster ensembles, 2002; Fern & Brodley, Solving cluster ensemble problems
