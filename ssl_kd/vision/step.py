@@ -20,7 +20,14 @@ from ssl_kd.memory import to_device_async
 from ssl_kd.precision import Precision
 from ssl_kd.seeds import seed_of
 from ssl_kd.vision.objectives import make_objective
-from ssl_kd.vision.rows import RowParts, adamw_, clip_factors, only_healthy, part_norms
+from ssl_kd.vision.rows import (
+    RowParts,
+    adamw_,
+    clip_factors,
+    keep_unless_,
+    only_healthy,
+    part_norms,
+)
 from ssl_kd.vision.settings import HeadSettings
 
 WEIGHT_DECAY = 1e-4  # of AdamW, of matrices
@@ -144,6 +151,21 @@ class HeadTrainer:
         seed = seed_of(self.settings.seed, step, self.bank.first + head)
         fresh = self._fresh(self.bank.new_row(seed).unsqueeze(0))
         return {name: tensor[0] for name, tensor in fresh.owned().items()}
+
+    def begin_again(self, heads: Tensor, step: int) -> None:
+        """Before `step`, let some heads, boolean `[head]`, learn something else from now on.
+
+        Their students take the weights of the EMA teachers. Moments, marginal and running loss
+        start afresh, as does the median gradient norm by which the guard recognizes spikes; its
+        counts of faults stay.
+        """
+        state, heads = self.state, heads.to(self.precision.device)
+        fresh = self._fresh(state.teacher)
+        for name, tensor in state.owned().items():
+            keep_unless_(heads, tensor, getattr(fresh, name))
+        for name in ("level", "seen", "spikes", "zeros", "run"):
+            getattr(state.health, name).mul_(~heads)
+        self._rows.snapshot(slice(None), heads, step)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return name -> tensor of everything that a resumed run needs, without copying."""

@@ -136,6 +136,20 @@ def test_a_checkpoint_of_other_heads_is_refused_by_name(name):
         trainer.load(tensors)
 
 
+def test_heads_begin_again_from_their_teachers_alone():
+    trainer = make_trainer()
+    for step in range(3):
+        trainer.step(_views(step), 1e-2, step)
+    before = {name: tensor.clone() for name, tensor in trainer.state.tensors().items()}
+    again = torch.tensor([True] + [False] * (trainer.bank.n_heads - 1))
+    trainer.begin_again(again, 3)
+    after = trainer.state.tensors()
+    assert torch.equal(after["student"][0], before["teacher"][0])
+    assert not after["exp_avg_sq"][0].any() and after["updates"][0] == after["health.seen"][0] == 0
+    assert trainer.tensors()["good_step"].tolist() == [3] + [0] * (trainer.bank.n_heads - 1)
+    assert all(torch.equal(after[name][1:], before[name][1:]) for name in before)
+
+
 def test_sharpened_step_equals_the_oracle_loss():
     trainer = make_trainer(loss="sharpened", teacher_temp=0.05)
     trainer.step(_views(0), 1e-2)  # so that the center is not zero
