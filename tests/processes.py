@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -59,6 +62,15 @@ def python(folder: Path, *words: str, **options: Any) -> subprocess.CompletedPro
     env = {**os.environ, **options.pop("env", {}), "PYTHONPATH": str(ROOT)}
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     return subprocess.run([sys.executable, *words], cwd=folder, env=env, **streams)
+
+
+def free_port() -> int:
+    """Return a free port; no system gives it to another program meanwhile, as it does above."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)  # each test seeds `random` with the same number
+        with socket.socket() as unused, suppress(OSError):
+            unused.bind(("", port))
+            return port
 
 
 def pipe() -> Any:

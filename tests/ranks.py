@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from firstnan import Guard
-from tests.processes import pipe, start
+from tests.processes import HANG, free_port, pipe, start
 
 NAN, INF = float("nan"), float("inf")
-TIMEOUT = 60.0
+TIMEOUT = 300.0
 """Timeout of the process group in seconds."""
 in_pieces = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
@@ -29,16 +29,13 @@ in_pieces = pytest.mark.skipif(
 )
 
 
-def run_ranks(
-    work: Callable[..., Any], world: int, *arguments: Any, timeout: float = TIMEOUT
-) -> list[Any]:
+def run_ranks(work: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
     """Call `work(rank, *arguments)` in each rank of a process group.
 
     Args:
         work: a function at the top level of a module.
         world: number of ranks.
         arguments: further arguments of `work`.
-        timeout: of the process group, in seconds.
 
     Returns:
         For each rank the value, the text of the exception, or None where the process died.
@@ -48,21 +45,18 @@ def run_ranks(
         for rank in range(world):
             mine, theirs = pipe()
             store = str(Path(folder) / "store")
-            ranks.append(start(_rank, theirs, store, rank, world, timeout, work, arguments))
+            ranks.append(start(_rank, theirs, store, rank, world, work, arguments))
             theirs.close()
             ends.append(mine)
         values = [_receive(end, f"rank {rank} of {work.__name__}") for rank, end in enumerate(ends)]
         for process in ranks:
-            process.join(TIMEOUT)
+            process.join(HANG)
         return values
 
 
 def run_joined(work: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
     """Do the same as `run_ranks`, with torchrun's variables and no process group yet."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    ends = []
+    port, ends = free_port(), []
     for rank in range(world):
         mine, theirs = pipe()
         values = {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
@@ -75,7 +69,7 @@ def run_joined(work: Callable[..., Any], world: int, *arguments: Any) -> list[An
 
 
 def _receive(end: Any, name: str) -> Any:
-    assert end.poll(3 * TIMEOUT), f"{name} hangs"
+    assert end.poll(HANG), f"{name} hangs"
     try:
         return end.recv()
     except EOFError:
@@ -99,9 +93,7 @@ def _joined(end: Any, variables: dict[str, str], work: Callable, arguments: tupl
     os._exit(0)
 
 
-def _rank(
-    end: Any, store: str, rank: int, world: int, timeout: float, work: Callable, arguments: tuple
-) -> None:
+def _rank(end: Any, store: str, rank: int, world: int, work: Callable, arguments: tuple) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -109,7 +101,7 @@ def _rank(
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=TIMEOUT),
     )
     try:
         end.send(work(rank, *arguments))
@@ -117,6 +109,25 @@ def _rank(
         end.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     end.close()
     os._exit(0)  # a group of which a rank died cannot be destroyed
+
+
+def give_up_after(seconds: float) -> None:
+    """Let later collective operations of this rank fail if the others let it wait so long."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=seconds))
+
+
+@contextmanager
+def others_outlive_the_first(rank: int) -> Iterator[None]:
+    """Keep ranks that finish the block waiting in it until rank 0 has left it."""
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        yield
+        if rank > 0:
+            store.wait(["the first has left"], timedelta(seconds=TIMEOUT))
+    finally:
+        if rank == 0:
+            store.set("the first has left", "")
 
 
 class TwoHeads(nn.Module):

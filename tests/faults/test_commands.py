@@ -15,7 +15,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.vision.run import run
 from tests.faults.inject import events, no_run, one_line, stopped, weights
 from tests.faults.matrix import row
-from tests.processes import python
+from tests.processes import HANG, python
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,7 +179,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path, closed, unbuffered)
         pipe = job.stderr if closed == "stderr" else job.stdout
         assert pipe is not None and pipe.readline()
         pipe.close()
-        assert job.wait(60) == 0
+        assert job.wait(HANG) == 0
     assert (tmp_path / "report.html").read_text() == "the report"
 
 

@@ -17,6 +17,7 @@ from ssl_kd.vision.extend import extend
 from ssl_kd.vision.replay import replay
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.matrix import row
+from tests.processes import HANG
 from tests.ranks import run_joined
 from tests.vision import test_ranks as heads
 from tests.vision.test_ranks import (
@@ -34,6 +35,8 @@ from tests.vision.test_ranks import (
 )
 
 data, settings = heads.data, heads.settings
+SOON = 300
+"""Seconds on a machine that does much else; less than the ranks' timeout of 10 minutes."""
 
 
 def kill_again_and_again(settings, seed, kills):
@@ -59,7 +62,7 @@ def kill_again_and_again(settings, seed, kills):
                 assert told.count(None) == 1, told
                 lost = [one for one in told if one]
                 assert all(one[0] in ("RankLost", "RankStopped") for one in lost), told
-                assert all(one[3] < 60 and f"of {world}" in one[1] for one in lost), told
+                assert all(one[3] < SOON and f"of {world}" in one[1] for one in lost), told
                 done += 1
         same(straight, left(path))
 
@@ -106,14 +109,14 @@ def test_torchrun_that_is_told_to_stop_ends_soon_with_a_checkpoint(settings, num
     path = folder_of(changes)
     with subprocess.Popen(command(2, changes), stderr=subprocess.PIPE, **HERE) as process:
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + HANG
             while not any(path.glob("checkpoint/*.sha256")) and time.monotonic() < deadline:
                 time.sleep(0.1)
             pid = process.pid  # torchrun forwards the signal to its processes
             if number == signal.SIGKILL:
                 pid = int((path / ".lock").read_text())  # rank 0
             os.kill(pid, number)
-            _, error = process.communicate(timeout=60)
+            _, error = process.communicate(timeout=SOON)
         finally:
             process.kill()
     assert process.returncode != 0

@@ -16,7 +16,6 @@ from tests.faults.matrix import row  # noqa: E402
 from tests.language import conftest as given  # noqa: E402
 from tests.language import test_ranks as language  # noqa: E402
 from tests.language.test_ranks import (  # noqa: E402
-    LIMIT,
     assert_near,
     bytes_in,
     cached,
@@ -26,6 +25,7 @@ from tests.language.test_ranks import (  # noqa: E402
     torchrun,
     work,
 )
+from tests.processes import HANG  # noqa: E402
 from tests.ranks import NAN, run_joined  # noqa: E402
 from tests.scripts import conftest as commands  # noqa: E402
 
@@ -115,12 +115,12 @@ def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(settings):
     long = settings(run_name="long", max_steps=100_000, eval_every=100_000, checkpoint_every=50_000)
     process = torchrun("distill.py", *flags_of(long))
     metrics_file = Path(long.runs_dir) / "long" / "metrics.jsonl"
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + HANG
     while not (metrics_file.exists() and metrics_file.stat().st_size):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    log = process.communicate(timeout=LIMIT)[1]
+    log = process.communicate(timeout=HANG)[1]
     assert process.returncode != 0
     assert "Stopped by SIGTERM; a checkpoint is in" in log, log
     assert "-m torch.distributed.run --nproc_per_node 2 " in log and "--resume" in log

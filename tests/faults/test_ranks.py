@@ -10,29 +10,40 @@ from torch.nn.parallel import DistributedDataParallel
 
 from firstnan import RankLost
 from tests.faults.matrix import row
-from tests.ranks import agreed, batch, build, losses_of, reasons, run_ranks
+from tests.ranks import (
+    TIMEOUT,
+    agreed,
+    batch,
+    build,
+    give_up_after,
+    losses_of,
+    others_outlive_the_first,
+    reasons,
+    run_ranks,
+)
 from tests.ranks import seen as seen_of
 
-SHORT = 3.0
-"""Timeout in seconds of a process group that is expected to hang."""
+SHORT = 1.5
+"""Seconds after which a rank that is expected to hang gives up."""
 
 
 def skip_alone(rank, guarded, at):
     """Skip NaN losses on each rank alone, as in pytorch/audio#3749, or with the guard."""
     model, ddp, optimizer, guard = build(group=None if guarded else False)
-    for step in range(5):
-        optimizer.zero_grad()
-        x, y = batch(rank, step)
-        _, losses = losses_of(ddp(x), y, "ab" if step == at and rank == 1 else "")
-        loss = losses["a"] + losses["b"]
-        if guarded:
-            guard.backward(loss)
-            guard.step()
-        elif torch.isfinite(loss):
-            loss.backward()
-            optimizer.step()
-    if not guarded and rank == 1:
-        time.sleep(2 * SHORT)  # it is alive but busy
+    with others_outlive_the_first(rank):  # the rank that skips is alive
+        for step in range(5):
+            optimizer.zero_grad()
+            x, y = batch(rank, step)
+            _, losses = losses_of(ddp(x), y, "ab" if step == at and rank == 1 else "")
+            loss = losses["a"] + losses["b"]
+            if not guarded and rank == 0 and step == 4:
+                give_up_after(SHORT)
+            if guarded:
+                guard.backward(loss)
+                guard.step()
+            elif torch.isfinite(loss):
+                loss.backward()
+                optimizer.step()
     return seen_of(model, optimizer, guard)
 
 
@@ -40,10 +51,10 @@ def skip_alone(rank, guarded, at):
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_rank_that_skips_alone_hangs_and_with_the_guard_all_skip(at):
     begun = time.monotonic()
-    first, _ = run_ranks(skip_alone, 2, False, at, timeout=SHORT)
+    first, _ = run_ranks(skip_alone, 2, False, at)
     assert isinstance(first, str) and time.monotonic() - begun > SHORT, "no hang without the guard"
     assert "imed out" in first or "imeout" in first
-    one = agreed(run_ranks(skip_alone, 2, True, at, timeout=SHORT))
+    one = agreed(run_ranks(skip_alone, 2, True, at))
     assert "the loss is not finite on rank 1 of 2" in reasons(one)
 
 
@@ -87,7 +98,7 @@ def test_a_killed_rank_ends_the_others_and_all_go_on_from_the_last_checkpoint(tm
     (tmp_path / "straight").mkdir()
     straight = agreed(run_ranks(stop_and_go_on, 2, tmp_path / "straight", None))
     (seconds, words), dead = run_ranks(stop_and_go_on, 2, tmp_path, 3)
-    assert dead is None and seconds < 60
+    assert dead is None and seconds < TIMEOUT
     assert "rank 0 of 2 waited" in words and "step 3, the step" in words
     assert "Start all ranks again from the last checkpoint" in words
     assert agreed(run_ranks(stop_and_go_on, 2, tmp_path, None)) == straight

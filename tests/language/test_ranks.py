@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,12 +20,10 @@ from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.store import writer  # noqa: E402
 from tests.faults.inject import metrics  # noqa: E402
+from tests.processes import HANG, ROOT, free_port  # noqa: E402
 from tests.ranks import run_joined  # noqa: E402
 
 NEAR = 1e-6
-ROOT = Path(__file__).parents[2]
-LIMIT = 180
-"""Seconds after which a command hangs."""
 
 
 def work(rank, settings):
@@ -153,12 +150,6 @@ def torchrun(script, *flags, **options):
     return subprocess.Popen(words, env=os.environ | own, **pipes, **options)
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
-
-
 def flags_of(settings, **changes):
     """The settings that differ from the defaults, as flags."""
     given, usual = settings.replace(**changes).to_dict(), LanguageSettings().to_dict()
@@ -169,7 +160,7 @@ def flags_of(settings, **changes):
 @pytest.mark.slow
 def test_torchrun_distils_as_python_alone_does(settings):
     process = torchrun("distill.py", *flags_of(settings(run_name="two")))
-    out, log = process.communicate(timeout=LIMIT)
+    out, log = process.communicate(timeout=HANG)
     assert process.returncode == 0, log
     two = Path(settings().runs_dir) / "two"
     assert (two.parent / "latest").resolve() == two.resolve()

@@ -58,7 +58,7 @@ def served(settings, server, tokenizer_alone):
 
 
 def teacher_at(server, tiny, k=K, **options):
-    client = CompletionServer(server.url, server.name, timeout=10, patience=0.2)
+    client = CompletionServer(server.url, server.name, timeout=60, patience=0.2)
     return ServedTeacher(client, k, n_ids(tiny.tokenizer), **options)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import socket
+import threading
 import time
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -18,6 +19,7 @@ from ssl_kd.teachers.http_client import NoAnswer, check_url, exchange, short  # 
 from ssl_kd.teachers.server import CompletionServer, ServerFailed  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.local_server import LocalServer  # noqa: E402
+from tests.processes import free_port  # noqa: E402
 
 KEY = "sk-secret/very.private=="
 
@@ -66,7 +68,7 @@ def environment(monkeypatch):
 
 def client(local, **options):
     return CompletionServer(
-        f"{local.url}/v1", "teacher", **{"timeout": 5, "patience": 0, **options}
+        f"{local.url}/v1", "teacher", **{"timeout": 60, "patience": 0, **options}
     )
 
 
@@ -133,7 +135,7 @@ def test_neither_netrc_nor_a_proxy_is_used(local, monkeypatch, tmp_path):
             monkeypatch.setenv(name, proxy.url)
         refused(local, "other than a completion")
         with pytest.raises(ServerFailed, match="does not respond"):
-            CompletionServer("https://teacher.invalid/v1", "t", timeout=5, patience=0).check(8)
+            CompletionServer("https://teacher.invalid/v1", "t", timeout=60, patience=0).check(8)
     assert local.requests[0]["Authorization"] == f"Bearer {KEY}" and proxy.requests == []
 
 
@@ -149,21 +151,24 @@ def test_the_key_is_hidden_before_a_value_is_cut():
 
 
 def drip(head, then):
-    """Send a byte every 50 ms after the head."""
+    """Send a byte every 50 ms after the head, until the client leaves (at most for minutes)."""
 
     def act(handler):
         handler.wfile.write(head)
-        for byte in then * 200:
+        for byte in then * 5000:
             handler.wfile.write(bytes([byte]))
             time.sleep(0.05)
 
     return act
 
 
+SOON = 30.0
+"""Seconds on a machine that does much else; far less than the servers here would take."""
+
 DRIPS = {
     "headers": drip(b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n"),
     "interim": drip(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "body": drip(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n", b" "),
+    "body": drip(b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n", b" "),
     "chunks": drip(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
 }
 
@@ -173,15 +178,15 @@ DRIPS = {
 def test_a_server_that_drips_is_given_up_after_the_timeout(local, act):
     local.act, start = act, time.monotonic()
     refused(local, r"no complete answer within 0\.3 s", timeout=0.3)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < SOON
 
 
 @fault(146)
 def test_only_the_beginning_of_a_refusal_is_read(local):
-    local.act = drip(b"HTTP/1.1 401 No\r\nContent-Length: 900\r\n\r\n", b"x")
+    local.act = drip(b"HTTP/1.1 401 No\r\nContent-Length: 9000\r\n\r\n", b"x")
     start = time.monotonic()
-    refused(local, "responds with 401 No.*put the server's key", timeout=0.5)
-    assert time.monotonic() - start < 3
+    refused(local, "responds with 401 No.*put the server's key")
+    assert time.monotonic() - start < SOON
     local.act = flood(b"HTTP/1.1 400 No\r\n\r\n", b"y" * 2**16)
     refused(local, "responds with 400 No: (…|y+)")
 
@@ -260,7 +265,7 @@ def test_it_works_within_a_running_loop(local):
     """As in a notebook."""
 
     async def cell():
-        return exchange(f"{local.url}/v1", None, timeout=5, largest=9)
+        return exchange(f"{local.url}/v1", None, timeout=60, largest=9)
 
     assert asyncio.run(cell()).content == b"{}"
 
@@ -268,19 +273,17 @@ def test_it_works_within_a_running_loop(local):
 @fault(112)
 def test_a_failed_connection_is_one_line(local, monkeypatch):
     with pytest.raises(ServerFailed, match=r"does not respond \(\[SSL"):
-        CompletionServer(f"https{local.url[4:]}/v1", "teacher", timeout=5, patience=0).check(8)
+        CompletionServer(f"https{local.url[4:]}/v1", "teacher", timeout=60, patience=0).check(8)
 
     def unknown(*_, **__):
         raise socket.gaierror(-2, "Name or service not known")
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    url = f"http://127.0.0.1:{free_port()}/v1"
     with pytest.raises(ServerFailed, match=f"{url} does not respond .*refused.* --resume$"):
         CompletionServer(url, "teacher", patience=0.1).top_k([1, 2, 3], 4, 320)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ServerFailed, match="does not respond .*not known"):
-        CompletionServer("http://teacher.invalid/v1", "teacher", timeout=5, patience=0).check(8)
+        CompletionServer("http://teacher.invalid/v1", "teacher", timeout=60, patience=0).check(8)
 
 
 @fault(112)
@@ -289,9 +292,7 @@ def test_an_address_where_nothing_listens_is_given_up_soon_and_a_busy_server_is_
 ):
     monkeypatch.setattr(server, "UNCONNECTED_PATIENCE", 0.05)
     monkeypatch.setattr(server, "FIRST_PAUSE", 0.01)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    url = f"http://127.0.0.1:{free_port()}/v1"
     with pytest.raises(
         ServerFailed, match=f"{url} does not respond .*; retried for 0.05 s"
     ) as gone:
@@ -314,11 +315,13 @@ def test_an_address_where_nothing_listens_is_given_up_soon_and_a_busy_server_is_
 
 @fault(146)
 def test_an_endless_dns_lookup_ends_after_the_timeout(monkeypatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(2))
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(2 * SOON) or [])
     start = time.monotonic()
     with pytest.raises(NoAnswer, match="no complete answer within"):
         exchange("http://teacher.invalid/v1", None, timeout=0.2, largest=9)
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < SOON
+    over.set()
 
 
 # --- addresses ------------------------------------------------------------------------------------
@@ -367,6 +370,6 @@ def test_a_valid_address_is_accepted(url):
     ids=["deep", "long", "many", "keys"],
 )
 def test_a_value_in_a_message_is_short_and_without_the_key(value):
-    start = time.monotonic()
+    start = time.thread_time()
     assert len(short(value)) <= 120 and KEY not in short(value)
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1

@@ -30,7 +30,7 @@ from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from tests.kills import on_change
-from tests.processes import ROOT
+from tests.processes import HANG, ROOT
 from tests.ranks import run_joined
 from tests.vision.test_run import FAST as OF_RUNS
 
@@ -307,7 +307,7 @@ def test_a_finished_run_is_said_to_be_so(settings):
 def test_torchrun_trains_one_run(settings):
     one = trained(1, settings("one"))
     words = command(2, settings("two"))
-    done = subprocess.run(words, capture_output=True, timeout=300, **HERE)
+    done = subprocess.run(words, capture_output=True, timeout=HANG, **HERE)
     assert done.returncode == 0, done.stderr
     same(one, left(folder_of(settings("two"))))
     assert {p.name for p in Path(settings("two")["runs_dir"]).iterdir()} == {"one", "two", "latest"}

@@ -415,12 +415,13 @@ def test_threads_and_processes_at_once_lose_no_decision(run, monkeypatch):
         time.sleep(0.002)
 
     monkeypatch.setattr(module, "atomic_write_bytes", slow)
+    monkeypatch.setattr(module, "WAIT", 100.0)  # seconds; the other process may hold the lock often
     fork = multiprocessing.get_context("fork")
     workers = [fork.Process(target=_decide_in_threads, args=(run, k)) for k in (0, 1)]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(200)
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert len(Curation.open(run).lines) == 2 * 4 * 8
 
