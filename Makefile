@@ -43,7 +43,7 @@ docs: $(VENV)/.installed-site ## Build the site into site/; what is built loads 
 	@echo "site/index.html is the first page; with its search: $(PY) -m http.server -d site"
 
 bench: $(VENV)/.installed ## Measure: draws of the digits, ours beside the peers that are installed
-	$(PY) -m benchmarks.regret --sets digits $(ARGS)
+	$(PY) -m benchmarks.regret --shelf choose --sets digits $(ARGS)
 
 doctor: $(VENV)/.installed ## Check the installation and the numerics
 	$(PY) test_installation.py

@@ -10,7 +10,7 @@ gets 50 principal components of the normalized embeddings.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -98,7 +98,7 @@ def _umap_hdbscan(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
 
 
 def _ward(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
-    return AgglomerativeClustering(n_clusters).fit_predict(normalize(x))
+    return AgglomerativeClustering(n_clusters).fit_predict(x)
 
 
 def _ours(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
@@ -123,26 +123,52 @@ METHODS = {
     "leiden": Method("Leiden", _leiden, packages=("igraph", "leidenalg")),
     "hdbscan": Method("HDBSCAN", _hdbscan, takes_k=False),
     "umap_kmeans": Method("UMAP + k-means", _umap_kmeans, finds_k=False, packages=("umap",)),
-    "umap_hdbscan": Method("UMAP + HDBSCAN", _umap_hdbscan, packages=("umap",)),
+    "umap_hdbscan": Method("UMAP + HDBSCAN", _umap_hdbscan, takes_k=False, packages=("umap",)),
     "ward": Method("Ward", _ward, finds_k=False),
     OURS: Method("**ssl_kd**", _ours),
 }
 
 
-def installed(names: Iterable[str]) -> list[str]:
+def variant(settings: str) -> Method:
+    """Return our method with other settings, such as `method=heads,n_heads=9`.
+
+    Raises:
+        ValueError: If a part of `settings` is not NAME=VALUE.
+    """
+    pairs = [part.partition("=") for part in settings.split(",")]
+    if not all(name and value for name, _, value in pairs):
+        raise ValueError(f"the settings {settings!r} are not NAME=VALUE,NAME=VALUE")
+    values: dict[str, Any] = {name: number_or_text(value) for name, _, value in pairs}
+
+    def run(x: NDArray, n_clusters: Any, seed: int) -> NDArray:
+        return MultiHeadClusterer(n_clusters, random_state=seed, **values).fit(x).labels_
+
+    return Method(f"**{OURS}**, {settings}", run, finds_k=False)
+
+
+def number_or_text(text: str) -> int | float | str:
+    """Return a number if the text is one, else the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def installed(methods: Mapping[str, Method]) -> dict[str, Method]:
     """Return the installed methods; print the others to stderr."""
-    missing = {n: [p for p in METHODS[n].packages if not find_spec(p)] for n in names}
+    missing = {name: [p for p in m.packages if not find_spec(p)] for name, m in methods.items()}
     for name, packages in missing.items():
         if packages:
             print(f"{name} is skipped: pip install {' '.join(packages)}", file=sys.stderr)
-    return [name for name in missing if not missing[name]]
+    return {name: method for name, method in methods.items() if not missing[name]}
 
 
-def warm_up(name: str, n_clusters: int | None) -> None:
+def warm_up(method: Method) -> None:
     """Run a method once on little data, so that imports and compilation are not timed."""
-    if name != OURS:
-        x = np.asarray(make_blobs(1000, 32, centers=5, random_state=0)[0], np.float32)
-        METHODS[name].run(x, None if n_clusters is None else 5, 0)
+    x = np.asarray(make_blobs(1000, 32, centers=5, random_state=0)[0], np.float32)
+    method.run(x, 5, 0)
 
 
 def without_noise(x: NDArray, clusters: NDArray) -> NDArray[np.int64]:

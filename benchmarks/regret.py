@@ -1,17 +1,25 @@
 """Measure how far each method is behind the best one, over many data sets and random draws.
 
     pip install evoc igraph leidenalg umap-learn
-    python -m benchmarks.regret --features FOLDER --json regret.jsonl   # can resume
-    python -m benchmarks.regret --unknown --draws 3 ...                 # also without K
-    python -m benchmarks.regret --draws 0 --json regret.jsonl           # only print the tables
+    python -m benchmarks.regret --shelf choose --features FOLDER --json choose.jsonl  # can resume
+    python -m benchmarks.regret --shelf choose --kind tails --features FOLDER
+    python -m benchmarks.regret --shelf choose --variants method=heads --features FOLDER
+    python -m benchmarks.regret --shelf choose --unknown --draws 3 --features FOLDER
+    python -m benchmarks.regret --shelf report --json report.jsonl --draws 0  # only print
 
-A draw is a random four fifths of a set (at most 2,500 rows) or, for `_folder_` sets, some random
-classes with uneven sizes. All methods get the same unit-length rows and K; a method's noise is
-assigned to the nearest clusters. Regret is the distance to the best other method in the same draw,
-in points of a score, negative if the method is ahead. "Refitted" is the consensus with its one
-fitted rule (two evenness thresholds that decide which partitions vote) fitted for each family of
-sets on all other families. The list of partitions itself was chosen once, on three draws of
-these sets.
+The shelf `choose` is for developing a method, `report` for the published tables
+(`benchmarks.sets`). The kinds of sets have separate tables:
+
+- natural: sets as they were collected
+- tails: subsets of these, in which class sizes fall by a constant factor
+- folders: a few random classes of these, with uneven sizes
+- tables: small tables with few columns, each scaled to mean 0 and deviation 1
+- synthetic: random groups of known shape
+
+A draw is a random four fifths of a set, at most 2,500 rows. All methods get the same rows and K;
+except for tables, rows have unit length. A method's noise is assigned to the nearest clusters.
+Regret is the distance to the best method in the same draw, in points of a score. Labels are used
+for scoring only.
 """
 
 from __future__ import annotations
@@ -20,88 +28,130 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
+from sklearn.datasets import load_breast_cancer, load_iris, load_wine
 
-from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
-from benchmarks.sets import SETS, Absent, Labelled, Sources, long_tailed
-from benchmarks.turns import table_head, table_line
+from benchmarks.peers import METHODS, OURS, Method, installed, variant, warm_up, without_noise
+from benchmarks.sets import SETS, Absent, Labelled, Shelf, Sources, long_tailed, shelf_of
+from benchmarks.turns import PAGE, README, table_head, table_line, write_section
 from ssl_kd import MultiHeadClusterer, evaluate
-from ssl_kd.graph import form_ensemble
-from ssl_kd.graph.ensemble import EVEN, UNEVEN, Kind, kind_of, vote
-from ssl_kd.store import nearest_neighbors
-from ssl_kd.vision.model_parts import Projection
-from ssl_kd.vision.partition import views
 
+Kind = Literal["natural", "tails", "folders", "tables", "synthetic"]
 MOST_ROWS = 2500
-BOTH = ("digits", "fashion10k", "fashion10k_efficientnet")
-TAILED = (*BOTH, "handwritten_mfeat", "usps_small", "cifar10_resnet18_pca50")
-OWN = (*BOTH, "cifar_efficientnet", "unequal", "two", "rare")  # from `benchmarks.sets`
-FOLDERS = {"cifar_efficientnet": [(3, 90), (10, 400)]}
-FOLDERS["fashion10k_efficientnet"] = [(2, 60), (6, 200)]
-SCORES = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "balanced": "balanced ACC"}
-CROWD: dict[Kind, str] = {
-    "even": "only the voters for even clusters",
-    "between": "only peaks and communities",
-    "uneven": "only the voters for uneven clusters",
+MOST_OF_A_TABLE = (1000, 50)  # rows and columns
+NATURAL = ("digits", "fashion10k", "fashion10k_efficientnet", "cifar_efficientnet")
+SYNTHETIC = ("unequal", "two", "rare")
+TABLES: dict[str, Callable[..., Any]] = {
+    "iris": load_iris,
+    "wine": load_wine,
+    "breast_cancer": load_breast_cancer,
 }
+TAILED = (*NATURAL[:3], "handwritten_mfeat", "usps_small", "cifar10_resnet18_pca50")
+FOLDERS = {
+    "cifar_efficientnet": [(3, 90), (10, 400)],
+    "fashion10k_efficientnet": [(2, 60), (6, 200)],
+}  # numbers of classes and rows
+SCORES = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "balanced": "balanced ACC"}
 UNKNOWN = " without K"  # suffix of a method's name
-THRESHOLDS = np.arange(0.86, 0.98, 0.01)
-PEERS = set(METHODS) - {OURS}
 Row = dict[str, Any]
 
 
-def family(name: str) -> str:
-    """Return the family of a set; its sets are left out together."""
-    for images in ("fashion", "cifar"):
-        if images in name:
-            return images
-    return name.split("_lt")[0]
+def _read(file: Path) -> Labelled:
+    with np.load(file) as arrays:
+        return arrays["x"], arrays["y"]
 
 
-def sets(features: Path | None, sources: Sources) -> Iterator[tuple[str, Labelled]]:
-    """Yield the available data sets by name; print the missing ones to stderr."""
-    files = sorted(features.glob("*.npz")) if features else []
-    makers: dict[str, Callable[[Sources], Labelled]] = {
-        file.stem: lambda _, file=file: (np.load(file)["x"], np.load(file)["y"]) for file in files
-    }
-    for name, make in (makers | {name: SETS[name] for name in OWN}).items():
+def makers(
+    kind: Kind, features: Iterable[Path], sources: Sources
+) -> dict[str, Callable[[], Labelled]]:
+    """Return a loader for each set of a kind, or for the set that it is cut from.
+
+    Raises:
+        ValueError: If two files of the folders `features` have the same name.
+    """
+    if kind == "synthetic":
+        return {name: partial(SETS[name], sources) for name in SYNTHETIC}
+    loaders: dict[str, Callable[[], Labelled]] = {}
+    if kind == "tables":
+        loaders |= {name: partial(load, return_X_y=True) for name, load in TABLES.items()}
+    else:
+        loaders |= {name: partial(SETS[name], sources) for name in NATURAL}
+    files = {file: file.stem.lower() for folder in features for file in folder.glob("*.npz")}
+    for file, name in sorted(files.items(), key=lambda item: item[1]):
+        if name in loaders:
+            raise ValueError(f"two sets have the name {name}: rename {file}")
+        loaders[name] = partial(_read, file)
+    cut = {"tails": TAILED, "folders": FOLDERS}.get(kind, loaders)
+    return {name: load for name, load in loaders.items() if name in cut}
+
+
+def sets(
+    kind: Kind, shelf: Shelf, features: Iterable[Path], sources: Sources, only: Sequence[str] = ()
+) -> Iterator[tuple[str, Labelled]]:
+    """Yield the available sets of a kind and shelf by name; print the missing ones to stderr.
+
+    `only` lists the sets, or the sets that they are cut from; no names mean all.
+
+    Raises:
+        ValueError: If a name in `only` is not on this shelf.
+    """
+    loaders = makers(kind, features, sources)
+    loaders = {name: load for name, load in loaders.items() if shelf_of(name) == shelf}
+    if unknown := sorted(set(only) - loaders.keys()):
+        raise ValueError(
+            f"no sets of kind {kind} on the shelf {shelf} have the names {', '.join(unknown)}; "
+            f"expected some of {', '.join(loaders)}: change --sets, or add a folder to --features"
+        )
+    for name in only or loaders:
         try:
-            x, y = make(sources)
+            x, y = loaders[name]()
         except Absent as error:
             print(f"{name} is skipped: {error}", file=sys.stderr)
             continue
-        yield name, (x, y)
-        if name in TAILED:
+        if kind == "tables" and any(np.array(x.shape) > MOST_OF_A_TABLE):
+            print(f"{name} is skipped: {len(x)} x {x.shape[1]} is no small table", file=sys.stderr)
+        elif kind == "tails":
             for imbalance in (10, 100):
                 yield f"{name}_lt{imbalance}", long_tailed(x, y, imbalance)
-        for k, n in FOLDERS.get(name, []):
-            yield f"{name}_folder_{k}_{n}", (x, y)
+        elif kind == "folders":
+            for k, n in FOLDERS[name]:
+                yield f"{name}_folder_{k}_{n}", (x, y)
+        else:
+            yield name, (x, y)
 
 
-def draw_of(name: str, x: NDArray, y: NDArray, seed: int) -> Labelled:
-    """Return a random draw of a set with contiguous class labels."""
+def _rows_of_folder(name: str, y: NDArray, random: np.random.Generator) -> NDArray:
+    k, n = map(int, name.split("_")[-2:])
+    classes = random.choice(np.unique(y), k, replace=False)
+    sizes = np.maximum(4, (n * random.dirichlet(np.full(k, 5.0))).astype(int))
+    parts = [
+        random.permutation(np.flatnonzero(y == c))[:size]
+        for c, size in zip(classes, sizes, strict=True)
+    ]
+    return random.permutation(np.concatenate(parts))
+
+
+def draw_of(kind: Kind, name: str, x: NDArray, y: NDArray, seed: int) -> Labelled:
+    """Return a random draw of a set, scaled, with contiguous class labels."""
     random = np.random.default_rng(seed)
-    if "_folder_" in name:
-        k, n = map(int, name.split("_")[-2:])
-        classes = random.choice(np.unique(y), k, replace=False)
-        sizes = np.maximum(4, (n * random.dirichlet(np.full(k, 5.0))).astype(int))
-        parts = [
-            random.permutation(np.flatnonzero(y == c))[:size]
-            for c, size in zip(classes, sizes, strict=True)
-        ]
-        rows = random.permutation(np.concatenate(parts))
+    if kind == "folders":
+        rows = _rows_of_folder(name, y, random)
     else:
         rows = random.permutation(len(x))[: min(int(0.8 * len(x)), MOST_ROWS)]
-    unit: NDArray = x[rows] / np.maximum(np.linalg.norm(x[rows], axis=1, keepdims=True), 1e-12)
-    return unit.astype(np.float32), np.unique(y[rows], return_inverse=True)[1]
+    drawn = x[rows].astype(np.float64)
+    if kind == "tables":
+        drawn = (drawn - drawn.mean(0)) / (drawn.std(0) + 1e-6)
+    else:
+        drawn /= np.maximum(np.linalg.norm(drawn, axis=1, keepdims=True), 1e-12)
+    return drawn.astype(np.float32), np.unique(y[rows], return_inverse=True)[1]
 
 
 def balanced_accuracy(y: NDArray, clusters: NDArray) -> float:
@@ -117,17 +167,6 @@ def scores_of(y: NDArray, clusters: NDArray) -> dict[str, float]:
     return {key: round(100 * (scores[key] or 0.0), 2) for key in SCORES}
 
 
-def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
-    """Return the votes of the ensemble on unit rows `[n, d]`, and the evenness that selects one."""
-    rows = torch.from_numpy(x)
-    near = nearest_neighbors(rows, min(20, len(x) - 1))
-    projected = Projection.fit(rows, 256)(rows)
-    by_metric = views(near, rows.__getitem__, projected, torch.device("cpu"))
-    crowd = form_ensemble(*by_metric, n_clusters)
-    partitions = {kind: vote(crowd.candidates, kind, n_clusters) for kind in CROWD}
-    return {**partitions, "evenness": crowd.evenness}
-
-
 def without_k(method: str, x: NDArray, seed: int) -> tuple[NDArray, Row]:
     """Return a method's clusters `[n]` without K, and the interval of K that ours reports."""
     if method != OURS:
@@ -137,14 +176,14 @@ def without_k(method: str, x: NDArray, seed: int) -> tuple[NDArray, Row]:
     return clusterer.labels_, {"interval": clusterer.number_.interval}
 
 
-def run(args: argparse.Namespace, rows: list[Row]) -> None:
+def run(args: argparse.Namespace, methods: Mapping[str, Method], rows: list[Row]) -> None:
     """Measure the missing rows; append each to the file immediately."""
     done = {(row["set"], row["draw"], row["method"]) for row in rows}
-    names = installed(METHODS)
-    methods = [name for name in names if METHODS[name].takes_k]
-    free = [name for name in names if METHODS[name].finds_k] if args.unknown else []
-    for name in methods:
-        warm_up(name, 5)
+    methods = installed(methods)
+    told = [name for name, method in methods.items() if method.takes_k]
+    free = [name for name, method in methods.items() if method.finds_k and args.unknown]
+    for name in told:
+        warm_up(methods[name])
 
     def add(row: Row) -> None:
         rows.append(row)
@@ -154,74 +193,155 @@ def run(args: argparse.Namespace, rows: list[Row]) -> None:
             with args.json.open("a") as file:
                 file.write(line + "\n")
 
-    every = list(sets(args.features, Sources.of(args)))
+    every = list(sets(args.kind, args.shelf, args.features, Sources.of(args), args.sets))
     for draw in range(args.draws):
         for name, (x, y) in every:
-            if args.sets and name not in args.sets:
-                continue
-            x, y = draw_of(name, x, y, draw)
+            x, y = draw_of(args.kind, name, x, y, draw)
             k = int(y.max()) + 1
-            about = {"set": name, "draw": draw, "n": len(x), "classes": k}
-            for method in methods:
+            about = {"kind": args.kind, "set": name, "draw": draw, "n": len(x), "classes": k}
+            about["constant"] = round(100 * np.bincount(y).max() / len(y), 2)  # ACC of one cluster
+            for method in told:
                 if (name, draw, method) not in done:
                     began = time.perf_counter()
-                    clusters = METHODS[method].run(x, k, draw)
+                    clusters = methods[method].run(x, k, draw)
                     seconds = round(time.perf_counter() - began, 2)
                     scores = scores_of(y, without_noise(x, clusters))
                     add({**about, "method": method, "seconds": seconds, **scores})
-            if (name, draw, "even") not in done:
-                crowd = crowd_of(x, k)
-                for part in CROWD:
-                    scores = scores_of(y, crowd[part])
-                    add({**about, "method": part, "evenness": crowd["evenness"], **scores})
             for method in free:
-                if "_lt" in name or "_folder" in name or (name, draw, method + UNKNOWN) in done:
-                    continue
-                clusters, more = without_k(method, x, draw)
-                more["found"] = int(clusters.max()) + 1
-                scores = scores_of(y, without_noise(x, clusters))
-                add({**about, "method": method + UNKNOWN, **more, **scores})
+                if (name, draw, method + UNKNOWN) not in done:
+                    clusters, more = without_k(method, x, draw)
+                    more["found"] = int(clusters.max()) + 1
+                    scores = scores_of(y, without_noise(x, clusters))
+                    add({**about, "method": method + UNKNOWN, **more, **scores})
 
 
-class Regrets:
-    """Regrets of a method against the best peer in each draw, averaged over the draws."""
+class Scores:
+    """Scores of the methods that are told K, and their regrets, averaged over the draws of a set.
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.by_draw: dict[tuple[str, int], dict[str, Row]] = {}
+    A draw counts if all these methods have run on it.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        draws: dict[tuple[str, int], dict[str, Row]] = {}
         for row in rows:
-            self.by_draw.setdefault((row["set"], row["draw"]), {})[row["method"]] = row
-        complete = {OURS, *CROWD}
-        self.by_draw = {key: d for key, d in self.by_draw.items() if complete <= d.keys()}
-        self.sets = sorted({name for name, _ in self.by_draw})
+            if not row["method"].endswith(UNKNOWN):
+                draws.setdefault((row["set"], row["draw"]), {})[row["method"]] = row
+        self.methods = list(dict.fromkeys(method for draw in draws.values() for method in draw))
+        self.n_incomplete = sum(len(draw) < len(self.methods) for draw in draws.values())
+        self.draws = {key: draw for key, draw in draws.items() if len(draw) == len(self.methods)}
+        self.sets = sorted({name for name, _ in self.draws})
 
-    def of(self, method: str | Callable[[str, dict[str, Row]], Row], key: str) -> dict[str, float]:
-        """Return the regret per set of a method: its name, or a function of set name and draw."""
-        regrets: dict[str, list[float]] = {}
-        for (name, _), draw in self.by_draw.items():
-            row = draw[method] if isinstance(method, str) else method(name, draw)
-            peers = [draw[m][key] for m in PEERS & draw.keys() if m != method]
-            regrets.setdefault(name, []).append(max(peers) - row[key])
-        return {name: float(np.mean(regrets[name])) for name in self.sets}
+    def _by_set(self, value: Callable[[dict[str, Row]], float]) -> dict[str, float]:
+        return {
+            name: fmean(value(draw) for (of, _), draw in self.draws.items() if of == name)
+            for name in self.sets
+        }
 
-    def left_out(self) -> Callable[[str, dict[str, Row]], Row]:
-        """Return the rule with the thresholds of lowest mean ACC regret on other families."""
-        pairs = [(a, b) for a in THRESHOLDS for b in THRESHOLDS if a <= b]
-        table = {p: self.of(lambda _, draw, p=p: row_of_rule(draw, *p), "acc") for p in pairs}
-        best = {}
-        for left in {family(name) for name in self.sets}:
-            others = [name for name in self.sets if family(name) != left]
-            best[left] = (UNEVEN, EVEN)  # if there are no other families
-            if others:
-                best[left] = min(table, key=lambda t: np.mean([table[t][name] for name in others]))
-        return lambda name, draw: row_of_rule(draw, *best[family(name)])
+    def mean(self, method: str, key: str) -> dict[str, float]:
+        """Return the mean score of a method for each set."""
+        return self._by_set(lambda draw: draw[method][key])
 
+    def regret(self, method: str, key: str = "acc") -> dict[str, float]:
+        """Return the mean regret of a method for each set, not negative.
 
-def row_of_rule(draw: dict[str, Row], uneven: float, even: float) -> Row:
-    row = draw["even"]
-    return draw[kind_of(row["evenness"], row["classes"], uneven, even)]
+        The best of a draw is the best of the other packages, our default and the method itself;
+        other variants of ours do not count.
+        """
+        rivals = [name for name in self.methods if name in METHODS or name == method]
+        return self._by_set(
+            lambda draw: max(draw[name][key] for name in rivals) - draw[method][key]
+        )
 
 
-def numbers(rows: Sequence[Row]) -> list[str]:
+def title_of(method: str) -> str:
+    return METHODS[method].title if method in METHODS else f"**{method}**"
+
+
+def table_of_methods(scores: Scores) -> list[str]:
+    """Return a table of the regrets of each method over all sets, the lowest mean first."""
+    columns = ["method", "mean regret", "median", "worst", "mean, NMI", "mean, ARI"]
+    lines = [table_head([*columns, "best on", "median seconds"])]
+    regrets = {method: scores.regret(method) for method in scores.methods}
+    means = {method: scores.mean(method, "acc") for method in scores.methods}
+    for method in sorted(regrets, key=lambda method: fmean(regrets[method].values())):
+        values = regrets[method]
+        worst = max(values, key=values.__getitem__)
+        best_on = sum(
+            means[method][name] == max(of[name] for of in means.values()) for name in scores.sets
+        )
+        seconds = [draw[method]["seconds"] for draw in scores.draws.values()]
+        cells = [
+            title_of(method),
+            f"{fmean(values.values()):.1f}",
+            f"{median(values.values()):.1f}",
+        ]
+        cells.append(f"{values[worst]:.1f} ({worst})")
+        cells += [f"{fmean(scores.regret(method, key).values()):.1f}" for key in ("nmi", "ari")]
+        lines.append(table_line([*cells, str(best_on), f"{median(seconds):.1f}"]))
+    return lines
+
+
+def best_peer(scores: Scores, name: str) -> tuple[str, float]:
+    """Return the other method with the highest mean accuracy on a set, and that accuracy."""
+    means = {m: scores.mean(m, "acc")[name] for m in scores.methods if m in METHODS and m != OURS}
+    peer = max(means, key=means.__getitem__)
+    return peer, means[peer]
+
+
+def table_of_sets(scores: Scores) -> list[str]:
+    """Return a table of our scores and those of the best peer on each set, losses first."""
+    rows = []
+    for name in scores.sets:
+        about = next(draw[OURS] for (of, _), draw in scores.draws.items() if of == name)
+        peer, accuracy = best_peer(scores, name)
+        ahead = {key: scores.mean(OURS, key)[name] - scores.mean(peer, key)[name] for key in SCORES}
+        cells = [name, f"{about['n']:,}", str(about["classes"]), f"{about['constant']:.0f}"]
+        cells += [title_of(peer), f"{accuracy:.1f}", f"{accuracy + ahead['acc']:.1f}"]
+        cells += [f"{ahead[key]:+.1f}" for key in ("acc", "nmi", "balanced")]
+        rows.append((ahead["acc"], cells))
+    columns = ["set", "rows", "classes", "one cluster", "best peer", "its ACC", "our ACC"]
+    head = table_head([*columns, "ahead", "ahead, NMI", "ahead, balanced ACC"])
+    return [head, *(table_line(cells) for _, cells in sorted(rows, key=lambda row: row[0]))]
+
+
+def ranks(values: Mapping[str, float], method: str) -> str:
+    return f"{1 + sum(v < values[method] for v in values.values())} of {len(values)}"
+
+
+def claim(scores: Scores) -> str:
+    """Return one sentence about our default: its regret, rank, and distance to the next method."""
+    regrets = {m: scores.regret(m) for m in scores.methods if m in METHODS}
+    means = {method: fmean(values.values()) for method, values in regrets.items()}
+    medians = {method: median(values.values()) for method, values in regrets.items()}
+    worst = max(regrets[OURS], key=regrets[OURS].__getitem__)
+    peer = min(means.keys() - {OURS}, key=means.__getitem__)
+    ahead = np.array([regrets[peer][name] - regrets[OURS][name] for name in scores.sets])
+    resampled = np.random.default_rng(0).choice(ahead, (10_000, len(ahead)))
+    low, high = np.percentile(resampled.mean(1), [5, 95])
+    better = sum(value < 0 for value in ahead)
+    side = "ahead of" if ahead.mean() >= 0 else "behind"
+    return (
+        f"On {len(scores.sets)} sets, ssl_kd is {means[OURS]:.1f} points of accuracy behind the "
+        f"best method of each set on average (rank {ranks(means, OURS)}), with a median of "
+        f"{medians[OURS]:.1f} (rank {ranks(medians, OURS)}) and {regrets[OURS][worst]:.1f} at "
+        f"worst, on {worst}; on average it is {abs(ahead.mean()):.1f} points {side} "
+        f"{METHODS[peer].title}, the best other method (90 % of resampled means: {low:.1f} to "
+        f"{high:.1f}), which is better on {better} of the sets."
+    )
+
+
+def short_table(scores: Scores) -> list[str]:
+    """Return the table of the README: the regrets of each method, the lowest mean first."""
+    regrets = {m: list(scores.regret(m).values()) for m in scores.methods if m in METHODS}
+    lines = [table_head(["method", "mean", "median", "worst"])]
+    for method in sorted(regrets, key=lambda method: fmean(regrets[method])):
+        values = regrets[method]
+        numbers = (fmean(values), median(values), max(values))
+        lines.append(table_line([METHODS[method].title, *(f"{v:.1f}" for v in numbers)]))
+    return lines
+
+
+def tables_without_k(rows: Sequence[Row]) -> list[str]:
     """Return tables of the cluster counts found without K."""
     free = [row for row in rows if row["method"].endswith(UNKNOWN)]
     with_k = {(row["set"], row["draw"]): row["acc"] for row in rows if row["method"] == OURS}
@@ -229,83 +349,114 @@ def numbers(rows: Sequence[Row]) -> list[str]:
     if not methods:
         return []
     shown = [METHODS[name].title for name in methods]
-    lines = ["", table_head(["set", "classes", *shown])]
+    lines = [table_head(["set", "classes", *shown, "our intervals"])]
     for name in sorted({row["set"] for row in free}):
         of_set = [row for row in free if row["set"] == name]
         found = [[r["found"] for r in of_set if r["method"] == m + UNKNOWN] for m in methods]
         counts = [", ".join(map(str, numbers)) for numbers in found]
-        lines.append(table_line([name, str(of_set[0]["classes"]), *counts]))
-    head = ["method", "within 20 %", "draws", "mean points behind known K", "worst set"]
-    lines += ["", table_head(head)]
+        ends = ["{} to {}".format(*row["interval"]) for row in of_set if "interval" in row]
+        lines.append(table_line([name, str(of_set[0]["classes"]), *counts, ", ".join(ends)]))
+    columns = ["method", "within 20 %", "draws", "mean points behind known K", "worst set"]
+    lines += ["", table_head(columns)]
     for method in methods:
         mine = [row for row in free if row["method"] == method + UNKNOWN]
         close = sum(0.8 <= row["found"] / row["classes"] <= 1.2 for row in mine)
         cells = [METHODS[method].title, str(close), str(len(mine)), "", ""]
-        if method == OURS:
-            lost = [(row["set"], with_k[row["set"], row["draw"]] - row["acc"]) for row in mine]
+        lost = [
+            (row["set"], with_k[row["set"], row["draw"]] - row["acc"])
+            for row in mine
+            if method == OURS and (row["set"], row["draw"]) in with_k
+        ]
+        if lost:
             names = dict.fromkeys(name for name, _ in lost)
             means = {name: fmean(points for of, points in lost if of == name) for name in names}
             worst = max(means, key=means.__getitem__)
             cells[3:] = [f"{fmean(means.values()):.1f}", f"{means[worst]:.1f} ({worst})"]
         lines.append(table_line(cells))
     mine = [row for row in free if "interval" in row]
+    if not mine:
+        return lines
     held = sum(row["interval"][0] <= row["classes"] <= row["interval"][1] for row in mine)
-    return [*lines, "", f"The interval contains the true K in {held} of {len(mine)} draws."]
+    narrow = sum(row["interval"][1] <= 3 * row["interval"][0] for row in mine)
+    text = f"The interval contains the true K in {held} of {len(mine)} draws"
+    return [*lines, "", f"{text}, and its ends differ by a factor of at most 3 in {narrow}."]
 
 
-def report(rows: Sequence[Row]) -> str:
-    """Return Markdown tables of the methods over all sets and of each set, worst first."""
-    regrets = Regrets(rows)
-    titles: dict[str, Any] = {METHODS[name].title: name for name in METHODS}
-    present = {m for draw in regrets.by_draw.values() for m in draw}
-    methods = {title: name for title, name in titles.items() if name in present}
-    methods |= {
-        "consensus, rule refitted": regrets.left_out(),
-        f"consensus, rule as shipped ({UNEVEN}, {EVEN})": lambda _, d: row_of_rule(d, UNEVEN, EVEN),
-        **{title: name for name, title in CROWD.items()},
-    }
-    head = ["method", "mean regret", "worst", "median", "mean, NMI", "mean, ARI", "median seconds"]
-    lines = [f"{len(regrets.sets)} sets, {len(regrets.by_draw)} draws", "", table_head(head)]
-    for title, method in methods.items():
-        acc = regrets.of(method, "acc")
-        others = [np.mean(list(regrets.of(method, key).values())) for key in ("nmi", "ari")]
-        worst = max(acc, key=acc.__getitem__)
-        values = list(acc.values())
-        cells = [title, f"{np.mean(values):.1f}", f"{acc[worst]:.1f} ({worst})"]
-        cells += [f"{np.median(values):.1f}", *(f"{value:.1f}" for value in others)]
-        timed = [d[method] for d in regrets.by_draw.values() if isinstance(method, str)]
-        seconds = [row["seconds"] for row in timed if "seconds" in row]
-        cells.append(f"{np.median(seconds):.1f}" if seconds else "")
-        lines.append(table_line(cells))
-    head = ["set", "best peer", "its ACC", "ours", "rule refitted", "ours, balanced ACC"]
-    lines += ["", table_head(head)]
-    ours, balanced = regrets.of(OURS, "acc"), regrets.of(OURS, "balanced")
-    left = regrets.of(regrets.left_out(), "acc")
-    for name in sorted(regrets.sets, key=lambda name: -ours[name]):
-        draws = [draw for (of, _), draw in regrets.by_draw.items() if of == name]
-        peers = [m for m in METHODS if m in PEERS & draws[0].keys()]
-        means = {m: np.mean([draw[m]["acc"] for draw in draws]) for m in peers}
-        peer = max(means, key=means.__getitem__)
-        behind = [f"{-of[name]:+.1f}" for of in (ours, left, balanced)]
-        lines.append(table_line([name, METHODS[peer].title, f"{means[peer]:.1f}", *behind]))
-    return "\n".join(lines + numbers(rows))
+def origin(shelf: Shelf, rows: Sequence[Row]) -> str:
+    """Return a sentence that says what the rows were measured on."""
+    n_sets, n_draws = len({row["set"] for row in rows}), len({row["draw"] for row in rows})
+    text = f"Shelf `{shelf}`, sets: {n_sets}, draws of each: {n_draws}. "
+    if shelf == "report":
+        return text + "Nothing was chosen by looking at results on these sets."
+    return text + "The method was chosen on these sets: expect larger regrets on others."
+
+
+def report(kind: Kind, shelf: Shelf, rows: Sequence[Row]) -> dict[str, str]:
+    """Return Markdown by name of its section: a kind's tables; `unknown` without K; `readme`."""
+    sections = {}
+    scores = Scores(rows)
+    if scores.sets:
+        lines = [origin(shelf, [draw[m] for draw in scores.draws.values() for m in draw])]
+        if scores.n_incomplete:
+            lines[0] += (
+                f" Draws left out because not every method ran on them: {scores.n_incomplete}."
+            )
+        lines += ["", *table_of_methods(scores)]
+        if OURS in scores.methods and len(scores.methods) > 1:
+            lines += ["", "Each set, the largest losses first:", "", *table_of_sets(scores)]
+        if OURS in scores.methods and len(scores.methods) > 1 and kind == "natural":
+            sections["readme"] = "\n".join(
+                [f"{lines[0]} {claim(scores)}", "", *short_table(scores)]
+            )
+        sections[kind] = "\n".join(lines)
+    if lines := tables_without_k(rows):
+        free = [row for row in rows if row["method"].endswith(UNKNOWN)]
+        sections["unknown"] = "\n".join([origin(shelf, free), "", *lines])
+    return sections
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure regret over many data sets.")
-    parser.add_argument("--features", type=Path, help="folder of NAME.npz files with x and y")
-    parser.add_argument("--sets", type=lambda text: text.split(","), help="only these")
+    parser.add_argument("--shelf", choices=get_args(Shelf), required=True)
+    parser.add_argument("--kind", choices=get_args(Kind), default="natural")
+    parser.add_argument(
+        "--features", type=Path, nargs="+", default=[], help="folders of NAME.npz with x and y"
+    )
+    split = {"type": lambda text: text.split(","), "default": []}
+    parser.add_argument("--sets", help="only these, and what is cut from them: NAME,NAME", **split)
+    parser.add_argument("--methods", help=f"only these of {','.join(METHODS)}", **split)
+    parser.add_argument(
+        "--variants", nargs="+", default=[], help="ours with other settings: method=heads,n_heads=9"
+    )
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--unknown", action="store_true", help="also measure without K")
     parser.add_argument("--json", type=Path, help="file of rows to resume from and append to")
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables into README.md and docs/results.md"
+    )
     Sources.add_flags(parser)
     args = parser.parse_args()
+    if args.unknown and args.kind != "natural":
+        parser.error("--unknown is for --kind natural alone: leave one of them out")
+    chosen = {name: METHODS[name] for name in args.methods or METHODS}
+    chosen |= {f"{OURS}, {settings}": variant(settings) for settings in args.variants}
     rows: list[Row] = []
     if args.json and args.json.exists():
         rows = [json.loads(line) for line in args.json.read_text().splitlines()]
     if args.draws:
-        run(args, rows)
-    print(report(rows))
+        run(args, chosen, rows)
+    rows = [
+        row
+        for row in rows
+        if row["method"].removesuffix(UNKNOWN) in chosen
+        and (row["kind"], shelf_of(row["set"])) == (args.kind, args.shelf)
+    ]
+    sections = report(args.kind, args.shelf, rows)
+    for name, text in sections.items():
+        if args.write:
+            write_section(name, text + "\n", README if name == "readme" else PAGE)
+        else:
+            print(f"## {name}\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Every set is the same in every run. The Bayes error of each synthetic set is bel
 much worse.
 
 A set is on one of two shelves: a hash of the name of its source decided which one, before anything
-was run. Candidates, constants and rules are chosen on the shelf `choose` alone. The published tables
-show the shelf `report`, which is run once, when nothing is left to choose.
+was run. Candidates, constants and rules are chosen on the shelf `choose` alone. The published
+tables show the shelf `report`, which is run once, when nothing is left to choose.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+README = Path(__file__).parents[1] / "README.md"
+PAGE = README.parent / "docs" / "results.md"
 
 
 def in_turns(methods: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
@@ -69,13 +70,13 @@ def with_section(name: str, section: str, page: str) -> str:
     pattern = re.compile(rf"(<!-- {name}: [^\n]+ -->\n\n).*?(\n<!-- end -->)", re.S)
     text, n = pattern.subn(lambda match: match[1] + section + match[2], page)
     if n != 1:
-        raise ValueError(f"{PAGE} has {n} sections named {name!r}, expected 1")
+        raise ValueError(f"the page has {n} sections named {name!r}, expected 1")
     return text
 
 
-def write_section(name: str, section: str) -> None:
-    """Replace the named section of docs/results.md."""
-    PAGE.write_text(with_section(name, section, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+def write_section(name: str, section: str, page: Path = PAGE) -> None:
+    """Replace the named section of a page, docs/results.md if not given."""
+    page.write_text(with_section(name, section, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def memory(process: int | str = "self") -> dict[str, float]:

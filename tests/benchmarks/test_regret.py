@@ -1,95 +1,223 @@
-"""Test the regret tables, and the rule fitted on the other families of sets."""
+"""Test the regret tables: what is measured, and what is said about it."""
 
+import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import regret
-from benchmarks.peers import Method
-from benchmarks.regret import EVEN, UNKNOWN, Regrets, draw_of, family, numbers, report
+from benchmarks.peers import Method, variant
+from benchmarks.regret import UNKNOWN, Scores, claim, draw_of, report, sets, tables_without_k
+from benchmarks.sets import Sources
 
 
-def rows(name, evenness, even, uneven, peer, ours=50.0):
-    about = {"set": name, "draw": 0, "n": 100, "classes": 10, "seconds": 1.0}
-    accuracies = {"kmeans": peer, "ward": peer - 5, "ssl_kd": ours, "even": even}
-    accuracies |= {"between": min(even, uneven) - 9, "uneven": uneven}
+def rows(name, draw=0, kind="natural", **accuracies):
+    about = {"kind": kind, "set": name, "draw": draw, "n": 1234, "classes": 10, "constant": 10}
+    keys = ("acc", "nmi", "ari", "balanced")
     return [
-        {**about, "method": method, "evenness": evenness}
-        | dict.fromkeys(("acc", "nmi", "ari", "balanced"), accuracy)
+        {**about, "method": method, "seconds": 1.0} | dict.fromkeys(keys, accuracy)
         for method, accuracy in accuracies.items()
     ]
 
 
-def test_regret_is_behind_the_best_peer_and_negative_ahead_of_it():
-    regrets = Regrets([*rows("digits", 0.99, 70, 60, 80, ours=75), *rows("umist", 0.9, 40, 50, 45)])
-    assert regrets.of("ssl_kd", "acc") == {"digits": 5, "umist": -5}
-    assert regrets.of("ward", "nmi") == {"digits": 5, "umist": 5}  # a peer: behind the others
-    half = rows("usps", 0.9, 1, 2, 3)[:3]
-    assert Regrets(half).sets == []  # an incomplete draw does not count
+def test_regret_is_behind_the_best_of_a_draw_and_averaged_over_draws():
+    scores = Scores(
+        [
+            *rows("digits", 0, kmeans=80, ward=75, ssl_kd=70),
+            *rows("digits", 1, kmeans=80, ward=90, ssl_kd=84),
+            *rows("umist", 0, kmeans=40, ward=30, ssl_kd=50),
+            *rows("umist", 1, kmeans=40, ward=99),
+        ]
+    )
+    assert scores.regret("ssl_kd") == {"digits": 8, "umist": 0}
+    assert scores.regret("kmeans", "nmi") == {"digits": 5, "umist": 10}  # ours counts, too
+    assert scores.n_incomplete == 1
 
 
-def test_a_rule_is_chosen_on_other_families_only():
-    assert family("fashion10k_lt10") == family("fashion10k_efficientnet") == "fashion"
-    # In all other families the second vote wins below 0.96; in fashion it always loses.
-    others = [row for name in "abc" for row in rows(name, 0.955, 50, 60, 60)]
-    others += [row for name in "de" for row in rows(name, 0.965, 60, 50, 60)]
-    fashion = rows("fashion10k", 0.955, 60, 45, 60)
-    regrets = Regrets([*others, *fashion])
-    left_out = regrets.of(regrets.left_out(), "acc")
-    assert left_out["fashion10k"] == 15  # the rule of the other families, not of its own
-    assert left_out["a"] == 0 and left_out["d"] == 0
-    text = report([*others, *fashion])
-    assert "6 sets, 6 draws" in text and str(EVEN) in text
+def test_a_variant_is_no_rival_of_the_other_methods():
+    draw = rows("digits", kmeans=80, ssl_kd=70) + rows("digits", **{"ssl_kd, beta=0.5": 90})
+    scores = Scores(draw)
+    assert scores.regret("ssl_kd") == {"digits": 10}
+    assert scores.regret("ssl_kd, beta=0.5") == {"digits": 0}
+
+
+def test_the_tables_begin_with_the_best_method_and_with_our_largest_loss():
+    text = report(
+        "natural",
+        "report",
+        [
+            *rows("coil20", kmeans=80, ward=75, ssl_kd=85),
+            *rows("palm100", kmeans=70, ward=60, ssl_kd=61),
+            *rows("mouse_bladder", kmeans=70, ward=72, ssl_kd=71.5),
+        ],
+    )
+    lines = text["natural"].splitlines()
+    methods = [line.split(" | ")[0] for line in lines if line.count(" | ") == 7]
+    assert methods == ["| method", "| k-means", "| **ssl_kd**", "| Ward"]
+    assert "| **ssl_kd** | 3.2 | 0.5 | 9.0 (palm100) | 3.2 | 3.2 | 1 | 1.0 |" in lines
+    of_sets = [line for line in lines if line.count(" | ") == 9]
+    assert [line.split(" | ")[0] for line in of_sets[1:]] == [
+        "| palm100",
+        "| mouse_bladder",
+        "| coil20",
+    ]
+    assert of_sets[2] == (
+        "| mouse_bladder | 1,234 | 10 | 10 | Ward | 72.0 | 71.5 | -0.5 | -0.5 | -0.5 |"
+    )
+    assert "Nothing was chosen" in lines[0]
+    assert "chosen on these sets" in report("natural", "choose", rows("digits", ward=1))["natural"]
+
+
+def test_the_claim_names_the_ranks_and_the_best_other_method():
+    scores = Scores(
+        [
+            *rows("coil20", kmeans=80, ward=75, ssl_kd=85),
+            *rows("palm100", kmeans=70, ward=60, ssl_kd=61),
+            *rows("mouse_bladder", kmeans=70, ward=72, ssl_kd=71.5),
+        ]
+    )
+    text = claim(scores)
+    assert "3.2 points of accuracy behind" in text and "9.0 at worst, on palm100" in text
+    assert "average (rank 2 of 3), with a median of 0.5 (rank 1 of 3)" in text
+    assert "0.8 points behind k-means" in text and "better on 1 of the sets" in text
+    low, high = (float(text.split(key)[1].split()[0].rstrip("),")) for key in ("means: ", " to "))
+    assert low < -0.8 < high
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_draws_are_random_and_those_of_folders_have_some_classes(seed):
-    x, y = np.random.default_rng(0).normal(size=(400, 5)), np.arange(400) % 8
-    rows, labels = draw_of("digits", x, y, seed)
+def test_draws_are_random_and_scaled_by_kind(seed):
+    x, y = np.random.default_rng(0).normal(3, 2, size=(400, 5)), np.arange(400) % 8
+    rows, labels = draw_of("natural", "digits", x, y, seed)
     assert rows.shape == (320, 5) and np.allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-6)
-    rows, labels = draw_of("digits_folder_3_60", x, y, seed)
+    assert not np.array_equal(rows[:3], draw_of("natural", "digits", x, y, seed + 1)[0][:3])
+    rows, labels = draw_of("tables", "wine", x, y, seed)
+    assert np.allclose(rows.mean(0), 0, atol=1e-5) and np.allclose(rows.std(0), 1, atol=1e-4)
+    rows, labels = draw_of("folders", "digits_folder_3_60", x, y, seed)
     assert set(labels) == {0, 1, 2} and 12 <= len(rows) <= 60
-    assert not np.array_equal(rows[:3], draw_of("digits_folder_3_60", x, y, seed + 1)[0][:3])
+
+
+def test_half_precision_rows_do_not_overflow():
+    x = np.full((10, 4), 60_000, np.float16)
+    rows, _ = draw_of("natural", "digits", x, np.arange(10) % 2, 0)
+    assert np.allclose(rows, 0.5)
+
+
+@pytest.fixture
+def features(tmp_path):
+    """Return a folder of three readable sets, and one of the other shelf that is damaged."""
+    x, y = np.random.default_rng(0).normal(size=(60, 3)), np.repeat([0, 1, 2], 20)
+    for name, n, width in (("usps_small", 60, 3), ("ZOO", 60, 3), ("letter26", 20, 60)):
+        np.savez(tmp_path / f"{name}.npz", x=np.resize(x, (n, width)), y=y[:n])
+    (tmp_path / "coil20.npz").write_text("damaged")
+    return tmp_path
+
+
+def names(kind, shelf, folder, only=()):
+    return [name for name, _ in sets(kind, shelf, [folder], Sources(data_dir=folder), only)]
+
+
+def test_a_set_of_the_other_shelf_is_not_opened(features, capsys):
+    assert names("natural", "choose", features) == ["digits", "letter26", "usps_small", "zoo"]
+    assert "fashion10k is skipped" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="allow_pickle|pickled"):
+        names("natural", "report", features, ["coil20"])
+
+
+def test_each_kind_has_its_own_sets(features, capsys):
+    assert names("tails", "choose", features, ["usps_small"]) == [
+        "usps_small_lt10",
+        "usps_small_lt100",
+    ]
+    assert names("tables", "choose", features) == ["wine", "breast_cancer", "usps_small", "zoo"]
+    assert "letter26 is skipped: 20 x 60 is no small table" in capsys.readouterr().err
+    assert names("tables", "report", features, ["iris"]) == ["iris"]
+    assert names("synthetic", "choose", features) == ["unequal", "rare"]
+
+
+def test_a_wrong_name_is_refused(features):
+    with pytest.raises(ValueError, match=r"shelf choose have the names coil20.* expected .*zoo"):
+        names("natural", "choose", features, ["coil20", "zoo"])
+    again = features / "again"
+    again.mkdir()
+    np.savez(again / "zoo.npz", x=np.ones((2, 2)), y=np.arange(2))
+    with pytest.raises(ValueError, match="two sets have the name zoo: rename"):
+        list(sets("natural", "choose", [features, again], Sources()))
+    with pytest.raises(ValueError, match="NAME=VALUE"):
+        variant("method")
 
 
 def test_cluster_counts_without_k_are_shown_with_the_class_count():
-    with_k = rows("digits", 0.99, 70, 60, 80, ours=75)
+    with_k = rows("digits", kmeans=80, ssl_kd=75)
     about: dict = with_k[0] | {"acc": 65}
     free = [about | {"method": "evoc" + UNKNOWN, "found": 31}]
-    free.append(about | {"method": "ssl_kd" + UNKNOWN, "found": 12, "interval": (8, 18)})
-    out = numbers([*with_k, *free])
-    assert "| digits | 10 | 31 | 12 |" in out
+    free.append(about | {"method": "ssl_kd" + UNKNOWN, "found": 12, "interval": (8, 25)})
+    out = tables_without_k([*with_k, *free])
+    assert "| digits | 10 | 31 | 12 | 8 to 25 |" in out
     assert "| **ssl_kd** | 1 | 1 | 10.0 | 10.0 (digits) |" in out
     assert "| EVoC | 0 | 1 |  |  |" in out
-    assert out[-1] == "The interval contains the true K in 1 of 1 draws."
-    assert Regrets([*with_k, *free]).of("ssl_kd", "acc") == {"digits": 5}  # only with K
-    assert numbers(with_k) == []
+    assert out[-1].startswith("The interval contains the true K in 1 of 1 draws")
+    assert out[-1].endswith("factor of at most 3 in 0.")
+    assert Scores([*with_k, *free]).regret("ssl_kd") == {"digits": 5}  # only with K
+    assert tables_without_k(with_k) == []
 
 
-def test_a_run_is_continued(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def calls(monkeypatch, features):
+    """Replace the methods by one that cuts the first column, and return what it was called with."""
     calls = []
 
     def halves(x, n_clusters, seed):
-        calls.append((n_clusters, seed))
+        calls.append((len(x), n_clusters, seed))
         return (x[:, 0] > 0).astype(int)
 
-    x, y = np.random.default_rng(0).normal(size=(120, 3)), np.arange(120) % 2
-    methods = {name: Method(name, halves) for name in ("halves", "others", "ssl_kd")}
+    methods = {name: Method(name, halves) for name in ("kmeans", "ward", "ssl_kd")}
     methods["absent"] = Method("absent", halves, packages=("no_such_package",))
-    monkeypatch.setattr(regret, "sets", lambda features, sources: [("line", (x, y))])
     monkeypatch.setattr(regret, "METHODS", methods)
-    monkeypatch.setattr("benchmarks.peers.METHODS", methods)
-    monkeypatch.setattr(regret, "PEERS", {"halves", "others"})
-    file = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sys, "argv", ["regret", "--draws", "1", "--json", str(file)])
+    flags = ["--shelf", "choose", "--features", str(features), "--sets", "usps_small,zoo"]
+    monkeypatch.setattr(sys, "argv", ["regret", *flags, "--json", str(features / "rows.jsonl")])
+    return calls
+
+
+def more(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", [*sys.argv, *flags])
     regret.main()
-    assert calls[-3:] == [(2, 0)] * 3
-    assert "pip install no_such_package" in capsys.readouterr().err
-    before = file.read_text()
+
+
+def test_a_run_is_continued(features, monkeypatch, capsys, calls):
+    more(monkeypatch, "--draws", "1")
+    assert [call for call in calls if call[0] == 48] == [(48, 3, 0)] * 6
+    output = capsys.readouterr()
+    assert "pip install no_such_package" in output.err and "sets: 2, draws of each: 1" in output.out
+    before = (features / "rows.jsonl").read_text()
     calls.clear()
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--unknown"])
-    regret.main()
-    assert file.read_text().startswith(before)
-    assert (None, 0) in calls and (2, 0) not in calls
-    assert "1 sets, 1 draws" in capsys.readouterr().out
+    # Ours is not replaced here where it has no K.
+    more(monkeypatch, "--unknown", "--methods", "kmeans,ward", "--draws", "2")
+    assert (features / "rows.jsonl").read_text().startswith(before)
+    assert (48, None, 0) in calls and (48, 3, 0) not in calls and (48, 3, 1) in calls
+
+
+def test_only_the_rows_of_the_shelf_and_kind_are_shown(features, monkeypatch, capsys, calls):
+    every = rows("coil20", kmeans=1, ward=2) + rows("wine", kind="tables", kmeans=3, ward=4)
+    every += rows("umist", kmeans=5, ward=7)
+    (features / "rows.jsonl").write_text("\n".join(map(json.dumps, every)))
+    more(monkeypatch, "--draws", "0")
+    output = capsys.readouterr().out
+    assert "sets: 1," in output and "2.0 (umist)" in output and not calls
+
+
+def test_tables_are_written_into_their_sections(features, monkeypatch, capsys, calls):
+    every = rows("umist", kmeans=5, ward=7, ssl_kd=9)
+    (features / "rows.jsonl").write_text("\n".join(map(json.dumps, every)))
+    pages = {"PAGE": "natural", "README": "readme"}
+    for name, section in pages.items():
+        page = features / name
+        page.write_text(f"A.\n\n<!-- {section}: command -->\n\nold\n<!-- end -->\n\nZ.\n")
+        monkeypatch.setattr(regret, name, page)
+    more(monkeypatch, "--draws", "0", "--write")
+    page, readme = (Path(features / name).read_text() for name in pages)
+    for text in (page, readme):
+        assert text.startswith("A.") and text.endswith("Z.\n") and "old" not in text
+    assert "| umist |" in page and "| umist |" not in readme
+    assert "0.0 points of accuracy behind" in readme and capsys.readouterr().out == ""
