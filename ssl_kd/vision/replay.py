@@ -121,9 +121,12 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
         raise damaged(path, "indices are not int64 [view, batch], one index per embedding")
     if marginal is None or marginal.ndim != 2 or marginal.shape[1] < 2:
         raise damaged(path, "marginal is not [1, cluster]")
-    targets, expected = tensors.get("given"), (*views.shape[:2], marginal.shape[1])
-    if targets is not None and (targets.dtype != torch.float32 or targets.shape != expected):
-        raise damaged(path, "the tensor `given` is not float32 [view, batch, cluster]")
+    targets = tensors.get("given")
+    if targets is not None and not (
+        (targets.dtype, targets.shape) == (torch.int64, (1, *views.shape[:2]))
+        and ((0 <= targets) & (targets < marginal.shape[1])).all()
+    ):
+        raise damaged(path, "the tensor `given` is not int64 [1, view, batch] of clusters")
     if odd := settings.keys() ^ VisionSettings.rules().keys():
         names = ", ".join(sorted(map(str, odd)))
         raise damaged(path, f"its settings are not those of this version: {names}")
@@ -144,6 +147,7 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
         why="a replay",
     )
     trainer = make_trainer(run, views.shape[2], marginal.shape[1], precision)
+    trainer.by_loss.fill_(targets is None)
     for name, mine in trainer.state.tensors().items():
         saved = tensors.get(name)
         kind = (mine.shape, mine.dtype, mine.layout)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from firstnan.faults import Observation, Stage, Thresholds
 from firstnan.health import Health, is_healthy, rescale_
@@ -97,6 +99,13 @@ def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list
     return [slice(start, min(start + size, n_heads)) for start in range(0, n_heads, size)]
 
 
+def of_one_kind(chunks: list[slice], by_loss: Tensor) -> list[slice]:
+    """Split chunks of heads where `by_loss` `[head]` changes, so that each has one value."""
+    changes = (by_loss[1:] != by_loss[:-1]).nonzero().flatten().add(1).tolist()
+    bounds = sorted({0, len(by_loss), *changes, *(chunk.start for chunk in chunks)})
+    return [slice(*pair) for pair in itertools.pairwise(bounds)]
+
+
 def keep_freed_memory() -> None:
     """Make glibc keep the memory that a step frees, so that the next step need not map it again.
 
@@ -119,7 +128,12 @@ class HeadsStep:
 
 
 class HeadTrainer:
-    """Hold the state of a bank of heads, and update it by guarded steps."""
+    """Hold the state of a bank of heads, and update it by guarded steps.
+
+    Attributes:
+        by_loss: `[head]`, on the CPU: True for a head that learns from its EMA teacher by LOSS, as
+            all do at first; False for one that learns fixed targets by cross-entropy.
+    """
 
     def __init__(
         self,
@@ -138,6 +152,7 @@ class HeadTrainer:
         keep_freed_memory()
         self.decay = bank.decay_mask().to(precision.device) * WEIGHT_DECAY
         self.state = self._fresh(bank.initial_weights(heads.seed))
+        self.by_loss = torch.ones(bank.n_heads, dtype=torch.bool, device="cpu")
         names = [f"head {bank.first + i}" for i in range(bank.n_heads)]
         self._rows = RowParts(names, self.state.owned(), self._new_row)
         self.recovery = Recovery(self._rows, self.state.health, REMEDIES, first_step=1)
@@ -171,6 +186,7 @@ class HeadTrainer:
         """Return name -> tensor of everything that a resumed run needs, without copying."""
         good = {f"good.{name}": tensor for name, tensor in self._rows.good.items()}
         memory = {"good_step": self._rows.good_step, "recovery.counts": self.recovery.counts}
+        memory["by_loss"] = self.by_loss
         return self.state.tensors() | good | memory
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -194,10 +210,16 @@ class HeadTrainer:
         """Do one guarded step of every head on `views` `[view, batch, dim]` of the same samples.
 
         Heads share no weights, so a faulty head cannot affect the gradients of others, and its row
-        is not written. The last good state is saved at some values of `step`. With `fixed_targets`
-        `[view, batch, cluster]`, all heads learn each view's targets from another view by
-        cross-entropy; without, they learn from their EMA teachers.
+        is not written. The last good state is saved at some values of `step`. Heads that are not
+        `by_loss` need `fixed_targets`, int64 `[head or 1, view, batch]`: they learn the cluster of
+        each view from the other views. Those of other heads are not read.
         """
+        if fixed_targets is None and not self.by_loss.all():
+            number = int((~self.by_loss).sum())
+            raise ValueError(
+                f"fixed_targets is None, but {number} of {len(self.by_loss)} heads learn fixed "
+                "targets: pass int64 [head or 1, view, batch], or set by_loss to True"
+            )
         if step is not None and step % SNAPSHOT_EVERY:
             step = None  # no snapshot
         # A sample that is not finite is taken out of every view before any product sees it.
@@ -205,33 +227,39 @@ class HeadTrainer:
         good = good_samples(bad, in_place=self.precision.device.type == "cuda")
         views = self._on_device(views, good)
         if fixed_targets is not None:
-            fixed_targets = self._on_device(fixed_targets, good)
+            kept = slice(None) if good is None else good.to(fixed_targets.device)
+            fixed_targets = to_device_async(fixed_targets[..., kept], self.precision.device)
         smoothed = self.objective.smoothed(self.state.marginal)
         remembered = {f"health.{name}": t for name, t in self.state.health.tensors().items()}
         before = {n: t.clone() for n, t in (remembered | {"scale": self.state.scale}).items()}
 
         n_views, batch, _ = views.shape
         floats = n_views * batch * self.bank.width + self.bank.n_parameters
-        chunks = head_chunks(self.bank.n_heads, 4 * floats, views.device)
+        chunks = of_one_kind(head_chunks(len(self.by_loss), 4 * floats, views.device), self.by_loss)
         teachers: Iterator | list = (self._targets(rows, views, fixed_targets) for rows in chunks)
         shared = None
-        weighting = self.settings.instance_weight if fixed_targets is None else "none"
+        weighting = self.settings.instance_weight
         if weighting == "mean":  # needs every teacher before any student
             teachers = list(teachers)
             agreements = torch.cat([t[2] for t in teachers])
             agreements.masked_fill_(self.state.health.retired.unsqueeze(1), torch.nan)
             shared = self.weigh(agreements)
 
-        compare = self.objective.loss if fixed_targets is None else self._cross_entropy
         results = []
         for rows, (targets, marginal, agreements) in zip(chunks, teachers, strict=True):
-            own = weighting == "own"
-            weights = losses.instance_weights(agreements, "own") if own else shared
             parameters = {
                 name: value.detach().requires_grad_()
                 for name, value in self.bank.unflatten(self.state.student[rows]).items()
             }
-            loss = compare(self._logits(parameters, views, True), targets, marginal, weights)
+            logits = self._logits(parameters, views, True)
+            if self.by_loss[rows.start]:
+                own = weighting == "own"
+                weights = losses.instance_weights(agreements, "own") if own else shared
+                loss = self.objective.loss(logits, targets, marginal, weights)
+            else:
+                loss = losses.sharpened_cross_entropy(
+                    logits, targets, student_temperature=self.settings.student_temp
+                )
             gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
                 (loss * self.state.scale[rows]).sum(),
                 list(parameters.values()),
@@ -259,23 +287,21 @@ class HeadTrainer:
     def _targets(
         self, rows: slice, views: Tensor, fixed_targets: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets `[head or 1, view, batch, cluster]`, new marginal, and agreement."""
+        """Return targets `[head or 1, view, batch, cluster]`, new marginal, and agreement.
+
+        The agreement `[head, batch]` is NaN for heads that learn fixed targets.
+        """
         marginal = self.state.marginal[rows]
-        agreements = marginal.new_empty(0)
-        if fixed_targets is not None:
-            return fixed_targets.unsqueeze(0), marginal, agreements
+        if fixed_targets is not None and not self.by_loss[rows.start]:
+            clusters = fixed_targets if len(fixed_targets) == 1 else fixed_targets[rows]
+            targets = functional.one_hot(clusters, self.n_clusters).float()
+            return targets, marginal, marginal.new_full((len(marginal), views.shape[1]), torch.nan)
         logits = self._logits(self.bank.unflatten(self.state.teacher[rows]), views, False)
         targets, latest = self.objective.targets(logits, marginal)
+        agreements = marginal.new_empty(0)
         if self.settings.instance_weight != "none":
             agreements = losses.agreement(self.objective.log_probabilities(targets))
         return targets, torch.lerp(marginal, latest, 1 - MARGINAL_MOMENTUM), agreements
-
-    def _cross_entropy(
-        self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
-    ) -> Tensor:
-        return losses.sharpened_cross_entropy(
-            logits, targets, weights, student_temperature=self.settings.student_temp
-        )
 
     @torch.no_grad()
     def _update(

@@ -10,7 +10,6 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from firstnan.events import Event
 from firstnan.faults import SKIPPED, is_healthy
@@ -73,7 +72,7 @@ class HeadFault:
     learning_rate: float
     before: dict[str, Tensor]  # `[1, ...]`, the head's `HeadsState.tensors` before the step
     exact: bool
-    targets: Tensor | None = None  # `[view, batch, cluster]`; None: from the EMA teacher
+    targets: Tensor | None = None  # int64 `[1, view, batch]`; None: from the EMA teacher
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,7 @@ class _UnreadStep:
     samples: Tensor
     views: Tensor
     targets: Tensor | None
+    by_loss: Tensor
     learning_rate: float
     result: HeadsStep
 
@@ -92,8 +92,9 @@ class HeadsLearner:
     """Train a bank of heads step by step, for `ssl_kd.training.loop.run_loop`.
 
     With `clusters` `[n]`, the target of a sample is the cluster of its paired neighbor; without,
-    each head learns from its EMA teacher. `on_events` is called before each record and checkpoint,
-    and `on_fault` before a skipped head is recovered.
+    each head learns from its EMA teacher. With `[head, n]`, each head has clusters of its own, and
+    learns from its EMA teacher where `trainer.by_loss` is True. `on_events` is called before each
+    record and checkpoint, and `on_fault` before a skipped head is recovered.
     """
 
     def __init__(
@@ -108,7 +109,12 @@ class HeadsLearner:
     ) -> None:
         self.trainer, self.plan, self.gather = trainer, plan, gather
         device = trainer.precision.device
-        self.clusters = None if clusters is None else to_device_async(clusters, device)
+        self.clusters = None
+        if clusters is not None:
+            if clusters.ndim == 1:
+                trainer.by_loss.fill_(False)
+                clusters = clusters.unsqueeze(0)
+            self.clusters = to_device_async(clusters, device)
         self.on_events, self.on_fault = on_events, on_fault
         self.pace = Pace()
         self._look_every = LOOK_EVERY_ON_CPU if device.type == "cpu" else LOOK_EVERY_ON_GPU
@@ -138,14 +144,14 @@ class HeadsLearner:
         views = self.gather(samples.flatten()).unflatten(0, samples.shape)
         targets = None
         if self.clusters is not None:
-            rows = to_device_async(samples, self.clusters.device)
-            targets = functional.one_hot(self.clusters[rows], trainer.n_clusters).float()
+            targets = self.clusters[:, to_device_async(samples, self.clusters.device)].long()
         first = trainer.bank.first
         key = (step, first) if first else (step,)  # no two heads draw alike
         with trainer.bank.draws_seeded(seed_of(trainer.settings.seed, *key)):
             result = trainer.step(views, rate, step, targets)
         self._results.append(result)
-        self._unread.append(_UnreadStep(step, samples, views, targets, rate, result))
+        by_loss = trainer.by_loss.clone()
+        self._unread.append(_UnreadStep(step, samples, views, targets, by_loss, rate, result))
         self.pace.add(samples.shape[1])
         if self.plan.convergence is not None:
             self.plan.convergence.look(step + 1)
@@ -238,6 +244,9 @@ class HeadsLearner:
         row = slice(head, head + 1)  # a skipped head has not changed since
         now = {name: tensor[row] for name, tensor in self.trainer.state.tensors().items()}
         before = now | {name: tensor[row] for name, tensor in step.result.before.items()}
+        targets = step.targets
+        if targets is not None:
+            targets = None if step.by_loss[head] else targets[row if len(targets) > 1 else slice(1)]
         return HeadFault(
             head=head,
             event=event,
@@ -246,7 +255,7 @@ class HeadsLearner:
             learning_rate=step.learning_rate,
             before=before,
             exact=not any(bool(is_healthy(other.result.stage[head])) for other in later),
-            targets=None if step.targets is None else step.targets.cpu(),
+            targets=None if targets is None else targets.cpu(),
         )
 
 

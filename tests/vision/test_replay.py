@@ -70,15 +70,21 @@ def test_a_poisoned_weight_is_named_by_owner_and_layer(tmp_path, weight):
 
 
 def test_a_step_towards_fixed_targets_is_run_again_with_them(tmp_path):
-    targets = torch.rand(2, BATCH, CLUSTERS).softmax(-1)
-    targets[1, 2, 3] = torch.nan
-    path = record(tmp_path, lambda trainer, views: None, targets=targets)
-    assert replay(path).reproduced
+    def spoil(trainer, views):
+        trainer.by_loss.fill_(False)
+        trainer.state.student[1, 0] = torch.inf
+        trainer.state.teacher[1] = 0.0  # is not needed
+
+    targets = torch.arange(2 * BATCH).view(1, 2, BATCH) % CLUSTERS
+    path = record(tmp_path, spoil, targets=targets)
+    report = replay(path)
+    assert report.reproduced and report.fault.poisoned.startswith("student weight")
     content = torch.load(path)
-    content["tensors"]["given"] = targets[:, :, :2]
-    torch.save(content, path)
-    with pytest.raises(CorruptFileError, match="`given` is not float32"):
-        replay(path)
+    for wrong in (targets[..., :3], targets - 1, targets.float()):
+        content["tensors"]["given"] = wrong
+        torch.save(content, path)
+        with pytest.raises(CorruptFileError, match="`given` is not int64"):
+            replay(path)
 
 
 def test_a_users_head_is_placed_at_its_line(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from firstnan import TooFewHealthyParts
-from firstnan.faults import Stage, Thresholds
+from firstnan.faults import Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision import step as guarded
@@ -72,34 +72,76 @@ def test_one_step_equals_the_float64_oracle(how, monkeypatch):
         torch.testing.assert_close(trainer.state.teacher[i], ema)
 
 
+def _targets(heads, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(CLUSTERS, (heads, 2, BATCH), generator=draw)
+
+
 def test_fixed_targets_are_learned_from_the_other_view_by_cross_entropy():
     trainer, views = make_trainer(student_temp=0.2, instance_weight="mean"), _views()
-    targets = torch.rand(2, BATCH, CLUSTERS).softmax(-1)
+    targets = _targets(1)
     heads = [trainer.bank.head(trainer.state.student, i).double() for i in range(HEADS)]
     logs = [h(views.double()).div(0.2).log_softmax(-1) for h in heads]
-    expected = torch.stack([-(targets.flip(0) * log).sum(-1).mean() for log in logs])
+    other = targets[0].flip(0).unsqueeze(-1)
+    expected = torch.stack([-log.gather(-1, other).mean() for log in logs])
     before = trainer.state.marginal.clone()
+    with pytest.raises(ValueError, match=f"{HEADS} of {HEADS} heads learn fixed targets: pass"):
+        trainer.by_loss.fill_(False)
+        trainer.step(views, 1e-2)
     result = trainer.step(views, 1e-2, fixed_targets=targets)
     torch.testing.assert_close(result.loss.double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(trainer.state.marginal, before)  # it is the EMA teachers'
 
 
-@pytest.mark.parametrize("strike", ["sample", "target"])
-def test_a_bad_sample_takes_its_target_with_it(strike):
+@pytest.mark.parametrize("how", ["none", "own", "mean"])
+@pytest.mark.parametrize("chunk", [1, 2, HEADS])
+def test_in_one_step_some_heads_learn_fixed_targets_and_others_by_loss(how, chunk, monkeypatch):
+    def chunks(n_heads, *other):
+        return [slice(i, min(i + chunk, n_heads)) for i in range(0, n_heads, chunk)]
+
+    monkeypatch.setattr(guarded, "head_chunks", chunks)
+    views, targets = _views(), _targets(HEADS)
+    by_loss = torch.arange(HEADS) % 3 != 1
+    mixed, fixed, free = (make_trainer(instance_weight=how) for _ in range(3))
+    mixed.by_loss.copy_(by_loss)
+    fixed.by_loss.fill_(False)
+    result = mixed.step(views, 1e-2, fixed_targets=targets)
+    for other, rows in ((fixed, ~by_loss), (free, by_loss)):
+        if how == "mean" and other is free:  # the mean is over the heads that learn by LOSS
+            continue
+        expected = other.step(views, 1e-2, fixed_targets=targets)
+        torch.testing.assert_close(result.loss[rows], expected.loss[rows])
+        for name in ("student", "marginal"):
+            actual, wanted = (getattr(t.state, name)[rows] for t in (mixed, other))
+            torch.testing.assert_close(actual, wanted)
+    assert result.loss.isfinite().all() and len(set(result.loss.tolist())) == HEADS
+
+
+def test_a_sick_head_leaves_the_rows_of_both_kinds_as_they_are():
+    views, targets = _views(), _targets(HEADS)
+    trainers = make_trainer(), make_trainer()
+    for trainer in trainers:
+        trainer.by_loss.copy_(torch.arange(HEADS) < 2)
+    for sick in (0, HEADS - 1):
+        trainers[0].state.student[sick] = torch.nan
+    for step in range(3):
+        for trainer in trainers:
+            trainer.step(views, 1e-2, step, targets)
+    well = slice(1, HEADS - 1)
+    for name, tensor in trainers[0].state.owned().items():
+        assert torch.equal(tensor[well], trainers[1].state.owned()[name][well]), name
+
+
+def test_a_bad_sample_takes_its_target_with_it():
     trainer, alone = make_trainer(), make_trainer()
-    views, targets = _views(), torch.rand(2, BATCH, CLUSTERS).softmax(-1)
+    views, targets = _views(), _targets(1)
     kept = torch.arange(BATCH) != 3
-    alone.step(views[:, kept], 1e-2, fixed_targets=targets[:, kept])
-    if strike == "sample":
-        views[1, 3, 2] = torch.nan
-        trainer.step(views, 1e-2, fixed_targets=targets)
-        assert torch.equal(trainer.state.student, alone.state.student)
-    else:
-        targets[1, 3, 2] = torch.nan
-        before = trainer.state.student.clone()
-        result = trainer.step(views, 1e-2, fixed_targets=targets)
-        assert (result.stage == int(Stage.LOSS)).all()
-        assert torch.equal(trainer.state.student, before)
+    for each in (trainer, alone):
+        each.by_loss.fill_(False)
+    alone.step(views[:, kept], 1e-2, fixed_targets=targets[..., kept])
+    views[1, 3, 2] = torch.nan
+    trainer.step(views, 1e-2, fixed_targets=targets)
+    assert torch.equal(trainer.state.student, alone.state.student)
 
 
 def test_the_loss_that_is_shown_begins_with_the_first_and_follows_slowly():
@@ -113,7 +155,7 @@ def test_the_loss_that_is_shown_begins_with_the_first_and_follows_slowly():
 def test_what_a_checkpoint_holds_is_taken_over_whole():
     old, new = make_trainer(), make_trainer()
     for name, tensor in old.tensors().items():
-        tensor.fill_(3 if tensor.dtype != torch.bool else True)
+        tensor.logical_not_() if tensor.dtype == torch.bool else tensor.fill_(3)
         assert not torch.equal(new.tensors()[name], tensor), name
     new.load(old.tensors())
     for name, tensor in new.tensors().items():
