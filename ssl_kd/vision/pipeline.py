@@ -105,7 +105,7 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
             device, report = context.precision.device, _reporter("graph", context.progress)
             projected = rows(torch.arange(rows.n))
             partition = partition_of(
-                n_clusters, neighbors, rows.embeddings, projected, device, report
+                n_clusters, neighbors, rows.embeddings, projected, device, progress=report
             )
             n_clusters = partition.n_clusters
     assert n_clusters is not None
