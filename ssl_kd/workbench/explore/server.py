@@ -80,6 +80,7 @@ class ExploreServer(ThreadingHTTPServer):
     """HTTP server of the explorer for one run, on 127.0.0.1."""
 
     daemon_threads = True
+    request_queue_size = 64  # a browser opens several connections at once; others wait a second
 
     def __init__(
         self,

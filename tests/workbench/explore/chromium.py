@@ -40,3 +40,13 @@ def until(page: Any, script: str, arg: Any = None, *, seconds: float = 60) -> No
         if time.monotonic() > end:
             raise TimeoutError(f"after {seconds:.0f} s it still is not so: {script}")
         page.wait_for_timeout(50)
+
+
+def settle(page: Any) -> None:
+    """Wait until the map has had the same size and place for 20 frames."""
+    page.evaluate("""async () => { const canvas = document.querySelector("#canvas");
+      for (let last = "", same = 0; same < 20;) {
+        await new Promise(requestAnimationFrame);
+        const now = JSON.stringify([canvas.getBoundingClientRect(), explore.plot.screen(0)]);
+        same = now === last ? same + 1 : 0;
+        last = now; } }""")

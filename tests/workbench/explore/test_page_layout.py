@@ -8,7 +8,7 @@ import pytest
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.explore.server import ExploreServer
 from ssl_kd.workbench.metadata import join_table
-from tests.workbench.explore.chromium import until
+from tests.workbench.explore.chromium import settle, until
 from tests.workbench.explore.conftest import answering
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -158,12 +158,12 @@ def page_of_long_paths(server, opened):
 def test_the_map_keeps_its_size_beside_the_table(server, opened):
     page = opened(server.url)
     page.set_viewport_size({"width": 1400, "height": 900})
-    page.wait_for_timeout(300)
+    settle(page)
     before, place = box(page, "#canvas"), "() => explore.plot.screen(9)"
     x, y = page.evaluate(place)
     page.keyboard.press("b")
     page.wait_for_selector("#table tbody td")
-    page.wait_for_timeout(300)
+    settle(page)
     after = box(page, "#canvas")
     assert after["height"] == before["height"]
     assert after["width"] >= after["height"] - 1  # the whole map, which is a square
@@ -208,7 +208,7 @@ def test_the_page_bears_the_name_of_the_data_and_explains_its_numbers(server, op
 def test_on_a_phone_nothing_covers_the_map(server, opened):
     page = opened(server.url)
     page.set_viewport_size(PHONE)
-    page.wait_for_timeout(300)
+    settle(page)
     canvas, bar, panel = (box(page, name) for name in ("#canvas", "#dock", "#panel"))
     assert bar["y"] >= canvas["y"] + canvas["height"] - 1
     assert panel["y"] >= bar["y"] + bar["height"] - 1

@@ -197,6 +197,7 @@ def test_two_pages_see_each_others_decisions(page, server, opened):
     until(page, "() => explore.nameOf(0) === 'zeros'")
     other.keyboard.press("u")
     until(page, "() => explore.nameOf(0) !== 'zeros'")
+    until(other, "() => explore.decisions.lines.length === 3")  # it may learn of it after the page
     other.keyboard.press("u")
     until(page, "() => explore.decisions.lines.length === 4")
     until(page, "() => explore.dock.rows.length === 0")
