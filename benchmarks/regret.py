@@ -64,7 +64,8 @@ UNKNOWN = " without K"  # suffix of a method's name
 Row = dict[str, Any]
 
 
-def _read(file: Path) -> Labelled:
+def read_features(file: Path) -> Labelled:
+    """Read `x` and `y` from an NPZ file."""
     with np.load(file) as arrays:
         return arrays["x"], arrays["y"]
 
@@ -88,7 +89,7 @@ def makers(
     for file, name in sorted(files.items(), key=lambda item: item[1]):
         if name in loaders:
             raise ValueError(f"two sets have the name {name}: rename {file}")
-        loaders[name] = partial(_read, file)
+        loaders[name] = partial(read_features, file)
     cut = {"tails": TAILED, "folders": FOLDERS}.get(kind, loaders)
     return {name: load for name, load in loaders.items() if name in cut}
 
@@ -128,6 +129,11 @@ def sets(
             yield name, (x, y)
 
 
+def standardized(x: NDArray) -> NDArray:
+    """Return `x` `[n, d]` with columns of mean 0 and deviation 1; constant columns become 0."""
+    return (x - x.mean(0)) / (x.std(0) + 1e-6)
+
+
 def _rows_of_folder(name: str, y: NDArray, random: np.random.Generator) -> NDArray:
     k, n = map(int, name.split("_")[-2:])
     classes = random.choice(np.unique(y), k, replace=False)
@@ -148,7 +154,7 @@ def draw_of(kind: Kind, name: str, x: NDArray, y: NDArray, seed: int) -> Labelle
         rows = random.permutation(len(x))[: min(int(0.8 * len(x)), MOST_ROWS)]
     drawn = x[rows].astype(np.float64)
     if kind == "tables":
-        drawn = (drawn - drawn.mean(0)) / (drawn.std(0) + 1e-6)
+        drawn = standardized(drawn)
     else:
         drawn /= np.maximum(np.linalg.norm(drawn, axis=1, keepdims=True), 1e-12)
     return drawn.astype(np.float32), np.unique(y[rows], return_inverse=True)[1]
