@@ -34,7 +34,7 @@ _KINDS |= dict.fromkeys(("ones", "zeros", "full", "ones_like", "zeros_like", "ar
 _KINDS |= {"full_like": "constant", "scalar_tensor": "constant", "lift_fresh": "constant"}
 _KINDS |= {"fill": "constant", "zero": "constant"}
 _LEAVES: dict[str, str] = {"integers": "count", "weight": "weight", "mask": "mask", "data": "data"}
-_LEAVES |= {"number": "number"}
+_LEAVES |= {"number": "number", "unknown": "unknown"}
 # Nodes whose slope is infinite at the ends of their domain.
 _STEEP = {"AcosBackward": "acos", "AsinBackward": "asin", "AtanhBackward": "atanh"}
 _SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
@@ -239,9 +239,12 @@ def _judge(fault: Fault) -> Judgment:
     if is_nan and not fault.backward:
         is_inverse = op in ("acos", "asin", "atanh")
         if (op in _LOGS | _ROOTS and low < 0) or (is_inverse and max(-low, high) > 1):
-            return Judgment(
-                Cause.DOMAIN, f"{fault.op} is not defined for {low if low < 0 else high:.3g}"
-            )
+            outside = max(low, high, key=abs) if is_inverse else low
+            return Judgment(Cause.DOMAIN, f"{fault.op} is not defined for {outside:.7g}")
+        if op == "sqrt" and not fault.inputs:  # autograd saves its result alone
+            return Judgment(Cause.DOMAIN, "the root of a negative number is NaN")
+        if op == "mean" and any(facts.size == 0 for facts in fault.inputs):
+            return Judgment(Cause.MASKED, "a mean over nothing: the mask leaves no entry")
     if op in _LOGS or (re.match(r"Log(2|10|1P)?Backward", node) and op in _DIVISIONS):
         return _logarithm(fault)
     by_zero = fault.divided is not None and fault.divided.zeros > 0
@@ -374,6 +377,8 @@ def _overflow(fault: Fault) -> Judgment:
     sentence = f"values up to {largest:.3g} went into {fault.op}, and {out} ends at {limit:.3g}"
     if fault.made.op in _EXPS:
         sentence = f"the exponential of {largest:.3g}: {out} holds it up to {limit:.3g}"
+        if not fault.inputs:  # autograd saves its result alone
+            sentence = f"the exponential of a number above {limit:.3g}, which {out} cannot hold"
     if out.startswith(("float16", "float8")):
         return Judgment(Cause.FP8_OVERFLOW if "8" in out else Cause.FP16_OVERFLOW, sentence)
     if largest < HUGE:

@@ -381,6 +381,7 @@ class Guard:
             self._run({}, [*kept, *cut])
 
     def _remember(self, losses: dict[int, Tensor]) -> None:
+        self.locator.read(losses.values())
         for i, loss in losses.items():
             value = loss.detach().to(compute_dtype(loss))
             self._loss[i] = self._loss[i] + value if i in self._loss else value

@@ -379,6 +379,8 @@ class Microscope(TorchDispatchMode):
         """Return how the tensor was made by which an operation divides, and its statistics."""
         number = _DIVISORS.get(op)
         value = None if number is None or number >= len(args) else args[number]
+        if op == "pow" and isinstance(args[1], (int, float)) and args[1] >= 0:
+            return None
         if isinstance(value, (int, float)):
             return Made("number", (float(value),), (), 0.0), TensorFacts.of(torch.tensor(value))
         if not isinstance(value, Tensor):

@@ -40,7 +40,7 @@ from firstnan.microscope import Microscope
 from firstnan.norms import are_finite, as_reals, norm_of
 from firstnan.optimizers import give_back, judged_first, stand_in, unscale_, withhold
 from firstnan.recorder import is_first_run, is_transformed
-from firstnan.watch import FINITE_AGAIN, OUTSIDE, Finding, Watch, first_finding
+from firstnan.watch import FINITE_AGAIN, OUTSIDE, Finding, LossOrigin, Watch, first_finding
 
 _OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few halvings too large
 _REPORTS = 8  # most reports of a run that goes on; each runs models again
@@ -66,6 +66,7 @@ class ScriptWatch:
         self.steps, self.bad = 0, 0  # counts of optimizer steps, and of those not finite
         self._watches: dict[nn.Module, Watch] = {}  # in the order of the first calls
         self._losses: list[Tensor] = []
+        self._origin = LossOrigin()
         self._stale: set[nn.Module] = set()  # models that have been updated since their passes
         self._backwards, self._checked, self._overflows = 0, 0, 0
         self._is_scaled = False  # by a GradScaler, under which gradients may overflow
@@ -107,10 +108,13 @@ class ScriptWatch:
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self._losses += [x.detach() for x in losses]
             self._judge_pending()
+            self._read(losses)
             backward(tensors, *args, **kwargs)
             self._judge_backward(losses)
 
         def judged_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.steps and not self._backwards and not self._is_inner():
+                self._read(tree_leaves(outputs))
             gradients = grad(outputs, *args, **kwargs)
             if not self._is_inner() and (is_transformed() or is_first_run()):
                 self._judge_grad(_plain(outputs), _plain(gradients))
@@ -247,6 +251,12 @@ class ScriptWatch:
             with contextlib.suppress(SystemExit):  # the script's own end stays
                 self._report(self.steps, self._losses, ", ended by the script")
 
+    def _read(self, losses: Sequence[Tensor]) -> None:
+        """Look for the operation that made a loss bad, where that costs no wait for the device."""
+        if self._scope is None:  # the first step waits anyway, and a run that was bad may
+            waits = not self.steps or self.bad > 0
+            self._origin.read(losses, self._watches.values(), waits=waits)
+
     def _judge_backward(self, losses: list[Tensor]) -> None:
         """Check a backward pass while no optimizer takes a step: the script may update itself."""
         number, self._backwards = self._backwards, self._backwards + 1
@@ -265,6 +275,8 @@ class ScriptWatch:
         if number:
             self._judge_pending()
             self._losses = [x for x in self._losses if x.isinf().any()]  # for the first step
+            if not self._losses:
+                self._origin.forget()
 
     def _gradients(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the gradients that losses left behind, at weights of watched models and others."""
@@ -346,12 +358,15 @@ class ScriptWatch:
         if several_ranks() and is_elsewhere and are_finite(self._losses):
             note = "finite on this rank; see the reports of the others"
             return Finding(None, note=note), None
+        if not are_finite(self._losses):
+            first = self._origin.better(first, watch)
         first = first or self._nothing_found()
         is_named = first.fault is not None and OUTSIDE not in (first.fault.poisoned or "")
-        if is_named or self._scope is not None:
+        if self._scope is not None or (is_named and first.module):
             return first, watch
         note = f"{first.note}; " if first.note else ""
-        return replace(first, note=f"{note}--every-op names the operation, but is slow"), watch
+        what = "the line" if is_named else "the operation"
+        return replace(first, note=f"{note}--every-op names {what}, but is slow"), watch
 
     def _nothing_found(self) -> Finding:
         if any(watch.calls for watch in self._watches.values()):
@@ -363,6 +378,7 @@ class ScriptWatch:
     def _forget(self, weights: list[Tensor] | None = None) -> None:
         """Forget the step of the models that own one of the weights; of all models without them."""
         self._losses.clear()
+        self._origin.forget()
         updated = {id(p) for p in weights or ()}
         for model in self._watches:
             first = next((p for p in model.parameters() if p.requires_grad), None)
@@ -413,7 +429,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ways = "end the script with exit code 3, leave the step out, or only report (default: stop)"
     add("--on-bad", choices=("stop", "skip", "go-on"), default="stop", help=ways)
     add("--record", action="store_true", help="keep each module's ranges, for steps that differ")
-    add("--every-op", action="store_true", help="also find operations outside of models; slow")
+    add(
+        "--every-op",
+        action="store_true",
+        help="find every operation outside of models, and its line; slow",
+    )
     add("--bundle", type=Path, metavar="FOLDER", help="save what replays a bad step elsewhere")
     add("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     add("script", help="the script to run")

@@ -7,9 +7,10 @@ It needs neither the loop nor the loss.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from firstnan.agreement import Agreement, several_ranks
 from firstnan.diagnosis import Diagnosis, diagnose, report
 from firstnan.events import Event
 from firstnan.faults import Stage
+from firstnan.graph import Origin, origin_of
 from firstnan.hooks import version_of, weakly
 from firstnan.microscope import Fault, Microscope, TensorFacts
 from firstnan.norms import are_finite, is_sharded
@@ -121,6 +123,45 @@ def first_finding(
     return replace(found, step=step), watch
 
 
+class LossOrigin:
+    """What made a loss not finite, read before its backward pass and kept until the step ends."""
+
+    def __init__(self) -> None:
+        self._origin: Origin | None = None
+
+    def read(
+        self, losses: Iterable[Tensor], watches: Collection[Watch], *, waits: bool = False
+    ) -> None:
+        """Look for the first bad operation between the models and losses that are not finite.
+
+        Without `waits`, losses on devices that would have to be waited for are not looked at.
+        """
+        if self._origin is not None or not is_first_run():
+            return
+        given = [x for x in losses if type(x) is Tensor and x.numel() == 1 and not x.is_complex()]
+        bad = [
+            x for x in given if (waits or x.device.type == "cpu") and not math.isfinite(x.item())
+        ]
+        if bad:
+            self._origin = origin_of(bad, lambda i: any(watch.made(i) for watch in watches))
+
+    def better(self, first: Finding | None, watch: Watch | None) -> Finding | None:
+        """Return what was read as a finding, if the watches name neither operation nor module."""
+        origin, fault = self._origin, first and first.fault
+        if origin is None or (first is not None and first.module is not None and fault is None):
+            return first
+        if fault is not None and not fault.backward:  # a backward pass came later
+            is_elsewhere = OUTSIDE in (fault.poisoned or "")
+            if not is_elsewhere or watch is None or not watch.follows(origin.number):
+                return first
+        first = first or Finding(None)
+        return replace(first, module=None, fault=origin.fault, note=origin.note, is_outside=True)
+
+    def forget(self) -> None:
+        """Forget the step."""
+        self._origin = None
+
+
 @dataclass
 class Call:
     """A forward pass, with everything needed to run it again."""
@@ -182,6 +223,8 @@ class Watch:
     def __init__(self, model: nn.Module, *, record: bool = False, hooks: bool = True) -> None:
         self.model, self.step = model, 0
         self.calls: deque[Call] = deque(maxlen=_CALLS)
+        # Autograd's numbers of the operations of each forward pass: the first, and that after it.
+        self._numbers: list[list[int]] = []
         is_recorded = record or bool(_why_not_repeated(inner_of(model)))
         self.recorder = Recorder(inner_of(model)) if is_recorded else None
         self._undo = [hook.remove for hook in self.recorder.hooks] if self.recorder else []
@@ -213,6 +256,7 @@ class Watch:
         """Forget the forward passes of the step, and begin the next one."""
         self.step += 1
         self.calls.clear()
+        self._numbers.clear()
         if self.recorder is not None:
             self.recorder.forget()
 
@@ -227,6 +271,14 @@ class Watch:
                 found = Finding(module, note=note, is_outside=module is None)
             found = replace(found, lines=lines)
         return found and replace(found, step=self.step)
+
+    def made(self, number: int) -> bool:
+        """Return whether the operation of this number in autograd ran in the model."""
+        return any(first <= number < end for first, end in self._numbers)
+
+    def follows(self, number: int) -> bool:
+        """Return whether the model was called after the operation of this number in autograd."""
+        return any(number < first for first, _ in self._numbers)
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Keep what a forward pass begins with."""
@@ -246,12 +298,14 @@ class Watch:
         copy = lambda x: x.clone() if x.dtype == torch.int64 else x  # noqa: E731
         args, kwargs = tree_map_only(Tensor, copy, (args, kwargs))
         self.calls.append(Call(args, kwargs, module.training, buffers, *state))
+        self._numbers.append([_next_number()] * 2)
 
     def after(self, module: nn.Module, args: tuple, output: object) -> None:
         """Keep the gradients at the outputs of a forward pass, once they are computed."""
         if not is_first_run() or not torch.is_grad_enabled() or not self.calls:
             return
         call = self.calls[-1]
+        self._numbers[-1][1] = _next_number()
         outputs = [(i, x) for i, x in enumerate(floating(output)) if x.requires_grad]
         losses = [(i, x) for i, x in outputs if x.ndim == 0]  # the other outputs lead to it
         for i, x in losses or outputs:
@@ -312,13 +366,20 @@ class Locator:
         self.findings: dict[int, Finding] = {}  # by step, of this rank
         self.reports: dict[int, object] = {}  # findings, or a sentence why there is none
         self._n_located = 0
+        self._loss = LossOrigin()
         self.events: list[Event] = []  # of this step: an operation that some rank located
 
     def forget(self) -> None:
         """Forget the step."""
         self.events = []
+        self._loss.forget()
         for watch in self._watches:
             watch.forget()
+
+    def read(self, losses: Iterable[Tensor]) -> None:
+        """Look for the operation that made a loss not finite, before its backward pass."""
+        if self._watches:
+            self._loss.read(losses, self._watches)
 
     def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Agreement) -> None:
         """Locate the fault of parts that have just become not finite; ranks share the results."""
@@ -328,7 +389,7 @@ class Locator:
         self._n_located += 1
         line = ""
         self.reports[step] = _NOT_FOUND
-        finding, _ = first_finding(self._watches, step) or (None, None)
+        finding = self._loss.better(*first_finding(self._watches, step) or (None, None))
         if finding is not None and finding.note != FINITE_AGAIN:  # else another rank's, or huge
             self.findings[step] = self.reports[step] = finding
             line = f"{finding.headline}: {finding.why}"
@@ -413,6 +474,11 @@ def _why_not_repeated(model: nn.Module, call: Call | None = None) -> str:
         return "the weights are sharded over ranks"
     is_synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     return "SyncBatchNorm would wait for the other ranks" if is_synced else ""
+
+
+def _next_number() -> int:
+    """Return the number that autograd will give the next operation of this thread."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _random_states() -> dict[str, Tensor]:

@@ -220,11 +220,21 @@ def test_injected_faults_of_every_kind_are_found():
         (lambda x: (x - 0.2).log(), "aten.log is not defined for -0.2"),
         (lambda x: (x - 0.2) ** 0.5, "aten.pow is not defined for -0.2"),
         (lambda x: (x + 1.5).acos(), "aten.acos is not defined for 2.5"),
+        (lambda x: (1.0001 * x).acos(), "aten.acos is not defined for 1.0001"),
+        (lambda x: (2 * x - 0.5).asin(), "aten.asin is not defined for 1.5"),
     ],
 )
 def test_a_function_outside_its_domain_is_named_with_the_value(step, words):
     _, found = look(lambda: step(torch.tensor([0.0, 1.0])).sum())
     assert (found.cause, found.words) == (Cause.DOMAIN, words)
+
+
+def test_the_square_of_a_zero_is_no_division():
+    _, found = look(lambda: (1e30 * torch.tensor([0.0, 1.0])).square().sum())
+    assert (found.cause, found.words.partition(" went")[0]) == (
+        Cause.LEARNING_RATE,
+        "values up to 1e+30",
+    )
 
 
 ROWS = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]])

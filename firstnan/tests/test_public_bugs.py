@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from benchmarks.public_bugs import PAGE, explain, is_right, updated
+from benchmarks.public_bugs import PAGE, explain_all, is_right, updated
 from firstnan.diagnosis import diagnose
 from firstnan.microscope import Microscope
 from firstnan.tests.public_bugs import BUGS
@@ -16,7 +16,7 @@ WRONG = {"meta-pytorch/torchrec!3891"}  # torch raises an error, and nothing is 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.thread)
 def test_the_operation_of_a_public_bug_is_named_with_its_cause(bug):
-    report = explain(bug)
+    _, report = explain_all(bug)
     assert is_right(bug, report) != (bug.thread in WRONG), report
 
 

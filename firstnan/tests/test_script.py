@@ -81,7 +81,8 @@ def test_the_first_bad_step_names_the_operation_and_stops(tmp_path, run):
 def test_a_script_goes_on_without_the_step_or_with_it(tmp_path, run, on_bad, finite):
     done = run("--on-bad", on_bad, write(tmp_path), "outside")
     assert done.returncode == 0 and ("bits nan" not in done.out) == finite
-    assert "step 2:\nfirst bad  outside of the model" in done.err
+    expected = "step 2:\nfirst bad  aten.log, forward, outside of the model, step 2, all 6 rows\n"
+    assert expected in done.err and "read from the graph of the loss; --every-op" in done.err
 
 
 def test_every_op_names_what_is_outside_of_models(tmp_path, run):
