@@ -99,11 +99,10 @@ def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list
     return [slice(start, min(start + size, n_heads)) for start in range(0, n_heads, size)]
 
 
-def of_one_kind(chunks: list[slice], by_loss: Tensor) -> list[slice]:
-    """Split chunks of heads where `by_loss` `[head]` changes, so that each has one value."""
+def runs_of(by_loss: Tensor) -> list[slice]:
+    """Return the runs of consecutive heads that have the same value in `by_loss` `[head]`."""
     changes = (by_loss[1:] != by_loss[:-1]).nonzero().flatten().add(1).tolist()
-    bounds = sorted({0, len(by_loss), *changes, *(chunk.start for chunk in chunks)})
-    return [slice(*pair) for pair in itertools.pairwise(bounds)]
+    return [slice(*bounds) for bounds in itertools.pairwise([0, *changes, len(by_loss)])]
 
 
 def keep_freed_memory() -> None:
@@ -235,7 +234,7 @@ class HeadTrainer:
 
         n_views, batch, _ = views.shape
         floats = n_views * batch * self.bank.width + self.bank.n_parameters
-        chunks = of_one_kind(head_chunks(len(self.by_loss), 4 * floats, views.device), self.by_loss)
+        chunks = head_chunks(self.bank.n_heads, 4 * floats, views.device)
         teachers: Iterator | list = (self._targets(rows, views, fixed_targets) for rows in chunks)
         shared = None
         weighting = self.settings.instance_weight
@@ -251,15 +250,10 @@ class HeadTrainer:
                 name: value.detach().requires_grad_()
                 for name, value in self.bank.unflatten(self.state.student[rows]).items()
             }
+            own = weighting == "own"
+            weights = losses.instance_weights(agreements, "own") if own else shared
             logits = self._logits(parameters, views, True)
-            if self.by_loss[rows.start]:
-                own = weighting == "own"
-                weights = losses.instance_weights(agreements, "own") if own else shared
-                loss = self.objective.loss(logits, targets, marginal, weights)
-            else:
-                loss = losses.sharpened_cross_entropy(
-                    logits, targets, student_temperature=self.settings.student_temp
-                )
+            loss = self._loss(rows, logits, targets, marginal, weights)
             gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
                 (loss * self.state.scale[rows]).sum(),
                 list(parameters.values()),
@@ -286,22 +280,53 @@ class HeadTrainer:
     @torch.no_grad()
     def _targets(
         self, rows: slice, views: Tensor, fixed_targets: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets `[head or 1, view, batch, cluster]`, new marginal, and agreement.
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Return the targets of each run of heads, new marginals, and agreements `[head, batch]`.
 
-        The agreement `[head, batch]` is NaN for heads that learn fixed targets.
+        Targets are `[head or 1, view, batch, cluster]`; agreements are NaN for fixed targets.
         """
-        marginal = self.state.marginal[rows]
-        if fixed_targets is not None and not self.by_loss[rows.start]:
-            clusters = fixed_targets if len(fixed_targets) == 1 else fixed_targets[rows]
-            targets = functional.one_hot(clusters, self.n_clusters).float()
-            return targets, marginal, marginal.new_full((len(marginal), views.shape[1]), torch.nan)
-        logits = self._logits(self.bank.unflatten(self.state.teacher[rows]), views, False)
-        targets, latest = self.objective.targets(logits, marginal)
-        agreements = marginal.new_empty(0)
-        if self.settings.instance_weight != "none":
-            agreements = losses.agreement(self.objective.log_probabilities(targets))
-        return targets, torch.lerp(marginal, latest, 1 - MARGINAL_MOMENTUM), agreements
+        marginal = self.state.marginal[rows].clone()
+        agreements = marginal.new_full((len(marginal), views.shape[1]), torch.nan)
+        logits = marginal.new_empty(len(marginal))
+        if self.by_loss[rows].any():
+            logits = self._logits(self.bank.unflatten(self.state.teacher[rows]), views, False)
+        targets = []
+        for run in runs_of(self.by_loss[rows]):
+            if not self.by_loss[rows][run.start]:
+                assert fixed_targets is not None
+                own = fixed_targets if len(fixed_targets) == 1 else fixed_targets[rows][run]
+                targets.append(functional.one_hot(own, self.n_clusters).float())
+                continue
+            of_run, latest = self.objective.targets(logits[run], marginal[run])
+            if self.settings.instance_weight != "none":
+                log_probs = self.objective.log_probabilities(of_run)
+                agreements[run] = losses.agreement(log_probs)
+            marginal[run] = torch.lerp(marginal[run], latest, 1 - MARGINAL_MOMENTUM)
+            targets.append(of_run)
+        return targets, marginal, agreements
+
+    def _loss(
+        self,
+        rows: slice,
+        logits: Tensor,
+        targets: list[Tensor],
+        marginal: Tensor,
+        weights: Tensor | None,
+    ) -> Tensor:
+        """Return the loss `[head]` of students' logits, by LOSS or by cross-entropy."""
+        by_loss, temperature = self.by_loss[rows], self.settings.student_temp
+        runs = runs_of(by_loss)
+        pieces = logits.split([run.stop - run.start for run in runs])
+        of_runs = []
+        for run, of_run, wanted in zip(runs, pieces, targets, strict=True):
+            if by_loss[run.start]:
+                own = weights if weights is None or len(weights) == 1 else weights[run]
+                of_runs.append(self.objective.loss(of_run, wanted, marginal[run], own))
+            else:
+                of_runs.append(
+                    losses.sharpened_cross_entropy(of_run, wanted, student_temperature=temperature)
+                )
+        return torch.cat(of_runs)
 
     @torch.no_grad()
     def _update(
