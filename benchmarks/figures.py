@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.turns import PAGE
+from benchmarks.turns import PAGE, section_of
 
 FOLDER = PAGE.parent / "figures"
 OURS, OTHERS, LIGHT = "#d1495b", "#3b6ea5", "#a9bcd0"
@@ -58,9 +58,8 @@ def number(text: str) -> float:
 
 def regret(page: str, figure: Figure) -> None:
     """Draw how far each method is behind the best one: median, mean and worst set."""
-    table = table_with(page, "method", "mean regret", "worst", "median")
-    rows = [row for row in table.rows if row["median seconds"]]
-    rows.sort(key=lambda row: -number(row["mean regret"]))
+    table = table_with(section_of("natural", page), "method", "mean regret", "worst", "median")
+    rows = sorted(table.rows, key=lambda row: -number(row["mean regret"]))
     axes = _rows(figure, [row["method"] for row in rows])
     for place, row in enumerate(rows):
         color = OURS if row["method"] == "ssl_kd" else OTHERS
@@ -76,9 +75,9 @@ def regret(page: str, figure: Figure) -> None:
 
 def each_set(page: str, figure: Figure) -> None:
     """Draw our accuracy minus that of the best peer, for each set."""
-    table = table_with(page, "set", "best peer", "its ACC", "ours")
-    rows = sorted(table.rows, key=lambda row: number(row["ours"]))
-    differences = [number(row["ours"]) for row in rows]
+    table = table_with(section_of("natural", page), "set", "best peer", "ahead")
+    rows = sorted(table.rows, key=lambda row: number(row["ahead"]))
+    differences = [number(row["ahead"]) for row in rows]
     axes = _rows(figure, [row["set"] for row in rows])
     axes.barh(range(len(rows)), differences, color=[OURS if d < 0 else OTHERS for d in differences])
     axes.axvline(0, color="black", linewidth=0.8)

@@ -61,17 +61,26 @@ def row(*cells: str) -> None:
     print(table_line(cells), flush=True)
 
 
-def with_section(name: str, section: str, page: str) -> str:
-    """Return the page with a section replaced, from `<!-- NAME: COMMAND -->` to `<!-- end -->`.
+def section_pattern(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<=<!-- {name}: )([^\n]+ -->\n\n)(.*?)(?=\n<!-- end -->)", re.S)
+
+
+def section_of(name: str, page: str) -> str:
+    """Return the named section of a page, from `<!-- NAME: COMMAND -->` to `<!-- end -->`.
 
     Raises:
         ValueError: If the page does not have exactly one section of this name.
     """
-    pattern = re.compile(rf"(<!-- {name}: [^\n]+ -->\n\n).*?(\n<!-- end -->)", re.S)
-    text, n = pattern.subn(lambda match: match[1] + section + match[2], page)
-    if n != 1:
-        raise ValueError(f"the page has {n} sections named {name!r}, expected 1")
-    return text
+    sections = section_pattern(name).findall(page)
+    if len(sections) != 1:
+        raise ValueError(f"the page has {len(sections)} sections named {name!r}, expected 1")
+    return sections[0][1]
+
+
+def with_section(name: str, section: str, page: str) -> str:
+    """Return the page with the named section replaced, see `section_of`."""
+    section_of(name, page)
+    return section_pattern(name).sub(lambda match: match[1] + section, page)
 
 
 def write_section(name: str, section: str, page: Path = PAGE) -> None:

@@ -11,6 +11,7 @@ from benchmarks import regret
 from benchmarks.peers import Method, variant
 from benchmarks.regret import UNKNOWN, Scores, claim, draw_of, report, sets, tables_without_k
 from benchmarks.sets import Sources
+from benchmarks.turns import PAGE, README, section_of
 
 
 def rows(name, draw=0, kind="natural", **accuracies):
@@ -205,6 +206,15 @@ def test_only_the_rows_of_the_shelf_and_kind_are_shown(features, monkeypatch, ca
     more(monkeypatch, "--draws", "0")
     output = capsys.readouterr().out
     assert "sets: 1," in output and "2.0 (umist)" in output and not calls
+
+
+@pytest.mark.parametrize("name", ["natural", "tails", "folders", "tables", "unknown", "clubench"])
+def test_the_results_have_a_section_for_each_table(name):
+    assert section_of(name, PAGE.read_text(encoding="utf-8"))
+
+
+def test_the_readme_has_a_section_for_its_table():
+    assert section_of("readme", README.read_text(encoding="utf-8"))
 
 
 def test_tables_are_written_into_their_sections(features, monkeypatch, capsys, calls):
