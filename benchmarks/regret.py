@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -315,24 +316,21 @@ def ranks(values: Mapping[str, float], method: str) -> str:
 
 
 def claim(scores: Scores) -> str:
-    """Return one sentence about our default: its regret, rank, and distance to the next method."""
+    """Return one sentence about our default: its regret, ranks, and lead over the next method."""
     regrets = {m: scores.regret(m) for m in scores.methods if m in METHODS}
     means = {method: fmean(values.values()) for method, values in regrets.items()}
     medians = {method: median(values.values()) for method, values in regrets.items()}
     worst = max(regrets[OURS], key=regrets[OURS].__getitem__)
-    peer = min(means.keys() - {OURS}, key=means.__getitem__)
+    peer = min(means.keys() - {OURS}, key=lambda method: (means[method], method))
     ahead = np.array([regrets[peer][name] - regrets[OURS][name] for name in scores.sets])
-    resampled = np.random.default_rng(0).choice(ahead, (10_000, len(ahead)))
-    low, high = np.percentile(resampled.mean(1), [5, 95])
-    better = sum(value < 0 for value in ahead)
-    side = "ahead of" if ahead.mean() >= 0 else "behind"
+    resampled = np.random.default_rng(0).choice(ahead, (10_000, len(ahead))).mean(1)
+    low, high = np.percentile(resampled, [5, 95])
     return (
-        f"On {len(scores.sets)} sets, ssl_kd is {means[OURS]:.1f} points of accuracy behind the "
-        f"best method of each set on average (rank {ranks(means, OURS)}), with a median of "
-        f"{medians[OURS]:.1f} (rank {ranks(medians, OURS)}) and {regrets[OURS][worst]:.1f} at "
-        f"worst, on {worst}; on average it is {abs(ahead.mean()):.1f} points {side} "
-        f"{METHODS[peer].title}, the best other method (90 % of resampled means: {low:.1f} to "
-        f"{high:.1f}), which is better on {better} of the sets."
+        f"On average, ssl_kd is {means[OURS]:.1f} points of accuracy behind the best method of a "
+        f"set, rank {ranks(means, OURS)} (median {medians[OURS]:.1f}, rank {ranks(medians, OURS)}; "
+        f"worst {regrets[OURS][worst]:.1f}, {worst}), and its mean lead over "
+        f"{METHODS[peer].title}, the best other method, is {ahead.mean():.1f} "
+        f"(90 % bootstrap interval over sets: {low:.1f} to {high:.1f})."
     )
 
 
@@ -411,9 +409,8 @@ def report(kind: Kind, shelf: Shelf, rows: Sequence[Row]) -> dict[str, str]:
         if OURS in scores.methods and len(scores.methods) > 1:
             lines += ["", "Each set, the largest losses first:", "", *table_of_sets(scores)]
         if OURS in scores.methods and len(scores.methods) > 1 and kind == "natural":
-            sections["readme"] = "\n".join(
-                [f"{lines[0]} {claim(scores)}", "", *short_table(scores)]
-            )
+            text = textwrap.fill(f"{lines[0]} {claim(scores)}", 110, break_on_hyphens=False)
+            sections["readme"] = "\n".join([text, "", *short_table(scores)])
         sections[kind] = "\n".join(lines)
     if lines := tables_without_k(rows):
         free = [row for row in rows if row["method"].endswith(UNKNOWN)]
