@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +48,12 @@ MIN_DISTANCE = 1e-9  # between clusters that some partition separates
 # families by direction agree so much less among themselves (adjusted Rand index), they lose their
 # vote (docs/results.md, "Where lengths matter").
 FARTHER, LESS_AGREED = 1.5, 0.1
-COMPARED = ("k-means", "spectral", "communities", "layout", "density leaves")
+OF_GRAPHS = "spectral", "communities", "layout", "density leaves"
+COMPARED = ("k-means", *OF_GRAPHS)
+# In a small table, whose largest size this is, a cluster has hardly more rows than a neighborhood:
+# graphs are trusted only if their families agree so much (adjusted Rand index).
+FEW_ROWS, FEW_COLUMNS, TRUSTED = 200, 32, 0.87
+LEAST_VARIANCE = 0.01  # added to the variances of a mixture; the data have 1 on average
 EDGES = 2**18  # of which the lengths are in memory at once
 LINKED = 2000  # samples, at most, of which all pairs are compared
 
@@ -89,6 +95,11 @@ class Ensemble:
     def voters(self) -> list[Candidate]:
         """The candidates that voted in the consensus."""
         return voters(self.candidates, self.sizes)
+
+    @property
+    def by_graphs(self) -> bool:
+        """Whether partitions of neighbor graphs are among the candidates."""
+        return any(candidate.family in OF_GRAPHS for candidate in self.candidates)
 
 
 def agreement(candidates: Iterable[Candidate], answer: Ints) -> dict[str, float]:
@@ -134,8 +145,9 @@ def form_ensemble(
 
     `cosine` has rows of length 1 and graphs of 10, 15 and 20 neighbors; `euclidean` and `whitened`
     have centered rows and a graph of 15 neighbors. If the lengths of the rows matter, partitions by
-    direction are replaced by others by distance. `progress` is called with the numbers of finished
-    and of all partitions.
+    direction are replaced by others by distance; those of a small table are replaced by partitions
+    without a graph, unless the graphs are trusted. `progress` is called with the numbers of
+    finished and of all partitions.
     """
     together = summed(cosine, euclidean, whitened)
     graphs = [(COSINE, cosine.graphs[10]), (COSINE, cosine.graphs[20])]
@@ -149,7 +161,10 @@ def form_ensemble(
         for candidate in _candidates(directions, graphs, layouts, n_clusters):
             candidates.append(replace(candidate, clusters=in_order(candidate.clusters)))
             progress(len(candidates), total)
-        if lengths_matter(candidates, cosine, euclidean):
+        if is_small(euclidean.rows) and not graphs_agree(candidates):
+            metrics = (EUCLIDEAN,)
+            candidates = _without_graph(euclidean.rows, n_clusters)
+        elif lengths_matter(candidates, cosine, euclidean):
             metrics = (EUCLIDEAN,)
             candidates = _by_distance(euclidean, whitened, n_clusters)
         return Ensemble(vote(candidates, sizes, n_clusters), candidates, sizes, metrics)
@@ -159,6 +174,16 @@ def summed(*views: View) -> sp.csr_matrix:
     """Return the sum of the 15-nearest-neighbor graphs of several views, `[n, n]`."""
     first, *others = (view.graphs[15] for view in views)
     return sum(others, first).tocsr()
+
+
+def is_small(rows: NDArray) -> bool:
+    """Return whether rows `[n, d]` are a small table: at most 200 rows and 32 columns."""
+    return rows.shape[0] <= FEW_ROWS and rows.shape[1] <= FEW_COLUMNS
+
+
+def graphs_agree(candidates: Iterable[Candidate]) -> bool:
+    """Return whether the families of partitions of graphs find nearly the same clusters."""
+    return mutual_agreement(c for c in candidates if c.family in OF_GRAPHS) >= TRUSTED
 
 
 def lengths_matter(candidates: Iterable[Candidate], cosine: View, euclidean: View) -> bool:
@@ -253,6 +278,36 @@ def _by_distance(euclidean: View, whitened: View, n_clusters: int) -> list[Candi
     layouts = {EUCLIDEAN: euclidean}
     found = _candidates(points, graphs, layouts, n_clusters, MIDDLE_POWER)
     return [replace(candidate, clusters=in_order(candidate.clusters)) for candidate in found]
+
+
+def _without_graph(rows: NDArray[np.float32], n_clusters: int) -> list[Candidate]:
+    """Return partitions of centered rows `[n, d]` by k-means, by Ward's method and by a mixture.
+
+    None of them needs a neighbor graph, and in few rows all three find clusters of any size.
+    """
+    from sklearn.cluster import AgglomerativeClustering
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.mixture import GaussianMixture
+
+    mixture = GaussianMixture(
+        n_clusters,
+        covariance_type="diag",
+        reg_covar=LEAST_VARIANCE,
+        n_init=STARTS,
+        random_state=0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        of_mixture = mixture.fit_predict(rows.astype(np.float64))
+    partitions = {
+        "k-means": kmeans(rows, n_clusters, 0, n_init=OWN_STARTS, max_iter=OWN_ITERATIONS),
+        "Ward": AgglomerativeClustering(n_clusters).fit_predict(rows),
+        "mixture": of_mixture,
+    }
+    return [
+        Candidate(family, in_order(clusters), EUCLIDEAN, any_size=True)
+        for family, clusters in partitions.items()
+    ]
 
 
 def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:

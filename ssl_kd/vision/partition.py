@@ -65,10 +65,16 @@ def partition_of(
         n_clusters = number.n_clusters
     ensemble = form_ensemble(*by_metric, n_clusters, sizes, progress)
     if COSINE not in ensemble.metrics:
-        logger.info(
+        why = (
             "the lengths of the embeddings matter: clusters are searched by Euclidean distance "
             "alone, because partitions by cosine agree much less with each other"
         )
+        if not ensemble.by_graphs:
+            why = (
+                f"{projected.shape[0]} rows of {projected.shape[1]} columns are a small table: "
+                "clusters are searched by Euclidean distance, without neighbor graphs"
+            )
+        logger.info(why)
         voting = by_metric[1:]
         k = neighbors.shape[1]
         neighbors = nearest_neighbors(projected, k, metric="euclidean", device=device)

@@ -14,6 +14,7 @@ from ssl_kd.graph.ensemble import (
     aligned,
     any_size_consensus,
     cluster_agreement,
+    vote,
     weights_of,
 )
 
@@ -176,3 +177,27 @@ def test_the_same_samples_give_the_same_answer_whatever_was_drawn_before():
 def test_few_samples(n, k):
     ensemble = ensemble_of(R.normal(size=(n, 3)), k)
     assert ensemble.clusters.shape == (n,) and ensemble.clusters.max() < k
+
+
+def unequal_groups():
+    """Return 100 rows of 8 columns in 7 groups of 40 to 4, and their groups."""
+    y = np.repeat(np.arange(7), [40, 20, 13, 10, 8, 5, 4])
+    random = np.random.default_rng(0)
+    return (4 * random.normal(size=(7, 8)))[y] + random.normal(size=(100, 8)), y
+
+
+def test_groups_of_a_small_table_keep_their_sizes():
+    x, y = unequal_groups()
+    ensemble = ensemble_of(x, 7)
+    assert not ensemble.by_graphs
+    assert ensemble.metrics == ("euclidean",)
+    assert {candidate.family for candidate in ensemble.candidates} == {"k-means", "Ward", "mixture"}
+    assert adjusted_rand_score(y, ensemble.clusters) > 0.9
+    assert (vote(ensemble.candidates, "any", 7) >= 0).all()
+
+
+def test_graphs_are_trusted_in_a_small_table_where_they_agree():
+    x, y = make_moons(200, noise=0.05, random_state=0)
+    ensemble = ensemble_of(x, 2)
+    assert ensemble.by_graphs
+    assert adjusted_rand_score(y, ensemble.clusters) > 0.98
