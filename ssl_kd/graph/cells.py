@@ -11,13 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ssl_kd.graph.kmeans import kmeans
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-CELLS_PER_CLUSTER = 4
-LLOYD_STEPS = 5  # for the cells, whose exact borders do not matter
 
 
 def merge_cells(means: Floats, sizes: Ints, n_clusters: int) -> Ints:
