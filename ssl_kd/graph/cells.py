@@ -11,10 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-
 
 
 def merge_cells(means: Floats, sizes: Ints, n_clusters: int) -> Ints:

@@ -46,7 +46,7 @@ def test_graphs_are_cosine_euclidean_and_half_whitened():
 def test_it_finds_the_digits_and_reports_each_partition():
     seen = []
     others = X[:450]  # of which no other test has asked
-    found = partition_of(10, *_inputs(others), CPU, lambda *numbers: seen.append(numbers))
+    found = partition_of(10, *_inputs(others), CPU, progress=lambda *numbers: seen.append(numbers))
     assert adjusted_rand_score(Y[:450], found.clusters) > 0.7
     assert seen == [(number, 34) for number in range(1, 35)]
     assert (found.clusters.numpy() == found.ensemble.clusters).all()
