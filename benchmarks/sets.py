@@ -60,11 +60,8 @@ class Sources:
         return cls(args.data_dir, args.cifar, args.teacher_weights, args.cache)
 
 
-def shelf_of(name: str) -> Shelf:
-    """Return the shelf of a set by its source, which is the leading letters of its name.
-
-    All sets of a source are on the same shelf, such as `cifar10_resnet18_pca50` and
-    `cifar_efficientnet_lt10`.
+def source_of(name: str) -> str:
+    """Return the source of a set: the leading letters of its name, or another with the same data.
 
     Raises:
         ValueError: If the name does not begin with a small letter.
@@ -75,8 +72,19 @@ def shelf_of(name: str) -> Shelf:
             f"the set {name!r} has no source: its name must begin with small letters, "
             "such as coil20_clip; rename its file"
         )
-    source = SAME_SOURCE.get(letters[0], letters[0])
-    return get_args(Shelf)[hashlib.sha256(source.encode()).digest()[0] % 2]
+    return SAME_SOURCE.get(letters[0], letters[0])
+
+
+def shelf_of(name: str) -> Shelf:
+    """Return the shelf of a set.
+
+    All sets of a source are on the same shelf, such as `cifar10_resnet18_pca50` and
+    `cifar_efficientnet_lt10`.
+
+    Raises:
+        ValueError: If the name does not begin with a small letter.
+    """
+    return get_args(Shelf)[hashlib.sha256(source_of(name).encode()).digest()[0] % 2]
 
 
 # --- Images ---------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import ArpackError, eigsh
 from threadpoolctl import threadpool_limits
 
-from ssl_kd.graph.criterion import Graph, Ints, one_hot
+from ssl_kd.graph.criterion import Graph, Ints, adjusted_rand_index, one_hot
 from ssl_kd.graph.kmeans import kmeans
 from ssl_kd.graph.layout import Density, low_dimensional
 from ssl_kd.graph.levels import MANY, communities, in_order
@@ -218,12 +218,10 @@ def _edge_length(graph: sp.csr_matrix, rows: NDArray[np.float32]) -> float:
 
 def mutual_agreement(candidates: Iterable[Candidate]) -> float:
     """Return the adjusted Rand index of partitions of two families, averaged over all pairs."""
-    from sklearn.metrics import adjusted_rand_score
-
     scores: dict[tuple[str, str], list[float]] = {}
     for a, b in itertools.combinations(candidates, 2):
         if a.family != b.family:
-            score = adjusted_rand_score(a.clusters, b.clusters)
+            score = adjusted_rand_index(a.clusters, b.clusters)
             scores.setdefault((a.family, b.family), []).append(score)
     return fmean(fmean(of_pair) for of_pair in scores.values())
 

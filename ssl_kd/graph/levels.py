@@ -1,29 +1,13 @@
-"""Find the number of clusters of a graph, and a hierarchy of partitions.
-
-The score of K clusters is `Q(K) A(K)^(1/3)`. Q is the modularity of a partition into K clusters. A
-is the agreement of partitions of two random halves of the samples (prediction strength, measured by
-the adjusted Rand index). Modularity alone would find about ten clusters in any neighbor graph,
-because it also grows if a homogeneous cluster is divided; but the halves divide it differently.
-
-If clusters are well separated, communities, density peaks and density mass find the same clusters.
-Their number is then used instead of the score, because modularity would divide long clusters.
-
-References:
-    Tibshirani & Walther, Cluster validation by prediction strength, 2005.
-"""
+"""Partition a graph into any number of communities, and into a hierarchy around a partition."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from ssl_kd.errors import InputError
 from ssl_kd.graph.criterion import (
     ALPHA,
     Floats,
@@ -32,31 +16,19 @@ from ssl_kd.graph.criterion import (
     joint,
     merge_losses,
     modularity_losses,
-    one_hot,
     refine,
 )
 from ssl_kd.graph.kmeans import kmeans
-from ssl_kd.graph.layout import Density
 from ssl_kd.graph.spectral import on_sphere
 
-EXPONENT = 1 / 3
-HALVINGS = 4
 ATOMS = 400
 ATOMS_PER_CLUSTER = 6
-MOST = 250  # clusters, at most
-MIN_SIZE = 16  # samples of a cluster on average
-MIN_SAMPLES = 64  # in all
 DIMENSIONS, STEPS = 64, 10
 # Of the tree: clusters at its ends, the first as a multiple of K.
 FINEST, COARSEST = 3, 5
 LEAST_SHARE = 1e-9
 PAIRS = 20  # per cluster, those least costly by modularity, whose exact cost is computed
 MANY = 60  # from so many clusters on, cheaper approximations are used
-APART = 1.25  # two levels closer than this factor are one
-WIDENED = 1.5  # factor at either end of the halvings' interval, which alone is too narrow
-# Mean adjusted Rand index of unanimous methods, of up to FEW clusters; below HOPELESS in the first
-# layout the others are skipped.
-UNANIMOUS, FEW, HOPELESS = 0.97, 30, 0.9
 
 
 def in_order(clusters: Ints) -> Ints:
@@ -116,93 +88,6 @@ def pair_losses(exact: int, alpha: float = ALPHA) -> Losses:
     return losses
 
 
-@dataclass(frozen=True)
-class Level:
-    """Score of a number of clusters."""
-
-    n_clusters: int
-    worth: float  # the score, `modularity * agreement ** (1/3)`
-    modularity: float
-    agreement: float  # adjusted Rand index of partitions of two random halves, mean of 4 halvings
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """The number of clusters found in a graph, and alternatives."""
-
-    n_clusters: int  # at which all methods find the same clusters, else that with the highest score
-    # From 2/3 of the smallest to 3/2 of the largest number chosen by a single split into halves, or
-    # around a unanimous number. On 21 data sets, it contained the number of classes in 55 of 63.
-    interval: tuple[int, int]
-    ranked: list[Level]  # local maxima of the score, best first
-
-
-def number_of_clusters(graph: Graph, densities: Sequence[Density] = ()) -> Evidence:
-    """Find the number of clusters of a neighbor graph, between 2 and 250.
-
-    Clusters have at least 16 samples on average. The clusters of `densities`, of layouts of the
-    graph, are compared with those of the graph to detect well-separated clusters.
-    """
-    check_enough(graph.n)
-    most = min(MOST, graph.n // MIN_SIZE)
-    partitions = levels(graph, most, seed=0)
-    agreed = [_agreement(graph, most, np.random.default_rng([0, h])) for h in range(HALVINGS)]
-    known = [k for k in sorted(partitions) if all(k in halving for halving in agreed)] or [2]
-    quality = np.array(
-        [modularity(graph, partitions[k], k) if k in partitions else 0.0 for k in known]
-    )
-    agree = np.array([[halving.get(k, 0.0) for k in known] for halving in agreed]).clip(0)
-    worth, single = quality * agree.mean(0) ** EXPONENT, quality * agree**EXPONENT
-    all_levels = [
-        Level(k, float(w), float(q), float(a))
-        for k, w, q, a in zip(known, worth, quality, agree.mean(0), strict=True)
-    ]
-    ranked = [
-        level
-        for level in sorted(all_levels, key=lambda level: -level.worth)
-        if level.worth >= max(o.worth for o in all_levels if _near(o, level))
-    ]
-    if (number := unanimous(partitions, densities)) is not None:
-        choices = [number]
-    else:
-        choices = [known[int(i)] for i in single.argmax(1)] + [number := ranked[0].n_clusters]
-    low, high = math.floor(min(choices) / WIDENED), math.ceil(max(choices) * WIDENED)
-    return Evidence(number, (max(2, low), min(high, graph.n)), ranked)
-
-
-def unanimous(partitions: Mapping[int, Ints], densities: Sequence[Density]) -> int | None:
-    """Return the number of clusters, up to 30, at which all methods agree best, or None."""
-    from sklearn.metrics import adjusted_rand_score
-
-    best, number = UNANIMOUS, None
-    for k, clusters in sorted(partitions.items()):
-        if k > FEW:
-            break
-        similar, scores = [clusters], [0.0]
-        for density in densities:
-            for partition in (density.peaks(k), density.heaviest(k)):
-                similar.append(partition)
-            scores = [adjusted_rand_score(a, b) for a, b in combinations(similar, 2)]
-            if np.mean(scores) < HOPELESS:
-                break
-        if np.mean(scores) >= best:
-            best, number = float(np.mean(scores)), k
-    return number
-
-
-def check_enough(n: int) -> None:
-    """Raise InputError if there are too few samples to find the number of clusters."""
-    if n < MIN_SAMPLES:
-        raise InputError(
-            f"there are {n} samples, expected at least {MIN_SAMPLES} to find the number of "
-            "clusters: set it (setting N_CLUSTERS, argument n_clusters)"
-        )
-
-
-def _near(a: Level, b: Level) -> bool:
-    return 1 / APART < a.n_clusters / b.n_clusters < APART
-
-
 def levels(graph: Graph, most: int, seed: int) -> dict[int, Ints]:
     """Return partitions `[n]`, by number of clusters, for some numbers from 2 to `most`."""
     atoms = _atoms(graph, 2 * most, seed)
@@ -252,31 +137,6 @@ def modularity(graph: Graph, clusters: Ints, k: int) -> float:
     """Return the modularity of a partition `[n]` into `k` clusters, from -1/2 to below 1."""
     table = joint(graph, clusters, k)
     return float(np.trace(table) - (table.sum(1) ** 2).sum())
-
-
-def _agreement(graph: Graph, most: int, random: np.random.Generator) -> dict[int, float]:
-    """Return how well partitions of random halves of the samples agree, for each K up to `most`.
-
-    Clusters of one half are carried along the edges to the other half and compared there.
-    """
-    from sklearn.metrics import adjusted_rand_score
-
-    order = random.permutation(graph.n)
-    halves = [np.sort(order[: graph.n // 2]), np.sort(order[graph.n // 2 :])]
-    seed = int(random.integers(2**31))
-    graphs = [Graph(graph.matrix[rows][:, rows].tocsr()) for rows in halves]
-    partitions = [levels(half, most, seed) for half in graphs]
-    across = graph.matrix[halves[0]][:, halves[1]].tocsr()
-    agreed = {}
-    for k in set(partitions[0]) & set(partitions[1]):
-        scores = []
-        for source, target, edges in ((0, 1, across.T), (1, 0, across)):
-            carried = (edges @ one_hot(partitions[source][k], k)).toarray()
-            tied = carried.any(1)
-            pair = partitions[target][k][tied], carried[tied].argmax(1)
-            scores.append(adjusted_rand_score(*pair))
-        agreed[k] = float(np.mean(scores))
-    return agreed
 
 
 def _diffused(graph: Graph, random: np.random.Generator) -> NDArray[np.float32]:

@@ -62,7 +62,7 @@ def extension_text(metrics: dict[str, Any]) -> str:
 
 
 def number_text(metrics: dict[str, Any]) -> str | None:
-    """Return a sentence with the estimated number of clusters; None if the number was set."""
+    """Return a sentence with the likely numbers of clusters; None if the number was set."""
     number = (metrics.get("graph") or {}).get("number")
     if not number:
         return None
@@ -70,7 +70,8 @@ def number_text(metrics: dict[str, Any]) -> str | None:
     others = ", ".join(str(k) for k in [k for k in ranked if k != number["n_clusters"]][:3])
     alternatives = f"; alternatives: {others}" if others else ""
     low, high = number["interval"]
-    return f"Found {number['n_clusters']} clusters; likely {low} to {high}{alternatives}"
+    likely = f"{low} to {high}" if low < high else f"{low}"
+    return f"Likely {likely} clusters; {number['n_clusters']} are used{alternatives}"
 
 
 def results_table(metrics: dict[str, Any]) -> Table:

@@ -99,7 +99,7 @@ class MultiHeadClusterer(
             level first. There are no levels with `method="heads"`.
         outlier_score_: `[n]` float32, outlier score of each of these samples.
         number_: evidence for an estimated number of clusters: an interval, and ranked levels
-            (`ssl_kd.graph.levels.Evidence`). None if `n_clusters` was set, and after
+            (`ssl_kd.graph.number.Evidence`). None if `n_clusters` was set, and after
             `from_pretrained`.
         departure_: share of the training samples that the heads put into another cluster than the
             partition that they learned, 0 to 1; above 0.05 `fit` logs a warning. None with

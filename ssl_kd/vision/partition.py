@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from firstnan.finite import safe_normalize
 from ssl_kd.graph import Ensemble, Graph, View, form_ensemble, fuzzy_graph, summed
 from ssl_kd.graph.ensemble import COSINE, Sizes
-from ssl_kd.graph.levels import Evidence, modularity, nested_levels, number_of_clusters
+from ssl_kd.graph.levels import modularity, nested_levels
+from ssl_kd.graph.number import Evidence, number_of_clusters
+from ssl_kd.graph.spectral import on_sphere
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision.model_parts import Splits
 from ssl_kd.vision.train import Gather
@@ -61,7 +64,8 @@ def partition_of(
     by_metric = voting = views(neighbors, embeddings, projected, device)
     number = None
     if n_clusters is None:
-        number = _number(voting, by_metric[:2])
+        cosine, euclidean, _ = by_metric
+        number = _number(voting, [cosine.rows, on_sphere(euclidean.rows)], by_metric[:2])
         n_clusters = number.n_clusters
     ensemble = form_ensemble(*by_metric, n_clusters, sizes, progress)
     if COSINE not in ensemble.metrics:
@@ -79,19 +83,27 @@ def partition_of(
         k = neighbors.shape[1]
         neighbors = nearest_neighbors(projected, k, metric="euclidean", device=device)
         if number is not None:
-            number = _number(voting, by_metric[1:2])
+            number = _number(voting, [view.rows for view in voting], by_metric[1:2])
             n_clusters = number.n_clusters
             ensemble = form_ensemble(*by_metric, n_clusters, sizes, progress)
+    if number is not None:
+        logger.info(
+            "the number of clusters is likely %d to %d; %d are used (N_CLUSTERS sets another)",
+            *number.interval,
+            n_clusters,
+        )
     agreed = torch.from_numpy(ensemble.clusters)
     clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # if fewer
     levels = np.stack(nested_levels(Graph(summed(*voting)), clusters.numpy()))
     return GraphAnswer(n_clusters, clusters, neighbors, ensemble, torch.from_numpy(levels), number)
 
 
-def _number(voting: Sequence[View], laid_out: Sequence[View]) -> Evidence:
-    """Choose the number of clusters from the graphs of some views and the layouts of others."""
+def _number(
+    voting: Sequence[View], points: Sequence[NDArray], laid_out: Sequence[View]
+) -> Evidence:
+    """Choose the number of clusters from graphs, points for k-means, and layouts of views."""
     densities = [density for view in laid_out for density in view.densities]
-    return number_of_clusters(Graph(summed(*voting)), densities)
+    return number_of_clusters(Graph(summed(*voting)), points, densities)
 
 
 def modularity_of(clusters: Tensor, embeddings: Tensor, projected: Tensor) -> float:

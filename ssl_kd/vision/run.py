@@ -23,7 +23,7 @@ from ssl_kd.datasets.levels import Levels
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import printable
 from ssl_kd.files import sha256_file
-from ssl_kd.graph.levels import check_enough
+from ssl_kd.graph.number import check_enough
 from ssl_kd.heads import import_head
 from ssl_kd.memory import give_back_memory
 from ssl_kd.precision import Precision, default_torch_state

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from sklearn.metrics import adjusted_rand_score
 
 from ssl_kd.graph import Graph, joint, partition_value, refine
-from ssl_kd.graph.criterion import merge_losses
+from ssl_kd.graph.criterion import adjusted_rand_index, merge_losses
 
 
 @pytest.fixture
@@ -92,3 +93,12 @@ def test_groups_keep_the_value(graph):
     small = graph.of_groups(groups, groups.max() + 1)
     of_all = partition_value(joint(graph, clusters[groups], 3))
     assert partition_value(joint(small, clusters, 3)) == pytest.approx(of_all, rel=1e-9)
+
+
+@pytest.mark.parametrize(("of_a", "of_b"), [(3, 3), (1, 4), (40, 2), (60, 60)])
+def test_the_adjusted_rand_index_is_that_of_scikit_learn(of_a, of_b):
+    r = np.random.default_rng(0)
+    a, b = r.integers(of_a, size=60), r.integers(of_b, size=60)
+    b = np.where(r.random(60) < 0.5, a % of_b, b)
+    for pair in ((a, b), (b, a), (a, a), (np.arange(60), a), (a, 3 * b)):
+        assert adjusted_rand_index(*pair) == pytest.approx(adjusted_rand_score(*pair), abs=1e-12)

@@ -1,4 +1,4 @@
-"""The number of clusters where it is plain, and the tree around any partition."""
+"""Communities of any number, and the tree around any partition."""
 
 import numpy as np
 import pytest
@@ -6,19 +6,14 @@ import scipy.sparse as sp
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
-from ssl_kd.errors import InputError
 from ssl_kd.graph import Graph, fuzzy_graph
-from ssl_kd.graph import levels as graph_levels
 from ssl_kd.graph.criterion import modularity_losses
-from ssl_kd.graph.layout import Density, low_dimensional
 from ssl_kd.graph.levels import (
     communities,
     level_sizes,
     levels,
     nested_levels,
-    number_of_clusters,
     pair_losses,
-    unanimous,
 )
 
 
@@ -33,50 +28,10 @@ def blobs(k, each=60, dim=12, seed=0):
     return 4 * r.normal(size=(k, dim))[y] + r.normal(size=(len(y), dim)), y
 
 
-@pytest.mark.parametrize("k", [3, 8])
-def test_finds_the_number_of_clusters_that_lie_apart(k):
-    found = number_of_clusters(graph_of(blobs(k)[0]))
-    low, high = found.interval
-    assert found.n_clusters == k == found.ranked[0].n_clusters
-    assert low < k < high <= 2 * k
-    assert found.ranked[0].agreement > 0.95
-    assert len({level.n_clusters for level in found.ranked}) == len(found.ranked)
-    for level in found.ranked:
-        assert level.worth == pytest.approx(level.modularity * level.agreement ** (1 / 3))
-    assert [level.worth for level in found.ranked] == sorted(
-        (level.worth for level in found.ranked), reverse=True
-    )
-
-
 def test_levels_have_as_many_clusters_as_they_say():
     x = np.random.default_rng(0).normal(size=(300, 1)) + np.repeat([0, 9, 20], 100)[:, None]
     for k, clusters in levels(graph_of(x), 18, 0).items():
         assert set(clusters) == set(range(k))
-
-
-def test_two_long_clusters_are_two_though_their_pieces_are_worth_more():
-    r, each = np.random.default_rng(0), 300
-    x = np.stack([40 * r.random(2 * each), np.repeat([0, 6], each)], 1) + r.normal(size=(600, 2))
-    graph = graph_of(x)
-    assert number_of_clusters(graph).n_clusters > 2
-    density = Density(low_dimensional(graph.matrix, 4, seed=4))
-    found = number_of_clusters(graph, [density])
-    assert found.n_clusters == 2 and found.interval == (2, 3)
-    other = Density(r.normal(size=(600, 4)).astype(np.float32))
-    assert unanimous(levels(graph, 37, 0), [density, other]) is None
-
-
-def test_levels_a_quarter_apart_are_two_and_closer_ones_are_one():
-    ten, others = graph_levels.Level(8, 1, 1, 1), (7, 9, 6, 10)
-    near = [graph_levels._near(graph_levels.Level(k, 1, 1, 1), ten) for k in others]
-    assert near == [True, True, False, False]
-    assert not graph_levels._near(graph_levels.Level(4, 1, 1, 1), graph_levels.Level(5, 1, 1, 1))
-
-
-def test_halves_that_share_no_number_of_clusters_leave_two(monkeypatch):
-    monkeypatch.setattr(graph_levels, "_agreement", lambda *given: {})
-    found = number_of_clusters(graph_of(blobs(3)[0]))
-    assert found.n_clusters == 2 and found.interval == (2, 3)
 
 
 def test_the_cost_of_a_merge_is_modularity_where_clusters_are_many():
@@ -88,16 +43,6 @@ def test_the_cost_of_a_merge_is_modularity_where_clusters_are_many():
         assert np.array_equal(costs, cheap) == (size in (181, 41))
     assert np.isfinite(costs).sum() == 780  # of 40 clusters all pairs, of 180 the 3,600 cheapest
     assert np.isfinite(pair_losses(200)(np.ones((180, 180)) / 180**2, np.arange(180))).sum() == 3600
-
-
-def test_the_same_graph_has_the_same_number():
-    graph = graph_of(np.random.default_rng(0).normal(size=(100, 5)))
-    assert number_of_clusters(graph) == number_of_clusters(graph)
-
-
-def test_too_few_samples_have_no_number():
-    with pytest.raises(InputError, match="there are 63 samples, expected at least 64"):
-        number_of_clusters(graph_of(np.random.default_rng(0).normal(size=(63, 5))))
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_the_number_of_clusters_is_found_and_its_levels_are_nested(settings):
     x = EmbeddingStore.open(path.parents[1] / "embeddings", "test").tensor()
     said = [[int(v) for n, v in line.items() if n.startswith("level_")] for line in lines[64:]]
     assert model.predict_levels(x).tolist() == said
-    assert re.search(r"Found \d+ clusters; ", write_report(path).read_text())
+    assert re.search(r"Likely \d+( to \d+)? clusters; \d+ are used", write_report(path).read_text())
 
 
 def test_heads_alone_have_no_tree_but_may_have_their_number_found(settings):
