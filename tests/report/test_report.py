@@ -273,7 +273,7 @@ def test_the_interval_of_k_is_below_the_headline(run):
     change(run, "metrics.json", graph={"number": {
         "n_clusters": 4, "interval": [2, 5], "ranked": [{"n_clusters": 4}]}})  # fmt: skip
     page = write_report(run).read_text()
-    assert "Found 4 clusters; likely 2 to 5." in page
+    assert "Likely 2 to 5 clusters; 4 are used." in page
 
 
 def test_empty_folder_gives_a_page_that_says_what_is_missing(tmp_path):
