@@ -53,7 +53,7 @@ SCIKIT_LEARN: Mapping[str, tuple[str, Callable[[], Any]]] = {
 
 FILES = {"Letter": "letter_recognition"}  # files that have another name in the list of sets
 RUN_HERE = {OURS: "**ssl_kd**", "kmeans": "k-means here"}  # by key of `benchmarks.peers.METHODS`
-WITHOUT_K = ("dbscan", "meanshift")  # algorithms that are not told the number of clusters
+WITHOUT_K = ("dbscan", "meanshift")  # algorithms that are not given the number of clusters
 
 
 class _Plain(pickle.Unpickler):

@@ -60,7 +60,7 @@ FOLDERS = {
     "cifar_efficientnet": [(3, 90), (10, 400)],
     "fashion10k_efficientnet": [(2, 60), (6, 200)],
 }  # numbers of classes and rows
-SCORES = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "balanced": "balanced ACC"}
+SCORES = ("acc", "nmi", "ari", "balanced")  # balanced: balanced accuracy
 UNKNOWN = " without K"  # suffix of a method's name
 Row = dict[str, Any]
 
@@ -71,7 +71,7 @@ def read_features(file: Path) -> Labelled:
         return arrays["x"], arrays["y"]
 
 
-def makers(
+def loaders_of(
     kind: Kind, features: Iterable[Path], sources: Sources
 ) -> dict[str, Callable[[], Labelled]]:
     """Return a loader for each set of a kind, or for the set that it is cut from.
@@ -105,7 +105,7 @@ def sets(
     Raises:
         ValueError: If a name in `only` is not on this shelf.
     """
-    loaders = makers(kind, features, sources)
+    loaders = loaders_of(kind, features, sources)
     loaders = {name: load for name, load in loaders.items() if shelf_of(name) == shelf}
     if unknown := sorted(set(only) - loaders.keys()):
         raise ValueError(
@@ -119,7 +119,8 @@ def sets(
             print(f"{name} is skipped: {error}", file=sys.stderr)
             continue
         if kind == "tables" and any(np.array(x.shape) > MOST_OF_A_TABLE):
-            print(f"{name} is skipped: {len(x)} x {x.shape[1]} is no small table", file=sys.stderr)
+            size = "a small table has at most {} rows and {} columns".format(*MOST_OF_A_TABLE)
+            print(f"{name} is skipped: {len(x)} x {x.shape[1]}; {size}", file=sys.stderr)
         elif kind == "tails":
             for imbalance in (10, 100):
                 yield f"{name}_lt{imbalance}", long_tailed(x, y, imbalance)
@@ -169,6 +170,7 @@ def balanced_accuracy(y: NDArray, clusters: NDArray) -> float:
 
 
 def scores_of(y: NDArray, clusters: NDArray) -> dict[str, float]:
+    """Return the scores of clusters `[n]` for labels `y` `[n]`, in percent."""
     scores = evaluate.clustering_scores(y, clusters)
     scores["balanced"] = balanced_accuracy(y, clusters)
     return {key: round(100 * (scores[key] or 0.0), 2) for key in SCORES}
@@ -185,11 +187,11 @@ def without_k(method: str, x: NDArray, seed: int) -> tuple[NDArray, Row]:
 
 def run(args: argparse.Namespace, methods: Mapping[str, Method], rows: list[Row]) -> None:
     """Measure the missing rows; append each to the file immediately."""
-    done = {(row["set"], row["draw"], row["method"]) for row in rows}
+    done = {(row["kind"], row["set"], row["draw"], row["method"]) for row in rows}
     methods = installed(methods)
-    told = [name for name, method in methods.items() if method.takes_k]
-    free = [name for name, method in methods.items() if method.finds_k and args.unknown]
-    for name in told:
+    given_k = [name for name, method in methods.items() if method.takes_k]
+    finding_k = [name for name, method in methods.items() if method.finds_k and args.unknown]
+    for name in given_k:
         warm_up(methods[name])
 
     def add(row: Row) -> None:
@@ -207,15 +209,15 @@ def run(args: argparse.Namespace, methods: Mapping[str, Method], rows: list[Row]
             k = int(y.max()) + 1
             about = {"kind": args.kind, "set": name, "draw": draw, "n": len(x), "classes": k}
             about["constant"] = round(100 * np.bincount(y).max() / len(y), 2)  # ACC of one cluster
-            for method in told:
-                if (name, draw, method) not in done:
+            for method in given_k:
+                if (args.kind, name, draw, method) not in done:
                     began = time.perf_counter()
                     clusters = methods[method].run(x, k, draw)
                     seconds = round(time.perf_counter() - began, 2)
                     scores = scores_of(y, without_noise(x, clusters))
                     add({**about, "method": method, "seconds": seconds, **scores})
-            for method in free:
-                if (name, draw, method + UNKNOWN) not in done:
+            for method in finding_k:
+                if (args.kind, name, draw, method + UNKNOWN) not in done:
                     clusters, more = without_k(method, x, draw)
                     more["found"] = int(clusters.max()) + 1
                     scores = scores_of(y, without_noise(x, clusters))
@@ -223,7 +225,7 @@ def run(args: argparse.Namespace, methods: Mapping[str, Method], rows: list[Row]
 
 
 class Scores:
-    """Scores of the methods that are told K, and their regrets, averaged over the draws of a set.
+    """Scores of the methods that are given K, and their regrets, averaged over the draws of a set.
 
     A draw counts if all these methods have run on it.
     """

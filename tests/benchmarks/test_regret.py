@@ -133,7 +133,7 @@ def test_each_kind_has_its_own_sets(features, capsys):
         "usps_small_lt100",
     ]
     assert names("tables", "choose", features) == ["wine", "breast_cancer", "usps_small", "zoo"]
-    assert "letter26 is skipped: 20 x 60 is no small table" in capsys.readouterr().err
+    assert "letter26 is skipped: 20 x 60; a small table has" in capsys.readouterr().err
     assert names("tables", "report", features, ["iris"]) == ["iris"]
     assert names("synthetic", "choose", features) == ["unequal", "rare"]
 
