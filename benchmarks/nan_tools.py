@@ -255,14 +255,14 @@ def trained(tool: str) -> tuple[int, bool]:
     return updates, is_finite([*model.parameters()])
 
 
-def models() -> dict[str, tuple[nn.Module, Tensor]]:
+def models(width: int = 256, rows: int = 8) -> dict[str, tuple[nn.Module, Tensor]]:
     """Return a small transformer and an MLP for 1,000 classes, each with its inputs."""
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
-    transformer = nn.Sequential(nn.TransformerEncoder(layer, 4), nn.Linear(256, 1000))
-    mlp = [x for _ in range(4) for x in (nn.Linear(1024, 1024), nn.ReLU())]
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+    transformer = nn.Sequential(nn.TransformerEncoder(layer, 4), nn.Linear(width, 1000))
+    mlp = [x for _ in range(4) for x in (nn.Linear(4 * width, 4 * width), nn.ReLU())]
     return {
-        "transformer": (transformer, torch.randn(8, 128, 256)),
-        "MLP": (nn.Sequential(*mlp, nn.Linear(1024, 1000)), torch.randn(512, 1024)),
+        "transformer": (transformer, torch.randn(rows, 128, width)),
+        "MLP": (nn.Sequential(*mlp, nn.Linear(4 * width, 1000)), torch.randn(64 * rows, 4 * width)),
     }
 
 
@@ -294,18 +294,21 @@ def cost(tool: str, model: nn.Module, x: Tensor, pairs: int) -> list[float]:
 
 
 def print_costs(pairs: int) -> None:
-    """Print the milliseconds that each tool adds to a step, and their share of the step."""
-    print(f"{pairs} pairs, one thread, CPU time\n")
-    small = models()
-    header("tool", *(f"of a step of the {name} (middle half)" for name in small))
+    """Print the milliseconds that each tool adds to a step, and their share of the step.
+
+    The steps are short, so that milliseconds stand out from the noise.
+    """
+    print(f"{pairs} pairs, one thread, CPU time; middle half in parentheses\n")
+    small = {f"{name}, width {n}": x for n in (32, 96) for name, x in models(n, 1).items()}
+    header("tool", *small)
     for tool in (*TOOLS, RECORDER):
         cells = []
         for given in small.values():
             plain, under, ratios = in_pairs(timer("none", *given), timer(tool, *given), pairs)
-            added = [1000 * (y - x) for x, y in zip(plain, under, strict=True)]
-            step = f"of {1000 * statistics.median(plain):.1f} ms"
-            share = middle_half([100 * (x - 1) for x in ratios], ".1f", " %")
-            cells.append(f"{statistics.median(added):.2f} ms {step}: {share}")
+            added = middle_half([1000 * (y - x) for x, y in zip(plain, under, strict=True)])
+            step = f"{1000 * statistics.median(plain):.1f} ms"
+            share = f"{100 * (statistics.median(ratios) - 1):.0f} %"
+            cells.append(f"{added} ms, {share} of {step}")
         row(tool, *cells)
 
 

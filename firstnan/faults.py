@@ -6,9 +6,11 @@ To add one, add a member of `Stage` here, and a row to the fault matrix (`tests/
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum, unique
+from functools import reduce
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal
 
@@ -148,7 +150,7 @@ class Stage(Kinds):
     DEAD = Kind(
         5,
         "the gradient has been exactly zero for many steps: the part learns nothing",
-        lambda step: (step.norm == 0) & (step.health.zeros + 1 == step.thresholds.dead_after),
+        lambda step: (step.norm == 0) & (step.health.zeros == step.thresholds.dead_after - 1),
         action="reported",
         updates=True,
     )
@@ -204,10 +206,10 @@ class Stage(Kinds):
     )
 
 
+_UPDATED = [int(kind) for kind in Stage if kind.kind.updates]
 N_KINDS = max(Stage) + 1  # 8, 9 and 11 are of former kinds; 1 is for a caller's own
 
 
 def is_healthy(stage: Tensor) -> Tensor:
     """Return a boolean `[part]`: whether each part is updated, given its `Stage` `[part]`."""
-    updated = [stage == int(kind) for kind in Stage if kind.kind.updates]
-    return torch.stack(updated).any(0)
+    return reduce(operator.or_, [stage == number for number in _UPDATED])

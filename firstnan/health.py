@@ -88,18 +88,18 @@ class Health:
         healthy, spike = is_healthy(stage), stage == int(Stage.SPIKE)
         self.spikes.add_(1).mul_(spike)
         counts = (healthy | spike) & (norm > 0)
-        log = torch.where(counts, norm, 1).log()
+        log = norm.log()
         stride = (WARM_UP / (self.seen + 1)).clamp(_SHORTEST, 1)  # one nat at first
         moved = self.level + stride * (log - self.level).sign()
         # Spikes that do not end become the new level.
         patience = torch.where(self.seen <= FEW, FIRST_PATIENCE, PATIENCE)
         jump = (self.seen == 0) | (self.spikes >= patience)
         self.level.copy_(torch.where(counts, torch.where(jump, log, moved), self.level))
-        self.seen.copy_(torch.where(jump & counts, 1, self.seen + counts))
+        self.seen.add_(counts).masked_fill_(jump & counts, 1)
         self.zeros.add_(1).mul_(healthy & (norm == 0))
-        self.skipped.add_(~healthy & ~self.retired)
-        overflow = stage == int(Stage.OVERFLOW)
-        self.streak.add_(~overflow).mul_(~healthy & ~self.retired)
+        left_out = ~(healthy | self.retired)
+        self.skipped.add_(left_out)
+        self.streak.add_(stage != int(Stage.OVERFLOW)).mul_(left_out)
         self.run.add_(1).mul_(healthy)
         self.restored.logical_and_(self.run < thresholds.forgive_after)
         for tensor, old in zip(self.tensors().values(), before, strict=False):

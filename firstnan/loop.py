@@ -272,12 +272,14 @@ class Guard:
         absent = [i not in self._loss and not gradients[i] for i in range(len(self._parts))]
         loss, norm, absent, spoiled = self._read_step(norms, torch.tensor(absent))
         self.grad_norm = norm
-        scale = torch.tensor([self._scale_of(i) for i in range(len(self._parts))])
-        scale = scale.masked_fill(self._cut, 1.0)  # its NaN is not an overflow
+        scale = None
+        if self._scales:
+            scale = torch.tensor([self._scale_of(i) for i in range(len(self._parts))])
+            scale = scale.masked_fill(self._cut, 1.0)  # its NaN is not an overflow
         stage = Observation(self.health, loss, norm, self._limits, scale=scale).stage()
         healthy = is_healthy(stage)
         absent = absent & healthy
-        self._judged, self.is_judged = (loss, norm, stage, absent), True
+        self._judged, self.is_judged = (loss, norm, stage, healthy, absent), True
         self.locator.judge(self.step_number, stage, self.health.streak, self._ranks)
         trained = (healthy & ~absent).tolist()
         lost = bool((~healthy & ~self.health.retired).any())
@@ -306,9 +308,9 @@ class Guard:
         Raises:
             TooFewHealthyParts: training cannot continue.
         """
-        loss, norm, stage, absent = self._judged
-        healthy = is_healthy(stage)
-        self.health.record_(stage, norm, self.thresholds, absent)
+        loss, norm, stage, healthy, absent = self._judged
+        some_absent = absent if bool(absent.any()) else None
+        self.health.record_(stage, norm, self.thresholds, some_absent)
         updated = healthy & ~absent
         for i, (_, buffers) in enumerate(self._parts.buffers):
             if i == len(self._parts) or updated[i]:

@@ -53,15 +53,15 @@ class Recovery:
 
         `where(part)` names the ranks that saw the fault; it is appended to the reason.
         """
-        self.counts[[*range(len(stage))], stage.tolist()] += 1
+        numbers = stage.cpu().long().unsqueeze(1)
+        self.counts.scatter_add_(1, numbers, torch.ones_like(numbers))
         events = []
-        for part in stage.nonzero().flatten().tolist():
-            fault = self.kinds[int(stage[part])]
-            if fault.kind.reason:
+        for part, (number,) in enumerate(numbers.tolist()):
+            if (fault := self.kinds[number]).kind.reason:
                 value = float((loss if fault.kind.value == "loss" else norm)[part])
                 ranks = self._ranks[part, fault] = where(part)
-                name, number = self.parts.names[part], step + self.first_step
-                events.append(fault.event(number, name, value, detail=ranks))
+                name = self.parts.names[part]
+                events.append(fault.event(step + self.first_step, name, value, detail=ranks))
         return events
 
     def escalate(

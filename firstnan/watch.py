@@ -285,14 +285,16 @@ class Watch:
         if not is_first_run() or not torch.is_grad_enabled():
             return
         kinds = {d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICES}
-        # All of them: BatchNorm writes its statistics without a trace in `_version`.
-        buffers = {
-            name: buffer.detach().clone()
-            for name, buffer in inner_of(module).named_buffers()
-            if module.training and buffer.is_floating_point()
-        }
-        weights = inner_of(module).named_parameters()  # of `torch.func.functional_call`
-        buffers |= {name: p for name, p in weights if not isinstance(p, nn.Parameter)}
+        buffers: dict[str, Tensor] = {}
+        for path, part in inner_of(module).named_modules():
+            prefix = f"{path}." if path else ""
+            for name, x in part._buffers.items() if module.training else ():
+                # All of them: BatchNorm writes its statistics without a trace in `_version`.
+                if x is not None and x.is_floating_point():
+                    buffers[prefix + name] = x.detach().clone()
+            for name, p in part._parameters.items():
+                if p is not None and not isinstance(p, nn.Parameter):  # of `torch.func`
+                    buffers[prefix + name] = p
         state = _random_states(), kinds, vars(inner_of(module)).get("forward")
         # Loaders write the next token ids into the same tensor before the optimizer steps.
         copy = lambda x: x.clone() if x.dtype == torch.int64 else x  # noqa: E731
@@ -383,8 +385,10 @@ class Locator:
 
     def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Agreement) -> None:
         """Locate the fault of parts that have just become not finite; ranks share the results."""
-        new = [Stage(number).kind.not_finite for number in stage[streak == 0].tolist()]
-        if not any(new) or not self._watches or self._n_located == _FINDINGS:
+        if not self._watches or self._n_located == _FINDINGS:
+            return
+        pairs = zip(stage.tolist(), streak.tolist(), strict=True)
+        if not any(Stage(number).kind.not_finite for number, bad in pairs if not bad):
             return
         self._n_located += 1
         line = ""
