@@ -267,6 +267,7 @@ class LossSettings(Settings):
         'clamp as older scripts did, to measure what it costs: "2.5" (logits) or "2.5:0.1:5.0"'
         " (logits, and lowest and highest loss); None: no clamp",
         "float32 arithmetic needs no clamp.",
+        number=True,
     )
     align: str = setting(
         "auto",

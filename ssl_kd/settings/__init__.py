@@ -53,6 +53,7 @@ class Rule:
     choices: tuple[str, ...] = ()
     forms: tuple[tuple[str, str], ...] = ()  # further choices: as shown, and as an expression
     words: tuple[str, ...] = ()  # alternatives to a number, from its type: int | Literal["auto"]
+    number: bool = False  # of a text: a number stands for its text
 
     @property
     def bounds(self) -> list[str]:
@@ -149,6 +150,7 @@ class Settings:
         kind, optional, rule = cls.rules()[name]
         choices = (*rule.choices, *(form for form, _ in rule.forms))
         what = "one of " + ", ".join(map(repr, choices)) if choices else _KINDS[kind]
+        what += " or a number" if rule.number else ""
         others = [*map(repr, rule.words), *(["None"] if optional else [])]
         return ", ".join([what, *rule.bounds]) + (f" (or {' or '.join(others)})" if others else "")
 
@@ -164,6 +166,8 @@ class Settings:
                 checked = float(value)
             except OverflowError:
                 checked = math.inf
+        if rule.number and type(value) in (int, float):
+            checked = str(value)
         if type(checked) is kind and (kind is not float or math.isfinite(checked)):
             if kind is bool or rule.allows(checked):
                 return checked

@@ -260,6 +260,19 @@ def test_a_name_of_another_trainer_with_the_same_meaning_is_accepted(flag, name,
     assert getattr(settings, name) == value
 
 
+@pytest.mark.parametrize("line", ["LOGIT_CLAMP = 2.5", 'LOGIT_CLAMP = "2.5"', "LEGACY_CLAMP = 2.5"])
+def test_a_clamp_in_a_file_is_a_number_or_a_text(tmp_path, line):
+    (tmp_path / "config.py").write_text(line)
+    assert LanguageSettings.from_file(tmp_path / "config.py").legacy_clamp == "2.5"
+
+
+@pytest.mark.parametrize("value", ["True", "[2.5]", "0", "-2.5", "1e999"])
+def test_another_clamp_in_a_file_is_refused(tmp_path, value):
+    (tmp_path / "config.py").write_text(f"LEGACY_CLAMP = {value}")
+    with pytest.raises(SettingsError, match=r"LEGACY_CLAMP.*(text or a number|expected a finite number above 0)"):
+        LanguageSettings.from_file(tmp_path / "config.py")
+
+
 @pytest.mark.parametrize(
     ("flag", "advice"),
     [
