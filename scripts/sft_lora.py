@@ -8,10 +8,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ssl_kd.cli import LANGUAGE_MEMORY, distill_as, guarded, program
 from ssl_kd.cli.flags import FlagParser, read_settings
+from ssl_kd.errors import Faults
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.import_paths import check_installed
@@ -88,23 +89,49 @@ def asked_split(given: argparse.Namespace) -> tuple[Literal["all", "test"], str]
     return "test", "the part of the data that this model's run held out; --split all asks all"
 
 
+def check_before_asking(given: argparse.Namespace, split: Literal["all", "test"]) -> Any:
+    """Check what files tell, before the model is loaded; return the questions and the device."""
+    from ssl_kd.datasets.text import open_text
+    from ssl_kd.evaluate.language import has_questions
+    from ssl_kd.language.text_rows import check_vocabulary
+    from ssl_kd.precision import Precision
+    from ssl_kd.teachers.causal import outline_causal_lm
+
+    faults, device, questions, lm = Faults(), None, None, None
+    with faults.of("--device"):
+        device = Precision.for_device(given.device).device
+    with faults.of("--data-path"):
+        questions = open_text(given.data_path, split)
+    with faults.of("--model"):
+        lm = outline_causal_lm(given.model)
+        if lm.model is not None:
+            check_vocabulary(lm)
+    if questions is not None and lm is not None:
+        with faults.of("--data-path"):
+            if not has_questions(questions.examples, lm.tokenizer):
+                raise SettingsError(
+                    f"{given.data_path} has no question whose answer is known: expected lines with"
+                    " prompt and completion (or question and answer), the second with"
+                    " <answer>...</answer>."
+                )
+    faults.raise_all("no model was loaded")
+    return questions, device
+
+
 def test(given: argparse.Namespace) -> int:
     """Ask the questions, greedily, and print how many answers are right."""
     check_installed(["transformers"], "llm")
     import torch
 
-    from ssl_kd.datasets.text import open_text
     from ssl_kd.evaluate.language import judge_answers
-    from ssl_kd.precision import Precision
     from ssl_kd.teachers.causal import load_causal_lm
     from ssl_kd.teachers.frozen import FrozenTeacher
     from ssl_kd.training.ranks import refuse_ranks
 
     refuse_ranks()
-    device = Precision.for_device(given.device).device
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
     split, which = asked_split(given)
-    questions = open_text(given.data_path, split)
+    questions, device = check_before_asking(given, split)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
     lm = load_causal_lm(given.model)  # adapters are merged into their base, in float32
     scores, _ = judge_answers(
         FrozenTeacher(lm.model, device=device, dtype=dtype).model,
@@ -116,11 +143,7 @@ def test(given: argparse.Namespace) -> int:
         last_number=given.last_number,
         tolerance=given.tolerance,
     )
-    if scores.interval is None:
-        raise SettingsError(
-            f"{given.data_path} has no question whose answer is known: expected lines with prompt "
-            "and completion (or question and answer), the second with <answer>...</answer>."
-        )
+    assert scores.interval is not None  # there are questions
     low, high = scores.interval
     print(
         f"accuracy {scores.accuracy:.1%} ({scores.right} of {scores.n} questions; 95 % interval "

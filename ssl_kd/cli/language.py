@@ -169,9 +169,11 @@ def judge(argv: Sequence[str]) -> int:
     from ssl_kd.files import atomic_write_json
     from ssl_kd.language.judge_finished import judge
     from ssl_kd.report.tables import language_table
+    from ssl_kd.training.folder import check_writable
     from ssl_kd.training.ranks import refuse_ranks
 
     refuse_ranks()
+    check_writable("OUT", out, is_file=True)
     with ProgressBars(screen) as progress:
         results = judge(resolved, progress=progress)
     atomic_write_json(out, results)

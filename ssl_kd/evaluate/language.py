@@ -129,6 +129,11 @@ def judge_answers(
     return scores, generations
 
 
+def has_questions(examples: Iterable[Example], tokenizer: Any) -> bool:
+    """Return whether `judge_answers` would find a question; the arguments are the same."""
+    return any(True for _ in _questions(examples, tokenizer))
+
+
 def _generations(
     model: Any, tokenizer: Any, questions: list[Generation], max_new_tokens: int, **options: Any
 ) -> list[Generation]:

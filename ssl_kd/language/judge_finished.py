@@ -12,13 +12,13 @@ from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.language.judge_in_run import ANSWER_PROMPTS
+from ssl_kd.language.preflight import check_before_judging
 from ssl_kd.language.rollouts import with_held_out_text
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teachers import ONE_RANK, load_teacher
-from ssl_kd.language.text_rows import lay_out, split_held_out, texts_of, with_chat_template
+from ssl_kd.language.text_rows import lay_out, split_held_out, with_chat_template
 from ssl_kd.precision import Precision, default_torch_state
-from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, positions, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, no_progress
@@ -43,23 +43,20 @@ def judge(settings: LanguageSettings, *, progress: Progress = no_progress) -> di
         or with all teachers, as weighted in TEACHER_MODEL.
 
     Raises:
-        InputError, FileNotFoundError: a model or the text cannot be read.
+        InputError, OSError, MissingPackage: the only fault that the text or a model's configuration
+            and tokenizer show, before any model is loaded; or a model cannot be read.
+        SeveralFaults: all such faults, a line for each.
     """
     precision = precision_of(settings)
+    _, texts = check_before_judging(settings)
     unquantized = settings.replace(quantization=None)  # students are saved unquantized
     student = load_teacher(unquantized, settings.student_model, precision)
     student = with_chat_template(student, settings)
     names = () if settings.teacher_model in ("none", "self") else settings.teacher_names
     teachers = [load_teacher(settings, name, precision) for name in names]
     teachers = [with_chat_template(lm, settings) for lm in teachers]
-    _, texts = texts_of(settings)
     own = tokenizer_id(student.tokenizer)
     alike = all(tokenizer_id(lm.tokenizer) == own for lm in teachers)
-    if len(teachers) > 1 and not alike:
-        raise SettingsError(
-            f"TEACHER_MODEL is {settings.teacher_model!r}, and not all of them have the tokenizer"
-            f" of the student {student.name}: judge it beside one teacher at a time"
-        )
     freeze = partial(FrozenTeacher, device=precision.device, dtype=precision.teacher)
     frozen = [freeze(lm.model) for lm in teachers]
     readings = _readings(settings, texts, student, teachers, precision, alike)

@@ -32,7 +32,12 @@ from ssl_kd.language.text_rows import (
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import CausalLM, CausalLMUnavailable, outline_causal_lm
+from ssl_kd.teachers.causal import (
+    CausalLM,
+    CausalLMUnavailable,
+    outline_causal_lm,
+    tokenizer_id,
+)
 from ssl_kd.teachers.copied_layers import copied_layers
 from ssl_kd.teachers.dtypes import bitsandbytes
 from ssl_kd.teachers.mixture import find_routers
@@ -73,18 +78,72 @@ def check_before_loading(
         InputError, OSError, MissingPackage: the only fault, with the setting to change.
         SeveralFaults: all faults, a line for each.
     """
-    faults, texts = Faults(), None
-    with faults.of("DATA_PATH" if settings.eval_path is None else "DATA_PATH or EVAL_PATH"):
-        texts = texts_of(settings)
+    faults = Faults()
+    texts = _texts(faults, settings)
     _check_places(faults, settings, precision, work)
     teachers = _outlined_teachers(faults, settings, texts, models.teacher, work)
     student = _outlined_student(faults, settings, texts, models.student, teachers)
     pictured = texts is None or texts[0].pictured is not None
     _check_models(faults, settings, student, teachers, pictured)
-    _check_text(faults, settings, texts, student, teachers, work)
+    is_read_by_teachers = work == "cache" or settings.align != "auto"
+    _check_text(faults, settings, texts, student, teachers, is_read_by_teachers)
     faults.raise_all("no model was loaded, trained or cached")
     assert texts is not None  # otherwise, it was a fault
     return texts
+
+
+def check_before_judging(settings: LanguageSettings) -> Texts:
+    """Check what `judge` reads, before it loads the saved student and its teachers.
+
+    Args:
+        settings: of `judge`.
+
+    Returns:
+        The training text and the held-out text.
+
+    Raises:
+        InputError, OSError, MissingPackage: the only fault, with the setting to change.
+        SeveralFaults: all faults, a line for each.
+    """
+    faults = Faults()
+    texts = _texts(faults, settings)
+    names = () if settings.teacher_model in ("none", "self") else settings.teacher_names
+    if names:
+        _check_quantization(faults, settings)
+    remote, teachers, student = settings.trust_remote_code, [], None
+    with faults.of("STUDENT_MODEL"):  # students are saved unquantized
+        student = outline_causal_lm(settings.student_model, remote_code=remote)
+    for name in names:
+        with faults.of("TEACHER_MODEL"):
+            quantized = settings.quantization is not None
+            teachers.append(outline_causal_lm(name, remote_code=remote, quantized=quantized))
+    for setting, lm in _roles(student, teachers):
+        with faults.of(setting):
+            check_vocabulary(lm)
+    own = student and tokenizer_id(student.tokenizer)
+    alike = all(tokenizer_id(lm.tokenizer) == own for lm in teachers)
+    if student is not None and len(teachers) > 1 and not alike:
+        with faults.of("TEACHER_MODEL"):
+            raise SettingsError(
+                f"TEACHER_MODEL is {settings.teacher_model!r}, and not all of them have the"
+                f" tokenizer of the student {student.name}: judge it beside one teacher at a time"
+            )
+    _check_text(faults, settings, texts, student, teachers, not alike)
+    faults.raise_all("no model was loaded")
+    assert texts is not None  # otherwise, it was a fault
+    return texts
+
+
+def _texts(faults: Faults, settings: LanguageSettings) -> Texts | None:
+    with faults.of("DATA_PATH" if settings.eval_path is None else "DATA_PATH or EVAL_PATH"):
+        return texts_of(settings)
+    return None
+
+
+def _roles(student: CausalLM | None, teachers: Sequence[CausalLM]) -> list[tuple[str, CausalLM]]:
+    """Return the setting and the outline of each model that could be built."""
+    roles = [*(("TEACHER_MODEL", lm) for lm in teachers), ("STUDENT_MODEL", student)]
+    return [(setting, lm) for setting, lm in roles if lm is not None and lm.model is not None]
 
 
 def _check_places(
@@ -103,11 +162,15 @@ def _check_places(
         with faults.of("TEACHER_URL"):
             name = settings.teacher_served_as or settings.teacher_model
             CompletionServer(settings.teacher_url, name).check(settings.block_size)
+    _check_quantization(faults, settings)
+    with faults.of("OPTIM"):
+        optimizer_package(settings, precision.device)
+
+
+def _check_quantization(faults: Faults, settings: LanguageSettings) -> None:
     if settings.quantization is not None:
         with faults.of("QUANTIZATION"):
             bitsandbytes(f"QUANTIZATION {settings.quantization}")
-    with faults.of("OPTIM"):
-        optimizer_package(settings, precision.device)
 
 
 def _check_cache(settings: LanguageSettings, *, is_written: bool) -> None:
@@ -229,14 +292,10 @@ def _check_models(
     pictured: bool,
 ) -> None:
     """Check positions, vocabularies, adapters and routers."""
-    roles = [("TEACHER_MODEL", lm) for lm in teachers]
-    if student is not None:
-        roles.append(("STUDENT_MODEL", student))
-    for setting, lm in roles:
-        if lm.model is not None:
-            with faults.of("BLOCK_SIZE"):
-                check_room(lm, settings.block_size)
-        if lm.model is not None and not is_built(lm.name):
+    for setting, lm in _roles(student, teachers):
+        with faults.of("BLOCK_SIZE"):
+            check_room(lm, settings.block_size)
+        if not is_built(lm.name):
             with faults.of(setting):
                 check_vocabulary(lm)
     if student is None:
@@ -272,11 +331,14 @@ def _check_text(
     texts: Texts | None,
     student: CausalLM | None,
     teachers: Sequence[CausalLM],
-    work: Work,
+    is_read_by_teachers: bool,
 ) -> None:
-    """Check that the models read the images and the chats of the text."""
+    """Check that the models read the images and the chats of the text.
+
+    `is_read_by_teachers`: the teachers' tokenizers lay out the text, too.
+    """
     readers = [("STUDENT_MODEL", student)] if student is not None else []
-    if work == "cache" or settings.align != "auto":  # whose tokenizers lay out the text
+    if is_read_by_teachers:
         readers += [("TEACHER_MODEL", lm) for lm in teachers]
     chat = None
     for text in texts or ():

@@ -335,9 +335,10 @@ def check_new_folder(run: RunSettings) -> None:
     check_writable("RUNS_DIR", runs)
 
 
-def check_writable(setting: str, folder: Path) -> None:
-    """Raise SettingsError unless files can be written to a folder that may not exist yet."""
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+def check_writable(setting: str, path: Path, *, is_file: bool = False) -> None:
+    """Raise SettingsError unless a folder, which may not exist yet, or a file can be written."""
+    folders = path.absolute().parents if is_file else (path, *path.absolute().parents)
+    place = next(folder for folder in folders if folder.exists())
     if not place.is_dir():
         state = "is a file; expected a folder, or the name of a new folder"
     elif not os.access(place, os.W_OK | os.X_OK):
@@ -345,8 +346,8 @@ def check_writable(setting: str, folder: Path) -> None:
     else:
         return
     raise SettingsError(
-        f"{setting} is {str(folder)!r}, and {place} {state}: set --{setting.lower()} to a folder"
-        " that you can write to"
+        f"{setting} is {str(path)!r}, and {place} {state}: set --{setting.lower()} to a"
+        f" {'file' if is_file else 'folder'} that you can write to"
     )
 
 

@@ -1,6 +1,7 @@
 """`ssl_kd judge`: a finished student's scores on the screen and as JSON, and what it refuses."""
 
 import json
+import re
 
 import pytest
 
@@ -120,3 +121,48 @@ def test_what_cannot_be_is_one_line(words, says, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
     assert not (tmp_path / "judged.json").exists()
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    """Fail a test in which a model is loaded."""
+
+    def load(*_, **__):
+        raise AssertionError("a model was loaded before the checks")
+
+    monkeypatch.setattr("ssl_kd.language.judge_finished.load_teacher", load)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_all_faults_are_in_one_message_before_a_model_is_loaded(at, models, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    words = at("empty", "--teacher", f"{models('teacher')},./nowhere")
+    capsys.readouterr()  # of a model that the line above has saved
+    words[words.index("--data_path") + 1] = "no.jsonl"
+    assert cli.main(words) == BAD_INPUT
+    first, *faults = capsys.readouterr().err.strip().splitlines()
+    assert "3 faults were found, and no model was loaded:" in first
+    assert [fault.split(":")[0].strip("- ") for fault in faults] == [
+        "DATA_PATH",
+        "STUDENT_MODEL",
+        "TEACHER_MODEL",
+    ]
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--out=taken/scores.json"], "OUT is 'taken/scores.json', and .*taken is a file"),
+        (["--chat_template_path=chat.jinja"], "chat.jinja"),
+        (["--teacher", "teacher,foreign"], "TEACHER_MODEL .* not all of them have the tokenizer"),
+    ],
+)
+def test_what_files_tell_is_refused_before_a_model_is_loaded(
+    at, models, tmp_path, capsys, words, said
+):
+    (tmp_path / "taken").write_text("")
+    named = {name: str(models(name)) for name in ("teacher", "foreign")}
+    words = [",".join(named.get(part, part) for part in word.split(",")) for word in words]
+    assert cli.main(at(models("student"), *words)) == BAD_INPUT
+    assert re.search(said, capsys.readouterr().err)

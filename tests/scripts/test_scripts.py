@@ -231,6 +231,21 @@ def test_sft_refuses_in_one_line(script, house):
         assert came == code and said in err and len(err.strip().splitlines()) == 1, err
 
 
+def test_sft_names_all_faults_before_the_model_is_loaded(script, house, monkeypatch):
+    def load(*_, **__):
+        raise AssertionError("a model was loaded before the checks")
+
+    monkeypatch.setattr("ssl_kd.teachers.causal.load_causal_lm", load)
+    data = ["--data-path", "no.jsonl", "--device", "abacus"]
+    code, _, err = script("sft_lora", "test", "--model", "./nowhere", *data)
+    assert code == 2 and "3 faults were found, and no model was loaded:" in err
+    for flag in ("--device", "--data-path", "--model"):
+        assert f"- {flag}: " in err
+    text = ["--data-path", house / "stories.jsonl", "--device", "cpu"]
+    code, _, err = script("sft_lora", "test", "--model", house / "dense", *text)
+    assert code == 2 and "has no question whose answer is known" in err
+
+
 def test_the_check_of_a_whole_tiny_run(script, monkeypatch):
     code, out, err = script("test_ultra_stable")
     assert code == 0, out + err
