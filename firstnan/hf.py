@@ -69,9 +69,8 @@ class GuardCallback(TrainerCallback):
         _move_to_front(self)
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
         # The Trainer scales the loss itself, and calls back with unscaled gradients.
-        options = {"first_step": 1, **self.options}  # a Trainer's log counts the steps done
         self.guard = Guard(
-            kwargs["model"], kwargs["optimizer"], clip_grad=clip, scaler=False, **options
+            kwargs["model"], kwargs["optimizer"], clip_grad=clip, scaler=False, **self.options
         ).attach()
         self.guard.steps = state.global_step
         self._line = self.counters()  # at the last log line with a loss

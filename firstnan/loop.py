@@ -72,7 +72,7 @@ class Guard:
             again (see `firstnan.watch.Watch`); or the modules that the loop calls instead of it.
         group: the ranks that train this model; None for all, False for this process alone.
         advice: kind of fault -> what to change in your program, in place of the guard's own words.
-        first_step: number of the first step in events and messages: 0, or 1 as in your loop's log.
+        first_step: number of the first step in events and messages; 0 if your loop's log begins so.
 
     Attributes:
         locator: its `findings` map a step to the operation that was named; empty without `locate`.
@@ -101,7 +101,7 @@ class Guard:
         locate: bool | Sequence[nn.Module] = False,
         group: dist.ProcessGroup | Literal[False] | None = None,
         advice: Mapping[Kinds, str] | None = None,
-        first_step: int = 0,
+        first_step: int = 1,
     ) -> None:
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad is {clip_grad}; expected a number > 0, or None")

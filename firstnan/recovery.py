@@ -31,7 +31,7 @@ class Recovery:
         advice: dict[Kinds, str],
         shared: Collection[int] = (),
         *,
-        first_step: int = 0,
+        first_step: int = 1,
     ) -> None:
         self.parts, self.health, self.shared = parts, health, shared
         self.first_step = first_step

@@ -227,7 +227,7 @@ class ScriptWatch:
         if self.on_bad == "skip":  # on all ranks, or their weights would differ
             made = "python -m firstnan --on-bad skip"
             self._ranks = self._ranks or Agreement(None, weights[0].device, made)
-            flags = self._ranks.exchange(f"step {self.steps}", torch.tensor([float(bad)]))
+            flags = self._ranks.exchange(f"step {self.steps + 1}", torch.tensor([float(bad)]))
             bad = bool(flags.any())
         step, self.steps = self.steps, self.steps + 1
         try:
@@ -269,7 +269,7 @@ class ScriptWatch:
             if not self._is_scaled:
                 self._stale.update(self._watches)
         else:
-            place, bad = f", backward pass {number}", [*self._losses, *gradients]
+            place, bad = f", backward pass {number + 1}", [*self._losses, *gradients]
             located = self._locate(0, bad)  # now: the script may go on to spoil the weights
             self._pending = partial(self._report_pass, bad, place, located)
         if number:
@@ -309,7 +309,7 @@ class ScriptWatch:
         number, self._checked = self._checked, self._checked + 1
         # The first gradient may belong to a penalty, at a loss scale that is still too large.
         if _has_nan([*losses, *gradients] if number else losses):
-            self._report(0, [*losses, *gradients], f", call {number} of autograd.grad")
+            self._report(0, [*losses, *gradients], f", call {number + 1} of autograd.grad")
 
     def _judge_overflow(self, before: float, after: float) -> None:
         """Check a step that a GradScaler skipped, so that the optimizer's hook did not run."""
@@ -334,10 +334,10 @@ class ScriptWatch:
             finding, watch = located or self._locate(step, bad)
             if note and finding.fault and (finding.fault.poisoned or "").startswith("weight"):
                 finding = replace(finding, note=note)
-            text = f"step {step}{place}:\n{finding}"
+            text = f"step {step + 1}{place}:\n{finding}"
             if self.bundle is not None and watch is not None:
                 rank = "" if finding.rank is None else f"-rank{finding.rank}"
-                path = self.bundle / f"step{step}{rank}.safetensors"
+                path = self.bundle / f"step{step + 1}{rank}.safetensors"
                 with self._unwatched():
                     text += f"\nbundle     {save(path, watch, finding)}"
             self.report(text)
@@ -350,7 +350,8 @@ class ScriptWatch:
         """Return the first bad operation, and the watch of its model."""
         seen = None if self._scope is None else self._scope.fault(*bad)
         with self._unwatched():
-            first, watch = first_finding(self._watches.values(), step, self._losses) or (None, None)
+            found = first_finding(self._watches.values(), step + 1, self._losses)
+        first, watch = found or (None, None)
         known = first and first.fault and (first.fault.op, first.fault.backward)
         if seen is not None and known != (seen.op, seen.backward):
             return Finding(None, seen, is_outside=True), None

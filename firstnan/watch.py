@@ -55,7 +55,7 @@ class Finding:
         note: further facts, or the reason why no operation is named.
         lines: the ranges that a `Recorder` has seen, as lines of the report: label, text.
         is_outside: whether the value was made outside the model.
-        step: number of the step, from 0; None if it is unknown.
+        step: number of the step, from 1; None if it is unknown.
         rank: rank of this process in `torch.distributed`; None with only one.
     """
 
@@ -221,7 +221,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, *, record: bool = False, hooks: bool = True) -> None:
-        self.model, self.step = model, 0
+        self.model, self.step = model, 1
         self.calls: deque[Call] = deque(maxlen=_CALLS)
         # Autograd's numbers of the operations of each forward pass: the first, and that after it.
         self._numbers: list[list[int]] = []

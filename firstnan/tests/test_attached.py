@@ -104,10 +104,10 @@ def test_a_line_guards_all_optimizers_of_a_loop(way, caplog):
         return
     assert guard.updates.tolist() == [STEPS - 1] and guard.steps == STEPS
     origin, event = guard.events.events
-    assert (event.step, event.stage, event.action) == (3, "gradient", "skipped")
+    assert (event.step, event.stage, event.action) == (4, "gradient", "skipped")
     assert "aten.log1p" in origin.reason and "in Net (" in origin.reason
     told = [x.getMessage() for x in caplog.records if x.name == "firstnan.events"]
-    assert told == [f"step 3:\n{guard.locator.findings[3]}", str(event)]
+    assert told == [f"step 4:\n{guard.locator.findings[4]}", str(event)]
 
 
 def test_without_a_guard_the_muon_would_fail_or_move():
@@ -218,12 +218,12 @@ def test_the_last_step_of_optimizers_in_turn_is_finished(end):
     end(guard)
     del guard
     gc.collect()
-    assert [(event.step, event.stage) for event in log] == [(3, "gradient")]
+    assert [(event.step, event.stage) for event in log] == [(4, "gradient")]
 
 
 def test_the_last_step_is_finished_when_the_process_ends(tmp_path):
     code = "from firstnan.tests.test_attached import *; kept = train_in_turn([torch.nan])"
-    assert b"step 1, model" in python(tmp_path, "-c", code).stderr
+    assert b"step 2, model" in python(tmp_path, "-c", code).stderr
 
 
 def test_what_is_no_optimizer_is_named():
@@ -266,7 +266,7 @@ def test_the_log_shows_the_finding_as_the_command_does(caplog, inside):
     (loss if inside else loss * torch.nan).backward()
     optimizer.step()
     report, event = (x.getMessage() for x in caplog.records if x.name == "firstnan.events")
-    assert report.startswith("step 0:\n") and event.startswith("step 0, model: the gradient's norm")
+    assert report.startswith("step 1:\n") and event.startswith("step 1, model: the gradient's norm")
     if inside:
         assert "first bad  aten.addmm" in report and "\nremedy     rebuild" in report
     else:

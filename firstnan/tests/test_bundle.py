@@ -66,14 +66,14 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("model", ["net:Net", "net:Scale"])
 def test_another_process_finds_the_same_operation_and_rows(folder, model):
-    done = python(folder, "replay", "saved/step2.safetensors", "--model", model)
+    done = python(folder, "replay", "saved/step3.safetensors", "--model", model)
     shown = done.stdout.partition("replayed: the same\n")[2]
     assert done.returncode == 0 and "aten.div, forward, in Net.scale (" in shown, done
-    assert "step 2, row 3" in shown and "rows of the training data as they enter" in done.stdout
+    assert "step 3, row 3" in shown and "rows of the training data as they enter" in done.stdout
 
 
 def test_the_file_has_only_the_module_of_the_finding_and_other_tools_read_it(folder):
-    file = folder / "saved" / "step2.safetensors"
+    file = folder / "saved" / "step3.safetensors"
     call, others = read(file)["call"], safetensors.torch.load_file(file)
     mine = [call.args[0], *call.gradients.values(), *call.random.values()]
     assert len(mine) == len(others) == 3 and call.args[1] == {"by": 2.0, "dtype": torch.half}
@@ -139,24 +139,24 @@ def _change(data, **changes):
 )
 def test_a_damaged_or_hostile_bundle_is_refused(folder, tmp_path, damage):
     file = tmp_path / "damaged.safetensors"
-    file.write_bytes(damage((folder / "saved" / "step2.safetensors").read_bytes()))
+    file.write_bytes(damage((folder / "saved" / "step3.safetensors").read_bytes()))
     with pytest.raises(BundleError, match="damaged, or is no bundle: .*(SafetensorError|its hash)"):
         read(file)
 
 
 def test_nothing_is_overwritten_and_nothing_is_unpickled(folder, monkeypatch):
-    file = folder / "saved" / "step2.safetensors"
+    file = folder / "saved" / "step3.safetensors"
     before, target = file.read_bytes(), folder / "target"
-    (folder / "saved" / "step2-2.safetensors").symlink_to(target)
+    (folder / "saved" / "step3-2.safetensors").symlink_to(target)
     done = python(folder, "--bundle", "saved", "net.py")
-    assert "bundle     saved/step2-3.safetensors, with rows of your data" in done.stderr
-    assert read(folder / "saved" / "step2-3.safetensors")["step"] == 2
+    assert "bundle     saved/step3-3.safetensors, with rows of your data" in done.stderr
+    assert read(folder / "saved" / "step3-3.safetensors")["step"] == 3
     assert file.read_bytes() == before and not target.exists()
     assert len([*file.parent.iterdir()]) == 3
     monkeypatch.setattr("pickle.Unpickler", None)
     monkeypatch.setattr("pickle.loads", None)
     monkeypatch.setattr(torch, "load", None)
-    assert read(file)["step"] == 2
+    assert read(file)["step"] == 3
 
 
 @pytest.mark.parametrize("entries", [{"step": "2"}, {"args": {}}, {"args": [{"torch.dtype": "2"}]}])
@@ -166,7 +166,7 @@ def test_a_hostile_bundle_with_the_right_hash_is_refused(folder, monkeypatch, en
 
     monkeypatch.setattr("firstnan.bundle.json.loads", hostile)
     with pytest.raises(BundleError, match="'step' is '2', expected|'args' is {}, exp|KeyError.'2'"):
-        read(folder / "saved" / "step2.safetensors")
+        read(folder / "saved" / "step3.safetensors")
 
 
 def test_bad_words_of_replay_say_what_was_expected(folder, monkeypatch, capsys):
@@ -174,7 +174,7 @@ def test_bad_words_of_replay_say_what_was_expected(folder, monkeypatch, capsys):
     for word, what in (("saved", "a folder, exp"), ("no", "not a file, exp"), ("net.py", "dam")):
         assert main([word]) == 2 and f"{word} is {what}" in capsys.readouterr().err
     for model in ("net", "no:Net", "net:torch.zeros"):
-        assert main(["saved/step2.safetensors", "--model", model]) == 2
+        assert main(["saved/step3.safetensors", "--model", model]) == 2
         assert f"--model is {model!r}, expected MODULE:CALLABLE" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert script.main(["--bundle", "saved", "net.py"]) == 2

@@ -136,7 +136,7 @@ def test_a_sick_step_changes_no_bit_and_the_next_goes_on(name, bad):
     step(guard, 3, change, {"nan input": NAN, "inf input": math.inf}.get(bad, 1.0))
     assert same(before, all_bits(guard))
     stage = "loss" if bad in ("nan input", "inf input") else "gradient"
-    assert events_of(guard, "part", "step", "stage") == [("model", 3, stage)]
+    assert events_of(guard, "part", "step", "stage") == [("model", 4, stage)]
     step(guard, 4)
     assert not same(before, all_bits(guard)) and len(guard.events) == 1
     assert all(p.isfinite().all() for p in guard.model.parameters())
@@ -150,7 +150,7 @@ def test_spike_is_skipped_and_dead_is_reported():
         step(guard, number, lambda loss, factor=factor: loss * factor)
         assert torch.equal(before, guard.model.weight) == (number == 30 or number > 33)
     seen = events_of(guard, "step", "stage", "action")
-    assert seen == [(30, "spike", "skipped"), (38, "dead", "reported")]
+    assert seen == [(31, "spike", "skipped"), (39, "dead", "reported")]
 
 
 def test_a_saved_state_is_changed_by_no_later_step():
@@ -187,7 +187,7 @@ def test_accumulated_batches_are_one_step():
         if number != 3:
             plain.optimizer.step()
     assert same(all_bits(guard), all_bits(plain))
-    assert events_of(guard, "step", "stage") == [(3, "loss")]
+    assert events_of(guard, "step", "stage") == [(4, "loss")]
 
 
 @pytest.mark.parametrize("scaler", [False, True])
@@ -289,7 +289,7 @@ def test_a_sick_part_is_left_out_as_if_by_hand(name):
     assert all(same(a, b) for a, b in zip(ends, by_hand, strict=True))
     assert same(ends[0], clean[0]) and same(ends[2], clean[2]) and not same(ends[1], clean[1])
     seen = events_of(guard, "step", "part", "stage")
-    assert seen == [(number, "head 1", stage) for number, stage in sick.items()]
+    assert seen == [(number + 1, "head 1", stage) for number, stage in sick.items()]
     assert not quiet.events.events and quiet.health.streak.tolist() == [0, 0, 0]
 
 
@@ -314,7 +314,7 @@ def test_a_shared_trunk_never_sees_the_sick_head(how):
         ends.append(all_bits(guard))
         assert guard.updates.tolist() == [6, 5, 6, 6]
         seen = events_of(guard, "step", "part", "stage")
-        assert seen == ([] if by_hand else [(3, "head 1", how)])
+        assert seen == ([] if by_hand else [(4, "head 1", how)])
     assert same(*ends)
 
 
@@ -403,14 +403,14 @@ def test_a_sick_term_is_cut_out_and_the_rest_goes_on_alone():
     guard = run_terms(sick)
     assert same(all_bits(guard), all_bits(run_terms(sick, by_hand=True)))
     assert events_of(guard, "step", "part", "stage", "action") == [
-        (2, "kd", "loss", "cut out"),
-        (3, "kd", "loss", "used again"),
-        (4, "kd", "gradient", "cut out"),
-        (5, "ce", "loss", "cut out"),
-        (5, "kd", "loss", "cut out"),
-        (5, "model", "loss", "skipped"),
-        (6, "ce", "loss", "used again"),
-        (6, "kd", "loss", "used again"),
+        (3, "kd", "loss", "cut out"),
+        (4, "kd", "loss", "used again"),
+        (5, "kd", "gradient", "cut out"),
+        (6, "ce", "loss", "cut out"),
+        (6, "kd", "loss", "cut out"),
+        (6, "model", "loss", "skipped"),
+        (7, "ce", "loss", "used again"),
+        (7, "kd", "loss", "used again"),
     ]
     assert guard.updates.tolist() == [7]
 
@@ -454,7 +454,7 @@ def test_a_term_that_stays_sick_says_what_to_change():
     for number in range(25):
         step(guard, number, lambda loss: {"ce": loss, "kd": loss * NAN})
     loud = [e.step for e in guard.events.events if "in a row" in e.action]
-    assert loud == [9, 19] and guard.health.streak.tolist() == [0]
+    assert loud == [10, 20] and guard.health.streak.tolist() == [0]
     assert int(guard.terms["kd"].streak) == 25 and guard.updates.tolist() == [25]
 
 
@@ -528,7 +528,7 @@ def test_events_that_cannot_be_written_are_kept_with_one_warning(tmp_path, caplo
     guard = linear(events=tmp_path)
     for number in range(3):
         step(guard, number, spoil=NAN if number < 2 else 1.0)
-    assert events_of(guard, "step") == [(0,), (1,)]
+    assert events_of(guard, "step") == [(1,), (2,)]
     (message,) = caplog.messages
     assert "kept in memory only" in message and str(tmp_path) in message
 
@@ -551,11 +551,11 @@ def test_one_part_goes_back_to_its_last_good_state_and_then_stops(tmp_path):
     assert number == 27 and same(good, all_bits(guard))
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert len(rows) == 23 and (rows[-1]["part"], rows[-1]["action"]) == ("run", "stopped")
-    assert rows[10]["action"] == "restored to its state before step 5" == rows[-2]["action"]
+    assert rows[10]["action"] == "restored to its state before step 6" == rows[-2]["action"]
     assert rows[10]["reason"] == "10 bad steps in a row"
     message = str(stop.value)
     assert "the loss is not finite (20 times)" in message and "learning rate" in message
-    assert "restored to its state before step 5" in message
+    assert "restored to its state before step 6" in message
 
 
 def ladder(steps=60, **options):
@@ -571,16 +571,16 @@ def ladder(steps=60, **options):
 
 def test_a_part_that_stays_sick_climbs_the_ladder_alone():
     rungs, guard = ladder()
-    assert rungs[0] == (14, "restored to its state before step 0")
-    assert rungs[1] == (24, "re-initialized")
-    assert rungs[2][0] == 34 and rungs[2][1].startswith("retired") and len(rungs) == 3
+    assert rungs[0] == (15, "restored to its state before step 1")
+    assert rungs[1] == (25, "re-initialized")
+    assert rungs[2][0] == 35 and rungs[2][1].startswith("retired") and len(rungs) == 3
     healthy = heads(ADAMW)
     for number in range(60):
         step(healthy, number)
     for i in (0, 2):
         ends = [bits(g.model.heads[i].parameters(), g.optimizer) for g in (guard, healthy)]
         assert same(*ends)
-    assert not [e for e in guard.events.events if e.step > 34]
+    assert not [e for e in guard.events.events if e.step > 35]
     assert guard.health.retired.tolist() == [False, True, False]
     drawn = []
     for run in (ladder, heads):
@@ -599,7 +599,7 @@ def test_a_part_starts_again_with_new_weights_and_no_memory():
 
 def test_what_cannot_be_re_initialised_is_retired_at_once():
     rungs, _ = ladder(parts=lambda m: {k: v.parameters() for k, v in m.parts().items()})
-    assert [number for number, _ in rungs] == [14, 24] and rungs[1][1].startswith("retired")
+    assert [number for number, _ in rungs] == [15, 25] and rungs[1][1].startswith("retired")
 
 
 @pytest.mark.parametrize("rate", [10.0, 1e38])

@@ -91,7 +91,7 @@ def test_a_term_that_is_nan_on_one_rank_is_left_out_on_all_as_if_by_hand(through
     log = tmp_path / "events.jsonl"
     one = agreed(run_ranks(train_terms, 2, {(2, 1): ("b",)}, through, {"events": log}))
     event, again = one["events"]
-    assert "the loss is not finite on rank 1 of 2" in event and '"step": 2' in event
+    assert "the loss is not finite on rank 1 of 2" in event and '"step": 3' in event
     assert "used again" in again and one["words"][1] == 5
     assert one["weights"] == run_ranks(train_without_b, 2, 2)[0]
     assert log.read_text().splitlines() == one["events"]  # one rank writes the file
@@ -299,7 +299,7 @@ def test_a_weight_that_is_nan_on_one_rank_is_restored_on_all():
     one = agreed(run_ranks(restore, 2))
     first, second, back = one["events"]
     assert "on rank 1 of 2" in first and "on rank 1 of 2" in second
-    assert "restored to its state before step 2" in back
+    assert "restored to its state before step 3" in back
     assert all(np.isfinite(np.frombuffer(w, np.float32)).all() for w in one["weights"])
 
 
@@ -360,7 +360,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_with_what_they_waited_for(how
     first, second = run_ranks(die, 2, how)
     assert second is None or how == "hangs"
     seconds, message = first
-    where = "the loss terms a, b" if how == "before" else "step 2, the step"
+    where = "the loss terms a, b" if how == "before" else "step 3, the step"
     assert seconds < TIMEOUT and where in message and "rank 0 of 2 waited" in message
 
 
@@ -390,8 +390,8 @@ def misuse(rank, how):
         ("late", "make the Guard after init_process_group"),
         ("settings", "Make the same Guard on every rank"),
         ("half", "'weight' is float16, expected float32"),
-        ("names", "rank 0: step 0, the loss terms a; rank 1: step 0, the loss terms a, b"),
-        ("uneven", "rank 1: step 0, the step"),
+        ("names", "rank 0: step 1, the loss terms a; rank 1: step 1, the loss terms a, b"),
+        ("uneven", "rank 1: step 1, the step"),
     ],
 )
 def test_misuse_is_an_error_with_the_way_out_on_every_rank(how, expected):
@@ -458,7 +458,7 @@ def test_under_fsdp2_all_is_as_under_ddp():
     sharded = agreed(run_ranks(train_sharded, 2, True, bad))
     whole = agreed(run_ranks(train_sharded, 2, False, bad))
     assert sharded["events"] == whole["events"] and sharded["words"] == whole["words"]
-    assert "restored to its state before step 3" in reasons(sharded)
+    assert "restored to its state before step 4" in reasons(sharded)
     for one, other in zip(sharded["weights"], whole["weights"], strict=True):
         assert np.allclose(one, other, rtol=0, atol=1e-6)
 

@@ -62,7 +62,7 @@ def test_what_comes_from_outside_of_the_model_is_told_from_it():
 
 def test_the_report_says_how_the_magnitude_grew_and_what_came_before():
     report = str(located(network(Op(lambda x: (9 * x).exp())), X / 9, X, X * 99))
-    assert report.startswith("first bad  in Sequential.2, step 3\nbefore     input of Sequential:")
+    assert report.startswith("first bad  in Sequential.2, step 4\nbefore     input of Sequential:")
     first, second, last = report.split("magnitude  ")[1].split(" (last")[0].split(", ")
     assert float(first) < float(second) < float(last) == math.inf
 

@@ -64,7 +64,7 @@ def test_a_run_that_ends_says_whether_there_was_a_good_state():
         ends.append((why, {event.action for event in events if event.part != "run"}))
     message = "no part had a healthy step in the last 3 steps"
     assert ends == [
-        (f"{message}; the last good state was restored", {"restored to its state before step 0"}),
+        (f"{message}; the last good state was restored", {"restored to its state before step 1"}),
         (
             f"{message}; there is no good state to restore",
             {"left unchanged: there is no good state to restore"},
@@ -74,17 +74,17 @@ def test_a_run_that_ends_says_whether_there_was_a_good_state():
 
 def test_the_first_step_has_the_number_that_the_caller_gives_it():
     bench = Bench()
-    bench.recovery.first_step = 1
+    bench.recovery.first_step = 0
     (event,) = bench.step(0, {1})
-    assert event.step == 1
+    assert event.step == 0
     events = bench.recovery.give_up(4, "the end")
-    assert {event.step for event in events} == {5}
-    assert "restored to its state before step 1" in {event.action for event in events}
+    assert {event.step for event in events} == {4}
+    assert "restored to its state before step 0" in {event.action for event in events}
 
 
 def test_an_event_names_its_part_and_the_number_that_was_bad():
     (event,) = Bench().step(4, {2}, Stage.SPIKE)
-    assert (event.step, event.part, event.stage, event.value) == (4, "part 2", "spike", 9.0)
+    assert (event.step, event.part, event.stage, event.value) == (5, "part 2", "spike", 9.0)
     (event,) = Bench().step(4, {1}, Stage.LOSS)
     assert event.part == "part 1" and math.isnan(event.value)
 
@@ -117,7 +117,7 @@ def test_a_run_that_stops_leaves_a_healthy_part_as_it_is():
     bench.weights += 50
     events, why = bench.recovery.escalate(7, bench.thresholds)
     assert "only 2 of 3" in why and bench.weights.tolist() == [[0, 0], [51, 51], [52, 52]]
-    assert [(e.step, e.part) for e in events] == [(7, "part 0"), (7, "run")]
+    assert [(e.step, e.part) for e in events] == [(8, "part 0"), (8, "run")]
 
 
 def test_before_a_checkpoint_only_what_is_not_finite_is_restored():
@@ -125,8 +125,8 @@ def test_before_a_checkpoint_only_what_is_not_finite_is_restored():
     bench.weights += 50
     bench.weights[1, 1] = math.inf
     (event,) = bench.recovery.restore_what_is_not_finite(9)
-    assert (event.step, event.part, event.stage) == (9, "part 1", "weight")
-    assert event.action == "restored to its state before step 0"
+    assert (event.step, event.part, event.stage) == (10, "part 1", "weight")
+    assert event.action == "restored to its state before step 1"
     assert bench.weights.tolist() == [[50, 50], [1, 1], [52, 52]]
     assert bench.recovery.restore_what_is_not_finite(10) == []
 
@@ -139,6 +139,6 @@ def test_the_diagnosis_advises_on_the_fault_seen_most_often():
     line = bench.recovery.diagnosis(5, events)
     assert line.startswith("part 1, 5 steps: ") and "\n" not in line  # the others were well
     assert "(3 times)" in line and "(2 times)" in line
-    assert "It was restored to its state before step 0." in line
+    assert "It was restored to its state before step 1." in line
     assert line.endswith(f"What to change: {Stage.SPIKE.kind.advice}.")
     assert Bench().recovery.diagnosis(5) == ""

@@ -72,7 +72,7 @@ def test_a_healthy_script_prints_what_it_prints_without(tmp_path, run, capsys):
 def test_the_first_bad_step_names_the_operation_and_stops(tmp_path, run):
     script = write(tmp_path, "x.log()")
     done = run(script)
-    assert done.returncode == 3 and "step 0:" in done.err and not done.out
+    assert done.returncode == 3 and "step 1:" in done.err and not done.out
     assert "aten.log, forward, in Sequential.2" in done.err and f"{script}:" in done.err
     assert "cause      outside its domain" in done.err
 
@@ -81,7 +81,7 @@ def test_the_first_bad_step_names_the_operation_and_stops(tmp_path, run):
 def test_a_script_goes_on_without_the_step_or_with_it(tmp_path, run, on_bad, finite):
     done = run("--on-bad", on_bad, write(tmp_path), "outside")
     assert done.returncode == 0 and ("bits nan" not in done.out) == finite
-    expected = "step 2:\nfirst bad  aten.log, forward, outside of the model, step 2, all 6 rows\n"
+    expected = "step 3:\nfirst bad  aten.log, forward, outside of the model, step 3, all 6 rows\n"
     assert expected in done.err and "read from the graph of the loss; --every-op" in done.err
 
 
@@ -155,37 +155,37 @@ x = torch.randn(6, 4)
         "a generator": (
             "fake = net(x); other(fake.detach()).mean().backward(); adam.step()\n"
             "other(fake).mean().backward(); sgd.step()",
-            "step 1:\nfirst bad  aten.div, backward, in Sequential.1 (",
+            "step 2:\nfirst bad  aten.div, backward, in Sequential.1 (",
         ),
         "a closure": (
             "sgd.step(lambda: net(x).mean().backward())",
-            "step 0:\nfirst bad  aten.div, backward, in Sequential.1 (",
+            "step 1:\nfirst bad  aten.div, backward, in Sequential.1 (",
         ),
         "compiled in place": (
             "net.compile(backend='eager')\n"
             "net(x).mean().backward(); pickle.dumps(copy.deepcopy(net)); sgd.step()",
-            "step 0:\nfirst bad  aten.div, backward, in Sequential.1 (",
+            "step 1:\nfirst bad  aten.div, backward, in Sequential.1 (",
         ),
         "an update of its own": (
             "for y in (1.0, torch.nan, 1.0): other(torch.full((2, 8), y)).sum().backward()",
-            "step 0, backward pass 1:\nfirst bad  aten.addmm, forward, in Linear, step 0, a",
+            "step 1, backward pass 2:\nfirst bad  aten.addmm, forward, in Linear, step 1, a",
         ),
         "autograd.grad alone, of a bad loss": (
             "for y in (1.0, 1.0, torch.nan):\n"
             "    torch.autograd.grad(other(torch.full((2, 8), y)).sum(), other.weight)",
-            "step 0, call 2 of autograd.grad:\nfirst bad  aten.addmm, forward, in Linear, step 0",
+            "step 1, call 3 of autograd.grad:\nfirst bad  aten.addmm, forward, in Linear, step 1",
         ),
         "autograd.grad alone, of a good loss": (
             "for _ in range(2): torch.autograd.grad(net(x).sum(), [*net.parameters()])",
-            "step 0, call 1 of autograd.grad:\nfirst bad  aten.div, backward, in Sequential.1 (",
+            "step 1, call 2 of autograd.grad:\nfirst bad  aten.div, backward, in Sequential.1 (",
         ),
         "a check before the backward pass": (
             "other(torch.full((2, 8), torch.nan)); exit(1)",
-            "step 0, ended by the script:\nfirst bad  aten.addmm, forward, in Linear, step 0, a",
+            "step 1, ended by the script:\nfirst bad  aten.addmm, forward, in Linear, step 1, a",
         ),
         "a check after it": (
             "net(x).mean().backward(); exit(1)",
-            "step 0, ended by the script:\nfirst bad  aten.div, backward, in Sequential.1 (",
+            "step 1, ended by the script:\nfirst bad  aten.div, backward, in Sequential.1 (",
         ),
         "a bare except": (
             "try: net(x).mean().backward(); sgd.step()\nexcept: pass",
@@ -318,7 +318,7 @@ def test_tensors_of_every_kind_are_checked(tmp_path, run, kind):
     for flags in ([], ["--record", "--every-op"]):
         done = run("--on-bad", "skip", *flags, script)
         assert done.returncode == 0, done.err
-        assert "3 optimizer steps, not finite: 1" in done.err and "step 2" in done.err
+        assert "3 optimizer steps, not finite: 1" in done.err and "step 3" in done.err
 
 
 BY_HAND = """
@@ -346,7 +346,7 @@ for step in range(3):
 def test_a_gradient_is_checked_where_the_script_updates_by_hand(tmp_path, run, bad, update):
     loop = BY_HAND.replace("{bad}", str(bad)).replace("{update}", update)
     done = run(write(tmp_path, loop=loop))
-    assert done.returncode == 3 and f"backward pass {bad}:" in done.err
+    assert done.returncode == 3 and f"backward pass {bad + 1}:" in done.err
     assert "the gradient there is not" in done.err  # the weights are still those of that pass
     done = run(write(tmp_path, loop=loop.replace(f"== {bad}", "== 9")))
     assert "3 gradient computations, every loss and gradient finite" in done.err
@@ -386,4 +386,4 @@ def test_a_gradient_of_torch_func_is_checked(tmp_path, run):
         torch.func.grad(lambda w: (w * size).abs().sqrt().sum())(torch.ones(3))
     """
     done = run(write(tmp_path, loop=loop))
-    assert done.returncode == 3 and "call 2 of autograd.grad" in done.err
+    assert done.returncode == 3 and "call 3 of autograd.grad" in done.err

@@ -197,9 +197,9 @@ def guarded(batches, locate=True):
 
 def test_the_guard_names_the_operation_of_the_first_bad_step_of_a_series():
     guard = guarded([X, LAST, LAST, X, LAST])
-    assert sorted(guard.locator.findings) == [1, 4]
+    assert sorted(guard.locator.findings) == [2, 5]
     located = [e for e in guard.events.events if e.stage == "origin"]
-    assert [e.step for e in located] == [1, 4] and "aten.div" in located[0].reason
+    assert [e.step for e in located] == [2, 5] and "aten.div" in located[0].reason
     assert "row 4" in located[0].reason and "zero norm" in guard.diagnosis()
 
 

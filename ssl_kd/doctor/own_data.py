@@ -51,7 +51,9 @@ def own_data(settings: VisionSettings) -> Iterator[Finding]:
         yield Finding(_FIRST_BATCHES, result, note=True)
         return
     try:
-        estimated = n_clusters_of(settings.n_clusters, store.class_names, store.n)
+        estimated = n_clusters_of(
+            settings.n_clusters, store.class_names, store.n, len(store.manifest["unreadable"])
+        )
     except SettingsError as error:
         yield Finding(_FIRST_BATCHES, str(error), FOLLOW_MESSAGE)
         return

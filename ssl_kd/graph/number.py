@@ -99,12 +99,21 @@ def number_of_clusters(
     return Evidence(number, (min([number, *near]), max([number, *near])), ranked)
 
 
-def check_enough(n: int) -> None:
-    """Raise InputError if there are too few samples to find the number of clusters."""
+def check_enough(n: int, left_out: int = 0) -> None:
+    """Raise InputError if there are too few samples to find the number of clusters.
+
+    `n` does not count the `left_out` samples, whose image or embedding cannot be used.
+    """
     if n < MIN_SAMPLES:
+        what = f"there are {n} samples"
+        if left_out:
+            what = (
+                f"{n} of {n + left_out} samples are left after {left_out} were left out, for the"
+                " reasons in the log"
+            )
         raise InputError(
-            f"there are {n} samples, expected at least {MIN_SAMPLES} to find the number of "
-            "clusters: set it (setting N_CLUSTERS, argument n_clusters)"
+            f"{what}; expected at least {MIN_SAMPLES} to find the number of clusters: set it"
+            " (setting N_CLUSTERS, argument n_clusters)"
         )
 
 

@@ -221,7 +221,6 @@ class Distiller(Objective):
             fresh_optimizer=True,
             events=events,
             advice=REMEDIES,
-            first_step=1,
         )
         self.tokens = 0
         self.learned = dict.fromkeys(self.weights, 0)  # steps in which each term was used

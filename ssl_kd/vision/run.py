@@ -86,7 +86,8 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
         with clock("extract"):
             datasets, teacher, stores = _embed(context)
         store = stores["train"]
-        n_clusters = n_clusters_of(settings.n_clusters, store.class_names, store.n)
+        left_out = len(store.manifest["unreadable"])
+        n_clusters = n_clusters_of(settings.n_clusters, store.class_names, store.n, left_out)
         blocks = (block for _, block in store.blocks(ROWS_PER_BLOCK))
         if message := odd_rows(blocks, n_clusters or 2):
             logger.warning("embeddings in %s: %s", store.folder, message)
@@ -280,20 +281,22 @@ def _are_photos(dataset: ImageDataset) -> bool:
 
 
 def n_clusters_of(
-    n_clusters: int | str | None, class_names: Sequence[str] | None, n: int
+    n_clusters: int | str | None, class_names: Sequence[str] | None, n: int, left_out: int = 0
 ) -> int | None:
     """Return the number of clusters K for `n` samples, or None if it is to be found.
 
-    It is found if N_CLUSTERS is `auto`, or if it is None and the data set has no classes.
+    It is found if N_CLUSTERS is `auto`, or if it is None and the data set has no classes. Messages
+    name the number of samples that were left out, which `n` does not count.
     """
     if n_clusters == AUTO or (n_clusters is None and class_names is None):
-        check_enough(n)
+        check_enough(n, left_out)
         return None
     if n_clusters is None:
         assert class_names is not None
         n_clusters = len(class_names)
     if not 2 <= (k := int(n_clusters)) <= n:
-        raise SettingsError(f"N_CLUSTERS is {k}; expected 2 to {n}, the number of samples")
+        without = f" without the {left_out} that were left out" if left_out else ""
+        raise SettingsError(f"N_CLUSTERS is {k}; expected 2 to {n}, the number of samples{without}")
     return k
 
 

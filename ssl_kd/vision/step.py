@@ -154,7 +154,7 @@ class HeadTrainer:
         self.by_loss = torch.ones(bank.n_heads, dtype=torch.bool, device="cpu")
         names = [f"head {bank.first + i}" for i in range(bank.n_heads)]
         self._rows = RowParts(names, self.state.owned(), self._new_row)
-        self.recovery = Recovery(self._rows, self.state.health, REMEDIES, first_step=1)
+        self.recovery = Recovery(self._rows, self.state.health, REMEDIES)
 
     def _fresh(self, students: Tensor) -> HeadsState:
         marginal = self.objective.initial_marginal(self.n_clusters)

@@ -99,6 +99,6 @@ def test_a_killed_rank_ends_the_others_and_all_go_on_from_the_last_checkpoint(tm
     straight = agreed(run_ranks(stop_and_go_on, 2, tmp_path / "straight", None))
     (seconds, words), dead = run_ranks(stop_and_go_on, 2, tmp_path, 3)
     assert dead is None and seconds < TIMEOUT
-    assert "rank 0 of 2 waited" in words and "step 3, the step" in words
+    assert "rank 0 of 2 waited" in words and "step 4, the step" in words
     assert "Start all ranks again from the last checkpoint" in words
     assert agreed(run_ranks(stop_and_go_on, 2, tmp_path, None)) == straight

@@ -126,5 +126,5 @@ def test_the_same_samples_have_the_same_number():
 
 
 def test_too_few_samples_have_no_number():
-    with pytest.raises(InputError, match="there are 63 samples, expected at least 64"):
+    with pytest.raises(InputError, match="there are 63 samples; expected at least 64"):
         number_in(np.random.default_rng(0).normal(size=(63, 5)))

@@ -163,6 +163,6 @@ def test_what_files_tell_is_refused_before_a_model_is_loaded(
 ):
     (tmp_path / "taken").write_text("")
     named = {name: str(models(name)) for name in ("teacher", "foreign")}
-    words = [",".join(named.get(part, part) for part in word.split(",")) for word in words]
+    words = [",".join(str(named.get(x, x)) for x in word.split(",")) for word in words]
     assert cli.main(at(models("student"), *words)) == BAD_INPUT
     assert re.search(said, capsys.readouterr().err)

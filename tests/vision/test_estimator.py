@@ -242,7 +242,7 @@ def test_the_number_of_clusters_can_be_found(blobs, tmp_path):
     again = type(clusterer).from_pretrained(tmp_path)
     assert again.n_clusters == 3
     assert np.array_equal(again.predict_levels(x), levels)
-    with pytest.raises(ValueError, match="there are 20 samples, expected at least 64"):
+    with pytest.raises(ValueError, match="there are 20 samples; expected at least 64"):
         small("auto").fit(x[:20])
 
 

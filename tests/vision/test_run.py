@@ -439,6 +439,27 @@ def test_stopped_while_judging_goes_on_from_the_trained_heads(settings):
 # --- Awkward data -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["pictures", "features"])
+def test_too_few_samples_are_counted_with_those_that_were_left_out(
+    settings, tmp_path, digits, kind
+):
+    if kind == "pictures":
+        save_images(tmp_path / "data", digits[0][:60])
+        for i in range(10):
+            (tmp_path / "data" / f"broken {i}.png").write_bytes(b"no image")
+        data = tmp_path / "data"
+    else:
+        data = tmp_path / "data.npy"
+        x = digits[0][:70].reshape(70, -1).astype(np.float32)
+        x[20:30, 3] = np.nan
+        np.save(data, x)
+    few = {"dataset": str(data), "image_size": 8}
+    with pytest.raises(InputError, match="60 of 70 samples are left after 10 .* at least 64"):
+        run(settings(**few))
+    with pytest.raises(SettingsError, match="2 to 60, the number of samples without the 10 that"):
+        run(settings(**few, run_name="65", n_clusters=65))
+
+
 def test_unlabelled_images_run_to_the_end(settings, tmp_path, digits):
     save_images(tmp_path / "pictures", digits[0][:64])
     (tmp_path / "pictures" / "broken.png").write_bytes(b"no image")
