@@ -11,8 +11,37 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ssl_kd.graph.criterion import one_hot
+from ssl_kd.graph.kmeans import kmeans
+
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
+
+CELLS_PER_CLUSTER = 4
+MOST_CELLS = 8192  # of which all pairs are compared
+LLOYD_STEPS = 5  # for cells, whose exact borders do not matter
+
+
+def kmeans_by_cells(x: Floats, n_clusters: int, seed: int) -> Ints:
+    """Return at most `n_clusters` clusters `[n]` of rows `[n, d]`, numbered without gaps.
+
+    k-means starts from the means of 4 K cells that are merged to K clusters.
+    """
+    n_cells = min(CELLS_PER_CLUSTER * n_clusters, MOST_CELLS, len(x))
+    if n_cells <= n_clusters:
+        return kmeans(x, n_clusters, seed)
+    cells = kmeans(x, n_cells, seed, init="random", max_iter=LLOYD_STEPS)
+    means, sizes = _means(x, cells)
+    if len(means) <= n_clusters:  # fewer rows are distinct
+        return cells
+    clusters = merge_cells(means, sizes, n_clusters)[cells]
+    return kmeans(x, n_clusters, seed, init=_means(x, clusters)[0])
+
+
+def _means(x: Floats, clusters: Ints) -> tuple[Floats, Ints]:
+    """Return the means `[k, d]` and the sizes `[k]` of clusters without gaps."""
+    sizes = np.bincount(clusters)
+    return np.asarray(one_hot(clusters, len(sizes)).T @ x / sizes[:, None], np.float32), sizes
 
 
 def merge_cells(means: Floats, sizes: Ints, n_clusters: int) -> Ints:

@@ -16,14 +16,18 @@ def kmeans(
     *,
     n_init: int = 1,
     max_iter: int = 50,
-    init: Literal["k-means++", "random"] = "k-means++",
+    init: Literal["k-means++", "random"] | NDArray = "k-means++",
 ) -> NDArray[np.int64]:
-    """Return at most `n_clusters` clusters `[n]` of the rows of `x`, numbered without gaps."""
+    """Return at most `n_clusters` clusters `[n]` of the rows of `x`, numbered without gaps.
+
+    `init` names how starts are drawn, or is the start itself, `[n_clusters, d]`.
+    """
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
     starts: Any = n_init  # scikit-learn's stubs allow only a string
-    model = KMeans(n_clusters, init=init, n_init=starts, max_iter=max_iter, random_state=seed)
+    first: Any = init  # and no array
+    model = KMeans(n_clusters, init=first, n_init=starts, max_iter=max_iter, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         clusters = model.fit_predict(x)

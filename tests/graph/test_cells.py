@@ -4,7 +4,8 @@ import numpy as np
 from scipy.cluster.hierarchy import fcluster, linkage
 from sklearn.metrics import adjusted_rand_score
 
-from ssl_kd.graph.cells import merge_cells
+from ssl_kd.graph.cells import kmeans_by_cells, merge_cells
+from ssl_kd.graph.kmeans import kmeans
 
 
 def test_cells_of_one_sample_merge_as_by_scipy():
@@ -25,3 +26,16 @@ def test_a_cell_counts_as_the_samples_in_it():
 def test_as_many_clusters_as_cells_are_the_cells():
     means = np.random.default_rng(2).normal(size=(6, 3)).astype(np.float32)
     assert len(set(merge_cells(means, np.ones(6, int), 6))) == 6
+
+
+def test_each_of_many_clusters_is_found_where_kmeans_misses_some():
+    random = np.random.default_rng(3)
+    y = np.repeat(np.arange(100), 20)
+    x = (random.normal(size=(100, 16))[y] + 0.2 * random.normal(size=(2000, 16))).astype(np.float32)
+    assert adjusted_rand_score(y, kmeans_by_cells(x, 100, 0)) > 0.99
+    assert adjusted_rand_score(y, kmeans(x, 100, 0, init="random")) < 0.9
+
+
+def test_fewer_distinct_rows_than_clusters_are_clusters_of_their_own():
+    x = np.repeat(np.eye(5, dtype=np.float32), 20, axis=0)
+    assert len(set(kmeans_by_cells(x, 10, 0))) == 5
