@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import ArpackError, eigsh
 from threadpoolctl import threadpool_limits
 
-from ssl_kd.graph.criterion import Graph, Ints, adjusted_rand_index, one_hot
+from ssl_kd.graph.cells import kmeans_by_cells
+from ssl_kd.graph.criterion import Graph, Ints, adjusted_rand_index, one_hot, refine
 from ssl_kd.graph.kmeans import kmeans
 from ssl_kd.graph.layout import Density, low_dimensional
 from ssl_kd.graph.levels import MANY, communities, in_order
@@ -37,6 +38,7 @@ COSINE, EUCLIDEAN = "cosine", "euclidean"
 POWERS, MIDDLE_POWER = (0.0, 0.3, 0.5), (0.3,)
 WIDER = 1.25  # times K eigenvectors, for k-means
 DIMENSIONS = (8, 4)
+VERY_MANY = 200  # clusters, beyond which the cost of spectral methods is prohibitive
 STARTS = 3  # of k-means on coordinates
 OWN_STARTS, OWN_ITERATIONS = 10, 300  # of k-means as a family of its own
 TIE = 1e-6  # vote for the present cluster of a sample
@@ -148,6 +150,9 @@ def form_ensemble(
     direction are replaced by others by distance; those of a small table are replaced by partitions
     without a graph, unless the graphs are trusted. `progress` is called with the numbers of
     finished and of all partitions.
+
+    More than 200 clusters are searched by k-means, by communities that start from its clusters, and
+    in one layout; lengths are not considered.
     """
     together = summed(cosine, euclidean, whitened)
     graphs = [(COSINE, cosine.graphs[10]), (COSINE, cosine.graphs[20])]
@@ -155,16 +160,21 @@ def form_ensemble(
     directions = [(COSINE, cosine.rows), (None, on_sphere(euclidean.rows))]
     layouts = {COSINE: cosine, EUCLIDEAN: euclidean}
     metrics = COSINE, EUCLIDEAN
-    # Small products are faster with one thread.
-    with threadpool_limits(1):
-        candidates, total = list[Candidate](), 26 if n_clusters >= MANY else 34
-        for candidate in _candidates(directions, graphs, layouts, n_clusters):
+    with threadpool_limits(_threads(n_clusters)):
+        if n_clusters > VERY_MANY:
+            total = 6
+            found = _of_very_many(directions, together, cosine, n_clusters)
+        else:
+            total = 26 if n_clusters >= MANY else 34
+            found = _candidates(directions, graphs, layouts, n_clusters)
+        candidates = list[Candidate]()
+        for candidate in found:
             candidates.append(replace(candidate, clusters=in_order(candidate.clusters)))
             progress(len(candidates), total)
         if is_small(euclidean.rows) and not graphs_agree(candidates):
             metrics = (EUCLIDEAN,)
             candidates = _without_graph(euclidean.rows, n_clusters)
-        elif lengths_matter(candidates, cosine, euclidean):
+        elif n_clusters <= VERY_MANY and lengths_matter(candidates, cosine, euclidean):
             metrics = (EUCLIDEAN,)
             candidates = _by_distance(euclidean, whitened, n_clusters)
         return Ensemble(vote(candidates, sizes, n_clusters), candidates, sizes, metrics)
@@ -174,6 +184,11 @@ def summed(*views: View) -> sp.csr_matrix:
     """Return the sum of the 15-nearest-neighbor graphs of several views, `[n, n]`."""
     first, *others = (view.graphs[15] for view in views)
     return sum(others, first).tocsr()
+
+
+def _threads(n_clusters: int) -> int | None:
+    """Return the number of threads; None: all. Small products are faster with one."""
+    return None if n_clusters > VERY_MANY else 1
 
 
 def is_small(rows: NDArray) -> bool:
@@ -229,7 +244,7 @@ def mutual_agreement(candidates: Iterable[Candidate]) -> float:
 def vote(candidates: Iterable[Candidate], sizes: Sizes, n_clusters: int) -> Ints:
     """Return the consensus `[n]` of the candidates that vote for clusters of these sizes."""
     form = consensus if sizes == "even" else any_size_consensus
-    with threadpool_limits(1):
+    with threadpool_limits(_threads(n_clusters)):
         return in_order(form(voters(candidates, sizes), n_clusters))
 
 
@@ -251,9 +266,7 @@ def _candidates(
     k = n_clusters
     starts, powers = (1, MIDDLE_POWER) if k >= MANY else (STARTS, powers)
     for metric, rows in points:
-        many = OWN_STARTS if k < MANY else 1
-        clusters = kmeans(rows, k, 0, n_init=many, max_iter=OWN_ITERATIONS)
-        yield Candidate("k-means", clusters, metric)
+        yield Candidate("k-means", _own_kmeans(rows, k), metric)
     for metric, graph in graphs:
         vectors = on_sphere(spectral_coordinates(graph, int(WIDER * k) + 1))
         yield Candidate("spectral", kmeans(vectors, k, 0, n_init=starts), metric)
@@ -261,11 +274,41 @@ def _candidates(
             yield Candidate("communities", clusters, metric, any_size=power == max(powers))
     for metric, view in layouts.items():
         for density in view.densities:
-            layout = kmeans(density.places, k, 0, n_init=starts)
-            yield Candidate("layout", layout, metric)
+            yield Candidate("layout", _layout_kmeans(density.places, k), metric)
             yield Candidate("density leaves", density.leaves(k), metric)
             yield Candidate(PEAKS, density.peaks(k), metric, any_size=True)
             yield Candidate(MASS, density.heaviest(k), metric, any_size=True)
+
+
+def _own_kmeans(rows: NDArray, n_clusters: int) -> Ints:
+    """Return the clusters of k-means as a family: the best of ten starts, or from merged cells."""
+    if n_clusters >= MANY:
+        return kmeans_by_cells(rows, n_clusters, 0)
+    return kmeans(rows, n_clusters, 0, n_init=OWN_STARTS, max_iter=OWN_ITERATIONS)
+
+
+def _layout_kmeans(places: NDArray, n_clusters: int) -> Ints:
+    if n_clusters >= MANY:
+        return kmeans_by_cells(places, n_clusters, 0)
+    return kmeans(places, n_clusters, 0, n_init=STARTS)
+
+
+def _of_very_many(
+    points: Sequence[tuple[str | None, NDArray]],
+    together: sp.csr_matrix,
+    cosine: View,
+    n_clusters: int,
+) -> Iterator[Candidate]:
+    """Yield partitions whose cost is low for hundreds of clusters."""
+    graph = Graph(together)
+    for metric, rows in points:
+        clusters = _own_kmeans(rows, n_clusters)
+        yield Candidate("k-means", clusters, metric)
+        refined = refine(graph, clusters, n_clusters, *MIDDLE_POWER)
+        yield Candidate("communities", refined, metric, any_size=True)
+    density = Density(low_dimensional(cosine.graphs[15], DIMENSIONS[0], seed=0))
+    yield Candidate("layout", _layout_kmeans(density.places, n_clusters), COSINE)
+    yield Candidate("density leaves", density.leaves(n_clusters), COSINE, any_size=True)
 
 
 def _by_distance(euclidean: View, whitened: View, n_clusters: int) -> list[Candidate]:
@@ -314,14 +357,35 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     Each family has one vote, which its partitions share. The first consensus is a spectral
     clustering of the joint cluster assignments. Then the clusters of each partition are paired with
     those of the consensus, and each sample moves to the cluster with most votes. Clusters of each
-    partition must be numbered without gaps.
+    partition must be numbered without gaps. For more than 200 clusters the votes start from the
+    partition that agrees most with the others.
 
     References:
         Strehl & Ghosh, Cluster ensembles, 2002; Fern & Brodley, Solving cluster ensemble problems
         by bipartite graph partitioning, 2004.
     """
-    n = len(candidates[0].clusters)
-    weights = weights_of(candidates)
+    n, weights = len(candidates[0].clusters), weights_of(candidates)
+    if n_clusters > VERY_MANY:
+        answer = _most_agreed(candidates, weights)
+    else:
+        answer = _of_joint_clusters(candidates, weights, n_clusters)
+    k = int(answer.max()) + 1
+    for _ in range(VOTES):
+        votes = np.zeros((n, k))
+        for candidate, weight in zip(candidates, weights, strict=True):
+            votes[np.arange(n), aligned(candidate.clusters, answer)] += weight
+        votes[np.arange(n), answer] += TIE
+        better = votes.argmax(1)
+        if (better == answer).all() or len(np.unique(better)) < k:
+            break
+        answer = better
+    return answer
+
+
+def _of_joint_clusters(
+    candidates: Sequence[Candidate], weights: NDArray[np.float64], n_clusters: int
+) -> Ints:
+    """Return a spectral clustering `[n]` of the clusters that samples share."""
     joint = _joint(candidates)
     of_columns = np.repeat(weights, [int(c.clusters.max()) + 1 for c in candidates])
     joint = joint @ sp.diags_array(np.sqrt(of_columns / np.asarray(joint.sum(0)).ravel()))
@@ -335,18 +399,17 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     if vectors is None:
         vectors = np.linalg.eigh(products.toarray()).eigenvectors[:, -width:]
     points = on_sphere(np.asarray(joint @ vectors, np.float32))
-    answer = kmeans(points, n_clusters, 0, n_init=STARTS)
-    k = int(answer.max()) + 1
-    for _ in range(VOTES):
-        votes = np.zeros((n, k))
-        for candidate, weight in zip(candidates, weights, strict=True):
-            votes[np.arange(n), aligned(candidate.clusters, answer)] += weight
-        votes[np.arange(n), answer] += TIE
-        better = votes.argmax(1)
-        if (better == answer).all() or len(np.unique(better)) < k:
-            break
-        answer = better
-    return answer
+    return kmeans(points, n_clusters, 0, n_init=STARTS)
+
+
+def _most_agreed(candidates: Sequence[Candidate], weights: NDArray[np.float64]) -> Ints:
+    """Return the partition `[n]` with the largest adjusted Rand index with the others."""
+    m = len(candidates)
+    scores = np.zeros((m, m))
+    for a, b in itertools.combinations(range(m), 2):
+        score = adjusted_rand_index(candidates[a].clusters, candidates[b].clusters)
+        scores[a, b] = scores[b, a] = score
+    return candidates[int((scores @ weights).argmax())].clusters
 
 
 def weights_of(candidates: Sequence[Candidate]) -> NDArray[np.float64]:

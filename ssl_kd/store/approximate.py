@@ -38,6 +38,7 @@ from ssl_kd.training.clock import Clock
 logger = logging.getLogger(__name__)
 
 EXACT_ROWS = 100_000  # largest set for which all pairs are compared, in minutes
+PAIRS_ROWS = 20_000  # largest set in memory for which a CPU compares all pairs, in seconds
 CELLS_PER_ROOT, MOST_CELLS = 2, 65_536
 POINTS_PER_CELL = 64  # of k-means
 # nprobe is chosen for the recall SOUGHT on one half of the sampled rows. A warning is logged if the
@@ -97,6 +98,62 @@ def find_neighbors(
         text = "the recall of the neighbors is %.3f; expected at least %.2f: set a smaller PCA_DIM"
         logger.warning(text, record["recall"], RECALL)
     return neighbors, record
+
+
+def neighbors_in_memory(
+    x: Tensor,
+    k: int,
+    *,
+    metric: str = "cosine",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Find the k nearest other rows of rows `[n, D]` in memory, by `metric`.
+
+    Up to `PAIRS_ROWS` rows and on a GPU, all pairs are compared, as by `nearest_neighbors`. Beyond
+    that, a row is compared with the rows in the cells of k-means that are nearest to it.
+
+    Returns:
+        The neighbors, int64 `[n, k]`, nearest first, and a record of the search as by
+        `find_neighbors`: `index` and `recall`.
+
+    Raises:
+        InputError: k is out of range, or a row is not finite.
+    """
+    n = len(x)
+    if n <= PAIRS_ROWS or torch.device(device).type != "cpu":
+        neighbors = nearest_neighbors(x, k, metric=metric, device=device, progress=progress)
+        return neighbors, {"index": "exact", "recall": 1.0}
+    check_k(k, n)
+    if not (finite := x.isfinite().all(1)).all():
+        row = int((~finite).nonzero()[0, 0])
+        raise InputError(f"row {row} is not finite in float32: remove it, or scale the data")
+    rows = (_unit(x) if metric == "cosine" else x).float().contiguous()
+    faiss, cells = load_faiss(), CELLS_PER_ROOT * math.isqrt(n)
+    index = faiss.IndexIVFFlat(faiss.IndexFlatL2(rows.shape[1]), rows.shape[1], cells)
+    index.cp.seed, index.cp.min_points_per_centroid = SEED, 1
+    index.cp.max_points_per_centroid = POINTS_PER_CELL
+    index.train(rows.numpy())
+    index.add(rows.numpy())
+    g = torch.Generator().manual_seed(SEED + 1)
+    tuned, tested = torch.randperm(n, generator=g)[:QUERY_ROWS].chunk(2)
+
+    def exact(queries: Tensor) -> Tensor:  # a copy of a row may come before the row itself
+        near = torch.from_numpy(faiss.knn(rows[queries].numpy(), rows.numpy(), k + 1)[1])
+        is_itself = near == queries.unsqueeze(1)
+        is_itself[~is_itself.any(1), -1] = True
+        return near[~is_itself].view(-1, k)
+
+    index.nprobe = _probes(index, rows[tuned], rows[exact(tuned).flatten()])
+    blocks = []
+    for itself in torch.arange(n).split(max(1, BLOCK_BYTES // (4 * rows.shape[1]))):
+        blocks.append(_lookup(index, rows[itself], itself, k))
+        if progress is not None:
+            progress(int(itself[-1]) + 1, n)
+    neighbors = torch.cat(blocks)
+    is_found = (exact(tested).unsqueeze(2) == neighbors[tested].unsqueeze(1)).any(2)
+    recall = float(is_found.double().mean())
+    return neighbors, {"index": f"IVF{cells},Flat", "nprobe": index.nprobe, "recall": recall}
 
 
 def by_index(store: EmbeddingStore) -> bool:

@@ -28,7 +28,7 @@ from ssl_kd.files import CorruptFileError
 from ssl_kd.precision import Precision, default_torch_state
 from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.settings.import_paths import path_of_file
-from ssl_kd.store import nearest_neighbors
+from ssl_kd.store import neighbors_in_memory
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.training.loop import run_loop
 from ssl_kd.training.ranks import refuse_ranks
@@ -212,7 +212,8 @@ class MultiHeadClusterer(
     def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
         """Find the clusters of the samples, and train the heads that predict them.
 
-        With `method="graph"`, a random 10,000 of the samples are used if there are more.
+        With `method="graph"`, a random 10,000 of the samples are used if there are more, or 50 per
+        cluster if these are more, at most 100,000.
 
         Args:
             X: embeddings `[n, n_features]`, n at least 2 and at least `n_clusters`.
@@ -246,7 +247,7 @@ class MultiHeadClusterer(
         projected = projection(rows)
         gather = projected.__getitem__
         k = min(settings.neighbours, len(rows) - 1)
-        neighbors = nearest_neighbors(rows, k, device=precision.device)
+        neighbors = neighbors_in_memory(rows, k, device=precision.device)[0]
         partition, self.number_ = None, None
         if n_clusters is None or (settings.by_graph and n_clusters > 1):
             device, read = precision.device, rows.__getitem__

@@ -21,7 +21,7 @@ from ssl_kd.graph.ensemble import COSINE, Sizes
 from ssl_kd.graph.levels import modularity, nested_levels
 from ssl_kd.graph.number import Evidence, number_of_clusters
 from ssl_kd.graph.spectral import on_sphere
-from ssl_kd.store import nearest_neighbors
+from ssl_kd.store import neighbors_in_memory
 from ssl_kd.vision.model_parts import Splits
 from ssl_kd.vision.train import Gather
 
@@ -81,7 +81,7 @@ def partition_of(
         logger.info(why)
         voting = by_metric[1:]
         k = neighbors.shape[1]
-        neighbors = nearest_neighbors(projected, k, metric="euclidean", device=device)
+        neighbors = neighbors_in_memory(projected, k, metric="euclidean", device=device)[0]
         if number is not None:
             number = _number(voting, [view.rows for view in voting], by_metric[1:2])
             n_clusters = number.n_clusters
@@ -112,7 +112,8 @@ def modularity_of(clusters: Tensor, embeddings: Tensor, projected: Tensor) -> fl
     The graph is the one by which the number of clusters is found; `projected` are their principal
     components.
     """
-    near = nearest_neighbors(embeddings, min(max(COSINE_GRAPHS), len(embeddings) - 1))
+    k = min(max(COSINE_GRAPHS), len(embeddings) - 1)
+    near = neighbors_in_memory(embeddings, k)[0]
     by_metric = views(near, embeddings.__getitem__, projected, embeddings.device)
     graph = Graph(summed(*by_metric))
     return modularity(graph, clusters.numpy(), int(clusters.max()) + 1)
@@ -127,7 +128,7 @@ def views(
     k = min(max(COSINE_GRAPHS), n - 1)
     near = neighbors[:, :k]
     if near.shape[1] < k:  # NEIGHBOURS is smaller than k
-        near = nearest_neighbors(unit, k, device=device)
+        near = neighbors_in_memory(unit, k, device=device)[0]
     distances = _distances(near, unit).square() / 2  # 1 - cosine
     graphs = {
         size: fuzzy_graph(near[:, :size].numpy(), distances[:, :size].numpy())
@@ -139,7 +140,7 @@ def views(
 
 def _euclidean(x: Tensor, device: torch.device) -> View:
     k = min(GRAPH_NEIGHBORS, len(x) - 1)
-    near = nearest_neighbors(x, k, metric="euclidean", device=device)
+    near = neighbors_in_memory(x, k, metric="euclidean", device=device)[0]
     graph = fuzzy_graph(near.numpy(), _distances(near, x).numpy())
     return View(x.numpy(), {GRAPH_NEIGHBORS: graph})
 

@@ -19,7 +19,7 @@ from ssl_kd.files import sha256_file
 from ssl_kd.memory import cache_clearing
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, nearest_neighbors
+from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, neighbors_in_memory
 from ssl_kd.store.approximate import by_index
 from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.training.board import Board
@@ -260,8 +260,8 @@ def _find_neighbors(context: RunContext, rows: TrainingRows) -> tuple[Tensor, di
     if rows.n < rows.store.n:
         logger.info("the neighbor graph holds %d of %d samples", rows.n, rows.store.n)
     embeddings = rows.embeddings(torch.arange(rows.n))
-    neighbors = nearest_neighbors(embeddings, k, device=device, progress=report)
-    return neighbors, {"index": "exact", "recall": 1.0, "rows": rows.n}
+    neighbors, record = neighbors_in_memory(embeddings, k, device=device, progress=report)
+    return neighbors, record | {"rows": rows.n}
 
 
 def _log(context: RunContext, learner: HeadsLearner, record: LogRecord) -> None:

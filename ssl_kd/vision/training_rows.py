@@ -18,9 +18,8 @@ from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import Gather
 
 PROJECTION_ROWS = 10_000
-# Samples in the neighbor graph: enough for any number of distinct clusters, few enough to compare
-# all pairs.
-GRAPH_ROWS = 10_000
+# Samples in the neighbor graph: as many per cluster, within these limits.
+GRAPH_ROWS, ROWS_PER_CLUSTER, MOST_GRAPH_ROWS = 10_000, 50, 100_000
 MAX_BYTES_IN_MEMORY = 2 * 2**30  # larger ones are read from disk and projected on demand
 COPY = 1e-5  # rows this close are copies, relative to the RMS distance from the mean
 MIN_DISTINCT = 64  # with fewer distinct rows, copies are kept
@@ -29,10 +28,13 @@ MIN_DISTINCT = 64  # with fewer distinct rows, copies are kept
 def training_rows(n: int, read: Gather, seed: int, n_clusters: int | None) -> Tensor:
     """Return the distinct samples, or a random subset of many, in the order of training.
 
+    Of more than 10,000 samples, 50 per cluster are drawn, 10,000 to 100,000.
+
     They are sorted by the distance from their mean and then shuffled, so neither the input order
     nor copies change the result. Copies are kept if fewer than `n_clusters` samples are distinct.
     """
-    rows = sample_rows(n, seed, GRAPH_ROWS)
+    enough = max(GRAPH_ROWS, ROWS_PER_CLUSTER * (n_clusters or 0))
+    rows = sample_rows(n, seed, min(enough, MOST_GRAPH_ROWS))
     x = (read(rows) + 0.0).contiguous().numpy()  # -0.0 is 0.0
     order = x.view(f"V{x.itemsize * x.shape[1]}").ravel().argsort(kind="stable")
     order, apart = _by_distance(x, order)

@@ -201,3 +201,20 @@ def test_graphs_are_trusted_in_a_small_table_where_they_agree():
     ensemble = ensemble_of(x, 2)
     assert ensemble.by_graphs
     assert adjusted_rand_score(y, ensemble.clusters) > 0.98
+
+
+def test_hundreds_of_clusters_are_found_without_spectral_methods():
+    random = np.random.default_rng(0)
+    y = np.repeat(np.arange(210), 10)
+    x = random.normal(size=(210, 24))[y] + 0.25 * random.normal(size=(2100, 24))
+    ensemble = ensemble_of(x, 210)
+    families = {candidate.family for candidate in ensemble.voters}
+    assert families == {"k-means", "communities", "layout", "density leaves"}
+    assert adjusted_rand_score(y, ensemble.clusters) > 0.97
+
+
+def test_the_vote_of_very_many_clusters_starts_from_the_partition_that_most_agree_with():
+    y = np.arange(600) // 2
+    wrong = np.random.default_rng(0).permutation(y)
+    candidates = [Candidate("a", wrong), Candidate("b", y), Candidate("c", np.roll(y, 0))]
+    assert adjusted_rand_score(y, consensus(candidates, 300)) == 1

@@ -12,7 +12,13 @@ import torch
 
 from ssl_kd.errors import InputError
 from ssl_kd.files.lock import Lock, LockHeld
-from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, nearest_neighbors
+from ssl_kd.store import (
+    EmbeddingStore,
+    find_neighbors,
+    kept_neighbors,
+    nearest_neighbors,
+    neighbors_in_memory,
+)
 from ssl_kd.store import approximate as ivf
 from tests.store.test_neighbors import assert_exact, write
 
@@ -234,3 +240,33 @@ def test_memory_is_of_the_cells_not_of_the_vectors(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) < 40 << 20
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_neighbors_in_memory_are_nearly_those_of_all_pairs(monkeypatch, metric):
+    random = torch.Generator().manual_seed(0)
+    centers = 3 * torch.randn(60, 16, generator=random)
+    x = centers[torch.randint(60, (3000,), generator=random)]
+    x = x + torch.randn(3000, 16, generator=random)
+    exact, about = neighbors_in_memory(x, 10, metric=metric)
+    assert about == {"index": "exact", "recall": 1.0}
+    assert (exact == nearest_neighbors(x, 10, metric=metric)).all()
+    monkeypatch.setattr(ivf, "PAIRS_ROWS", 1000)
+    done = []
+    near, about = neighbors_in_memory(
+        x, 10, metric=metric, progress=lambda *numbers: done.append(numbers)
+    )
+    assert done[-1] == (3000, 3000)
+    is_found = (exact.unsqueeze(2) == near.unsqueeze(1)).any(2).double().mean()
+    assert is_found > 0.98
+    assert about["recall"] == pytest.approx(float(is_found), abs=0.01)
+    assert about["index"] == "IVF108,Flat"
+    assert not (near == torch.arange(3000).unsqueeze(1)).any()
+
+
+def test_neighbors_in_memory_name_a_row_that_is_not_finite(monkeypatch):
+    monkeypatch.setattr(ivf, "PAIRS_ROWS", 10)
+    x = torch.randn(20, 4)
+    x[7, 1] = torch.nan
+    with pytest.raises(InputError, match="row 7 is not finite"):
+        neighbors_in_memory(x, 3)

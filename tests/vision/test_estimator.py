@@ -454,15 +454,15 @@ def test_many_rows_are_clustered_by_the_graph_of_a_part_of_them(monkeypatch, met
     x = centres[y] + np.random.default_rng(1).normal(size=(700, 6))
     monkeypatch.setattr("ssl_kd.vision.training_rows.GRAPH_ROWS", 200)
     seen = []
-    neighbours = ssl_kd.vision.estimator.nearest_neighbors
+    neighbours = ssl_kd.vision.estimator.neighbors_in_memory
     monkeypatch.setattr(
         ssl_kd.vision.estimator,
-        "nearest_neighbors",
+        "neighbors_in_memory",
         lambda x, k, **how: seen.append(len(x)) or neighbours(x, k, **how),
     )
     options = {"method": method, "n_heads": 2, "max_steps": 40, "random_state": 0}
     clusterer = MultiHeadClusterer(6, **options).fit(x)
-    assert seen == [200 if method == "graph" else 700]
+    assert seen == [300 if method == "graph" else 700]  # fifty for each cluster
     assert len(clusterer.labels_) == len(clusterer.outlier_score_) == 700
     if method == "graph":
         assert adjusted_rand_score(y, clusterer.labels_) > 0.9
