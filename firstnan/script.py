@@ -253,7 +253,9 @@ class ScriptWatch:
 
     def _read(self, losses: Sequence[Tensor]) -> None:
         """Look for the operation that made a loss bad, where that costs no wait for the device."""
-        if self._scope is None:  # the first step waits anyway, and a run that was bad may
+        if (
+            self._scope is None and self.bad < _REPORTS
+        ):  # the first step waits anyway, and a run that was bad may
             waits = not self.steps or self.bad > 0
             self._origin.read(losses, self._watches.values(), waits=waits)
 
@@ -310,6 +312,7 @@ class ScriptWatch:
         # The first gradient may belong to a penalty, at a loss scale that is still too large.
         if _has_nan([*losses, *gradients] if number else losses):
             self._report(0, [*losses, *gradients], f", call {number + 1} of autograd.grad")
+        self._origin.forget()
 
     def _judge_overflow(self, before: float, after: float) -> None:
         """Check a step that a GradScaler skipped, so that the optimizer's hook did not run."""
@@ -359,8 +362,7 @@ class ScriptWatch:
         if several_ranks() and is_elsewhere and are_finite(self._losses):
             note = "finite on this rank; see the reports of the others"
             return Finding(None, note=note), None
-        if not are_finite(self._losses):
-            first = self._origin.better(first, watch)
+        first = self._origin.better(first, watch)
         first = first or self._nothing_found()
         is_named = first.fault is not None and OUTSIDE not in (first.fault.poisoned or "")
         if self._scope is not None or (is_named and first.module):

@@ -380,7 +380,7 @@ class Locator:
 
     def read(self, losses: Iterable[Tensor]) -> None:
         """Look for the operation that made a loss not finite, before its backward pass."""
-        if self._watches:
+        if self._watches and self._n_located < _FINDINGS:
             self._loss.read(losses, self._watches)
 
     def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Agreement) -> None:

@@ -239,6 +239,6 @@ def test_a_guard_names_what_made_its_loss_bad(parts):
         guard.backward({"a": loss} if parts else loss)
         guard.step()
     origin = guard.events.events[0]
-    assert origin.stage == "origin" and origin.step == 1
+    assert origin.stage == "origin" and origin.step == 2
     assert "aten.log, forward, outside of the model" in origin.reason
     assert "an exact 0" in origin.reason and len(guard.events.events) == 2

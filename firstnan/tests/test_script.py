@@ -175,6 +175,11 @@ x = torch.randn(6, 4)
             "    torch.autograd.grad(other(torch.full((2, 8), y)).sum(), other.weight)",
             "step 1, call 3 of autograd.grad:\nfirst bad  aten.addmm, forward, in Linear, step 1",
         ),
+        "autograd.grad alone, of a log": (
+            "for y in (1.0, 0.0):\n"
+            "    torch.autograd.grad((other(net(x)) * y).abs().log().sum(), other.weight)",
+            "step 1, call 2 of autograd.grad:\nfirst bad  aten.log, forward, outside of the model",
+        ),
         "autograd.grad alone, of a good loss": (
             "for _ in range(2): torch.autograd.grad(net(x).sum(), [*net.parameters()])",
             "step 1, call 2 of autograd.grad:\nfirst bad  aten.div, backward, in Sequential.1 (",
