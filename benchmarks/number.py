@@ -40,9 +40,9 @@ from ssl_kd.graph.number import (
     MOST,
     NEARLY_BEST,
     PLAUSIBLE,
-    WIDTH,
     Families,
     apart,
+    likely_numbers,
     smoothed,
 )
 from ssl_kd.graph.spectral import on_sphere
@@ -159,13 +159,9 @@ def _relative(rule: Rule, row: Row) -> NDArray:
 
 def interval_by(rule: Rule, row: Row) -> tuple[int, int]:
     """Return the interval around the number that a rule finds in a task."""
-    number, score = number_by(rule, row), _relative(rule, row)
-    inside = [
-        k
-        for k, share in zip(row["K"], score, strict=True)
-        if share >= PLAUSIBLE and number / WIDTH <= k <= number * WIDTH
-    ]
-    return min([number, *inside]), max([number, *inside])
+    shares = zip(row["K"], _relative(rule, row), strict=True)
+    likely = likely_numbers(number_by(rule, row), [k for k, share in shares if share >= PLAUSIBLE])
+    return likely[0], likely[-1]
 
 
 def lost(row: Row, number: int) -> float:

@@ -14,7 +14,6 @@ All constants were chosen by `benchmarks.number`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -36,11 +35,11 @@ MIN_SIZE = 16  # samples of a cluster on average
 MIN_SAMPLES = 64  # in all
 STEP = 1.08  # least factor between the numbers that are scored
 SMOOTH = 0.1  # standard deviation of the Gaussian that smooths the score along log K
-# Shares of the highest score: the smallest number with the first is used, the interval ends at the
-# second or at this factor.
-NEARLY_BEST, PLAUSIBLE, WIDTH = 0.95, 0.8, math.sqrt(3)
+NEARLY_BEST = 0.96  # share of the highest score; the smallest number that has it is used
+# The likely numbers have this share of the highest score, and are these multiples of that number.
+PLAUSIBLE, LOWEST, HIGHEST = 0.6, 0.5, 1.5
 # Larger numbers are not scored once the score has fallen this far, this factor above the best.
-FALLEN, BEYOND = 0.9, 2
+FALLEN, BEYOND = 0.8, 3
 COMPARED = 2500  # samples, at most, of which partitions are compared
 FIRST_VECTORS = 32
 APART = 1.25  # two alternatives closer than this factor are one
@@ -63,10 +62,10 @@ class Level:
 class Evidence:
     """The likely numbers of clusters, and the one that is used."""
 
-    n_clusters: int  # the smallest with at least 95 % of the highest score, or the unanimous one
-    # Numbers within a factor of sqrt(3) with at least 80 % of the highest score.
+    n_clusters: int  # the smallest with at least 96 % of the highest score, or the unanimous one
+    # From half to one and a half times that number, less those with under 60 % of that score.
     interval: tuple[int, int]
-    ranked: list[Level]  # local maxima with at least 80 % of the highest score, best first
+    ranked: list[Level]  # local maxima with at least 60 % of the highest score, best first
 
 
 def number_of_clusters(
@@ -90,13 +89,19 @@ def number_of_clusters(
     if number is None:
         number = next(v.n_clusters for v in scored if v.worth >= NEARLY_BEST * best)
     plausible = [level for level in scored if level.worth >= PLAUSIBLE * best]
-    near = [v.n_clusters for v in plausible if number / WIDTH <= v.n_clusters <= number * WIDTH]
+    likely = likely_numbers(number, [level.n_clusters for level in plausible])
     ranked = [
         level
         for level in sorted(plausible, key=lambda level: -level.worth)
         if level.worth >= max(o.worth for o in plausible if _near(o, level))
     ]
-    return Evidence(number, (min([number, *near]), max([number, *near])), ranked)
+    return Evidence(number, (likely[0], likely[-1]), ranked)
+
+
+def likely_numbers(number: int, plausible: Iterable[int]) -> list[int]:
+    """Return `number` and the `plausible` numbers near it, the smallest first."""
+    near = {k for k in plausible if LOWEST * number <= k <= HIGHEST * number}
+    return sorted({number, *near})
 
 
 def check_enough(n: int, left_out: int = 0) -> None:

@@ -64,16 +64,16 @@ def test_two_long_clusters_are_two_though_families_divide_them():
 
 
 def test_the_smallest_number_that_is_nearly_best_is_used_and_its_neighbors_are_likely(monkeypatch):
-    worths = {2: 0.4, 4: 0.7, 5: 0.94, 6: 0.96, 7: 0.9, 8: 1.0, 10: 0.85, 11: 0.92, 20: 0.9}
+    worths = {2: 0.9, 3: 0.5, 4: 0.7, 6: 0.97, 7: 0.9, 8: 1.0, 9: 0.8, 11: 0.9, 30: 0.55}
     scored = [Level(k, worth, 1.0, 1.0) for k, worth in worths.items()]
     monkeypatch.setattr(graph_number, "_levels", lambda *_: scored)
     monkeypatch.setattr(graph_number, "unanimous", lambda *_: None)
     found = number_in(blobs(3)[0])
-    assert found == Evidence(6, (5, 10), [scored[place] for place in (5, 3, 7, 8)])
+    assert found == Evidence(6, (4, 9), [scored[place] for place in (5, 3, 0, 7, 2)])
 
 
 def test_scores_end_where_they_have_fallen(monkeypatch):
-    agreements = {2: 0.5, 3: 1.0, 4: 0.95, 6: 0.91, 7: 0.89, 8: 1.0}
+    agreements = {2: 0.5, 3: 1.0, 8: 0.7, 9: 0.81, 10: 0.79, 12: 1.0}
     x = blobs(3)[0]
     graph = graph_of(x)
     families = Families(graph, [x], [layout_of(graph)])
@@ -81,8 +81,8 @@ def test_scores_end_where_they_have_fallen(monkeypatch):
     monkeypatch.setattr(graph_number, "mutual_agreement", agreements.__getitem__)
     monkeypatch.setattr(graph_number, "modularity", lambda *_: 1.0)
     scored = graph_number._levels(graph, families, dict.fromkeys(agreements, np.zeros(180, int)))
-    assert [level.n_clusters for level in scored] == [2, 3, 4, 6, 7]
-    assert [level.agreement for level in scored] == [0.5, 1.0, 0.95, 0.91, 0.89]
+    assert [level.n_clusters for level in scored] == [2, 3, 8, 9, 10]
+    assert [level.agreement for level in scored] == [0.5, 1.0, 0.7, 0.81, 0.79]
 
 
 def test_families_divide_a_sample_of_the_rows_into_any_number(monkeypatch):
