@@ -1,15 +1,15 @@
 """Find the number of clusters: at which different clustering methods agree with each other.
 
-The score of K clusters is `Q(K) F(K)`. F is the agreement of the families that vote in the
-consensus: each divides the samples into K clusters, and the adjusted Rand index is averaged over
-pairs of families. Q is the modularity of communities. F alone is large for two or three clusters of
-any data, and Q alone has its maximum at about ten clusters in any neighbor graph. Where the score
-hardly depends on K, people name few classes, so the smallest K that is nearly best is used.
+The score of K clusters is `Q(K) F(K)`. F is the agreement of five families of the consensus: each
+divides the samples into K clusters, and the adjusted Rand index is averaged over pairs of families.
+Q is the modularity of communities. F alone can be large for two or three clusters of any data, and
+Q alone has its maximum at about ten clusters in any neighbor graph. The highest score often has too
+many clusters, so the smallest K that is nearly best is used.
 
 If clusters are well separated but long, communities, density peaks and density mass find the same
 clusters, and most families divide them. Then their number is used instead of the score.
 
-All constants were chosen by `benchmarks.number`.
+The score and the shares of its maximum were chosen by `benchmarks.number`.
 """
 
 from __future__ import annotations
