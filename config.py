@@ -65,6 +65,9 @@ REBUILD_DAMAGED = False
 # Wider embeddings are reduced to this many principal components by PCA, at least 1; None: never.
 # The heads then reach the same accuracy in a fraction of the time.
 PCA_DIM = 256
+# Divide each column of the embeddings by its standard deviation, after subtracting its mean. For
+# tables whose columns have different units; not for embeddings of a network.
+STANDARDIZE = False
 # Nearest neighbors that a sample may be paired with, at least 1. Fewer for small or many classes:
 # clearly below the number of samples per class.
 NEIGHBOURS = 20

@@ -150,7 +150,7 @@ def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _sizes(sizes: dict[int, int], metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return a sentence on the cluster sizes, and warnings about collapse and empty clusters."""
+    """Return a sentence on the cluster sizes, and warnings about clusters and columns."""
     used = [size for size in sizes.values() if size]
     if not used:
         return {"size_text": "", "size_warnings": []}
@@ -166,6 +166,8 @@ def _sizes(sizes: dict[int, int], metrics: dict[str, Any]) -> dict[str, Any]:
         numbers = ", ".join(empty[:12]) + (" …" if len(empty) > 12 else "")
         verb = "is empty" if len(empty) == 1 else "are empty"
         warnings.append(f"{len(empty)} of {n} clusters {verb}: {numbers}.")
+    if columns := metrics.get("columns"):
+        warnings.append(f"{columns[0].upper()}{columns[1:]}.")
     text = (
         f"{len(used):,} clusters of {min(used):,} to {max(used):,} samples; effective number of "
         f"clusters: {effective:.1f}."

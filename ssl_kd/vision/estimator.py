@@ -40,7 +40,7 @@ from ssl_kd.vision.pairs import sample_rows
 from ssl_kd.vision.partition import modularity_of, partition_of
 from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.vision.train import HeadsLearner
-from ssl_kd.vision.training_rows import GRAPH_ROWS, training_rows
+from ssl_kd.vision.training_rows import GRAPH_ROWS, training_rows, unequal_columns
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ class MultiHeadClusterer(
             K, which needs at least 64 samples. (None in `config.py` is the same for data without
             labels, such as an array; for a data set with labels it is their number of classes.)
         pca_dim: wider embeddings are rotated to this many principal components; None for never.
+        standardize: divide each column by its standard deviation, after subtracting its mean. For
+            tables whose columns have different units.
         neighbours: number of nearest neighbors of a sample in the graph; at most n - 1 are used.
         method: `graph`, or `heads`; see above. None chooses `graph`, unless `loss`, `beta` or
             `instance_weight` is changed; the log says which one runs, and why.
@@ -132,6 +134,7 @@ class MultiHeadClusterer(
         n_clusters: int | str | None = 10,
         *,
         pca_dim: int | None = VisionSettings.pca_dim,
+        standardize: bool = VisionSettings.standardize,
         neighbours: int = VisionSettings.neighbours,
         method: str | None = VisionSettings.method,
         n_heads: int | None = VisionSettings.n_heads,
@@ -153,6 +156,7 @@ class MultiHeadClusterer(
     ) -> None:
         self.n_clusters = n_clusters
         self.pca_dim = pca_dim
+        self.standardize = standardize
         self.neighbours = neighbours
         self.method = method
         self.n_heads = n_heads
@@ -243,8 +247,10 @@ class MultiHeadClusterer(
         rows = x
         if settings.by_graph or n_clusters is None:
             rows = x[training_rows(len(x), x.__getitem__, settings.seed, n_clusters)]
-        projection = Projection.fit(rows, settings.pca_dim)
-        projected = projection(rows)
+        if message := unequal_columns(rows, settings.standardize):
+            logger.warning("%s", message)
+        projection = Projection.fit(rows, settings.pca_dim, settings.standardize)
+        projected, rows = projection(rows), projection.columns(rows)
         gather = projected.__getitem__
         k = min(settings.neighbours, len(rows) - 1)
         neighbors = neighbors_in_memory(rows, k, device=precision.device)[0]
@@ -336,7 +342,8 @@ class MultiHeadClusterer(
         if len(x) < 2:
             raise ValueError("n_samples=1, but the score without y compares at least 2 samples")
         x = x[sample_rows(len(x), self.settings_.seed, GRAPH_ROWS)]
-        return modularity_of(self.model_.predict(x), x, self.model_.projection(x))
+        projection = self.model_.projection
+        return modularity_of(self.model_.predict(x), projection.columns(x), projection(x))
 
     def transform(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
         """Return `predict_proba(X)`, `[n, n_clusters]` float32, as features for a pipeline."""

@@ -195,6 +195,7 @@ def form_answer(
         bottleneck_dim=heads.bottleneck_dim,
         temperature=heads.teacher_temp,
         n_reference=len(reference),
+        standardized=projection.standardized,
         levels=None if partition is None else [int(of.max()) + 1 for of in partition.levels],
     )
     model.novelty = novelty

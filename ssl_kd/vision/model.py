@@ -59,6 +59,7 @@ class ClusterModel(nn.Module):
         n_new_rows: int = 0,  # stored samples that define the added clusters
         levels: list[int] | None = None,  # clusters of each tree level, finest first
         n_splits: int = 0,  # planes that split clusters to fill empty ones
+        standardized: bool = False,  # whether each column has a scale of its own
     ) -> None:
         arguments = dict(locals())
         super().__init__()
@@ -73,7 +74,7 @@ class ClusterModel(nn.Module):
         self.bank = HeadBank(make, n_heads)
         self.register_buffer("weights", torch.zeros(n_heads, self.bank.n_parameters))
         self.register_buffer("votes", torch.zeros(n_heads, n_clusters, n_clusters))
-        self.projection = Projection(in_dim, head_dim)
+        self.projection = Projection(in_dim, head_dim, standardized)
         self.novelty = Novelty(head_dim, n_reference) if n_reference else None
         self.tree = Tree(head_dim, levels, n_clusters) if levels else None
         self.offers = NewClusters(head_dim + 1, n_new_rows) if n_new else None
@@ -162,8 +163,8 @@ class ClusterModel(nn.Module):
             if name in state and not ((state[name] >= 0) & (state[name] < bound)).all():
                 return f"a value of {name} is below 0 or above what config.json allows"
         for name in ("projection.scale", "novelty.length"):
-            if name in state and state[name] <= 0:
-                return f"{name} is {float(state[name])}; expected a positive number"
+            if name in state and (least := float(state[name].min())) <= 0:
+                return f"{name} is {least}; expected a positive number"
         return None
 
     def forward(self, x: Tensor) -> Tensor:

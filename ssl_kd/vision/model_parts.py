@@ -20,29 +20,39 @@ class Projection(nn.Module):
 
     The projection is `(x - mean) * scale @ basis`, with no basis if `dim` equals `in_dim`. The same
     scale for all directions makes the heads independent of the teacher's units, but keeps the
-    relative variance of the directions.
+    relative variance of the directions. If it is `standardized`, each column has a scale of its
+    own, after which all columns vary equally.
     """
 
     mean: Tensor
     basis: Tensor | None
     scale: Tensor
 
-    def __init__(self, in_dim: int, dim: int) -> None:
+    def __init__(self, in_dim: int, dim: int, standardized: bool = False) -> None:
         super().__init__()
-        self.in_dim, self.dim = in_dim, dim
+        self.in_dim, self.dim, self.standardized = in_dim, dim, standardized
         self.register_buffer("mean", torch.zeros(in_dim))
-        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("scale", torch.ones(in_dim if standardized else ()))
         self.register_buffer("basis", torch.eye(in_dim, dim) if dim < in_dim else None)
 
     @classmethod
-    def fit(cls, x: Tensor, max_dim: int | None) -> Projection:
-        """Fit a projection after which embeddings `[n, D]` have mean 0 and root mean square 1."""
+    def fit(cls, x: Tensor, max_dim: int | None, standardize: bool = False) -> Projection:
+        """Fit a projection after which embeddings `[n, D]` have mean 0 and root mean square 1.
+
+        With `standardize`, columns are divided by their standard deviations first; a constant
+        column stays 0.
+        """
         x = x.double()  # squares of 1e19 overflow in float32
         in_dim = x.shape[1]
         dim = in_dim if max_dim is None else min(max_dim, in_dim)
-        projection = cls(in_dim, dim)
+        projection = cls(in_dim, dim, standardize)
         mean = x.mean(0)
         centered = x - mean
+        deviations = torch.ones(())
+        if standardize:
+            deviations = centered.square().mean(0).sqrt()
+            deviations = torch.where(deviations > 0, deviations, 1.0)
+            centered = centered / deviations
         projection.mean.copy_(mean)
         if projection.basis is not None:
             projection.basis.copy_(_principal_directions(centered, dim))
@@ -54,8 +64,13 @@ class Projection(nn.Module):
                 "expected at least 3e-39, because float32 cannot scale smaller values to 1: "
                 "multiply the embeddings by a constant"
             )
-        projection.scale.fill_(1 / root_mean_square if root_mean_square > 0 else 1.0)
+        scale = 1 / root_mean_square if root_mean_square > 0 else 1.0
+        projection.scale.copy_(scale / deviations)
         return projection
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Return embeddings `[batch, D]`, with standardized columns if they are to be."""
+        return (x.float() - self.mean) * self.scale if self.standardized else x
 
     def forward(self, x: Tensor) -> Tensor:
         """Project embeddings `[batch, D]` to `[batch, d]`, float32."""

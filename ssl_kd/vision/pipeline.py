@@ -34,13 +34,14 @@ from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
 from ssl_kd.vision.model import DIGEST, ClusterModel
 from ssl_kd.vision.model_parts import Projection
+from ssl_kd.vision.pairs import sample_rows
 from ssl_kd.vision.partition import GraphAnswer, partition_of
 from ssl_kd.vision.ranks import HeadRanks, RankHeadsLearner
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadFault, HeadsLearner, LogRecord
-from ssl_kd.vision.training_rows import TrainingRows
+from ssl_kd.vision.training_rows import PROJECTION_ROWS, TrainingRows, unequal_columns
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,9 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
     """
     settings, clock, ranks = context.settings, context.clock, context.ranks
     rows = TrainingRows.fit(store, settings, n_clusters)
+    sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
+    if columns := unequal_columns(sample, settings.standardize):
+        logger.warning("%s", columns)
     with clock("neighbours"):
         neighbors, search = _find_neighbors(context, rows)
     partition = None
@@ -132,7 +136,7 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
         answer = form_answer(settings, trainer, neighbors, rows, rows.projection, learned)
         save_model(answer.model, context.folder)
         context.progress("consensus", 1, 1, {"heads": len(answer.chosen)})
-    about["neighbours"] = search
+    about |= {"neighbours": search, "columns": columns}
     return TrainedHeads(
         trainer,
         answer.model,

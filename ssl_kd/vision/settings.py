@@ -191,6 +191,12 @@ class GraphSettings(Settings):
         low=1,
         section="Neighbors and clusters",
     )
+    standardize: bool = setting(
+        False,
+        "divide each column of the embeddings by its standard deviation, after subtracting its"
+        " mean",
+        "For tables whose columns have different units; not for embeddings of a network.",
+    )
     neighbours: int = setting(
         20,
         "nearest neighbors that a sample may be paired with",

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ssl_kd.graph.ensemble import FEW_COLUMNS
 from ssl_kd.memory import free_memory, to_device_async
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.model import ROWS_PER_BLOCK
@@ -21,6 +22,7 @@ PROJECTION_ROWS = 10_000
 # Samples in the neighbor graph: as many per cluster, within these limits.
 GRAPH_ROWS, ROWS_PER_CLUSTER, MOST_GRAPH_ROWS = 10_000, 50, 100_000
 MAX_BYTES_IN_MEMORY = 2 * 2**30  # larger ones are read from disk and projected on demand
+UNEQUAL = 10  # ratio of the standard deviations of two columns that calls for standardizing
 COPY = 1e-5  # rows this close are copies, relative to the RMS distance from the mean
 MIN_DISTINCT = 64  # with fewer distinct rows, copies are kept
 
@@ -56,6 +58,22 @@ def _by_distance(x: NDArray, order: NDArray) -> tuple[NDArray, NDArray]:
     return order[by_distance], np.sqrt(np.square(steps).sum(1) / scale)
 
 
+def unequal_columns(x: Tensor, standardized: bool) -> str:
+    """Describe columns of a table `[n, d]` that are not standardized but need it, or return ""."""
+    deviations = x.double().std(0, correction=0)
+    deviations = deviations[deviations > 0]
+    if standardized or x.shape[1] > FEW_COLUMNS or not len(deviations):
+        return ""
+    ratio = float(deviations.max() / deviations.min())
+    if ratio < UNEQUAL:
+        return ""
+    return (
+        f"the {x.shape[1]} columns were not standardized; the largest standard deviation is "
+        f"{ratio:.3g} times the smallest, so few columns decide. If their units differ, set "
+        "STANDARDIZE (--standardize, standardize=True)"
+    )
+
+
 class TrainingRows:
     """Read the projected embeddings of the training rows, from memory if they fit, else from disk.
 
@@ -75,7 +93,8 @@ class TrainingRows:
         if settings.by_graph or n_clusters is None:
             rows = training_rows(store.n, store.gather, seed, n_clusters)
         sample = sample_rows(store.n, seed, PROJECTION_ROWS) if rows is None else rows
-        return cls(store, Projection.fit(store.gather(sample), settings.pca_dim), rows)
+        x = store.gather(sample)
+        return cls(store, Projection.fit(x, settings.pca_dim, settings.standardize), rows)
 
     @cached_property
     def _in_memory(self) -> Tensor | None:
@@ -84,22 +103,25 @@ class TrainingRows:
             return None
         projected = torch.empty(self.n, self.projection.dim)
         for rows in torch.arange(self.n).split(ROWS_PER_BLOCK):
-            projected[rows] = self.projection(self.embeddings(rows))
+            projected[rows] = self.projection(self._gather(rows))
         return projected
 
     def load(self) -> None:
         """Project all rows now if they fit into memory."""
         _ = self._in_memory
 
-    def embeddings(self, rows: Tensor) -> Tensor:
-        """Return the teacher embeddings of the given training rows, before the projection."""
+    def _gather(self, rows: Tensor) -> Tensor:
         return self.store.gather(rows if self.rows is None else self.rows[rows])
+
+    def embeddings(self, rows: Tensor) -> Tensor:
+        """Return the embeddings of the given training rows before PCA; see STANDARDIZE."""
+        return self.projection.columns(self._gather(rows))
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the projected embeddings of the given training rows."""
         if self._in_memory is not None:
             return self._in_memory[rows]
-        return self.projection(self.embeddings(rows))
+        return self.projection(self._gather(rows))
 
     def on(self, device: torch.device) -> Gather:
         """Return a reader that keeps the rows on a GPU if they need at most half its memory."""

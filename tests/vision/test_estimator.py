@@ -466,3 +466,35 @@ def test_many_rows_are_clustered_by_the_graph_of_a_part_of_them(monkeypatch, met
     assert len(clusterer.labels_) == len(clusterer.outlier_score_) == 700
     if method == "graph":
         assert adjusted_rand_score(y, clusterer.labels_) > 0.9
+
+
+def table_of_two_units():
+    """Return 120 rows of 3 columns, of which the widest says nothing, and their three groups."""
+    y = np.repeat(np.arange(3), 40)
+    random = np.random.default_rng(0)
+    x = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])[y] + 0.08 * random.normal(size=(120, 2))
+    return np.c_[x, 1000 * random.normal(size=120)].astype(np.float32), y
+
+
+def test_columns_of_different_units_are_named_or_standardized(tmp_path, caplog):
+    x, y = table_of_two_units()
+    options = {"n_heads": 2, "max_steps": 60, "random_state": 0}
+    raw = MultiHeadClusterer(3, **options).fit(x)
+    assert "3 columns were not standardized" in caplog.text
+    assert adjusted_rand_score(y, raw.labels_) < 0.5
+    caplog.clear()
+    clusterer = MultiHeadClusterer(3, standardize=True, **options).fit(x)
+    assert "standardized" not in caplog.text
+    assert adjusted_rand_score(y, clusterer.labels_) > 0.9
+    clusterer.save_pretrained(tmp_path)
+    loaded = MultiHeadClusterer.from_pretrained(tmp_path)
+    assert loaded.standardize
+    assert np.array_equal(loaded.predict(x), clusterer.labels_)
+    assert np.isfinite(loaded.score(x))
+
+
+def test_a_constant_column_stays_zero_when_columns_are_standardized():
+    x, _ = table_of_two_units()
+    x[:, 1] = 5
+    clusterer = MultiHeadClusterer(2, standardize=True, n_heads=2, max_steps=20).fit(x)
+    assert np.isfinite(clusterer.predict_proba(x)).all()
