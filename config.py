@@ -77,20 +77,23 @@ N_CLUSTERS = None
 
 # --- Heads and their training ---------------------------------------------------------------------
 
-# Where the clusters come from: graph (the best partition of the graph of neighbors; the heads learn
-# it) | heads (the heads find them, by LOSS); None: graph, unless LOSS, BETA or INSTANCE_WEIGHT is
-# changed. The first lines of a run say which one it uses, and why.
-METHOD = None
-# Heads trained side by side, at least 1, at most 4096; None: 8 with METHOD graph, 48 with METHOD
-# heads. More heads: a steadier consensus, proportionally more time.
-N_HEADS = None
+# What forms the clusters: consensus (partitions of the neighbor graph by several methods vote, and
+# heads that learn by LOSS vote with them) | heads (heads that learn by LOSS vote alone).
+METHOD = "consensus"
+# Sizes of the clusters: even (similar) | any (very different, such as species or an album). With
+# any, only those methods vote that have no preferred size; heads by LOSS are not among them.
+CLUSTER_SIZES = "even"
+# Heads trained side by side, at least 1, at most 4096. More heads: a steadier answer,
+# proportionally more time.
+N_HEADS = 16
 # Import path of the head's class, package.module.Class. Your own head goes here, see heads/.
 HEAD = "ssl_kd.heads.TEMIHead"
 # Width of a head's hidden layer, at least 1; its bottleneck is half as wide. Wider for
 # high-dimensional embeddings and many classes.
 HIDDEN_DIM = 96
-# What the heads minimize with METHOD heads: temi (pairwise mutual information) | sharpened
-# (self-distillation towards a sharper teacher) | package.module.Class (your own).
+# What the heads minimize to find clusters: temi (pairwise mutual information) | sharpened
+# (self-distillation towards a sharper teacher) | fixed (cross-entropy to the partition alone) |
+# package.module.Class (your own).
 LOSS = "temi"
 # Exponent of the pairwise mutual information, above 0, at most 1; 1: the plain objective. Lower:
 # more evenly sized clusters. At 0.5 and below unsure answers score as high as sure ones, and
@@ -110,10 +113,11 @@ LEARNING_RATE = 0.004
 CLIP_GRAD = 1.0
 # Pairs per step, at least 1. Several times the number of clusters.
 BATCH_SIZE = 256
-# Passes over the data, at least 1; None: until the heads have converged, at most 200.
+# Passes over the data in each stage of the training, at least 1; None: until the heads have
+# converged, at most 200.
 EPOCHS = None
-# Optimizer steps, at least 1; None: no limit but EPOCHS. If both are set, the first to be reached
-# ends the training.
+# Optimizer steps of each stage of the training, at least 1; None: no limit but EPOCHS. If both are
+# set, the first to be reached ends the stage.
 MAX_STEPS = None
 # Run the students in half precision where the device is faster with it (GPUs; CPUs with bf16
 # products). Weights and losses stay float32 in any case.

@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=CLASSES)
     parser.add_argument("--modes", type=int, default=MODES, help="Gaussians of a class")
     parser.add_argument("--peers", action="store_true", help="also run two variants of k-means")
-    parser.add_argument("--methods", nargs="+", default=["heads", "graph"])
+    parser.add_argument("--methods", nargs="+", default=["heads", "consensus"])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--folder", type=Path, help="on a disk with space; default: temporary")
     args, flags = parser.parse_known_args()

@@ -133,7 +133,7 @@ def _first_batches(
     paired = "" if len(rows) == store.n else f", on {len(rows):,} of {store.n:,} rows"
     yield Finding(
         _FIRST_BATCHES,
-        f"{count(len(records), 'step')} of {count(heads.head_count, 'head')}, {n_clusters} "
+        f"{count(len(records), 'step')} of {count(heads.n_heads, 'head')}, {n_clusters} "
         f"clusters{paired}: loss {loss}, gradient norm {norm}",
     )
     if stopped:

@@ -44,7 +44,7 @@ OWN_STARTS, OWN_ITERATIONS = 10, 300  # of k-means as a family of its own
 TIE = 1e-6  # vote for the present cluster of a sample
 VOTES = 5  # rounds at most
 DENSE = 400  # up to so many joint clusters a dense eigensolver is faster
-PEAKS, MASS = "density peaks", "density mass"
+PEAKS, MASS, HEADS = "density peaks", "density mass", "heads"
 MIN_DISTANCE = 1e-9  # between clusters that some partition separates
 # If neighbors by direction are so many times as far as those by distance (mean square), and
 # families by direction agree so much less among themselves (adjusted Rand index), they lose their
@@ -90,13 +90,29 @@ class Ensemble:
 
     clusters: Ints  # `[n]`, at most K, numbered in the order of their first samples
     candidates: list[Candidate]  # all partitions, including those that did not vote
+    voters: list[Candidate]
     sizes: Sizes = "even"  # setting CLUSTER_SIZES, which says who votes and how votes are counted
     metrics: tuple[str, ...] = (COSINE, EUCLIDEAN)  # by which the candidates were found
 
-    @property
-    def voters(self) -> list[Candidate]:
-        """The candidates that voted in the consensus."""
-        return voters(self.candidates, self.sizes)
+    @classmethod
+    def vote(
+        cls, candidates: list[Candidate], n_clusters: int, sizes: Sizes = "even", **more: Any
+    ) -> Ensemble:
+        """Form the consensus of those candidates that vote for clusters of these sizes."""
+        clusters = vote(candidates, sizes, n_clusters)
+        return cls(clusters, candidates, voters(candidates, sizes), sizes, **more)
+
+    def joined_by(self, heads: list[Candidate], n_clusters: int, *, alone: bool) -> Ensemble:
+        """Return the consensus in which the partitions of heads vote as well, or `alone`."""
+        everyone = [*self.candidates, *heads]
+        if not alone:
+            return Ensemble.vote(everyone, n_clusters, self.sizes, metrics=self.metrics)
+        return replace(Ensemble.vote(heads, n_clusters), candidates=everyone, metrics=self.metrics)
+
+    def other(self, n_clusters: int) -> Ensemble:
+        """Return the consensus of the same candidates with the other choice of CLUSTER_SIZES."""
+        sizes: Sizes = "any" if self.sizes == "even" else "even"
+        return Ensemble.vote(self.candidates, n_clusters, sizes, metrics=self.metrics)
 
     @property
     def by_graphs(self) -> bool:
@@ -177,7 +193,7 @@ def form_ensemble(
         elif n_clusters <= VERY_MANY and lengths_matter(candidates, cosine, euclidean):
             metrics = (EUCLIDEAN,)
             candidates = _by_distance(euclidean, whitened, n_clusters)
-        return Ensemble(vote(candidates, sizes, n_clusters), candidates, sizes, metrics)
+    return Ensemble.vote(candidates, n_clusters, sizes, metrics=metrics)
 
 
 def summed(*views: View) -> sp.csr_matrix:

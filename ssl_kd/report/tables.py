@@ -74,6 +74,19 @@ def number_text(metrics: dict[str, Any]) -> str | None:
     return f"Likely {likely} clusters; {number['n_clusters']} are used{alternatives}"
 
 
+def other_sizes_text(metrics: dict[str, Any]) -> str | None:
+    """Return a sentence on the answer with the other CLUSTER_SIZES; None if it is not known."""
+    graph = metrics.get("graph") or {}
+    if not (other := graph.get("other")):
+        return None
+    largest, *_, smallest = other["sizes"]
+    was, share = graph["cluster_sizes"], percent(other["agreement"])
+    return (
+        f"CLUSTER_SIZES is {was}. With {other['cluster_sizes']}, {share} % of the samples would be "
+        f"in the same cluster, and clusters would have {smallest:,} to {largest:,} of them"
+    )
+
+
 def results_table(metrics: dict[str, Any]) -> Table:
     """Return a table of the accuracy, NMI and ARI of a clustering run, in percent.
 

@@ -12,7 +12,12 @@ from ssl_kd.report.curves import curve_text, head_curves
 from ssl_kd.report.decided import Decided
 from ssl_kd.report.gallery import Images, gallery
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.tables import classifier_rows, extension_text, number_text
+from ssl_kd.report.tables import (
+    classifier_rows,
+    extension_text,
+    number_text,
+    other_sizes_text,
+)
 from ssl_kd.report.wording import DASH, base_name, duration, facts, finite, number, percent
 
 ANSWER = "consensus"
@@ -100,6 +105,8 @@ def _header(
         lead.append(decided.summary)
     if "extended" not in metrics and (found := number_text(metrics)):
         lead.append(f"{found}.")
+    if "extended" not in metrics and (other := other_sizes_text(metrics)):
+        lead.append(f"{other}.")
     if unreadable := data.get("unreadable"):
         has_features = metrics.get("teacher", {}).get("name") == "features"
         why = "without features" if has_features else "as unreadable"

@@ -54,6 +54,8 @@ class Rule:
     forms: tuple[tuple[str, str], ...] = ()  # further choices: as shown, and as an expression
     words: tuple[str, ...] = ()  # alternatives to a number, from its type: int | Literal["auto"]
     number: bool = False  # of a text: a number stands for its text
+    # Another setting, and a pattern of those of its values with which this one has an effect.
+    only_with: tuple[str, str] | None = None
 
     @property
     def bounds(self) -> list[str]:
@@ -134,7 +136,24 @@ class Settings:
         for name in self.rules():
             # `check` turns a whole number into a float if the setting is a float.
             object.__setattr__(self, name, self.check(name, getattr(self, name)))
+        for name, (_, _, rule) in self.rules().items():
+            if rule.only_with is not None and getattr(self, name) != getattr(type(self), name):
+                self._check_effect(name, *rule.only_with)
         self.check_together()
+
+    def _check_effect(self, name: str, other: str, pattern: str) -> None:
+        """Raise SettingsError if a setting has no effect with the value of another one."""
+        value = getattr(self, other)
+        if re.fullmatch(pattern, value):
+            return
+        fitting = [
+            choice for choice in self.rules()[other][2].choices if re.fullmatch(pattern, choice)
+        ]
+        raise SettingsError(
+            f"{name.upper()} is {getattr(self, name)!r}, but has no effect with {other.upper()} "
+            f"{value}: leave {name.upper()} at its default, {getattr(type(self), name)!r}, or set "
+            f"{other.upper()} to {' or '.join(fitting)}"
+        )
 
     def check_together(self) -> None:
         """Raise SettingsError if settings contradict each other."""

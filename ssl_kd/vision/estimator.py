@@ -32,15 +32,21 @@ from ssl_kd.store import neighbors_in_memory
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.training.loop import run_loop
 from ssl_kd.training.ranks import refuse_ranks
-from ssl_kd.vision.fit import form_answer, log_method, make_plan, make_trainer
+from ssl_kd.vision.fit import form_answer, log_method, make_trainer
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, folder_of, read_config
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.pairs import sample_rows
-from ssl_kd.vision.partition import modularity_of, partition_of
+from ssl_kd.vision.partition import modularity_of, partitions_of
 from ssl_kd.vision.settings import AUTO, VisionSettings
+from ssl_kd.vision.stages import Stages, Starts, first_of
 from ssl_kd.vision.train import HeadsLearner
-from ssl_kd.vision.training_rows import GRAPH_ROWS, training_rows, unequal_columns
+from ssl_kd.vision.training_rows import (
+    GRAPH_ROWS,
+    needs_graph,
+    training_rows,
+    unequal_columns,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +54,11 @@ logger = logging.getLogger(__name__)
 class MultiHeadClusterer(
     ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, BaseEstimator
 ):
-    """Cluster embeddings by the best partition of their neighbor graph, learned by voting heads.
+    """Cluster embeddings by a vote of several methods and of heads, which learn the answer.
 
-    The best partition of the graph of nearest neighbors is searched (`ssl_kd.graph`), and heads
-    learn to predict it. With `method="heads"`, the heads find the clusters themselves by
-    self-distillation. Predictions are the mean vote of the best heads,
+    Partitions of the graph of nearest neighbors by several methods vote (`ssl_kd.graph`), and heads
+    that find clusters themselves, by self-distillation, vote with them; with `method="heads"` they
+    vote alone. All heads then learn the answer. Predictions are the mean vote of the best heads,
     `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. Labels are not used: `y` is ignored. Parameters
     are settings of `config.py` with the same meaning, range and default, and a run of `train.py` on
     the same embeddings with the same seed gives the same clusters.
@@ -73,12 +79,13 @@ class MultiHeadClusterer(
         standardize: divide each column by its standard deviation, after subtracting its mean. For
             tables whose columns have different units.
         neighbours: number of nearest neighbors of a sample in the graph; at most n - 1 are used.
-        method: `graph`, or `heads`; see above. None chooses `graph`, unless `loss`, `beta` or
-            `instance_weight` is changed; the log says which one runs, and why.
-        n_heads: number of heads; None for 8 with `method="graph"` and 48 with `method="heads"`.
+        method: `consensus`, or `heads`; see above.
+        cluster_sizes: `even`, or `any` if some clusters are many times larger than others.
+        n_heads: number of heads.
         head: import path of the class of the heads.
         hidden_dim: width of the hidden layer of a head; the bottleneck is half as wide.
-        loss: loss of `method="heads"`: `temi`, `sharpened` or the import path of an objective.
+        loss: by which heads find clusters: `temi`, `sharpened`, `fixed` (they find none, and learn
+            the answer alone) or the import path of an objective.
         beta: exponent of the pairwise mutual information, in (0, 1].
         student_temp: softmax temperature of the students, at least 0.05.
         teacher_temp: softmax temperature of the EMA teachers, at least 0.04.
@@ -98,14 +105,14 @@ class MultiHeadClusterer(
         labels_: `[n]` int64, cluster of each sample of the last `fit` or `partial_fit`, equal to
             `predict` of these samples.
         levels_: `[level, n]` int64, cluster of each of these samples at every tree level, coarsest
-            level first. There are no levels with `method="heads"`.
+            level first.
         outlier_score_: `[n]` float32, outlier score of each of these samples.
         number_: evidence for an estimated number of clusters: an interval, and ranked levels
             (`ssl_kd.graph.number.Evidence`). None if `n_clusters` was set, and after
             `from_pretrained`.
         departure_: share of the training samples that the heads put into another cluster than the
-            partition that they learned, 0 to 1; above 0.05 `fit` logs a warning. None with
-            `method="heads"` and after `from_pretrained`.
+            answer that they learned, 0 to 1; above 0.05 `fit` logs a warning. None after
+            `from_pretrained`.
         n_iter_: number of training steps of `fit`.
         model_: the trained `ClusterModel`, on the CPU.
         settings_: the `VisionSettings` of the training, including the seed.
@@ -136,8 +143,9 @@ class MultiHeadClusterer(
         pca_dim: int | None = VisionSettings.pca_dim,
         standardize: bool = VisionSettings.standardize,
         neighbours: int = VisionSettings.neighbours,
-        method: str | None = VisionSettings.method,
-        n_heads: int | None = VisionSettings.n_heads,
+        method: str = VisionSettings.method,
+        cluster_sizes: str = VisionSettings.cluster_sizes,
+        n_heads: int = VisionSettings.n_heads,
         head: str = VisionSettings.head,
         hidden_dim: int = VisionSettings.hidden_dim,
         loss: str = VisionSettings.loss,
@@ -159,6 +167,7 @@ class MultiHeadClusterer(
         self.standardize = standardize
         self.neighbours = neighbours
         self.method = method
+        self.cluster_sizes = cluster_sizes
         self.n_heads = n_heads
         self.head = head
         self.hidden_dim = hidden_dim
@@ -216,8 +225,9 @@ class MultiHeadClusterer(
     def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
         """Find the clusters of the samples, and train the heads that predict them.
 
-        With `method="graph"`, a random 10,000 of the samples are used if there are more, or 50 per
-        cluster if these are more, at most 100,000.
+        A random 10,000 of the samples are used if there are more, or 50 per cluster if these are
+        more, at most 100,000; but all of them to find a given number of clusters with
+        `method="heads"`.
 
         Args:
             X: embeddings `[n, n_features]`, n at least 2 and at least `n_clusters`.
@@ -244,8 +254,8 @@ class MultiHeadClusterer(
 
     def _train(self, x: Tensor, settings: VisionSettings, n_clusters: int | None) -> Self:
         precision = Precision.for_device(settings.device, settings.use_fp16)
-        rows = x
-        if settings.by_graph or n_clusters is None:
+        rows, with_graph = x, needs_graph(settings, len(x), n_clusters)
+        if with_graph:
             rows = x[training_rows(len(x), x.__getitem__, settings.seed, n_clusters)]
         if message := unequal_columns(rows, settings.standardize):
             logger.warning("%s", message)
@@ -254,23 +264,25 @@ class MultiHeadClusterer(
         gather = projected.__getitem__
         k = min(settings.neighbours, len(rows) - 1)
         neighbors = neighbors_in_memory(rows, k, device=precision.device)[0]
-        partition, self.number_ = None, None
-        if n_clusters is None or (settings.by_graph and n_clusters > 1):
-            device, read = precision.device, rows.__getitem__
-            partition = partition_of(n_clusters, neighbors, read, projected, device)
-            n_clusters, self.number_ = partition.n_clusters, partition.number
-            partition = partition if settings.by_graph else None
-        if partition is not None:
-            neighbors = partition.neighbors
+        partitions = partition = self.number_ = None
+        starts = Starts()
+        if with_graph and n_clusters != 1:
+            inputs = neighbors, rows.__getitem__, projected, precision.device
+            partitions = partitions_of(n_clusters, *inputs, settings.sizes)
+            n_clusters, self.number_ = partitions.n_clusters, partitions.number
+            neighbors = partitions.neighbors
+            partition, starts = first_of(partitions, settings)
+        assert n_clusters is not None
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
+        stages = Stages(settings, trainer, neighbors, gather, starts, partitions)
         learner = HeadsLearner(
             trainer,
-            make_plan(settings, trainer, neighbors, gather),
-            gather,
-            clusters=None if partition is None else partition.clusters,
+            gather=gather,
             on_events=EventLog(announce=True).extend,
+            **stages.first(),
         )
         self.n_iter_ = run_loop(learner)
+        partition = partition or stages.formed
         answer = form_answer(settings, trainer, neighbors, gather, projection, partition)
         self.model_, self.settings_, self.departure_ = answer.model, settings, answer.departure
         return self._set_labels(x)

@@ -18,7 +18,7 @@ from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
 from ssl_kd.memory import free_memory
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
-from ssl_kd.vision.convergence import ALONE, Convergence
+from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, tempered
 from ssl_kd.vision.model_parts import Projection, Splits, Tree
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
@@ -26,7 +26,7 @@ from ssl_kd.vision.pairs import PairSampler, judging_pairs, mutual_neighbors, sa
 from ssl_kd.vision.partition import GraphAnswer
 from ssl_kd.vision.settings import HeadSettings
 from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import Gather, Plan
+from ssl_kd.vision.train import Gather, Imitation, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ COLDEST, HOTTEST, HALVINGS = 0.05, 20.0, 40
 
 
 def log_method(heads: HeadSettings) -> None:
-    """Log METHOD and N_HEADS with the reason, and warn if BETA does not reward sure answers."""
-    logger.info("%s", heads.reason_for_method)
-    if heads.loss == "temi" and heads.beta <= LEAST_SURE_BETA and not heads.by_graph:
+    """Log the method, and warn if BETA does not reward sure answers."""
+    logger.info("%s", heads.description)
+    if heads.loss == "temi" and heads.beta <= LEAST_SURE_BETA:
         logger.warning(
             "BETA is %g: at 0.5 and below the loss scores an unsure answer as high as a sure one, "
             "so that clusters mix; the default is %g",
@@ -72,8 +72,8 @@ def make_trainer(
     """
     widths = {"hidden_dim": heads.hidden_dim, "bottleneck_dim": heads.bottleneck_dim}
     make = head_maker(heads.head, dim, n_clusters, **widths)
-    thresholds = Thresholds(min_parts=-(-heads.head_count // 4))  # a quarter of the heads
-    numbers = range(heads.head_count) if numbers is None else numbers
+    thresholds = Thresholds(min_parts=-(-heads.n_heads // 4))  # a quarter of the heads
+    numbers = range(heads.n_heads) if numbers is None else numbers
     _check_memory(heads, len(numbers), parameters_of(make), precision.device)
     bank = HeadBank(make, len(numbers), numbers.start)
     _check_memory(heads, len(numbers), bank.n_parameters, precision.device)
@@ -92,7 +92,7 @@ def _check_memory(
             f"{n_heads} heads of {n_parameters:,} weights need {needed / 2**30:,.1f} GiB "
             f"with moments, EMA teacher and last good state, but {device} has only "
             f"{free / 2**30:,.1f} GiB free: lower HIDDEN_DIM (now {heads.hidden_dim}) or "
-            f"N_HEADS (now {heads.head_count})"
+            f"N_HEADS (now {heads.n_heads})"
         )
 
 
@@ -102,30 +102,34 @@ def make_plan(
     neighbors: Tensor,
     gather: Gather,
     of_ranks: Callable[[Tensor], list[Tensor]] = lambda values: [values],
+    goals: Tensor | None = None,
+    first: int = 0,
 ) -> Plan:
-    """Plan the training on pairs from `neighbors` `[n, k]`, nearest first.
+    """Plan a stage of the training on pairs from `neighbors` `[n, k]`, nearest first.
 
-    `of_ranks` gathers the `[head]` values of each process from those of this trainer.
+    `of_ranks` gathers the `[head]` values of each process from those of this trainer. Heads that
+    learn fixed targets go on by LOSS when their neighbor information reaches `goals` `[head]`.
+    `first` is the index of the first look at the heads.
     """
     allowed = mutual_neighbors(neighbors)
     sampler = PairSampler(neighbors, allowed, heads.batch_size, heads.seed)
     limits = [] if heads.max_steps is None else [heads.max_steps]
     if heads.epochs is not None:
         limits.append(heads.epochs * sampler.steps_per_epoch)
+    judge = Judge(trainer, neighbors, gather, CONVERGENCE_PAIRS)
+    imitation = None if goals is None else Imitation(lambda: judge()[1], goals)
     if limits:
-        return Plan(sampler, min(limits), None)
+        return Plan(sampler, min(limits), None, imitation)
     max_steps = MAX_EPOCHS * sampler.steps_per_epoch
-    judge = _Judge(trainer, neighbors, gather, CONVERGENCE_PAIRS)
 
     def information() -> Tensor:
         return torch.cat(of_ranks(judge()[1]))
 
-    first = 0 if heads.by_graph else ALONE
     convergence = Convergence(information, trainer.n_clusters, max_steps, first)
-    return Plan(sampler, max_steps, convergence)
+    return Plan(sampler, max_steps, convergence, imitation)
 
 
-class _Judge:
+class Judge:
     """Score each head by its neighbor information on a sample of neighbor pairs."""
 
     def __init__(
@@ -175,7 +179,7 @@ def form_answer(
     from `partition` on many samples, a warning says so.
     """
     state, n_clusters = trainer.state, trainer.n_clusters
-    judge = _Judge(trainer, neighbors, gather, CONSENSUS_PAIRS)
+    judge = Judge(trainer, neighbors, gather, CONSENSUS_PAIRS)
     clusters, information = judge()
     order = information.nan_to_num(-1.0).argsort(descending=True)
     order = order[: int(information.isfinite().sum())]
@@ -255,7 +259,7 @@ def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
 def _calibrate(model: ClusterModel, x: Tensor, ensemble: Ensemble) -> None:
     """Set the temperature so that the mean confidence is the squared agreement of the voters.
 
-    The partitions share errors, so the plain agreement is too high (docs/method.md has numbers).
+    The partitions share errors, so the plain agreement is too high (docs/scores.md has numbers).
     """
     if len(ensemble.clusters) < MIN_SAMPLES_PER_CLUSTER * model.n_clusters:
         return

@@ -280,7 +280,7 @@ class ClusterModel(nn.Module):
         tree, device = self.tree, self.weights.device
         if tree is None:
             raise InputError(
-                "this model has no tree of levels: train it with METHOD graph (the default)"
+                "this model has no tree of levels: train it with METHOD consensus (the default)"
             )
         clusters = self.predict(x) if clusters is None else clusters
         blocks = zip(x.split(ROWS_PER_BLOCK), clusters.split(ROWS_PER_BLOCK), strict=True)

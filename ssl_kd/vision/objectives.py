@@ -151,8 +151,37 @@ class Sharpened(Objective):
         )
 
 
+class Fixed(Objective):
+    """Minimize cross-entropy to given targets, as those of a partition; heads find no clusters."""
+
+    summary = "cross-entropy to the partition alone"
+
+    def __init__(self, student_temp: float) -> None:
+        self._student = student_temp
+
+    def initial_marginal(self, n_clusters: int) -> float:  # noqa: D102
+        return 0.0
+
+    def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        raise TypeError("the targets of Fixed are given")
+
+    def log_probabilities(self, targets: Tensor) -> Tensor:  # noqa: D102
+        return targets.log()
+
+    def loss(  # noqa: D102
+        self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        from ssl_kd import losses
+
+        return losses.sharpened_cross_entropy(
+            logits, targets, weights, student_temperature=self._student
+        )
+
+
 # LOSS -> the objective
-OBJECTIVES: Mapping[str, type[Objective]] = MappingProxyType({"temi": TEMI, "sharpened": Sharpened})
+OBJECTIVES: Mapping[str, type[Objective]] = MappingProxyType(
+    {"temi": TEMI, "sharpened": Sharpened, "fixed": Fixed}
+)
 
 
 def objective_class(name: str) -> type[Objective]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from firstnan.finite import safe_normalize
 from ssl_kd.graph import Ensemble, Graph, View, form_ensemble, fuzzy_graph, summed
-from ssl_kd.graph.ensemble import COSINE, Sizes
+from ssl_kd.graph.ensemble import COSINE, Candidate, Sizes
 from ssl_kd.graph.levels import modularity, nested_levels
 from ssl_kd.graph.number import Evidence, number_of_clusters
 from ssl_kd.graph.spectral import on_sphere
@@ -48,7 +48,29 @@ class GraphAnswer:
     number: Evidence | None  # evidence for the chosen K; None if K was given
 
 
-def partition_of(
+@dataclass(frozen=True)
+class Partitions:
+    """The partitions of the samples by methods on the neighbor graph, before heads vote."""
+
+    n_clusters: int
+    ensemble: Ensemble
+    neighbors: Tensor  # int64 `[n, k]`, nearest first by a metric of the partitions
+    projected: Tensor  # `[n, dim]`
+    graph: Graph  # the summed graphs by the metrics of the partitions
+    number: Evidence | None
+
+    def answer(self, heads: Sequence[Candidate] = (), *, alone: bool = False) -> GraphAnswer:
+        """Return the consensus, in which the partitions of `heads` vote as well, or `alone`."""
+        k, ensemble = self.n_clusters, self.ensemble
+        if heads:
+            ensemble = ensemble.joined_by([*heads], k, alone=alone)
+        agreed = torch.from_numpy(ensemble.clusters)
+        clusters = Splits.fit(self.projected, agreed, k)(self.projected, agreed)  # if fewer
+        levels = torch.from_numpy(np.stack(nested_levels(self.graph, clusters.numpy())))
+        return GraphAnswer(k, clusters, self.neighbors, ensemble, levels, self.number)
+
+
+def partitions_of(
     n_clusters: int | None,
     neighbors: Tensor,
     embeddings: Gather,
@@ -56,8 +78,8 @@ def partition_of(
     device: torch.device,
     sizes: Sizes = "even",
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> GraphAnswer:
-    """Return the best partition into `n_clusters`; if None, choose the number of clusters.
+) -> Partitions:
+    """Partition the samples into `n_clusters` by all methods; if None, choose their number.
 
     `neighbors` `[n, k]` are sorted by cosine, nearest first.
     """
@@ -92,10 +114,8 @@ def partition_of(
             *number.interval,
             n_clusters,
         )
-    agreed = torch.from_numpy(ensemble.clusters)
-    clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # if fewer
-    levels = np.stack(nested_levels(Graph(summed(*voting)), clusters.numpy()))
-    return GraphAnswer(n_clusters, clusters, neighbors, ensemble, torch.from_numpy(levels), number)
+    graph = Graph(summed(*voting))
+    return Partitions(n_clusters, ensemble, neighbors, projected, graph, number)
 
 
 def _number(

@@ -30,18 +30,23 @@ from ssl_kd.training.loop import run_loop
 from ssl_kd.training.process_group import ReadOnlyRunFolder, load_checkpoint
 from ssl_kd.training.ranks import following
 from ssl_kd.training.stop import Signals
-from ssl_kd.vision.convergence import Convergence
-from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
+from ssl_kd.vision.fit import form_answer, make_trainer
 from ssl_kd.vision.model import DIGEST, ClusterModel
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.pairs import sample_rows
-from ssl_kd.vision.partition import GraphAnswer, partition_of
+from ssl_kd.vision.partition import GraphAnswer, Partitions, partitions_of
 from ssl_kd.vision.ranks import HeadRanks, RankHeadsLearner
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.stages import Stages, Starts, first_of
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadFault, HeadsLearner, LogRecord
-from ssl_kd.vision.training_rows import PROJECTION_ROWS, TrainingRows, unequal_columns
+from ssl_kd.vision.training_rows import (
+    PROJECTION_ROWS,
+    TrainingRows,
+    needs_graph,
+    unequal_columns,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +93,7 @@ class LeaderResult:
     rows: Tensor | None  # rows of the store in the order of training; None: all
     n_clusters: int
     neighbors: Tensor | None  # None: each rank maps the file stored beside the embeddings
-    clusters: Tensor | None  # `[n]` targets for the heads; None: heads find their own clusters
+    starts: Starts  # of all heads
 
 
 def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) -> TrainedHeads:
@@ -103,20 +108,16 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
         logger.warning("%s", columns)
     with clock("neighbours"):
         neighbors, search = _find_neighbors(context, rows)
-    partition = None
-    if settings.by_graph or n_clusters is None:
+    partitions = partition = None
+    starts = Starts()
+    if needs_graph(settings, store.n, n_clusters):
         with clock("graph"):
             device, report = context.precision.device, _reporter("graph", context.progress)
-            projected = rows(torch.arange(rows.n))
-            partition = partition_of(
-                n_clusters, neighbors, rows.embeddings, projected, device, progress=report
-            )
-            n_clusters = partition.n_clusters
+            inputs = neighbors, rows.embeddings, rows(torch.arange(rows.n)), device
+            partitions = partitions_of(n_clusters, *inputs, settings.sizes, report)
+            n_clusters, neighbors = partitions.n_clusters, partitions.neighbors
+            partition, starts = first_of(partitions, settings)
     assert n_clusters is not None
-    learned = partition if settings.by_graph else None
-    clusters = None
-    if learned is not None:
-        clusters, neighbors = learned.clusters, learned.neighbors
     with clock("train"):
         result = LeaderResult(
             path=context.folder.path.resolve(),
@@ -127,22 +128,23 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
             rows=rows.rows,
             n_clusters=n_clusters,
             neighbors=None if rows.rows is None and by_index(store) else neighbors,
-            clusters=clusters,
+            starts=starts,
         )
         ranks.ranks.from_first(lambda: result)
-        trainer, about = _train(context, rows, neighbors, n_clusters, clusters)
+        trainer, formed, about = _train(context, rows, neighbors, result, partitions)
+        partition = partition or formed
     with clock("consensus"):
         context.progress("consensus", 0, 1, {})
-        answer = form_answer(settings, trainer, neighbors, rows, rows.projection, learned)
-        save_model(answer.model, context.folder)
-        context.progress("consensus", 1, 1, {"heads": len(answer.chosen)})
+        answered = form_answer(settings, trainer, neighbors, rows, rows.projection, partition)
+        save_model(answered.model, context.folder)
+        context.progress("consensus", 1, 1, {"heads": len(answered.chosen)})
     about |= {"neighbours": search, "columns": columns}
     return TrainedHeads(
         trainer,
-        answer.model,
-        answer.chosen,
-        answer.information,
-        answer.departure,
+        answered.model,
+        answered.chosen,
+        answered.information,
+        answered.departure,
         partition,
         about,
     )
@@ -181,7 +183,7 @@ def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
             ranks,
             Board(folder.path, ()),
         )
-        _train(context, rows, neighbors, leader.n_clusters, leader.clusters)
+        _train(context, rows, neighbors, leader)
         with signals.between_steps():  # rank 0 forms the answer and writes the files
             ranks.ranks.from_first(_only_rank_0)
     return leader.path
@@ -191,26 +193,22 @@ def _train(
     context: RunContext,
     rows: TrainingRows,
     neighbors: Tensor,
-    n_clusters: int,
-    clusters: Tensor | None,
-) -> tuple[HeadTrainer, dict[str, Any]]:
-    """Train this rank's heads from the last checkpoint on.
+    leader: LeaderResult,
+    partitions: Partitions | None = None,
+) -> tuple[HeadTrainer, GraphAnswer | None, dict[str, Any]]:
+    """Train this rank's heads from the last checkpoint on; rank 0 has the `partitions`.
 
     Returns:
-        The trainer, on rank 0 with the heads of all ranks; and entries for `metrics.json`.
+        The trainer, on rank 0 with the heads of all ranks; the answer in which heads voted, on rank
+        0; and entries for `metrics.json`.
     """
     rows.load()  # before the memory for the heads is checked
     settings, folder, ranks = context.settings, context.folder, context.ranks
     dim, precision = rows.projection.dim, context.precision
-    trainer = make_trainer(settings, dim, n_clusters, precision, ranks.heads)
-    plan = make_plan(settings, trainer, neighbors, rows, ranks.gather)
+    trainer = make_trainer(settings, dim, leader.n_clusters, precision, ranks.heads)
     ranks.caught = context.signals.caught
     with context.signals.between_steps():
         gather = rows.on(precision.device)
-        start = load_last(folder, trainer, plan.convergence, ranks)
-        folder.rewind(start)
-        context.board.resume(start)
-        folder.become_latest()
         recorder = FlightRecorder(folder.path / "faults")
 
         def on_fault(fault: HeadFault) -> None:
@@ -218,11 +216,26 @@ def _train(
                 recorder.record(bundle_of(trainer, fault, dataclasses.asdict(settings)))
 
         calls = {"on_events": folder.events.extend, "on_fault": on_fault}
-        options: dict[str, Any] = {"clusters": clusters, **calls}
+        stages = Stages(
+            settings,
+            trainer,
+            neighbors,
+            rows,
+            leader.starts,
+            partitions,
+            numbers=ranks.heads,
+            of_ranks=ranks.gather,
+            from_first=ranks.ranks.from_first,
+        )
+        options: dict[str, Any] = stages.first() | {"gather": gather} | calls
         if ranks.ranks.world == 1:
-            learner = HeadsLearner(trainer, plan, gather, **options)
+            learner = HeadsLearner(trainer, **options)
         else:
-            learner = RankHeadsLearner(ranks, settings.log_every, trainer, plan, gather, **options)
+            learner = RankHeadsLearner(ranks, settings.log_every, trainer, **options)
+        start = load_last(folder, learner, ranks)
+        folder.rewind(start)
+        context.board.resume(start)
+        folder.become_latest()
         try:
             steps = run_loop(
                 learner,
@@ -244,11 +257,15 @@ def _train(
             command = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
             raise TooFewHealthyParts(f"{error}. To explain the first fault: {command}") from error
     trainer = ranks.gather_trainer(trainer)
-    return trainer, {
-        "steps": steps,
-        "convergence": None if plan.convergence is None else plan.convergence.history(),
-        "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
-    }
+    return (
+        trainer,
+        stages.formed,
+        {
+            "steps": steps,
+            "convergence": learner.looks() or None,
+            "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
+        },
+    )
 
 
 def _reporter(stage: str, progress: Progress) -> Callable[[int, int], None]:
@@ -272,35 +289,29 @@ def _log(context: RunContext, learner: HeadsLearner, record: LogRecord) -> None:
     """Write a log record into the run folder and to the board, and show the mean loss."""
     row = dataclasses.asdict(record)
     context.folder.log(row)
-    if (convergence := learner.plan.convergence) is not None:
-        looks = convergence.history()
-        for step in [at for at in looks if context.board.last_step < at <= record.step]:
-            context.board.log(step, {"neighbor_information": looks[step]})
+    looks = learner.looks()
+    for step in [at for at in looks if context.board.last_step < at <= record.step]:
+        context.board.log(step, {"neighbor_information": looks[step]})
     context.board.log(record.step, {name: row[name] for name in ON_BOARD})
     finite = [value for value in record.loss if abs(value) < float("inf")]
     mean = sum(finite) / len(finite) if finite else float("nan")
-    info = {"loss": mean, "healthy": f"{record.healthy}/{context.settings.head_count}"}
+    info = {"loss": mean, "healthy": f"{record.healthy}/{context.settings.n_heads}"}
     context.progress("train", record.step, learner.steps, info)
 
 
 def _save(context: RunContext, learner: HeadsLearner, step: int) -> object:
     """Save a checkpoint with the heads of all ranks."""
     tensors = context.ranks.gather_rows(learner.trainer.tensors())
-    convergence = learner.plan.convergence
-    looks = {} if convergence is None else convergence.tensors()
-    return context.folder.save_checkpoint(step, tensors | looks)
+    return context.folder.save_checkpoint(step, tensors | learner.tensors())
 
 
-def load_last(
-    folder: RunFolder, trainer: HeadTrainer, convergence: Convergence | None, ranks: HeadRanks
-) -> int:
+def load_last(folder: RunFolder, learner: HeadsLearner, ranks: HeadRanks) -> int:
     """Load the last checkpoint, and return its step; 0 if there is none."""
     start, tensors = load_checkpoint(folder, ranks.ranks)
     if tensors:
         try:
-            trainer.load(ranks.rows_of(tensors))
-            if convergence is not None:
-                convergence.load(tensors)
+            learner.trainer.load(ranks.rows_of(tensors))
+            learner.load(tensors)
         except ValueError as error:
             raise RunFolderError(
                 f"checkpoint/step_{start:09d}.pt of {folder.path} does not fit this version of "

@@ -24,6 +24,8 @@ from ssl_kd.training.ranks import Ranks
 from ssl_kd.vision.step import HeadsState, HeadTrainer
 from ssl_kd.vision.train import HeadsLearner
 
+SHARED = ("convergence.", "stage.")  # tensors of a checkpoint that have no row for each head
+
 
 class HeadRanks:
     """Divide the heads among the processes, and exchange tensors and reports.
@@ -71,7 +73,7 @@ class HeadRanks:
     def rows_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Select the rows of this rank's heads from the tensors of a checkpoint."""
         rows = slice(self.heads.start, self.heads.stop)
-        return {n: t if n.startswith("convergence.") else t[rows] for n, t in tensors.items()}
+        return {n: t if n.startswith(SHARED) else t[rows] for n, t in tensors.items()}
 
     def gather_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Collect the rows of all heads on rank 0, in CPU memory; return {} on other ranks."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from ssl_kd import evaluate
 from ssl_kd.evaluate.baselines import Baseline
 from ssl_kd.files import atomic_write
-from ssl_kd.graph.ensemble import agreement, cluster_agreement
+from ssl_kd.graph import Ensemble
+from ssl_kd.graph.ensemble import agreement, aligned, cluster_agreement
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.vision.assignments import SplitAssignments, write_assignments
@@ -131,23 +132,32 @@ def _heads(
 def _graph(answer: GraphAnswer | None, departure: float | None) -> dict[str, Any] | None:
     """Return how the families of partitions voted, and how well they agree with the result.
 
-    `departure` is the share of samples on which the heads left the partition that they learned;
-    None if they did not learn it, so that its clusters are not those of the run.
+    `departure` is the share of samples on which the heads left the partition that they learned.
     """
     if answer is None:
         return None
-    ensemble, of_clusters = answer.ensemble, None
-    if departure is not None:
-        clusters = answer.clusters.numpy()
-        of_clusters = cluster_agreement(ensemble.voters, clusters, answer.n_clusters).tolist()
+    ensemble, clusters, k = answer.ensemble, answer.clusters.numpy(), answer.n_clusters
     return {
         "agreement": agreement(ensemble.candidates, ensemble.clusters),
-        "cluster_agreement": of_clusters,
+        "cluster_agreement": cluster_agreement(ensemble.voters, clusters, k).tolist(),
         "metrics": list(ensemble.metrics),
         "departure": departure,
         "voters": sorted({candidate.family for candidate in ensemble.voters}),
         "cluster_sizes": ensemble.sizes,
+        "other": _other(ensemble, k),
         "number": None if answer.number is None else dataclasses.asdict(answer.number),
+    }
+
+
+def _other(ensemble: Ensemble, n_clusters: int) -> dict[str, Any]:
+    """Return the cluster sizes with the other CLUSTER_SIZES, and the share of samples alike."""
+    other = ensemble.other(n_clusters)
+    alike = aligned(other.clusters, ensemble.clusters) == ensemble.clusters
+    sizes = np.bincount(other.clusters)
+    return {
+        "cluster_sizes": other.sizes,
+        "sizes": sorted(sizes.tolist(), reverse=True),
+        "agreement": float(np.mean(alike)),
     }
 
 

@@ -64,19 +64,18 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
     If torchrun started several processes, each trains some of the heads; the first process does
     all other work while the others wait.
     """
-    clock, written = Clock(), settings
-    settings = settings.resolved()
+    clock = Clock()
     with joined(settings.device) as ranks, contextlib.ExitStack() as stack:
-        head_ranks = HeadRanks(ranks, settings.head_count)
+        head_ranks = HeadRanks(ranks, settings.n_heads)
         if not head_ranks.leads:
             return follow(settings, head_ranks)
         stack.enter_context(_release_followers(ranks))
-        log_method(written)
+        log_method(settings)
         check_boards(settings.boards)
         precision = Precision.for_device(ranks.device, settings.use_fp16)
         folder = stack.enter_context(RunFolder(settings))
         signals = stack.enter_context(Signals(folder))
-        facts = {"precision": str(precision), "method": written.reason_for_method}
+        facts = {"precision": str(precision), "method": settings.description}
         folder.write_config(settings, **facts)
         folder.check_code(_user_code(settings.head, settings.loss))
         board = stack.enter_context(Board(folder.path, settings.boards, settings.to_dict()))

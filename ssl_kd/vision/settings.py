@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from typing_extensions import Self
-
 from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
 from ssl_kd.settings.import_paths import IMPORT_PATH
 from ssl_kd.vision.foreign_names import ALIASES, INSTEAD
@@ -17,10 +15,10 @@ from ssl_kd.vision.objectives import OBJECTIVES, make_objective
 AUTO = "auto"
 # Folder in which EMBEDDINGS_DIR auto caches embeddings.
 EMBEDDINGS = "data/embeddings"
-# Settings that have an effect only with METHOD heads.
-OF_LOSS = ("loss", "beta", "instance_weight")
-# METHOD -> the number of heads where N_HEADS is None.
-HEADS_OF = {"graph": 8, "heads": 48}
+# LOSS with which heads find clusters themselves: all but `fixed`, also an import path.
+_LEARNS = "(?!fixed$).*"
+# LOSS that may read BETA: `temi`, and any objective of one's own.
+_READS_BETA = r"temi|.*\..*"
 # Width of DINOv2's tokens, by the letter of the model's size.
 DINOV2_WIDTHS = {"s": 384, "b": 768, "l": 1024, "g": 1536}
 
@@ -215,19 +213,26 @@ class GraphSettings(Settings):
 class HeadSettings(RunSettings):
     """Settings of the heads and of their training."""
 
-    method: str | None = setting(
-        None,
-        "where the clusters come from: graph (the best partition of the graph of neighbors; the"
-        " heads learn it) | heads (the heads find them, by LOSS); None: graph, unless LOSS, BETA or"
-        " INSTANCE_WEIGHT is changed",
-        "The first lines of a run say which one it uses, and why.",
-        choices=("graph", "heads"),
+    method: str = setting(
+        "consensus",
+        "what forms the clusters: consensus (partitions of the neighbor graph by several methods"
+        " vote, and heads that learn by LOSS vote with them) | heads (heads that learn by LOSS vote"
+        " alone)",
+        choices=("consensus", "heads"),
         section="Heads and their training",
     )
-    n_heads: int | None = setting(
-        None,
-        "heads trained side by side; None: 8 with METHOD graph, 48 with METHOD heads",
-        "More heads: a steadier consensus, proportionally more time.",
+    cluster_sizes: str = setting(
+        "even",
+        "sizes of the clusters: even (similar) | any (very different, such as species or an album)",
+        "With any, only those methods vote that have no preferred size; heads by LOSS are not"
+        " among them.",
+        choices=("even", "any"),
+        only_with=("method", "consensus"),
+    )
+    n_heads: int = setting(
+        16,
+        "heads trained side by side",
+        "More heads: a steadier answer, proportionally more time.",
         low=1,
         high=4096,
     )
@@ -245,7 +250,7 @@ class HeadSettings(RunSettings):
     )
     loss: str = setting(
         "temi",
-        f"what the heads minimize with METHOD heads: {_OBJECTIVES} | package.module.Class (your"
+        f"what the heads minimize to find clusters: {_OBJECTIVES} | package.module.Class (your"
         " own)",
         choices=tuple(OBJECTIVES),
         forms=(IMPORT_PATH,),
@@ -257,6 +262,7 @@ class HeadSettings(RunSettings):
         " ones, and clusters mix.",
         above=0,
         high=1,
+        only_with=("loss", _READS_BETA),
     )
     student_temp: float = setting(
         0.1,
@@ -277,6 +283,7 @@ class HeadSettings(RunSettings):
         "weight of a pair in the loss: none | own (agreement of the head itself) | mean (of all"
         " heads, as in the paper; couples the heads)",
         choices=("none", "own", "mean"),
+        only_with=("loss", _LEARNS),
     )
     learning_rate: float = setting(
         4e-3,
@@ -290,12 +297,15 @@ class HeadSettings(RunSettings):
     )
     batch_size: int = setting(256, "pairs per step", "Several times the number of clusters.", low=1)
     epochs: int | None = setting(
-        None, "passes over the data; None: until the heads have converged, at most 200", low=1
+        None,
+        "passes over the data in each stage of the training; None: until the heads have converged,"
+        " at most 200",
+        low=1,
     )
     max_steps: int | None = setting(
         None,
-        "optimizer steps; None: no limit but EPOCHS",
-        "If both are set, the first to be reached ends the training.",
+        "optimizer steps of each stage of the training; None: no limit but EPOCHS",
+        "If both are set, the first to be reached ends the stage.",
         low=1,
     )
     use_fp16: bool = setting(
@@ -311,47 +321,42 @@ class HeadSettings(RunSettings):
         return max(1, self.hidden_dim // 2)
 
     @property
-    def by_graph(self) -> bool:
-        """Whether the clusters come from the neighbor graph, and not from the heads."""
-        return self.method == "graph" or (self.method is None and not self._of_loss_changed())
+    def sizes(self) -> Literal["even", "any"]:
+        """CLUSTER_SIZES, for `ssl_kd.graph`."""
+        return "any" if self.cluster_sizes == "any" else "even"
 
     @property
-    def head_count(self) -> int:
-        """Number of heads to train: N_HEADS, or the default of METHOD."""
-        return self.n_heads or HEADS_OF["graph" if self.by_graph else "heads"]
-
-    def resolved(self) -> Self:
-        """Return the settings with METHOD and N_HEADS in place of None."""
-        return self.replace(method="graph" if self.by_graph else "heads", n_heads=self.head_count)
+    def heads_vote(self) -> bool:
+        """Whether heads find clusters by LOSS, and vote on the answer."""
+        return self.loss != "fixed" and self.sizes == "even"
 
     @property
-    def reason_for_method(self) -> str:
-        """A line with METHOD and N_HEADS of these settings, and why they have these values."""
-        changed = [f"{n.upper()} is {getattr(self, n)!r}" for n in self._of_loss_changed()]
-        if self.method is not None:
-            why = ", as set"
-        elif changed:
-            why = f", because {' and '.join(changed)}, which METHOD graph does not use"
+    def description(self) -> str:
+        """A line that says which method these settings run."""
+        start = f"METHOD is {self.method}, CLUSTER_SIZES {self.cluster_sizes}, LOSS {self.loss}: "
+        if self.method == "heads":
+            voters = f"the better half of {self.n_heads} heads, which learn by LOSS, vote"
+        elif self.heads_vote:
+            voters = (
+                f"partitions of the neighbor graph vote, and the better half of {self.n_heads} "
+                "heads, which learn by LOSS, as one more family"
+            )
         else:
-            why = " by default"
-        method, what = "heads", f"the heads find the clusters, by LOSS {self.loss}"
-        if self.by_graph:
-            method, what = "graph", "the heads learn the best partition of the neighbor graph"
-        source = f"the default of METHOD {method}" if self.n_heads is None else "as set"
-        return f"METHOD is {method}{why}: {what}. N_HEADS is {self.head_count}, {source}"
-
-    def _of_loss_changed(self) -> list[str]:
-        return [name for name in OF_LOSS if getattr(self, name) != getattr(type(self), name)]
+            voters = "partitions of the neighbor graph vote"
+        return f"{start}{voters}; all heads then learn the answer"
 
     def check_together(self) -> None:
         """Raise SettingsError if individually valid settings contradict each other."""
         super().check_together()
-        changed = self._of_loss_changed()
-        if self.method == "graph" and changed:
-            name = changed[0].upper()
+        if self.method == "heads" and not self.heads_vote:
             raise SettingsError(
-                f"{name} is {getattr(self, changed[0])!r}, but METHOD graph does not use it: set "
-                f"METHOD to heads, or leave {name} at its default"
+                f"LOSS is {self.loss}, by which heads find no clusters, but with METHOD heads "
+                "nothing else does: set LOSS to temi or sharpened, or METHOD to consensus"
+            )
+        if self.cluster_sizes == "any" and self.loss != HeadSettings.loss:
+            raise SettingsError(
+                f"LOSS is {self.loss}, but has no effect with CLUSTER_SIZES any: leave LOSS at its "
+                f"default, {HeadSettings.loss}, or set CLUSTER_SIZES to even"
             )
         if self.loss in OBJECTIVES:  # a user's objective is imported and checked by the run
             make_objective(self.loss, vars(self))

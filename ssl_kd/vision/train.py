@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ssl_kd.memory import to_device_async
 from ssl_kd.seeds import seed_of
 from ssl_kd.training.loop import Pace
 from ssl_kd.training.schedule import learning_rate_at
-from ssl_kd.vision.convergence import Convergence
+from ssl_kd.vision.convergence import LOOKS, Convergence
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.step import HeadsStep, HeadTrainer
 
@@ -34,11 +34,54 @@ LOOK_EVERY_ON_CPU, LOOK_EVERY_ON_GPU = 1, 10
 
 @dataclass(frozen=True)
 class Plan:
-    """The pairs to train on, and the number of steps."""
+    """The pairs to train on in a stage, and its number of steps."""
 
     sampler: PairSampler
     max_steps: int
-    convergence: Convergence | None  # ends training earlier; None: train `max_steps`
+    convergence: Convergence | None  # ends the stage earlier; None: train `max_steps`
+    imitation: Imitation | None = None  # where heads begin with partitions
+
+    @property
+    def steps(self) -> int:
+        """Number of steps, as far as it is known."""
+        return self.max_steps if self.convergence is None else self.convergence.steps
+
+    def learning_rate_at(self, step: int, peak: float) -> float:
+        """Return the learning rate at a step of the stage, counted from 0."""
+        if self.convergence is not None:
+            return self.convergence.learning_rate_at(step, peak, WARMUP)
+        return learning_rate_at(step, self.max_steps, peak, WARMUP)
+
+
+@dataclass
+class Imitation:
+    """Let heads learn partitions by cross-entropy until they know them, and by LOSS from then on.
+
+    `judge` returns the neighbor information of each head of this process, `goals` `[head]` is what
+    a head must reach.
+    """
+
+    judge: Callable[[], Tensor]
+    goals: Tensor
+
+    def look(self, trainer: HeadTrainer, done: int) -> None:
+        """After `done` steps, if a look is due, let the heads that have reached their goals go."""
+        if done in LOOKS and not trainer.by_loss.all():
+            reached = ~trainer.by_loss & (self.judge() >= self.goals)
+            trainer.begin_again(reached, done)
+            trainer.by_loss |= reached
+
+
+class AnswerStage(Protocol):
+    """Form the answer from what the heads have found, and plan how they learn it."""
+
+    def __call__(self, found: Tensor | None) -> tuple[Plan, Tensor, Tensor]:
+        """Return the plan, the clusters `[n]` to learn, and the partitions of heads that voted.
+
+        `found` are those partitions, `[voter, n]`, from a checkpoint; None: ask the heads. All
+        processes call this together.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,6 +89,7 @@ class LogRecord:
     """One line of `metrics.jsonl`; each list holds one value per head."""
 
     step: int
+    stage: str  # "find": heads find clusters by LOSS; "answer": they learn the answer
     time: float
     learning_rate: float
     loss: list[float]
@@ -93,8 +137,9 @@ class HeadsLearner:
 
     With `clusters` `[n]`, the target of a sample is the cluster of its paired neighbor; without,
     each head learns from its EMA teacher. With `[head, n]`, each head has clusters of its own, and
-    learns from its EMA teacher where `trainer.by_loss` is True. `on_events` is called before each
-    record and checkpoint, and `on_fault` before a skipped head is recovered.
+    learns from its EMA teacher where `trainer.by_loss` is True. With `answer`, a second stage
+    follows, in which all heads learn one partition. `on_events` is called before each record and
+    checkpoint, and `on_fault` before a skipped head is recovered.
     """
 
     def __init__(
@@ -104,17 +149,16 @@ class HeadsLearner:
         gather: Gather,
         *,
         clusters: Tensor | None = None,
+        answer: AnswerStage | None = None,
         on_events: Callable[[list[Event]], object] = lambda events: None,
         on_fault: Callable[[HeadFault], object] = lambda fault: None,
     ) -> None:
         self.trainer, self.plan, self.gather = trainer, plan, gather
-        device = trainer.precision.device
-        self.clusters = None
-        if clusters is not None:
-            if clusters.ndim == 1:
-                trainer.by_loss.fill_(False)
-                clusters = clusters.unsqueeze(0)
-            self.clusters = to_device_async(clusters, device)
+        self._device = device = trainer.precision.device
+        self._set_clusters(clusters)
+        self.began, self._answer = 0, answer  # the first step of this stage, and what follows it
+        self.found = torch.empty(0)  # `[voter, n]`, the partitions of heads that voted
+        self._looks: dict[int, float] = {}  # of the stage before
         self.on_events, self.on_fault = on_events, on_fault
         self.pace = Pace()
         self._look_every = LOOK_EVERY_ON_CPU if device.type == "cpu" else LOOK_EVERY_ON_GPU
@@ -124,22 +168,63 @@ class HeadsLearner:
         self._smoothed: set[int] = set()
         self._last_event = Event(0, "head", "loss", "no fault", "")
 
+    def _set_clusters(self, clusters: Tensor | None) -> None:
+        if clusters is not None and clusters.ndim == 1:
+            self.trainer.by_loss.fill_(False)
+            clusters = clusters.unsqueeze(0)
+        self.clusters = None if clusters is None else to_device_async(clusters, self._device)
+
     @property
     def steps(self) -> int:
         """Number of steps, as far as it is known."""
-        plan = self.plan
-        return plan.max_steps if plan.convergence is None else plan.convergence.steps
+        return self.began + self.plan.steps + (self._answer is not None)
 
-    def _rate_at(self, step: int) -> float:
-        peak, plan = self.trainer.settings.learning_rate, self.plan
-        if plan.convergence is not None:
-            return plan.convergence.learning_rate_at(step, peak, WARMUP)
-        return learning_rate_at(step, plan.max_steps, peak, WARMUP)
+    @property
+    def stage(self) -> str:
+        """What the heads do: `find` clusters by LOSS, or learn the `answer`."""
+        return "answer" if self._answer is None and self.clusters is not None else "find"
+
+    def looks(self) -> dict[int, float]:
+        """Return number of steps -> neighbor information (median over heads), for all looks."""
+        convergence = self.plan.convergence
+        now = {} if convergence is None else convergence.history()
+        return self._looks | {self.began + step: value for step, value in now.items()}
+
+    def _begin_answer(self, step: int, found: Tensor | None = None) -> None:
+        """Begin the second stage at `step`; with `found`, it began before a checkpoint."""
+        assert self._answer is not None
+        if found is None:
+            self.look(step, at_once=True)
+        self._looks = self.looks()
+        self.plan, clusters, self.found = self._answer(found)
+        self.began, self._answer = step, None
+        if found is None:
+            self.trainer.begin_again(torch.ones_like(self.trainer.by_loss), step)
+        self._set_clusters(clusters)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state of the stages to save in a checkpoint, as name -> tensor."""
+        looks = torch.tensor([*self._looks.items()], dtype=torch.float64)
+        stage = {"stage.began": torch.tensor(self.began), "stage.looks": looks}
+        stage["stage.found"] = self.found
+        convergence = self.plan.convergence
+        return stage | ({} if convergence is None else convergence.tensors())
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Restore the state that `tensors` returned, after that of the trainer."""
+        if self._answer is not None and (began := int(tensors["stage.began"])):
+            self._begin_answer(began, tensors["stage.found"])
+            self._looks = {int(step): value for step, value in tensors["stage.looks"].tolist()}
+        if self.plan.convergence is not None:
+            self.plan.convergence.load(tensors)
 
     def learn(self, step: int) -> None:
         """Do one guarded step on a batch of pairs."""
-        trainer = self.trainer
-        self._learning_rate = rate = self._rate_at(step)
+        if self._answer is not None and step >= self.plan.steps:
+            self._begin_answer(step)
+        trainer, of_stage = self.trainer, step - self.began
+        rate = self.plan.learning_rate_at(of_stage, trainer.settings.learning_rate)
+        self._learning_rate = rate
         samples = torch.stack(self.plan.sampler(step))
         views = self.gather(samples.flatten()).unflatten(0, samples.shape)
         targets = None
@@ -153,8 +238,10 @@ class HeadsLearner:
         by_loss = trainer.by_loss.clone()
         self._unread.append(_UnreadStep(step, samples, views, targets, by_loss, rate, result))
         self.pace.add(samples.shape[1])
+        if self.plan.imitation is not None:
+            self.plan.imitation.look(trainer, of_stage + 1)
         if self.plan.convergence is not None:
-            self.plan.convergence.look(step + 1)
+            self.plan.convergence.look(of_stage + 1)
 
     def read_results(self) -> tuple[Tensor, ...]:
         """Copy the guard's results since the last record to the CPU.
@@ -174,6 +261,7 @@ class HeadsLearner:
         healthy = is_healthy(stages)
         return LogRecord(
             step=done,
+            stage=self.stage,
             time=time.time(),
             learning_rate=self._learning_rate,
             loss=loss.tolist(),

@@ -49,7 +49,8 @@ def _waits_of_steps(head=TEMIHead, targets=lambda: None, **changes):
         return device.waits
 
 
-OBJECTIVE = [*({"loss": loss} for loss in OBJECTIVES), {"clip_grad": None}, {"loss": SINKHORN}]
+LEARNING = [loss for loss in OBJECTIVES if loss != "fixed"]
+OBJECTIVE = [*({"loss": loss} for loss in LEARNING), {"clip_grad": None}, {"loss": SINKHORN}]
 WEIGHTED = [of | {"instance_weight": how} for of in OBJECTIVE for how in ("none", "own", "mean")]
 
 

@@ -23,7 +23,7 @@ from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.precision import Precision
 from ssl_kd.store import approximate
 from ssl_kd.training.ranks import Ranks
-from ssl_kd.vision import fit
+from ssl_kd.vision import fit, training_rows
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.run import run
@@ -196,10 +196,11 @@ def same(one, other):
     [
         {"instance_weight": "none"},
         {"instance_weight": "own", "loss": "sharpened", "use_fp16": True},
-        {"method": "graph"},
+        {"method": "consensus", "loss": "fixed", "instance_weight": "none"},
+        {"method": "consensus"},
         {"max_steps": None, "instance_weight": "own", "log_every": 20},  # until they converge
     ],
-    ids=["none", "own", "graph", "converging"],
+    ids=["none", "own", "fixed", "consensus", "converging"],
 )
 def test_several_ranks_leave_what_one_process_leaves(settings, changes):
     one = trained(1, settings("one", **changes), (in_chunks, 2))
@@ -220,8 +221,9 @@ def mapped_on_all(rank):
 
 
 def by_index(rank):
-    """Even these few rows are searched by an index."""
+    """Even these few rows are searched by an index, and are too many for partitions of a graph."""
     mock.patch.object(approximate, "EXACT_ROWS", 10).start()
+    mock.patch.object(training_rows, "GRAPH_ROWS", 10).start()
 
 
 def test_neighbours_that_lie_on_the_disk_are_mapped_by_each_rank(settings):
@@ -240,7 +242,7 @@ def test_trainers_of_the_default_shape_are_slices_of_one():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        n, dim = settings.head_count, 64
+        n, dim = settings.n_heads, 64
 
         def make():
             return TEMIHead(dim, 10, settings.hidden_dim, settings.bottleneck_dim)

@@ -140,7 +140,7 @@ def _about(samples: Samples) -> str:
     settings = samples.settings
     return (
         f"## About\n\nData: {Path(samples.metrics['dataset']['name']).name}. Teacher: "
-        f"{_teacher(samples)}. Method: {settings['METHOD'] or 'graph'}. Seed: {settings['SEED']}. "
+        f"{_teacher(samples)}. Method: {settings['METHOD']}. Seed: {settings['SEED']}. "
         "No label was used to find the clusters."
     )
 

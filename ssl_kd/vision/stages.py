@@ -1,0 +1,166 @@
+"""Plan the stages of the training: heads find clusters, then they learn the answer.
+
+In the first stage each head starts from a partition of the neighbor graph: it learns the partition
+by cross-entropy until it has nearly the partition's neighbor information, and goes on by LOSS. The
+better half of the heads votes on the answer, as one family beside those of the graph (METHOD
+consensus) or alone (METHOD heads). In the second stage all heads learn the answer by cross-entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from firstnan.parts import TooFewHealthyParts
+from ssl_kd.graph.ensemble import HEADS, VERY_MANY, Candidate
+from ssl_kd.graph.levels import in_order
+from ssl_kd.vision.convergence import ALONE
+from ssl_kd.vision.fit import (
+    CONSENSUS_PAIRS,
+    CONVERGENCE_PAIRS,
+    Judge,
+    head_clusters,
+    make_plan,
+    neighbor_information,
+)
+from ssl_kd.vision.pairs import judging_pairs
+from ssl_kd.vision.partition import GraphAnswer, Partitions
+from ssl_kd.vision.settings import HeadSettings
+from ssl_kd.vision.step import HeadTrainer
+from ssl_kd.vision.train import Gather, Plan
+
+KNOWN = 0.95  # share of a partition's information at which a head has learned it
+
+
+@dataclass(frozen=True)
+class Starts:
+    """What the heads learn first: partitions of their own, or for want of goals the answer.
+
+    Without either, all start from random weights, and their vote is the answer.
+    """
+
+    # Int `[head, n]`, zeros for a head from random weights; or `[n]`, the answer
+    clusters: Tensor | None = None
+    goals: Tensor | None = (
+        None  # `[head]`, information at which a head goes on by LOSS; NaN: at once
+    )
+
+
+def first_of(partitions: Partitions, heads: HeadSettings) -> tuple[GraphAnswer | None, Starts]:
+    """Return the answer, unless heads vote on it, and what the heads learn first.
+
+    Beside partitions, heads vote where these are of graphs and of at most 200 clusters.
+    """
+    beside = partitions.ensemble.by_graphs and partitions.n_clusters <= VERY_MANY
+    if heads.heads_vote and (beside or heads.method == "heads"):
+        return None, starts_of(partitions, heads)
+    answer = partitions.answer()
+    return answer, Starts(answer.clusters)
+
+
+def starts_of(partitions: Partitions, heads: HeadSettings) -> Starts:
+    """Choose a partition for each head, from the voters of each family in turn."""
+    families: dict[str, list[Candidate]] = {}
+    for voter in partitions.ensemble.voters:
+        if voter.clusters.max() < partitions.n_clusters:  # some have more clusters
+            families.setdefault(voter.family, []).append(voter)
+    turns = zip(*(cycle(of_family) for of_family in families.values()), strict=False)
+    in_turn = (voter for turn in turns for voter in turn)
+    chosen = np.stack([voter.clusters for voter in islice(in_turn, heads.n_heads)])
+    clusters = torch.from_numpy(chosen)
+    pairs = judging_pairs(partitions.neighbors, heads.seed, CONVERGENCE_PAIRS)
+    ends = [of_head[pairs] for of_head in clusters]  # `[2, pair]` each
+    known = [neighbor_information(a, b, partitions.n_clusters) for a, b in ends]
+    return Starts(clusters.int(), KNOWN * torch.tensor(known))
+
+
+def better_half(clusters: Tensor, information: Tensor) -> Tensor:
+    """Return the partitions `[voter, n]` of the better half of the heads.
+
+    `information` `[head]` is NaN for a head that failed.
+    """
+    healthy = information.isfinite().nonzero().flatten()
+    order = healthy[information[healthy].argsort(descending=True, stable=True)]
+    return clusters[order[: -(-len(order) // 2)]]
+
+
+class Stages:
+    """The stages in which the heads of one process learn; called between them, it forms the answer.
+
+    Args:
+        heads: the settings.
+        trainer: of the heads of this process.
+        neighbors: `[n, k]`, nearest first.
+        gather: reads projected embeddings by row.
+        starts: of the heads of all processes.
+        partitions: of the neighbor graph; None on other processes than the first.
+        numbers: of the heads of this process among all; None: all.
+        of_ranks: gathers a value from all processes.
+        from_first: calls a function on the first process, and returns its result on all.
+
+    Attributes:
+        formed: the answer, on the first process, once it is formed.
+    """
+
+    def __init__(
+        self,
+        heads: HeadSettings,
+        trainer: HeadTrainer,
+        neighbors: Tensor,
+        gather: Gather,
+        starts: Starts,
+        partitions: Partitions | None,
+        *,
+        numbers: range | None = None,
+        of_ranks: Callable[[Any], list[Any]] = lambda value: [value],
+        from_first: Callable[[Callable[[], Any]], Any] = lambda form: form(),
+    ) -> None:
+        self.heads, self.trainer, self.neighbors, self.gather = heads, trainer, neighbors, gather
+        self.starts, self.partitions = starts, partitions
+        self.of_ranks, self.from_first = of_ranks, from_first
+        numbers = range(heads.n_heads) if numbers is None else numbers
+        self._own = slice(numbers.start, numbers.stop)
+        self.formed: GraphAnswer | None = None
+
+    def first(self) -> dict[str, Any]:
+        """Return the arguments of `HeadsLearner` for the first stage and what follows it."""
+        clusters, goals = self.starts.clusters, self.starts.goals
+        if clusters is None:
+            return {"plan": self._plan(first=ALONE)}
+        if goals is None:
+            return {"plan": self._plan(), "clusters": clusters}
+        self.trainer.by_loss.fill_(False)
+        plan = self._plan(goals=goals[self._own])
+        return {"plan": plan, "clusters": clusters[self._own], "answer": self}
+
+    def _plan(self, **options: Any) -> Plan:
+        inputs = self.heads, self.trainer, self.neighbors, self.gather
+        return make_plan(*inputs, self.of_ranks, **options)
+
+    def __call__(self, found: Tensor | None) -> tuple[Plan, Tensor, Tensor]:
+        """Return the plan of the second stage, its clusters, and the partitions of heads."""
+        if found is None:
+            judge = Judge(self.trainer, self.neighbors, self.gather, CONSENSUS_PAIRS)
+            rows, (_, information) = torch.arange(len(self.neighbors)), judge()
+            clusters = head_clusters(self.trainer, self.gather, rows).int()
+            of_ranks = zip(*self.of_ranks((clusters, information)), strict=True)
+            clusters, information = map(torch.cat, of_ranks)
+            found = better_half(clusters, information)
+        voters = found
+        clusters = self.from_first(lambda: self._form(voters))
+        return self._plan(), clusters, found
+
+    def _form(self, found: Tensor) -> Tensor:
+        assert self.partitions is not None
+        alone = self.heads.method == "heads"
+        if alone and not len(found):
+            raise TooFewHealthyParts("all heads failed, so there is no answer: lower LEARNING_RATE")
+        voters = [Candidate(HEADS, in_order(of_head.numpy())) for of_head in found.long()]
+        self.formed = self.partitions.answer(voters, alone=alone)
+        return self.formed.clusters
