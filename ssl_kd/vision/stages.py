@@ -42,14 +42,11 @@ KNOWN = 0.95  # share of a partition's information at which a head has learned i
 class Starts:
     """What the heads learn first: partitions of their own, or for want of goals the answer.
 
-    Without either, all start from random weights, and their vote is the answer.
+    Without either, they learn by LOSS from the first step on, and their vote is the answer.
     """
 
-    # Int `[head, n]`, zeros for a head from random weights; or `[n]`, the answer
-    clusters: Tensor | None = None
-    goals: Tensor | None = (
-        None  # `[head]`, information at which a head goes on by LOSS; NaN: at once
-    )
+    clusters: Tensor | None = None  # int `[head, n]` partitions, or `[n]`, the answer
+    goals: Tensor | None = None  # `[head]`, neighbor information at which a head goes on by LOSS
 
 
 def first_of(partitions: Partitions, heads: HeadSettings) -> tuple[GraphAnswer | None, Starts]:
