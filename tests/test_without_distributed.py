@@ -67,7 +67,7 @@ def test_one_process_trains_without_it_and_several_are_refused_in_a_line(tmp_pat
     _, alone, refusal = done.stderr.partition("alone: done\n")
     assert alone, done.stderr
     metrics = json.loads((tmp_path / "runs" / "a" / "metrics.json").read_text())
-    assert metrics["steps"] == 3 and metrics["success_rate"] == 1
+    assert metrics["steps"] == 6 and metrics["success_rate"] == 1
     assert done.returncode == 2 and len(refusal.splitlines()) == 1, done.stderr
     assert "was built without torch.distributed" in refusal
     assert not (tmp_path / "more").exists()

@@ -253,6 +253,8 @@ class HeadTrainer:
             own = weighting == "own"
             weights = losses.instance_weights(agreements, "own") if own else shared
             logits = self._logits(parameters, views, True)
+            # Sums depend on the memory layout, which must not depend on what other heads learn.
+            logits.register_hook(functools.partial(with_strides, strides=logits.stride()))
             loss = self._loss(rows, logits, targets, marginal, weights)
             gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
                 (loss * self.state.scale[rows]).sum(),
@@ -369,6 +371,14 @@ class HeadTrainer:
         if self.precision.scale:
             rescale_(state.scale, healthy, stage == int(Stage.OVERFLOW), state.updates)
         return loss, norm, stage
+
+
+def with_strides(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a gradient with these strides, copied if it has others."""
+    if gradient.stride() == strides:
+        return gradient
+    empty = gradient.new_empty_strided(gradient.shape, strides)
+    return empty.copy_(gradient)
 
 
 def bad_samples(views: Tensor) -> Tensor:

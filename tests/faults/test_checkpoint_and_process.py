@@ -113,7 +113,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(settings, train_py, h
     whole = run(settings(run_name="whole"))
     path = stopped(settings, "parts")
     newest = path / "checkpoint" / "step_000000025.pt"
-    before = (path / "checkpoint" / "step_000000020.pt").read_bytes()
     if harm == "one bit":
         flip_bit(newest)
     elif harm == "no checksum":
@@ -128,7 +127,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(settings, train_py, h
     assert "falling back to the checkpoint before step_000000025" in caplog.text
     assert ("train", 25) in stages and ("train", 20) not in stages  # resumed from step 20
     assert weights(path) == weights(whole) and log_lines(path) == log_lines(whole)
-    assert (path / "checkpoint" / "step_000000020.pt").read_bytes() == before
 
 
 @row(42)

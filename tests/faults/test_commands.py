@@ -104,7 +104,7 @@ def test_a_norm_above_the_threshold_skips_the_step_of_its_part_alone():
         if large:
             assert guard.health.level[0] == levels[0] and guard.health.seen[0] == seen[0]
     events = [(e.step, e.part, e.stage, e.action) for e in guard.events.events]
-    assert events == [(7, "a", "large", "skipped"), (9, "a", "large", "skipped")]
+    assert events == [(8, "a", "large", "skipped"), (10, "a", "large", "skipped")]
     for event in guard.events.events:
         assert event.value and event.value > 2 and "above the fixed threshold" in event.reason
     assert guard.health.skipped.tolist() == [2, 0]

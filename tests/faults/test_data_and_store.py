@@ -366,11 +366,11 @@ def test_code_in_a_checkpoint_is_refused_and_the_one_before_taken(settings, tmp_
     whole = run(settings(run_name="whole"))
     again = shutil.copytree(whole, whole.parent / "again")
     (again / "metrics.json").unlink()
-    path, trace = again / "checkpoint" / "step_000000030.pt", tmp_path / "executed"
-    torch.save({"step": 30, "tensors": Payload(trace)}, path)
+    path, trace = again / "checkpoint" / "step_000000060.pt", tmp_path / "executed"
+    torch.save({"step": 60, "tensors": Payload(trace)}, path)
     path.with_suffix(".sha256").write_text(sha256_file(path))
     run(settings(run_name="again", resume=True))
-    assert "before step_000000030" in caplog.text and "nothing was executed" in caplog.text
+    assert "before step_000000060" in caplog.text and "nothing was executed" in caplog.text
     assert not trace.exists() and weights(again) == weights(whole)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 
+import numpy as np
 import pytest
 
 from ssl_kd.workbench.columns import Columns
@@ -70,10 +71,11 @@ def test_a_header_sorts_up_down_and_not_at_all(page, columns):
 
 
 def test_filters_select_on_the_map(page, columns, server):
-    filter_by(page, "confidence", "<0.8")
-    wait_for(page, columns.find({"confidence": "<0.8"}))
+    low = f"<{np.median(server.samples.column('confidence')):.3f}"
+    filter_by(page, "confidence", low)
+    wait_for(page, columns.find({"confidence": low}))
     filter_by(page, "split", "=train")
-    both = columns.find({"confidence": "<0.8", "split": "=train"})
+    both = columns.find({"confidence": low, "split": "=train"})
     wait_for(page, both)
     assert page.locator("#shown").inner_text() == f"{len(both)} of {len(server.samples)} samples"
     page.locator(ROWS).nth(1).click()
