@@ -8,9 +8,8 @@ consensus) or alone (METHOD heads). In the second stage all heads learn the answ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor
 from firstnan.parts import TooFewHealthyParts
 from ssl_kd.graph.ensemble import HEADS, VERY_MANY, Candidate
 from ssl_kd.graph.levels import in_order
-from ssl_kd.vision.convergence import ALONE
+from ssl_kd.vision.convergence import ALONE, LOOKS
 from ssl_kd.vision.fit import (
     CONSENSUS_PAIRS,
     CONVERGENCE_PAIRS,
@@ -36,6 +35,7 @@ from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather, Plan
 
 KNOWN = 0.95  # share of a partition's information at which a head has learned it
+LATER = LOOKS.index(100)  # the first look at heads that vote alone, which gain by more steps
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,31 @@ def first_of(partitions: Partitions, heads: HeadSettings) -> tuple[GraphAnswer |
     return answer, Starts(answer.clusters)
 
 
-def starts_of(partitions: Partitions, heads: HeadSettings) -> Starts:
-    """Choose a partition for each head, from the voters of each family in turn."""
+def spread(voters: Sequence[Candidate], n: int) -> list[Candidate]:
+    """Choose `n` voters: as many of each family as it has, at most, and from all over its list."""
     families: dict[str, list[Candidate]] = {}
-    for voter in partitions.ensemble.voters:
-        if voter.clusters.max() < partitions.n_clusters:  # some have more clusters
-            families.setdefault(voter.family, []).append(voter)
-    turns = zip(*(cycle(of_family) for of_family in families.values()), strict=False)
-    in_turn = (voter for turn in turns for voter in turn)
-    chosen = np.stack([voter.clusters for voter in islice(in_turn, heads.n_heads)])
+    for voter in voters:
+        families.setdefault(voter.family, []).append(voter)
+    counts = dict.fromkeys(families, 0)
+    for _ in range(n):
+        left = [name for name in families if counts[name] < len(families[name])] or [*families]
+        counts[min(left, key=counts.__getitem__)] += 1
+    return [
+        families[name][turn * len(families[name]) // count]
+        for name, count in counts.items()
+        for turn in range(count)
+    ]
+
+
+def starts_of(partitions: Partitions, heads: HeadSettings) -> Starts:
+    """Choose a partition for each head, from the voters of all families."""
+    k = partitions.n_clusters
+    voters = [v for v in partitions.ensemble.voters if v.clusters.max() < k]  # some have more
+    chosen = np.stack([voter.clusters for voter in spread(voters, heads.n_heads)])
     clusters = torch.from_numpy(chosen)
     pairs = judging_pairs(partitions.neighbors, heads.seed, CONVERGENCE_PAIRS)
     ends = [of_head[pairs] for of_head in clusters]  # `[2, pair]` each
-    known = [neighbor_information(a, b, partitions.n_clusters) for a, b in ends]
+    known = [neighbor_information(a, b, k) for a, b in ends]
     return Starts(clusters.int(), KNOWN * torch.tensor(known))
 
 
@@ -133,7 +145,8 @@ class Stages:
         if goals is None:
             return {"plan": self._plan(), "clusters": clusters}
         self.trainer.by_loss.fill_(False)
-        plan = self._plan(goals=goals[self._own])
+        first = LATER if self.heads.method == "heads" else 0
+        plan = self._plan(goals=goals[self._own], first=first)
         return {"plan": plan, "clusters": clusters[self._own], "answer": self}
 
     def _plan(self, **options: Any) -> Plan:
