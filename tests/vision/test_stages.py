@@ -1,6 +1,7 @@
 """What heads start from, when they go on by the loss, and which of them vote."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from ssl_kd.vision.stages import KNOWN, Stages, Starts, better_half, first_of, s
 from ssl_kd.vision.train import Imitation
 from tests.faults.inject import CPU, HEADS, make_trainer
 
-X, Y = load_digits(return_X_y=True)
-X, Y = torch.from_numpy(X[:300]).float(), Y[:300]
+DIGITS: Any = load_digits()
+X, Y = torch.from_numpy(DIGITS.data[:300]).float(), DIGITS.target[:300]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_heads_start_from_the_families_in_turn(partitions):
     voters = {voter.clusters.tobytes(): voter.family for voter in partitions.ensemble.voters}
     families = [voters[clusters.numpy().tobytes()] for clusters in starts.clusters.long()]
     assert len(Counter(families)) == 5 and max(Counter(families).values()) <= 3
-    assert starts.goals.shape == (11,)
+    assert starts.goals is not None and starts.goals.shape == (11,)
     assert (starts.goals > 0).all() and (starts.goals < KNOWN * np.log(10)).all()
 
 
