@@ -363,7 +363,7 @@ def test_ray_stores_all_shards_but_those_that_fail_and_then_those(tmp_path, alon
     assert code == 0 and job.batches() == {job.sums[6]: 1, job.sums[9]: 1}
     assert content(job.cache) == alone
     code, _, last = job.run("--engine", "ray", "--dataset", "/nowhere")
-    assert code == 2 and last.startswith("ssl_kd: '/nowhere' is neither a data set")
+    assert code == 2 and last.startswith("ssl_kd: '/nowhere' is neither the name of a data set")
 
 
 @with_ray
