@@ -284,7 +284,9 @@ class MultiHeadClusterer(
         self.n_iter_ = run_loop(learner)
         partition = partition or stages.formed
         answer = form_answer(settings, trainer, neighbors, gather, projection, partition)
-        self.model_, self.settings_, self.departure_ = answer.model, settings, answer.departure
+        self.model_ = answer.model
+        self.settings_ = settings
+        self.departure_ = answer.departure
         return self._set_labels(x)
 
     @default_torch_state()

@@ -30,7 +30,8 @@ class Projection(nn.Module):
 
     def __init__(self, in_dim: int, dim: int, standardized: bool = False) -> None:
         super().__init__()
-        self.in_dim, self.dim, self.standardized = in_dim, dim, standardized
+        self.in_dim, self.dim = in_dim, dim
+        self.standardized = standardized
         self.register_buffer("mean", torch.zeros(in_dim))
         self.register_buffer("scale", torch.ones(in_dim if standardized else ()))
         self.register_buffer("basis", torch.eye(in_dim, dim) if dim < in_dim else None)

@@ -136,7 +136,8 @@ def _graph(answer: GraphAnswer | None, departure: float | None) -> dict[str, Any
     """
     if answer is None:
         return None
-    ensemble, clusters, k = answer.ensemble, answer.clusters.numpy(), answer.n_clusters
+    ensemble, k = answer.ensemble, answer.n_clusters
+    clusters = answer.clusters.numpy()
     return {
         "agreement": agreement(ensemble.candidates, ensemble.clusters),
         "cluster_agreement": cluster_agreement(ensemble.voters, clusters, k).tolist(),

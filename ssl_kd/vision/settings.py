@@ -17,7 +17,7 @@ AUTO = "auto"
 EMBEDDINGS = "data/embeddings"
 # LOSS with which heads find clusters themselves: all but `fixed`, also an import path.
 _LEARNS = "(?!fixed$).*"
-# LOSS that may read BETA: `temi`, and any objective of one's own.
+# LOSS that may read BETA: `temi`, and the objective of a user.
 _READS_BETA = r"temi|.*\..*"
 # Width of DINOv2's tokens, by the letter of the model's size.
 DINOV2_WIDTHS = {"s": 384, "b": 768, "l": 1024, "g": 1536}
@@ -254,6 +254,7 @@ class HeadSettings(RunSettings):
         " own)",
         choices=tuple(OBJECTIVES),
         forms=(IMPORT_PATH,),
+        only_with=("cluster_sizes", "even"),
     )
     beta: float = setting(
         0.6,
@@ -352,11 +353,6 @@ class HeadSettings(RunSettings):
             raise SettingsError(
                 f"LOSS is {self.loss}, by which heads find no clusters, but with METHOD heads "
                 "nothing else does: set LOSS to temi or sharpened, or METHOD to consensus"
-            )
-        if self.cluster_sizes == "any" and self.loss != HeadSettings.loss:
-            raise SettingsError(
-                f"LOSS is {self.loss}, but has no effect with CLUSTER_SIZES any: leave LOSS at its "
-                f"default, {HeadSettings.loss}, or set CLUSTER_SIZES to even"
             )
         if self.loss in OBJECTIVES:  # a user's objective is imported and checked by the run
             make_objective(self.loss, vars(self))

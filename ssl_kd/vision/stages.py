@@ -130,9 +130,14 @@ class Stages:
         of_ranks: Callable[[Any], list[Any]] = lambda value: [value],
         from_first: Callable[[Callable[[], Any]], Any] = lambda form: form(),
     ) -> None:
-        self.heads, self.trainer, self.neighbors, self.gather = heads, trainer, neighbors, gather
-        self.starts, self.partitions = starts, partitions
-        self.of_ranks, self.from_first = of_ranks, from_first
+        self.heads = heads
+        self.trainer = trainer
+        self.neighbors = neighbors
+        self.gather = gather
+        self.starts = starts
+        self.partitions = partitions
+        self.of_ranks = of_ranks
+        self.from_first = from_first
         numbers = range(heads.n_heads) if numbers is None else numbers
         self._own = slice(numbers.start, numbers.stop)
         self.formed: GraphAnswer | None = None

@@ -21,7 +21,7 @@ from ssl_kd.heads.bank import HeadBank
 from ssl_kd.memory import to_device_async
 from ssl_kd.precision import Precision
 from ssl_kd.seeds import seed_of
-from ssl_kd.vision.objectives import make_objective
+from ssl_kd.vision.objectives import Fixed, make_objective
 from ssl_kd.vision.rows import (
     RowParts,
     adamw_,
@@ -148,6 +148,7 @@ class HeadTrainer:
         self.bank, self.settings, self.precision = bank, heads, precision
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
         self.objective = make_objective(heads.loss, vars(heads))
+        self._fixed = Fixed(heads.student_temp)
         keep_freed_memory()
         self.decay = bank.decay_mask().to(precision.device) * WEIGHT_DECAY
         self.state = self._fresh(bank.initial_weights(heads.seed))
@@ -316,7 +317,7 @@ class HeadTrainer:
         weights: Tensor | None,
     ) -> Tensor:
         """Return the loss `[head]` of students' logits, by LOSS or by cross-entropy."""
-        by_loss, temperature = self.by_loss[rows], self.settings.student_temp
+        by_loss = self.by_loss[rows]
         runs = runs_of(by_loss)
         pieces = logits.split([run.stop - run.start for run in runs])
         of_runs = []
@@ -325,9 +326,7 @@ class HeadTrainer:
                 own = weights if weights is None or len(weights) == 1 else weights[run]
                 of_runs.append(self.objective.loss(of_run, wanted, marginal[run], own))
             else:
-                of_runs.append(
-                    losses.sharpened_cross_entropy(of_run, wanted, student_temperature=temperature)
-                )
+                of_runs.append(self._fixed.loss(of_run, wanted, marginal[run], None))
         return torch.cat(of_runs)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Test the regret tables: what is measured, and what is said about it."""
+"""Test the regret tables: what is measured, and how the pages describe it."""
 
 import json
 import re
