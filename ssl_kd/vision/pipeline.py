@@ -33,7 +33,6 @@ from ssl_kd.training.stop import Signals
 from ssl_kd.vision.fit import form_answer, make_trainer
 from ssl_kd.vision.model import DIGEST, ClusterModel
 from ssl_kd.vision.model_parts import Projection
-from ssl_kd.vision.pairs import sample_rows
 from ssl_kd.vision.partition import GraphAnswer, Partitions, partitions_of
 from ssl_kd.vision.ranks import HeadRanks, RankHeadsLearner
 from ssl_kd.vision.replay import bundle_of
@@ -41,12 +40,7 @@ from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.stages import Stages, Starts, first_of
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadFault, HeadsLearner, LogRecord
-from ssl_kd.vision.training_rows import (
-    PROJECTION_ROWS,
-    TrainingRows,
-    needs_graph,
-    unequal_columns,
-)
+from ssl_kd.vision.training_rows import TrainingRows, needs_graph
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +97,8 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
     """
     settings, clock, ranks = context.settings, context.clock, context.ranks
     rows = TrainingRows.fit(store, settings, n_clusters)
-    sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
-    if columns := unequal_columns(sample, settings.standardize):
-        logger.warning("%s", columns)
+    if rows.unequal:
+        logger.warning("%s", rows.unequal)
     with clock("neighbours"):
         neighbors, search = _find_neighbors(context, rows)
     partitions = partition = None
@@ -138,7 +131,7 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
         answered = form_answer(settings, trainer, neighbors, rows, rows.projection, partition)
         save_model(answered.model, context.folder)
         context.progress("consensus", 1, 1, {"heads": len(answered.chosen)})
-    about |= {"neighbours": search, "columns": columns}
+    about |= {"neighbours": search, "columns": rows.unequal}
     return TrainedHeads(
         trainer,
         answered.model,

@@ -91,6 +91,9 @@ class TrainingRows:
 
     def __init__(self, store: EmbeddingStore, projection: Projection, rows: Tensor | None) -> None:
         self.store, self.projection, self.rows = store, projection, rows
+        self.unequal = (
+            ""  # what `unequal_columns` says of the rows that the projection was fitted to
+        )
         self.n = store.n if rows is None else len(rows)
 
     @classmethod
@@ -103,7 +106,9 @@ class TrainingRows:
             rows = training_rows(store.n, store.gather, seed, n_clusters)
         sample = sample_rows(store.n, seed, PROJECTION_ROWS) if rows is None else rows
         x = store.gather(sample)
-        return cls(store, Projection.fit(x, settings.pca_dim, settings.standardize), rows)
+        training = cls(store, Projection.fit(x, settings.pca_dim, settings.standardize), rows)
+        training.unequal = unequal_columns(x, settings.standardize)
+        return training
 
     @cached_property
     def _in_memory(self) -> Tensor | None:

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from sklearn.metrics import adjusted_rand_score
-from sklearn.neighbors import NearestNeighbors
 
-from ssl_kd.graph import Graph, fuzzy_graph
+from ssl_kd.graph import Graph
 from ssl_kd.graph.criterion import modularity_losses
 from ssl_kd.graph.levels import (
     communities,
@@ -15,11 +14,7 @@ from ssl_kd.graph.levels import (
     nested_levels,
     pair_losses,
 )
-
-
-def graph_of(x, k=10):
-    distances, near = NearestNeighbors(n_neighbors=k).fit(x).kneighbors()
-    return Graph(fuzzy_graph(near, distances))
+from tests.graph.neighbors import graph_of
 
 
 def blobs(k, each=60, dim=12, seed=0):

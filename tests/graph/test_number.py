@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-from sklearn.neighbors import NearestNeighbors
 
 from ssl_kd.errors import InputError
-from ssl_kd.graph import Graph, fuzzy_graph
 from ssl_kd.graph import number as graph_number
 from ssl_kd.graph.layout import Density, low_dimensional
 from ssl_kd.graph.levels import levels
@@ -18,11 +16,7 @@ from ssl_kd.graph.number import (
     smoothed,
     unanimous,
 )
-
-
-def graph_of(x, k=10):
-    distances, near = NearestNeighbors(n_neighbors=k).fit(x).kneighbors()
-    return Graph(fuzzy_graph(near, distances))
+from tests.graph.neighbors import graph_of
 
 
 def layout_of(graph):
