@@ -6,6 +6,9 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 # Nothing here compiles torch's 10,000 files ahead of time: what is imported compiles itself.
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install $(if $(CI),--quiet) --no-compile
+# The three distributions of this repository, editable: the guard, the explorer, and ssl_kd with EXTRAS.
+CLONE  := -e firstnan -e explore -e
+NEEDS  := pyproject.toml firstnan/pyproject.toml explore/pyproject.toml
 ARGS   ?=
 
 # Threads that wait sleep instead of spinning: several times faster on a shared machine.
@@ -53,11 +56,12 @@ config: $(VENV)/.installed ## Write config.py and scripts/config.py anew from th
 	$(PY) -m ssl_kd config train > config.py.new && mv config.py.new config.py
 	$(PY) -m ssl_kd config distill > config.py.new && mv config.py.new scripts/config.py
 
-dist: $(VENV)/.installed-dev ## Build sdists and wheels into dist/ and firstnan/dist/, and use them as a stranger does
+dist: $(VENV)/.installed-dev ## Build the sdists and wheels of all three into dist/, and use them as a stranger does
 	bash .ci/dist
 
 clean: ## Remove .venv and build outputs; data and runs stay
-	rm -rf $(VENV) build dist site *.egg-info firstnan/build firstnan/dist firstnan/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) dist site $(foreach folder,. firstnan explore,$(folder)/build $(folder)/*.egg-info)
+	rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
@@ -69,22 +73,22 @@ $(PY):
 	  echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.installed: pyproject.toml | $(PY)
-	@echo "Installing ssl_kd and what it needs into $(VENV): several GB, minutes, once."
-	$(PIP) -e .
+$(VENV)/.installed: $(NEEDS) | $(PY)
+	@echo "Installing ssl_kd, its explorer and what they need into $(VENV): several GB, minutes, once."
+	$(PIP) $(CLONE) .
 	@touch $@
 
-$(VENV)/.installed-llm: pyproject.toml | $(PY)
+$(VENV)/.installed-llm: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and the language mode into $(VENV): several GB, minutes, once."
-	$(PIP) -e '.[llm]'
+	$(PIP) $(CLONE) '.[llm]'
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-dev: pyproject.toml | $(PY)
+$(VENV)/.installed-dev: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and the test tools into $(VENV): several GB, minutes, once."
-	$(PIP) -e '.[dev]'
+	$(PIP) $(CLONE) '.[dev]'
 	@touch $@ $(VENV)/.installed $(VENV)/.installed-llm
 
-$(VENV)/.installed-site: pyproject.toml | $(PY)
+$(VENV)/.installed-site: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd and what its site is built with into $(VENV): once."
-	$(PIP) -e '.[site]'
+	$(PIP) $(CLONE) '.[site]'
 	@touch $@ $(VENV)/.installed

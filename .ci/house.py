@@ -1,6 +1,6 @@
-"""Print the rooms of ssl_kd: floors from the import contract, contents from the docstrings.
+"""Print the rooms of ssl_kd and the explorer: floors from the contracts, contents from docstrings.
 
-`python .ci/house.py --write` writes the table into CONTRIBUTING.md.
+`python .ci/house.py --write` writes the tables into CONTRIBUTING.md.
 """
 
 import ast
@@ -14,6 +14,7 @@ except ModuleNotFoundError:  # Python 3.10; tomli comes with pytest there
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = (ROOT / "ssl_kd", ROOT / "explore" / "ssl_kd_explore")
 BEGIN, END = "<!-- rooms: python .ci/house.py --write -->\n", "<!-- end of rooms -->\n"
 
 
@@ -25,28 +26,33 @@ def summary(room, package):
     return " ".join(re.split(r"\.(?:\s|$)|\n\n", text, maxsplit=1)[0].split())
 
 
-def table(root=ROOT):
-    """Return a row for each room, from the highest floor to the lowest."""
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    contract = project["tool"]["importlinter"]["contracts"][0]
-    layers = contract["layers"]
-    lines = ["| floor | room | contents |", "|---|---|---|"]
+def table(package):
+    """Return a row for each room of a package, from the highest floor to the lowest."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = project["tool"]["importlinter"]["contracts"]
+    (layers,) = (c["layers"] for c in contracts if c.get("containers") == [package.name])
+    lines = [f"| floor | room of `{package.name}` | contents |", "|---|---|---|"]
     for depth, rooms in enumerate(layers):
         for room in rooms.split(" | "):
-            contents = summary(room, root / "ssl_kd")
+            contents = summary(room, package)
             lines.append(f"| {len(layers) - depth} | `{room}` | {contents} |")
     return "\n".join(lines) + "\n"
 
 
+def tables():
+    """Return the tables of all packages."""
+    return "\n".join(map(table, PACKAGES))
+
+
 def main(argv):
-    """Print the table, or write it into CONTRIBUTING.md."""
+    """Print the tables, or write them into CONTRIBUTING.md."""
     if "--write" in argv:
         page = ROOT / "CONTRIBUTING.md"
         before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         after = rest.partition(END)[2]
-        page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
+        page.write_text(f"{before}{BEGIN}\n{tables()}\n{END}{after}", encoding="utf-8")
     else:
-        print(table(), end="")
+        print(tables(), end="")
 
 
 if __name__ == "__main__":

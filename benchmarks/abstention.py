@@ -32,7 +32,7 @@ from ssl_kd.graph.levels import communities
 from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
 from ssl_kd.store import nearest_neighbors
 from ssl_kd.teachers import load_teacher
-from ssl_kd.workbench.compare import judgement
+from ssl_kd_explore.compare import judgement
 
 ROWS, RESAMPLES = 700, 60
 CHOSEN_ON = ("cifar", "digits", "usps_small", "cub10_googlenet", "irmas_audio51")

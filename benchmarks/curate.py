@@ -53,8 +53,8 @@ from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.novelty import Novelty
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.workbench.curate import mislabelled, near_duplicates, outliers
-from ssl_kd.workbench.curate.wrong_labels import _by_regression
+from ssl_kd_explore.curate import mislabelled, near_duplicates, outliers
+from ssl_kd_explore.curate.wrong_labels import _by_regression
 
 COPIES, SIDE, FLIPPED, STRANGE, ROWS, SEEDS = 200, 96, 0.05, 100, 2000, 5
 SICK = 60  # images to break; they are not among the intact ones

@@ -35,8 +35,8 @@ from PIL import Image, ImageFilter
 from benchmarks.curate import jpeg
 from benchmarks.explore import served
 from benchmarks.turns import header, row
-from ssl_kd.workbench.decisions import Curation
-from tests.workbench.explore.chromium import launch
+from ssl_kd_explore.decisions import Curation
+from tests.explore.explore.chromium import launch
 
 CLASSES = ("airplane", "automobile", "bird", "frog", "horse", "ship")
 BLURRED, COPIES, DIFFERENT = 20, 14, 295  # and one black: 310 photos

@@ -36,7 +36,7 @@ from pyarrow import csv, parquet
 from benchmarks.turns import memory
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.vision.assignments import CSV_ROWS
-from tests.workbench.explore.chromium import launch, until
+from tests.explore.explore.chromium import launch, until
 
 FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = performance.now();
   const count = () => { frames++; const past = (performance.now() - start) / 1000;

@@ -24,7 +24,7 @@ from ssl_kd.datasets import ImageDataset, open_dataset
 from ssl_kd.vision.assignments import assignments_of
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.workbench.watch import Watch
+from ssl_kd_explore.watch import Watch
 
 APPEARS, SKEWED, ROUNDS = {8: 4, 9: 7}, 10, 10  # place of a class -> its first round
 COLUMNS = "round|joined|late of those in added clusters|late|moved|alarms|p-values".split("|")

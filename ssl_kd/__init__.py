@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if TYPE_CHECKING:
     from ssl_kd.distillation import Distillation
     from ssl_kd.vision.estimator import MultiHeadClusterer
-    from ssl_kd.workbench.run import Run
+    from ssl_kd_explore.run import Run
 
 __all__ = ["Distillation", "MultiHeadClusterer", "Run", "__version__"]
 __version__ = "0.1.0"
@@ -24,10 +24,13 @@ def __getattr__(name: str) -> object:
     homes = {
         "Distillation": "ssl_kd.distillation",
         "MultiHeadClusterer": "ssl_kd.vision.estimator",
-        "Run": "ssl_kd.workbench.run",
     }
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)
+    if name == "Run":
+        from ssl_kd import explorer
+
+        return explorer.load("objects", name, "ssl_kd.Run")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

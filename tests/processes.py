@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).parents[1]
+PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "explore")])
 HANG = 20 * 60
 """Seconds after which a process counts as hung; far more than any test needs."""
 
@@ -44,7 +45,7 @@ def start(target: Callable[..., object], *arguments: Any) -> BaseProcess:
         target: a function at the top level of a module.
         arguments: picklable arguments of `target`, or ends of a `pipe`.
     """
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)):
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=PYTHONPATH):
         forkserver.ensure_running()
     process = _context.Process(target=target, args=arguments, daemon=True)
     process.start()
@@ -59,7 +60,7 @@ def python(folder: Path, *words: str, **options: Any) -> subprocess.CompletedPro
         words: the command line after `python`.
         options: of `subprocess.run`; `env` is complemented by the path of this repository.
     """
-    env = {**os.environ, **options.pop("env", {}), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **options.pop("env", {}), "PYTHONPATH": PYTHONPATH}
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     return subprocess.run([sys.executable, *words], cwd=folder, env=env, **streams)
 

@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 
 from ssl_kd.colors import CLUSTERS, MISSING, RAMP, tint
 from ssl_kd.report import figures
-from ssl_kd.workbench import explore
+from ssl_kd_explore import explore
 
 PAGE = Path(explore.__file__).parent / "page"
 # Linear sRGB to the XYZ of its white, IEC 61966-2-1.

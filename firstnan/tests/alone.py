@@ -27,11 +27,9 @@ def collect(name, distributions):
             collect(re.match(r"[\w.-]+", line).group(), distributions)
 
 
-def link_torch(folder):
-    """Link torch and its dependencies into a folder."""
-    distributions = {}
-    collect("torch", distributions)
-    for distribution in distributions.values():
+def link(distributions, folder):
+    """Link the packages of distributions, with their metadata, into a folder."""
+    for distribution in distributions:
         for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
             if not (folder / top).exists():
                 (folder / top).symlink_to(distribution.locate_file(top))
@@ -69,7 +67,9 @@ if __name__ == "__main__":
         print("the guard needs nothing but torch")
     else:
         with tempfile.TemporaryDirectory() as folder:
-            link_torch(Path(folder))
+            distributions = {}
+            collect("torch", distributions)
+            link(distributions.values(), Path(folder))
             path = {"PYTHONPATH": os.pathsep.join([str(home), folder])}
             command = [sys.executable, "-S", *(sys.argv[2:] or [__file__, home])]
             sys.exit(subprocess.run(command, env=os.environ | path).returncode)

@@ -8,16 +8,12 @@ from functools import partial
 
 from ssl_kd import __version__
 from ssl_kd.cli.checks import config, doctor, install_check, replay
-from ssl_kd.cli.compare import compare
-from ssl_kd.cli.curate import curate
-from ssl_kd.cli.explore import explore
-from ssl_kd.cli.export import export
 from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, print_failure
 from ssl_kd.cli.language import cache_teacher, distill, distill_as, judge, verify
 from ssl_kd.cli.report import report
 from ssl_kd.cli.vision import program, train
-from ssl_kd.cli.watch import watch
 from ssl_kd.errors import BAD_INPUT, OK
+from ssl_kd.explorer import command
 from ssl_kd.settings import nearest
 
 __all__ = [
@@ -41,12 +37,21 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "distill": (partial(distill, prog="ssl_kd distill"), "distil a language model"),
     "judge": (judge, "score a finished student: perplexity, calibration, repetition"),
     "verify": (verify, "compare the losses of live and cached teachers on your models"),
-    "curate": (curate, "find duplicates, outliers, leaks and wrong labels"),
-    "explore": (explore, "show a run's samples on a map; name, merge and split its clusters"),
-    "watch": (watch, "add the new pictures of a folder to a run, and report what drifted"),
-    "compare": (compare, "show where the clusters of two runs differ, and which are better"),
+    "curate": (command("curate"), "find duplicates, outliers, leaks and wrong labels"),
+    "explore": (
+        command("explore"),
+        "show a run's samples on a map; name, merge and split its clusters",
+    ),
+    "watch": (
+        command("watch"),
+        "add the new pictures of a folder to a run, and report what drifted",
+    ),
+    "compare": (
+        command("compare"),
+        "show where the clusters of two runs differ, and which are better",
+    ),
     "report": (report, "write a run's report anew, with the names and decisions of people"),
-    "export": (export, "write a finished run for other programs"),
+    "export": (command("export"), "write a finished run for other programs"),
     "doctor": (doctor, "check for NaN and infinity; doctor gradients: in your language model"),
     "install-check": (install_check, "check packages, device, precision and folders"),
     "replay": (replay, "repeat a recorded step that went wrong, and name the cause"),
@@ -66,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append("")  # the current folder, as for `python train.py`: heads/ is there
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        lines = [f"  ssl_kd {command:<14} {about}" for command, (_, about) in COMMANDS.items()]
+        lines = [f"  ssl_kd {name:<14} {about}" for name, (_, about) in COMMANDS.items()]
         print("usage: ssl_kd COMMAND [flags]\n\n" + "\n".join(lines))
         print("\nssl_kd COMMAND --help lists the flags of a command.")
         return OK

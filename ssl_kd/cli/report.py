@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from ssl_kd import explorer
 from ssl_kd.cli.flags import FlagParser
 from ssl_kd.errors import OK
 from ssl_kd.settings.early import run_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ssl_kd.report import Decided
 
 PROG = "ssl_kd report"
 
@@ -33,24 +28,12 @@ def report(argv: Sequence[str]) -> int:
 
     open_screen()
     from ssl_kd.report import run_images, write_report
+    from ssl_kd.vision.extend import DECIDED
 
-    page = write_report(path, images=run_images(path), decided=_decided(path))
+    decided = None
+    if (path / DECIDED).is_file():
+        what = f"A report with the decisions in {path / DECIDED}"
+        decided = explorer.load("objects", "decided", what)(path)
+    page = write_report(path, images=run_images(path), decided=decided)
     print(f"Report: {page}")
     return OK
-
-
-def _decided(path: Path) -> Decided | None:
-    """Return what people decided about the samples that the report shows; None if nothing."""
-    from ssl_kd.report import Decided
-    from ssl_kd.vision.samples import Samples
-    from ssl_kd.workbench.decisions import Curation
-    from ssl_kd.workbench.decisions.curation import FILE
-
-    if not (path / FILE).is_file():
-        return None
-    samples = Samples(path)
-    curation = Curation(samples)
-    split = (samples.metrics.get("extended") or {}).get("split", "train")
-    rows = samples.splits[split]
-    clusters = curation.clusters[rows.start : rows.stop]
-    return Decided(clusters, curation.names, curation.lines)

@@ -34,7 +34,8 @@ def open_screen() -> Console:
         handler = logging.StreamHandler()
         handler.setFormatter(_OneLine("%(levelname)-8s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("ssl_kd").setLevel(logging.INFO)
+    for library in ("ssl_kd", "ssl_kd_explore"):
+        logging.getLogger(library).setLevel(logging.INFO)
     return screen
 
 

@@ -17,7 +17,9 @@ import pytest
 import torch
 from rich.console import Console
 
+import firstnan
 import ssl_kd
+import ssl_kd_explore
 from firstnan.events import Event
 from firstnan.parts import TooFewHealthyParts
 from ssl_kd import cli
@@ -202,8 +204,37 @@ def test_main_names_its_commands(capsys):
     assert "Did you mean train?" in capsys.readouterr().err
 
 
-def test_the_citation_names_this_version():
-    assert f"\nversion: {ssl_kd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+def test_the_three_distributions_and_the_citation_have_one_version():
+    version = ssl_kd.__version__
+    assert firstnan.__version__ == ssl_kd_explore.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    pins = [
+        pin
+        for folder in (ROOT, ROOT / "explore")
+        for pin in re.findall(r'"(\w+)==([\d.]+)"', (folder / "pyproject.toml").read_text())
+    ]
+    assert dict(pins) == dict.fromkeys(("firstnan", "ssl_kd", "ssl_kd_explore"), version)
+    assert len(pins) == 3
+
+
+def test_without_the_explorer_its_commands_name_the_line_that_installs_it(tmp_path):
+    (tmp_path / "run").mkdir()
+    for file in ("config.json", "curation.jsonl"):
+        (tmp_path / "run" / file).write_text("{}")
+    code = (
+        "import importlib.metadata, sys\n"
+        "importlib.metadata.entry_points = lambda **selected: ()\n"
+        "import ssl_kd, ssl_kd.cli as c\n"
+        "for name in ('explore', 'curate', 'compare', 'export', 'watch', 'report'):\n"
+        "    assert c.main([name, 'run']) == 1, name\n"
+        "try:\n    ssl_kd.Run\nexcept ImportError as error:\n    print(error)\n"
+        "assert not any('ssl_kd_explore' in name for name in sys.modules)\n"
+    )
+    done = python(tmp_path, "-c", code, text=True)
+    lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
+    assert done.returncode == 0 and len(lines) == 7, done.stderr
+    for line in lines:
+        assert "needs the package ssl_kd_explore: pip install 'ssl_kd[explore]'" in line
 
 
 # --- Known failures -----------------------------------------------------------------------------
@@ -365,20 +396,22 @@ def test_a_considered_value_error_is_a_line_and_one_from_elsewhere_keeps_its_tra
 def test_every_exception_of_the_library_is_a_failure_that_a_user_can_act_on():
     from ssl_kd.errors import Interrupted, UserError
 
-    for module in pkgutil.walk_packages(ssl_kd.__path__, "ssl_kd."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+    for package in (ssl_kd, ssl_kd_explore):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
     assert not issubclass(Interrupted, Exception)  # who catches all errors does not catch it
     found = [UserError]
     for kind in found:
         found += kind.__subclasses__()
+    packages = ("ssl_kd.", "ssl_kd_explore.", "firstnan.")
     defined = {
         value
         for name, module in sys.modules.items()
-        if name.startswith(("ssl_kd.", "firstnan."))
+        if name.startswith(packages)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Exception)
-        if value.__module__.startswith(("ssl_kd.", "firstnan."))
+        if value.__module__.startswith(packages)
         if not value.__name__.startswith("_")  # caught where it is raised
     }
     assert defined == set(found) and len(found) > 10

@@ -11,7 +11,7 @@ from ssl_kd.cli import main
 from ssl_kd.report import Decided, run_images, write_report
 from ssl_kd.report.curves import MAX_POINTS, _interval_means, curve_text
 from ssl_kd.vision.samples import Samples
-from ssl_kd.workbench.decisions import Curation
+from ssl_kd_explore.decisions import Curation
 from tests.report.reading import Reader, change
 
 

@@ -22,8 +22,8 @@ from ssl_kd.vision.run import run
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.sources import SOURCES
-from ssl_kd.workbench.decisions import Curation, curation
-from ssl_kd.workbench.export.content import Content
+from ssl_kd_explore.decisions import Curation, curation
+from ssl_kd_explore.export.content import Content
 from tests.faults.matrix import row as fault
 from tests.kills import kill_again_and_again
 from tests.vision.test_run import FAST, assignments, metrics

@@ -31,10 +31,10 @@ from ssl_kd.vision.replay import replay
 from ssl_kd.vision.run import run, teacher_of
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.workbench.export import export
-from ssl_kd.workbench.export.cards import model_card
-from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.run import Run as OpenRun
+from ssl_kd_explore.export import export
+from ssl_kd_explore.export.cards import model_card
+from ssl_kd_explore.export.content import Content
+from ssl_kd_explore.run import Run as OpenRun
 from tests.faults.matrix import row as fault
 from tests.training.test_board import curves
 

@@ -1,0 +1,1 @@
+"""The commands `explore`, `curate`, `compare`, `export` and `watch` of `ssl_kd`."""

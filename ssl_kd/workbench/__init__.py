@@ -1,1 +1,0 @@
-"""Work with finished clusters: explore, curate and export them."""
