@@ -153,10 +153,9 @@ def sources(name: str, flags: list[str]) -> list[Path]:
         return [*here.parent.glob("*.py"), *here.glob("*.py")]
     if (ROOT / name).is_file() and flags[:1] != ["extract"]:
         return [ROOT / name]
-    if (ROOT / name).is_file():
-        return [*(ROOT / "ssl_kd" / "cli").glob("*.py")]
-    assert name in cli.COMMANDS, f"ssl_kd {name}: no such command"
-    return [*(ROOT / "ssl_kd" / "cli").glob("*.py")]
+    assert (ROOT / name).is_file() or name in cli.COMMANDS, f"ssl_kd {name}: no such command"
+    packages = (ROOT / "ssl_kd", ROOT / "explore" / "ssl_kd_explore")
+    return [file for package in packages for file in (package / "cli").glob("*.py")]
 
 
 @pytest.mark.parametrize("path", named([*PAGES, *NOTEBOOKS]))
