@@ -49,16 +49,16 @@ import torch
 from scipy.stats import t as students_t
 
 from benchmarks.turns import header, row
-from ssl_kd.datasets.blocks import make_blocks
-from ssl_kd.language.caching import cache_teacher
-from ssl_kd.language.presets import PRESETS
+from ssl_kd.language.models.causal import load_causal_lm
 from ssl_kd.language.rollouts import continue_rows, sampler
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.step import precision_of
-from ssl_kd.language.teachers import trained_teacher
-from ssl_kd.language.text_rows import texts_of
-from ssl_kd.teachers.causal import load_causal_lm
+from ssl_kd.language.settings.presets import PRESETS
+from ssl_kd.language.teachers.caching import cache_teacher
+from ssl_kd.language.teachers.load import trained_teacher
+from ssl_kd.language.text.blocks import make_blocks
+from ssl_kd.language.text.rows import texts_of
+from ssl_kd.language.train.step import precision_of
 
 ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
 

@@ -58,19 +58,19 @@ from transformers import (
 
 from benchmarks.step_cost import versions
 from benchmarks.turns import header, in_turns, memory, middle_half, number_of, row
-from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.hf_trainer import DistillationTrainer
-from ssl_kd.hf_trainer.distillation import collate
+from ssl_kd.language.hf_trainer.distillation import collate
+from ssl_kd.language.models.causal import CausalLM
+from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.rollouts import RolloutBatches, Sampler
-from ssl_kd.language.served import ServedTeacher
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Plain
-from ssl_kd.language.step import Distiller
-from ssl_kd.language.train import train
+from ssl_kd.language.teachers.served import ServedTeacher
+from ssl_kd.language.teachers.server import CompletionServer
+from ssl_kd.language.teachers.sources import Plain
+from ssl_kd.language.text.blocks import Blocks
+from ssl_kd.language.train.loop import train
+from ssl_kd.language.train.step import Distiller
 from ssl_kd.precision import Precision
-from ssl_kd.teachers.causal import CausalLM
-from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.server import CompletionServer
 from tests.served import Server
 
 RATE = 1e-4

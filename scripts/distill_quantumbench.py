@@ -61,7 +61,8 @@ def main(words: list[str]) -> int:
             preset="quantumbench",
         )
         settings.check_packages()
-        from ssl_kd.language.step import precision_of  # --help and a wrong flag do without torch
+        # --help and a wrong flag do without torch
+        from ssl_kd.language.train.step import precision_of
 
         device = precision_of(settings).device
         if given.fp16 and device.type == "cuda":

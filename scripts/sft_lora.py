@@ -91,11 +91,11 @@ def asked_split(given: argparse.Namespace) -> tuple[Literal["all", "test"], str]
 
 def check_before_asking(given: argparse.Namespace, split: Literal["all", "test"]) -> Any:
     """Check what files tell, before the model is loaded; return the questions and the device."""
-    from ssl_kd.datasets.text import open_text
-    from ssl_kd.evaluate.language import has_questions
-    from ssl_kd.language.text_rows import check_vocabulary
+    from ssl_kd.language.evaluate.judge import has_questions
+    from ssl_kd.language.models.causal import outline_causal_lm
+    from ssl_kd.language.text.dataset import open_text
+    from ssl_kd.language.text.rows import check_vocabulary
     from ssl_kd.precision import Precision
-    from ssl_kd.teachers.causal import outline_causal_lm
 
     faults, device, questions, lm = Faults(), None, None, None
     with faults.of("--device"):
@@ -123,9 +123,9 @@ def test(given: argparse.Namespace) -> int:
     check_installed(["transformers"], "llm")
     import torch
 
-    from ssl_kd.evaluate.language import judge_answers
-    from ssl_kd.teachers.causal import load_causal_lm
-    from ssl_kd.teachers.frozen import FrozenTeacher
+    from ssl_kd.language.evaluate.judge import judge_answers
+    from ssl_kd.language.models.causal import load_causal_lm
+    from ssl_kd.language.models.frozen import FrozenTeacher
     from ssl_kd.training.ranks import refuse_ranks
 
     refuse_ranks()

@@ -32,13 +32,13 @@ def tiny_run(folder: Path) -> bool:
     from safetensors.torch import load_file
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from ssl_kd.datasets.new_tokenizer import train_tokenizer
-    from ssl_kd.datasets.text import open_text
-    from ssl_kd.language.presets import PRESETS
+    from ssl_kd.language.models.causal import load_causal_lm
+    from ssl_kd.language.models.student import save_student
     from ssl_kd.language.run import run
     from ssl_kd.language.settings import LanguageSettings
-    from ssl_kd.teachers.causal import load_causal_lm
-    from ssl_kd.teachers.student import save_student
+    from ssl_kd.language.settings.presets import PRESETS
+    from ssl_kd.language.text.dataset import open_text
+    from ssl_kd.language.text.new_tokenizer import train_tokenizer
 
     text = folder / "text.txt"
     text.write_text("".join(TEXT.format(i) * 60 for i in range(20)), encoding="utf-8")

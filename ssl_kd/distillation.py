@@ -14,18 +14,18 @@ from typing import Any
 
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
-from ssl_kd.language.foreign_names import IN_MEMORY
-from ssl_kd.language.hub import files_of, upload
-from ssl_kd.language.presets import PRESETS
+from ssl_kd.language.models.causal import CausalLM, load_causal_lm
+from ssl_kd.language.models.hub import files_of, upload
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.teachers import NO_MODELS, InMemoryModels
+from ssl_kd.language.settings.foreign_names import IN_MEMORY
+from ssl_kd.language.settings.presets import PRESETS
+from ssl_kd.language.teachers.load import NO_MODELS, InMemoryModels
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.tables import language_table
 from ssl_kd.report.write import reported
 from ssl_kd.settings import SettingsError, nearest
 from ssl_kd.settings.arguments import named_as_arguments
-from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.training.ranks import following, follows
 
@@ -54,7 +54,7 @@ class Distillation:
             `{"messages": [...]}`. Texts in memory are saved in `data/texts`, with their PIL images,
             under a name that is a hash of their content.
         eval_texts: held-out text in the same forms; None holds out a part of `texts`.
-        preset: a name in `ssl_kd.language.presets.PRESETS`.
+        preset: a name in `ssl_kd.language.settings.presets.PRESETS`.
         **settings: settings of `scripts/config.py` in lower case, such as `temperature=2.0`.
 
     Raises:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +39,10 @@ class InputError(UserError, ValueError):
 
 class DatasetUnavailable(InputError, RuntimeError):
     """A data set does not exist; the message says where it is expected and what to do."""
+
+
+class DatasetUnreachable(UserError, RuntimeError):
+    """Raised if a data set cannot be downloaded or loaded."""
 
 
 class RunFolderError(InputError, RuntimeError):
@@ -111,6 +115,16 @@ def brief(error: object, width: int = 200) -> str:
     """Return the text of an error as one line of at most `width` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= width else f"{text[: width - 2]} …"
+
+
+def first_few(lines: Sequence[str], limit: int = 20) -> tuple[str, ...]:
+    """Return the first `limit` lines, followed by the number of remaining lines.
+
+    >>> first_few(["a", "b", "c"], limit=2)
+    ('a', 'b', 'and 1 more')
+    """
+    more = len(lines) - limit
+    return (*lines[:limit], *([f"and {more} more"] if more > 0 else []))
 
 
 def printable(text: str) -> str:

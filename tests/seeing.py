@@ -7,7 +7,7 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from ssl_kd.datasets.new_tokenizer import train_tokenizer
+from ssl_kd.language.text.new_tokenizer import train_tokenizer
 from tests.tiny import Tiny, sentence
 
 LLAVA_CHAT = (

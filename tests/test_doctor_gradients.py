@@ -10,11 +10,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from ssl_kd import cli  # noqa: E402
-from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
-from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.doctor.gradients import gradients, open_model  # noqa: E402
+from ssl_kd.language.models.student import build_student, save_student  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
-from ssl_kd.teachers.student import build_student, save_student  # noqa: E402
+from ssl_kd.language.text.dataset import TextDataset  # noqa: E402
+from ssl_kd.language.text.new_tokenizer import train_tokenizer  # noqa: E402
+from ssl_kd.language.text.records import Example  # noqa: E402
 
 TEXTS = [f"A cat sat on mat {i}, and dog {i} saw the cat." for i in range(30)]
 DATASET = TextDataset("t", "train", tuple(Example(f"t:{t}", text=t) for t in TEXTS), "", ())

@@ -14,8 +14,8 @@ from benchmarks.__main__ import table
 from benchmarks.turns import PAGE, with_section
 from ssl_kd import cli
 from ssl_kd.cli.flags import read_settings
-from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.settings.presets import PRESETS
 from ssl_kd.vision.settings import VisionSettings
 from tests.documents import BLOCK, NOTEBOOKS, PAGES, ROOT, blocks, commands, run
 from tests.tiny import sentence

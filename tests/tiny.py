@@ -7,12 +7,13 @@ from functools import cached_property
 import pytest
 import torch
 
-from ssl_kd.datasets.blocks import make_blocks
-from ssl_kd.datasets.new_tokenizer import train_tokenizer
-from ssl_kd.datasets.text import Example, TextDataset
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Plain
-from ssl_kd.language.step import Distiller
+from ssl_kd.language.teachers.sources import Plain
+from ssl_kd.language.text.blocks import make_blocks
+from ssl_kd.language.text.dataset import TextDataset
+from ssl_kd.language.text.new_tokenizer import train_tokenizer
+from ssl_kd.language.text.records import Example
+from ssl_kd.language.train.step import Distiller
 from ssl_kd.precision import Precision
 
 WHO = ("the old fox", "a small bird", "Lily", "the tall man", "her brother", "one grey cat")

@@ -83,7 +83,7 @@ def replay(argv: Sequence[str]) -> int:
 
     recorded = load_bundle(flags.bundle).settings.get("replay")
     if isinstance(recorded, dict) and recorded.get("mode") == "language":
-        from ssl_kd.language import replay as language
+        from ssl_kd.language.train import replay as language
 
         report = language.replay(flags.bundle)
     else:

@@ -34,8 +34,8 @@ def language_settings(
     argv: Sequence[str], prog: str, config: Path = LANGUAGE_CONFIG, preset: str | None = None
 ) -> LanguageSettings:
     """Read the settings of the language mode; raise if a package that they need is missing."""
-    from ssl_kd.language.presets import NOTES, PRESETS
     from ssl_kd.language.settings import LanguageSettings
+    from ssl_kd.language.settings.presets import NOTES, PRESETS
 
     known: Any = {"presets": PRESETS, "notes": NOTES}
     resolved = read_settings(LanguageSettings, argv, config, prog=prog, preset=preset, **known)
@@ -104,7 +104,7 @@ def cache_teacher(
         from ssl_kd.cli.screen import ProgressBars, open_screen, short
 
         screen = open_screen()
-        from ssl_kd.language.caching import cache_teacher
+        from ssl_kd.language.teachers.caching import cache_teacher
         from ssl_kd.training.ranks import following, follows
 
         if follows():
@@ -167,7 +167,7 @@ def judge(argv: Sequence[str]) -> int:
 
     screen = open_screen()
     from ssl_kd.files import atomic_write_json
-    from ssl_kd.language.judge_finished import judge
+    from ssl_kd.language.evaluate.judge_finished import judge
     from ssl_kd.report.tables import language_table
     from ssl_kd.training.folder import check_writable
     from ssl_kd.training.ranks import refuse_ranks

@@ -19,7 +19,7 @@ from ssl_kd.datasets.media import PictureTable, Rows
 from ssl_kd.datasets.shards import Part, holds_tables, named_split, shards_of, splits_in
 from ssl_kd.datasets.tables import is_saved, one_line_errors, open_table
 from ssl_kd.datasets.usage import LeftOut, counted
-from ssl_kd.errors import DatasetUnavailable, InputError, UserError, printable
+from ssl_kd.errors import DatasetUnavailable, DatasetUnreachable, InputError, printable
 from ssl_kd.files import CorruptFileError, atomic_write_bytes, strict_json
 from ssl_kd.settings.early import DATASETS, FILE_LIST, dataset_path
 
@@ -33,10 +33,6 @@ _SPLITS_OF_IMAGES = {
 """Names of the folders of images of a split, in any case; the first one that exists is used."""
 _UNLABELLED = ("unlabeled", "unlabelled")
 """Further names of folders that show that the folder `train` beside them is a split."""
-
-
-class DatasetUnreachable(UserError, RuntimeError):
-    """Raised if a data set cannot be downloaded or loaded."""
 
 
 class NoSuchSplit(DatasetUnavailable):

@@ -30,7 +30,6 @@ from ssl_kd.datasets.formats import (
 from ssl_kd.datasets.images import ImageDataset, with_levels
 from ssl_kd.datasets.labels import Labels, find_labels
 from ssl_kd.datasets.levels import Levels
-from ssl_kd.datasets.spill import LazyStrings
 from ssl_kd.datasets.tables import (
     FEATURES,
     IDS,
@@ -48,6 +47,7 @@ from ssl_kd.datasets.tables import (
 from ssl_kd.datasets.usage import LeftOut, Usage, counted
 from ssl_kd.errors import InputError, printable
 from ssl_kd.files import sha256_file
+from ssl_kd.files.spill import LazyStrings
 
 logger = logging.getLogger(__name__)
 

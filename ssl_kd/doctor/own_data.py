@@ -11,8 +11,8 @@ from torch import Tensor
 
 from firstnan.events import Event
 from firstnan.parts import TooFewHealthyParts
-from ssl_kd.datasets.text import first_few
 from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding, count
+from ssl_kd.errors import first_few
 from ssl_kd.faults import CHANGES
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError

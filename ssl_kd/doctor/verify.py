@@ -14,16 +14,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from ssl_kd.datasets.blocks import Batch, Blocks
-from ssl_kd.language.cache_methods import LastHidden
+from ssl_kd.language.losses.token_distillation import next_token_targets, token_kd
+from ssl_kd.language.models.frozen import FrozenTeacher
+from ssl_kd.language.models.mixture import Mixture, Routing, is_mixture
 from ssl_kd.language.prepare import prepare
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Plain
-from ssl_kd.language.step import Distiller, precision_of
-from ssl_kd.losses.token_distillation import next_token_targets, token_kd
+from ssl_kd.language.teachers.cache_methods import LastHidden
+from ssl_kd.language.teachers.sources import Plain
+from ssl_kd.language.text.blocks import Batch, Blocks
+from ssl_kd.language.train.step import Distiller, precision_of
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.mixture import Mixture, Routing, is_mixture
 from ssl_kd.training.clock import Progress, no_progress
 
 logger = logging.getLogger(__name__)

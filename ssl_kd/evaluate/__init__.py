@@ -1,4 +1,4 @@
-"""Score clusters and embeddings, and run baselines; `language` judges language models."""
+"""Score clusters and embeddings, and run baselines."""
 
 from ssl_kd.evaluate.baselines import kmeans, spectral
 from ssl_kd.evaluate.calibration import calibration, rightly_placed

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from firstnan.finite import safe_normalize
-from ssl_kd.losses.rows import SHORT
+from ssl_kd.losses.clusters import SHORT
 
 
 class TEMIHead(nn.Module):

@@ -18,22 +18,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ssl_kd.divergences import divergence_named
-from ssl_kd.language.objective import checkpoint_activations
-from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.losses.teacher_output import LinearTeacher, SampledTeacher, TeacherOutput, TopKTeacher
-from ssl_kd.losses.token_terms import (
+from ssl_kd.language.losses.divergences import divergence_named
+from ssl_kd.language.losses.teacher_output import (
+    LinearTeacher,
+    SampledTeacher,
+    TeacherOutput,
+    TopKTeacher,
+)
+from ssl_kd.language.losses.token_terms import (
     CHUNK_BYTES,
     ChunkedLogits,
     TokenObjective,
     chunk_rows,
     compute_terms,
 )
+from ssl_kd.language.models.causal import auto_model, llm_module
+from ssl_kd.language.models.dtypes import halve_products
+from ssl_kd.language.models.frozen import hidden_states
+from ssl_kd.language.models.student import add_lora, changed_config
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.train.objective import checkpoint_activations
 from ssl_kd.precision import DeviceInfo, Precision
-from ssl_kd.teachers.causal import auto_model, llm_module
-from ssl_kd.teachers.dtypes import halve_products
-from ssl_kd.teachers.frozen import hidden_states
-from ssl_kd.teachers.student import add_lora, changed_config
 
 logger = logging.getLogger(__name__)
 

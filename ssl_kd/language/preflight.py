@@ -11,16 +11,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ssl_kd.datasets.new_tokenizer import train_tokenizer
-from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import Faults
-from ssl_kd.language.foreign_names import IN_MEMORY
-from ssl_kd.language.served import served_lm
+from ssl_kd.language.losses.legacy_clamp import LegacyClamp
+from ssl_kd.language.models.causal import (
+    CausalLM,
+    CausalLMUnavailable,
+    outline_causal_lm,
+    tokenizer_id,
+)
+from ssl_kd.language.models.copied_layers import copied_layers
+from ssl_kd.language.models.dtypes import bitsandbytes
+from ssl_kd.language.models.mixture import find_routers
+from ssl_kd.language.models.student import (
+    adapted_layers,
+    check_rank,
+    freeze_tower,
+    is_built,
+    outline_student,
+)
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.step import optimizer_package
-from ssl_kd.language.teacher_cache import TeacherCache, check_divergence
-from ssl_kd.language.teachers import NO_MODELS, VOCABULARY, InMemoryModels, router_id
-from ssl_kd.language.text_rows import (
+from ssl_kd.language.settings.foreign_names import IN_MEMORY
+from ssl_kd.language.teachers.cache import TeacherCache, check_divergence
+from ssl_kd.language.teachers.load import NO_MODELS, VOCABULARY, InMemoryModels, router_id
+from ssl_kd.language.teachers.served import served_lm
+from ssl_kd.language.teachers.server import CompletionServer
+from ssl_kd.language.text.dataset import TextDataset
+from ssl_kd.language.text.new_tokenizer import train_tokenizer
+from ssl_kd.language.text.rows import (
     check_images_are_seen,
     check_room,
     check_rows,
@@ -29,26 +46,9 @@ from ssl_kd.language.text_rows import (
     unshared_tokens,
     with_chat_template,
 )
-from ssl_kd.losses.legacy_clamp import LegacyClamp
+from ssl_kd.language.train.step import optimizer_package
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import (
-    CausalLM,
-    CausalLMUnavailable,
-    outline_causal_lm,
-    tokenizer_id,
-)
-from ssl_kd.teachers.copied_layers import copied_layers
-from ssl_kd.teachers.dtypes import bitsandbytes
-from ssl_kd.teachers.mixture import find_routers
-from ssl_kd.teachers.server import CompletionServer
-from ssl_kd.teachers.student import (
-    adapted_layers,
-    check_rank,
-    freeze_tower,
-    is_built,
-    outline_student,
-)
 from ssl_kd.training.folder import check_new_folder, check_writable
 
 CACHES = Path("data") / "teacher_caches"  # where TEACHER_CACHE auto writes

@@ -12,24 +12,24 @@ from typing import Any
 
 import torch
 
-from ssl_kd.datasets.aligned import AlignedBlocks
-from ssl_kd.datasets.blocks import Blocks
-from ssl_kd.datasets.new_tokenizer import train_tokenizer
-from ssl_kd.datasets.render import describe_turns
-from ssl_kd.datasets.shares import log_shares
-from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError
-from ssl_kd.language.aligned import Aligned
+from ssl_kd.language.losses.legacy_clamp import LegacyClamp
+from ssl_kd.language.models.causal import (
+    CausalLM,
+    CausalLMUnavailable,
+    load_tokenizer,
+    without_adapters,
+)
+from ssl_kd.language.models.dtypes import halve_products, nf4
+from ssl_kd.language.models.frozen import FrozenTeacher
+from ssl_kd.language.models.mixture import is_mixture
+from ssl_kd.language.models.student import add_lora, build_student, freeze_tower
 from ssl_kd.language.preflight import Texts, check_before_loading
 from ssl_kd.language.rollouts import with_held_out_text, with_text_by
-from ssl_kd.language.routed import RoutedTeacher
-from ssl_kd.language.self_teacher import OwnPrompts, SelfTeacher, with_own_prompts
-from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import ByTag, Plain, Source
-from ssl_kd.language.step import Distiller, check_ranks
-from ssl_kd.language.teacher_cache import TeacherCache, cache_identity
-from ssl_kd.language.teachers import (
+from ssl_kd.language.teachers.aligned import Aligned
+from ssl_kd.language.teachers.cache import TeacherCache, cache_identity
+from ssl_kd.language.teachers.load import (
     NO_MODELS,
     ONE_RANK,
     VOCABULARY,
@@ -39,7 +39,17 @@ from ssl_kd.language.teachers import (
     set_attention,
     trained_teacher,
 )
-from ssl_kd.language.text_rows import (
+from ssl_kd.language.teachers.routed import RoutedTeacher
+from ssl_kd.language.teachers.self_teacher import OwnPrompts, SelfTeacher, with_own_prompts
+from ssl_kd.language.teachers.served import ServedTeacher, served_lm
+from ssl_kd.language.teachers.sources import ByTag, Plain, Source
+from ssl_kd.language.teachers.text_teacher import check_same_teacher
+from ssl_kd.language.text.aligned import AlignedBlocks
+from ssl_kd.language.text.blocks import Blocks
+from ssl_kd.language.text.dataset import TextDataset
+from ssl_kd.language.text.new_tokenizer import train_tokenizer
+from ssl_kd.language.text.render import describe_turns
+from ssl_kd.language.text.rows import (
     check_family,
     check_ids_are_known,
     check_ranks_see,
@@ -49,20 +59,10 @@ from ssl_kd.language.text_rows import (
     split_held_out,
     with_chat_template,
 )
-from ssl_kd.language.text_teacher import check_same_teacher
-from ssl_kd.losses.legacy_clamp import LegacyClamp
+from ssl_kd.language.text.shares import log_shares
+from ssl_kd.language.train.step import Distiller, check_ranks
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import (
-    CausalLM,
-    CausalLMUnavailable,
-    load_tokenizer,
-    without_adapters,
-)
-from ssl_kd.teachers.dtypes import halve_products, nf4
-from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.mixture import is_mixture
-from ssl_kd.teachers.student import add_lora, build_student, freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.fault_bundle import FlightRecorder
 from ssl_kd.training.folder import RunFolder

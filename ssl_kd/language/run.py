@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from firstnan.parts import TooFewHealthyParts
-from ssl_kd.evaluate.language import LanguageJudge
-from ssl_kd.evaluate.tokens import TokenScores
-from ssl_kd.language.caching import with_automatic_cache
-from ssl_kd.language.judge_in_run import judge_student, judge_teachers, make_judge
+from ssl_kd.language.evaluate.judge import LanguageJudge
+from ssl_kd.language.evaluate.judge_in_run import judge_student, judge_teachers, make_judge
+from ssl_kd.language.evaluate.tokens import TokenScores
 from ssl_kd.language.memory_plan import plan_of_run
+from ssl_kd.language.models.student import save_student
 from ssl_kd.language.preflight import check_before_loading
 from ssl_kd.language.prepare import Prepared, make_distiller, prepare
 from ssl_kd.language.rollouts import RolloutBatches, rollout_batches
-from ssl_kd.language.routed import RoutedTeacher
+from ssl_kd.language.rollouts.served import ServedSampler
 from ssl_kd.language.run_record import (
     card_facts,
     config_facts,
@@ -30,15 +30,15 @@ from ssl_kd.language.run_record import (
     stop_message,
     write_left_out,
 )
-from ssl_kd.language.served_rollouts import ServedSampler
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.step import Distiller, check_ranks, precision_of
-from ssl_kd.language.teachers import NO_MODELS, InMemoryModels
-from ssl_kd.language.text_teacher import save_text_teacher
-from ssl_kd.language.train import Row, train
+from ssl_kd.language.teachers.caching import with_automatic_cache
+from ssl_kd.language.teachers.load import NO_MODELS, InMemoryModels
+from ssl_kd.language.teachers.routed import RoutedTeacher
+from ssl_kd.language.teachers.text_teacher import save_text_teacher
+from ssl_kd.language.train.loop import Row, train
+from ssl_kd.language.train.step import Distiller, check_ranks, precision_of
 from ssl_kd.memory import cache_clearing
 from ssl_kd.precision import default_torch_state
-from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board, check_boards
 from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.folder import RunFolder

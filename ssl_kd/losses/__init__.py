@@ -1,7 +1,10 @@
 """Losses as pure functions of tensors; half-precision inputs are computed in float32."""
 
-from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.losses.legacy_clamp import LegacyClamp
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from ssl_kd.losses.mutual_information import (
     InstanceWeight,
     agreement,
@@ -12,19 +15,37 @@ from ssl_kd.losses.mutual_information import (
     temi,
 )
 from ssl_kd.losses.self_distillation import centered_targets, sharpened_cross_entropy
-from ssl_kd.losses.teacher_output import (
-    LinearTeacher,
-    LogitsTeacher,
-    SampledTeacher,
-    TeacherOutput,
-    TopKTeacher,
-)
-from ssl_kd.losses.token_distillation import (
-    linear_distillation,
-    logits_distillation,
-    next_token_targets,
-    token_kd,
-)
+
+if TYPE_CHECKING:
+    from ssl_kd.language.losses.divergences import DIVERGENCES
+    from ssl_kd.language.losses.legacy_clamp import LegacyClamp
+    from ssl_kd.language.losses.teacher_output import (
+        LinearTeacher,
+        LogitsTeacher,
+        SampledTeacher,
+        TeacherOutput,
+        TopKTeacher,
+    )
+    from ssl_kd.language.losses.token_distillation import (
+        linear_distillation,
+        logits_distillation,
+        next_token_targets,
+        token_kd,
+    )
+
+_OF_LANGUAGE_MODELS = {  # imported on first use, so that clustering needs none of them
+    "DIVERGENCES": "divergences",
+    "LegacyClamp": "legacy_clamp",
+    "LinearTeacher": "teacher_output",
+    "LogitsTeacher": "teacher_output",
+    "SampledTeacher": "teacher_output",
+    "TeacherOutput": "teacher_output",
+    "TopKTeacher": "teacher_output",
+    "linear_distillation": "token_distillation",
+    "logits_distillation": "token_distillation",
+    "next_token_targets": "token_distillation",
+    "token_kd": "token_distillation",
+}
 
 __all__ = [
     "DIVERGENCES",
@@ -48,3 +69,14 @@ __all__ = [
     "temi",
     "token_kd",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _OF_LANGUAGE_MODELS:
+        home = f"ssl_kd.language.losses.{_OF_LANGUAGE_MODELS[name]}"
+        return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

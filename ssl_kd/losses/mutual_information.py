@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from firstnan.finite import compute_dtype
-from ssl_kd.losses.rows import along_clusters, differentiated_once, rolled_views, saturated
+from ssl_kd.logits import check_temperature, differentiated_once, saturated
+from ssl_kd.losses.clusters import along_clusters, rolled_views
 
-TEMPERATURE_RANGE = (1e-4, 1e4)
 InstanceWeight = Literal["none", "own", "mean"]
-
-
-def check_temperature(name: str, value: float) -> None:
-    """Raise ValueError if a temperature is not in [1e-4, 1e4]."""
-    low, high = TEMPERATURE_RANGE
-    if not isinstance(value, Real) or not low <= float(value) <= high:  # also catches NaN
-        raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
 
 
 def log_probabilities(logits: Tensor, temperature: float) -> Tensor:

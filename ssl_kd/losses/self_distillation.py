@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from firstnan.finite import compute_dtype
-from ssl_kd.losses.mutual_information import check_temperature, log_probabilities
-from ssl_kd.losses.rows import (
-    along_clusters,
-    differentiated_once,
-    rolled_views,
-    saturate_,
-    saturated,
-)
+from ssl_kd.logits import check_temperature, differentiated_once, saturate_, saturated
+from ssl_kd.losses.clusters import along_clusters, rolled_views
+from ssl_kd.losses.mutual_information import log_probabilities
 
 
 def centered_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> Tensor:

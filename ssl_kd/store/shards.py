@@ -23,9 +23,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets.spill import LazyStrings
 from ssl_kd.errors import UserError, brief
 from ssl_kd.files import CorruptFileError, atomic_write_json, load_tensors, sha256_file, size_of
+from ssl_kd.files.spill import LazyStrings
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 
 REBUILD = "--rebuild_damaged rebuilds this shard alone"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
-import json
 import logging
 import os
 import pathlib
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_kd.errors import InputError, brief, printable
-from ssl_kd.files import CorruptFileError, load_tensors
+from ssl_kd.files import load_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -181,40 +180,6 @@ def _branch(name: str, prefix: str) -> str:
     pairs = zip(parts, prefix.split("."), strict=False)
     depth = next((depth for depth, (part, other) in enumerate(pairs) if part != other), 0)
     return ".".join(parts[: depth + 1])
-
-
-def model_files(folder: Path) -> list[Path]:
-    """List the weight files that transformers would load from a language model's folder.
-
-    The list holds `model*.safetensors`, or else `pytorch_model*.bin`. If the configuration or an
-    index of shards names files with other names, the index and those files are appended.
-    """
-    usual = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    names = _file_names(folder / "config.json", "transformers_weights")
-    kinds = ("model.safetensors", "pytorch_model.bin")
-    names = names or [name for kind in kinds for name in (kind, f"{kind}.index.json")]
-    loaded = next((folder / name for name in names if (folder / name).is_file()), None)
-    if loaded is None:
-        return usual
-    shards = {loaded}
-    if loaded.name.endswith(".index.json"):
-        shards = {folder / name for name in _file_names(loaded, "weight_map")}
-    others = sorted(shards - {*usual})
-    return [*usual, *([loaded] if others and loaded not in others else []), *others]
-
-
-def _file_names(path: Path, key: str) -> list[str]:
-    """Return the file names that a JSON file has under `key`: one string, or a mapping's values."""
-    try:
-        value = json.loads(path.read_bytes()).get(key) if path.is_file() else None
-        names = [] if value is None else [value] if isinstance(value, str) else [*value.values()]
-        if not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{key} does not name files")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(
-            f"{path} is damaged ({error}): replace it by an intact copy"
-        ) from error
-    return names
 
 
 def efficientnet_lite0_file() -> Path | None:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
-from ssl_kd.datasets.text import first_few
-from ssl_kd.errors import InputError, UserError
+from ssl_kd.errors import InputError, UserError, first_few
 from ssl_kd.files import release_pages
 from ssl_kd.memory import is_out_of_memory
 from ssl_kd.precision import Precision, default_torch_state

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.datasets.text import first_few
-from ssl_kd.errors import BAD_INPUT, FAILED, InputError, MissingPackage, UserError
+from ssl_kd.errors import BAD_INPUT, FAILED, InputError, MissingPackage, UserError, first_few
 from ssl_kd.precision import Precision
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.extract import Extraction, ExtractionFailed, summary_of

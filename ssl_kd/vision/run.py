@@ -20,8 +20,7 @@ from ssl_kd.datasets import (
     open_dataset,
 )
 from ssl_kd.datasets.levels import Levels
-from ssl_kd.datasets.text import first_few
-from ssl_kd.errors import printable
+from ssl_kd.errors import first_few, printable
 from ssl_kd.files import sha256_file
 from ssl_kd.graph.number import check_enough
 from ssl_kd.heads import import_head

@@ -25,8 +25,7 @@ from ssl_kd.datasets import FolderDataset, ImageDataset
 from ssl_kd.datasets.identity import files_of_table, media_file, row_digests
 from ssl_kd.datasets.media import Rows
 from ssl_kd.datasets.tables import find_rows
-from ssl_kd.datasets.text import first_few
-from ssl_kd.errors import InputError, brief, printable
+from ssl_kd.errors import InputError, brief, first_few, printable
 from ssl_kd.files import CorruptFileError, atomic_write
 from ssl_kd.files.state import DIGEST_BYTES, FileState, file_digest
 from ssl_kd.store import EmbeddingStore

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssl_kd.evaluate import accuracy, calibration, rightly_placed
-from ssl_kd.evaluate.tokens import TokenScores, TokenValues
+from ssl_kd.language.evaluate.tokens import TokenScores, TokenValues
 
 pairs = st.lists(st.tuples(st.integers(-1, 3), st.integers(-1, 4)), min_size=1)
 

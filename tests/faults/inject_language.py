@@ -11,16 +11,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ssl_kd.datasets.blocks import Blocks
-from ssl_kd.datasets.new_tokenizer import train_tokenizer
-from ssl_kd.datasets.text import Example, TextDataset
+from ssl_kd.language.models.frozen import FrozenTeacher
+from ssl_kd.language.models.student import save_student
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Plain
-from ssl_kd.language.step import Distiller
-from ssl_kd.language.train import train
+from ssl_kd.language.teachers.sources import Plain
+from ssl_kd.language.text.blocks import Blocks
+from ssl_kd.language.text.dataset import TextDataset
+from ssl_kd.language.text.new_tokenizer import train_tokenizer
+from ssl_kd.language.text.records import Example
+from ssl_kd.language.train.loop import train
+from ssl_kd.language.train.step import Distiller
 from ssl_kd.precision import Precision
-from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.student import save_student
 
 NAN = math.nan
 VOCABULARY, BLOCK, ROWS = 64, 12, 40

@@ -21,11 +21,11 @@ from ssl_kd import MultiHeadClusterer, cli
 from ssl_kd.datasets import UnreadableImage, decode, open_dataset
 from ssl_kd.files import CorruptFileError
 from ssl_kd.heads import TEMIHead
+from ssl_kd.language.models.causal import files_id
 from ssl_kd.precision import Precision
 from ssl_kd.report import write_report
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Pixels
-from ssl_kd.teachers.causal import files_id
 from ssl_kd.training.fault_bundle import save_bundle
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.model import ClusterModel

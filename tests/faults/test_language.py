@@ -18,37 +18,37 @@ from safetensors.torch import load_file, save_file
 transformers = pytest.importorskip("transformers")
 
 from firstnan.parts import TooFewHealthyParts  # noqa: E402
-from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
-from ssl_kd.datasets.blocks import make_blocks  # noqa: E402
-from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
-from ssl_kd.datasets.text import open_text  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
-from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.files import sha256_file  # noqa: E402
-from ssl_kd.language.aligned import Aligned  # noqa: E402
-from ssl_kd.language.presets import PRESETS  # noqa: E402
-from ssl_kd.language.replay import replay  # noqa: E402
-from ssl_kd.language.routed import RoutedTeacher  # noqa: E402
-from ssl_kd.language.run import run  # noqa: E402
-from ssl_kd.language.settings import LanguageSettings  # noqa: E402
-from ssl_kd.language.sources import Plain  # noqa: E402
-from ssl_kd.language.step import Distiller, precision_of  # noqa: E402
-from ssl_kd.language.teacher_cache import TeacherFingerprint, cache_identity, write  # noqa: E402
-from ssl_kd.language.train import rows_of_step  # noqa: E402
-from ssl_kd.losses import LegacyClamp, LogitsTeacher  # noqa: E402
-from ssl_kd.losses.rows import SATURATION  # noqa: E402
-from ssl_kd.losses.token_distillation import (  # noqa: E402
+from ssl_kd.language.evaluate.judge import judge_answers, judge_tokens  # noqa: E402
+from ssl_kd.language.losses.token_distillation import (  # noqa: E402
     linear_distillation,
     logits_distillation,
 )
+from ssl_kd.language.models.causal import load_causal_lm  # noqa: E402
+from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
+from ssl_kd.language.models.router import RouterStep  # noqa: E402
+from ssl_kd.language.models.student import NotFinite, add_lora, save_student  # noqa: E402
+from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.settings import LanguageSettings  # noqa: E402
+from ssl_kd.language.settings.presets import PRESETS  # noqa: E402
+from ssl_kd.language.teachers.aligned import Aligned  # noqa: E402
+from ssl_kd.language.teachers.cache import TeacherFingerprint, cache_identity, write  # noqa: E402
+from ssl_kd.language.teachers.routed import RoutedTeacher  # noqa: E402
+from ssl_kd.language.teachers.sources import Plain  # noqa: E402
+from ssl_kd.language.text.aligned import aligned_blocks  # noqa: E402
+from ssl_kd.language.text.blocks import make_blocks  # noqa: E402
+from ssl_kd.language.text.dataset import open_text  # noqa: E402
+from ssl_kd.language.text.new_tokenizer import train_tokenizer  # noqa: E402
+from ssl_kd.language.train.loop import rows_of_step  # noqa: E402
+from ssl_kd.language.train.replay import replay  # noqa: E402
+from ssl_kd.language.train.step import Distiller, precision_of  # noqa: E402
+from ssl_kd.logits import SATURATION  # noqa: E402
+from ssl_kd.losses import LegacyClamp, LogitsTeacher  # noqa: E402
 from ssl_kd.report import write_report  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
 from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
-from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
-from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
-from ssl_kd.teachers.router import RouterStep  # noqa: E402
-from ssl_kd.teachers.student import NotFinite, add_lora, save_student  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.inject import (  # noqa: E402
@@ -162,7 +162,7 @@ def _named(step, n=ROWS):
 
 @row(26)
 def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on(monkeypatch):
-    monkeypatch.setattr("ssl_kd.language.step.RESTORE_AFTER", 3)
+    monkeypatch.setattr("ssl_kd.language.train.step.RESTORE_AFTER", 3)
     teacher = make_model(seed=2)
     hit = Struck(teacher.model.norm)
     sick = taught(hit.at(*range(2, 8)), steps=9, teacher=teacher)
@@ -430,7 +430,7 @@ def test_ten_steps_without_a_finite_term_end_in_the_last_good_state():
 
 @row(58)
 def test_ultra_stable_goes_back_with_a_fresh_optimizer_and_on(monkeypatch):
-    monkeypatch.setattr("ssl_kd.language.step.RESTORE_AFTER", 4)
+    monkeypatch.setattr("ssl_kd.language.train.step.RESTORE_AFTER", 4)
     student, seen = make_model(seed=1), {}
     hit = Struck(student.model.norm)
     patience = {"stop_after": PRESETS["ultra_stable"]["stop_after"]}

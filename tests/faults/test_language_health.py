@@ -12,11 +12,11 @@ transformers = pytest.importorskip("transformers")
 
 from ssl_kd.cli.failures import VISION_MEMORY  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
-from ssl_kd.language.caching import cache_teacher  # noqa: E402
+from ssl_kd.language.models.causal import load_causal_lm  # noqa: E402
+from ssl_kd.language.models.student import NotFinite, add_lora, save_student  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
-from ssl_kd.language.step import precision_of  # noqa: E402
-from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
-from ssl_kd.teachers.student import NotFinite, add_lora, save_student  # noqa: E402
+from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
+from ssl_kd.language.train.step import precision_of  # noqa: E402
 from ssl_kd.training.folder import RunFolder  # noqa: E402
 from tests.faults.inject import events, metrics, no_run, one_line  # noqa: E402
 from tests.faults.inject_language import (  # noqa: E402

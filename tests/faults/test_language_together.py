@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from ssl_kd import cli  # noqa: E402
-from ssl_kd.language import step as steps  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.train import step as steps  # noqa: E402
 from tests.faults.matrix import row  # noqa: E402
 from tests.language import conftest as given  # noqa: E402
 from tests.language import test_ranks as language  # noqa: E402

@@ -3,7 +3,7 @@
 import pytest
 
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.teachers import server as module
+from ssl_kd.language.teachers import server as module
 from tests.served import Server
 
 FAST = {

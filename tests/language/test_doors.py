@@ -9,9 +9,9 @@ import pytest
 
 from ssl_kd.errors import InputError, MissingPackage
 from ssl_kd.language import prepare as task
-from ssl_kd.language.caching import cache_teacher
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.teachers.caching import cache_teacher
 from tests.faults.matrix import row as fault
 from tests.training.test_board import Tracker
 

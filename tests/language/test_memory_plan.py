@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from ssl_kd.datasets.blocks import Batch
 from ssl_kd.language.memory_plan import AllocatedBytes, memory_plan
-from ssl_kd.language.presets import PRESETS
+from ssl_kd.language.models.dtypes import halve_products
+from ssl_kd.language.models.frozen import FrozenTeacher
+from ssl_kd.language.models.student import add_lora
 from ssl_kd.language.run import run
-from ssl_kd.teachers.dtypes import halve_products
-from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.student import add_lora
+from ssl_kd.language.settings.presets import PRESETS
+from ssl_kd.language.text.blocks import Batch
 from tests.faults.inject import metrics
 from tests.language.test_run import log_lines
 
@@ -71,7 +71,7 @@ def live(teacher):
 
 @pytest.fixture
 def whole_chunks(monkeypatch):
-    monkeypatch.setattr("ssl_kd.losses.token_terms.ROW_BYTES", 2**40)  # as on a GPU
+    monkeypatch.setattr("ssl_kd.language.losses.token_terms.ROW_BYTES", 2**40)  # as on a GPU
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

@@ -7,13 +7,13 @@ import logging
 import pytest
 import torch
 
-from ssl_kd.language.caching import cache_teacher
+from ssl_kd.language.models.causal import CausalLM
 from ssl_kd.language.prepare import prepare
 from ssl_kd.language.run import run
-from ssl_kd.language.teachers import set_attention
+from ssl_kd.language.teachers.caching import cache_teacher
+from ssl_kd.language.teachers.load import set_attention
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.training.clock import no_progress
 from tests.faults.matrix import row as fault
 from tests.language.test_run import log_lines, metrics, table

@@ -9,18 +9,18 @@ import torch
 
 pytest.importorskip("transformers")
 
-from ssl_kd.datasets.records import as_example  # noqa: E402
-from ssl_kd.datasets.text import TextDataset  # noqa: E402
-from ssl_kd.language.caching import cache_teacher  # noqa: E402
+from ssl_kd.language.losses.teacher_output import logits_of  # noqa: E402
+from ssl_kd.language.losses.token_distillation import next_token_targets  # noqa: E402
+from ssl_kd.language.models.causal import CausalLM  # noqa: E402
 from ssl_kd.language.prepare import make_distiller, prepare  # noqa: E402
 from ssl_kd.language.rollouts import rollout_batches  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
-from ssl_kd.language.self_teacher import SelfTeacher, with_own_prompts  # noqa: E402
-from ssl_kd.language.step import precision_of  # noqa: E402
-from ssl_kd.losses.teacher_output import logits_of  # noqa: E402
-from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
+from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
+from ssl_kd.language.teachers.self_teacher import SelfTeacher, with_own_prompts  # noqa: E402
+from ssl_kd.language.text.dataset import TextDataset  # noqa: E402
+from ssl_kd.language.text.records import as_example  # noqa: E402
+from ssl_kd.language.train.step import precision_of  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
-from ssl_kd.teachers.causal import CausalLM  # noqa: E402
 from ssl_kd.training.clock import no_progress  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.faults.inject import stop_at  # noqa: E402

@@ -17,26 +17,26 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E402
 
 from ssl_kd import Distillation  # noqa: E402
-from ssl_kd.datasets.picture_blocks import make_picture_blocks  # noqa: E402
-from ssl_kd.datasets.text import open_text  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
-from ssl_kd.language.caching import cache_teacher  # noqa: E402
-from ssl_kd.language.objective import Objective  # noqa: E402
-from ssl_kd.language.replay import replay  # noqa: E402
+from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
+from ssl_kd.language.models.student import add_lora, freeze_tower  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
-from ssl_kd.language.sources import Plain  # noqa: E402
-from ssl_kd.language.step import Distiller  # noqa: E402
-from ssl_kd.language.text_rows import check_ranks_see  # noqa: E402
+from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
+from ssl_kd.language.teachers.sources import Plain  # noqa: E402
+from ssl_kd.language.text.dataset import open_text  # noqa: E402
+from ssl_kd.language.text.picture_blocks import make_picture_blocks  # noqa: E402
+from ssl_kd.language.text.rows import check_ranks_see  # noqa: E402
+from ssl_kd.language.train.objective import Objective  # noqa: E402
+from ssl_kd.language.train.replay import replay  # noqa: E402
+from ssl_kd.language.train.step import Distiller  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
-from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
-from ssl_kd.teachers.student import add_lora, freeze_tower  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402
 from tests.language.test_ranks import by, metrics  # noqa: E402
-from tests.language.test_step import Sick  # noqa: E402
+from tests.language.train.test_step import Sick  # noqa: E402
 from tests.oracles import token_objectives  # noqa: E402
 from tests.seeing import (  # noqa: E402
     draw,

@@ -15,21 +15,21 @@ from huggingface_hub import ModelCard  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from firstnan import TooFewHealthyParts  # noqa: E402
-from ssl_kd.evaluate.language import judge_tokens  # noqa: E402
 from ssl_kd.files import load_tensors  # noqa: E402
-from ssl_kd.language.caching import cache_teacher  # noqa: E402
+from ssl_kd.language.evaluate.judge import judge_tokens  # noqa: E402
+from ssl_kd.language.models.causal import load_causal_lm  # noqa: E402
+from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
+from ssl_kd.language.models.mixture import Mixture  # noqa: E402
+from ssl_kd.language.models.router import RouterStep  # noqa: E402
 from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.run import BestStudent, run  # noqa: E402
-from ssl_kd.language.step import Distiller, precision_of  # noqa: E402
-from ssl_kd.language.teachers import trained_teacher  # noqa: E402
-from ssl_kd.language.text_rows import split_held_out, texts_of  # noqa: E402
+from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
+from ssl_kd.language.teachers.load import trained_teacher  # noqa: E402
+from ssl_kd.language.text.rows import split_held_out, texts_of  # noqa: E402
+from ssl_kd.language.train.step import Distiller, precision_of  # noqa: E402
 from ssl_kd.report import write_report  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
-from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
-from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
-from ssl_kd.teachers.mixture import Mixture  # noqa: E402
-from ssl_kd.teachers.router import RouterStep  # noqa: E402
 from ssl_kd.training.folder import RunFinished, RunFolderError  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.bits import same  # noqa: E402
@@ -121,7 +121,7 @@ def test_the_student_that_is_saved_is_the_best_checkpoint(settings, monkeypatch,
     """Even where the last steps made it worse."""
     caplog.set_level(logging.INFO, "ssl_kd")
     rates = iter([1e-2] * 3 + [1.0] * 3)
-    monkeypatch.setattr("ssl_kd.language.train.learning_rate_at", lambda *args: next(rates))
+    monkeypatch.setattr("ssl_kd.language.train.loop.learning_rate_at", lambda *args: next(rates))
     path = run(settings())
     looks = [line["eval"]["nll"] for line in log_lines(path) if "eval" in line]
     assert looks[1] > looks[0]
@@ -402,7 +402,7 @@ def test_a_teacher_with_another_tokenizer(settings, models, caplog):
 def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings, monkeypatch):
     """The best weights are those from before the interruption. More kinds: `tests/faults`."""
     more = {"log_every": 3}
-    rate = "ssl_kd.language.train.learning_rate_at"
+    rate = "ssl_kd.language.train.loop.learning_rate_at"
     monkeypatch.setattr(rate, lambda step, *args: 1e-2 if step < 3 else 1.0)
     whole = run(settings(**more, run_name="whole"))
     assert metrics(whole)["best_step"] == 3
@@ -581,7 +581,7 @@ def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
     settings, tmp_path, monkeypatch, patience, last
 ):
     """With exit code 3, as a sick student; in ultra_stable with the patience of that preset."""
-    monkeypatch.setattr("ssl_kd.language.step.RESTORE_AFTER", 2)
+    monkeypatch.setattr("ssl_kd.language.train.step.RESTORE_AFTER", 2)
     asked = settings(**patience, max_steps=8)
     spoilt(monkeypatch, {1}, spoil_teacher)
     with pytest.raises(

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.language.losses.cross_tokenizer import (
+    VocabularyMap,
+    chunk_log_likelihood,
+    class_log_probabilities,
+    uld,
+)
+from ssl_kd.language.losses.divergences import DIVERGENCES
+from ssl_kd.language.losses.rows import row_divergences
 from ssl_kd.losses import (
     beta_mi,
     centered_targets,
@@ -11,13 +18,6 @@ from ssl_kd.losses import (
     sharpened_cross_entropy,
     token_kd,
 )
-from ssl_kd.losses.cross_tokenizer import (
-    VocabularyMap,
-    chunk_log_likelihood,
-    class_log_probabilities,
-    uld,
-)
-from ssl_kd.losses.rows import row_divergences
 from tests.faults.matrix import row
 from tests.oracles.token_objectives import JS
 

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from ssl_kd.datasets.new_tokenizer import train_tokenizer
-from ssl_kd.datasets.text import Example, TextDataset
+from ssl_kd.language.text.dataset import TextDataset
+from ssl_kd.language.text.new_tokenizer import train_tokenizer
+from ssl_kd.language.text.records import Example
 from tests.tiny import Tiny
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ssl_kd.language.presets import PRESETS
+from ssl_kd.language.settings.presets import PRESETS
 from tests.documents import ROOT
 
 TINY = ["--block_size", 32, "--max_steps", 4, "--eval_every", 2, "--eval_rows", 2]
@@ -235,7 +235,7 @@ def test_sft_names_all_faults_before_the_model_is_loaded(script, house, monkeypa
     def load(*_, **__):
         raise AssertionError("a model was loaded before the checks")
 
-    monkeypatch.setattr("ssl_kd.teachers.causal.load_causal_lm", load)
+    monkeypatch.setattr("ssl_kd.language.models.causal.load_causal_lm", load)
     data = ["--data-path", "no.jsonl", "--device", "abacus"]
     code, _, err = script("sft_lora", "test", "--model", "./nowhere", *data)
     assert code == 2 and "3 faults were found, and no model was loaded:" in err

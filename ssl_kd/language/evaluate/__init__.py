@@ -1,0 +1,1 @@
+"""Judge language models by their predictions of held-out tokens and their generated answers."""

@@ -1,0 +1,1 @@
+"""Load, change and save language models: teachers, students, adapters, mixtures of experts."""

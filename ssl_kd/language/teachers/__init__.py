@@ -1,0 +1,1 @@
+"""Get the answers of a teacher: a live model, a cache, a server, the student itself, several."""

@@ -1,0 +1,1 @@
+"""Read text, and lay it out in rows of tokens."""

@@ -1,0 +1,302 @@
+"""Compute a student's loss terms: cross-entropy with its text, and divergence to its teacher."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ssl_kd.language.losses.legacy_clamp import LegacyClamp
+from ssl_kd.language.losses.teacher_output import (
+    LinearTeacher,
+    LogitsTeacher,
+    TeacherOutput,
+    select_rows,
+)
+from ssl_kd.language.losses.token_distillation import distillation_terms, next_token_targets
+from ssl_kd.language.models.causal import without_adapters
+from ssl_kd.language.models.frozen import hidden_states, linear_head
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.teachers.aligned import Aligned
+from ssl_kd.language.teachers.sources import ByTag, Source
+from ssl_kd.language.text.aligned import AlignedBatch
+from ssl_kd.language.text.blocks import Batch
+from ssl_kd.language.train.rows_left_out import FirstPass, SickRows, overwritten, without
+from ssl_kd.memory import to_device_async
+from ssl_kd.precision import Precision, promote_to_fp32
+
+logger = logging.getLogger(__name__)
+
+
+class Objective:
+    """The loss terms of a student: `ce`, cross-entropy with the text, and `kd`, with the teacher.
+
+    The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`. Text that the student generated
+    itself has no `ce`. Trainable weights are cast to float32. `source` computes the teacher's
+    output for a batch; None means cross-entropy alone. `aligned` replaces it for a teacher with
+    another tokenizer; batches are then of type `AlignedBatch`.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        settings: LanguageSettings,
+        precision: Precision,
+        source: Source | None = None,
+        aligned: Aligned | None = None,
+    ) -> None:
+        self.settings, self.precision, self.source = settings, precision, source
+        self.aligned = aligned
+        self.student = student.to(precision.device).train()
+        if (line := promote_to_fp32(student)) is not None:
+            logger.info("%s", line)
+        if settings.gradient_checkpointing:
+            checkpoint_activations(student)
+        self._linear = linear_head(student) is not None
+        self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
+        ce = settings.alpha_ce if settings.learns_text else 0.0
+        weights = {"ce": ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+
+    @property
+    def head(self) -> Any:
+        """The student's output head; None if the logits are not linear in the hidden states."""
+        return without_adapters(self.student).get_output_embeddings() if self._linear else None
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is a teacher, with the student's tokenizer or another one."""
+        return self.source is not None or self.aligned is not None
+
+    def weighted(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Multiply each term by its weight; leave out the terms of weight 0."""
+        return {name: self.weights[name] * terms[name] for name in self.weights if name in terms}
+
+    def counts(self, batches: Sequence[Batch | AlignedBatch]) -> dict[str, int]:
+        """Return the number of target tokens per term; for aligned teachers, `kd` counts groups."""
+        tokens = sum(int(student_side(batch).counts.sum()) for batch in batches)
+        counts = {"ce": tokens}
+        if self.aligned is not None:
+            aligned = [batch for batch in batches if isinstance(batch, AlignedBatch)]
+            counts["kd"] = sum(len(batch.groups()) for batch in aligned)
+        elif self.has_teacher:
+            counts["kd"] = tokens
+        return counts
+
+    def terms(
+        self,
+        batch: Batch | AlignedBatch,
+        late: list[Tensor] | None = None,
+        first: FirstPass[Any] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the unweighted sum of each term over the batch, in float32.
+
+        `late` receives a number to add to `kd` after the backward pass (see `distillation_terms`).
+        `first` stores the teacher's outputs, so that `without_sick_rows` can use them again.
+        """
+        with self.precision.autocast():
+            text = student_side(batch)
+            outputs = self._forward(text)
+            rows, targets = next_token_targets(text.input_ids, text.counts)
+            teachers: Sequence[TeacherOutput] = ()
+            if self.source is not None:
+                teachers = self.source(text, rows, outputs.at(rows).as_teacher())
+            if first is not None:
+                first.answers = teachers
+            return self._terms_of(batch, (rows, targets), outputs, teachers, late)
+
+    def without_sick_rows(
+        self, first: FirstPass[Any], late: list[Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Compute the terms of a batch again, each without the rows in which it is not finite.
+
+        A row with non-finite hidden states or cross-entropy is left out of every term and of the
+        student's forward pass. The rows are stored in `first.sick`. The bits are those of a batch
+        in which these rows have no targets.
+        """
+        batch, device = first.batch, self.precision.device
+        text, answers = student_side(batch), first.answers or ()
+        with self.precision.autocast(), torch.no_grad(), first.same_random_state(device):
+            outputs = self._forward(text)
+            healthy: dict[str, list[bool]] = {}
+            for row in torch.eye(len(text.counts), dtype=torch.bool):
+                single = without(batch, ~row)
+                places, chosen_answers = self._choose(text, student_side(single), answers)
+                terms = self._terms_of(single, places, outputs, chosen_answers)
+                for name, term in terms.items():
+                    healthy.setdefault(name, []).append(bool(term.isfinite()))
+            sick = {name: ~torch.tensor(rows) for name, rows in healthy.items()}
+            cut = sick["ce"] | ~outputs.finite(len(text.counts)).cpu()
+        first.sick = {name: rows | cut for name, rows in sick.items()}
+        remaining = overwritten(batch, cut)
+        places, chosen_answers = self._choose(text, student_side(remaining), answers)
+        with self.precision.autocast(), first.same_random_state(device):
+            outputs = self._forward(student_side(remaining))
+            return self._terms_of(remaining, places, outputs, chosen_answers, late, first.sick)
+
+    @staticmethod
+    def _choose(
+        text: Batch, subset: Batch, answers: Sequence[TeacherOutput]
+    ) -> tuple[tuple[Tensor, Tensor], list[TeacherOutput]]:
+        """Return the positions and targets of `subset`, and the teachers' outputs there."""
+        at = subset.counts[:, 1:][text.counts[:, 1:]].nonzero().flatten()
+        at = to_device_async(at, text.input_ids.device)
+        places = next_token_targets(subset.input_ids, subset.counts)
+        return places, [select_rows(answer, at) for answer in answers]
+
+    def _terms_of(
+        self,
+        batch: Batch | AlignedBatch,
+        places: tuple[Tensor, Tensor],
+        outputs: _Outputs,
+        teachers: Sequence[TeacherOutput],
+        late: list[Tensor] | None = None,
+        sick: SickRows = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
+        """Compute the terms from the outputs of student and teachers, without the sick rows."""
+        text, (rows, targets) = student_side(batch), places
+        student, head = outputs.at(rows), outputs.head
+        weight_and_bias = (None, None) if head is None else (head.weight, head.bias)
+        options: dict[str, Any] = {
+            "temperature": self.settings.temperature,
+            "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
+            "legacy_clamp": self.clamp,
+            "corrections": late,
+        }
+        if isinstance(batch, AlignedBatch) and self.aligned is not None:
+            ce = distillation_terms(student.x, *weight_and_bias, targets, **options)[0]
+            healthy = without(batch, sick["kd"]) if sick else batch
+            kd = self.aligned(healthy, outputs.all_logits)
+            return {"ce": ce, "kd": kd.float()}
+        teacher_weights = getattr(self.source, "weights", None)
+        sums = []
+        parts = self._parts(text, len(targets), sick)
+        for at, has_target, divergence, chosen in self._by_tag(text, len(targets), parts):
+            answers = teachers[chosen]
+            answers = answers if at is None else [select_rows(answer, at) for answer in answers]
+            part_targets = targets if at is None else targets[at]
+            sums.append(
+                distillation_terms(
+                    student.x if at is None else student.at(at).x,
+                    *weight_and_bias,
+                    part_targets if has_target else None,
+                    answers if divergence else (),
+                    divergence=divergence or self.settings.kind_of_divergence,
+                    teacher_weights=teacher_weights if divergence else None,
+                    **options,
+                )
+            )
+        ce, kd = sums[0]
+        if len(sums) > 1:
+            ce, kd = (torch.stack(parts).sum() for parts in zip(*sums, strict=True))
+        return {"ce": ce, "kd": kd} if self.has_teacher else {"ce": ce}
+
+    def _parts(self, text: Batch, n: int, sick: SickRows) -> list[tuple[Any, bool, str | None]]:
+        """Divide `n` positions into parts of (positions or None for all, is `ce` used, divergence).
+
+        Positions of text precede those that the student generated. Rows in which `kd` is not finite
+        have no divergence (None).
+        """
+        kind, on_policy = self.settings.kind_of_divergence, self.settings.kind_on_policy
+        n_text = text.text_tokens
+        judged = torch.ones(n, dtype=torch.bool)
+        if "kd" in sick:
+            judged = without(text, sick["kd"]).counts[:, 1:][text.counts[:, 1:]]
+        if bool(judged.all()):
+            parts = [(slice(n_text), True, kind), (slice(n_text, n), False, on_policy)]
+            return [(None, True, kind)] if n_text == n else parts[0 if n_text else 1 :]
+        is_text, device = torch.arange(n) < n_text, self.precision.device
+        return [
+            (to_device_async(which.nonzero().flatten(), device), has_target, divergence)
+            for which, has_target, divergence in (
+                (judged & is_text, True, kind),
+                (~judged & is_text, True, None),
+                (judged & ~is_text, False, on_policy),
+            )
+        ]
+
+    def _by_tag(self, text: Batch, n: int, parts: Any) -> list[tuple[Any, bool, str | None, slice]]:
+        """Divide parts by the teacher of their rows, and add which answers belong to each."""
+        whole = [(*part, slice(None)) for part in parts]
+        if not isinstance(self.source, ByTag) or not n:
+            return whole
+        divided, owners, device = [], self.source.owners(text), self.precision.device
+        for at, has_target, divergence, _ in whole:
+            places = torch.arange(n, device=device)[slice(None) if at is None else at].cpu()
+            for i, teacher in enumerate(self.source.present(text)):
+                if len(mine := places[owners[places] == teacher]):
+                    at_teacher = to_device_async(mine, device)
+                    divided.append((at_teacher, has_target, divergence, slice(i, i + 1)))
+        return divided
+
+    def lost(self, batch: Any, sick: SickRows) -> dict[str, int]:
+        """Return how many tokens of each term, and of text, belong to rows that are left out."""
+        lost = {}
+        for name, rows in sick.items():
+            sides = batch, without(batch, rows)
+            before, after = (self.counts([side])[name] for side in sides)
+            lost[name] = before - after
+            if name == "ce":
+                before, after = (student_side(side).text_tokens for side in sides)
+                lost["text"] = before - after
+        return lost
+
+    def _forward(self, batch: Batch) -> _Outputs:
+        if (head := self.head) is None:
+            logits = self.student(**batch.model_inputs(), use_cache=False).logits
+            return _Outputs(None, logits.flatten(0, 1), None)
+        hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
+        return _Outputs(hidden, None, head)
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """The student's output at some positions: hidden states before a linear head, or logits."""
+
+    hidden: Tensor | None
+    logits: Tensor | None  # of a model that caps or scales them
+    head: Any  # with weight and bias; None: not linear
+
+    @property
+    def x(self) -> Tensor:
+        x = self.hidden if self.logits is None else self.logits
+        assert x is not None
+        return x
+
+    def at(self, rows: Tensor | slice) -> _Outputs:
+        hidden, logits = (None if x is None else x[rows] for x in (self.hidden, self.logits))
+        return _Outputs(hidden, logits, self.head)
+
+    def finite(self, n_rows: int) -> Tensor:
+        """Return for each row whether it has no NaN; hidden states may not be infinite either."""
+        if self.hidden is not None:
+            return self.hidden.isfinite().view(n_rows, -1).all(1)
+        return ~self.x.isnan().view(n_rows, -1).any(1)
+
+    def all_logits(self, rows: Tensor) -> Tensor:
+        x = self.at(rows).x
+        return x if self.head is None else F.linear(x, self.head.weight, self.head.bias)
+
+    def as_teacher(self) -> TeacherOutput:
+        if self.head is None:
+            return LogitsTeacher(self.x.detach())
+        bias = None if self.head.bias is None else self.head.bias.detach()
+        return LinearTeacher(self.x.detach(), self.head.weight.detach(), bias)
+
+
+def student_side(batch: Batch | AlignedBatch) -> Batch:
+    """Return the student's side of an aligned batch; return any other batch unchanged."""
+    return batch.student if isinstance(batch, AlignedBatch) else batch
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Make a model keep only the input of each layer, and run the layer again backward."""
+    name = "activation_checkpointing_enable"  # since transformers 5.3
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
