@@ -518,7 +518,8 @@ def test_replay_prints_the_report_of_its_mode_and_says_whether_the_fault_returne
     event = Event(0, "kd", "loss", "the loss is not finite", "cut out")
     path = tmp_path / "b.pt"
     save_bundle(path, Bundle(event, torch.arange(2), {}, {"replay": {"mode": mode}}))
-    monkeypatch.setattr(f"ssl_kd.{mode}.replay.replay", again)
+    module = "ssl_kd.language.train" if mode == "language" else "ssl_kd.vision"
+    monkeypatch.setattr(f"{module}.replay.replay", again)
     assert cli.main(["replay", str(path)]) == code
     assert capfd.readouterr().out == f"cause of {path}\n"
 
