@@ -19,7 +19,7 @@ from ssl_kd.memory import free_memory
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.convergence import Convergence
-from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, tempered
+from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, logits_of
 from ssl_kd.vision.model_parts import Projection, Splits, Tree
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
 from ssl_kd.vision.pairs import PairSampler, judging_pairs, mutual_neighbors, sample_rows
@@ -36,6 +36,7 @@ CONSENSUS_PAIRS = 20_000
 CONVERGENCE_PAIRS = 4_000  # enough to tell whether the heads still improve
 MIN_SAMPLES_PER_CLUSTER = 8  # with fewer samples, the confidence is not calibrated
 SPLIT_ROWS = 100_000  # rows that fill empty clusters if the heads have no target partition
+CALIBRATION_ROWS = 10_000  # at most; their votes are in memory
 MAX_EPOCHS = 200
 # The pointwise mutual information of two equal answers, log sum_k p_k^(2 beta) / pi_k, favors a
 # sure answer above this BETA only; Adaloglou et al. (2023) use 0.6.
@@ -46,6 +47,7 @@ LARGE_DEPARTURE = 0.05  # of the heads from the partition that they learned
 STORED_WEIGHTS = 8
 # Range in which the temperature of the model's output is searched, and the number of bisections.
 COLDEST, HOTTEST, HALVINGS = 0.05, 20.0, 40
+ROWS_PER_HALVING = 512  # softmax of so many rows fits into a cache
 
 
 def log_method(heads: HeadSettings) -> None:
@@ -210,21 +212,19 @@ def form_answer(
     max_rows = SPLIT_ROWS if partition is None else len(neighbors)
     rows = sample_rows(len(neighbors), heads.seed, max_rows)
     x = torch.cat([gather(block) for block in rows.split(ROWS_PER_BLOCK)])
-    _fill_empty(model, x, None if partition is None else partition.clusters)
+    if partition is not None:  # first, because the temperature can change which votes are equal
+        _calibrate(model, x[sample_rows(len(x), heads.seed, CALIBRATION_ROWS)], partition.ensemble)
+    answers = _fill_empty(model, x, None if partition is None else partition.clusters)
+    departure = None
     if partition is not None:
-        _calibrate(model, x, partition.ensemble)
-        if model.splits is not None:  # the new temperature can change which votes are equal
-            _fill_empty(model, x, partition.clusters)
         model.tree = Tree.fit(x, partition.clusters, partition.levels, n_clusters)
-    departure = None if partition is None else _departure(model, x, partition.clusters, heads)
+        departure = _departure(answers, partition.clusters, heads)
     return Answer(model, chosen, information, departure)
 
 
-@torch.inference_mode()
-def _departure(model: ClusterModel, x: Tensor, clusters: Tensor, heads: HeadSettings) -> float:
+def _departure(answers: Tensor, clusters: Tensor, heads: HeadSettings) -> float:
     """Return the share of samples that the model moves to another cluster; warn if it is large."""
-    answers = [model.answer(block).argmax(-1) for block in x.split(ROWS_PER_BLOCK)]
-    departure = float((torch.cat(answers) != clusters).double().mean())
+    departure = float((answers != clusters).double().mean())
     if departure > LARGE_DEPARTURE:
         remedy = "there, neighbors are of different clusters: check samples of low confidence"
         if heads.max_steps is not None or heads.epochs is not None:
@@ -239,25 +239,29 @@ def _departure(model: ClusterModel, x: Tensor, clusters: Tensor, heads: HeadSett
 
 
 @torch.no_grad()
-def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
-    """Fill each cluster that the vote leaves empty with a part of another, by `target` `[n]`."""
-    model.splits = None
+def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> Tensor:
+    """Fill each cluster that the vote leaves empty with a part of another, by `target` `[n]`.
+
+    Return the model's clusters of `x`, `[n]`.
+    """
     likeliest = torch.cat([model.answer(block).argmax(-1) for block in x.split(ROWS_PER_BLOCK)])
     splits = Splits.fit(x, likeliest, model.n_clusters, target)
     if n_splits := len(splits.parts):
         model.splits, model.options["n_splits"] = splits, n_splits
-    n_filled = len(splits(x, likeliest).unique())
+    answers = splits(x, likeliest)
+    n_filled = len(answers.unique())
     if n_empty := model.n_clusters - n_filled:
         logger.warning(
             "%d of the %d clusters stay empty: no other cluster has distinct samples to split. "
             "Ask for %d clusters",
             *(n_empty, model.n_clusters, n_filled),
         )
+    return answers
 
 
 @torch.inference_mode()
 def _calibrate(model: ClusterModel, x: Tensor, ensemble: Ensemble) -> None:
-    """Set the temperature so that the mean confidence is the squared agreement of the voters.
+    """Set the temperature so that the mean confidence on `x` is the voters' squared agreement.
 
     The partitions share errors, so the plain agreement is too high (docs/scores.md has numbers).
     """
@@ -274,10 +278,13 @@ def temperature_for(probabilities: Tensor, confidence: float) -> float:
 
     Guo et al., On calibration of modern neural networks, ICML 2017, section 4.2, fit it to labels.
     """
+    blocks = logits_of(probabilities).split(ROWS_PER_HALVING)
     low, high = math.log(COLDEST), math.log(HOTTEST)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        mean = float(tempered(probabilities, math.exp(middle)).amax(-1).double().mean())
+        temperature = math.exp(middle)
+        largest = torch.cat([torch.softmax(of / temperature, -1).amax(-1) for of in blocks])
+        mean = float(largest.to(probabilities.dtype).double().mean())
         low, high = (middle, high) if mean > confidence else (low, middle)
     return math.exp((low + high) / 2)
 

@@ -332,8 +332,12 @@ def tempered(probabilities: Tensor, temperature: float) -> Tensor:
     """Return `p_k^(1/T) / sum_l p_l^(1/T)` for probabilities `[..., K]`; unchanged for T = 1."""
     if temperature == 1:
         return probabilities
-    logits = probabilities.clamp(min=torch.finfo(torch.float32).tiny).double().log()
-    return torch.softmax(logits / temperature, -1).to(probabilities.dtype)
+    return torch.softmax(logits_of(probabilities) / temperature, -1).to(probabilities.dtype)
+
+
+def logits_of(probabilities: Tensor) -> Tensor:
+    """Return the logarithms of probabilities in float64, finite for an exact 0."""
+    return probabilities.clamp(min=torch.finfo(torch.float32).tiny).double().log()
 
 
 def folder_of(name: str | Path) -> Path:

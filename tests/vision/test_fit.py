@@ -105,3 +105,13 @@ def test_the_mean_confidence_becomes_the_wanted_one(confidence):
     assert temperature_for(p, 1.5) == pytest.approx(0.05)
     certain = torch.eye(3)
     assert tempered(certain, 0.5).equal(certain) and 1 / 3 < tempered(certain, 20).amax() < 1
+
+
+def test_the_temperature_is_that_of_a_search_over_whole_answers():
+    p = votes(1500, 7)  # more rows than are tempered at once
+    low, high = math.log(0.05), math.log(20)
+    for _ in range(40):
+        middle = (low + high) / 2
+        mean = float(tempered(p, math.exp(middle)).amax(-1).double().mean())
+        low, high = (middle, high) if mean > 0.6 else (low, middle)
+    assert temperature_for(p, 0.6) == math.exp((low + high) / 2)

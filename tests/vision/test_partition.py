@@ -12,6 +12,7 @@ from ssl_kd import MultiHeadClusterer
 from ssl_kd.evaluate import accuracy
 from ssl_kd.graph import fuzzy_graph
 from ssl_kd.store import nearest_neighbors
+from ssl_kd.vision import fit as fit_module
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import COSINE_GRAPHS, GRAPH_NEIGHBORS, partitions_of, views
 
@@ -156,3 +157,14 @@ def test_heads_learn_the_partition_whatever_the_seed():
     for fit in fits:
         assert accuracy(partition, fit.labels_) > 0.95
     assert np.mean(fits[0].labels_ == fits[1].labels_) > 0.95
+
+
+def test_many_samples_are_calibrated_on_a_random_part_of_them(monkeypatch):
+    options: dict[str, Any] = {"n_heads": 2, "random_state": 0, "loss": "fixed", "max_steps": 50}
+    whole = MultiHeadClusterer(10, **options).fit(X.numpy())
+    monkeypatch.setattr(fit_module, "CALIBRATION_ROWS", 200)
+    part = MultiHeadClusterer(10, **options).fit(X.numpy())
+    temperatures = [of.model_.options["answer_temperature"] for of in (part, whole)]
+    assert temperatures[0] != temperatures[1]
+    assert temperatures[0] == pytest.approx(temperatures[1], rel=0.1)
+    assert (part.labels_ == whole.labels_).all() and part.departure_ == whole.departure_
