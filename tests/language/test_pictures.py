@@ -119,7 +119,7 @@ def by_hand(read, student, teacher, temperature, kind):
             z, t = own[place - 1], theirs[place - 1].detach()
             ce = ce - z.log_softmax(-1)[ids[place]]
             log_p, log_q = ((x / temperature).log_softmax(-1) for x in (t, z))
-            kd = kd + temperature**2 * token_objectives.divergence(kind, log_p, log_q)
+            kd = kd + temperature**2 * token_objectives.divergence_of(kind, log_p, log_q)
             n += 1
     return ce, kd, n
 

@@ -1,8 +1,8 @@
 """Define the divergences between teacher p and student q, and the table of their names.
 
-To add a divergence, write its function, its entry in `DIVERGENCES` and its formula in
-tests/oracles/token_objectives.py, then run `make config`, which writes the names into
-scripts/config.py. Functions import torch themselves, so that `ssl_kd distill --help` starts fast.
+To add a divergence, write its function, its entry in `DIVERGENCES` and its formula in `plain.py`
+beside this file, then run `make config`, which writes the names into scripts/config.py. Functions
+import torch themselves, so that `ssl_kd distill --help` starts fast.
 """
 
 from __future__ import annotations

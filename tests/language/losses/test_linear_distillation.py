@@ -77,7 +77,7 @@ def _expected(student, targets, teachers, temperature, name):
                 t = _logits(teacher) if isinstance(teacher, LinearTeacher) else teacher.logits
                 log_p = torch.log_softmax(t[i] / temperature, -1)
                 log_q = torch.log_softmax(z[i] / temperature, -1)
-                kd += temperature**2 * oracle.divergence(name, log_p, log_q)
+                kd += temperature**2 * oracle.divergence_of(name, log_p, log_q)
     return torch.stack([ce, kd / len(teachers)])
 
 

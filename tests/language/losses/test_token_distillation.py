@@ -98,7 +98,7 @@ ELEVEN = {
 def test_the_eleven_fp16_cases(case, name):
     (student, teacher), options = ELEVEN[case]()
     value, gradient = _ours(student, teacher, divergence=name, **options)
-    expected, slope = oracle.token_kd(student, teacher, name=name, **options)
+    expected, slope = oracle.token_kd(student, teacher, divergence=name, **options)
     assert value.dtype == torch.float32 and gradient.dtype == torch.float16
     torch.testing.assert_close(value.double(), expected, rtol=2e-3, atol=2e-3)
     scale = slope.abs().max().clamp(min=1)
@@ -197,7 +197,7 @@ def test_high_temperatures_are_near_float64(name, temperature, vocab):
     student, teacher = _case(1, 2, vocab, scale=3.0, dtype=torch.float32)
     options = {"temperature": temperature}
     value, gradient = _ours(student, teacher, divergence=name, **options)
-    expected, slope = oracle.token_kd(student, teacher, name=name, **options)
+    expected, slope = oracle.token_kd(student, teacher, divergence=name, **options)
     torch.testing.assert_close(value.double(), expected, rtol=1e-3, atol=0)
     if name != "tvd":  # whose slope is a sign, of differences that are rounding here
         torch.testing.assert_close(
@@ -212,7 +212,7 @@ def test_an_unlikely_outcome_far_apart_in_close_rows_keeps_its_share(name):
     student = torch.tensor([[[0.0, 0.0, -7.5, -300.0]]])
     for both in ((student, teacher), (teacher, student)):
         value, _ = _ours(*both, divergence=name, temperature=1.0)
-        expected, _ = oracle.token_kd(*both, name=name, temperature=1.0)
+        expected, _ = oracle.token_kd(*both, divergence=name, temperature=1.0)
         torch.testing.assert_close(value.double(), expected, rtol=1e-3, atol=1e-9)
 
 
@@ -230,7 +230,7 @@ def test_a_rare_entry_counts_fully_between_nearly_equal_distributions(name):
     p = torch.tensor([[[0.6, 0.4 - 1e-9, 1e-9]]], dtype=torch.float64)
     q = torch.tensor([[[0.6, 0.4 - 1e-6, 1e-6]]], dtype=torch.float64)
     options = {"temperature": 1.0, "divergence": name}
-    expected, _ = oracle.token_kd(q.log(), p.log(), temperature=1.0, name=name)
+    expected, _ = oracle.token_kd(q.log(), p.log(), temperature=1.0, divergence=name)
     value = token_kd(q.log().float(), p.log().float(), **options)
     torch.testing.assert_close(value.double(), expected, rtol=1e-3, atol=0)
 
@@ -289,7 +289,7 @@ def test_float64_is_exact_and_a_filter_gives_other_entries_probability_0(k, name
     teacher = _filtered(teacher, k)
     options = {"temperature": temperature}
     value, gradient = _ours(student, teacher, divergence=name, **options)
-    expected, slope = oracle.token_kd(student, teacher, name=name, **options)
+    expected, slope = oracle.token_kd(student, teacher, divergence=name, **options)
     torch.testing.assert_close(value, expected, rtol=2e-12, atol=1e-14)
     torch.testing.assert_close(gradient, slope, rtol=1e-10, atol=1e-14)
     if name == "forward_kl":
