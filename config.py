@@ -77,11 +77,12 @@ N_CLUSTERS = None
 
 # --- Heads and their training ---------------------------------------------------------------------
 
-# What forms the clusters: consensus (partitions of the neighbor graph by several methods vote, and
-# heads that learn by LOSS vote with them) | heads (heads that learn by LOSS vote alone).
-METHOD = "consensus"
+# What forms the clusters: heads (they start from partitions of the neighbor graph, learn by LOSS,
+# and vote) | consensus (the partitions vote, and the heads as one family among them).
+METHOD = "heads"
 # Sizes of the clusters: even (similar) | any (very different, such as species or an album). With
-# any, only those methods vote that have no preferred size; heads by LOSS are not among them.
+# any, partitions vote by those methods that have no preferred size; heads, which have one, learn
+# the answer but do not vote.
 CLUSTER_SIZES = "even"
 # Heads trained side by side, at least 1, at most 4096. More heads: a steadier answer,
 # proportionally more time.

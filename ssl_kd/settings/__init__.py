@@ -54,8 +54,8 @@ class Rule:
     forms: tuple[tuple[str, str], ...] = ()  # further choices: as shown, and as an expression
     words: tuple[str, ...] = ()  # alternatives to a number, from its type: int | Literal["auto"]
     number: bool = False  # of a text: a number stands for its text
-    # Another setting, and a pattern of those of its values with which this one has an effect.
-    only_with: tuple[str, str] | None = None
+    # Other settings, each with a pattern of those of its values with which this one has an effect.
+    only_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def bounds(self) -> list[str]:
@@ -137,8 +137,9 @@ class Settings:
             # `check` turns a whole number into a float if the setting is a float.
             object.__setattr__(self, name, self.check(name, getattr(self, name)))
         for name, (_, _, rule) in self.rules().items():
-            if rule.only_with is not None and getattr(self, name) != getattr(type(self), name):
-                self._check_effect(name, *rule.only_with)
+            if getattr(self, name) != getattr(type(self), name):
+                for other, pattern in rule.only_with.items():
+                    self._check_effect(name, other, pattern)
         self.check_together()
 
     def _check_effect(self, name: str, other: str, pattern: str) -> None:

@@ -43,7 +43,6 @@ from ssl_kd.vision.stages import Stages, Starts, first_of
 from ssl_kd.vision.train import HeadsLearner
 from ssl_kd.vision.training_rows import (
     GRAPH_ROWS,
-    needs_graph,
     training_rows,
     unequal_columns,
 )
@@ -254,9 +253,7 @@ class MultiHeadClusterer(
 
     def _train(self, x: Tensor, settings: VisionSettings, n_clusters: int | None) -> Self:
         precision = Precision.for_device(settings.device, settings.use_fp16)
-        rows, with_graph = x, needs_graph(settings, len(x), n_clusters)
-        if with_graph:
-            rows = x[training_rows(len(x), x.__getitem__, settings.seed, n_clusters)]
+        rows = x[training_rows(len(x), x.__getitem__, settings.seed, n_clusters)]
         if message := unequal_columns(rows, settings.standardize):
             logger.warning("%s", message)
         projection = Projection.fit(rows, settings.pca_dim, settings.standardize)
@@ -266,7 +263,7 @@ class MultiHeadClusterer(
         neighbors = neighbors_in_memory(rows, k, device=precision.device)[0]
         partitions = partition = self.number_ = None
         starts = Starts()
-        if with_graph and n_clusters != 1:
+        if n_clusters != 1:
             inputs = neighbors, rows.__getitem__, projected, precision.device
             partitions = partitions_of(n_clusters, *inputs, settings.sizes)
             n_clusters, self.number_ = partitions.n_clusters, partitions.number

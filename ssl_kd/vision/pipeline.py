@@ -40,7 +40,7 @@ from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.stages import Stages, Starts, first_of
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadFault, HeadsLearner, LogRecord
-from ssl_kd.vision.training_rows import TrainingRows, needs_graph
+from ssl_kd.vision.training_rows import TrainingRows
 
 logger = logging.getLogger(__name__)
 
@@ -101,16 +101,12 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
         logger.warning("%s", rows.unequal)
     with clock("neighbours"):
         neighbors, search = _find_neighbors(context, rows)
-    partitions = partition = None
-    starts = Starts()
-    if needs_graph(settings, store.n, n_clusters):
-        with clock("graph"):
-            device, report = context.precision.device, _reporter("graph", context.progress)
-            inputs = neighbors, rows.embeddings, rows(torch.arange(rows.n)), device
-            partitions = partitions_of(n_clusters, *inputs, settings.sizes, report)
-            n_clusters, neighbors = partitions.n_clusters, partitions.neighbors
-            partition, starts = first_of(partitions, settings)
-    assert n_clusters is not None
+    with clock("graph"):
+        device, report = context.precision.device, _reporter("graph", context.progress)
+        inputs = neighbors, rows.embeddings, rows(torch.arange(rows.n)), device
+        partitions = partitions_of(n_clusters, *inputs, settings.sizes, report)
+        n_clusters, neighbors = partitions.n_clusters, partitions.neighbors
+        partition, starts = first_of(partitions, settings)
     with clock("train"):
         result = LeaderResult(
             path=context.folder.path.resolve(),

@@ -19,6 +19,8 @@ EMBEDDINGS = "data/embeddings"
 _LEARNS = "(?!fixed$).*"
 # LOSS that may read BETA: `temi`, and the objective of a user.
 _READS_BETA = r"temi|.*\..*"
+# With CLUSTER_SIZES any, heads find no clusters.
+_EVEN = {"cluster_sizes": "even"}
 # Width of DINOv2's tokens, by the letter of the model's size.
 DINOV2_WIDTHS = {"s": 384, "b": 768, "l": 1024, "g": 1536}
 
@@ -214,20 +216,20 @@ class HeadSettings(RunSettings):
     """Settings of the heads and of their training."""
 
     method: str = setting(
-        "consensus",
-        "what forms the clusters: consensus (partitions of the neighbor graph by several methods"
-        " vote, and heads that learn by LOSS vote with them) | heads (heads that learn by LOSS vote"
-        " alone)",
-        choices=("consensus", "heads"),
+        "heads",
+        "what forms the clusters: heads (they start from partitions of the neighbor graph, learn by"
+        " LOSS, and vote) | consensus (the partitions vote, and the heads as one family among"
+        " them)",
+        choices=("heads", "consensus"),
+        only_with={"loss": _LEARNS, **_EVEN},
         section="Heads and their training",
     )
     cluster_sizes: str = setting(
         "even",
         "sizes of the clusters: even (similar) | any (very different, such as species or an album)",
-        "With any, only those methods vote that have no preferred size; heads by LOSS are not"
-        " among them.",
+        "With any, partitions vote by those methods that have no preferred size; heads, which"
+        " have one, learn the answer but do not vote.",
         choices=("even", "any"),
-        only_with=("method", "consensus"),
     )
     n_heads: int = setting(
         16,
@@ -254,7 +256,7 @@ class HeadSettings(RunSettings):
         " own)",
         choices=tuple(OBJECTIVES),
         forms=(IMPORT_PATH,),
-        only_with=("cluster_sizes", "even"),
+        only_with=_EVEN,
     )
     beta: float = setting(
         0.6,
@@ -263,7 +265,7 @@ class HeadSettings(RunSettings):
         " ones, and clusters mix.",
         above=0,
         high=1,
-        only_with=("loss", _READS_BETA),
+        only_with={"loss": _READS_BETA, **_EVEN},
     )
     student_temp: float = setting(
         0.1,
@@ -284,7 +286,7 @@ class HeadSettings(RunSettings):
         "weight of a pair in the loss: none | own (agreement of the head itself) | mean (of all"
         " heads, as in the paper; couples the heads)",
         choices=("none", "own", "mean"),
-        only_with=("loss", _LEARNS),
+        only_with={"loss": _LEARNS, **_EVEN},
     )
     learning_rate: float = setting(
         4e-3,
@@ -334,26 +336,26 @@ class HeadSettings(RunSettings):
     @property
     def description(self) -> str:
         """A line that says which method these settings run."""
-        start = f"METHOD is {self.method}, CLUSTER_SIZES {self.cluster_sizes}, LOSS {self.loss}: "
-        if self.method == "heads":
-            voters = f"the better half of {self.n_heads} heads, which learn by LOSS, vote"
-        elif self.heads_vote:
-            voters = (
-                f"partitions of the neighbor graph vote, and the better half of {self.n_heads} "
-                "heads, which learn by LOSS, as one more family"
+        if not self.heads_vote:
+            why = (
+                "LOSS is fixed"
+                if self.loss == "fixed"
+                else f"CLUSTER_SIZES is {self.cluster_sizes}"
             )
+            return f"{why}: partitions of the neighbor graph vote, and the heads learn the answer"
+        learn = (
+            f"{self.n_heads} heads start from partitions of the neighbor graph and learn by LOSS"
+        )
+        if self.method == "heads":
+            voters = f"{learn}, and the better half of them vote"
         else:
-            voters = "partitions of the neighbor graph vote"
-        return f"{start}{voters}; all heads then learn the answer"
+            voters = f"{learn}; the partitions vote, and the better half of the heads with them"
+        start = f"METHOD is {self.method}, LOSS {self.loss}"
+        return f"{start}: {voters}; all heads then learn the answer"
 
     def check_together(self) -> None:
         """Raise SettingsError if individually valid settings contradict each other."""
         super().check_together()
-        if self.method == "heads" and not self.heads_vote:
-            raise SettingsError(
-                f"LOSS is {self.loss}, by which heads find no clusters, but with METHOD heads "
-                "nothing else does: set LOSS to temi or sharpened, or METHOD to consensus"
-            )
         if self.loss in OBJECTIVES:  # a user's objective is imported and checked by the run
             make_objective(self.loss, vars(self))
 

@@ -2,12 +2,13 @@
 
 In the first stage each head starts from a partition of the neighbor graph: it learns the partition
 by cross-entropy until it has nearly the partition's neighbor information, and goes on by LOSS. The
-better half of the heads votes on the answer, as one family beside those of the graph (METHOD
-consensus) or alone (METHOD heads). In the second stage all heads learn the answer by cross-entropy.
+better half of the heads votes on the answer, alone (METHOD heads) or as one family beside those of
+the graph (METHOD consensus). In the second stage all heads learn the answer by cross-entropy.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from firstnan.parts import TooFewHealthyParts
 from ssl_kd.graph.ensemble import HEADS, VERY_MANY, Candidate
 from ssl_kd.graph.levels import in_order
-from ssl_kd.vision.convergence import ALONE, LOOKS
+from ssl_kd.vision.convergence import ALONE
 from ssl_kd.vision.fit import (
     CONSENSUS_PAIRS,
     CONVERGENCE_PAIRS,
@@ -34,8 +35,9 @@ from ssl_kd.vision.settings import HeadSettings
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather, Plan
 
+logger = logging.getLogger(__name__)
+
 KNOWN = 0.95  # share of a partition's information at which a head has learned it
-LATER = LOOKS.index(100)  # the first look at heads that vote alone, which gain by more steps
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,14 @@ class Starts:
 def first_of(partitions: Partitions, heads: HeadSettings) -> tuple[GraphAnswer | None, Starts]:
     """Return the answer, unless heads vote on it, and what the heads learn first.
 
-    Beside partitions, heads vote where these are of graphs and of at most 200 clusters.
+    Heads vote where the partitions are of graphs, and of at most 200 clusters.
     """
-    beside = partitions.ensemble.by_graphs and partitions.n_clusters <= VERY_MANY
-    if heads.heads_vote and (beside or heads.method == "heads"):
+    few = partitions.n_clusters <= VERY_MANY
+    if heads.heads_vote and few and partitions.ensemble.by_graphs:
         return None, starts_of(partitions, heads)
+    if heads.heads_vote:
+        why = "the table is small" if few else f"there are more than {VERY_MANY} clusters"
+        logger.info("partitions vote and heads do not, because %s", why)
     answer = partitions.answer()
     return answer, Starts(answer.clusters)
 
@@ -150,8 +155,7 @@ class Stages:
         if goals is None:
             return {"plan": self._plan(), "clusters": clusters}
         self.trainer.by_loss.fill_(False)
-        first = LATER if self.heads.method == "heads" else 0
-        plan = self._plan(goals=goals[self._own], first=first)
+        plan = self._plan(goals=goals[self._own])
         return {"plan": plan, "clusters": clusters[self._own], "answer": self}
 
     def _plan(self, **options: Any) -> Plan:

@@ -15,25 +15,15 @@ from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.pairs import sample_rows
-from ssl_kd.vision.settings import HeadSettings, VisionSettings
+from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import Gather
 
-PROJECTION_ROWS = 10_000
 # Samples in the neighbor graph: as many per cluster, within these limits.
 GRAPH_ROWS, ROWS_PER_CLUSTER, MOST_GRAPH_ROWS = 10_000, 50, 100_000
 MAX_BYTES_IN_MEMORY = 2 * 2**30  # larger ones are read from disk and projected on demand
 UNEQUAL = 10  # ratio of the standard deviations of two columns that calls for standardizing
 COPY = 1e-5  # rows this close are copies, relative to the RMS distance from the mean
 MIN_DISTINCT = 64  # with fewer distinct rows, copies are kept
-
-
-def needs_graph(heads: HeadSettings, n: int, n_clusters: int | None) -> bool:
-    """Return whether partitions of the neighbor graph are needed to cluster `n` samples.
-
-    With METHOD heads, heads that start from random weights find a known number of clusters in any
-    number of samples, so that all are used.
-    """
-    return heads.method != "heads" or n_clusters is None or n <= GRAPH_ROWS
 
 
 def training_rows(n: int, read: Gather, seed: int, n_clusters: int | None) -> Tensor:
@@ -101,11 +91,8 @@ class TrainingRows:
         cls, store: EmbeddingStore, settings: VisionSettings, n_clusters: int | None
     ) -> TrainingRows:
         """Choose the training rows, and fit the projection to them or to a sample."""
-        seed, rows = settings.seed, None
-        if needs_graph(settings, store.n, n_clusters):
-            rows = training_rows(store.n, store.gather, seed, n_clusters)
-        sample = sample_rows(store.n, seed, PROJECTION_ROWS) if rows is None else rows
-        x = store.gather(sample)
+        rows = training_rows(store.n, store.gather, settings.seed, n_clusters)
+        x = store.gather(rows)
         training = cls(store, Projection.fit(x, settings.pca_dim, settings.standardize), rows)
         training.unequal = unequal_columns(x, settings.standardize)
         return training

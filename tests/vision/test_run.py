@@ -215,22 +215,11 @@ def test_the_number_of_clusters_is_found_and_its_levels_are_nested(settings):
 
 
 def test_heads_alone_vote_and_may_have_their_number_found(settings):
-    path = run(settings(n_clusters="auto", method="heads"))
+    path = run(settings(n_clusters="auto"))
     graph = metrics(path)["graph"]
     assert graph["number"]["n_clusters"] == len(metrics(path)["cluster_sizes"])
     assert graph["voters"] == ["heads"] and {"heads", "spectral"} <= graph["agreement"].keys()
     assert any(name.startswith("level_") for name in assignments(path)[0])
-
-
-def test_heads_alone_find_a_known_number_in_all_of_very_many_rows(settings, monkeypatch):
-    monkeypatch.setattr("ssl_kd.vision.training_rows.GRAPH_ROWS", 63)
-    path = run(settings(method="heads"))
-    assert metrics(path)["graph"] is None and {line["stage"] for line in log_lines(path)} == {
-        "find"
-    }
-    assert not any(name.startswith("level_") for name in assignments(path)[0])
-    with pytest.raises(InputError, match="tree of levels"):
-        ClusterModel.from_pretrained(path).predict_levels(torch.zeros(1, 64))
 
 
 def test_the_report_says_what_the_other_choice_of_sizes_would_have_given(settings):
@@ -352,10 +341,11 @@ def test_without_labels_the_number_of_clusters_is_found_unless_it_is_set(setting
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "METHOD is consensus, CLUSTER_SIZES even, LOSS temi: "),
-        ({"beta": 0.5}, "and the better half of 4 heads, which learn by LOSS, as one more family"),
-        ({"method": "heads"}, ": the better half of 4 heads, which learn by LOSS, vote"),
-        ({"loss": "fixed"}, "LOSS fixed: partitions of the neighbor graph vote;"),
+        ({}, "METHOD is heads, LOSS temi: 4 heads start from partitions of the neighbor graph"),
+        ({"beta": 0.5}, "learn by LOSS, and the better half of them vote; all heads then learn"),
+        ({"method": "consensus"}, "; the partitions vote, and the better half of the heads with"),
+        ({"loss": "fixed"}, "LOSS is fixed: partitions of the neighbor graph vote, and the heads"),
+        ({"cluster_sizes": "any"}, "CLUSTER_SIZES is any: partitions of the neighbor graph vote,"),
     ],
 )
 def test_the_first_line_and_the_run_folder_say_which_method_runs(settings, caplog, changes, says):
@@ -365,7 +355,7 @@ def test_the_first_line_and_the_run_folder_say_which_method_runs(settings, caplo
     assert ("BETA is 0.5: at 0.5 and below" in caplog.text) == ("beta" in changes)
     config = json.loads((path / "config.json").read_text())
     assert config["method"] == caplog.messages[0]
-    stages = ["answer"] if "loss" in changes else ["find", "answer"]
+    stages = ["find", "answer"] if VisionSettings(**changes).heads_vote else ["answer"]
     assert metrics(path)["steps"] == 2 * len(stages)
     assert {line["stage"] for line in log_lines(path)} <= {*stages}
 

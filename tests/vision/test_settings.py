@@ -54,6 +54,27 @@ EDGES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("changed", "without_effect", "where"),
+    [
+        ({"beta": 0.8}, "BETA is 0.8", {"loss": "sharpened"}),
+        ({"beta": 0.8}, "BETA is 0.8", {"cluster_sizes": "any"}),
+        ({"loss": "sharpened"}, "LOSS is 'sharpened'", {"cluster_sizes": "any"}),
+        ({"method": "consensus"}, "METHOD is 'consensus'", {"cluster_sizes": "any"}),
+        ({"method": "consensus"}, "METHOD is 'consensus'", {"loss": "fixed"}),
+        ({"instance_weight": "own"}, "INSTANCE_WEIGHT is 'own'", {"loss": "fixed"}),
+    ],
+)
+def test_a_setting_without_effect_is_refused_with_both_ways_out(changed, without_effect, where):
+    ((other, value),) = where.items()
+    with pytest.raises(
+        SettingsError, match=f"{without_effect}, but has no effect with {other.upper()} {value}"
+    ):
+        VisionSettings(**changed, **where)
+    VisionSettings(**changed)
+    VisionSettings(**where)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_out_of_range_is_refused_by_name_and_the_edge_is_allowed(name):
     for value in REFUSED[name]:

@@ -44,7 +44,7 @@ def test_heads_alone_start_from_partitions_and_otherwise_the_answer_is_learned(p
         answer, starts = first_of(partitions, VisionSettings(**changes))
         assert answer is not None and torch.equal(starts.clusters, answer.clusters)
         assert starts.goals is None
-    answer, starts = first_of(partitions, VisionSettings(method="heads"))
+    answer, starts = first_of(partitions, VisionSettings())
     assert answer is None and len(starts.clusters) == 16
 
 
@@ -76,7 +76,7 @@ def test_heads_that_all_failed_cannot_vote_alone(partitions):
     stages = Stages(settings, *inputs, Starts(), partitions)
     with pytest.raises(TooFewHealthyParts, match="all heads failed"):
         stages(torch.empty(0, len(X)))
-    beside = Stages(VisionSettings(), *inputs, Starts(), partitions)
+    beside = Stages(VisionSettings(method="consensus"), *inputs, Starts(), partitions)
     _, answer, _ = beside(torch.empty(0, len(X)))
     assert torch.equal(answer, partitions.answer().clusters)
 
