@@ -109,6 +109,11 @@ class Ensemble:
             return Ensemble.vote(everyone, n_clusters, self.sizes, metrics=self.metrics)
         return replace(Ensemble.vote(heads, n_clusters), candidates=everyone, metrics=self.metrics)
 
+    @property
+    def by_all_methods(self) -> list[Candidate]:
+        """The candidates of all methods that suit CLUSTER_SIZES, also if only the heads voted."""
+        return voters(self.candidates, self.sizes)
+
     def other(self, n_clusters: int) -> Ensemble:
         """Return the consensus of the same candidates with the other choice of CLUSTER_SIZES."""
         sizes: Sizes = "any" if self.sizes == "even" else "even"

@@ -261,14 +261,14 @@ def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> Tensor
 
 @torch.inference_mode()
 def _calibrate(model: ClusterModel, x: Tensor, ensemble: Ensemble) -> None:
-    """Set the temperature so that the mean confidence on `x` is the voters' squared agreement.
+    """Set the temperature so that the mean confidence on `x` is the partitions' squared agreement.
 
     The partitions share errors, so the plain agreement is too high (docs/scores.md has numbers).
     """
     if len(ensemble.clusters) < MIN_SAMPLES_PER_CLUSTER * model.n_clusters:
         return
     votes = torch.cat([model.vote(block) for block in x.split(ROWS_PER_BLOCK)])
-    shares = agreement(ensemble.voters, ensemble.clusters).values()
+    shares = agreement(ensemble.by_all_methods, ensemble.clusters).values()
     confidence = (sum(shares) / len(shares)) ** 2
     model.options["answer_temperature"] = temperature_for(votes, confidence)
 

@@ -140,7 +140,7 @@ def _graph(answer: GraphAnswer | None, departure: float | None) -> dict[str, Any
     clusters = answer.clusters.numpy()
     return {
         "agreement": agreement(ensemble.candidates, ensemble.clusters),
-        "cluster_agreement": cluster_agreement(ensemble.voters, clusters, k).tolist(),
+        "cluster_agreement": cluster_agreement(ensemble.by_all_methods, clusters, k).tolist(),
         "metrics": list(ensemble.metrics),
         "departure": departure,
         "voters": sorted({candidate.family for candidate in ensemble.voters}),

@@ -81,9 +81,7 @@ class TrainingRows:
 
     def __init__(self, store: EmbeddingStore, projection: Projection, rows: Tensor | None) -> None:
         self.store, self.projection, self.rows = store, projection, rows
-        self.unequal = (
-            ""  # what `unequal_columns` says of the rows that the projection was fitted to
-        )
+        self.unequal = ""  # what `unequal_columns` says of the rows that fit the projection
         self.n = store.n if rows is None else len(rows)
 
     @classmethod
