@@ -1,6 +1,6 @@
 """Cache teacher outputs in verified shards, and find nearest neighbors."""
 
-from ssl_kd.store.approximate import find_neighbors, kept_neighbors, neighbors_in_memory
+from ssl_kd.store.approximate import find_neighbors, neighbors_in_memory
 from ssl_kd.store.embeddings import EmbeddingStore, EmbeddingWriter
 from ssl_kd.store.fingerprint import BaseFingerprint, Fingerprint, FingerprintMismatch
 from ssl_kd.store.neighbors import nearest_neighbors
@@ -17,7 +17,6 @@ __all__ = [
     "ShardStore",
     "ShardWriter",
     "find_neighbors",
-    "kept_neighbors",
     "nearest_neighbors",
     "neighbors_in_memory",
 ]

@@ -161,15 +161,6 @@ def by_index(store: EmbeddingStore) -> bool:
     return store.n > EXACT_ROWS
 
 
-def kept_neighbors(store: EmbeddingStore, k: int) -> Tensor | None:
-    """Map the file in which `find_neighbors` saved neighbors; return None if there is none.
-
-    Its checksum is not verified, because that would read the whole file.
-    """
-    saved = _saved(store, k, verify=False)
-    return None if saved is None else saved[0]
-
-
 def _all_pairs(
     store: EmbeddingStore, k: int, device: str | torch.device, progress: Progress | None
 ) -> Tensor:
@@ -189,16 +180,14 @@ def _paths(store: EmbeddingStore) -> tuple[Path, Path]:
     return stem.with_suffix(".npy"), stem.with_suffix(".json")
 
 
-def _saved(
-    store: EmbeddingStore, k: int, verify: bool = True
-) -> tuple[Tensor, dict[str, Any]] | None:
+def _saved(store: EmbeddingStore, k: int) -> tuple[Tensor, dict[str, Any]] | None:
     """Load neighbors and record; return None if they belong to other embeddings or are too few."""
     path, record_path = _paths(store)
     try:
         record = json.loads(record_path.read_text(encoding="utf-8"))
         if record["digest"] != store.digest or record["k"] < k:
             return None
-        if verify and sha256_file(path) != record["sha256"]:
+        if sha256_file(path) != record["sha256"]:
             raise CorruptFileError(f"{path} has changed since it was written")
         return _mapped(path)[:, :k], record
     except FileNotFoundError:

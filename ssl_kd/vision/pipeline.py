@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from firstnan.parts import TooFewHealthyParts
-from ssl_kd.errors import InputError
 from ssl_kd.files import sha256_file
 from ssl_kd.memory import cache_clearing
 from ssl_kd.precision import Precision
 from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore, find_neighbors, kept_neighbors, neighbors_in_memory
-from ssl_kd.store.approximate import by_index
+from ssl_kd.store import EmbeddingStore, neighbors_in_memory
 from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Clock, Progress, no_progress
@@ -84,9 +82,9 @@ class LeaderResult:
     store: Path  # folder of the training embeddings, which every rank reads
     fingerprint: Fingerprint
     projection: Projection
-    rows: Tensor | None  # rows of the store in the order of training; None: all
+    rows: Tensor  # rows of the store in the order of training
     n_clusters: int
-    neighbors: Tensor | None  # None: each rank maps the file stored beside the embeddings
+    neighbors: Tensor
     starts: Starts  # of all heads
 
 
@@ -116,7 +114,7 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
             projection=rows.projection,
             rows=rows.rows,
             n_clusters=n_clusters,
-            neighbors=None if rows.rows is None and by_index(store) else neighbors,
+            neighbors=neighbors,
             starts=starts,
         )
         ranks.ranks.from_first(lambda: result)
@@ -153,14 +151,6 @@ def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
             )
         store = EmbeddingStore.open(leader.store, "train", expect=leader.fingerprint, verify=False)
         rows = TrainingRows(store, leader.projection, leader.rows)
-        neighbors = leader.neighbors
-        if neighbors is None:
-            neighbors = kept_neighbors(store, min(settings.neighbours, store.n - 1))
-        if neighbors is None:
-            raise InputError(
-                f"{store.folder} lacks the neighbors that rank 0 has stored: set EMBEDDINGS_DIR to "
-                "a folder that all ranks share"
-            )
         folder = ReadOnlyRunFolder(leader.path)
         context = RunContext(
             settings,
@@ -172,7 +162,7 @@ def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
             ranks,
             Board(folder.path, ()),
         )
-        _train(context, rows, neighbors, leader)
+        _train(context, rows, leader.neighbors, leader)
         with signals.between_steps():  # rank 0 forms the answer and writes the files
             ranks.ranks.from_first(_only_rank_0)
     return leader.path
@@ -262,11 +252,9 @@ def _reporter(stage: str, progress: Progress) -> Callable[[int, int], None]:
 
 
 def _find_neighbors(context: RunContext, rows: TrainingRows) -> tuple[Tensor, dict[str, Any]]:
-    """Return `[n, k]` neighbors and how they were found; only those of all rows are stored."""
+    """Return `[n, k]` neighbors and how they were found."""
     k, device = min(context.settings.neighbours, rows.n - 1), context.precision.device
     report = _reporter("neighbours", context.progress)
-    if rows.rows is None:
-        return find_neighbors(rows.store, k, device=device, progress=report)
     if rows.n < rows.store.n:
         logger.info("the neighbor graph holds %d of %d samples", rows.n, rows.store.n)
     embeddings = rows.embeddings(torch.arange(rows.n))

@@ -76,13 +76,13 @@ def unequal_columns(x: Tensor, standardized: bool) -> str:
 class TrainingRows:
     """Read the projected embeddings of the training rows, from memory if they fit, else from disk.
 
-    `rows` are the rows of the store to train on, in this order; None for all rows.
+    `rows` are the rows of the store to train on, in this order.
     """
 
-    def __init__(self, store: EmbeddingStore, projection: Projection, rows: Tensor | None) -> None:
+    def __init__(self, store: EmbeddingStore, projection: Projection, rows: Tensor) -> None:
         self.store, self.projection, self.rows = store, projection, rows
         self.unequal = ""  # what `unequal_columns` says of the rows that fit the projection
-        self.n = store.n if rows is None else len(rows)
+        self.n = len(rows)
 
     @classmethod
     def fit(
@@ -110,7 +110,7 @@ class TrainingRows:
         _ = self._in_memory
 
     def _gather(self, rows: Tensor) -> Tensor:
-        return self.store.gather(rows if self.rows is None else self.rows[rows])
+        return self.store.gather(self.rows[rows])
 
     def embeddings(self, rows: Tensor) -> Tensor:
         """Return the embeddings of the given training rows before PCA; see STANDARDIZE."""

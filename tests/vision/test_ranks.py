@@ -21,9 +21,8 @@ from ssl_kd.errors import BAD_INPUT
 from ssl_kd.files import sha256_file
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.precision import Precision
-from ssl_kd.store import approximate
 from ssl_kd.training.ranks import Ranks
-from ssl_kd.vision import fit, training_rows
+from ssl_kd.vision import fit
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.run import run
@@ -196,7 +195,7 @@ def same(one, other):
     [
         {"instance_weight": "none"},
         {"instance_weight": "own", "loss": "sharpened", "use_fp16": True},
-        {"method": "consensus", "loss": "fixed", "instance_weight": "none"},
+        {"loss": "fixed", "instance_weight": "none"},
         {"method": "consensus"},
         {"max_steps": None, "instance_weight": "own", "log_every": 20},  # until they converge
     ],
@@ -206,35 +205,6 @@ def test_several_ranks_leave_what_one_process_leaves(settings, changes):
     one = trained(1, settings("one", **changes), (in_chunks, 2))
     for world in (2, 3):
         same(one, trained(world, settings(f"of {world}", **changes)))
-
-
-def mapped_on_all(rank):
-    """Fails where neighbours are sent from rank to rank."""
-    from_first = Ranks.from_first
-
-    def checked(self, work):
-        found = from_first(self, work)
-        assert getattr(found, "neighbors", None) is None
-        return found
-
-    mock.patch.object(Ranks, "from_first", checked).start()
-
-
-def by_index(rank):
-    """Even these few rows are searched by an index, and are too many for partitions of a graph."""
-    mock.patch.object(approximate, "EXACT_ROWS", 10).start()
-    mock.patch.object(training_rows, "GRAPH_ROWS", 10).start()
-
-
-def test_neighbours_that_lie_on_the_disk_are_mapped_by_each_rank(settings):
-    changes = {"instance_weight": "none"}
-    one = trained(1, settings("one", **changes), (by_index,))
-    two = trained(2, settings("of 2", **changes), (by_index,), (mapped_on_all,))
-    for found in (one, two):
-        del found["metrics"]["neighbours"]["seconds"]
-    same(one, two)
-    exact = run_joined(work, 2, settings("exact"), (mapped_on_all,))
-    assert {name for name, *_ in exact} <= {"AssertionError", "RankStopped"}
 
 
 def test_trainers_of_the_default_shape_are_slices_of_one():
