@@ -8,6 +8,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install $(if $(CI),--quiet) --no-compile
 # The three distributions of this repository, editable: the guard, the explorer, and ssl_kd with EXTRAS.
 CLONE  := -e firstnan -e explore -e
+EXTRAS := vision,hub,tensorboard
 NEEDS  := pyproject.toml firstnan/pyproject.toml explore/pyproject.toml
 ARGS   ?=
 
@@ -75,12 +76,12 @@ $(PY):
 
 $(VENV)/.installed: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, its explorer and what they need into $(VENV): several GB, minutes, once."
-	$(PIP) $(CLONE) .
+	$(PIP) $(CLONE) '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.installed-llm: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and the language mode into $(VENV): several GB, minutes, once."
-	$(PIP) $(CLONE) '.[llm]'
+	$(PIP) $(CLONE) '.[$(EXTRAS),llm]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(NEEDS) | $(PY)
@@ -90,5 +91,5 @@ $(VENV)/.installed-dev: $(NEEDS) | $(PY)
 
 $(VENV)/.installed-site: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd and what its site is built with into $(VENV): once."
-	$(PIP) $(CLONE) '.[site]'
+	$(PIP) $(CLONE) '.[$(EXTRAS),site]'
 	@touch $@ $(VENV)/.installed

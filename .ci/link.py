@@ -15,9 +15,9 @@ from alone import collect, link  # noqa: E402
 
 def main(folder, wheels):
     """Link the requirements of all wheels, and theirs."""
-    distributions, own = {}, set()
+    own = {Path(wheel).name.split("-")[0]: None for wheel in wheels}
+    distributions = dict(own)  # so that their requirements are read from the wheels alone
     for wheel in wheels:
-        own.add(Path(wheel).name.split("-")[0])
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
             requirements = message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])

@@ -22,6 +22,7 @@ from ssl_kd.datasets.usage import LeftOut, counted
 from ssl_kd.errors import DatasetUnavailable, DatasetUnreachable, InputError, printable
 from ssl_kd.files import CorruptFileError, atomic_write_bytes, strict_json
 from ssl_kd.settings.early import DATASETS, FILE_LIST, dataset_path
+from ssl_kd.settings.import_paths import check_installed
 
 Split = Literal["train", "test"]
 LabelSource = Literal["auto", "folders", "none"]
@@ -317,6 +318,7 @@ def _digits(name: str, split: Split, root: Path, download: bool) -> ImageDataset
 
 
 def _torchvision(name: str, split: Split, root: Path, download: bool) -> ImageDataset:
+    check_installed(["torchvision"], "vision", f"DATASET {name!r}")
     from torchvision import datasets
 
     train = split == "train"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -13,18 +14,30 @@ from pathlib import Path
 
 from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding
 
-# Import names.
-_NEEDED = (
-    "torch torchvision timm numpy scipy sklearn faiss safetensors huggingface_hub PIL rich"
-    " matplotlib tensorboard jinja2 pyarrow"
-).split()
+# Import names, and for a package of an extra what needs it.
+_NEEDED = "torch numpy scipy sklearn faiss safetensors PIL rich matplotlib jinja2 pyarrow".split()
+_OF_EXTRAS = {
+    "torchvision": ("vision", "networks as teachers of images, and torchvision's data sets"),
+    "timm": ("vision", "DINOv2, EfficientNet-Lite0 and timm's models as teachers"),
+    "tensorboard": ("tensorboard", "REPORT_TO tensorboard"),
+    "huggingface_hub": ("hub", "models from the Hugging Face Hub, and export in its formats"),
+    "ssl_kd_explore": ("explore", "ssl_kd explore, curate, compare, export and watch"),
+}
 
 
 def packages() -> Iterator[Finding]:
-    """Report the Python version, and check that each required package can be imported."""
+    """Report the Python version, and check that packages can be imported.
+
+    A required package that is not installed is a fault; for one of an extra it is a note.
+    """
     result = f"{platform.python_version()} at {sys.executable}, {platform.platform(terse=True)}"
     yield Finding("python", result)
-    for name in _NEEDED:
+    for name in (*_NEEDED, *_OF_EXTRAS):
+        if name in _OF_EXTRAS and importlib.util.find_spec(name) is None:
+            extra, users = _OF_EXTRAS[name]
+            change = f"for {users}: pip install 'ssl_kd[{extra}]'"
+            yield Finding(name, "not installed", change, note=True)
+            continue
         try:
             module = importlib.import_module(name)
         except Exception as error:  # a broken binary may raise anything

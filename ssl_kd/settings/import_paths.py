@@ -29,12 +29,15 @@ def explain(error: BaseException) -> str:
     return f"{message} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else message
 
 
-def check_installed(names: Collection[str], extra: str) -> None:
-    """Raise MissingPackage if a package is not installed; no package is imported."""
+def check_installed(names: Collection[str], extra: str, what: str = "This") -> None:
+    """Raise MissingPackage if a package is not installed; no package is imported.
+
+    The message names the extra of `ssl_kd` with the packages, and `what` needs them.
+    """
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         plural = "s" if len(missing) > 1 else ""
         raise MissingPackage(
-            f"This needs the package{plural} {', '.join(missing)}: pip install 'ssl_kd[{extra}]'"
+            f"{what} needs the package{plural} {', '.join(missing)}: pip install 'ssl_kd[{extra}]'"
         )
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ssl_kd.errors import InputError, brief
-from ssl_kd.settings.import_paths import IMPORT_PATH, import_class
+from ssl_kd.settings.import_paths import IMPORT_PATH, check_installed, import_class
 from ssl_kd.teachers.base import Features, Pixels, Teacher, TeacherUnavailable
 from ssl_kd.teachers.network import Network, Transform
 from ssl_kd.teachers.weights import (
@@ -86,6 +86,7 @@ def load_teacher(
         return _pixels(image_size, dataset) if name == "pixels" else _features(dataset)
     if re.fullmatch(IMPORT_PATH[1], name):
         return _imported(name, weights, image_size, token).to(device)
+    check_installed(("timm", "torchvision"), "vision", f"TEACHER {name!r}")
     state = None if weights is None else read_weights(weights)
     if name == "dinov2" or name in DINOV2_MODELS:
         model = "dinov2_vits14" if name == "dinov2" else name

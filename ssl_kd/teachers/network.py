@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ssl_kd.errors import InputError, brief
+from ssl_kd.settings.import_paths import check_installed
 from ssl_kd.teachers.base import Teacher
 from ssl_kd.teachers.weights import weights_id
 
@@ -42,6 +43,10 @@ class Transform:
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     crop_mode: Literal["center", "squash", "border"] = "center"
+
+    def __post_init__(self) -> None:
+        """Raise MissingPackage without torchvision, which resizes images."""
+        check_installed(["torchvision"], "vision", "The preprocessing of a network (Transform)")
 
     @property
     def shape(self) -> tuple[int, int]:

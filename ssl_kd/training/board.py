@@ -23,9 +23,10 @@ def check_boards(names: Collection[str]) -> None:
     """Raise MissingPackage (an ImportError) if the package of a board is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
+            package = name if name in TRACKERS else f"'ssl_kd[{name}]'"
             raise MissingPackage(
                 f"REPORT_TO is {name!r}, but the package {name} is not installed: pip install "
-                f"{name}, or set REPORT_TO to 'auto' or 'none'"
+                f"{package}, or set REPORT_TO to 'auto' or 'none'"
             )
 
 

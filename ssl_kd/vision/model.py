@@ -20,7 +20,7 @@ from ssl_kd.files import CorruptFileError, atomic_write_bytes, atomic_write_json
 from ssl_kd.heads import OWN_HEADS, HeadBank, head_maker, import_head
 from ssl_kd.losses import log_probabilities
 from ssl_kd.precision import default_torch_state
-from ssl_kd.settings.import_paths import path_of_file
+from ssl_kd.settings.import_paths import check_installed, path_of_file
 from ssl_kd.vision.model_parts import Projection, Splits, Tree
 from ssl_kd.vision.new_clusters import NewClusters, comparable, find_new_clusters
 from ssl_kd.vision.novelty import Novelty, is_dead
@@ -342,11 +342,12 @@ def logits_of(probabilities: Tensor) -> Tensor:
 
 def folder_of(name: str | Path) -> Path:
     """Return a folder; if `user/name` is not one, download the model of that name from the Hub."""
+    if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        return Path(name)
+    check_installed(["huggingface_hub"], "hub", f"There is no folder {name}, and the Hub")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
-        return Path(name)
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(MODEL_FILES)))
     except (HfHubHTTPError, OSError) as error:

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as arrow
-from huggingface_hub import DatasetCard, DatasetCardData, ModelCard, ModelCardData
 from pyarrow import compute
 
 from ssl_kd import __version__
 from ssl_kd.errors import printable
 from ssl_kd.files import atomic_write_json
+from ssl_kd.settings.import_paths import check_installed
 from ssl_kd.vision.model import DIGEST, MODEL_FILES, ClusterModel
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions.line_format import without_person
 from ssl_kd_explore.export.content import Content
 from ssl_kd_explore.export.parquet_table import write_parquet
+
+check_installed(["huggingface_hub"], "hub", "An export in formats of the Hugging Face Hub")
+from huggingface_hub import DatasetCard, DatasetCardData, ModelCard, ModelCardData  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
