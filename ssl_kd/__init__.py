@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
-    from ssl_kd.distillation import Distillation
+    from ssl_kd.language.distillation import Distillation
     from ssl_kd.vision.estimator import MultiHeadClusterer
     from ssl_kd_explore.run import Run
 
@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> object:
     # Imported on first use: torch and scikit-learn take seconds, and `ssl_kd --help` needs neither.
     homes = {
-        "Distillation": "ssl_kd.distillation",
+        "Distillation": "ssl_kd.language.distillation",
         "MultiHeadClusterer": "ssl_kd.vision.estimator",
     }
     if name in homes:

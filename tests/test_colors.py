@@ -12,7 +12,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from ssl_kd.colors import CLUSTERS, MISSING, RAMP, tint
-from ssl_kd.report import figures
+from ssl_kd.pages import figures
 from ssl_kd_explore import explore
 
 PAGE = Path(explore.__file__).parent / "page"

@@ -24,9 +24,9 @@ from ssl_kd.datasets.images import find_images, image_id, read_image
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import atomic_write_json, atomic_write_text
 from ssl_kd.files.lock import Lock
+from ssl_kd.pages.wording import DASH
 from ssl_kd.report import reported
 from ssl_kd.report.watch import write_watch_page
-from ssl_kd.report.wording import DASH
 from ssl_kd.settings.early import FILE_LIST, check_run_name
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.extend import DECIDED, extend, inherited

@@ -76,8 +76,8 @@ def distill_as(read: Callable[[], LanguageSettings], command: Sequence[str]) -> 
         from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
 
         screen = open_screen()
-        from ssl_kd.distillation import distilled
-        from ssl_kd.report.tables import language_table, success_text
+        from ssl_kd.language.distillation import distilled
+        from ssl_kd.language.report.tables import language_table, success_text
         from ssl_kd.training.ranks import follows
 
         with ProgressBars(screen) as progress:
@@ -168,7 +168,7 @@ def judge(argv: Sequence[str]) -> int:
     screen = open_screen()
     from ssl_kd.files import atomic_write_json
     from ssl_kd.language.evaluate.judge_finished import judge
-    from ssl_kd.report.tables import language_table
+    from ssl_kd.language.report.tables import language_table
     from ssl_kd.training.folder import check_writable
     from ssl_kd.training.ranks import refuse_ranks
 

@@ -1,4 +1,4 @@
-"""Write the report of a run, one page that opens offline."""
+"""Write the report of a run, one page that opens offline; here, that of a clustering run."""
 
 from ssl_kd.report.decided import Decided
 from ssl_kd.report.gallery import run_images

@@ -1,53 +1,12 @@
-"""Format the scores of a finished run as the commands and the report show them."""
+"""Format the scores of a clustering run as the commands and the report show them."""
 
-from collections.abc import Callable
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from ssl_kd.report.wording import amount, number, percent
-
-SCORES: dict[str, tuple[str, Callable[[float], str]]] = {
-    "perplexity": ("perplexity", amount),
-    "bits_per_character": ("bits per character", number),
-    "agreement": ("agreement, %", percent),
-    "kl": ("KL to teacher, nats", number),
-    "acceptance": ("accepted as a draft, %", percent),
-    "ece": ("ECE, %", percent),
-    "repetition": ("repeated 4-grams, %", percent),
-    "answer_accuracy": ("right answers, %", percent),
-    "answer_rate": ("answered, %", percent),
-}
-"""Title and format of each score of a language model, by its name in `metrics.json`."""
-
-
-def language_table(metrics: dict[str, Any]) -> Table:
-    """Return a table of the scores in `metrics.json`, with a column for each language model.
-
-    With an `alignment`, teacher and student have different tokenizers; their perplexities do not
-    compare and are left out.
-    """
-    rows, apart = metrics["table"], bool(metrics.get("alignment"))
-    table = _table("Held-out text, two tokenizers" if apart else "Held-out text", "score")
-    for row in rows:
-        style = "bold" if row["name"] == "student" else None
-        table.add_column(Text(row["name"]), justify="right", style=style)
-    for key, (name, formatted) in SCORES.items():
-        values = [row.get(key) for row in rows]
-        if any(value is not None for value in values) and not (apart and key == "perplexity"):
-            table.add_row(name, *("-" if v is None else formatted(v) for v in values))
-    return table
-
-
-def success_text(metrics: dict[str, Any]) -> str:
-    """Return a sentence on the success rate of a training, in whole and by loss term."""
-    rates = metrics["success_rates"]
-    terms = ", ".join(f"{name} {percent(rate)} %" for name, rate in rates.items())
-    return (
-        f"Success rate {percent(metrics['success_rate'])} % of {metrics['steps']:,} steps ({terms})"
-    )
+from ssl_kd.pages.tables import new_table
+from ssl_kd.pages.wording import percent
 
 
 def extension_text(metrics: dict[str, Any]) -> str:
@@ -97,7 +56,7 @@ def results_table(metrics: dict[str, Any]) -> Table:
     if title and data["n_labelled"] != data["n_train"]:
         title += f" ({data['n_labelled']:,} of {data['n_train']:,} training samples are labelled)"
     # 80 columns are enough for every name; only a long note takes a second line.
-    table = _table(title, "answer")
+    table = new_table(title, "answer")
     table.add_column("split")
     for score in ("ACC", "NMI", "ARI"):
         table.add_column(score, justify="right")
@@ -132,9 +91,3 @@ def classifier_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
         for name, (accuracy, note) in scores.items()
         if accuracy is not None and splits
     ]
-
-
-def _table(title: str | None, first_column: str) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(first_column, no_wrap=True)
-    return table

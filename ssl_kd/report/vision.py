@@ -7,7 +7,8 @@ import numpy as np
 
 from ssl_kd.datasets.usage import counted
 from ssl_kd.evaluate import collapsed, effective_clusters
-from ssl_kd.report import figures
+from ssl_kd.pages import figures
+from ssl_kd.pages.wording import DASH, base_name, duration, facts, finite, number, percent
 from ssl_kd.report.curves import curve_text, head_curves
 from ssl_kd.report.decided import Decided
 from ssl_kd.report.gallery import Images, gallery
@@ -18,7 +19,6 @@ from ssl_kd.report.tables import (
     number_text,
     other_sizes_text,
 )
-from ssl_kd.report.wording import DASH, base_name, duration, facts, finite, number, percent
 
 ANSWER = "consensus"
 BASELINES = ("k-means", "spectral clustering")

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.colors import tint
+from ssl_kd.pages.wording import base_name
 from ssl_kd.report.gallery import strip
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.wording import base_name
 from ssl_kd.report.write import write_page
 from ssl_kd.vision.samples import Samples
 

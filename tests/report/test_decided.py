@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ssl_kd.cli import main
+from ssl_kd.pages.curves import MAX_POINTS, interval_means
 from ssl_kd.report import Decided, run_images, write_report
-from ssl_kd.report.curves import MAX_POINTS, _interval_means, curve_text
+from ssl_kd.report.curves import curve_text
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions import Curation
 from tests.report.reading import Reader, change
@@ -122,7 +123,7 @@ def test_a_curve_shows_means_of_intervals_of_steps():
     values = np.stack([np.sin(steps), np.full(1000, 2.0)], 1)
     values[::2, 1] = np.nan
     values[:17, 1] = np.inf
-    x, means = _interval_means(steps, values)
+    x, means = interval_means(steps, values)
     size = -(-1000 // MAX_POINTS)
     assert len(x) <= MAX_POINTS and x[0] == size and x[-1] == 1000
     assert means[3, 0] == pytest.approx(values[3 * size : 4 * size, 0].mean())

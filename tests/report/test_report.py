@@ -15,7 +15,8 @@ from PIL import Image
 
 from ssl_kd.datasets import FolderDataset
 from ssl_kd.evaluate import calibration
-from ssl_kd.report import figures, run_images, write_report
+from ssl_kd.pages import figures
+from ssl_kd.report import run_images, write_report
 from ssl_kd.report.gallery import thumbnail
 from ssl_kd.vision.sources import describe_source, write_sources
 from tests.report.reading import (

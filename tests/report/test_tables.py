@@ -4,7 +4,8 @@ import io
 
 from rich.console import Console
 
-from ssl_kd.report.tables import language_table, results_table
+from ssl_kd.language.report.tables import language_table
+from ssl_kd.report.tables import results_table
 
 
 def test_a_table_without_labels_shows_dashes_and_no_title():

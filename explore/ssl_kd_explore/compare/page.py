@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.files import atomic_write_text
+from ssl_kd.pages.wording import percent
+from ssl_kd.pages.write import rendered
 from ssl_kd.report.gallery import strip
-from ssl_kd.report.wording import percent
-from ssl_kd.report.write import rendered
 from ssl_kd.vision.samples import Samples
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def write_comparison(comparison: dict[str, Any], a: Samples, b: Samples, path: P
         "percent": percent,
         "folder": f"{sides['A']['run']} and {sides['B']['run']}",
     }
-    atomic_write_text(path, rendered("comparison.html", comparison | content))
+    atomic_write_text(path, rendered("ssl_kd.report", "comparison.html", comparison | content))
     atomic_write_text(path.with_suffix(".json"), json.dumps(comparison, indent=1) + "\n")
 
 

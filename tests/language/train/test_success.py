@@ -2,8 +2,8 @@
 
 import pytest
 
+from ssl_kd.language.report.tables import success_text
 from ssl_kd.language.train.success import Success
-from ssl_kd.report.tables import success_text
 
 
 def test_a_step_without_an_update_and_rows_left_out_lower_the_rate_of_their_term():

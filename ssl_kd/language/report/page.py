@@ -1,12 +1,15 @@
-"""Collect what the page of a language run shows."""
+"""Write the report of a language run, one page that opens offline."""
 
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ssl_kd.report.curves import curve_text, loss_curves, perplexity_curve
-from ssl_kd.report.results import RunResults
-from ssl_kd.report.tables import SCORES
-from ssl_kd.report.wording import DASH, amount, base_name, duration, facts, finite, percent
+from ssl_kd.language.report.curves import curve_text, loss_curves, perplexity_curve
+from ssl_kd.language.report.tables import SCORES
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.pages.run_files import RunFiles
+from ssl_kd.pages.wording import DASH, amount, base_name, duration, facts, finite, percent
+from ssl_kd.pages.write import write_page
 
 TEACHER, BEFORE, STUDENT = "teacher", "student before", "student"
 MAX_PROMPTS, MAX_CHARACTERS = 12, 4000
@@ -14,7 +17,20 @@ MAX_PROMPTS, MAX_CHARACTERS = 12, 4000
 TEXTS = {"teacher": TEACHER, "before": BEFORE, "after": "student after", "reference": "reference"}
 
 
-def content(run: RunResults) -> dict[str, Any]:
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` from the files of a run folder, and return its path.
+
+    A section whose data is missing is replaced by a sentence that says so.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    run = RunFiles.read(Path(run_dir))
+    template = "ssl_kd.language.report", "language.html"
+    return write_page(run, template, content(run), "report.html", LanguageSettings().to_dict())
+
+
+def content(run: RunFiles) -> dict[str, Any]:
     """Return the values that the language template needs in addition to the frame's."""
     metrics, data = run.metrics, run.config.get("data") or {}
     rows = [row for row in metrics.get("table") or [] if isinstance(row, dict)]
@@ -53,7 +69,7 @@ def content(run: RunResults) -> dict[str, Any]:
 
 
 def _header(
-    run: RunResults, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
+    run: RunFiles, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> dict[str, Any]:
     """Return the headline, the line above it and the sentences below."""
     headline, lead = _headline(run, scores, points)
@@ -73,7 +89,7 @@ def _header(
 
 
 def _headline(
-    run: RunResults, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
+    run: RunFiles, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> tuple[str, list[str]]:
     """Return a headline that compares the student's perplexity, and the sentences below it."""
     after, metrics = _perplexity(scores, STUDENT), run.metrics
@@ -140,7 +156,7 @@ def _note(row: dict[str, Any]) -> str:
     return "; ".join(notes)
 
 
-def _evaluations(run: RunResults) -> tuple[list[tuple[float, float]], list[str]]:
+def _evaluations(run: RunFiles) -> tuple[list[tuple[float, float]], list[str]]:
     """Return step and perplexity of each evaluation, and the steps whose value is not finite."""
     points, not_finite = {}, []
     for line in run.steps:
@@ -153,7 +169,7 @@ def _evaluations(run: RunResults) -> tuple[list[tuple[float, float]], list[str]]
     return sorted(points.items()), not_finite
 
 
-def _training(run: RunResults) -> dict[str, Any]:
+def _training(run: RunFiles) -> dict[str, Any]:
     """Return steps, tokens, speed and memory of the training, from `metrics.json` or the log."""
 
     def logged(name: str) -> list[float]:
@@ -177,7 +193,7 @@ def _training(run: RunResults) -> dict[str, Any]:
     }
 
 
-def _inputs(run: RunResults) -> dict[str, Any]:
+def _inputs(run: RunFiles) -> dict[str, Any]:
     """Return facts about models, text, the teacher's cache and the alignment of tokens."""
     data, values = run.config.get("data") or {}, {}
     for model in (TEACHER, STUDENT):

@@ -1,0 +1,1 @@
+"""Write the report of a language run, and format its scores."""

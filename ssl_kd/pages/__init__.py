@@ -1,0 +1,1 @@
+"""Write pages that open offline: their frame, figures, curves and numbers."""
