@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 SWEEPS = 40  # of the local search, at most; it usually ends long before
 LEAST_GAIN = 1e-7
 ALPHA = 0.5  # default power of the entropy
-CELLS = 2**24  # samples times clusters whose preferences are in memory at once
+CELLS = 2**24  # rows times clusters of a table that is in memory at once
 LEAST_ENTROPY = 1e-9
 SPARSE = 256  # from this K on a sparse product is faster
 
@@ -148,16 +148,20 @@ def one_hot(clusters: Ints, n_clusters: int) -> sp.csr_matrix:
     return sp.csr_matrix((ones, clusters, rows), shape=(len(clusters), n_clusters))
 
 
+def row_blocks(n: int, n_clusters: int) -> list[slice]:
+    """Split rows 0 to n - 1 so that a table of a block's rows and the clusters fits into memory."""
+    step = max(1, CELLS // n_clusters)
+    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+
+
 def _preferred(graph: Graph, ties: Any, joint: Floats, alpha: float) -> Ints:
     """Return each node's best cluster by the derivative of the partition value, in one pass."""
     k = len(joint)
     share = np.maximum(joint.sum(1), 1e-12)
     logs = np.log(np.maximum(joint, 1e-6 * np.outer(share, share)))
     size = (1 - alpha * partition_value(joint, 1) / 2) * np.log(share)
-    step = max(1, CELLS // k)
     blocks = []
-    for start in range(0, graph.n, step):
-        rows = slice(start, start + step)
+    for rows in row_blocks(graph.n, k):
         blocks.append((ties[rows] @ logs - graph.degree[rows, None] * size).argmax(1))
     return np.concatenate(blocks)
 

@@ -25,7 +25,14 @@ from scipy.sparse.linalg import ArpackError, eigsh
 from threadpoolctl import threadpool_limits
 
 from ssl_kd.graph.cells import kmeans_by_cells
-from ssl_kd.graph.criterion import Graph, Ints, adjusted_rand_index, one_hot, refine
+from ssl_kd.graph.criterion import (
+    Graph,
+    Ints,
+    adjusted_rand_index,
+    one_hot,
+    refine,
+    row_blocks,
+)
 from ssl_kd.graph.kmeans import kmeans
 from ssl_kd.graph.layout import Density, low_dimensional
 from ssl_kd.graph.levels import MANY, communities, in_order
@@ -385,22 +392,30 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
         Strehl & Ghosh, Cluster ensembles, 2002; Fern & Brodley, Solving cluster ensemble problems
         by bipartite graph partitioning, 2004.
     """
-    n, weights = len(candidates[0].clusters), weights_of(candidates)
+    weights = weights_of(candidates)
     if n_clusters > VERY_MANY:
         answer = _most_agreed(candidates, weights)
     else:
         answer = _of_joint_clusters(candidates, weights, n_clusters)
     k = int(answer.max()) + 1
     for _ in range(VOTES):
-        votes = np.zeros((n, k))
-        for candidate, weight in zip(candidates, weights, strict=True):
-            votes[np.arange(n), aligned(candidate.clusters, answer)] += weight
-        votes[np.arange(n), answer] += TIE
-        better = votes.argmax(1)
+        ballots = [aligned(candidate.clusters, answer) for candidate in candidates]
+        better = _majority([*ballots, answer], [*weights, TIE], k)
         if (better == answer).all() or len(np.unique(better)) < k:
             break
         answer = better
     return answer
+
+
+def _majority(ballots: Sequence[Ints], weights: Sequence[float], n_clusters: int) -> Ints:
+    """Return the cluster with the largest total weight, `[n]`, of ballots `[n]` with weights."""
+    blocks = []
+    for rows in row_blocks(len(ballots[0]), n_clusters):
+        votes = np.zeros((rows.stop - rows.start, n_clusters))
+        for ballot, weight in zip(ballots, weights, strict=True):
+            votes[np.arange(len(votes)), ballot[rows]] += weight
+        blocks.append(votes.argmax(1))
+    return np.concatenate(blocks)
 
 
 def _of_joint_clusters(
@@ -465,8 +480,9 @@ def any_size_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints
     if n == len(linked):
         return clusters
     members = one_hot(clusters, k)
-    nearest = joint @ (rows.T @ members @ sp.diags_array(1 / np.bincount(clusters)))
-    answer = nearest.toarray().argmax(1)
+    means = rows.T @ members @ sp.diags_array(1 / np.bincount(clusters))
+    blocks = [(joint[block] @ means).toarray().argmax(1) for block in row_blocks(n, k)]
+    answer = np.concatenate(blocks)
     answer[linked] = clusters
     return answer
 

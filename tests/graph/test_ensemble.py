@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits, make_moons
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
-from ssl_kd.graph import View, agreement, consensus, form_ensemble, fuzzy_graph
+from ssl_kd.graph import View, agreement, consensus, criterion, form_ensemble, fuzzy_graph
 from ssl_kd.graph.ensemble import (
     MASS,
     PEAKS,
@@ -218,3 +218,17 @@ def test_the_vote_of_very_many_clusters_starts_from_the_partition_that_most_agre
     wrong = np.random.default_rng(0).permutation(y)
     candidates = [Candidate("a", wrong), Candidate("b", y), Candidate("c", np.roll(y, 0))]
     assert adjusted_rand_score(y, consensus(candidates, 300)) == 1
+
+
+def test_votes_are_counted_in_blocks_of_rows(monkeypatch):
+    random = np.random.default_rng(0)
+    y = random.integers(4, size=3000)  # more than the samples of which all pairs are compared
+    noisy = [np.where(random.random(3000) < 0.3, random.integers(4, size=3000), y) for _ in "abc"]
+    candidates = [
+        Candidate(family, clusters) for family, clusters in zip("abc", noisy, strict=True)
+    ]
+    whole = consensus(candidates, 4), any_size_consensus(candidates, 4)
+    monkeypatch.setattr(criterion, "CELLS", 400)
+    parts = consensus(candidates, 4), any_size_consensus(candidates, 4)
+    assert len(criterion.row_blocks(3000, 4)) == 30
+    assert all((a == b).all() for a, b in zip(whole, parts, strict=True))
