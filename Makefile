@@ -6,8 +6,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 # Nothing here compiles torch's 10,000 files ahead of time: what is imported compiles itself.
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install $(if $(CI),--quiet) --no-compile
-# The three distributions of this repository, editable: the guard, the explorer, and ssl_kd with EXTRAS.
-CLONE  := -e firstnan -e explore -e
+# The three distributions of this repository are installed editable. The explorer comes last: before ssl_kd
+# with extras, pip 23.2 would look for the ssl_kd that it requires on PyPI.
 EXTRAS := vision,hub,tensorboard
 NEEDS  := pyproject.toml firstnan/pyproject.toml explore/pyproject.toml
 ARGS   ?=
@@ -76,20 +76,20 @@ $(PY):
 
 $(VENV)/.installed: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, its explorer and what they need into $(VENV): several GB, minutes, once."
-	$(PIP) $(CLONE) '.[$(EXTRAS)]'
+	$(PIP) -e firstnan -e '.[$(EXTRAS)]' -e explore
 	@touch $@
 
 $(VENV)/.installed-llm: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and the language mode into $(VENV): several GB, minutes, once."
-	$(PIP) $(CLONE) '.[$(EXTRAS),llm]'
+	$(PIP) -e firstnan -e '.[$(EXTRAS),llm]' -e explore
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and the test tools into $(VENV): several GB, minutes, once."
-	$(PIP) $(CLONE) '.[dev]'
+	$(PIP) -e firstnan -e '.[dev]' -e explore
 	@touch $@ $(VENV)/.installed $(VENV)/.installed-llm
 
 $(VENV)/.installed-site: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd and what its site is built with into $(VENV): once."
-	$(PIP) $(CLONE) '.[$(EXTRAS),site]'
+	$(PIP) -e firstnan -e '.[$(EXTRAS),site]' -e explore
 	@touch $@ $(VENV)/.installed
