@@ -398,7 +398,10 @@ def origin(shelf: Shelf, rows: Sequence[Row]) -> str:
 
 
 def report(kind: Kind, shelf: Shelf, rows: Sequence[Row]) -> dict[str, str]:
-    """Return Markdown by name of its section: a kind's tables; `unknown` without K; `readme`."""
+    """Return Markdown by name of its section: a kind's tables; `unknown` without K; `readme`.
+
+    The natural sets of the shelf `choose` have one table of methods, the section `choose`.
+    """
     sections = {}
     scores = Scores(rows)
     if scores.sets:
@@ -408,6 +411,8 @@ def report(kind: Kind, shelf: Shelf, rows: Sequence[Row]) -> dict[str, str]:
                 f" Draws left out because not every method ran on them: {scores.n_incomplete}."
             )
         lines += ["", *table_of_methods(scores)]
+        if (kind, shelf) == ("natural", "choose"):
+            return {"choose": "\n".join(lines)}
         if OURS in scores.methods and len(scores.methods) > 1:
             lines += ["", "Each set, the largest losses first:", "", *table_of_sets(scores)]
         if OURS in scores.methods and len(scores.methods) > 1 and kind == "natural":
