@@ -26,7 +26,6 @@ from ssl_kd.files import atomic_write_json, atomic_write_text
 from ssl_kd.files.lock import Lock
 from ssl_kd.pages.wording import DASH
 from ssl_kd.report import reported
-from ssl_kd.report.watch import write_watch_page
 from ssl_kd.settings.early import FILE_LIST, check_run_name
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.extend import DECIDED, extend, inherited
@@ -35,6 +34,7 @@ from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd_explore.decisions import Curation
 from ssl_kd_explore.drift import describe_rounds
+from ssl_kd_explore.watch_page import write_watch_page
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as arrow
 
@@ -43,13 +42,8 @@ def write_report(
         clusters = arrow.array(decided.clusters)
         with_decisions = run.assignments.set_column(place, "cluster", clusters)
         run = dataclasses.replace(run, assignments=with_decisions)
-    return write_page(run, "vision.html", vision.content(run, images, decided), "report.html")
-
-
-def write_page(run: RunResults, template: str, content: dict[str, Any], name: str) -> Path:
-    """Write the page `name` into the folder of a clustering run, and return its path."""
-    defaults = VisionSettings().to_dict()
-    return pages.write_page(run, ("ssl_kd.report", template), content, name, defaults)
+    content, defaults = vision.content(run, images, decided), VisionSettings().to_dict()
+    return pages.write_page(run, ("ssl_kd.report", "vision.html"), content, "report.html", defaults)
 
 
 def reported(start: Callable[..., Path], progress: Progress) -> Path:

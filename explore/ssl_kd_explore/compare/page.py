@@ -41,7 +41,7 @@ def write_comparison(comparison: dict[str, Any], a: Samples, b: Samples, path: P
         "percent": percent,
         "folder": f"{sides['A']['run']} and {sides['B']['run']}",
     }
-    atomic_write_text(path, rendered("ssl_kd.report", "comparison.html", comparison | content))
+    atomic_write_text(path, rendered("ssl_kd_explore", "comparison.html", comparison | content))
     atomic_write_text(path.with_suffix(".json"), json.dumps(comparison, indent=1) + "\n")
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from ssl_kd.colors import tint
 from ssl_kd.pages.wording import base_name
+from ssl_kd.pages.write import write_page
 from ssl_kd.report.gallery import strip
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.write import write_page
 from ssl_kd.vision.samples import Samples
+from ssl_kd.vision.settings import VisionSettings
 
 
 def write_watch_page(samples: Samples, summary: dict[str, Any]) -> Path:
@@ -26,4 +27,5 @@ def write_watch_page(samples: Samples, summary: dict[str, Any]) -> Path:
         "pictures_of": partial(strip, samples),
         "tint": tint,
     }
-    return write_page(RunResults.read(samples.path), "watch.html", content, "watch.html")
+    run, defaults = RunResults.read(samples.path), VisionSettings().to_dict()
+    return write_page(run, ("ssl_kd_explore", "watch.html"), content, "watch.html", defaults)
