@@ -142,7 +142,7 @@ def step(
 
 
 def teacher_of(case: Case) -> Any:
-    return case.distiller.source.model  # type: ignore[union-attr]
+    return case.distiller.source.models["teacher"]
 
 
 def layers_of(lm: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from ssl_kd.language.run_record import (
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teachers.caching import with_automatic_cache
 from ssl_kd.language.teachers.load import NO_MODELS, InMemoryModels
-from ssl_kd.language.teachers.routed import RoutedTeacher
 from ssl_kd.language.teachers.text_teacher import save_text_teacher
 from ssl_kd.language.train.loop import Row, train
 from ssl_kd.language.train.step import Distiller, check_ranks, precision_of
@@ -97,8 +95,7 @@ def run(
                 folder.update_json("config.json", precision=str(prepared.precision))
             prepared = prepared.without_cached_teacher()
             distiller = make_distiller(prepared, folder)
-            mixture = getattr(distiller.source, "mixture", None)
-            judge = make_judge(prepared, mixture.original_router if mixture else nullcontext)
+            judge = make_judge(prepared, distiller.source.as_loaded)
             with clock("judge"):
                 before = partial(judge_student, prepared, judge)
                 row, generations["before"] = ranks.from_first(before)
@@ -210,7 +207,7 @@ def _rollouts(distiller: Distiller, prepared: Prepared, weights: Path) -> Rollou
 
 def _save(folder: RunFolder, prepared: Prepared, distiller: Distiller, table: list[Row]) -> None:
     """Save the student as a model folder, and the teacher's router if it was trained."""
-    student, source, teacher = prepared.student, distiller.source, prepared.teacher
+    student, teacher = prepared.student, prepared.teacher
     is_cut = prepared.settings.student_model.startswith("layers:")
 
     def save() -> None:
@@ -225,8 +222,7 @@ def _save(folder: RunFolder, prepared: Prepared, distiller: Distiller, table: li
         )
         wrote = teacher if prepared.settings.teacher_text else None
         save_text_teacher(folder.path / "student", student, wrote)
-        if isinstance(source, RoutedTeacher) and source.router is not None:
-            source.mixture.save_router(folder.path / "router.safetensors")
+        distiller.source.save(folder.path)
 
     prepared.ranks.from_first(save)
 

@@ -264,7 +264,7 @@ def advice(distiller: Distiller) -> str:
             values["clip_grad"] = 0.5
         if settings.grad_norm_threshold is not None:  # of steps before this process resumed
             values["grad_norm_threshold"] = None
-        if distiller.source is not None and settings.temperature < 2:
+        if distiller.has_teacher and distiller.aligned is None and settings.temperature < 2:
             values["temperature"] = 2.0
         if distiller.precision.student != torch.float32:
             values["model_dtype"] = "float32"

@@ -35,9 +35,9 @@ class Aligned:
         self.divergence, self.draws = divergence, draws
 
     @property
-    def model(self) -> Any:
-        """The teacher's model."""
-        return getattr(self.answer, "__self__", self.answer).model
+    def models(self) -> dict[str, Any]:
+        """The live teacher, by its name in fault messages."""
+        return {"teacher": getattr(self.answer, "__self__", self.answer).model}
 
     def __call__(self, batch: AlignedBatch, logits: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the distance to the teacher: summed over token groups, averaged over passes.

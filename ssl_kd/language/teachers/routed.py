@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ssl_kd.language.text.blocks import Batch
 KA_LAMBDA = 0.05  # probability that the experts of a token are sampled in ROUTER_MODE ka
 
 
-class RoutedTeacher:
+class RoutedTeacher(Source):
     """Return the answers of a mixture-of-experts teacher, and train its router in mode `sar`.
 
     In `sar`, each batch first updates the router by `KL(p || q)`, where q is the fixed student, and
@@ -41,6 +42,7 @@ class RoutedTeacher:
         gradient_checkpointing: bool = False,
     ) -> None:
         self.frozen, self.model, self.device = frozen, frozen.model, frozen.device
+        self.models = {"teacher": frozen.model}
         self.mixture = Mixture(frozen.model)
         self.mode: Any = router.router_mode
         self.draws = router.draws
@@ -109,6 +111,41 @@ class RoutedTeacher:
             weights=(0.0, 1.0),
         )
 
+    @contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Do not train the router in the block."""
+        before, self.learns = self.learns, False
+        try:
+            yield
+        finally:
+            self.learns = before
+
+    def as_loaded(self) -> AbstractContextManager[None]:
+        """Use the router in the block that the model was loaded with."""
+        return self.mixture.original_router()
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return the weights of the router, if it is trained."""
+        if self.router is None:
+            return {}
+        return {f"router {name}": p for name, p in self.mixture.router_parameters().items()}
+
+    def take_events(self) -> list[Event]:
+        """Return the events of the router since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def values(self) -> dict[str, float | None]:
+        """Return the values of the last router step for the log."""
+        if self.record is None:
+            return {}
+        return {
+            "router": self.record.loss,
+            "router_drift": self.record.drift,
+            "router_entropy": self.record.entropy,
+            "teacher_ce": self.ce,
+        }
+
     def state(self) -> dict[str, Any]:
         """Return the state of the router and its optimizer, for a checkpoint."""
         return {} if self.router is None else self.router.state_dict()
@@ -118,15 +155,7 @@ class RoutedTeacher:
         if self.router is not None:
             self.router.load_state_dict(state)
 
-
-@contextmanager
-def router_fixed(source: Source | None) -> Iterator[None]:
-    """Do not train the router of a teacher in the block, if the teacher has one."""
-    if not isinstance(source, RoutedTeacher):
-        yield
-        return
-    before, source.learns = source.learns, False
-    try:
-        yield
-    finally:
-        source.learns = before
+    def save(self, folder: Path) -> None:
+        """Write the router to `router.safetensors`, if it was trained."""
+        if self.router is not None:
+            self.mixture.save_router(folder / "router.safetensors")

@@ -17,7 +17,6 @@ from firstnan.loop import Guard
 from firstnan.microscope import Fault, Microscope
 from ssl_kd.faults import diagnose
 from ssl_kd.language.models.finite import in_words, of_a_file, suspect_weights
-from ssl_kd.language.teachers.routed import RoutedTeacher, router_fixed
 from ssl_kd.language.teachers.sources import named_rows
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
@@ -38,13 +37,11 @@ def examine(
     """
     weights = {f"student weight {name}": p for name, p in objective.student.named_parameters()}
     leaves = [p for p in weights.values() if p.requires_grad]
-    source: Any = objective.source if objective.aligned is None else objective.aligned
-    teachers = getattr(source, "models", {"teacher": getattr(source, "model", None)})
+    teachers = (objective.aligned or objective.source).models
     named = {name: p.detach() for name, p in weights.items()}
     for name, teacher in teachers.items():
-        if teacher is not None:
-            named |= suspect_weights(teacher, name)
-    with router_fixed(objective.source), Microscope(named) as scope:
+        named |= suspect_weights(teacher, name)
+    with objective.source.fixed(), Microscope(named) as scope:
         terms = objective.weighted(objective.terms(batch))
         suspects = [terms[part]] if part in terms else list(terms.values())
         fault = scope.fault(*suspects)
@@ -64,10 +61,7 @@ def trained(objective: Objective) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {
         f"student {n}": p for n, p in objective.student.named_parameters() if p.requires_grad
     }
-    if isinstance(objective.source, RoutedTeacher) and objective.source.router is not None:
-        routers = objective.source.mixture.router_parameters()
-        tensors |= {f"router {name}": p for name, p in routers.items()}
-    return tensors
+    return tensors | objective.source.trained()
 
 
 @dataclass(frozen=True)

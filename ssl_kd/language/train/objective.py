@@ -24,7 +24,7 @@ from ssl_kd.language.models.causal import without_adapters
 from ssl_kd.language.models.frozen import hidden_states, linear_head
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teachers.aligned import Aligned
-from ssl_kd.language.teachers.sources import ByTag, Source
+from ssl_kd.language.teachers.sources import Source
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
 from ssl_kd.language.train.rows_left_out import FirstPass, SickRows, overwritten, without
@@ -51,8 +51,10 @@ class Objective:
         source: Source | None = None,
         aligned: Aligned | None = None,
     ) -> None:
-        self.settings, self.precision, self.source = settings, precision, source
+        self.settings, self.precision = settings, precision
+        self.source = Source() if source is None else source
         self.aligned = aligned
+        self.has_teacher = source is not None or aligned is not None
         self.student = student.to(precision.device).train()
         if (line := promote_to_fp32(student)) is not None:
             logger.info("%s", line)
@@ -68,11 +70,6 @@ class Objective:
     def head(self) -> Any:
         """The student's output head; None if the logits are not linear in the hidden states."""
         return without_adapters(self.student).get_output_embeddings() if self._linear else None
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether there is a teacher, with the student's tokenizer or another one."""
-        return self.source is not None or self.aligned is not None
 
     def weighted(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """Multiply each term by its weight; leave out the terms of weight 0."""
@@ -105,7 +102,7 @@ class Objective:
             outputs = self._forward(text)
             rows, targets = next_token_targets(text.input_ids, text.counts)
             teachers: Sequence[TeacherOutput] = ()
-            if self.source is not None:
+            if self.has_teacher and self.aligned is None:
                 teachers = self.source(text, rows, outputs.at(rows).as_teacher())
             if first is not None:
                 first.answers = teachers
@@ -174,10 +171,9 @@ class Objective:
             healthy = without(batch, sick["kd"]) if sick else batch
             kd = self.aligned(healthy, outputs.all_logits)
             return {"ce": ce, "kd": kd.float()}
-        teacher_weights = getattr(self.source, "weights", None)
         sums = []
         parts = self._parts(text, len(targets), sick)
-        for at, has_target, divergence, chosen in self._by_tag(text, len(targets), parts):
+        for at, has_target, divergence, chosen in self._by_owner(text, len(targets), parts):
             answers = teachers[chosen]
             answers = answers if at is None else [select_rows(answer, at) for answer in answers]
             part_targets = targets if at is None else targets[at]
@@ -188,7 +184,7 @@ class Objective:
                     part_targets if has_target else None,
                     answers if divergence else (),
                     divergence=divergence or self.settings.kind_of_divergence,
-                    teacher_weights=teacher_weights if divergence else None,
+                    teacher_weights=self.source.weights if divergence else None,
                     **options,
                 )
             )
@@ -221,16 +217,19 @@ class Objective:
             )
         ]
 
-    def _by_tag(self, text: Batch, n: int, parts: Any) -> list[tuple[Any, bool, str | None, slice]]:
+    def _by_owner(
+        self, text: Batch, n: int, parts: Any
+    ) -> list[tuple[Any, bool, str | None, slice]]:
         """Divide parts by the teacher of their rows, and add which answers belong to each."""
         whole = [(*part, slice(None)) for part in parts]
-        if not isinstance(self.source, ByTag) or not n:
+        owners = self.source.owners(text)
+        if owners is None or not n:
             return whole
-        divided, owners, device = [], self.source.owners(text), self.precision.device
+        divided, device = [], self.precision.device
         for at, has_target, divergence, _ in whole:
             places = torch.arange(n, device=device)[slice(None) if at is None else at].cpu()
-            for i, teacher in enumerate(self.source.present(text)):
-                if len(mine := places[owners[places] == teacher]):
+            for i in owners.unique().tolist():
+                if len(mine := places[owners[places] == i]):
                     at_teacher = to_device_async(mine, device)
                     divided.append((at_teacher, has_target, divergence, slice(i, i + 1)))
         return divided

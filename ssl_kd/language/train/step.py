@@ -24,7 +24,6 @@ from ssl_kd.language.models.finite import in_words
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.settings.groups import TrainingSettings
 from ssl_kd.language.teachers.aligned import Aligned
-from ssl_kd.language.teachers.routed import RoutedTeacher, router_fixed
 from ssl_kd.language.teachers.sources import Source, named_rows
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
@@ -247,10 +246,12 @@ class Distiller(Objective):
         if self._is_stale:
             self.guard.discard()
             set_rng_state(rng, self.precision.device)
-            with router_fixed(self.source):
+            with self.source.fixed():
                 sums = self._accumulate(batches, again=True)
         self.tokens += tokens
-        router = self._router_events()
+        if events := self.source.take_events():
+            self.guard.events.extend([replace(e, step=self.guard.step_number) for e in events])
+        router = self.source.values()
         # Copied while the guard waits for the device anyway.
         copied = torch.stack([*sums.values()]).to("cpu", non_blocking=True)
         explain = partial(self.explainer.explain, batches, rng)
@@ -359,20 +360,6 @@ class Distiller(Objective):
         """Return a term's tokens per rank, because gradients are averaged over ranks."""
         return max(self._remaining[name], 1) / self.ranks.world
 
-    def _router_events(self) -> dict[str, float | None]:
-        """Add the events of the teacher's router to the guard's; return the values to log."""
-        if not isinstance(self.source, RoutedTeacher) or self.source.record is None:
-            return {}
-        events, self.source.events = self.source.events, []
-        self.guard.events.extend([replace(e, step=self.guard.step_number) for e in events])
-        record = self.source.record
-        return {
-            "router": record.loss,
-            "router_drift": record.drift,
-            "router_entropy": record.entropy,
-            "teacher_ce": self.source.ce,
-        }
-
     def explain(self, batch: Batch | AlignedBatch, part: str = "model") -> str | None:
         """Run a batch again, check every operation, and describe the first fault and its fix."""
         fault = examine(self, batch, part)
@@ -390,7 +377,7 @@ class Distiller(Objective):
             "success": self.success.state(),
             "recent": [dataclasses.asdict(result) for result in self.recent],
             "explained": sorted(self.explainer.explained),
-            "router": self.source.state() if isinstance(self.source, RoutedTeacher) else {},
+            "router": self.source.state(),
         }
 
     @torch.no_grad()
@@ -407,5 +394,4 @@ class Distiller(Objective):
         self.learned |= state["learned"]
         self.success = Success(**state.get("success", {}))
         self.recent = [StudentStep(**row) for row in state["recent"]]
-        if isinstance(self.source, RoutedTeacher):
-            self.source.load(state["router"])
+        self.source.load(state["router"])

@@ -237,7 +237,7 @@ def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
     assert batch.written and (text or changes.get("on_policy") == 1.0)
     is_contrastive = changes["divergence"] == "distillm2"
     assert len(batch.rows) == 5 + (batch.written if is_contrastive else 0)
-    models = distiller.student, distiller.source.model
+    models = distiller.student, distiller.source.models["teacher"]
     exact, ce, kd, n = oracle.step(*models, batch, distiller.settings, text)
 
     distiller._count([batch])
