@@ -122,9 +122,6 @@ class LanguageSettings(
         """Raise SettingsError if settings that are valid alone contradict each other."""
         super().check_together()
         no_teacher, cached = self.teacher_model == "none", self.teacher_cache is not None
-        clamped, changed_router = self.legacy_clamp is not None, self.router_weights is not None
-        original = self.router_mode in ("native", "auto") and not changed_router
-        other_teacher = cached or self.teacher_url or self.is_routed or self.align != "auto"
         template = self.teacher_prompt_template
         _refuse(
             (
@@ -154,27 +151,27 @@ class LanguageSettings(
                 " the same tokenizer: set ROUTER_MODE to 'all' or 'ka', or ALIGN to 'auto'.",
             ),
             (
-                clamped and cached,
+                self.legacy_clamp is not None and cached,
                 "LEGACY_CLAMP is set, but it needs the logits of a live teacher: set TEACHER_CACHE"
                 " or LEGACY_CLAMP to None.",
-            ),
-            (
-                self.teacher_model == "self" and (other_teacher or self.teacher_text),
-                "TEACHER_MODEL is 'self', which is the student in this process: set TEACHER_CACHE,"
-                " TEACHER_URL and ROUTER_WEIGHTS to None, ALIGN to 'auto', ROUTER_MODE to 'native'"
-                " and TEACHER_TEXT to 0.",
             ),
             (
                 any(part not in template for part in ("{prompt}", "{privileged_context}")),
                 f"TEACHER_PROMPT_TEMPLATE is {template!r}: add {{prompt}}, {{privileged_context}}.",
             ),
         )
+        if self.teacher_model == "self":
+            self._check_defaults(
+                "TEACHER_MODEL is 'self', which is the student in this process",
+                *("teacher_cache", "teacher_url", "teacher_text"),
+                *("align", "router_mode", "router_weights"),
+            )
         if self.teacher_url is not None or self.rollout_url is not None:
             self._check_urls()
         if self.teacher_url is not None:
-            self._check_served(original and not clamped)
+            self._check_served()
         if len(self.teacher_names) > 1 or self.teacher_field:
-            self._check_several(cached)
+            self._check_several()
         if self.quantization is not None:
             self._check_quantization()
         self._check_generation(no_teacher, cached)
@@ -212,7 +209,15 @@ class LanguageSettings(
         except InputError as error:
             raise SettingsError(f"{error}.") from error
 
-    def _check_served(self, original: bool) -> None:
+    def _check_defaults(self, reason: str, *names: str) -> None:
+        """Raise SettingsError for the first of these settings that has not its default."""
+        for name in names:
+            value, default = getattr(self, name), getattr(type(self), name)
+            setting = name.upper()
+            message = f"{setting} is {value!r}, but {reason}: set {setting} to {default!r}."
+            _refuse((value != default, message))
+
+    def _check_served(self) -> None:
         _refuse(
             (
                 self.to_train or self.teacher_model == "none",
@@ -236,14 +241,14 @@ class LanguageSettings(
                 " student's likeliest tokens, but TEACHER_URL provides only the teacher's own: set"
                 " DIVERGENCE to 'reverse_kl'.",
             ),
-            (
-                self.align != "auto" or not original,
-                "TEACHER_URL provides only the teacher's most likely tokens: set ALIGN to 'auto',"
-                " ROUTER_MODE to 'native', and ROUTER_WEIGHTS and LEGACY_CLAMP to None.",
-            ),
+        )
+        router = () if self.router_mode == "auto" else ("router_mode",)  # native for a server
+        self._check_defaults(
+            "the server at TEACHER_URL returns only the likeliest tokens of an unchanged teacher",
+            *("align", *router, "router_weights", "legacy_clamp"),
         )
 
-    def _check_several(self, cached: bool) -> None:
+    def _check_several(self) -> None:
         names, tags = self.teacher_names, self.teacher_tags
         single = any(name.partition(":")[0] in ("train", "none", "") for name in names)
         plain = all((*tags, *names)) and len({*tags}) == len(names) > 1 and not self.teacher_shares
@@ -263,12 +268,11 @@ class LanguageSettings(
                 f"TEACHER_MODEL is {self.teacher_model!r}: expected folders, or names on the Hub,"
                 " separated by commas ('train' and 'none' cannot be combined).",
             ),
-            (
-                self.align != "auto" or self.is_routed or cached,
-                "TEACHER_MODEL names several teachers, which must run live, unchanged and with the"
-                " student's tokenizer: set ALIGN to 'auto', ROUTER_MODE to 'native', and"
-                " ROUTER_WEIGHTS and TEACHER_CACHE to None.",
-            ),
+        )
+        self._check_defaults(
+            "TEACHER_MODEL names several teachers, which run live, unchanged and with the student's"
+            " tokenizer",
+            *("align", "router_mode", "router_weights", "teacher_cache"),
         )
 
     def _check_quantization(self) -> None:
