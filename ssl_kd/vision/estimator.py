@@ -43,6 +43,8 @@ from ssl_kd.vision.stages import Stages, Starts, first_of
 from ssl_kd.vision.train import HeadsLearner
 from ssl_kd.vision.training_rows import (
     GRAPH_ROWS,
+    nearest_in_graph,
+    other_rows,
     training_rows,
     unequal_columns,
 )
@@ -224,9 +226,9 @@ class MultiHeadClusterer(
     def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
         """Find the clusters of the samples, and train the heads that predict them.
 
-        A random 10,000 of the samples are used if there are more, or 50 per cluster if these are
-        more, at most 100,000; but all of them to find a given number of clusters with
-        `method="heads"`.
+        The clusters are found in a random 10,000 of the samples if there are more, or in 50 per
+        cluster if these are more, at most 100,000. The heads learn them from the other samples as
+        well, at most a million, of which each takes the cluster of the nearest samples.
 
         Args:
             X: embeddings `[n, n_features]`, n at least 2 and at least `n_clusters`.
@@ -253,15 +255,17 @@ class MultiHeadClusterer(
 
     def _train(self, x: Tensor, settings: VisionSettings, n_clusters: int | None) -> Self:
         precision = Precision.for_device(settings.device, settings.use_fp16)
-        rows = x[training_rows(len(x), x.__getitem__, settings.seed, n_clusters)]
+        in_graph = training_rows(len(x), x.__getitem__, settings.seed, n_clusters)
+        rows, others = x[in_graph], other_rows(len(x), in_graph, settings.seed, n_clusters)
         if message := unequal_columns(rows, settings.standardize):
             logger.warning("%s", message)
         projection = Projection.fit(rows, settings.pca_dim, settings.standardize)
         projected, rows = projection(rows), projection.columns(rows)
-        gather = projected.__getitem__
+        beyond = [projection(x[block]) for block in others.split(ROWS_PER_BLOCK)]
+        gather = torch.cat([projected, *beyond]).__getitem__
         k = min(settings.neighbours, len(rows) - 1)
         neighbors = neighbors_in_memory(rows, k, device=precision.device)[0]
-        partitions = partition = self.number_ = None
+        partitions = partition = nearest = self.number_ = None
         starts = Starts()
         if n_clusters != 1:
             inputs = neighbors, rows.__getitem__, projected, precision.device
@@ -269,9 +273,11 @@ class MultiHeadClusterer(
             n_clusters, self.number_ = partitions.n_clusters, partitions.number
             neighbors = partitions.neighbors
             partition, starts = first_of(partitions, settings)
+            size = len(rows), len(rows) + len(others), neighbors.shape[1]
+            nearest = nearest_in_graph(gather, *size, precision.device)
         assert n_clusters is not None
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
-        stages = Stages(settings, trainer, neighbors, gather, starts, partitions)
+        stages = Stages(settings, trainer, neighbors, gather, starts, partitions, others=nearest)
         learner = HeadsLearner(
             trainer,
             gather=gather,

@@ -38,7 +38,7 @@ from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.stages import Stages, Starts, first_of
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadFault, HeadsLearner, LogRecord
-from ssl_kd.vision.training_rows import TrainingRows
+from ssl_kd.vision.training_rows import TrainingRows, nearest_in_graph
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,10 @@ class LeaderResult:
     store: Path  # folder of the training embeddings, which every rank reads
     fingerprint: Fingerprint
     projection: Projection
-    rows: Tensor  # rows of the store in the order of training
+    rows: Tensor  # rows of the store in the order of training, first those of the graph
     n_clusters: int
-    neighbors: Tensor
+    neighbors: Tensor  # `[n, k]`, of the samples in the graph
+    others: Tensor | None  # `[m, k]`, in the graph, of the samples beyond it
     starts: Starts  # of all heads
 
 
@@ -105,6 +106,8 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
         partitions = partitions_of(n_clusters, *inputs, settings.sizes, report)
         n_clusters, neighbors = partitions.n_clusters, partitions.neighbors
         partition, starts = first_of(partitions, settings)
+        size = rows.n, len(rows.rows), neighbors.shape[1]
+        others = nearest_in_graph(rows, *size, device)
     with clock("train"):
         result = LeaderResult(
             path=context.folder.path.resolve(),
@@ -115,6 +118,7 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
             rows=rows.rows,
             n_clusters=n_clusters,
             neighbors=neighbors,
+            others=others,
             starts=starts,
         )
         ranks.ranks.from_first(lambda: result)
@@ -150,7 +154,7 @@ def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
                 "start every rank with the same flags and the same config.py"
             )
         store = EmbeddingStore.open(leader.store, "train", expect=leader.fingerprint, verify=False)
-        rows = TrainingRows(store, leader.projection, leader.rows)
+        rows = TrainingRows(store, leader.projection, leader.rows, len(leader.neighbors))
         folder = ReadOnlyRunFolder(leader.path)
         context = RunContext(
             settings,
@@ -202,6 +206,7 @@ def _train(
             rows,
             leader.starts,
             partitions,
+            others=leader.others,
             numbers=ranks.heads,
             of_ranks=ranks.gather,
             from_first=ranks.ranks.from_first,

@@ -34,6 +34,7 @@ from ssl_kd.vision.partition import GraphAnswer, Partitions
 from ssl_kd.vision.settings import HeadSettings
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather, Plan
+from ssl_kd.vision.training_rows import carried
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +112,11 @@ class Stages:
         heads: the settings.
         trainer: of the heads of this process.
         neighbors: `[n, k]`, nearest first.
-        gather: reads projected embeddings by row.
+        gather: reads projected embeddings by row, of samples in the graph and then of others.
         starts: of the heads of all processes.
         partitions: of the neighbor graph; None on other processes than the first.
+        others: `[m, k]`, the nearest samples in the graph of those beyond it, from which heads
+            learn the answer as well; None: there are none.
         numbers: of the heads of this process among all; None: all.
         of_ranks: gathers a value from all processes.
         from_first: calls a function on the first process, and returns its result on all.
@@ -131,6 +134,7 @@ class Stages:
         starts: Starts,
         partitions: Partitions | None,
         *,
+        others: Tensor | None = None,
         numbers: range | None = None,
         of_ranks: Callable[[Any], list[Any]] = lambda value: [value],
         from_first: Callable[[Callable[[], Any]], Any] = lambda form: form(),
@@ -141,6 +145,7 @@ class Stages:
         self.gather = gather
         self.starts = starts
         self.partitions = partitions
+        self.others = others
         self.of_ranks = of_ranks
         self.from_first = from_first
         numbers = range(heads.n_heads) if numbers is None else numbers
@@ -151,16 +156,24 @@ class Stages:
         """Return the arguments of `HeadsLearner` for the first stage and what follows it."""
         clusters, goals = self.starts.clusters, self.starts.goals
         if clusters is None:
-            return {"plan": self._plan(first=ALONE)}
+            return {"plan": self._plan(self.neighbors, first=ALONE)}
         if goals is None:
-            return {"plan": self._plan(), "clusters": clusters}
+            plan, clusters = self._learn(clusters)
+            return {"plan": plan, "clusters": clusters}
         self.trainer.by_loss.fill_(False)
-        plan = self._plan(goals=goals[self._own])
+        plan = self._plan(self.neighbors, goals=goals[self._own])
         return {"plan": plan, "clusters": clusters[self._own], "answer": self}
 
-    def _plan(self, **options: Any) -> Plan:
-        inputs = self.heads, self.trainer, self.neighbors, self.gather
+    def _plan(self, neighbors: Tensor, **options: Any) -> Plan:
+        inputs = self.heads, self.trainer, neighbors, self.gather
         return make_plan(*inputs, self.of_ranks, **options)
+
+    def _learn(self, clusters: Tensor) -> tuple[Plan, Tensor]:
+        """Return how all heads learn the answer `[n]`, and the answer for all samples."""
+        if self.others is None:
+            return self._plan(self.neighbors), clusters
+        neighbors = torch.cat([self.neighbors.int(), self.others])
+        return self._plan(neighbors), torch.cat([clusters, carried(clusters, self.others)])
 
     def __call__(self, found: Tensor | None) -> tuple[Plan, Tensor, Tensor]:
         """Return the plan of the second stage, its clusters, and the partitions of heads."""
@@ -173,7 +186,7 @@ class Stages:
             found = better_half(clusters, information)
         voters = found
         clusters = self.from_first(lambda: self._form(voters))
-        return self._plan(), clusters, found
+        return *self._learn(clusters), found
 
     def _form(self, found: Tensor) -> Tensor:
         assert self.partitions is not None

@@ -22,7 +22,7 @@ from ssl_kd.files import sha256_file
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.precision import Precision
 from ssl_kd.training.ranks import Ranks
-from ssl_kd.vision import fit
+from ssl_kd.vision import fit, training_rows
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.run import run
@@ -127,6 +127,11 @@ def in_chunks(rank, size):
     mock.patch.object(guarded, "head_chunks", chunks).start()
 
 
+def with_few_in_the_graph(rank):
+    mock.patch.object(training_rows, "GRAPH_ROWS", 40).start()
+    mock.patch.object(training_rows, "ROWS_PER_CLUSTER", 1).start()
+
+
 CALLS = collections.Counter()
 
 
@@ -205,6 +210,12 @@ def test_several_ranks_leave_what_one_process_leaves(settings, changes):
     one = trained(1, settings("one", **changes), (in_chunks, 2))
     for world in (2, 3):
         same(one, trained(world, settings(f"of {world}", **changes)))
+
+
+def test_several_ranks_learn_from_rows_beyond_the_graph(settings):
+    one = trained(1, settings("one"), (in_chunks, 2), (with_few_in_the_graph,))
+    same(one, trained(2, settings("of 2"), (with_few_in_the_graph,)))
+    assert one["model"] != trained(1, settings("whole"), (in_chunks, 2))["model"]
 
 
 def test_trainers_of_the_default_shape_are_slices_of_one():

@@ -15,6 +15,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from firstnan.diagnosis import Cause
+from ssl_kd import MultiHeadClusterer
 from ssl_kd.datasets import ArrayDataset
 from ssl_kd.errors import InputError, MissingPackage
 from ssl_kd.files import sha256_file
@@ -25,6 +26,7 @@ from ssl_kd.report.tables import results_table
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
 from ssl_kd.training.stop import Interrupted
+from ssl_kd.vision import training_rows
 from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import replay
@@ -409,6 +411,21 @@ def test_resumed_equals_uninterrupted(settings, number):
     assert log_lines(parts) == log_lines(whole)
     assert assignments(parts) == assignments(whole)
     assert curves(parts) == curves(whole)
+
+
+def test_rows_beyond_the_graph_are_learned_from_in_a_run_as_in_a_fit(settings, monkeypatch):
+    monkeypatch.setattr(training_rows, "GRAPH_ROWS", 40)
+    monkeypatch.setattr(training_rows, "ROWS_PER_CLUSTER", 1)
+    whole = run(settings(run_name="whole"))
+    with pytest.raises(Interrupted):
+        run(settings(run_name="parts"), progress=stop_at(15))
+    assert weights(run(settings(run_name="parts", resume=True))) == weights(whole)
+    x = EmbeddingStore.open(settings().embeddings_dir, "train").tensor()
+    loaded = MultiHeadClusterer.from_pretrained(whole)
+    expected = loaded.predict_proba(x)
+    np.testing.assert_array_equal(loaded.fit(x).predict_proba(x), expected)
+    monkeypatch.setattr(training_rows, "MOST_OTHER_ROWS", 0)
+    assert weights(run(settings(run_name="graph"))) != weights(whole)
 
 
 def test_resumed_before_and_after_convergence_equals_uninterrupted(settings):

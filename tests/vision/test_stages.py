@@ -17,6 +17,7 @@ from ssl_kd.vision.partition import partitions_of
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.stages import KNOWN, Stages, Starts, better_half, first_of, starts_of
 from ssl_kd.vision.train import Imitation
+from ssl_kd.vision.training_rows import carried
 from tests.faults.inject import CPU, HEADS, make_trainer
 
 DIGITS: Any = load_digits()
@@ -88,3 +89,20 @@ def test_the_guides_older_values_break_no_clusters(method):
     options = {"method": method, "n_heads": 6, "random_state": 0, **older}
     clusters = MultiHeadClusterer(10, learning_rate=5e-4, **options).fit_predict(X.numpy())
     assert adjusted_rand_score(Y, clusters) > 0.6
+
+
+def test_heads_learn_the_answer_from_samples_beyond_the_graph(partitions):
+    n, answer = len(partitions.neighbors), partitions.answer().clusters
+    others = torch.arange(60, dtype=torch.int32).view(3, 20)
+    inputs = make_trainer(), partitions.neighbors, torch.cat([X[:n], X[:3]]).__getitem__
+    settings = VisionSettings(loss="fixed", batch_size=101)
+    stages = Stages(settings, *inputs, Starts(answer), None, others=others)
+    first = stages.first()
+    assert first["plan"].sampler.n == n + 3
+    assert first["clusters"][:n].equal(answer)
+    assert first["clusters"][n:].equal(carried(answer, others))
+    drawn = [torch.stack(first["plan"].sampler(step)) for step in range(3)]
+    rows, near = torch.cat(drawn, 1)
+    beyond = rows >= n
+    assert beyond.sum() == 3  # one epoch
+    assert near[beyond].equal(others[rows[beyond] - n, 0].long())  # no sample is mutual with these
