@@ -14,7 +14,8 @@ except ModuleNotFoundError:  # Python 3.10; tomli comes with pytest there
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = (ROOT / "ssl_kd", ROOT / "explore" / "ssl_kd_explore")
+PACKAGES = (ROOT / "ssl_kd", ROOT / "ssl_kd" / "core", ROOT / "explore" / "ssl_kd_explore")
+PRODUCTS = (ROOT / "ssl_kd" / "vision", ROOT / "ssl_kd" / "language")
 BEGIN, END = "<!-- rooms: python .ci/house.py --write -->\n", "<!-- end of rooms -->\n"
 
 
@@ -26,12 +27,26 @@ def summary(room, package):
     return " ".join(re.split(r"\.(?:\s|$)|\n\n", text, maxsplit=1)[0].split())
 
 
+def dotted(package):
+    """Return the import path of a package."""
+    place = package.relative_to(ROOT)
+    return ".".join(place.parts[1:] if place.parts[0] == "explore" else place.parts)
+
+
+def product(package):
+    """Return a row for each folder of a product."""
+    rooms = sorted(file.parent.name for file in package.glob("*/__init__.py"))
+    lines = [f"| folder of `{dotted(package)}` | contents |", "|---|---|"]
+    lines += [f"| `{room}` | {summary(room, package)} |" for room in rooms]
+    return "\n".join(lines) + "\n"
+
+
 def table(package):
     """Return a row for each room of a package, from the highest floor to the lowest."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = project["tool"]["importlinter"]["contracts"]
-    (layers,) = (c["layers"] for c in contracts if c.get("containers") == [package.name])
-    lines = [f"| floor | room of `{package.name}` | contents |", "|---|---|---|"]
+    (layers,) = (c["layers"] for c in contracts if c.get("containers") == [dotted(package)])
+    lines = [f"| floor | room of `{dotted(package)}` | contents |", "|---|---|---|"]
     for depth, rooms in enumerate(layers):
         for room in rooms.split(" | "):
             contents = summary(room, package)
@@ -40,8 +55,8 @@ def table(package):
 
 
 def tables():
-    """Return the tables of all packages."""
-    return "\n".join(map(table, PACKAGES))
+    """Return the tables of all packages and products."""
+    return "\n".join([*map(table, PACKAGES), *map(product, PRODUCTS)])
 
 
 def main(argv):

@@ -25,13 +25,13 @@ from sklearn.datasets import load_digits
 from sklearn.metrics import adjusted_mutual_info_score, adjusted_rand_score
 
 from benchmarks.turns import table_head, table_line
-from ssl_kd.datasets import open_dataset
-from ssl_kd.graph import Graph, fuzzy_graph
-from ssl_kd.graph.kmeans import kmeans
-from ssl_kd.graph.levels import communities
-from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
-from ssl_kd.store import nearest_neighbors
-from ssl_kd.teachers import load_teacher
+from ssl_kd.vision.cache import nearest_neighbors
+from ssl_kd.vision.data import open_dataset
+from ssl_kd.vision.graph import Graph, fuzzy_graph
+from ssl_kd.vision.graph.kmeans import kmeans
+from ssl_kd.vision.graph.levels import communities
+from ssl_kd.vision.graph.spectral import on_sphere, spectral_coordinates
+from ssl_kd.vision.teachers import load_teacher
 from ssl_kd_explore.compare import judgement
 
 ROWS, RESAMPLES = 700, 60

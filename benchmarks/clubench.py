@@ -38,7 +38,7 @@ from benchmarks.peers import METHODS, OURS
 from benchmarks.regret import read_features, standardized
 from benchmarks.sets import Labelled, Shelf, shelf_of
 from benchmarks.turns import table_head, table_line, write_section
-from ssl_kd import evaluate
+from ssl_kd.vision import evaluate
 
 SCIKIT_LEARN: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "iris": ("iris", partial(load_iris, return_X_y=True)),

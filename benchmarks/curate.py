@@ -47,9 +47,10 @@ from benchmarks.sets import (
     _fashion_images,
 )
 from benchmarks.turns import header, table_line
-from ssl_kd.datasets import ArrayDataset
-from ssl_kd.datasets.catalog import Split
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
+from ssl_kd.core.shards import Fingerprint
+from ssl_kd.vision.cache import EmbeddingStore, EmbeddingWriter
+from ssl_kd.vision.data import ArrayDataset
+from ssl_kd.vision.data.catalog import Split
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.novelty import Novelty
 from ssl_kd.vision.settings import VisionSettings

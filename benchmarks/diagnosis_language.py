@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.diagnosis import is_finite, uniform
 from firstnan.diagnosis import Cause
+from ssl_kd.core.precision import Precision
 from ssl_kd.language.losses.divergences import DIVERGENCES
 from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teachers.sources import Plain
 from ssl_kd.language.text.blocks import Batch, Blocks
 from ssl_kd.language.train.step import Distiller
-from ssl_kd.precision import Precision
 
 CPU = Precision.for_device("cpu")
 HALF = replace(CPU, student=torch.float16, teacher=torch.float16, scale=True)

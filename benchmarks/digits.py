@@ -6,6 +6,8 @@ python -m benchmarks.digits
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from sklearn.model_selection import train_test_split
 
 from benchmarks.turns import header, row
 from ssl_kd import MultiHeadClusterer
-from ssl_kd.evaluate import accuracy
+from ssl_kd.vision.evaluate import accuracy
 
 CHOICES: dict[str, dict[str, Any]] = {
     "the defaults": {},
@@ -35,9 +37,11 @@ def main() -> None:
     args = parser.parse_args()
     data: Any = load_digits()
     x, y = data.data.astype(np.float32), data.target
-    ways = {"k-means": lambda: KMeans(10, n_init=STARTS, random_state=0)}
+    ways: dict[str, Callable[[], Any]] = {
+        "k-means": partial(KMeans, 10, n_init=STARTS, random_state=0)
+    }
     for name, settings in CHOICES.items():
-        ways[name] = lambda settings=settings: MultiHeadClusterer(10, **settings)
+        ways[name] = partial(MultiHeadClusterer, 10, **settings)
     header("settings", "training, mean", "lowest", "held out, mean", "lowest")
     for name, make in ways.items():
         scores = []

@@ -34,8 +34,9 @@ from PIL import Image
 from pyarrow import csv, parquet
 
 from benchmarks.turns import memory
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
+from ssl_kd.core.shards import Fingerprint
 from ssl_kd.vision.assignments import CSV_ROWS
+from ssl_kd.vision.cache import EmbeddingStore, EmbeddingWriter
 from tests.explore.explore.chromium import launch, until
 
 FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = performance.now();

@@ -34,11 +34,11 @@ from torch import Tensor
 from benchmarks import trl_trainer as language
 from benchmarks.step_cost import DEFAULT, FULL, OfficialTEMI, Shape, trainer_of, versions
 from benchmarks.turns import table_head, table_line
-from ssl_kd.datasets import ImageDataset, open_dataset
-from ssl_kd.precision import Precision
-from ssl_kd.teachers import Network
-from ssl_kd.teachers.network import Transform
+from ssl_kd.core.precision import Precision
+from ssl_kd.vision.data import ImageDataset, open_dataset
 from ssl_kd.vision.extract import Extraction
+from ssl_kd.vision.teachers import Network
+from ssl_kd.vision.teachers.network import Transform
 
 
 @dataclass(frozen=True)

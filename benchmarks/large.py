@@ -36,8 +36,8 @@ from sklearn.preprocessing import normalize
 from threadpoolctl import threadpool_limits
 
 from benchmarks.turns import memory
-from ssl_kd.evaluate import accuracy
-from ssl_kd.store.neighbors import load_faiss
+from ssl_kd.vision.cache.neighbors import load_faiss
+from ssl_kd.vision.evaluate import accuracy
 
 CLASSES, MODES = 50, 20
 ROWS_PER_BLOCK = 50_000

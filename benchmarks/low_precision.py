@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.turns import header, row
 from firstnan.low_precision import LowPrecision, precision_report
-from ssl_kd.precision import DeviceInfo, Precision
+from ssl_kd.core.precision import DeviceInfo, Precision
 
 DIM, LENGTH, BATCH, STEPS, SEEDS, TOLERANCE = 32, 32, 16, 160, range(3), 1e-2
 FORMATS = ("e5m2", "e4m3", "hybrid", "delayed", "mxfp8", "mxfp8_up", "bf16", "fp16")

@@ -30,12 +30,13 @@ from numpy.typing import NDArray
 from benchmarks.regret import draw_of, sets
 from benchmarks.sets import Sources, source_of
 from benchmarks.turns import table_head, table_line
-from ssl_kd import evaluate
-from ssl_kd.graph import Graph, consensus, summed
-from ssl_kd.graph.criterion import adjusted_rand_index, one_hot
-from ssl_kd.graph.ensemble import mutual_agreement
-from ssl_kd.graph.levels import levels, modularity
-from ssl_kd.graph.number import (
+from ssl_kd.vision import evaluate
+from ssl_kd.vision.cache import nearest_neighbors
+from ssl_kd.vision.graph import Graph, consensus, summed
+from ssl_kd.vision.graph.criterion import adjusted_rand_index, one_hot
+from ssl_kd.vision.graph.ensemble import mutual_agreement
+from ssl_kd.vision.graph.levels import levels, modularity
+from ssl_kd.vision.graph.number import (
     MIN_SIZE,
     MOST,
     NEARLY_BEST,
@@ -45,8 +46,7 @@ from ssl_kd.graph.number import (
     likely_numbers,
     smoothed,
 )
-from ssl_kd.graph.spectral import on_sphere
-from ssl_kd.store import nearest_neighbors
+from ssl_kd.vision.graph.spectral import on_sphere
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import views
 

@@ -26,7 +26,8 @@ from sklearn.decomposition import PCA
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from sklearn.preprocessing import normalize
 
-from ssl_kd import MultiHeadClusterer, evaluate
+from ssl_kd import MultiHeadClusterer
+from ssl_kd.vision import evaluate
 
 OURS = "ssl_kd"
 STARTS: Any = 10  # scikit-learn declares n_init as a string only

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from ssl_kd.colors import tint
-from ssl_kd.datasets import FeatureDataset, open_dataset
+from ssl_kd.core.colors import tint
+from ssl_kd.vision.data import FeatureDataset, open_dataset
 
 
 def picture(run: Path) -> Figure:

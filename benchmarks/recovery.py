@@ -32,18 +32,18 @@ from firstnan import TooFewHealthyParts
 from firstnan.faults import Observation, Stage
 from firstnan.health import Health
 from firstnan.recovery import Recovery
-from ssl_kd import evaluate
-from ssl_kd.datasets import ArrayDataset, open_dataset
-from ssl_kd.heads import HeadBank
-from ssl_kd.precision import Precision
-from ssl_kd.store import nearest_neighbors
-from ssl_kd.training.loop import run_loop
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.loop import run_loop
+from ssl_kd.vision import evaluate
+from ssl_kd.vision.cache import nearest_neighbors
+from ssl_kd.vision.data import ArrayDataset, open_dataset
 from ssl_kd.vision.fit import head_clusters, make_plan, make_trainer
 from ssl_kd.vision.model_parts import Projection
-from ssl_kd.vision.rows import part_norms
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import HeadsLearner, Plan
+from ssl_kd.vision.train.heads import HeadBank
+from ssl_kd.vision.train.learner import HeadsLearner, Plan
+from ssl_kd.vision.train.rows import part_norms
+from ssl_kd.vision.train.step import HeadTrainer
 
 HEADS, STRUCK, EVERY = 50, 10, 50
 Strike = tuple[int, str]  # head, kind of fault
@@ -107,7 +107,7 @@ def skip_the_step():
         patch.object(Observation, "stage", all_or_none),
         patch.object(Health, "escalate", lambda self, *rest: ({}, "")),
         patch.object(Recovery, "restore_what_is_not_finite", lambda self, step: []),
-        patch("ssl_kd.vision.step.part_norms", lambda g: torch.where(
+        patch("ssl_kd.vision.train.step.part_norms", lambda g: torch.where(
             torch.isfinite(part_norms(g)).all(), global_norm(g), torch.nan)),
     ):  # fmt: skip
         yield
@@ -175,7 +175,9 @@ class Digits:
 
         gather.step = 0
         sampler = make_plan(settings, trainer, self.neighbors, self.x.__getitem__).sampler
-        one_chunk = patch("ssl_kd.vision.step.head_chunks", lambda n, size, device: [slice(0, n)])
+        one_chunk = patch(
+            "ssl_kd.vision.train.step.head_chunks", lambda n, size, device: [slice(0, n)]
+        )
         with one_chunk, WAYS[way](), contextlib.suppress(TooFewHealthyParts):
             learner = HeadsLearner(trainer, Plan(sampler, steps, None), gather)
             run_loop(learner, checkpoint_every=steps)

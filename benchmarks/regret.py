@@ -43,7 +43,8 @@ from sklearn.datasets import load_breast_cancer, load_iris, load_wine
 from benchmarks.peers import METHODS, OURS, Method, installed, variant, warm_up, without_noise
 from benchmarks.sets import SETS, Absent, Labelled, Shelf, Sources, long_tailed, shelf_of
 from benchmarks.turns import PAGE, README, table_head, table_line, write_section
-from ssl_kd import MultiHeadClusterer, evaluate
+from ssl_kd import MultiHeadClusterer
+from ssl_kd.vision import evaluate
 
 Kind = Literal["natural", "tails", "folders", "tables", "synthetic"]
 MOST_ROWS = 2500

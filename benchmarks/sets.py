@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits, make_moons
 
-from ssl_kd.datasets import ArrayDataset, DatasetUnavailable, ImageDataset, open_dataset
-from ssl_kd.datasets.catalog import Split
-from ssl_kd.precision import Precision
-from ssl_kd.teachers import load_teacher
-from ssl_kd.teachers.base import TeacherUnavailable
+from ssl_kd.core.precision import Precision
+from ssl_kd.vision.data import ArrayDataset, DatasetUnavailable, ImageDataset, open_dataset
+from ssl_kd.vision.data.catalog import Split
 from ssl_kd.vision.extract import Extraction
+from ssl_kd.vision.teachers import load_teacher
+from ssl_kd.vision.teachers.base import TeacherUnavailable
 
 Labelled = tuple[NDArray, NDArray]
 Shelf = Literal["choose", "report"]

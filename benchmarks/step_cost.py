@@ -37,12 +37,12 @@ from benchmarks.turns import header, in_pairs, memory, middle_half, number_of, r
 from firstnan.faults import Observation
 from firstnan.health import Health
 from firstnan.parts import SNAPSHOT_EVERY
-from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.precision import Precision
-from ssl_kd.vision import step as guarded
-from ssl_kd.vision.rows import RowParts, part_norms
+from ssl_kd.core.precision import Precision
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer
+from ssl_kd.vision.train import step as guarded
+from ssl_kd.vision.train.heads import HeadBank, TEMIHead
+from ssl_kd.vision.train.rows import RowParts, part_norms
+from ssl_kd.vision.train.step import HeadTrainer
 
 FULL = (512, 256)  # hidden and bottleneck
 DEFAULT = (VisionSettings().hidden_dim, VisionSettings().bottleneck_dim)

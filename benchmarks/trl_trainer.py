@@ -58,6 +58,7 @@ from transformers import (
 
 from benchmarks.step_cost import versions
 from benchmarks.turns import header, in_turns, memory, middle_half, number_of, row
+from ssl_kd.core.precision import Precision
 from ssl_kd.hf_trainer import DistillationTrainer
 from ssl_kd.language.hf_trainer.distillation import collate
 from ssl_kd.language.models.causal import CausalLM
@@ -70,7 +71,6 @@ from ssl_kd.language.teachers.sources import Plain
 from ssl_kd.language.text.blocks import Blocks
 from ssl_kd.language.train.loop import train
 from ssl_kd.language.train.step import Distiller
-from ssl_kd.precision import Precision
 from tests.served import Server
 
 RATE = 1e-4

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.turns import header, row
-from ssl_kd.datasets import ImageDataset, open_dataset
 from ssl_kd.vision.assignments import assignments_of
+from ssl_kd.vision.data import ImageDataset, open_dataset
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd_explore.watch import Watch

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ssl_kd.cli import distill_as, program
 from ssl_kd.cli.flags import FlagParser, read_settings
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.settings import SettingsError
 
 CONFIG = Path(__file__).with_name("config.py")
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from ssl_kd.cli import LANGUAGE_MEMORY, distill_as, guarded, program
 from ssl_kd.cli.flags import FlagParser, read_settings
-from ssl_kd.errors import Faults
+from ssl_kd.core.errors import Faults
+from ssl_kd.core.settings import SettingsError
+from ssl_kd.core.settings.import_paths import check_installed
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.settings import SettingsError
-from ssl_kd.settings.import_paths import check_installed
 
 CONFIG = Path(__file__).with_name("config.py")
 SFT = {
@@ -91,11 +91,11 @@ def asked_split(given: argparse.Namespace) -> tuple[Literal["all", "test"], str]
 
 def check_before_asking(given: argparse.Namespace, split: Literal["all", "test"]) -> Any:
     """Check what files tell, before the model is loaded; return the questions and the device."""
+    from ssl_kd.core.precision import Precision
     from ssl_kd.language.evaluate.judge import has_questions
     from ssl_kd.language.models.causal import outline_causal_lm
     from ssl_kd.language.text.dataset import open_text
     from ssl_kd.language.text.rows import check_vocabulary
-    from ssl_kd.precision import Precision
 
     faults, device, questions, lm = Faults(), None, None, None
     with faults.of("--device"):
@@ -123,10 +123,10 @@ def test(given: argparse.Namespace) -> int:
     check_installed(["transformers"], "llm")
     import torch
 
+    from ssl_kd.core.runs.ranks import refuse_ranks
     from ssl_kd.language.evaluate.judge import judge_answers
     from ssl_kd.language.models.causal import load_causal_lm
     from ssl_kd.language.models.frozen import FrozenTeacher
-    from ssl_kd.training.ranks import refuse_ranks
 
     refuse_ranks()
     split, which = asked_split(given)

@@ -85,7 +85,7 @@ def tiny_run(folder: Path) -> bool:
 def main() -> int:
     """Both checks; 0 where all is well."""
     try:
-        from ssl_kd.training.ranks import refuse_ranks
+        from ssl_kd.core.runs.ranks import refuse_ranks
 
         refuse_ranks()
         with tempfile.TemporaryDirectory() as folder:

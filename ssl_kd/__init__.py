@@ -28,7 +28,7 @@ def __getattr__(name: str) -> object:
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)
     if name == "Run":
-        from ssl_kd import explorer
+        from ssl_kd.core import explorer
 
         return explorer.load("objects", name, "ssl_kd.Run")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

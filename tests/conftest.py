@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.graph import form_ensemble
+from ssl_kd.core.precision import DeviceInfo
 from ssl_kd.losses import linear_distillation
-from ssl_kd.precision import DeviceInfo
+from ssl_kd.vision.graph import form_ensemble
 from tests.photos import photo_run
 from tests.tiny import text_file, tiny
 
@@ -65,7 +65,7 @@ def _each_ensemble_is_formed_once():
 @pytest.fixture
 def kept_every_50_steps(monkeypatch):
     """Save good states of heads twice as often, so that a short test can restore one."""
-    monkeypatch.setattr("ssl_kd.vision.step.SNAPSHOT_EVERY", 50)
+    monkeypatch.setattr("ssl_kd.vision.train.step.SNAPSHOT_EVERY", 50)
 
 
 @pytest.fixture

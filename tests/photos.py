@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ssl_kd.report import run_images, write_report
+from ssl_kd.vision.report import run_images, write_report
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 

@@ -12,11 +12,12 @@ from torch import nn
 
 from firstnan.events import Event
 from ssl_kd import cli, doctor
+from ssl_kd.core.files import sha256_file
+from ssl_kd.core.precision import DeviceInfo, Precision
+from ssl_kd.core.shards import Fingerprint
+from ssl_kd.core.shards.shards import read_manifest, write_manifest
 from ssl_kd.doctor import machine, own_data
-from ssl_kd.files import sha256_file
-from ssl_kd.precision import DeviceInfo, Precision
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
-from ssl_kd.store.shards import read_manifest, write_manifest
+from ssl_kd.vision.cache import EmbeddingStore, EmbeddingWriter
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,7 +98,7 @@ class LeakyHead(torch.nn.Linear):
 
 
 def test_a_leaky_head_is_found(config, capsys, monkeypatch):
-    monkeypatch.setattr("ssl_kd.heads.bank.import_head", lambda path: LeakyHead)
+    monkeypatch.setattr("ssl_kd.vision.train.heads.bank.import_head", lambda path: LeakyHead)
     text = faults(config, capsys, doctor.nan_issues)
     assert "FAULT forward: all-zero rows" in text
     assert "FAULT gradient: every parameter none or NaN in idle" in text
@@ -241,7 +242,7 @@ class ClampedHead(nn.Linear):
 def test_a_fault_of_the_first_batches_names_its_heads(
     cache, config, capsys, monkeypatch, head, said
 ):
-    monkeypatch.setattr("ssl_kd.heads.bank.import_head", lambda path: head)
+    monkeypatch.setattr("ssl_kd.vision.train.heads.bank.import_head", lambda path: head)
     cache(torch.randn(40, 6))
     code, text = ask(config, capsys)
     assert code == 1 and re.search(said, text)
@@ -287,7 +288,7 @@ def test_what_the_run_itself_would_refuse_is_a_fault(cache, config, capsys):
 
 
 def test_fp16_that_is_not_available_is_a_note(config, capsys, monkeypatch):
-    monkeypatch.setattr("ssl_kd.precision._cpu_has_bf16_products", lambda: False)
+    monkeypatch.setattr("ssl_kd.core.precision._cpu_has_bf16_products", lambda: False)
     config.write_text("USE_FP16 = True\nDEVICE = 'cpu'\n")
     code, text = ask(config, capsys, doctor.installation)
     assert code == 0

@@ -3,10 +3,10 @@
 import pytest
 
 from ssl_kd import cli
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.doctor import verify as module
 from ssl_kd.doctor.verify import verify
 from ssl_kd.language.teachers.caching import cache_teacher
-from ssl_kd.settings import SettingsError
 
 WAYS = ["plain", "live"]
 

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from ssl_kd.datasets import open_dataset
+from ssl_kd.core.errors import MissingPackage
+from ssl_kd.core.runs.board import check_boards
 from ssl_kd.doctor import machine
-from ssl_kd.errors import MissingPackage
-from ssl_kd.teachers import load_teacher
-from ssl_kd.teachers.network import Transform
-from ssl_kd.training.board import check_boards
+from ssl_kd.vision.data import open_dataset
 from ssl_kd.vision.model import folder_of
+from ssl_kd.vision.teachers import load_teacher
+from ssl_kd.vision.teachers.network import Transform
 from tests.documents import ROOT
 
 CARDS = "ssl_kd_explore.export.cards"

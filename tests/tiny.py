@@ -7,6 +7,7 @@ from functools import cached_property
 import pytest
 import torch
 
+from ssl_kd.core.precision import Precision
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teachers.sources import Plain
 from ssl_kd.language.text.blocks import make_blocks
@@ -14,7 +15,6 @@ from ssl_kd.language.text.dataset import TextDataset
 from ssl_kd.language.text.new_tokenizer import train_tokenizer
 from ssl_kd.language.text.records import Example
 from ssl_kd.language.train.step import Distiller
-from ssl_kd.precision import Precision
 
 WHO = ("the old fox", "a small bird", "Lily", "the tall man", "her brother", "one grey cat")
 DOES = ("sees", "follows", "likes", "looks for", "runs from", "sings to")

@@ -1,7 +1,7 @@
 """Train heads without a run folder."""
 
-from ssl_kd.training.loop import run_loop
-from ssl_kd.vision.train import HeadsLearner, Plan
+from ssl_kd.core.runs.loop import run_loop
+from ssl_kd.vision.train.learner import HeadsLearner, Plan
 
 
 def train(trainer, sampler, gather, steps, *, convergence=None, **options):

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from firstnan.finite import safe_normalize
-from ssl_kd.errors import InputError
-from ssl_kd.evaluate.sample import random_rows
+from ssl_kd.core.errors import InputError
+from ssl_kd.vision.evaluate.sample import random_rows
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.columns import DECIDED, Column, Columns, codes_of, group_rows
 from ssl_kd_explore.decisions import Curation

@@ -13,12 +13,12 @@ from typing import Any
 import pyarrow as arrow
 from pyarrow import parquet
 
-from ssl_kd.datasets.catalog import open_rows
-from ssl_kd.datasets.shards import shards_of
-from ssl_kd.datasets.tables import ROOT
-from ssl_kd.errors import InputError
-from ssl_kd.files import sha256_file
-from ssl_kd.settings.early import DATASETS, dataset_path
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import sha256_file
+from ssl_kd.core.settings.early import DATASETS, dataset_path
+from ssl_kd.vision.data.catalog import open_rows
+from ssl_kd.vision.data.shards import shards_of
+from ssl_kd.vision.data.tables import ROOT
 from ssl_kd.vision.settings import VisionSettings
 
 FRAMES = "explore-frames"  # folder of data frames, in RUNS_DIR

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pyarrow import compute as _compute
 from pyarrow import types
 
-from ssl_kd.errors import InputError, printable
-from ssl_kd.settings import nearest
+from ssl_kd.core.errors import InputError, printable
+from ssl_kd.core.settings import nearest
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions import Curation
 from ssl_kd_explore.metadata import metadata

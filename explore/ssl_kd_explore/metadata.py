@@ -16,8 +16,10 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from pyarrow import compute, csv, parquet
 
-from ssl_kd.datasets.media import Rows
-from ssl_kd.datasets.tables import (
+from ssl_kd.core.errors import InputError, UserError, printable
+from ssl_kd.core.files import CorruptFileError, atomic_write
+from ssl_kd.vision.data.media import Rows
+from ssl_kd.vision.data.tables import (
     ROOT,
     find_rows,
     one_line_errors,
@@ -25,8 +27,6 @@ from ssl_kd.datasets.tables import (
     readable_values,
     value_columns,
 )
-from ssl_kd.errors import InputError, UserError, printable
-from ssl_kd.files import CorruptFileError, atomic_write
 from ssl_kd.vision.samples import JOINED, Samples
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 
 LONGEST = 150  # maximum bytes of a name; most systems allow 255
 _UNSAFE = re.compile(r'[\\/:*?"<>|\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
@@ -29,7 +29,7 @@ def refuse_existing(path: Path, remedy: str = "move it away") -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, then rename it to `path`; on an error, remove it instead."""
-    from ssl_kd.files import sync_folder  # imports torch
+    from ssl_kd.core.files import sync_folder  # imports torch
 
     refuse_existing(path)
     temporary = path.absolute().with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

@@ -14,8 +14,8 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssl_kd.errors import InputError
-from ssl_kd.report.gallery import thumbnail
+from ssl_kd.core.errors import InputError
+from ssl_kd.vision.report.gallery import thumbnail
 from ssl_kd.vision.run import run as train
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import AUTO, VisionSettings

@@ -18,17 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.datasets.catalog import read_file_list
-from ssl_kd.datasets.decode import UnreadableImage
-from ssl_kd.datasets.images import find_images, image_id, read_image
-from ssl_kd.errors import InputError, UserError
-from ssl_kd.files import atomic_write_json, atomic_write_text
-from ssl_kd.files.lock import Lock
-from ssl_kd.pages.wording import DASH
-from ssl_kd.report import reported
-from ssl_kd.settings.early import FILE_LIST, check_run_name
-from ssl_kd.training.clock import Progress, no_progress
+from ssl_kd.core.errors import InputError, UserError
+from ssl_kd.core.files import atomic_write_json, atomic_write_text
+from ssl_kd.core.files.lock import Lock
+from ssl_kd.core.images.decode import UnreadableImage
+from ssl_kd.core.pages.wording import DASH
+from ssl_kd.core.runs.clock import Progress, no_progress
+from ssl_kd.core.settings.early import FILE_LIST, check_run_name
+from ssl_kd.vision.data.catalog import read_file_list
+from ssl_kd.vision.data.images import find_images, image_id, read_image
 from ssl_kd.vision.extend import DECIDED, extend, inherited
+from ssl_kd.vision.report import reported
 from ssl_kd.vision.run import run
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings

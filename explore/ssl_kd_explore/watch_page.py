@@ -4,11 +4,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.colors import tint
-from ssl_kd.pages.wording import base_name
-from ssl_kd.pages.write import write_page
-from ssl_kd.report.gallery import strip
-from ssl_kd.report.results import RunResults
+from ssl_kd.core.colors import tint
+from ssl_kd.core.pages.wording import base_name
+from ssl_kd.core.pages.write import write_page
+from ssl_kd.vision.report.gallery import strip
+from ssl_kd.vision.report.results import RunResults
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
 

@@ -12,9 +12,9 @@ from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, print_fa
 from ssl_kd.cli.language import cache_teacher, distill, distill_as, judge, verify
 from ssl_kd.cli.report import report
 from ssl_kd.cli.vision import program, train
-from ssl_kd.errors import BAD_INPUT, OK
-from ssl_kd.explorer import command
-from ssl_kd.settings import nearest
+from ssl_kd.core.errors import BAD_INPUT, OK
+from ssl_kd.core.explorer import command
+from ssl_kd.core.settings import nearest
 
 __all__ = [
     "COMMANDS",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ssl_kd.cli.flags import FlagParser
 from ssl_kd.cli.language import language_settings
-from ssl_kd.errors import FAILED, OK, InputError
+from ssl_kd.core.errors import FAILED, OK, InputError
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -79,7 +79,7 @@ def replay(argv: Sequence[str]) -> int:
     from ssl_kd.cli.screen import open_screen
 
     open_screen()
-    from ssl_kd.training.fault_bundle import load_bundle
+    from ssl_kd.core.runs.fault_bundle import load_bundle
 
     recorded = load_bundle(flags.bundle).settings.get("replay")
     if isinstance(recorded, dict) and recorded.get("mode") == "language":

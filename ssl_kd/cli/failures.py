@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ssl_kd.errors import (
+from ssl_kd.core.errors import (
     FAILED,
     GUARD_STOPPED,
     InputError,
@@ -123,7 +123,7 @@ def keep_writing() -> None:
 def _is_out_of_memory(error: BaseException) -> bool:
     if "torch" not in sys.modules:  # importing it takes seconds
         return isinstance(error, MemoryError)
-    from ssl_kd.memory import is_out_of_memory
+    from ssl_kd.core.memory import is_out_of_memory
 
     return is_out_of_memory(error)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from ssl_kd.settings import Settings, SettingsError, nearest
+from ssl_kd.core.settings import Settings, SettingsError, nearest
 
 S = TypeVar("S", bound=Settings)
 LANGUAGE_CONFIG = Path("scripts/config.py")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded
 from ssl_kd.cli.flags import LANGUAGE_CONFIG, FlagParser, read_settings, resolve_settings
 from ssl_kd.cli.vision import program
-from ssl_kd.errors import FAILED, OK, InputError
-from ssl_kd.settings.early import home_resolved
+from ssl_kd.core.errors import FAILED, OK, InputError
+from ssl_kd.core.settings.early import home_resolved
 
 if TYPE_CHECKING:
     from ssl_kd.language.settings import LanguageSettings
@@ -76,9 +76,9 @@ def distill_as(read: Callable[[], LanguageSettings], command: Sequence[str]) -> 
         from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
 
         screen = open_screen()
+        from ssl_kd.core.runs.ranks import follows
         from ssl_kd.language.distillation import distilled
         from ssl_kd.language.report.tables import language_table, success_text
-        from ssl_kd.training.ranks import follows
 
         with ProgressBars(screen) as progress:
             finished = distilled(resolved, progress=progress)
@@ -104,8 +104,8 @@ def cache_teacher(
         from ssl_kd.cli.screen import ProgressBars, open_screen, short
 
         screen = open_screen()
+        from ssl_kd.core.runs.ranks import following, follows
         from ssl_kd.language.teachers.caching import cache_teacher
-        from ssl_kd.training.ranks import following, follows
 
         if follows():
             with following():
@@ -129,8 +129,8 @@ def verify(argv: Sequence[str]) -> int:
     from ssl_kd.cli.screen import ProgressBars, open_screen
 
     screen = open_screen()
+    from ssl_kd.core.runs.ranks import refuse_ranks
     from ssl_kd.doctor.verify import agreement_table, verify
-    from ssl_kd.training.ranks import refuse_ranks
 
     refuse_ranks()
     with ProgressBars(screen) as progress:
@@ -166,11 +166,11 @@ def judge(argv: Sequence[str]) -> int:
     from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
 
     screen = open_screen()
-    from ssl_kd.files import atomic_write_json
+    from ssl_kd.core.files import atomic_write_json
+    from ssl_kd.core.runs.folder import check_writable
+    from ssl_kd.core.runs.ranks import refuse_ranks
     from ssl_kd.language.evaluate.judge_finished import judge
     from ssl_kd.language.report.tables import language_table
-    from ssl_kd.training.folder import check_writable
-    from ssl_kd.training.ranks import refuse_ranks
 
     refuse_ranks()
     check_writable("OUT", out, is_file=True)
@@ -211,8 +211,8 @@ def _judged_settings(
     argv: Sequence[str], student: str, run: Path | None, teacher: str | None
 ) -> LanguageSettings:
     """Return the run's settings that judging uses, changed by the flags."""
+    from ssl_kd.core.runs.folder import check_version
     from ssl_kd.language.settings import LanguageSettings
-    from ssl_kd.training.folder import check_version
 
     resolved, flags = resolve_settings(LanguageSettings, argv, LANGUAGE_CONFIG, prog=_JUDGE)
     if unused := sorted(flags.keys() - _JUDGE_FLAGS):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ssl_kd import explorer
 from ssl_kd.cli.flags import FlagParser
-from ssl_kd.errors import OK
-from ssl_kd.settings.early import run_folder
+from ssl_kd.core import explorer
+from ssl_kd.core.errors import OK
+from ssl_kd.core.settings.early import run_folder
 
 PROG = "ssl_kd report"
 
@@ -27,9 +27,14 @@ def report(argv: Sequence[str]) -> int:
     from ssl_kd.cli.screen import open_screen
 
     open_screen()
-    from ssl_kd.report import run_images, write_report
+    from ssl_kd.core.pages.run_files import RunFiles
+    from ssl_kd.language.report.page import write_report as write_language_report
     from ssl_kd.vision.extend import DECIDED
+    from ssl_kd.vision.report import run_images, write_report
 
+    if RunFiles.read(path).is_language:
+        print(f"Report: {write_language_report(path)}")
+        return OK
     decided = None
     if (path / DECIDED).is_file():
         what = f"A report with the decisions in {path / DECIDED}"

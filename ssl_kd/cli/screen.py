@@ -12,7 +12,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.logging import RichHandler
 
-from ssl_kd.errors import printable
+from ssl_kd.core.errors import printable
 
 
 class _OneLine(logging.Formatter):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_kd.cli.failures import guarded
 from ssl_kd.cli.flags import FlagParser, integer_from, read_settings, resolve_settings
-from ssl_kd.errors import OK, InputError
-from ssl_kd.settings.early import check_dataset, check_run_name, launched_as, run_to_extend
+from ssl_kd.core.errors import OK, InputError
+from ssl_kd.core.settings.early import check_dataset, check_run_name, launched_as, run_to_extend
 
 if TYPE_CHECKING:
     from ssl_kd.vision.settings import VisionSettings
@@ -74,10 +74,10 @@ def train_and_report(settings: VisionSettings) -> int:
     from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
 
     screen = open_screen()
-    from ssl_kd.report import reported
-    from ssl_kd.report.tables import extension_text, number_text, results_table
-    from ssl_kd.training.ranks import follows
+    from ssl_kd.core.runs.ranks import follows
     from ssl_kd.vision.assignments import assignments_of
+    from ssl_kd.vision.report import reported
+    from ssl_kd.vision.report.tables import extension_text, number_text, results_table
 
     if settings.extend is None:
         from ssl_kd.vision.run import run
@@ -141,7 +141,7 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
 
             caches = fill_by_ray(resolved, **options)
         else:
-            from ssl_kd.precision import Precision
+            from ssl_kd.core.precision import Precision
             from ssl_kd.vision.run import open_extractions
 
             device = resolved.device if share is None else _device_of_process(resolved.device)

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from firstnan.parts import TooFewHealthyParts
+from ssl_kd.core.errors import first_few
+from ssl_kd.core.precision import promote_to_fp32
+from ssl_kd.core.runs.schedule import learning_rate_at
+from ssl_kd.core.seeds import seeded
 from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding, count
-from ssl_kd.errors import first_few
 from ssl_kd.language.models.causal import CausalLM, load_causal_lm, positions, without_adapters
 from ssl_kd.language.models.student import add_lora, stack_of
 from ssl_kd.language.settings import LanguageSettings
@@ -21,9 +24,6 @@ from ssl_kd.language.text.blocks import Batch, Blocks, isolates_documents, make_
 from ssl_kd.language.text.dataset import open_text
 from ssl_kd.language.text.picture_blocks import make_picture_blocks
 from ssl_kd.language.train.step import Distiller, precision_of
-from ssl_kd.precision import promote_to_fp32
-from ssl_kd.seeds import seeded
-from ssl_kd.training.schedule import learning_rate_at
 
 STEPS = 10
 TEXT_BYTES = 1_000_000  # read of the text; ten steps need less

@@ -60,7 +60,7 @@ def device(name: str, use_fp16: bool) -> Iterator[Finding]:
     """Report the precision for a device, and test one kernel in each dtype that it uses."""
     import torch
 
-    from ssl_kd.precision import Precision
+    from ssl_kd.core.precision import Precision
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     build = f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch for the CPU"

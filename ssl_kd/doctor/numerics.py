@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ssl_kd import losses as library
 from ssl_kd.doctor.finding import Finding
-from ssl_kd.heads import HeadBank, head_maker
-from ssl_kd.vision.rows import part_norms
 from ssl_kd.vision.settings import HeadSettings
+from ssl_kd.vision.train.heads import HeadBank, head_maker
+from ssl_kd.vision.train.rows import part_norms
 
 _DIM, _CLUSTERS, _HEADS, _BATCH = 32, 10, 4, 16
 

@@ -11,20 +11,21 @@ from torch import Tensor
 
 from firstnan.events import Event
 from firstnan.parts import TooFewHealthyParts
+from ssl_kd.core.errors import first_few
+from ssl_kd.core.faults import CHANGES
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.loop import run_loop
+from ssl_kd.core.settings import SettingsError
+from ssl_kd.core.shards import NonFiniteRow
 from ssl_kd.doctor.finding import FOLLOW_MESSAGE, Finding, count
-from ssl_kd.errors import first_few
-from ssl_kd.faults import CHANGES
-from ssl_kd.precision import Precision
-from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore, NonFiniteRow, nearest_neighbors
-from ssl_kd.store.embeddings import odd_rows
-from ssl_kd.training.loop import run_loop
+from ssl_kd.vision.cache import EmbeddingStore, nearest_neighbors
+from ssl_kd.vision.cache.embeddings import odd_rows
 from ssl_kd.vision.fit import make_plan, make_trainer
 from ssl_kd.vision.model_parts import Projection
-from ssl_kd.vision.pairs import sample_rows
 from ssl_kd.vision.run import cache_folder, n_clusters_of, open_data
 from ssl_kd.vision.settings import AUTO, HeadSettings, VisionSettings
-from ssl_kd.vision.train import HeadsLearner, LogRecord
+from ssl_kd.vision.train.learner import HeadsLearner, LogRecord
+from ssl_kd.vision.train.pairs import sample_rows
 
 _BLOCK_ROWS = 8192
 _PAIRED_ROWS = 4096  # a sample of the rows, since the neighbors of all may take minutes

@@ -14,6 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
+from ssl_kd.core.runs.clock import Progress, no_progress
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.models.mixture import Mixture, Routing, is_mixture
@@ -23,8 +25,6 @@ from ssl_kd.language.teachers.cache_methods import LastHidden
 from ssl_kd.language.teachers.sources import Plain
 from ssl_kd.language.text.blocks import Batch, Blocks
 from ssl_kd.language.train.step import Distiller, precision_of
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.clock import Progress, no_progress
 
 logger = logging.getLogger(__name__)
 

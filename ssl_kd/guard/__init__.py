@@ -4,8 +4,8 @@ import importlib
 import sys
 
 from firstnan import *
+from ssl_kd.core.precision import DeviceInfo, Precision, UnsupportedDevice, promote_to_fp32
 from ssl_kd.losses import safe_normalize_weights
-from ssl_kd.precision import DeviceInfo, Precision, UnsupportedDevice, promote_to_fp32
 
 _FORMER = "diagnosis events faults finite loop microscope parts script watch".split()
 for _name, _home in (dict.fromkeys(_FORMER, "firstnan") | {"precision": "ssl_kd"}).items():

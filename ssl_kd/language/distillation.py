@@ -12,8 +12,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.errors import InputError
-from ssl_kd.files import atomic_write_bytes
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import atomic_write_bytes
+from ssl_kd.core.pages.run_files import RunFiles
+from ssl_kd.core.pages.write import reported
+from ssl_kd.core.runs.clock import Progress, no_progress
+from ssl_kd.core.runs.ranks import following, follows
+from ssl_kd.core.settings import SettingsError, nearest
+from ssl_kd.core.settings.arguments import named_as_arguments
 from ssl_kd.language.models.causal import CausalLM, load_causal_lm
 from ssl_kd.language.models.hub import files_of, upload
 from ssl_kd.language.report.page import write_report
@@ -23,12 +29,6 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.settings.foreign_names import IN_MEMORY
 from ssl_kd.language.settings.presets import PRESETS
 from ssl_kd.language.teachers.load import NO_MODELS, InMemoryModels
-from ssl_kd.pages.run_files import RunFiles
-from ssl_kd.pages.write import reported
-from ssl_kd.settings import SettingsError, nearest
-from ssl_kd.settings.arguments import named_as_arguments
-from ssl_kd.training.clock import Progress, no_progress
-from ssl_kd.training.ranks import following, follows
 
 TEXTS = Path("data") / "texts"
 # Settings that are arguments of `Distillation` under other names.

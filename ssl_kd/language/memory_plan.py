@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ssl_kd.core.precision import DeviceInfo, Precision
 from ssl_kd.language.losses.divergences import divergence_named
 from ssl_kd.language.losses.teacher_output import (
     LinearTeacher,
@@ -38,7 +39,6 @@ from ssl_kd.language.models.frozen import hidden_states
 from ssl_kd.language.models.student import add_lora, changed_config
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.train.objective import checkpoint_activations
-from ssl_kd.precision import DeviceInfo, Precision
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ssl_kd.errors import Faults
+from ssl_kd.core.errors import Faults
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.folder import check_new_folder, check_writable
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.losses.legacy_clamp import LegacyClamp
 from ssl_kd.language.models.causal import (
     CausalLM,
@@ -47,9 +50,6 @@ from ssl_kd.language.text.rows import (
     with_chat_template,
 )
 from ssl_kd.language.train.step import optimizer_package
-from ssl_kd.precision import Precision
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.folder import check_new_folder, check_writable
 
 CACHES = Path("data") / "teacher_caches"  # where TEACHER_CACHE auto writes
 Work = Literal["run", "cache", "prepare"]

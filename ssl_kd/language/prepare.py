@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.clock import Progress
+from ssl_kd.core.runs.fault_bundle import FlightRecorder
+from ssl_kd.core.runs.folder import RunFolder
+from ssl_kd.core.runs.ranks import Ranks
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.losses.legacy_clamp import LegacyClamp
 from ssl_kd.language.models.causal import (
     CausalLM,
@@ -61,12 +67,6 @@ from ssl_kd.language.text.rows import (
 )
 from ssl_kd.language.text.shares import log_shares
 from ssl_kd.language.train.step import Distiller, check_ranks
-from ssl_kd.precision import Precision
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.clock import Progress
-from ssl_kd.training.fault_bundle import FlightRecorder
-from ssl_kd.training.folder import RunFolder
-from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

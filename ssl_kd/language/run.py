@@ -10,6 +10,14 @@ from typing import Any
 import torch
 
 from firstnan.parts import TooFewHealthyParts
+from ssl_kd.core.memory import cache_clearing
+from ssl_kd.core.precision import default_torch_state
+from ssl_kd.core.runs.board import Board, check_boards
+from ssl_kd.core.runs.clock import Clock, Progress, no_progress
+from ssl_kd.core.runs.folder import RunFolder
+from ssl_kd.core.runs.process_group import load_checkpoint, run_folder
+from ssl_kd.core.runs.ranks import joined
+from ssl_kd.core.runs.stop import Signals
 from ssl_kd.language.evaluate.judge import LanguageJudge
 from ssl_kd.language.evaluate.judge_in_run import judge_student, judge_teachers, make_judge
 from ssl_kd.language.evaluate.tokens import TokenScores
@@ -35,14 +43,6 @@ from ssl_kd.language.teachers.load import NO_MODELS, InMemoryModels
 from ssl_kd.language.teachers.text_teacher import save_text_teacher
 from ssl_kd.language.train.loop import Row, train
 from ssl_kd.language.train.step import Distiller, check_ranks, precision_of
-from ssl_kd.memory import cache_clearing
-from ssl_kd.precision import default_torch_state
-from ssl_kd.training.board import Board, check_boards
-from ssl_kd.training.clock import Clock, Progress, no_progress
-from ssl_kd.training.folder import RunFolder
-from ssl_kd.training.process_group import load_checkpoint, run_folder
-from ssl_kd.training.ranks import joined
-from ssl_kd.training.stop import Signals
 
 logger = logging.getLogger(__name__)
 

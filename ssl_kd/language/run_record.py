@@ -13,8 +13,10 @@ import torch
 from firstnan.diagnosis import Cause
 from firstnan.faults import SKIPPED, Stage
 from firstnan.parts import TooFewHealthyParts
-from ssl_kd.errors import first_few, printable
-from ssl_kd.files import atomic_write_text
+from ssl_kd.core.errors import first_few, printable
+from ssl_kd.core.files import atomic_write_text
+from ssl_kd.core.runs.folder import versions
+from ssl_kd.core.runs.schedule import warmup_length
 from ssl_kd.language.models.card import without_folders
 from ssl_kd.language.models.causal import CausalLM, without_adapters
 from ssl_kd.language.prepare import Prepared
@@ -23,8 +25,6 @@ from ssl_kd.language.text.aligned import AlignedBlocks
 from ssl_kd.language.text.render import describe_turns
 from ssl_kd.language.text.sample_rows import describe_row, sample_rows
 from ssl_kd.language.train.step import Distiller, StudentStep
-from ssl_kd.training.folder import versions
-from ssl_kd.training.schedule import warmup_length
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import pyarrow as arrow
 import torch
 from pyarrow import parquet
 
-from ssl_kd.errors import RunFolderError
-from ssl_kd.files import atomic_write
-from ssl_kd.files.cells import csv_field
-from ssl_kd.store import EmbeddingStore
+from ssl_kd.core.errors import RunFolderError
+from ssl_kd.core.files import atomic_write
+from ssl_kd.core.files.cells import csv_field
+from ssl_kd.vision.cache import EmbeddingStore
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config, read_object
-from ssl_kd.vision.pairs import sample_rows
+from ssl_kd.vision.train.pairs import sample_rows
 
 TOP_K = 3  # number of clusters that are listed for each sample
 JUDGED_ROWS = 100_000  # maximum number of samples that are scored

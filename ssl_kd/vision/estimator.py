@@ -23,24 +23,24 @@ from torch import Tensor
 from typing_extensions import Self
 
 from firstnan.events import EventLog
-from ssl_kd.datasets.features import as_array
-from ssl_kd.files import CorruptFileError
-from ssl_kd.precision import Precision, default_torch_state
-from ssl_kd.settings.arguments import named_as_arguments
-from ssl_kd.settings.import_paths import path_of_file
-from ssl_kd.store import neighbors_in_memory
-from ssl_kd.store.embeddings import odd_rows
-from ssl_kd.training.loop import run_loop
-from ssl_kd.training.ranks import refuse_ranks
+from ssl_kd.core.files import CorruptFileError
+from ssl_kd.core.precision import Precision, default_torch_state
+from ssl_kd.core.runs.loop import run_loop
+from ssl_kd.core.runs.ranks import refuse_ranks
+from ssl_kd.core.settings.arguments import named_as_arguments
+from ssl_kd.core.settings.import_paths import path_of_file
+from ssl_kd.vision.cache import neighbors_in_memory
+from ssl_kd.vision.cache.embeddings import odd_rows
+from ssl_kd.vision.data.features import as_array
 from ssl_kd.vision.fit import form_answer, log_method, make_trainer
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, folder_of, read_config
 from ssl_kd.vision.model_parts import Projection
-from ssl_kd.vision.objectives import OBJECTIVES
-from ssl_kd.vision.pairs import sample_rows
 from ssl_kd.vision.partition import modularity_of, partitions_of
 from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.vision.stages import Stages, Starts, first_of
-from ssl_kd.vision.train import HeadsLearner
+from ssl_kd.vision.train.learner import HeadsLearner
+from ssl_kd.vision.train.objectives import OBJECTIVES
+from ssl_kd.vision.train.pairs import sample_rows
 from ssl_kd.vision.training_rows import (
     GRAPH_ROWS,
     nearest_in_graph,
@@ -55,14 +55,15 @@ logger = logging.getLogger(__name__)
 class MultiHeadClusterer(
     ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, BaseEstimator
 ):
-    """Cluster embeddings by a vote of several methods and of heads, which learn the answer.
+    """Cluster embeddings by a vote of heads that learn by self-distillation.
 
-    Partitions of the graph of nearest neighbors by several methods vote (`ssl_kd.graph`), and heads
-    that find clusters themselves, by self-distillation, vote with them; with `method="heads"` they
-    vote alone. All heads then learn the answer. Predictions are the mean vote of the best heads,
-    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. Labels are not used: `y` is ignored. Parameters
-    are settings of `config.py` with the same meaning, range and default, and a run of `train.py` on
-    the same embeddings with the same seed gives the same clusters.
+    Each head starts from a partition of the graph of nearest neighbors, by one of several methods
+    (`ssl_kd.vision.graph`), and goes on by self-distillation; the better half of them vote. With
+    `method="consensus"` the partitions vote as well. All heads then learn the answer. Predictions
+    are the mean vote of the best heads, `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. Labels are
+    not used: `y` is ignored. Parameters are settings of `config.py` with the same meaning, range
+    and default, and a run of `train.py` on the same embeddings with the same seed gives the same
+    clusters.
 
     Inputs are `[n, n_features]`: NumPy arrays, data frames, or tensors of any dtype and device.
     Computation is in float32, independent of autocast, gradient mode, default dtype and default
@@ -70,7 +71,7 @@ class MultiHeadClusterer(
 
     As usual in scikit-learn, NaN and infinity raise ValueError. Rows of zeros are samples, about
     which `fit` logs a warning. Remove rows that stand for missing embeddings first
-    (`ssl_kd.datasets.missing.missing_rows` finds them), as `train.py` does with feature files.
+    (`ssl_kd.vision.data.missing.missing_rows` finds them), as `train.py` does with feature files.
 
     Args:
         n_clusters: number of clusters K, from 1 to the number of samples. None or `auto` estimates
@@ -109,7 +110,7 @@ class MultiHeadClusterer(
             level first.
         outlier_score_: `[n]` float32, outlier score of each of these samples.
         number_: evidence for an estimated number of clusters: an interval, and ranked levels
-            (`ssl_kd.graph.number.Evidence`). None if `n_clusters` was set, and after
+            (`ssl_kd.vision.graph.number.Evidence`). None if `n_clusters` was set, and after
             `from_pretrained`.
         departure_: share of the training samples that the heads put into another cluster than the
             answer that they learned, 0 to 1; above 0.05 `fit` logs a warning. None after

@@ -14,19 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ssl_kd import evaluate
-from ssl_kd.datasets.levels import Levels
-from ssl_kd.errors import printable
-from ssl_kd.files.lock import Lock
-from ssl_kd.heads import OWN_HEADS
-from ssl_kd.precision import Precision, default_torch_state
-from ssl_kd.settings import SettingsError
-from ssl_kd.settings.early import check_run_name, run_to_extend
-from ssl_kd.settings.import_paths import path_of_file
-from ssl_kd.teachers import Teacher
-from ssl_kd.training.clock import Clock, no_progress
-from ssl_kd.training.folder import RunFolder, RunFolderError, check_version, named_by_time
-from ssl_kd.training.ranks import refuse_ranks
+from ssl_kd.core.errors import printable
+from ssl_kd.core.files.lock import Lock
+from ssl_kd.core.images.levels import Levels
+from ssl_kd.core.precision import Precision, default_torch_state
+from ssl_kd.core.runs.clock import Clock, no_progress
+from ssl_kd.core.runs.folder import RunFolder, RunFolderError, check_version, named_by_time
+from ssl_kd.core.runs.ranks import refuse_ranks
+from ssl_kd.core.settings import SettingsError
+from ssl_kd.core.settings.early import check_run_name, run_to_extend
+from ssl_kd.core.settings.import_paths import path_of_file
+from ssl_kd.vision import evaluate
 from ssl_kd.vision.assignments import (
     SplitAssignments,
     assignments_of,
@@ -46,6 +44,8 @@ from ssl_kd.vision.sources import (
     read_sources,
     write_sources,
 )
+from ssl_kd.vision.teachers import Teacher
+from ssl_kd.vision.train.heads import OWN_HEADS
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
-from ssl_kd.errors import InputError, UserError, first_few
-from ssl_kd.files import release_pages
-from ssl_kd.memory import is_out_of_memory
-from ssl_kd.precision import Precision, default_torch_state
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
-from ssl_kd.store.shards import Manifest
-from ssl_kd.teachers import Features, Pixels, Teacher
-from ssl_kd.training.clock import Progress, no_progress
+from ssl_kd.core.errors import InputError, UserError, first_few
+from ssl_kd.core.files import release_pages
+from ssl_kd.core.memory import is_out_of_memory
+from ssl_kd.core.precision import Precision, default_torch_state
+from ssl_kd.core.runs.clock import Progress, no_progress
+from ssl_kd.core.shards import Fingerprint
+from ssl_kd.core.shards.shards import Manifest
+from ssl_kd.vision.cache import EmbeddingStore, EmbeddingWriter
+from ssl_kd.vision.data import FeatureDataset, ImageDataset, UnreadableImage
+from ssl_kd.vision.teachers import Features, Pixels, Teacher
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.errors import BAD_INPUT, FAILED, InputError, MissingPackage, UserError, first_few
-from ssl_kd.precision import Precision
-from ssl_kd.training.clock import Progress, no_progress
+from ssl_kd.core.errors import BAD_INPUT, FAILED, InputError, MissingPackage, UserError, first_few
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.clock import Progress, no_progress
 from ssl_kd.vision.extract import Extraction, ExtractionFailed, summary_of
 from ssl_kd.vision.run import open_extractions
 from ssl_kd.vision.settings import VisionSettings

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from firstnan.faults import Thresholds
 from firstnan.parts import TooFewHealthyParts
-from ssl_kd.graph import Ensemble, agreement
-from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
-from ssl_kd.memory import free_memory
-from ssl_kd.precision import Precision
-from ssl_kd.settings import SettingsError
-from ssl_kd.vision.convergence import Convergence
+from ssl_kd.core.memory import free_memory
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.settings import SettingsError
+from ssl_kd.vision.graph import Ensemble, agreement
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, logits_of
 from ssl_kd.vision.model_parts import Projection, Splits, Tree
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
-from ssl_kd.vision.pairs import PairSampler, judging_pairs, mutual_neighbors, sample_rows
 from ssl_kd.vision.partition import GraphAnswer
 from ssl_kd.vision.settings import HeadSettings
-from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import Gather, Imitation, Plan
+from ssl_kd.vision.train.convergence import Convergence
+from ssl_kd.vision.train.heads import HeadBank, check_answer, head_maker, parameters_of
+from ssl_kd.vision.train.learner import Gather, Imitation, Plan
+from ssl_kd.vision.train.pairs import PairSampler, judging_pairs, mutual_neighbors, sample_rows
+from ssl_kd.vision.train.step import HeadTrainer
 
 logger = logging.getLogger(__name__)
 

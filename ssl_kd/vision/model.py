@@ -15,15 +15,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ssl_kd.errors import InputError, brief
-from ssl_kd.files import CorruptFileError, atomic_write_bytes, atomic_write_json, sha256_file
-from ssl_kd.heads import OWN_HEADS, HeadBank, head_maker, import_head
-from ssl_kd.losses import log_probabilities
-from ssl_kd.precision import default_torch_state
-from ssl_kd.settings.import_paths import check_installed, path_of_file
+from ssl_kd.core.errors import InputError, brief
+from ssl_kd.core.files import CorruptFileError, atomic_write_bytes, atomic_write_json, sha256_file
+from ssl_kd.core.precision import default_torch_state
+from ssl_kd.core.settings.import_paths import check_installed, path_of_file
 from ssl_kd.vision.model_parts import Projection, Splits, Tree
 from ssl_kd.vision.new_clusters import NewClusters, comparable, find_new_clusters
 from ssl_kd.vision.novelty import Novelty, is_dead
+from ssl_kd.vision.train.heads import OWN_HEADS, HeadBank, head_maker, import_head
+from ssl_kd.vision.train.losses import log_probabilities
 
 TILE = 64  # rows are padded to a multiple of this, so that matrix products give the same bits
 ROWS_PER_BLOCK = 4096

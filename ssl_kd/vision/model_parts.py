@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 
 LLOYD_STEPS = 20  # maximum iterations of 2-means; it rarely changes after ten
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
-from ssl_kd.store import nearest_neighbors
+from ssl_kd.vision.cache import nearest_neighbors
 
 # Probability that new samples of the old clusters contain a seed of a new one.
 CHANCE = 0.01

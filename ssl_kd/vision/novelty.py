@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.precision import default_torch_state
+from ssl_kd.core.precision import default_torch_state
 
 # Maximum number of stored training samples; more, at random, improve the scores very little.
 REFERENCE_ROWS = 5_000

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from firstnan.finite import safe_normalize
-from ssl_kd.graph import Ensemble, Graph, View, form_ensemble, fuzzy_graph, summed
-from ssl_kd.graph.ensemble import COSINE, Candidate, Sizes
-from ssl_kd.graph.levels import modularity, nested_levels
-from ssl_kd.graph.number import Evidence, number_of_clusters
-from ssl_kd.graph.spectral import on_sphere
-from ssl_kd.store import neighbors_in_memory
+from ssl_kd.vision.cache import neighbors_in_memory
+from ssl_kd.vision.graph import Ensemble, Graph, View, form_ensemble, fuzzy_graph, summed
+from ssl_kd.vision.graph.ensemble import COSINE, Candidate, Sizes
+from ssl_kd.vision.graph.levels import modularity, nested_levels
+from ssl_kd.vision.graph.number import Evidence, number_of_clusters
+from ssl_kd.vision.graph.spectral import on_sphere
 from ssl_kd.vision.model_parts import Splits
-from ssl_kd.vision.train import Gather
+from ssl_kd.vision.train.learner import Gather
 
 logger = logging.getLogger(__name__)
 

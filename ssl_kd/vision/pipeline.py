@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from firstnan.parts import TooFewHealthyParts
-from ssl_kd.files import sha256_file
-from ssl_kd.memory import cache_clearing
-from ssl_kd.precision import Precision
-from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore, neighbors_in_memory
-from ssl_kd.store.fingerprint import Fingerprint
-from ssl_kd.training.board import Board
-from ssl_kd.training.clock import Clock, Progress, no_progress
-from ssl_kd.training.fault_bundle import FlightRecorder
-from ssl_kd.training.folder import RunFolder, RunFolderError
-from ssl_kd.training.loop import run_loop
-from ssl_kd.training.process_group import ReadOnlyRunFolder, load_checkpoint
-from ssl_kd.training.ranks import following
-from ssl_kd.training.stop import Signals
+from ssl_kd.core.files import sha256_file
+from ssl_kd.core.memory import cache_clearing
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.board import Board
+from ssl_kd.core.runs.clock import Clock, Progress, no_progress
+from ssl_kd.core.runs.fault_bundle import FlightRecorder
+from ssl_kd.core.runs.folder import RunFolder, RunFolderError
+from ssl_kd.core.runs.loop import run_loop
+from ssl_kd.core.runs.process_group import ReadOnlyRunFolder, load_checkpoint
+from ssl_kd.core.runs.ranks import following
+from ssl_kd.core.runs.stop import Signals
+from ssl_kd.core.settings import SettingsError
+from ssl_kd.core.shards.fingerprint import Fingerprint
+from ssl_kd.vision.cache import EmbeddingStore, neighbors_in_memory
 from ssl_kd.vision.fit import form_answer, make_trainer
 from ssl_kd.vision.model import DIGEST, ClusterModel
 from ssl_kd.vision.model_parts import Projection
@@ -36,8 +36,8 @@ from ssl_kd.vision.ranks import HeadRanks, RankHeadsLearner
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.stages import Stages, Starts, first_of
-from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import HeadFault, HeadsLearner, LogRecord
+from ssl_kd.vision.train.learner import HeadFault, HeadsLearner, LogRecord
+from ssl_kd.vision.train.step import HeadTrainer
 from ssl_kd.vision.training_rows import TrainingRows, nearest_in_graph
 
 logger = logging.getLogger(__name__)

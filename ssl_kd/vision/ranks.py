@@ -18,11 +18,11 @@ from torch import Tensor
 from firstnan.events import Event
 from firstnan.faults import Thresholds
 from firstnan.health import Health, Tally
-from ssl_kd import losses
-from ssl_kd.errors import InputError
-from ssl_kd.training.ranks import Ranks
-from ssl_kd.vision.step import HeadsState, HeadTrainer
-from ssl_kd.vision.train import HeadsLearner
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.runs.ranks import Ranks
+from ssl_kd.vision.train import losses
+from ssl_kd.vision.train.learner import HeadsLearner
+from ssl_kd.vision.train.step import HeadsState, HeadTrainer
 
 SHARED = ("convergence.", "stage.")  # tensors of a checkpoint that have no row for each head
 

@@ -10,19 +10,19 @@ import torch
 
 from firstnan.faults import Stage, is_healthy
 from firstnan.microscope import Fault, Microscope
-from ssl_kd.errors import InputError
-from ssl_kd.faults import CHANGES, diagnose
-from ssl_kd.heads import OWN_HEADS
-from ssl_kd.precision import Precision
-from ssl_kd.seeds import seed_of
-from ssl_kd.settings import SettingsError
-from ssl_kd.settings.import_paths import path_of_file
-from ssl_kd.training.fault_bundle import DTYPES, Bundle, Replay, damaged, has_fields, load_bundle
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.faults import CHANGES, diagnose
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.fault_bundle import DTYPES, Bundle, Replay, damaged, has_fields, load_bundle
+from ssl_kd.core.seeds import seed_of
+from ssl_kd.core.settings import SettingsError
+from ssl_kd.core.settings.import_paths import path_of_file
 from ssl_kd.vision.fit import make_trainer
-from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import HeadFault
+from ssl_kd.vision.train.heads import OWN_HEADS
+from ssl_kd.vision.train.learner import HeadFault
+from ssl_kd.vision.train.objectives import OBJECTIVES
+from ssl_kd.vision.train.step import HeadTrainer
 
 _REPLAY = {
     "mode": str,

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssl_kd import evaluate
-from ssl_kd.evaluate.baselines import Baseline
-from ssl_kd.files import atomic_write
-from ssl_kd.graph import Ensemble
-from ssl_kd.graph.ensemble import agreement, aligned, cluster_agreement
-from ssl_kd.store import EmbeddingStore
-from ssl_kd.training.folder import RunFolder
+from ssl_kd.core.files import atomic_write
+from ssl_kd.core.runs.folder import RunFolder
+from ssl_kd.vision import evaluate
 from ssl_kd.vision.assignments import SplitAssignments, write_assignments
+from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.evaluate.baselines import Baseline
 from ssl_kd.vision.fit import head_clusters
+from ssl_kd.vision.graph import Ensemble
+from ssl_kd.vision.graph.ensemble import agreement, aligned, cluster_agreement
 from ssl_kd.vision.partition import GraphAnswer
 from ssl_kd.vision.pipeline import RunContext, TrainedHeads
 

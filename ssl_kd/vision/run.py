@@ -11,7 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.datasets import (
+from ssl_kd.core.errors import first_few, printable
+from ssl_kd.core.files import sha256_file
+from ssl_kd.core.images.levels import Levels
+from ssl_kd.core.memory import give_back_memory
+from ssl_kd.core.precision import Precision, default_torch_state
+from ssl_kd.core.runs.board import Board, check_boards
+from ssl_kd.core.runs.clock import Clock, Progress, no_progress
+from ssl_kd.core.runs.folder import RunFinished, RunFolder
+from ssl_kd.core.runs.ranks import Ranks, joined
+from ssl_kd.core.runs.stop import Signals
+from ssl_kd.core.settings import SettingsError
+from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.cache.embeddings import odd_rows
+from ssl_kd.vision.data import (
     FeatureDataset,
     FolderDataset,
     ImageDataset,
@@ -19,26 +32,10 @@ from ssl_kd.datasets import (
     UnreadableImage,
     open_dataset,
 )
-from ssl_kd.datasets.levels import Levels
-from ssl_kd.errors import first_few, printable
-from ssl_kd.files import sha256_file
-from ssl_kd.graph.number import check_enough
-from ssl_kd.heads import import_head
-from ssl_kd.memory import give_back_memory
-from ssl_kd.precision import Precision, default_torch_state
-from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore
-from ssl_kd.store.embeddings import odd_rows
-from ssl_kd.teachers import Teacher, load_teacher
-from ssl_kd.training.board import Board, check_boards
-from ssl_kd.training.clock import Clock, Progress, no_progress
-from ssl_kd.training.folder import RunFinished, RunFolder
-from ssl_kd.training.ranks import Ranks, joined
-from ssl_kd.training.stop import Signals
 from ssl_kd.vision.extract import Dataset, Extraction, fingerprint
 from ssl_kd.vision.fit import log_method
+from ssl_kd.vision.graph.number import check_enough
 from ssl_kd.vision.model import ROWS_PER_BLOCK
-from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.pipeline import RunContext, follow, learn
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.results import judge
@@ -50,6 +47,9 @@ from ssl_kd.vision.settings import (
     VisionSettings,
 )
 from ssl_kd.vision.sources import describe_source, write_sources
+from ssl_kd.vision.teachers import Teacher, load_teacher
+from ssl_kd.vision.train.heads import import_head
+from ssl_kd.vision.train.objectives import objective_class
 
 logger = logging.getLogger(__name__)
 

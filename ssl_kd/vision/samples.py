@@ -17,17 +17,17 @@ from PIL import Image
 from pyarrow import csv, parquet
 from torch import Tensor
 
-from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
-from ssl_kd.datasets.catalog import open_rows
-from ssl_kd.datasets.levels import Levels
-from ssl_kd.datasets.media import Rows
-from ssl_kd.datasets.tables import find_rows, open_table
-from ssl_kd.errors import InputError, RunFolderError, UserError
-from ssl_kd.files import CorruptFileError, atomic_write_json
-from ssl_kd.files.cells import from_cells
-from ssl_kd.settings.early import DATASETS, home_resolved, run_folder
-from ssl_kd.store import EmbeddingStore
+from ssl_kd.core.errors import InputError, RunFolderError, UserError
+from ssl_kd.core.files import CorruptFileError, atomic_write_json
+from ssl_kd.core.files.cells import from_cells
+from ssl_kd.core.images.levels import Levels
+from ssl_kd.core.settings.early import DATASETS, home_resolved, run_folder
 from ssl_kd.vision.assignments import assignments_of, read_finished
+from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.data import FeatureDataset, ImageDataset, open_dataset
+from ssl_kd.vision.data.catalog import open_rows
+from ssl_kd.vision.data.media import Rows
+from ssl_kd.vision.data.tables import find_rows, open_table
 from ssl_kd.vision.model import has_pictures, read_object
 from ssl_kd.vision.sources import Source, SourceChanged, read_sources
 

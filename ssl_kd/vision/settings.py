@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
-from ssl_kd.settings.import_paths import IMPORT_PATH
+from ssl_kd.core.settings import RunSettings, Settings, SettingsError, setting
+from ssl_kd.core.settings.import_paths import IMPORT_PATH
 from ssl_kd.vision.foreign_names import ALIASES, INSTEAD
-from ssl_kd.vision.objectives import OBJECTIVES, make_objective
+from ssl_kd.vision.train.objectives import OBJECTIVES, make_objective
 
 # Value of N_CLUSTERS: choose the number of clusters from the data.
 AUTO = "auto"
@@ -70,7 +70,7 @@ class DataSettings(Settings):
 
     @property
     def open_options(self) -> dict[str, Any]:
-        """Keyword arguments for `ssl_kd.datasets.open_dataset`."""
+        """Keyword arguments for `ssl_kd.vision.data.open_dataset`."""
         names = {n: getattr(self, n) for n in ("labels", "column", "label_column")}
         return {"root": self.data_dir, "download": self.download, **names}
 
@@ -325,7 +325,7 @@ class HeadSettings(RunSettings):
 
     @property
     def sizes(self) -> Literal["even", "any"]:
-        """CLUSTER_SIZES, for `ssl_kd.graph`."""
+        """CLUSTER_SIZES, for `ssl_kd.vision.graph`."""
         return "any" if self.cluster_sizes == "any" else "even"
 
     @property

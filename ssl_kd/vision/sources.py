@@ -21,14 +21,14 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from pyarrow import compute, parquet
 
-from ssl_kd.datasets import FolderDataset, ImageDataset
-from ssl_kd.datasets.identity import files_of_table, media_file, row_digests
-from ssl_kd.datasets.media import Rows
-from ssl_kd.datasets.tables import find_rows
-from ssl_kd.errors import InputError, brief, first_few, printable
-from ssl_kd.files import CorruptFileError, atomic_write
-from ssl_kd.files.state import DIGEST_BYTES, FileState, file_digest
-from ssl_kd.store import EmbeddingStore
+from ssl_kd.core.errors import InputError, brief, first_few, printable
+from ssl_kd.core.files import CorruptFileError, atomic_write
+from ssl_kd.core.files.state import DIGEST_BYTES, FileState, file_digest
+from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.data import FolderDataset, ImageDataset
+from ssl_kd.vision.data.identity import files_of_table, media_file, row_digests
+from ssl_kd.vision.data.media import Rows
+from ssl_kd.vision.data.tables import find_rows
 from ssl_kd.vision.extract import Dataset
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,6 @@ import torch
 from torch import Tensor
 
 from firstnan.parts import TooFewHealthyParts
-from ssl_kd.graph.ensemble import HEADS, VERY_MANY, Candidate
-from ssl_kd.graph.levels import in_order
-from ssl_kd.vision.convergence import ALONE
 from ssl_kd.vision.fit import (
     CONSENSUS_PAIRS,
     CONVERGENCE_PAIRS,
@@ -29,11 +26,14 @@ from ssl_kd.vision.fit import (
     make_plan,
     neighbor_information,
 )
-from ssl_kd.vision.pairs import judging_pairs
+from ssl_kd.vision.graph.ensemble import HEADS, VERY_MANY, Candidate
+from ssl_kd.vision.graph.levels import in_order
 from ssl_kd.vision.partition import GraphAnswer, Partitions
 from ssl_kd.vision.settings import HeadSettings
-from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import Gather, Plan
+from ssl_kd.vision.train.convergence import ALONE
+from ssl_kd.vision.train.learner import Gather, Plan
+from ssl_kd.vision.train.pairs import judging_pairs
+from ssl_kd.vision.train.step import HeadTrainer
 from ssl_kd.vision.training_rows import carried
 
 logger = logging.getLogger(__name__)

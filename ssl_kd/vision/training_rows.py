@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssl_kd.graph.ensemble import FEW_COLUMNS
-from ssl_kd.memory import free_memory, to_device_async
-from ssl_kd.store import EmbeddingStore
-from ssl_kd.store.neighbors import METRICS, nearest_among, search_on
+from ssl_kd.core.memory import free_memory, to_device_async
+from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.cache.neighbors import METRICS, nearest_among, search_on
+from ssl_kd.vision.graph.ensemble import FEW_COLUMNS
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.model_parts import Projection
-from ssl_kd.vision.pairs import sample_rows
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import Gather
+from ssl_kd.vision.train.learner import Gather
+from ssl_kd.vision.train.pairs import sample_rows
 
 # Samples in the neighbor graph: as many per cluster, within these limits.
 GRAPH_ROWS, ROWS_PER_CLUSTER, MOST_GRAPH_ROWS = 10_000, 50, 100_000

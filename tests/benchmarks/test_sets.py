@@ -6,7 +6,7 @@ from PIL import Image
 
 from benchmarks.peers import without_noise
 from benchmarks.sets import SETS, Absent, Sources, long_tailed, shelf_of
-from ssl_kd.evaluate import accuracy, kmeans
+from ssl_kd.vision.evaluate import accuracy, kmeans
 
 SIZES = {
     "digits": (64, [141, 142, 143, 143, 143, 144, 144, 145, 146, 146]),

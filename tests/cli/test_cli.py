@@ -26,13 +26,13 @@ from ssl_kd import cli
 from ssl_kd.cli import failures, guarded
 from ssl_kd.cli.flags import read_settings
 from ssl_kd.cli.screen import ProgressBars
-from ssl_kd.errors import MissingPackage
-from ssl_kd.files import CorruptFileError
+from ssl_kd.core.errors import MissingPackage
+from ssl_kd.core.files import CorruptFileError
+from ssl_kd.core.runs.fault_bundle import Bundle, save_bundle
+from ssl_kd.core.runs.folder import RunFinished, RunFolderError
+from ssl_kd.core.runs.stop import Interrupted
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.fault_bundle import Bundle, save_bundle
-from ssl_kd.training.folder import RunFinished, RunFolderError
-from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.matrix import row
 from tests.processes import python
@@ -320,7 +320,7 @@ def test_the_guards_report_keeps_its_lines_but_only_the_first_few(capfd):
 
 
 def test_the_exit_codes_are_written_down():
-    from ssl_kd import errors
+    from ssl_kd.core import errors
 
     page = (ROOT / "docs" / "start.md").read_text()
     for code in (0, 1, 2, 3, 130, 143):
@@ -385,7 +385,7 @@ def test_an_interrupted_run_says_how_to_go_on(run_that, tmp_path, monkeypatch, c
 
 
 def test_a_considered_value_error_is_a_line_and_one_from_elsewhere_keeps_its_trace(run_that, capfd):
-    from ssl_kd.heads import import_head
+    from ssl_kd.vision.train.heads import import_head
 
     assert run_that(lambda settings, *, progress: import_head("heads.lost.Head")) == 2
     assert "cannot be imported" in capfd.readouterr().err
@@ -394,7 +394,7 @@ def test_a_considered_value_error_is_a_line_and_one_from_elsewhere_keeps_its_tra
 
 
 def test_every_exception_of_the_library_is_a_failure_that_a_user_can_act_on():
-    from ssl_kd.errors import Interrupted, UserError
+    from ssl_kd.core.errors import Interrupted, UserError
 
     for package in (ssl_kd, ssl_kd_explore):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -473,7 +473,7 @@ def test_ctrl_c_while_the_report_is_written_says_how_to_go_on(
     def stop(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ssl_kd.report.write.run_images", stop)
+    monkeypatch.setattr("ssl_kd.vision.report.write.run_images", stop)
     assert run_that(lambda settings, *, progress: tmp_path / "a") == 130
     assert capfd.readouterr().err.endswith(" train.py --resume --run_name a\n")
 

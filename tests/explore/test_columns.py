@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from ssl_kd import Run
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.cluster_pages import ClusterPages
 from ssl_kd_explore.columns import Columns

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 from ssl_kd_explore.output_files import new_folder, safe_name, unique_name
 
 HOSTILE = [

@@ -16,14 +16,14 @@ from pyarrow import csv, parquet
 from sklearn.datasets import load_digits, load_sample_image
 
 from ssl_kd import Run, cli
-from ssl_kd.datasets import open_features
-from ssl_kd.datasets.tables import open_table
-from ssl_kd.errors import InputError
-from ssl_kd.precision import Precision
-from ssl_kd.teachers import load_teacher
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.precision import Precision
+from ssl_kd.vision.data import open_features
+from ssl_kd.vision.data.tables import open_table
 from ssl_kd.vision.extract import Extraction
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.teachers import load_teacher
 from ssl_kd_explore.clustered import settings_of
 from ssl_kd_explore.columns import Columns
 from ssl_kd_explore.explore.server import ExploreServer

@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from ssl_kd import Run
-from ssl_kd.errors import InputError
-from ssl_kd.training.folder import RunFolderError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.runs.folder import RunFolderError
 
 
 @pytest.fixture

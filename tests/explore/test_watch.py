@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ssl_kd.cli import main
-from ssl_kd.errors import InputError, RunFolderError
-from ssl_kd.files.lock import Lock
+from ssl_kd.core.errors import InputError, RunFolderError
+from ssl_kd.core.files.lock import Lock
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd_explore.decisions import Curation

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ssl_kd.faults import CHANGES
+from ssl_kd.core.faults import CHANGES
 from tests.faults.matrix import GROUPS, KINDS, ROWS
 
 FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[2]

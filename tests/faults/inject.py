@@ -12,19 +12,19 @@ import pytest
 import safetensors.torch
 import torch
 
-from ssl_kd.datasets import open_dataset
-from ssl_kd.files import load_tensors
-from ssl_kd.files.lock import Lock
-from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.precision import Precision
-from ssl_kd.store import EmbeddingStore
-from ssl_kd.teachers import load_teacher
-from ssl_kd.training.stop import Interrupted
+from ssl_kd.core.files import load_tensors
+from ssl_kd.core.files.lock import Lock
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.stop import Interrupted
+from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.data import open_dataset
 from ssl_kd.vision.extract import Extraction
-from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer
+from ssl_kd.vision.teachers import load_teacher
+from ssl_kd.vision.train.heads import HeadBank, TEMIHead
+from ssl_kd.vision.train.pairs import PairSampler
+from ssl_kd.vision.train.step import HeadTrainer
 from tests.processes import HANG, pipe, start
 from tests.train_heads import train
 

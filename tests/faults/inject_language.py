@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from ssl_kd.core.precision import Precision
 from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.models.student import save_student
 from ssl_kd.language.settings import LanguageSettings
@@ -21,7 +22,6 @@ from ssl_kd.language.text.new_tokenizer import train_tokenizer
 from ssl_kd.language.text.records import Example
 from ssl_kd.language.train.loop import train
 from ssl_kd.language.train.step import Distiller
-from ssl_kd.precision import Precision
 
 NAN = math.nan
 VOCABULARY, BLOCK, ROWS = 64, 12, 40

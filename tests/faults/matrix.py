@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from firstnan.faults import Kinds, Stage
-from ssl_kd.faults import OwnStage
+from ssl_kd.core.faults import OwnStage
 
 row = pytest.mark.fault
 """Marks the test of a row, or of several: `@row(15)`, `@row(4, 5)`."""

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from firstnan.faults import Thresholds
 from firstnan.parts import TooFewHealthyParts
-from ssl_kd.files import load_tensors
-from ssl_kd.heads import TEMIHead
-from ssl_kd.report import write_report
+from ssl_kd.core.files import load_tensors
 from ssl_kd.vision import pipeline
-from ssl_kd.vision import step as guarded
+from ssl_kd.vision.report import write_report
 from ssl_kd.vision.run import run
+from ssl_kd.vision.train import step as guarded
+from ssl_kd.vision.train.heads import TEMIHead
 from tests.bits import same
 from tests.faults.inject import (
     CLUSTERS,

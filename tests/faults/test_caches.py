@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.files import CorruptFileError, load_tensors, save_tensors, sha256_file
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
-from ssl_kd.store.shards import read_manifest, write_manifest
+from ssl_kd.core.files import CorruptFileError, load_tensors, save_tensors, sha256_file
+from ssl_kd.core.shards import Fingerprint
+from ssl_kd.core.shards.shards import read_manifest, write_manifest
 from ssl_kd.vision import run as run_module
+from ssl_kd.vision.cache import EmbeddingStore, EmbeddingWriter
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.matrix import row

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.files import CorruptFileError, save_tensors, sha256_file
-from ssl_kd.heads import TEMIHead
-from ssl_kd.store.shards import read_manifest, write_manifest
-from ssl_kd.training.folder import RunFolderError
+from ssl_kd.core.files import CorruptFileError, save_tensors, sha256_file
+from ssl_kd.core.runs.folder import RunFolderError
+from ssl_kd.core.shards.shards import read_manifest, write_manifest
 from ssl_kd.vision.estimator import MultiHeadClusterer
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.run import run
+from ssl_kd.vision.train.heads import TEMIHead
 from tests.faults.inject import (
     ROOT,
     content,

@@ -11,7 +11,7 @@ import torch
 
 from firstnan import Guard, Thresholds
 from ssl_kd import MultiHeadClusterer, cli
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.run import run
 from tests.faults.inject import events, no_run, one_line, stopped, weights
 from tests.faults.matrix import row

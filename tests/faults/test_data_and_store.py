@@ -13,17 +13,18 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_kd.datasets import FeatureDataset
-from ssl_kd.files import CorruptFileError, sha256_file
-from ssl_kd.files.lock import Lock
-from ssl_kd.precision import Precision
-from ssl_kd.store import NonFiniteRow, find_neighbors
-from ssl_kd.store.shards import read_manifest, write_manifest
-from ssl_kd.teachers import Features
-from ssl_kd.training.folder import RunFolder
+from ssl_kd.core.files import CorruptFileError, sha256_file
+from ssl_kd.core.files.lock import Lock
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.folder import RunFolder
+from ssl_kd.core.shards import NonFiniteRow
+from ssl_kd.core.shards.shards import read_manifest, write_manifest
+from ssl_kd.vision.cache import find_neighbors
+from ssl_kd.vision.data import FeatureDataset
 from ssl_kd.vision.estimator import MultiHeadClusterer
 from ssl_kd.vision.extract import Extraction
 from ssl_kd.vision.run import run
+from ssl_kd.vision.teachers import Features
 from tests.damage import Payload
 from tests.faults.inject import (
     all_finite,

@@ -18,21 +18,21 @@ from PIL import Image
 
 from firstnan import Event
 from ssl_kd import MultiHeadClusterer, cli
-from ssl_kd.datasets import UnreadableImage, decode, open_dataset
-from ssl_kd.files import CorruptFileError
-from ssl_kd.heads import TEMIHead
+from ssl_kd.core.files import CorruptFileError
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.fault_bundle import save_bundle
+from ssl_kd.core.shards.shards import read_manifest, write_manifest
 from ssl_kd.language.models.causal import files_id
-from ssl_kd.precision import Precision
-from ssl_kd.report import write_report
-from ssl_kd.store.shards import read_manifest, write_manifest
-from ssl_kd.teachers import Pixels
-from ssl_kd.training.fault_bundle import save_bundle
+from ssl_kd.vision.data import UnreadableImage, decode, open_dataset
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import bundle_of, replay
+from ssl_kd.vision.report import write_report
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import HeadFault
+from ssl_kd.vision.teachers import Pixels
+from ssl_kd.vision.train.heads import TEMIHead
+from ssl_kd.vision.train.learner import HeadFault
 from tests.damage import Payload
 from tests.faults.inject import cache, metrics, no_run, one_line, opened, weights
 from tests.faults.matrix import row

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.report import write_report
 from ssl_kd.vision import pipeline
-from ssl_kd.vision import step as guarded
+from ssl_kd.vision.report import write_report
 from ssl_kd.vision.run import run
+from ssl_kd.vision.train import step as guarded
 from tests.bits import same
 from tests.faults.inject import (
     BATCH,

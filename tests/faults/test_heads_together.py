@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from ssl_kd.errors import BAD_INPUT, GUARD_STOPPED, InputError
-from ssl_kd.files import load_tensors, sha256_file
-from ssl_kd.files.lock import Lock
+from ssl_kd.core.errors import BAD_INPUT, GUARD_STOPPED, InputError
+from ssl_kd.core.files import load_tensors, sha256_file
+from ssl_kd.core.files.lock import Lock
 from ssl_kd.vision.extend import extend
 from ssl_kd.vision.replay import replay
 from ssl_kd.vision.settings import VisionSettings

@@ -18,8 +18,12 @@ from safetensors.torch import load_file, save_file
 transformers = pytest.importorskip("transformers")
 
 from firstnan.parts import TooFewHealthyParts  # noqa: E402
-from ssl_kd.errors import InputError  # noqa: E402
-from ssl_kd.files import sha256_file  # noqa: E402
+from ssl_kd.core.errors import InputError  # noqa: E402
+from ssl_kd.core.files import sha256_file  # noqa: E402
+from ssl_kd.core.logits import SATURATION  # noqa: E402
+from ssl_kd.core.runs.stop import Interrupted  # noqa: E402
+from ssl_kd.core.settings import SettingsError  # noqa: E402
+from ssl_kd.core.shards.shards import read_manifest, write_manifest  # noqa: E402
 from ssl_kd.language.evaluate.judge import judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.language.losses.token_distillation import (  # noqa: E402
     linear_distillation,
@@ -29,6 +33,7 @@ from ssl_kd.language.models.causal import load_causal_lm  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.models.router import RouterStep  # noqa: E402
 from ssl_kd.language.models.student import NotFinite, add_lora, save_student  # noqa: E402
+from ssl_kd.language.report.page import write_report  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.settings.presets import PRESETS  # noqa: E402
@@ -43,13 +48,8 @@ from ssl_kd.language.text.new_tokenizer import train_tokenizer  # noqa: E402
 from ssl_kd.language.train.loop import rows_of_step  # noqa: E402
 from ssl_kd.language.train.replay import replay  # noqa: E402
 from ssl_kd.language.train.step import Distiller, precision_of  # noqa: E402
-from ssl_kd.logits import SATURATION  # noqa: E402
 from ssl_kd.losses import LegacyClamp, LogitsTeacher  # noqa: E402
-from ssl_kd.report import write_report  # noqa: E402
-from ssl_kd.settings import SettingsError  # noqa: E402
-from ssl_kd.store import FingerprintMismatch  # noqa: E402
-from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
-from ssl_kd.training.stop import Interrupted  # noqa: E402
+from ssl_kd.vision.cache import FingerprintMismatch  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.inject import (  # noqa: E402
     content,

@@ -11,13 +11,13 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from ssl_kd.cli.failures import VISION_MEMORY  # noqa: E402
-from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.core.errors import InputError  # noqa: E402
+from ssl_kd.core.runs.folder import RunFolder  # noqa: E402
 from ssl_kd.language.models.causal import load_causal_lm  # noqa: E402
 from ssl_kd.language.models.student import NotFinite, add_lora, save_student  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.train.step import precision_of  # noqa: E402
-from ssl_kd.training.folder import RunFolder  # noqa: E402
 from tests.faults.inject import events, metrics, no_run, one_line  # noqa: E402
 from tests.faults.inject_language import (  # noqa: E402
     EMBEDDING,
@@ -108,7 +108,7 @@ def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, capl
             return precision
         return dataclasses.replace(precision, teacher=half, student=half, scale=True)
 
-    monkeypatch.setattr("ssl_kd.precision.DeviceInfo.halves", lambda self: halves)
+    monkeypatch.setattr("ssl_kd.core.precision.DeviceInfo.halves", lambda self: halves)
     monkeypatch.setattr("ssl_kd.language.run.precision_of", emulated)
     folder = world.spoilt("teacher", overflow)
     path = run(world.settings(teacher_model=str(folder), **HALF))

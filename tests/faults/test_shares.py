@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssl_kd.store import EmbeddingStore, FingerprintMismatch
+from ssl_kd.core.shards import FingerprintMismatch
+from ssl_kd.vision.cache import EmbeddingStore
 from tests.faults.matrix import row
 from tests.faults.test_data_and_store import shards
 from tests.kills import kill_again_and_again

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_kd.precision import Precision
-from ssl_kd.report import write_report
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.folder import RunFolderError
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.folder import RunFolderError
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.vision import fit
 from ssl_kd.vision.estimator import MultiHeadClusterer
+from ssl_kd.vision.report import write_report
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.inject import assignments, content, no_run, one_line, opened, stopped
@@ -104,7 +104,7 @@ def no_network(monkeypatch, tmp_path):
 def test_weights_out_of_reach_are_one_line_with_the_ways_on(
     settings, train_py, no_network, tmp_path, teacher, monkeypatch
 ):
-    monkeypatch.setattr("ssl_kd.teachers.load.efficientnet_lite0_file", lambda: None)
+    monkeypatch.setattr("ssl_kd.vision.teachers.load.efficientnet_lite0_file", lambda: None)
     unreachable = settings(dataset="digits", teacher=teacher)
     code, error = train_py(unreachable)
     line = one_line(error)
@@ -274,7 +274,10 @@ def test_heads_that_do_not_fit_into_memory_are_refused_before_any_is_made(
 def test_code_of_ones_own_that_has_changed_is_not_resumed_with(
     what, settings, tmp_path, monkeypatch
 ):
-    base = {"head": "ssl_kd.heads import TEMIHead", "loss": "ssl_kd.vision.objectives import TEMI"}
+    base = {
+        "head": "ssl_kd.heads import TEMIHead",
+        "loss": "ssl_kd.vision.train.objectives import TEMI",
+    }
     file = tmp_path / f"own_{what}.py"
     text = f"from {base[what]}\nclass Own({base[what].split()[-1]}):\n    pass\n"
     file.write_text(text)

@@ -9,13 +9,13 @@ import torch
 pytest.importorskip("transformers")
 
 import ssl_kd  # noqa: E402
+from ssl_kd.core.errors import InputError  # noqa: E402
+from ssl_kd.core.runs.folder import RunFinished  # noqa: E402
 from ssl_kd.distillation import DistilledRun  # noqa: E402
-from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.language.models.causal import load_causal_lm  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.train.replay import replay  # noqa: E402
-from ssl_kd.training.folder import RunFinished  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402
 from tests.tiny import sentence  # noqa: E402
 

@@ -7,14 +7,14 @@ import logging
 import pytest
 import torch
 
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.clock import no_progress
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.models.causal import CausalLM
 from ssl_kd.language.prepare import prepare
 from ssl_kd.language.run import run
 from ssl_kd.language.teachers.caching import cache_teacher
 from ssl_kd.language.teachers.load import set_attention
-from ssl_kd.precision import Precision
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.clock import no_progress
 from tests.faults.matrix import row as fault
 from tests.language.test_run import log_lines, metrics, table
 
@@ -88,7 +88,7 @@ def test_adapters_on_a_halved_base_learn_as_on_a_full_one(settings, folders, mon
     half = {"teacher_model": folders[0], "student_model": folders[1]}
     half |= {"lora_rank": 2, "model_dtype": "bfloat16"}
     monkeypatch.setattr(
-        "ssl_kd.precision.DeviceInfo.halves", lambda self: ((torch.bfloat16,), "a test")
+        "ssl_kd.core.precision.DeviceInfo.halves", lambda self: ((torch.bfloat16,), "a test")
     )
     seen = []
 

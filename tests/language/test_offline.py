@@ -9,6 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from ssl_kd.core.runs.clock import no_progress  # noqa: E402
+from ssl_kd.core.runs.stop import Interrupted  # noqa: E402
+from ssl_kd.core.settings import SettingsError  # noqa: E402
 from ssl_kd.language.losses.teacher_output import logits_of  # noqa: E402
 from ssl_kd.language.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.language.models.causal import CausalLM  # noqa: E402
@@ -20,9 +23,6 @@ from ssl_kd.language.teachers.self_teacher import SelfTeacher, with_own_prompts 
 from ssl_kd.language.text.dataset import TextDataset  # noqa: E402
 from ssl_kd.language.text.records import as_example  # noqa: E402
 from ssl_kd.language.train.step import precision_of  # noqa: E402
-from ssl_kd.settings import SettingsError  # noqa: E402
-from ssl_kd.training.clock import no_progress  # noqa: E402
-from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.faults.inject import stop_at  # noqa: E402
 from tests.language.test_ranks import assert_near, by  # noqa: E402
 from tests.language.test_run import log_lines, weights  # noqa: E402

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E402
 
 from ssl_kd import Distillation  # noqa: E402
-from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.core.errors import InputError  # noqa: E402
+from ssl_kd.core.settings import SettingsError  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.models.student import add_lora, freeze_tower  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
@@ -30,8 +31,7 @@ from ssl_kd.language.text.rows import check_ranks_see  # noqa: E402
 from ssl_kd.language.train.objective import Objective  # noqa: E402
 from ssl_kd.language.train.replay import replay  # noqa: E402
 from ssl_kd.language.train.step import Distiller  # noqa: E402
-from ssl_kd.settings import SettingsError  # noqa: E402
-from ssl_kd.store import FingerprintMismatch  # noqa: E402
+from ssl_kd.vision.cache import FingerprintMismatch  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402
@@ -259,7 +259,7 @@ def test_a_run_by_the_command_line_and_its_student_is_a_model_with_a_processor(
 
 @fault(140)
 def test_other_images_are_refused_on_a_resume(settings, tmp_path):
-    from ssl_kd.training.folder import RunFolderError
+    from ssl_kd.core.runs.folder import RunFolderError
 
     run(settings(max_steps=2))
     draw(tmp_path / "1-0.png", 4)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from ssl_kd.core.errors import InputError, MissingPackage, SeveralFaults, UserError
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.distillation import Distillation
-from ssl_kd.errors import InputError, MissingPackage, SeveralFaults, UserError
 from ssl_kd.language import prepare as loading
 from ssl_kd.language.models.causal import CausalLMUnavailable, load_causal_lm, outline_causal_lm
 from ssl_kd.language.run import run
 from ssl_kd.language.teachers.caching import cache_teacher
-from ssl_kd.settings import SettingsError
 
 
 @pytest.fixture(autouse=True)

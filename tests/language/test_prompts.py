@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.core.errors import InputError  # noqa: E402
+from ssl_kd.core.settings import SettingsError  # noqa: E402
 from ssl_kd.language.evaluate.judge_finished import judge  # noqa: E402
 from ssl_kd.language.models.causal import load_tokenizer  # noqa: E402
 from ssl_kd.language.prepare import prepare  # noqa: E402
@@ -16,7 +17,6 @@ from ssl_kd.language.rollouts import with_held_out_text  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.teachers.load import ONE_RANK  # noqa: E402
 from ssl_kd.language.train.step import precision_of  # noqa: E402
-from ssl_kd.settings import SettingsError  # noqa: E402
 from tests.language.test_run import table  # noqa: E402
 
 

@@ -8,12 +8,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from firstnan.hf import GuardCallback  # noqa: E402
+from ssl_kd.core.settings import SettingsError  # noqa: E402
 from ssl_kd.doctor.verify import expert_changes  # noqa: E402
 from ssl_kd.language.hf_trainer.distillation import collate  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.teachers.cache import check_divergence  # noqa: E402
 from ssl_kd.losses import TopKTeacher, logits_distillation, token_kd  # noqa: E402
-from ssl_kd.settings import SettingsError  # noqa: E402
 from tests.faults.inject_language import make_model  # noqa: E402
 from tests.language.hf_trainer import test_distillation as hf  # noqa: E402
 from tests.language.train.test_rows_left_out import marked, spoil_student  # noqa: E402

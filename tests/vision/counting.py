@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ssl_kd.teachers import Teacher
+from ssl_kd.vision.teachers import Teacher
 
 SHARD = 64
 """Rows per shard and per batch of the teacher."""

@@ -1,6 +1,6 @@
 """Define a custom objective with balanced targets, as in SwAV."""
 
-from ssl_kd.vision.objectives import Sharpened
+from ssl_kd.vision.train.objectives import Sharpened
 
 
 class Sinkhorn(Sharpened):

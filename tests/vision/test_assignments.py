@@ -8,10 +8,10 @@ import torch
 from pyarrow import parquet
 
 import ssl_kd.vision.assignments as written
-from ssl_kd.report import write_report
-from ssl_kd.report.results import read_assignments
 from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.model import ClusterModel
+from ssl_kd.vision.report import write_report
+from ssl_kd.vision.report.results import read_assignments
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from tests.vision.test_run import FAST, assignments

@@ -25,8 +25,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import ssl_kd.vision.estimator
 from ssl_kd import MultiHeadClusterer
-from ssl_kd.files import CorruptFileError
-from ssl_kd.store import EmbeddingStore
+from ssl_kd.core.files import CorruptFileError
+from ssl_kd.vision.cache import EmbeddingStore
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.run import n_clusters_of
 from ssl_kd.vision.settings import VisionSettings

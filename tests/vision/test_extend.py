@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 
 from ssl_kd.cli import train
-from ssl_kd.errors import InputError
-from ssl_kd.report import run_images, write_report
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.folder import RunFolderError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.runs.folder import RunFolderError
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.vision.estimator import MultiHeadClusterer
 from ssl_kd.vision.extend import DECIDED, extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.new_clusters import comparable, find_new_clusters
+from ssl_kd.vision.report import run_images, write_report
 from ssl_kd.vision.run import run
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings

@@ -6,11 +6,12 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_kd.datasets import ArrayDataset, FeatureDataset, FolderDataset, open_dataset
-from ssl_kd.precision import Precision
-from ssl_kd.store import EmbeddingStore, NonFiniteRow
-from ssl_kd.teachers import Teacher, load_teacher
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.shards import NonFiniteRow
+from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.data import ArrayDataset, FeatureDataset, FolderDataset, open_dataset
 from ssl_kd.vision.extract import Extraction
+from ssl_kd.vision.teachers import Teacher, load_teacher
 from tests.faults.matrix import row as fault
 
 CPU = Precision.for_device("cpu")

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from ssl_kd import cli
-from ssl_kd.datasets import ArrayDataset, FolderDataset, open_dataset
-from ssl_kd.precision import Precision
-from ssl_kd.store import EmbeddingStore
-from ssl_kd.teachers import load_teacher
+from ssl_kd.core.precision import Precision
 from ssl_kd.vision import extract_ray
+from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.data import ArrayDataset, FolderDataset, open_dataset
 from ssl_kd.vision.extract import Extraction, ExtractionFailed
 from ssl_kd.vision.extract_ray import resources_for
+from ssl_kd.vision.teachers import load_teacher
 from tests.processes import ROOT
 from tests.vision.counting import SHARD, Counting
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssl_kd.evaluate import accuracy
+from ssl_kd.vision.evaluate import accuracy
 from ssl_kd.vision.fit import neighbor_information, temperature_for, vote_tables
 from ssl_kd.vision.model import tempered
 

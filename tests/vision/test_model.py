@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError
-from ssl_kd.precision import Precision
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import CorruptFileError
+from ssl_kd.core.precision import Precision
 from ssl_kd.vision import fit
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.model_parts import Projection

@@ -5,19 +5,19 @@ import torch
 
 from firstnan.parts import SNAPSHOT_EVERY
 from heads.cosine_head import CosineHead
-from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.memory import to_device_async
-from ssl_kd.precision import DeviceInfo, Precision
-from ssl_kd.teachers.network import Transform
-from ssl_kd.training.clock import no_progress
+from ssl_kd.core.memory import to_device_async
+from ssl_kd.core.precision import DeviceInfo, Precision
+from ssl_kd.core.runs.clock import no_progress
 from ssl_kd.vision import extract
-from ssl_kd.vision import step as guarded
-from ssl_kd.vision import train as training
 from ssl_kd.vision import training_rows as rows_module
-from ssl_kd.vision.objectives import OBJECTIVES
-from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer
+from ssl_kd.vision.teachers.network import Transform
+from ssl_kd.vision.train import learner as training
+from ssl_kd.vision.train import step as guarded
+from ssl_kd.vision.train.heads import HeadBank, TEMIHead
+from ssl_kd.vision.train.objectives import OBJECTIVES
+from ssl_kd.vision.train.pairs import PairSampler
+from ssl_kd.vision.train.step import HeadTrainer
 from tests.pretended import pretended_cuda
 from tests.vision.own_loss import SINKHORN
 

@@ -9,10 +9,10 @@ from sklearn.datasets import load_digits
 from sklearn.metrics import adjusted_rand_score
 
 from ssl_kd import MultiHeadClusterer
-from ssl_kd.evaluate import accuracy
-from ssl_kd.graph import fuzzy_graph
-from ssl_kd.store import nearest_neighbors
 from ssl_kd.vision import fit as fit_module
+from ssl_kd.vision.cache import nearest_neighbors
+from ssl_kd.vision.evaluate import accuracy
+from ssl_kd.vision.graph import fuzzy_graph
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import COSINE_GRAPHS, GRAPH_NEIGHBORS, partitions_of, views
 

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 
 from firstnan.faults import Thresholds
-from ssl_kd.errors import BAD_INPUT
-from ssl_kd.files import sha256_file
-from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.precision import Precision
-from ssl_kd.training.ranks import Ranks
+from ssl_kd.core.errors import BAD_INPUT
+from ssl_kd.core.files import sha256_file
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.ranks import Ranks
 from ssl_kd.vision import fit, training_rows
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer
+from ssl_kd.vision.train.heads import HeadBank, TEMIHead
+from ssl_kd.vision.train.step import HeadTrainer
 from tests.kills import on_change
 from tests.processes import HANG, ROOT
 from tests.ranks import run_joined

@@ -10,14 +10,14 @@ from torch import nn
 
 from firstnan import Event
 from firstnan.diagnosis import Cause
-from ssl_kd.faults import CHANGES
-from ssl_kd.files import CorruptFileError
-from ssl_kd.precision import Precision
-from ssl_kd.training.fault_bundle import FlightRecorder, save_bundle
+from ssl_kd.core.faults import CHANGES
+from ssl_kd.core.files import CorruptFileError
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.fault_bundle import FlightRecorder, save_bundle
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.replay import bundle_of, replay
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import HeadFault
+from ssl_kd.vision.train.learner import HeadFault
 
 DIM, BATCH, CLUSTERS = 6, 16, 4
 

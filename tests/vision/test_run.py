@@ -13,23 +13,25 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+from tests.training.test_board import curves
 
 from firstnan.diagnosis import Cause
 from ssl_kd import MultiHeadClusterer
-from ssl_kd.datasets import ArrayDataset
-from ssl_kd.errors import InputError, MissingPackage
-from ssl_kd.files import sha256_file
-from ssl_kd.precision import Precision
-from ssl_kd.report import run_images, write_report
-from ssl_kd.report.results import read_assignments
-from ssl_kd.report.tables import results_table
-from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore, FingerprintMismatch
-from ssl_kd.training.stop import Interrupted
+from ssl_kd.core.errors import InputError, MissingPackage
+from ssl_kd.core.files import sha256_file
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.stop import Interrupted
+from ssl_kd.core.settings import SettingsError
+from ssl_kd.core.shards import FingerprintMismatch
 from ssl_kd.vision import training_rows
+from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.data import ArrayDataset
 from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import replay
+from ssl_kd.vision.report import run_images, write_report
+from ssl_kd.vision.report.results import read_assignments
+from ssl_kd.vision.report.tables import results_table
 from ssl_kd.vision.run import run, teacher_of
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
@@ -38,7 +40,6 @@ from ssl_kd_explore.export.cards import model_card
 from ssl_kd_explore.export.content import Content
 from ssl_kd_explore.run import Run as OpenRun
 from tests.faults.matrix import row as fault
-from tests.training.test_board import curves
 
 ROOT = Path(__file__).parents[2]
 FAST = {

@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError
-from ssl_kd.store import EmbeddingStore
-from ssl_kd.training.folder import RunFolderError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import CorruptFileError
+from ssl_kd.core.runs.folder import RunFolderError
+from ssl_kd.vision.cache import EmbeddingStore
 from ssl_kd.vision.samples import Samples
 from tests.faults.matrix import row as fault
 

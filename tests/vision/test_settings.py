@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ssl_kd.cli.flags import read_settings
-from ssl_kd.settings import SettingsError
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.vision.settings import VisionSettings
 
 CONFIG = Path(__file__).parents[2] / "config.py"

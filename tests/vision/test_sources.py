@@ -11,12 +11,12 @@ from PIL import Image
 from pyarrow import parquet
 
 from ssl_kd import Run
-from ssl_kd.datasets.identity import row_digests
-from ssl_kd.datasets.tables import open_table
-from ssl_kd.errors import InputError
-from ssl_kd.report import run_images
-from ssl_kd.training.folder import RunFolderError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.runs.folder import RunFolderError
+from ssl_kd.vision.data.identity import row_digests
+from ssl_kd.vision.data.tables import open_table
 from ssl_kd.vision.extend import extend, inherited
+from ssl_kd.vision.report import run_images
 from ssl_kd.vision.run import run
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings

@@ -11,12 +11,12 @@ from sklearn.metrics import adjusted_rand_score
 
 from firstnan.parts import TooFewHealthyParts
 from ssl_kd import MultiHeadClusterer
-from ssl_kd.store import nearest_neighbors
+from ssl_kd.vision.cache import nearest_neighbors
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import partitions_of
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.stages import KNOWN, Stages, Starts, better_half, first_of, starts_of
-from ssl_kd.vision.train import Imitation
+from ssl_kd.vision.train.learner import Imitation
 from ssl_kd.vision.training_rows import carried
 from tests.faults.inject import CPU, HEADS, make_trainer
 

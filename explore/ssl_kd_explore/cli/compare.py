@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ssl_kd.cli.flags import FlagParser
-from ssl_kd.errors import OK, InputError, printable
-from ssl_kd.settings.early import home_resolved, run_folder
+from ssl_kd.core.errors import OK, InputError, printable
+from ssl_kd.core.settings.early import home_resolved, run_folder
 from ssl_kd_explore.output_files import refuse_existing
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd.cli.flags import FlagParser
-from ssl_kd.errors import OK, InputError, UserError
-from ssl_kd.settings.early import home_resolved
+from ssl_kd.core.errors import OK, InputError, UserError
+from ssl_kd.core.settings.early import home_resolved
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as arrow
     from numpy.typing import NDArray
 
-    from ssl_kd.store import EmbeddingStore
-    from ssl_kd.training.clock import Progress
+    from ssl_kd.core.runs.clock import Progress
+    from ssl_kd.vision.cache import EmbeddingStore
     from ssl_kd_explore.run import Run
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ def curate(argv: Sequence[str]) -> int:
     from rich.table import Table
 
     from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
-    from ssl_kd.files import atomic_write
-    from ssl_kd.files.cells import one_line, to_cells
-    from ssl_kd.training.ranks import refuse_ranks
+    from ssl_kd.core.files import atomic_write
+    from ssl_kd.core.files.cells import one_line, to_cells
+    from ssl_kd.core.runs.ranks import refuse_ranks
 
     screen = open_screen()
     refuse_ranks()
@@ -107,7 +107,7 @@ def _cosine(text: str) -> float | None:
 
 def _open(folder: Path, flags: Namespace) -> tuple[Run | None, EmbeddingStore, Any]:
     """Return the run if `folder` is one, its embeddings, and those of its test split or None."""
-    from ssl_kd.store import EmbeddingStore
+    from ssl_kd.vision.cache import EmbeddingStore
     from ssl_kd_explore.run import Run
 
     split = flags.split
@@ -141,7 +141,7 @@ def _check(
     progress: Progress,
 ) -> tuple[list[tuple[str, str, arrow.Table]], NDArray[np.bool_]]:
     """Return name, summary and table of each check, and a mask of the samples to keep `[n]`."""
-    from ssl_kd.datasets.usage import counted
+    from ssl_kd.vision.data.usage import counted
     from ssl_kd_explore.curate import leaks, mislabelled, near_duplicates, outliers
     from ssl_kd_explore.metadata import write_measures
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from ssl_kd.cli.failures import print_failure
 from ssl_kd.cli.flags import FlagParser, resolve_settings
 from ssl_kd.cli.vision import train_and_report
-from ssl_kd.errors import OK, InputError, Interrupted
-from ssl_kd.settings.early import home_resolved, is_run
+from ssl_kd.core.errors import OK, InputError, Interrupted
+from ssl_kd.core.settings.early import home_resolved, is_run
 
 _SET_BY_EXPLORE = {"dataset", "extend", "resume", "run_name"}
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from ssl_kd.cli.flags import FlagParser
-from ssl_kd.errors import OK, InputError
-from ssl_kd.settings.early import home_resolved, run_folder
+from ssl_kd.core.errors import OK, InputError
+from ssl_kd.core.settings.early import home_resolved, run_folder
 
 _FLAGS = {
     "to": "the format; see below",

@@ -13,7 +13,7 @@ from typing import Any
 
 from ssl_kd.cli.failures import guarded, print_failure
 from ssl_kd.cli.flags import FlagParser, integer_from, resolve_settings
-from ssl_kd.errors import OK, InputError, Interrupted, UserError, printable
+from ssl_kd.core.errors import OK, InputError, Interrupted, UserError, printable
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SET_BY_WATCH = {"dataset", "extend", "resume", "run_name"}

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ssl_kd.graph import partition_value
-from ssl_kd.store import nearest_neighbors
+from ssl_kd.vision.cache import nearest_neighbors
+from ssl_kd.vision.graph import partition_value
 
 Ints = NDArray[np.int64]
 

@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.files import atomic_write_text
-from ssl_kd.pages.wording import percent
-from ssl_kd.pages.write import rendered
-from ssl_kd.report.gallery import strip
+from ssl_kd.core.files import atomic_write_text
+from ssl_kd.core.pages.wording import percent
+from ssl_kd.core.pages.write import rendered
+from ssl_kd.vision.report.gallery import strip
 from ssl_kd.vision.samples import Samples
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from pyarrow import compute
 from scipy.optimize import linear_sum_assignment
 
-from ssl_kd.errors import InputError, printable
-from ssl_kd.evaluate import clustering_scores, contingency
-from ssl_kd.evaluate.sample import random_rows
-from ssl_kd.pages.wording import percent
+from ssl_kd.core.errors import InputError, printable
+from ssl_kd.core.pages.wording import percent
+from ssl_kd.vision.evaluate import clustering_scores, contingency
+from ssl_kd.vision.evaluate.sample import random_rows
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.compare.judgement import JUDGED, cannot_judge, judge
 from ssl_kd_explore.decisions import Curation

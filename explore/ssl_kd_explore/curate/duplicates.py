@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore, find_neighbors
+from ssl_kd.core.errors import InputError
+from ssl_kd.vision.cache import EmbeddingStore, find_neighbors
 from ssl_kd_explore.curate.image_checks import ImageChecks
 from ssl_kd_explore.curate.look_alikes import look_alikes
 from ssl_kd_explore.curate.neighbor_spacing import (

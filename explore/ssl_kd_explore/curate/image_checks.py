@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from scipy.ndimage import laplace
 
-from ssl_kd.datasets.decode import FILE_BYTES, UnreadableImage
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.images.decode import FILE_BYTES, UnreadableImage
 from ssl_kd_explore.curate.look_alikes import HEIGHT, WIDTH, small_version
 
 BLANK = 2.0  # largest standard deviation of the gray values (0 to 255) of a blank image

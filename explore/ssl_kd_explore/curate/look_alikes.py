@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssl_kd.store.neighbors import nearest_neighbors
+from ssl_kd.vision.cache.neighbors import nearest_neighbors
 
 WIDTH, HEIGHT = 9, 8  # pixels of a small version, whose 8 x 8 differences are the hash
 NEIGHBORS = 20

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore
+from ssl_kd.core.errors import InputError
+from ssl_kd.vision.cache import EmbeddingStore
 
 BLOCK_BYTES = 32 << 20  # memory of the neighbors' embeddings that are compared at once
 # Distances to the last neighbor are raised to this quantile of them: a row that is surrounded by

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore
-from ssl_kd.store.neighbors import nearest_among, search_on
+from ssl_kd.core.errors import InputError
+from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.cache.neighbors import nearest_among, search_on
 from ssl_kd_explore.curate.duplicates import CHANCE, NEIGHBORS, ROWS
 from ssl_kd_explore.curate.neighbor_spacing import (
     SAME,

@@ -14,8 +14,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore, find_neighbors
+from ssl_kd.core.errors import InputError
+from ssl_kd.vision.cache import EmbeddingStore, find_neighbors
 from ssl_kd_explore.curate.duplicates import NEIGHBORS
 from ssl_kd_explore.curate.neighbor_spacing import neighbor_distances, similarity
 from ssl_kd_explore.curate.ranked_samples import Ranked

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssl_kd.errors import InputError
-from ssl_kd.files import atomic_write_bytes, remove_orphans
-from ssl_kd.files.lock import Lock
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import atomic_write_bytes, remove_orphans
+from ssl_kd.core.files.lock import Lock
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions.line_format import (
     check_field,

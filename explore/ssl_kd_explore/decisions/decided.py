@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ssl_kd.report import Decided
+from ssl_kd.vision.report import Decided
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions.curation import Curation
 

@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.errors import InputError, printable
-from ssl_kd.files import CorruptFileError, strict_json
+from ssl_kd.core.errors import InputError, printable
+from ssl_kd.core.files import CorruptFileError, strict_json
 
 NAME_LENGTH = 200
 LARGEST = 1 << 30  # bytes of a file; a hundred decisions about a million samples fit in

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.samples import Samples
 
 LAST_NUMBER = 10**7  # largest cluster number: the page counts clusters in an array

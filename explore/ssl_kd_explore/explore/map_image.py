@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssl_kd.colors import MISSING, RAMP, tint
-from ssl_kd.errors import InputError
+from ssl_kd.core.colors import MISSING, RAMP, tint
+from ssl_kd.core.errors import InputError
 from ssl_kd_explore.columns import Columns, codes_of, group_rows
 
 MARGIN = 0.94  # as on the page (plot.js)

@@ -14,12 +14,12 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from firstnan.finite import safe_normalize
-from ssl_kd.errors import InputError
-from ssl_kd.evaluate.layout import embedding_map
-from ssl_kd.evaluate.sample import random_rows
-from ssl_kd.files import CorruptFileError, load_tensors, remove_orphans, save_tensors
-from ssl_kd.store.neighbors import search_on
-from ssl_kd.training.clock import Progress, no_progress
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import CorruptFileError, load_tensors, remove_orphans, save_tensors
+from ssl_kd.core.runs.clock import Progress, no_progress
+from ssl_kd.vision.cache.neighbors import search_on
+from ssl_kd.vision.evaluate.layout import embedding_map
+from ssl_kd.vision.evaluate.sample import random_rows
 from ssl_kd.vision.samples import Samples
 
 logger = logging.getLogger(__name__)

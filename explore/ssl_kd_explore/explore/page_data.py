@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from scipy.ndimage import gaussian_filter, maximum_filter
 
-from ssl_kd.colors import CLUSTERS, MISSING, RAMP
-from ssl_kd.datasets import UnreadableImage
-from ssl_kd.errors import InputError, printable
-from ssl_kd.evaluate.sample import random_rows
-from ssl_kd.files import atomic_write_bytes
-from ssl_kd.training.clock import Progress, no_progress
+from ssl_kd.core.colors import CLUSTERS, MISSING, RAMP
+from ssl_kd.core.errors import InputError, printable
+from ssl_kd.core.files import atomic_write_bytes
+from ssl_kd.core.runs.clock import Progress, no_progress
+from ssl_kd.vision.data import UnreadableImage
+from ssl_kd.vision.evaluate.sample import random_rows
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.columns import DECIDED, Columns, codes_of
 from ssl_kd_explore.decisions import Curation

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from ssl_kd.errors import InputError
-from ssl_kd.files import strict_json
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import strict_json
 from ssl_kd_explore.cluster_pages import ClusterPages
 
 CELL_ROWS = 1000  # rows of one request for cells

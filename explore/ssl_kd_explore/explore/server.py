@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from firstnan.finite import safe_normalize
-from ssl_kd.datasets import UnreadableImage
-from ssl_kd.datasets.media import Rows, is_link
-from ssl_kd.errors import InputError, UserError, printable
-from ssl_kd.store.neighbors import nearest_among, search_on
-from ssl_kd.training.clock import Progress, no_progress
+from ssl_kd.core.errors import InputError, UserError, printable
+from ssl_kd.core.runs.clock import Progress, no_progress
+from ssl_kd.vision.cache.neighbors import nearest_among, search_on
+from ssl_kd.vision.data import UnreadableImage
+from ssl_kd.vision.data.media import Rows, is_link
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.cluster_pages import ClusterPages
 from ssl_kd_explore.decisions import Curation

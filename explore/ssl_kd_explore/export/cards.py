@@ -14,9 +14,9 @@ import pyarrow as arrow
 from pyarrow import compute
 
 from ssl_kd import __version__
-from ssl_kd.errors import printable
-from ssl_kd.files import atomic_write_json
-from ssl_kd.settings.import_paths import check_installed
+from ssl_kd.core.errors import printable
+from ssl_kd.core.files import atomic_write_json
+from ssl_kd.core.settings.import_paths import check_installed
 from ssl_kd.vision.model import DIGEST, MODEL_FILES, ClusterModel
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions.line_format import without_person

@@ -16,9 +16,9 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from ssl_kd.datasets import UnreadableImage
-from ssl_kd.datasets.tables import ROOT
-from ssl_kd.errors import InputError, printable
+from ssl_kd.core.errors import InputError, printable
+from ssl_kd.vision.data import UnreadableImage
+from ssl_kd.vision.data.tables import ROOT
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.sources import SourceChanged
 from ssl_kd_explore.decisions import Curation

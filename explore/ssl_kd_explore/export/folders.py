@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from ssl_kd.errors import InputError
-from ssl_kd.settings import nearest
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.settings import nearest
 from ssl_kd_explore.export.content import Content
 from ssl_kd_explore.output_files import safe_name, unique_name
 

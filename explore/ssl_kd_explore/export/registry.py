@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ssl_kd.errors import InputError
-from ssl_kd.settings import nearest
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.settings import nearest
 from ssl_kd_explore.output_files import new_folder, refuse_existing
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def export(
     `out` is by default in `export/` of the run's folder. With `force`, an existing file is replaced
     once the new one is complete; a folder is never replaced. The `options` are the format's own.
     """
-    from ssl_kd.files import atomic_write  # imports torch
+    from ssl_kd.core.files import atomic_write  # imports torch
 
     path = checked_path(content.samples.path, to, out, options, force=force)
     module, _, name = FORMATS[to].writer.rpartition(".")

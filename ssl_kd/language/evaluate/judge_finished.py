@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from ssl_kd.core.precision import Precision, default_torch_state
+from ssl_kd.core.runs.clock import Progress, no_progress
 from ssl_kd.language.evaluate.judge import LanguageJudge, Reading
 from ssl_kd.language.evaluate.judge_in_run import ANSWER_PROMPTS
 from ssl_kd.language.models.causal import CausalLM, positions, tokenizer_id
@@ -20,8 +22,6 @@ from ssl_kd.language.text.blocks import Blocks
 from ssl_kd.language.text.dataset import TextDataset
 from ssl_kd.language.text.rows import lay_out, split_held_out, with_chat_template
 from ssl_kd.language.train.step import precision_of
-from ssl_kd.precision import Precision, default_torch_state
-from ssl_kd.training.clock import Progress, no_progress
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.precision import DeviceInfo
 from ssl_kd.language.evaluate.judge import LanguageJudge, Reading
 from ssl_kd.language.models.causal import CausalLM
 from ssl_kd.language.models.finite import first_fault, in_words, not_finite
@@ -21,7 +22,6 @@ from ssl_kd.language.settings.foreign_names import IN_MEMORY
 from ssl_kd.language.teachers.load import load_teacher
 from ssl_kd.language.text.aligned import AlignedBlocks
 from ssl_kd.language.text.blocks import Batch, Blocks
-from ssl_kd.precision import DeviceInfo
 
 logger = logging.getLogger(__name__)
 

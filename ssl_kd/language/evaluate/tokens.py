@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from firstnan.finite import compute_dtype
-from ssl_kd.evaluate.calibration import Reliability
+from ssl_kd.core.calibration import Reliability
 from ssl_kd.language.losses.rows import outside_of
 
 logger = logging.getLogger(__name__)

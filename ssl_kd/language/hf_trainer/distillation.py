@@ -14,7 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from firstnan.hf import GuardCallback
-from ssl_kd.errors import Faults, InputError
+from ssl_kd.core.errors import Faults, InputError
+from ssl_kd.core.precision import Precision, promote_to_fp32
+from ssl_kd.core.settings.arguments import named_as_arguments
 from ssl_kd.language.hf_trainer.records import tokenized
 from ssl_kd.language.losses.teacher_output import TeacherOutput
 from ssl_kd.language.losses.token_distillation import distillation_terms, next_token_targets
@@ -27,8 +29,6 @@ from ssl_kd.language.models.causal import (
 )
 from ssl_kd.language.models.frozen import FrozenTeacher, linear_head
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.precision import Precision, promote_to_fp32
-from ssl_kd.settings.arguments import named_as_arguments
 
 NO_LOSS = -100  # the label of a token without loss, as in all of transformers
 

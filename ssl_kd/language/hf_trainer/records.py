@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ssl_kd.errors import InputError, first_few
+from ssl_kd.core.errors import InputError, first_few
 from ssl_kd.language.text.blocks import isolates_documents, make_blocks
 from ssl_kd.language.text.dataset import TextDataset, without_nulls
 from ssl_kd.language.text.records import as_examples

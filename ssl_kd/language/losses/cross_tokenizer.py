@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from firstnan.finite import compute_dtype
+from ssl_kd.core.logits import check_temperature, saturated
 from ssl_kd.language.losses.divergences import divergence_named
 from ssl_kd.language.losses.rows import lifted, row_divergences
-from ssl_kd.logits import check_temperature, saturated
 
 
 class Positions(NamedTuple):

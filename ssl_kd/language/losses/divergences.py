@@ -14,7 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.logits import saturated
 from ssl_kd.language.losses.rows import row_divergences
 from ssl_kd.language.losses.teacher_output import (
     LinearTeacher,
@@ -18,7 +19,6 @@ from ssl_kd.language.losses.teacher_output import (
     logits_of,
 )
 from ssl_kd.language.losses.token_terms import TokenObjective
-from ssl_kd.logits import saturated
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssl_kd.core.logits import SATURATION, differentiated_once, saturate_
 from ssl_kd.language.losses.divergences import NOWHERE, Divergence
-from ssl_kd.logits import SATURATION, differentiated_once, saturate_
 
 
 def saturated_copy(logits: Tensor, out: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssl_kd.core.logits import check_temperature
+from ssl_kd.core.memory import to_device_async
 from ssl_kd.language.losses.divergences import divergence_named
 from ssl_kd.language.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.language.losses.rows import Outside, outside_of
@@ -21,8 +23,6 @@ from ssl_kd.language.losses.teacher_output import (
     check_teacher,
 )
 from ssl_kd.language.losses.token_terms import TokenObjective, chunk_rows, summed_terms
-from ssl_kd.logits import check_temperature
-from ssl_kd.memory import to_device_async
 
 
 def token_kd(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from firstnan.finite import compute_dtype
+from ssl_kd.core.logits import differentiated_once
 from ssl_kd.language.losses.divergences import Divergence, near_0, with_tail
 from ssl_kd.language.losses.rows import Outside, log_softmax_, saturated_copy
 from ssl_kd.language.losses.teacher_output import (
@@ -31,7 +32,6 @@ from ssl_kd.language.losses.teacher_output import (
     TopKTeacher,
     select_rows,
 )
-from ssl_kd.logits import differentiated_once
 
 CHUNK_BYTES = 64 << 20  # of logits in float32: fewer, larger products than at 16 MiB
 # Tokens on a GPU, at least. A chunk reads the head's weight and adds to its float32 gradient, 14

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_kd.errors import InputError, MissingPackage, UserError, brief
-from ssl_kd.files import sha256_file, why_refused
+from ssl_kd.core.errors import InputError, MissingPackage, UserError, brief
+from ssl_kd.core.files import sha256_file, why_refused
+from ssl_kd.core.memory import is_out_of_memory
+from ssl_kd.core.shards.fingerprint import weights_id
 from ssl_kd.language.models.dtypes import cast_weights, keep_gradients
 from ssl_kd.language.models.weight_files import model_files
-from ssl_kd.memory import is_out_of_memory
-from ssl_kd.teachers.weights import weights_id
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 
 
 def copied_layers(model: Any, wanted: str | None) -> dict[str, Any]:

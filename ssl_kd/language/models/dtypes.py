@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.errors import MissingPackage
+from ssl_kd.core.errors import MissingPackage
 
 
 def bitsandbytes(setting: str) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from firstnan.diagnosis import HUGE, Cause, Diagnosis
 from firstnan.microscope import Fault, Microscope
-from ssl_kd.faults import diagnose
+from ssl_kd.core.faults import diagnose
 from ssl_kd.language.models.causal import evaluating
 from ssl_kd.language.text.blocks import Batch
 

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 from ssl_kd.language.models.card import without_folders
 from ssl_kd.language.models.causal import llm_module
 from ssl_kd.language.teachers.text_teacher import RECORD

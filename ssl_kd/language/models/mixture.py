@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstnan.finite import compute_dtype
-from ssl_kd.errors import InputError
-from ssl_kd.files import atomic_write_bytes
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import atomic_write_bytes
 from ssl_kd.language.losses.routing import gate_entropy, gate_kl
 from ssl_kd.language.models.dtypes import cast_input
 

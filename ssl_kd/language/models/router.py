@@ -16,9 +16,9 @@ from firstnan.events import Event
 from firstnan.faults import Stage
 from firstnan.loop import Guard
 from firstnan.parts import TooFewHealthyParts
+from ssl_kd.core.precision import promote_to_fp32
 from ssl_kd.language.losses.routing import load_balance
 from ssl_kd.language.models.mixture import Gates, Mixture, Routing
-from ssl_kd.precision import promote_to_fp32
 
 _PART = "router"
 _FIRST_SCALE = 2.0**12

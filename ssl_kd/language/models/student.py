@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_kd.errors import InputError, UserError, brief
-from ssl_kd.files import sync_folder
+from ssl_kd.core.errors import InputError, UserError, brief
+from ssl_kd.core.files import sync_folder
+from ssl_kd.core.memory import is_out_of_memory
+from ssl_kd.core.seeds import seeded
 from ssl_kd.language.models.card import model_card
 from ssl_kd.language.models.causal import (
     CausalLM,
@@ -38,8 +40,6 @@ from ssl_kd.language.models.causal import (
 from ssl_kd.language.models.copied_layers import copied_layers
 from ssl_kd.language.models.dtypes import cast_weights
 from ssl_kd.language.models.finite import not_finite
-from ssl_kd.memory import is_out_of_memory
-from ssl_kd.seeds import seeded
 
 logger = logging.getLogger(__name__)
 

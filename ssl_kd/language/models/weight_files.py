@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ssl_kd.files import CorruptFileError
+from ssl_kd.core.files import CorruptFileError
 
 
 def model_files(folder: Path) -> list[Path]:

@@ -8,10 +8,10 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from ssl_kd.colors import tint
-from ssl_kd.pages.curves import SIZE, axes_over_steps, interval_means, interval_text
-from ssl_kd.pages.figures import ACCENT, MUTED, WARNING, svg
-from ssl_kd.pages.wording import amount, finite
+from ssl_kd.core.colors import tint
+from ssl_kd.core.pages.curves import SIZE, axes_over_steps, interval_means, interval_text
+from ssl_kd.core.pages.figures import ACCENT, MUTED, WARNING, svg
+from ssl_kd.core.pages.wording import amount, finite
 
 
 def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:

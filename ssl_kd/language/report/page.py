@@ -4,12 +4,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from ssl_kd.core.pages.run_files import RunFiles
+from ssl_kd.core.pages.wording import DASH, amount, base_name, duration, facts, finite, percent
+from ssl_kd.core.pages.write import write_page
 from ssl_kd.language.report.curves import curve_text, loss_curves, perplexity_curve
 from ssl_kd.language.report.tables import SCORES
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.pages.run_files import RunFiles
-from ssl_kd.pages.wording import DASH, amount, base_name, duration, facts, finite, percent
-from ssl_kd.pages.write import write_page
 
 TEACHER, BEFORE, STUDENT = "teacher", "student before", "student"
 MAX_PROMPTS, MAX_CHARACTERS = 12, 4000

@@ -6,8 +6,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ssl_kd.pages.tables import new_table
-from ssl_kd.pages.wording import amount, number, percent
+from ssl_kd.core.pages.tables import new_table
+from ssl_kd.core.pages.wording import amount, number, percent
 
 SCORES: dict[str, tuple[str, Callable[[float], str]]] = {
     "perplexity": ("perplexity", amount),

@@ -25,8 +25,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ssl_kd.errors import InputError
-from ssl_kd.files import load_tensors, save_tensors
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import load_tensors, save_tensors
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.clock import Progress
+from ssl_kd.core.runs.ranks import Ranks
+from ssl_kd.core.seeds import seed_of
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.evaluate.generation import Autocast, end_tokens
 from ssl_kd.language.models.causal import CausalLM, evaluating, n_ids, positions, without_adapters
 from ssl_kd.language.settings import LanguageSettings
@@ -34,11 +39,6 @@ from ssl_kd.language.settings.groups import RolloutSettings, TrainingSettings
 from ssl_kd.language.text.blocks import Batch, Blocks, digest_of
 from ssl_kd.language.text.rows import rows_of_step
 from ssl_kd.language.train.objective import Objective
-from ssl_kd.precision import Precision
-from ssl_kd.seeds import seed_of
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.clock import Progress
-from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

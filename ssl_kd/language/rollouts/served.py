@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ssl_kd.core.runs.ranks import Ranks
 from ssl_kd.language.models.causal import evaluating, without_adapters
 from ssl_kd.language.models.student import save_for_server
 from ssl_kd.language.teachers.server import (
@@ -20,7 +21,6 @@ from ssl_kd.language.teachers.server import (
     choice_of,
     continuation_of,
 )
-from ssl_kd.training.ranks import Ranks
 
 TIMEOUT = 1800.0  # seconds for a continuation, including the wait for others
 CONCURRENT_PROMPTS = 64  # which the server batches

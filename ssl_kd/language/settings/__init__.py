@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.settings import SettingsError
+from ssl_kd.core.settings.import_paths import check_installed
 from ssl_kd.language.losses.divergences import selects_by_student
 from ssl_kd.language.settings.foreign_names import (
     ALIASES,
@@ -29,8 +31,6 @@ from ssl_kd.language.settings.groups import (
     TextSettings,
     TrainingSettings,
 )
-from ssl_kd.settings import SettingsError
-from ssl_kd.settings.import_paths import check_installed
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ssl_kd.settings import Settings, SettingsError, setting
+from ssl_kd.core.settings import Settings, SettingsError, setting
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ssl_kd.settings import RunSettings
-from ssl_kd.settings.foreign_names import by_name
+from ssl_kd.core.settings import RunSettings
+from ssl_kd.core.settings.foreign_names import by_name
 
 IN_MEMORY = "given"  # TEACHER_MODEL and STUDENT_MODEL of a model that is passed in memory
 

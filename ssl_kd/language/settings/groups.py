@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from ssl_kd.core.settings import RunSettings, Settings, SettingsError, setting
 from ssl_kd.language.losses.divergences import DIVERGENCES, JS_BETA, STUDENT_TOP_K
 from ssl_kd.language.settings.adapters import AdapterSettings
 from ssl_kd.language.settings.foreign_names import INSTEAD
-from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
 
 TRAINED = "4x192", 800  # LAYERSxDIM and steps of TEACHER_MODEL train
 CACHED_TOKENS, SERVED_TOKENS = 48, 20  # at each position of a cache, and in a server's answer

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.logits import check_temperature
+from ssl_kd.core.memory import to_device_async
+from ssl_kd.core.runs.process_group import ProcessGroup
+from ssl_kd.core.settings import SettingsError
+from ssl_kd.core.shards import ShardStore, ShardWriter
+from ssl_kd.core.shards.fingerprint import BaseFingerprint
+from ssl_kd.core.shards.shards import Columns, Content, Manifest
 from ssl_kd.language.losses.divergences import DIVERGENCES, selects_by_student
 from ssl_kd.language.losses.teacher_output import TeacherOutput
 from ssl_kd.language.losses.token_distillation import next_token_targets
@@ -26,13 +33,6 @@ from ssl_kd.language.teachers.cache_methods import HEAD_FILES, METHODS, CacheMet
 from ssl_kd.language.teachers.load import router_id
 from ssl_kd.language.text.blocks import Batch, Blocks
 from ssl_kd.language.text.dataset import TextDataset
-from ssl_kd.logits import check_temperature
-from ssl_kd.memory import to_device_async
-from ssl_kd.settings import SettingsError
-from ssl_kd.store import ShardStore, ShardWriter
-from ssl_kd.store.fingerprint import BaseFingerprint
-from ssl_kd.store.shards import Columns, Content, Manifest
-from ssl_kd.training.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
-from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import CorruptFileError, load_tensors, save_tensors
+from ssl_kd.core.logits import saturate_
+from ssl_kd.core.shards.shards import Columns, Content, Manifest, odd_fields
 from ssl_kd.language.losses.rows import log_softmax_
 from ssl_kd.language.losses.teacher_output import (
     LinearTeacher,
@@ -30,8 +32,6 @@ from ssl_kd.language.losses.teacher_output import (
 from ssl_kd.language.losses.token_terms import CHUNK_BYTES
 from ssl_kd.language.teachers.packed_tokens import grid, n_bytes, pack, round_to, unpack
 from ssl_kd.language.text.blocks import Batch
-from ssl_kd.logits import saturate_
-from ssl_kd.store.shards import Columns, Content, Manifest, odd_fields
 
 HEAD_FILES = "teacher_head_*.pt"
 LOWEST = torch.finfo(torch.float16).min  # a lower log-probability means a probability of 0

@@ -9,6 +9,11 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.clock import Progress, no_progress
+from ssl_kd.core.runs.process_group import ProcessGroup
+from ssl_kd.core.runs.ranks import Ranks, joined, refuse_ranks
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.models.causal import CausalLM, n_ids
 from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.preflight import CACHES, Texts, check_before_loading
@@ -21,11 +26,6 @@ from ssl_kd.language.teachers.served import ServedTeacher
 from ssl_kd.language.text.blocks import Blocks
 from ssl_kd.language.text.rows import lay_out, with_chat_template
 from ssl_kd.language.train.step import precision_of
-from ssl_kd.precision import Precision
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.clock import Progress, no_progress
-from ssl_kd.training.process_group import ProcessGroup
-from ssl_kd.training.ranks import Ranks, joined, refuse_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from ssl_kd.errors import InputError, UserError
+from ssl_kd.core.errors import InputError, UserError
 
 KEY = "TEACHER_API_KEY"  # an environment variable, because settings are written to files
 KEYS = (KEY, "ROLLOUT_API_KEY")

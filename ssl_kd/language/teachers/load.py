@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ssl_kd.errors import brief
-from ssl_kd.files import sha256_file
+from ssl_kd.core.errors import brief
+from ssl_kd.core.files import sha256_file
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.clock import Progress
+from ssl_kd.core.runs.ranks import Ranks
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.models.causal import CausalLM, load_causal_lm
 from ssl_kd.language.models.dtypes import nf4
 from ssl_kd.language.models.student import build_student, save_student
@@ -20,10 +24,6 @@ from ssl_kd.language.text.dataset import TextDataset
 from ssl_kd.language.text.new_tokenizer import train_tokenizer
 from ssl_kd.language.train.loop import train
 from ssl_kd.language.train.step import Distiller, StudentStep, check_ranks
-from ssl_kd.precision import Precision
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.clock import Progress
-from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

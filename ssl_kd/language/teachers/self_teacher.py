@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.memory import to_device_async
 from ssl_kd.language.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.language.models.causal import CausalLM, evaluating, positions
 from ssl_kd.language.models.frozen import answer_at, linear_head
@@ -32,7 +33,6 @@ from ssl_kd.language.text.blocks import (
 from ssl_kd.language.text.dataset import TextDataset
 from ssl_kd.language.text.records import Example
 from ssl_kd.language.text.shares import Layout
-from ssl_kd.memory import to_device_async
 
 OwnPrompts: TypeAlias = list[tuple[int, Tensor]]  # a row's first target, teacher's ids before it
 _PLACES = re.compile(r"\{(prompt|privileged_context)\}")

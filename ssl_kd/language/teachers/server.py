@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssl_kd.errors import UserError, printable
-from ssl_kd.files import strict_json
+from ssl_kd.core.errors import UserError, printable
+from ssl_kd.core.files import strict_json
+from ssl_kd.core.settings.import_paths import check_installed
 from ssl_kd.language.teachers.http_client import (
     Answer,
     NoAnswer,
@@ -27,7 +28,6 @@ from ssl_kd.language.teachers.http_client import (
     hide_key,
     short,
 )
-from ssl_kd.settings.import_paths import check_installed
 
 if TYPE_CHECKING:
     from ssl_kd.language.teachers.prompt_logprobs import Columns

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from firstnan.events import Event
+from ssl_kd.core.memory import to_device_async
 from ssl_kd.language.losses.teacher_output import LinearTeacher, TeacherOutput
 from ssl_kd.language.losses.token_distillation import next_token_targets
 from ssl_kd.language.text.blocks import Batch
-from ssl_kd.memory import to_device_async
 
 Answer = Callable[[Batch, Tensor], TeacherOutput]
 """Function that returns a teacher's answer to a batch at some positions, which are indices into

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ssl_kd.files import atomic_write_text
+from ssl_kd.core.files import atomic_write_text
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.models.causal import CausalLM
-from ssl_kd.settings import SettingsError
 
 RECORD = "text_teacher.txt"  # in a student's folder: identity of the weights, and name
 

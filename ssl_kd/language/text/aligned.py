@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssl_kd.errors import InputError, first_few
-from ssl_kd.files.spill import SpilledSequence, filled_array
+from ssl_kd.core.errors import InputError, first_few
+from ssl_kd.core.files.spill import SpilledSequence, filled_array
 from ssl_kd.language.losses.cross_tokenizer import Positions
 from ssl_kd.language.text.blocks import Batch, Blocks, Frame, digest_of, framed
 from ssl_kd.language.text.dataset import MOST_NAMED, TextDataset

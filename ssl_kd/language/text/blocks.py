@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.errors import InputError, first_few
-from ssl_kd.files.spill import SpilledSequence, filled_array
+from ssl_kd.core.errors import InputError, first_few
+from ssl_kd.core.files.spill import SpilledSequence, filled_array
+from ssl_kd.core.memory import to_device_async
 from ssl_kd.language.text.dataset import MOST_NAMED, TextDataset
 from ssl_kd.language.text.records import Example, Pictures
 from ssl_kd.language.text.render import Rendered, check_located, render
 from ssl_kd.language.text.segmentation import check_fast
 from ssl_kd.language.text.shares import Layout, Share
-from ssl_kd.memory import to_device_async
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ssl_kd.errors import (
+from ssl_kd.core.errors import (
     DatasetUnavailable,
     DatasetUnreachable,
     InputError,
@@ -29,7 +29,7 @@ from ssl_kd.errors import (
     brief,
     first_few,
 )
-from ssl_kd.files.spill import SpilledSequence
+from ssl_kd.core.files.spill import SpilledSequence
 from ssl_kd.language.text.records import Example, as_examples
 from ssl_kd.language.text.shares import Share
 

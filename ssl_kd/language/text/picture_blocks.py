@@ -15,8 +15,9 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from ssl_kd.datasets.decode import UnreadableImage
-from ssl_kd.errors import InputError, brief
+from ssl_kd.core.errors import InputError, brief
+from ssl_kd.core.images.decode import UnreadableImage
+from ssl_kd.core.memory import to_device_async
 from ssl_kd.language.text.blocks import (
     Batch,
     Blocks,
@@ -32,7 +33,6 @@ from ssl_kd.language.text.records import IMAGE, Example, Picture, Pictures
 from ssl_kd.language.text.render import render, show_chat
 from ssl_kd.language.text.segmentation import check_fast
 from ssl_kd.language.text.shares import Layout
-from ssl_kd.memory import to_device_async
 
 _AROUND_IMAGE = ("<|vision_start|>", "<|vision_end|>")  # in templates of Qwen-VL
 

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from ssl_kd.datasets.decode import decode
+from ssl_kd.core.images.decode import decode
 
 IMAGE = "<image>"
 """Marks the position of an image in a string, as in LLaVA's data sets."""

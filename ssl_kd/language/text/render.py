@@ -28,7 +28,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ssl_kd.errors import InputError, brief
+from ssl_kd.core.errors import InputError, brief
 from ssl_kd.language.text.records import THOUGHTS, Example
 
 _CONTROL = re.compile(r"(?:<[^<>\s]+>|\[/?[A-Z_]+\])")  # <|im_end|>, </s>, [/INST]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssl_kd.core.seeds import seed_of
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.models.causal import (
     CausalLM,
     load_tokenizer,
@@ -29,8 +31,6 @@ from ssl_kd.language.text.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.language.text.blocks import Blocks, isolates_documents, make_blocks
 from ssl_kd.language.text.dataset import TextDataset, open_text
 from ssl_kd.language.text.picture_blocks import PictureBlocks, make_picture_blocks, processor_state
-from ssl_kd.seeds import seed_of
-from ssl_kd.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ssl_kd.errors import printable
+from ssl_kd.core.errors import printable
 
 LARGE = 0.05
 """Share of the documents above which a message is a warning."""

@@ -15,16 +15,16 @@ from firstnan.events import Event
 from firstnan.faults import Stage
 from firstnan.loop import Guard
 from firstnan.microscope import Fault, Microscope
-from ssl_kd.faults import diagnose
+from ssl_kd.core.faults import diagnose
+from ssl_kd.core.memory import is_out_of_memory
+from ssl_kd.core.runs.fault_bundle import Bundle, FlightRecorder
+from ssl_kd.core.runs.process_group import ProcessGroup
 from ssl_kd.language.models.finite import in_words, of_a_file, suspect_weights
 from ssl_kd.language.teachers.sources import named_rows
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
 from ssl_kd.language.train.objective import Objective
 from ssl_kd.language.train.rows_left_out import rng_state, set_rng_state
-from ssl_kd.memory import is_out_of_memory
-from ssl_kd.training.fault_bundle import Bundle, FlightRecorder
-from ssl_kd.training.process_group import ProcessGroup
 
 
 @torch.enable_grad()  # the guard calls back without gradients

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from firstnan.parts import TooFewHealthyParts
+from ssl_kd.core.runs.loop import Pace, run_loop
+from ssl_kd.core.runs.schedule import learning_rate_at
+from ssl_kd.core.seeds import seed_of, seeded
 from ssl_kd.language.rollouts import RolloutBatches
 from ssl_kd.language.text.aligned import AlignedBlocks
 from ssl_kd.language.text.blocks import Blocks
 from ssl_kd.language.text.rows import rows_of_step
 from ssl_kd.language.train.step import Distiller, StudentStep
 from ssl_kd.language.train.success import Success
-from ssl_kd.seeds import seed_of, seeded
-from ssl_kd.training.loop import Pace, run_loop
-from ssl_kd.training.schedule import learning_rate_at
 
 Row = dict[str, Any]
 """One line of `metrics.jsonl`."""

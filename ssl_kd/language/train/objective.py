@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ssl_kd.core.memory import to_device_async
+from ssl_kd.core.precision import Precision, promote_to_fp32
 from ssl_kd.language.losses.legacy_clamp import LegacyClamp
 from ssl_kd.language.losses.teacher_output import (
     LinearTeacher,
@@ -28,8 +30,6 @@ from ssl_kd.language.teachers.sources import Source
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
 from ssl_kd.language.train.rows_left_out import FirstPass, SickRows, overwritten, without
-from ssl_kd.memory import to_device_async
-from ssl_kd.precision import Precision, promote_to_fp32
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.clock import no_progress
+from ssl_kd.core.runs.fault_bundle import DTYPES, Bundle, Replay, damaged, has_fields, load_bundle
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.prepare import Prepared, make_distiller, prepare
 from ssl_kd.language.rollouts import rollout_batches
 from ssl_kd.language.settings import LanguageSettings
@@ -18,10 +22,6 @@ from ssl_kd.language.text.blocks import Batch
 from ssl_kd.language.train.fault_explainer import examine, trained
 from ssl_kd.language.train.rows_left_out import set_rng_state
 from ssl_kd.language.train.step import Distiller
-from ssl_kd.precision import Precision
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.clock import no_progress
-from ssl_kd.training.fault_bundle import DTYPES, Bundle, Replay, damaged, has_fields, load_bundle
 
 _REPLAY = {"mode": str, "student": str, "teacher": str, "scale": bool, "device": str, "exact": bool}
 _REPLAY |= {"explained": str, "learns_from": str}

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from firstnan.events import Event
+from ssl_kd.core.memory import to_device_async
+from ssl_kd.core.runs.process_group import ProcessGroup
 from ssl_kd.language.losses.teacher_output import TeacherOutput
 from ssl_kd.language.teachers.sources import named_rows
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
-from ssl_kd.memory import to_device_async
-from ssl_kd.training.process_group import ProcessGroup
 
 AnyBatch = TypeVar("AnyBatch", Batch, AlignedBatch)
 SickRows = Mapping[str, Tensor]

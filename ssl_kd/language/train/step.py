@@ -18,7 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from firstnan.events import Event
 from firstnan.faults import Thresholds
 from firstnan.loop import Guard
-from ssl_kd.faults import REMEDIES
+from ssl_kd.core.faults import REMEDIES
+from ssl_kd.core.precision import Precision
+from ssl_kd.core.runs.fault_bundle import FlightRecorder
+from ssl_kd.core.runs.process_group import ProcessGroup
+from ssl_kd.core.runs.ranks import Ranks
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.models.dtypes import bitsandbytes
 from ssl_kd.language.models.finite import in_words
 from ssl_kd.language.settings import LanguageSettings
@@ -31,11 +36,6 @@ from ssl_kd.language.train.fault_explainer import FaultExplainer, examine
 from ssl_kd.language.train.objective import Objective, student_side
 from ssl_kd.language.train.rows_left_out import FirstPass, rng_state, set_rng_state
 from ssl_kd.language.train.success import Success
-from ssl_kd.precision import Precision
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.fault_bundle import FlightRecorder
-from ssl_kd.training.process_group import ProcessGroup
-from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
+from ssl_kd.core.shards import Fingerprint
+from ssl_kd.vision.cache import EmbeddingStore, EmbeddingWriter
 
 
 def write(

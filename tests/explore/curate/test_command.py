@@ -12,7 +12,7 @@ from PIL import Image
 from pyarrow import csv, parquet
 
 from ssl_kd.cli import main
-from ssl_kd.files.cells import from_cell
+from ssl_kd.core.files.cells import from_cell
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.curate import outliers
 from ssl_kd_explore.decisions import Curation

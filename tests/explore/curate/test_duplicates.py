@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.errors import InputError
-from ssl_kd.store import EmbeddingStore
+from ssl_kd.core.errors import InputError
+from ssl_kd.vision.cache import EmbeddingStore
 from ssl_kd_explore.curate import near_duplicates, outliers
 from tests.explore.curate.stores import distinct, write
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_kd.datasets import FolderDataset
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.vision.data import FolderDataset
 from ssl_kd_explore.curate import leaks, mislabelled, odd_images, outliers
 from tests.explore.curate.stores import distinct, write
 from tests.faults.matrix import row as fault

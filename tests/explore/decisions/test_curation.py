@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssl_kd import cli, files
-from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError
-from ssl_kd.files.lock import Lock, LockHeld
+from ssl_kd import cli
+from ssl_kd.core import files
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import CorruptFileError
+from ssl_kd.core.files.lock import Lock, LockHeld
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions import Curation, line_format, schema
 from ssl_kd_explore.decisions import curation as module

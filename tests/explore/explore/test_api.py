@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_kd.colors import MISSING, RAMP, tint
-from ssl_kd.errors import InputError
+from ssl_kd.core.colors import MISSING, RAMP, tint
+from ssl_kd.core.errors import InputError
 from ssl_kd_explore.explore.api import ROUTES
 from ssl_kd_explore.run import Run
 from tests.documents import ROOT

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from ssl_kd.cli import main
-from ssl_kd.colors import CLUSTERS, MISSING, RAMP
-from ssl_kd.errors import InputError
+from ssl_kd.core.colors import CLUSTERS, MISSING, RAMP
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions import Curation
 from ssl_kd_explore.explore import map_of, page_data, write_site

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import CorruptFileError
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions import Curation
 from ssl_kd_explore.explore import server as module

@@ -9,7 +9,7 @@ import pyarrow as arrow
 import pytest
 from pyarrow import parquet
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions import Curation
 from ssl_kd_explore.export import export

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.export import export, folders
 from ssl_kd_explore.export.content import Content

@@ -16,8 +16,8 @@ from huggingface_hub import DatasetCard, ModelCard
 from PIL import Image
 from pyarrow import parquet
 
-from ssl_kd.datasets import FolderDataset, open_dataset
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.vision.data import FolderDataset, open_dataset
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions import Curation
 from ssl_kd_explore.export import export

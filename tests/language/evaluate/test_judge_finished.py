@@ -6,7 +6,7 @@ import re
 import pytest
 
 from ssl_kd import cli
-from ssl_kd.errors import BAD_INPUT, OK
+from ssl_kd.core.errors import BAD_INPUT, OK
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
 

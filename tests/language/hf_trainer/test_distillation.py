@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from firstnan.faults import Thresholds
 from firstnan.parts import TooFewHealthyParts
-from ssl_kd.errors import InputError, SeveralFaults
+from ssl_kd.core.errors import InputError, SeveralFaults
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.language.models.frozen import FrozenTeacher
-from ssl_kd.settings import SettingsError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -8,11 +8,11 @@ from torch import nn
 
 from firstnan import Guard
 from firstnan.faults import Thresholds
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.runs.stop import Interrupted
 from ssl_kd.language.models.frozen import linear_head
 from ssl_kd.language.models.student import add_lora
 from ssl_kd.language.run import run
-from ssl_kd.training.stop import Interrupted
 from tests.bits import same
 from tests.faults.inject import stop_at
 from tests.language.test_run import last_checkpoint, log_lines

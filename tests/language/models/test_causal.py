@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.core.errors import InputError  # noqa: E402
 from ssl_kd.language.losses.teacher_output import LinearTeacher, LogitsTeacher  # noqa: E402
 from ssl_kd.language.models.causal import (  # noqa: E402
     CausalLM,

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import huggingface_hub  # noqa: E402
 
 from ssl_kd.cli.flags import read_settings  # noqa: E402
-from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.core.errors import InputError  # noqa: E402
 from ssl_kd.language.distillation import DistilledRun, distilled  # noqa: E402
 from ssl_kd.language.models.card import model_card, without_folders  # noqa: E402
 from ssl_kd.language.models.causal import load_causal_lm  # noqa: E402

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 from ssl_kd.language.losses.routing import load_balance
 from ssl_kd.language.losses.token_distillation import token_kd
 from ssl_kd.language.models.mixture import ROUTERS, Mixture, Routing

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ssl_kd.errors import MissingPackage, UserError
+from ssl_kd.core.errors import MissingPackage, UserError
 from ssl_kd.language.models.causal import load_causal_lm
 from ssl_kd.language.models.dtypes import nf4
 from ssl_kd.language.models.frozen import FrozenTeacher

@@ -13,7 +13,7 @@ from packaging.version import Version
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from ssl_kd.errors import InputError, UserError  # noqa: E402
+from ssl_kd.core.errors import InputError, UserError  # noqa: E402
 from ssl_kd.language.models import student as module  # noqa: E402
 from ssl_kd.language.models.card import model_card  # noqa: E402
 from ssl_kd.language.models.causal import CausalLM, load_causal_lm, tokenizer_id  # noqa: E402

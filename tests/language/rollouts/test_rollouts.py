@@ -12,7 +12,8 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from firstnan import TooFewHealthyParts  # noqa: E402
-from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.core.errors import InputError  # noqa: E402
+from ssl_kd.core.settings import SettingsError  # noqa: E402
 from ssl_kd.language import rollouts as rollouts_module  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.prepare import prepare  # noqa: E402
@@ -22,7 +23,6 @@ from ssl_kd.language.text.blocks import Blocks  # noqa: E402
 from ssl_kd.language.train.loop import train  # noqa: E402
 from ssl_kd.language.train.replay import replay  # noqa: E402
 from ssl_kd.language.train.step import precision_of  # noqa: E402
-from ssl_kd.settings import SettingsError  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.oracles import token_objectives as oracle  # noqa: E402

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ssl_kd.cli.flags import read_settings
+from ssl_kd.core.runs.folder import RunFolder
+from ssl_kd.core.runs.schedule import learning_rate_at
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.losses.divergences import DIVERGENCES
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.settings.presets import NOTES, PRESETS
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.folder import RunFolder
-from ssl_kd.training.schedule import learning_rate_at
 from tests.faults.matrix import row
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ssl_kd.files import CorruptFileError, save_tensors, sha256_file
+from ssl_kd.core.files import CorruptFileError, save_tensors, sha256_file
+from ssl_kd.core.shards import FingerprintMismatch, NonFiniteRow
+from ssl_kd.core.shards.shards import read_manifest, write_manifest
 from ssl_kd.language.losses.token_distillation import next_token_targets
 from ssl_kd.language.teachers import cache_methods
 from ssl_kd.language.teachers.cache import TeacherCache, TeacherFingerprint, write
@@ -21,8 +23,6 @@ from ssl_kd.losses import (
     TopKTeacher,
     logits_distillation,
 )
-from ssl_kd.store import FingerprintMismatch, NonFiniteRow
-from ssl_kd.store.shards import read_manifest, write_manifest
 from tests.faults.matrix import row as fault  # noqa: E402
 
 N, T, V, DIM = 11, 9, 40, 6
@@ -499,7 +499,7 @@ def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_rest_kept(tmp_pat
         save_tensors(path, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ssl_kd.store.writer.save_tensors", until_full)
+        patch.setattr("ssl_kd.core.shards.writer.save_tensors", until_full)
         with pytest.raises(OSError, match="No space left.*teacher_00002.pt"):
             make(tmp_path / "own", teacher, method=method)
     with pytest.raises(FileNotFoundError):

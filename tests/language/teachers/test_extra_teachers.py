@@ -12,14 +12,14 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.core.errors import InputError  # noqa: E402
+from ssl_kd.core.settings import SettingsError  # noqa: E402
 from ssl_kd.language.losses.teacher_output import logits_of  # noqa: E402
 from ssl_kd.language.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.teachers.sources import Plain  # noqa: E402
-from ssl_kd.settings import SettingsError  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.test_run import config, log_lines, table, weights  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.core.errors import InputError  # noqa: E402
 from ssl_kd.language.teachers import server  # noqa: E402
 from ssl_kd.language.teachers.http_client import NoAnswer, check_url, exchange, short  # noqa: E402
 from ssl_kd.language.teachers.server import CompletionServer, ServerFailed  # noqa: E402

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ssl_kd.core.runs.stop import Interrupted
+from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.evaluate.judge_in_run import make_judge
 from ssl_kd.language.prepare import make_distiller
 from ssl_kd.language.rollouts import rollout_batches
 from ssl_kd.language.run import run
-from ssl_kd.settings import SettingsError
-from ssl_kd.training.stop import Interrupted
 from tests.faults.inject import stop_at
 from tests.language.test_prompts import prepared
 from tests.language.test_ranks import assert_near, by

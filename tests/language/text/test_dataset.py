@@ -3,10 +3,10 @@ import platform
 
 import pytest
 
-from ssl_kd.datasets import DatasetUnavailable, DatasetUnreachable
-from ssl_kd.errors import first_few
+from ssl_kd.core.errors import first_few
 from ssl_kd.language.text.dataset import LONGEST, open_text
 from ssl_kd.language.text.records import Example
+from ssl_kd.vision.data import DatasetUnavailable, DatasetUnreachable
 
 
 def write_jsonl(path, records):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_kd.datasets.decode import UnreadableImage
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.images.decode import UnreadableImage
 from ssl_kd.language.text.aligned import aligned_blocks
 from ssl_kd.language.text.blocks import make_blocks
 from ssl_kd.language.text.dataset import open_text

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from ssl_kd.errors import InputError
+from ssl_kd.core.errors import InputError
 from ssl_kd.language.text.blocks import make_blocks
 from ssl_kd.language.text.dataset import TextDataset
 from ssl_kd.language.text.new_tokenizer import train_tokenizer

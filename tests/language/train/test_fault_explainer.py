@@ -10,9 +10,9 @@ pytest.importorskip("transformers")
 from benchmarks import diagnosis, diagnosis_language  # noqa: E402
 from firstnan import TooFewHealthyParts  # noqa: E402
 from firstnan.diagnosis import Cause  # noqa: E402
+from ssl_kd.core.runs.fault_bundle import FlightRecorder, load_bundle  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.train.fault_explainer import FaultExplainer, examine  # noqa: E402
-from ssl_kd.training.fault_bundle import FlightRecorder, load_bundle  # noqa: E402
 
 CPU = torch.device("cpu")
 

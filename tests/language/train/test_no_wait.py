@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from ssl_kd.core.precision import DeviceInfo, Precision
 from ssl_kd.language.models.causal import CausalLM
 from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.teachers.cache import TeacherFingerprint, cache_identity, write
@@ -12,7 +13,6 @@ from ssl_kd.language.teachers.sources import Plain
 from ssl_kd.language.train.loop import _StudentLearner
 from ssl_kd.language.train.step import Distiller
 from ssl_kd.losses import linear_distillation
-from ssl_kd.precision import DeviceInfo, Precision
 from tests.pretended import pretended_cuda
 
 pytest.importorskip("transformers")

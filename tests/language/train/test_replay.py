@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from firstnan import TooFewHealthyParts  # noqa: E402
 from firstnan.diagnosis import Cause  # noqa: E402
 from ssl_kd import cli  # noqa: E402
-from ssl_kd.files import CorruptFileError  # noqa: E402
+from ssl_kd.core.files import CorruptFileError  # noqa: E402
+from ssl_kd.core.runs.fault_bundle import save_bundle  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.train.fault_explainer import trained  # noqa: E402
 from ssl_kd.language.train.replay import replay  # noqa: E402
 from ssl_kd.language.train.step import Distiller  # noqa: E402
-from ssl_kd.training.fault_bundle import save_bundle  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row  # noqa: E402
 

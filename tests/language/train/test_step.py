@@ -9,10 +9,10 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from firstnan import TooFewHealthyParts  # noqa: E402
+from ssl_kd.core.precision import Precision  # noqa: E402
 from ssl_kd.language.losses.teacher_output import LogitsTeacher  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.train.step import precision_of  # noqa: E402
-from ssl_kd.precision import Precision  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.oracles import token_objectives as oracle  # noqa: E402
 

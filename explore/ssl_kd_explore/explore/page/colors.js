@@ -1,4 +1,4 @@
-// Colors of clusters, and of numbers from low to high: the table of ssl_kd/colors.py, in meta.json.
+// Colors of clusters, and of numbers from low to high: the table of ssl_kd/core/colors.py, in meta.json.
 
 let clusters = [];
 export let MISSING, RAMP;

@@ -23,7 +23,7 @@ export async function readCells(rows, columns) {
   return (await (await get(`api/cells?${new URLSearchParams({ rows, columns })}`)).json()).rows;
 }
 
-// A spreadsheet would run such a text as a formula; `ssl_kd.files.cells` escapes it in the same way.
+// A spreadsheet would run such a text as a formula; `ssl_kd.core.files.cells` escapes it in the same way.
 const FORMULA = /^'*(?![-+]?\d+(\.\d+)?$)[=+\-@\t\r\n＝＋－＠]/;
 
 /** The text of a CSV file; `lines` are lists of values. */

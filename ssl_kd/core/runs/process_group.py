@@ -1,0 +1,91 @@
+"""Exchange values among the processes of a job, and share the run folder that rank 0 writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstnan.agreement import Agreement
+from firstnan.events import EventLog
+from ssl_kd.core.files import load_tensors
+from ssl_kd.core.settings import RunSettings
+from ssl_kd.core.runs.folder import RunFolder
+from ssl_kd.core.runs.ranks import Ranks
+from ssl_kd.core.runs.stop import Signals
+
+
+class ProcessGroup(Agreement):
+    """Collective operations over the `torch.distributed` ranks, or over a single process.
+
+    All ranks must create the object and call its methods in the same order. A method that waits
+    for another rank raises RankLost if that rank does not respond.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None, device, "the processes of one job")
+
+    def sums(self, what: str, *numbers: float) -> list[float]:
+        """Sum numbers over the ranks in float32; `what` names them, identically on all ranks."""
+        if self.world == 1:
+            return [*numbers]
+        of_ranks = self.exchange(what, torch.tensor(numbers, dtype=torch.float32))
+        return of_ranks.double().sum(0).tolist()
+
+    def share(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a batch: rows rank, rank + world, rank + 2 world, ..."""
+        return rows[self.rank :: self.world]
+
+    def any_signal(self, signals: Signals, when: str) -> bool:
+        """Return whether any rank got a signal to stop; copy that signal to ranks without one."""
+        own = torch.tensor([float(*signals.caught[:1])])
+        of_ranks = self.exchange(f"whether to stop {when}", own)
+        caught = [int(number) for number in of_ranks.flatten().tolist() if number]
+        if caught and not signals.caught:
+            signals.caught.append(caught[0])
+        return bool(caught)
+
+
+class ReadOnlyRunFolder(RunFolder):
+    """Let the other ranks read the folder that rank 0 writes, on a shared file system."""
+
+    writes = False
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.events = path, EventLog()
+        self._checkpoints = path / "checkpoint"
+
+
+@contextlib.contextmanager
+def run_folder(run: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
+    """Open the run folder for writing on rank 0, and for reading on the other ranks.
+
+    If `RunFolder` raises an error on rank 0, the other ranks raise RankStopped.
+    """
+    with contextlib.ExitStack() as stack:
+        opened: list[RunFolder] = []
+
+        def open_folder() -> Path:
+            opened.append(stack.enter_context(RunFolder(run)))
+            return opened[0].path
+
+        path = ranks.from_first(open_folder)
+        yield opened[0] if opened else ReadOnlyRunFolder(path)
+
+
+def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any]]:
+    """Load the newest checkpoint that rank 0 saved, on every rank."""
+    loaded: list[tuple[int, dict[str, Any]]] = []
+
+    def load() -> int:
+        loaded.append(folder.load_checkpoint())
+        return loaded[0][0]
+
+    start = ranks.from_first(load)
+    if loaded or not start:
+        return loaded[0] if loaded else (0, {})
+    path = folder.path / "checkpoint" / f"step_{start:09d}.pt"
+    return start, load_tensors(path, mmap=True)["tensors"]

@@ -1,7 +1,0 @@
-"""Write the report of a run, one page that opens offline; here, that of a clustering run."""
-
-from ssl_kd.report.decided import Decided
-from ssl_kd.report.gallery import run_images
-from ssl_kd.report.write import reported, write_report
-
-__all__ = ["Decided", "reported", "run_images", "write_report"]

@@ -1,0 +1,34 @@
+"""Score clusters and embeddings, and run baselines."""
+
+from ssl_kd.core.calibration import calibration
+from ssl_kd.vision.evaluate.baselines import kmeans, spectral
+from ssl_kd.vision.evaluate.clustering import (
+    accuracy,
+    cluster_sizes,
+    clustering_scores,
+    collapsed,
+    contingency,
+    effective_clusters,
+    match,
+    rightly_placed,
+)
+from ssl_kd.vision.evaluate.knn import knn_accuracy
+from ssl_kd.vision.evaluate.layout import embedding_map
+from ssl_kd.vision.evaluate.probe import linear_probe
+
+__all__ = [
+    "accuracy",
+    "calibration",
+    "cluster_sizes",
+    "clustering_scores",
+    "collapsed",
+    "contingency",
+    "effective_clusters",
+    "embedding_map",
+    "kmeans",
+    "knn_accuracy",
+    "linear_probe",
+    "match",
+    "rightly_placed",
+    "spectral",
+]

