@@ -77,9 +77,9 @@ N_CLUSTERS = None
 
 # --- Heads and their training ---------------------------------------------------------------------
 
-# What forms the clusters: heads (they start from partitions of the neighbor graph, learn by LOSS,
-# and vote) | consensus (the partitions vote, and the heads as one family among them).
-METHOD = "heads"
+# What forms the clusters: consensus (partitions of the neighbor graph vote, and heads that start
+# from them and learn by LOSS vote as one family more) | heads (these heads vote alone).
+METHOD = "consensus"
 # Sizes of the clusters: even (similar) | any (very different, such as species or an album). With
 # any, partitions vote by those methods that have no preferred size; heads, which have one, learn
 # the answer but do not vote.

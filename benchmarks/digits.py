@@ -21,7 +21,7 @@ from ssl_kd.vision.evaluate import accuracy
 
 CHOICES: dict[str, dict[str, Any]] = {
     "the defaults": {},
-    "`method=consensus`": {"method": "consensus"},
+    "`method=heads`": {"method": "heads"},
     "`beta=0.5`": {"beta": 0.5},
     "`teacher_temp=0.05`": {"teacher_temp": 0.05},
     "`batch_size=128`": {"batch_size": 128},

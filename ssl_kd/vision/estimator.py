@@ -55,12 +55,11 @@ logger = logging.getLogger(__name__)
 class MultiHeadClusterer(
     ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, BaseEstimator
 ):
-    """Cluster embeddings by a vote of heads that learn by self-distillation.
+    """Cluster embeddings by a vote of several methods and of heads, which learn the answer.
 
-    Each head starts from a partition of the graph of nearest neighbors, by one of several methods
-    (`ssl_kd.vision.graph`), and goes on by self-distillation; the better half of them vote. With
-    `method="consensus"` the partitions vote as well. All heads then learn the answer. Predictions
-    are the mean vote of the best heads, `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. Labels are
+    Partitions of the graph of nearest neighbors by several methods vote (`ssl_kd.vision.graph`).
+    Heads start from these partitions, go on by self-distillation, and vote with them; with
+    `method="heads"` they vote alone. All heads then learn the answer. Predictions are the mean vote of the best heads, `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. Labels are
     not used: `y` is ignored. Parameters are settings of `config.py` with the same meaning, range
     and default, and a run of `train.py` on the same embeddings with the same seed gives the same
     clusters.

@@ -216,11 +216,11 @@ class HeadSettings(RunSettings):
     """Settings of the heads and of their training."""
 
     method: str = setting(
-        "heads",
-        "what forms the clusters: heads (they start from partitions of the neighbor graph, learn by"
-        " LOSS, and vote) | consensus (the partitions vote, and the heads as one family among"
-        " them)",
-        choices=("heads", "consensus"),
+        "consensus",
+        "what forms the clusters: consensus (partitions of the neighbor graph vote, and heads that"
+        " start from them and learn by LOSS vote as one family more) | heads (these heads vote"
+        " alone)",
+        choices=("consensus", "heads"),
         only_with={"loss": _LEARNS, **_EVEN},
         section="Heads and their training",
     )

@@ -2,8 +2,8 @@
 
 In the first stage each head starts from a partition of the neighbor graph: it learns the partition
 by cross-entropy until it has nearly the partition's neighbor information, and goes on by LOSS. The
-better half of the heads votes on the answer, alone (METHOD heads) or as one family beside those of
-the graph (METHOD consensus). In the second stage all heads learn the answer by cross-entropy.
+better half of the heads votes on the answer, as one family beside those of the graph (METHOD
+consensus) or alone (METHOD heads). In the second stage all heads learn the answer by cross-entropy.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.test_loop import Learner
 
 from ssl_kd.core.memory import cache_clearing
 from ssl_kd.core.runs.loop import run_loop
+from tests.core.runs.test_loop import Learner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 RESIDENT = """

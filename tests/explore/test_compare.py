@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.csv
 import pytest
-from tests.report.reading import Reader, check_that_nothing_is_loaded
 
 from ssl_kd import Run
 from ssl_kd.cli import main
@@ -16,6 +15,7 @@ from ssl_kd.core.runs.folder import RunFolderError
 from ssl_kd.vision.assignments import assignments_of
 from ssl_kd.vision.sources import SOURCES
 from ssl_kd_explore.compare import judge, summary
+from tests.vision.report.reading import Reader, check_that_nothing_is_loaded
 
 
 @pytest.fixture

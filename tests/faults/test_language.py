@@ -23,6 +23,7 @@ from ssl_kd.core.files import sha256_file  # noqa: E402
 from ssl_kd.core.logits import SATURATION  # noqa: E402
 from ssl_kd.core.runs.stop import Interrupted  # noqa: E402
 from ssl_kd.core.settings import SettingsError  # noqa: E402
+from ssl_kd.core.shards import FingerprintMismatch  # noqa: E402
 from ssl_kd.core.shards.shards import read_manifest, write_manifest  # noqa: E402
 from ssl_kd.language.evaluate.judge import judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.language.losses.token_distillation import (  # noqa: E402
@@ -49,7 +50,6 @@ from ssl_kd.language.train.loop import rows_of_step  # noqa: E402
 from ssl_kd.language.train.replay import replay  # noqa: E402
 from ssl_kd.language.train.step import Distiller, precision_of  # noqa: E402
 from ssl_kd.losses import LegacyClamp, LogitsTeacher  # noqa: E402
-from ssl_kd.vision.cache import FingerprintMismatch  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.inject import (  # noqa: E402
     content,

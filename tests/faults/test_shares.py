@@ -11,8 +11,8 @@ from ssl_kd.vision.cache import EmbeddingStore
 from tests.faults.matrix import row
 from tests.faults.test_data_and_store import shards
 from tests.kills import kill_again_and_again
-from tests.store import test_ledger as ledger
-from tests.store.test_ledger import FINGERPRINT, content, fill, writer, x
+from tests.vision.cache import test_ledger as ledger
+from tests.vision.cache.test_ledger import FINGERPRINT, content, fill, writer, x
 
 alone = ledger.alone
 

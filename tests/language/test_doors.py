@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.training.test_board import Tracker
 
 from ssl_kd.core.errors import InputError, MissingPackage
 from ssl_kd.language import prepare as task
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teachers.caching import cache_teacher
+from tests.core.runs.test_board import Tracker
 from tests.faults.matrix import row as fault
 
 

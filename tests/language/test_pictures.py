@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E40
 from ssl_kd import Distillation  # noqa: E402
 from ssl_kd.core.errors import InputError  # noqa: E402
 from ssl_kd.core.settings import SettingsError  # noqa: E402
+from ssl_kd.core.shards import FingerprintMismatch  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.models.student import add_lora, freeze_tower  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
@@ -31,7 +32,6 @@ from ssl_kd.language.text.rows import check_ranks_see  # noqa: E402
 from ssl_kd.language.train.objective import Objective  # noqa: E402
 from ssl_kd.language.train.replay import replay  # noqa: E402
 from ssl_kd.language.train.step import Distiller  # noqa: E402
-from ssl_kd.vision.cache import FingerprintMismatch  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402

@@ -14,11 +14,11 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
+from ssl_kd.core.shards import writer  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.train import step as steps  # noqa: E402
-from ssl_kd.vision.cache import writer  # noqa: E402
 from tests.faults.inject import metrics  # noqa: E402
 from tests.processes import HANG, ROOT, free_port  # noqa: E402
 from tests.ranks import run_joined  # noqa: E402

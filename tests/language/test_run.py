@@ -19,6 +19,7 @@ from ssl_kd.core.files import load_tensors  # noqa: E402
 from ssl_kd.core.runs.folder import RunFinished, RunFolderError  # noqa: E402
 from ssl_kd.core.runs.stop import Interrupted  # noqa: E402
 from ssl_kd.core.settings import SettingsError  # noqa: E402
+from ssl_kd.core.shards import FingerprintMismatch  # noqa: E402
 from ssl_kd.language.evaluate.judge import judge_tokens  # noqa: E402
 from ssl_kd.language.models.causal import load_causal_lm  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
@@ -31,7 +32,6 @@ from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.teachers.load import trained_teacher  # noqa: E402
 from ssl_kd.language.text.rows import split_held_out, texts_of  # noqa: E402
 from ssl_kd.language.train.step import Distiller, precision_of  # noqa: E402
-from ssl_kd.vision.cache import FingerprintMismatch  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.inject import events, metrics, stop_at  # noqa: E402
 from tests.tiny import sentence  # noqa: E402

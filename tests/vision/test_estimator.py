@@ -265,7 +265,7 @@ def test_none_estimates_k_as_in_a_settings_file_for_data_without_labels(blobs, c
     np.testing.assert_array_equal(none.labels_, auto.labels_)
     assert none.n_clusters_ == 3 and none.settings_.n_clusters is None
     assert n_clusters_of(None, None, len(x)) is None and n_clusters_of(None, ["a", "b"], 9) == 2
-    assert caplog.messages[0].startswith("METHOD is heads, ")
+    assert caplog.messages[0].startswith("METHOD is consensus, ")
 
 
 @pytest.mark.parametrize(("method", "wanted"), [("consensus", 60), ("heads", 2), ("heads", 24)])

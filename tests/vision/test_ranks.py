@@ -22,10 +22,10 @@ from ssl_kd.core.files import sha256_file
 from ssl_kd.core.precision import Precision
 from ssl_kd.core.runs.ranks import Ranks
 from ssl_kd.vision import fit, training_rows
-from ssl_kd.vision import step as guarded
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.train import step as guarded
 from ssl_kd.vision.train.heads import HeadBank, TEMIHead
 from ssl_kd.vision.train.step import HeadTrainer
 from tests.kills import on_change

@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
-from tests.training.test_board import curves
 
 from firstnan.diagnosis import Cause
 from ssl_kd import MultiHeadClusterer
@@ -39,6 +38,7 @@ from ssl_kd_explore.export import export
 from ssl_kd_explore.export.cards import model_card
 from ssl_kd_explore.export.content import Content
 from ssl_kd_explore.run import Run as OpenRun
+from tests.core.runs.test_board import curves
 from tests.faults.matrix import row as fault
 
 ROOT = Path(__file__).parents[2]
@@ -344,9 +344,9 @@ def test_without_labels_the_number_of_clusters_is_found_unless_it_is_set(setting
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "METHOD is heads, LOSS temi: 4 heads start from partitions of the neighbor graph"),
-        ({"beta": 0.5}, "learn by LOSS, and the better half of them vote; all heads then learn"),
-        ({"method": "consensus"}, "; the partitions vote, and the better half of the heads with"),
+        ({}, "METHOD is consensus, LOSS temi: 4 heads start from partitions of the neighbor graph"),
+        ({"beta": 0.5}, "; the partitions vote, and the better half of the heads with them;"),
+        ({"method": "heads"}, "learn by LOSS, and the better half of them vote; all heads then"),
         ({"loss": "fixed"}, "LOSS is fixed: partitions of the neighbor graph vote, and the heads"),
         ({"cluster_sizes": "any"}, "CLUSTER_SIZES is any: partitions of the neighbor graph vote,"),
     ],

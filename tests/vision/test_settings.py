@@ -60,8 +60,8 @@ EDGES = {
         ({"beta": 0.8}, "BETA is 0.8", {"loss": "sharpened"}),
         ({"beta": 0.8}, "BETA is 0.8", {"cluster_sizes": "any"}),
         ({"loss": "sharpened"}, "LOSS is 'sharpened'", {"cluster_sizes": "any"}),
-        ({"method": "consensus"}, "METHOD is 'consensus'", {"cluster_sizes": "any"}),
-        ({"method": "consensus"}, "METHOD is 'consensus'", {"loss": "fixed"}),
+        ({"method": "heads"}, "METHOD is 'heads'", {"cluster_sizes": "any"}),
+        ({"method": "heads"}, "METHOD is 'heads'", {"loss": "fixed"}),
         ({"instance_weight": "own"}, "INSTANCE_WEIGHT is 'own'", {"loss": "fixed"}),
     ],
 )

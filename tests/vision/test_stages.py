@@ -77,7 +77,7 @@ def test_heads_that_all_failed_cannot_vote_alone(partitions):
     stages = Stages(settings, *inputs, Starts(), partitions)
     with pytest.raises(TooFewHealthyParts, match="all heads failed"):
         stages(torch.empty(0, len(X)))
-    beside = Stages(VisionSettings(method="consensus"), *inputs, Starts(), partitions)
+    beside = Stages(VisionSettings(), *inputs, Starts(), partitions)
     _, answer, _ = beside(torch.empty(0, len(X)))
     assert torch.equal(answer, partitions.answer().clusters)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from ssl_kd.vision.data import UnreadableImage, decode, formats
+from ssl_kd.core.images import formats
+from ssl_kd.vision.data import UnreadableImage, decode
 from tests.faults.matrix import row
 
 

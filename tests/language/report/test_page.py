@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.report.reading import change, check_that_nothing_is_loaded, put, write_and_read
+
+from tests.vision.report.reading import change, check_that_nothing_is_loaded, put, write_and_read
 
 PROMPTS = ("Once upon a time", "The little dog")
 

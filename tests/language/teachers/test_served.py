@@ -9,6 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from ssl_kd.core.settings import SettingsError  # noqa: E402
+from ssl_kd.core.shards import FingerprintMismatch  # noqa: E402
 from ssl_kd.language.losses.teacher_output import logits_of  # noqa: E402
 from ssl_kd.language.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.language.models.causal import n_ids  # noqa: E402
@@ -20,7 +21,6 @@ from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.teachers.served import ServedTeacher  # noqa: E402
 from ssl_kd.language.teachers.server import CompletionServer, ServerFailed  # noqa: E402
 from ssl_kd.language.train.step import Distiller  # noqa: E402
-from ssl_kd.vision.cache import FingerprintMismatch  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.test_ranks import assert_near, by  # noqa: E402

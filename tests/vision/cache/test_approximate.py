@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.store.test_neighbors import assert_exact, write
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.files.lock import Lock, LockHeld
@@ -20,6 +19,7 @@ from ssl_kd.vision.cache import (
     neighbors_in_memory,
 )
 from ssl_kd.vision.cache import approximate as ivf
+from tests.vision.cache.test_neighbors import assert_exact, write
 
 N, DIM, K = 3000, 16, 10
 

@@ -10,8 +10,8 @@ import torch
 
 from ssl_kd.core.files import CorruptFileError
 from ssl_kd.core.files.lock import LockHeld
-from ssl_kd.core.shards import Fingerprint
-from ssl_kd.vision.cache import EmbeddingStore, EmbeddingWriter, ledger
+from ssl_kd.core.shards import Fingerprint, ledger
+from ssl_kd.vision.cache import EmbeddingStore, EmbeddingWriter
 
 N, D, ROWS = 50, 4, 8  # seven shards, the last of two rows
 FINGERPRINT = Fingerprint("pixels", "none", "28px", "float32", "digits")

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from sklearn.metrics import adjusted_rand_score
-from tests.graph.neighbors import graph_of
 
 from ssl_kd.vision.graph import Graph
 from ssl_kd.vision.graph.criterion import modularity_losses
@@ -15,6 +14,7 @@ from ssl_kd.vision.graph.levels import (
     nested_levels,
     pair_losses,
 )
+from tests.vision.graph.neighbors import graph_of
 
 
 def blobs(k, each=60, dim=12, seed=0):

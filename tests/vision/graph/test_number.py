@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from tests.graph.neighbors import graph_of
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.vision.graph import number as graph_number
@@ -17,6 +16,7 @@ from ssl_kd.vision.graph.number import (
     smoothed,
     unanimous,
 )
+from tests.vision.graph.neighbors import graph_of
 
 
 def layout_of(graph):

@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-from tests.report.reading import Reader, change
 
 from ssl_kd.cli import main
 from ssl_kd.core.pages.curves import MAX_POINTS, interval_means
@@ -14,6 +13,7 @@ from ssl_kd.vision.report import Decided, run_images, write_report
 from ssl_kd.vision.report.curves import curve_text
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions import Curation
+from tests.vision.report.reading import Reader, change
 
 
 @pytest.fixture

@@ -12,13 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.report.reading import (
-    Reader,
-    change,
-    check_that_nothing_is_loaded,
-    put,
-    write_and_read,
-)
 
 from ssl_kd.core.pages import figures
 from ssl_kd.vision.data import FolderDataset
@@ -26,6 +19,13 @@ from ssl_kd.vision.evaluate import calibration
 from ssl_kd.vision.report import run_images, write_report
 from ssl_kd.vision.report.gallery import thumbnail
 from ssl_kd.vision.sources import describe_source, write_sources
+from tests.vision.report.reading import (
+    Reader,
+    change,
+    check_that_nothing_is_loaded,
+    put,
+    write_and_read,
+)
 
 N, N_TEST, K, CLASSES = 60, 20, 4, ("cat", "dog", "frog", "owl")
 
