@@ -59,10 +59,10 @@ class MultiHeadClusterer(
 
     Partitions of the graph of nearest neighbors by several methods vote (`ssl_kd.vision.graph`).
     Heads start from these partitions, go on by self-distillation, and vote with them; with
-    `method="heads"` they vote alone. All heads then learn the answer. Predictions are the mean vote of the best heads, `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. Labels are
-    not used: `y` is ignored. Parameters are settings of `config.py` with the same meaning, range
-    and default, and a run of `train.py` on the same embeddings with the same seed gives the same
-    clusters.
+    `method="heads"` they vote alone. All heads then learn the answer. Predictions are the mean vote
+    of the best heads, `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. Labels are not used: `y` is
+    ignored. Parameters are settings of `config.py` with the same meaning, range and default, and a
+    run of `train.py` on the same embeddings with the same seed gives the same clusters.
 
     Inputs are `[n, n_features]`: NumPy arrays, data frames, or tensors of any dtype and device.
     Computation is in float32, independent of autocast, gradient mode, default dtype and default

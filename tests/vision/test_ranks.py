@@ -200,7 +200,7 @@ def same(one, other):
     [
         {"instance_weight": "none"},
         {"instance_weight": "own", "loss": "sharpened", "use_fp16": True},
-        {"loss": "fixed", "instance_weight": "none"},
+        {"method": "consensus", "loss": "fixed", "instance_weight": "none"},
         {"method": "consensus"},
         {"max_steps": None, "instance_weight": "own", "log_every": 20},  # until they converge
     ],
