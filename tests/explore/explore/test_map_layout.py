@@ -6,13 +6,14 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.manifold import trustworthiness
 
+from ssl_kd.vision.evaluate.sample import random_rows
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.explore import map_layout, map_of
 from tests.faults.matrix import row as fault
 
 
 def laid_out(x, most, block=100):
-    rows = map_layout.random_rows(len(x), most, 0)
+    rows = random_rows(len(x), most, 0)
     blocks = ((start, x[start : start + block]) for start in range(0, len(x), block))
     return map_layout.lay_out(blocks, x[rows], rows, len(x))
 
