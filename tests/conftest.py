@@ -56,6 +56,7 @@ def _each_ensemble_is_formed_once():
                 digest.update(graph.indices.tobytes() + graph.data.tobytes())
         if (key := digest.digest()) not in ensembles:
             ensembles[key] = form_ensemble(cosine, euclidean, whitened, n_clusters, sizes, progress)
+        progress(1, 1)
         return copy.deepcopy(ensembles[key])
 
     with mock.patch("ssl_kd.vision.partition.form_ensemble", cached):

@@ -218,7 +218,7 @@ def test_the_number_of_clusters_is_found_and_its_levels_are_nested(settings):
 
 
 def test_heads_alone_vote_and_may_have_their_number_found(settings):
-    path = run(settings(n_clusters="auto"))
+    path = run(settings(n_clusters="auto", method="heads"))
     graph = metrics(path)["graph"]
     assert graph["number"]["n_clusters"] == len(metrics(path)["cluster_sizes"])
     assert graph["voters"] == ["heads"] and {"heads", "spectral"} <= graph["agreement"].keys()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ssl_kd.language.report.page import write_report
 from tests.vision.report.reading import change, check_that_nothing_is_loaded, put, write_and_read
 
 PROMPTS = ("Once upon a time", "The little dog")
@@ -80,13 +81,13 @@ def change_row(folder: Path, name: str, /, **new) -> None:
 
 
 def headline(folder: Path) -> str:
-    match = re.search("<h1>(.*?)</h1>", write_and_read(folder)[0])
+    match = re.search("<h1>(.*?)</h1>", write_and_read(folder, write_report)[0])
     assert match
     return match[1]
 
 
 def test_headline_compares_the_student_with_its_start_and_its_teacher(run):
-    _, page = write_and_read(run)
+    _, page = write_and_read(run, write_report)
     assert headline(run) == (
         "Held-out perplexity 12.35, 2,051 before training, 9.871 for the teacher"
     )
@@ -101,13 +102,13 @@ def test_a_run_without_a_teacher_says_so(run):
     change(run, "config.json", teacher=None)
     change(run, "metrics.json", cache=None)
     change_row(run, "teacher", gone=True)
-    _, page = write_and_read(run)
+    _, page = write_and_read(run, write_report)
     assert "Without a teacher: the student was trained by cross-entropy alone." in page.text
     assert "cache: " not in page.text and "--alpha_kd 0" not in page.text
 
 
 def test_all_numbers_of_the_run_are_there(run):
-    source, page = write_and_read(run)
+    source, page = write_and_read(run, write_report)
     for expected in (
         *("bits per character", "0.99", "68.4", "0.311", "2.2", "35.0", "90.0"),
         *("40 questions, 22.1 to 50.5 % of them right (95 % interval)",),
@@ -144,19 +145,21 @@ def test_all_numbers_of_the_run_are_there(run):
 
 
 def test_across_tokenizers_perplexity_is_not_compared_with_the_teacher(run):
-    assert ">teacher 9.871<" in write_and_read(run)[0]
+    assert ">teacher 9.871<" in write_and_read(run, write_report)[0]
     change(run, "metrics.json", alignment={"coverage": 1.0})
-    source, page = write_and_read(run)
+    source, page = write_and_read(run, write_report)
     assert "coverage" in page.text
     assert "for the teacher" not in headline(run) and ">teacher 9.871<" not in source
 
 
 def test_table_keeps_its_order_and_marks_the_best_student(run):
     def marked() -> list[str]:
-        source, _ = write_and_read(run)
+        source, _ = write_and_read(run, write_report)
         return re.findall(r'<tr class="ours"><th scope="row">(.*?) <span', source)
 
-    names = re.findall(r'<tr class="\w*"><th scope="row">([\w ]+?)(?= ?<)', write_and_read(run)[0])
+    names = re.findall(
+        r'<tr class="\w*"><th scope="row">([\w ]+?)(?= ?<)', write_and_read(run, write_report)[0]
+    )
     assert names == ["teacher", "student before", "student"]
     assert marked() == ["student"]
     change_row(run, "student", perplexity=2052)
@@ -166,9 +169,9 @@ def test_table_keeps_its_order_and_marks_the_best_student(run):
 
 
 def test_page_is_one_file_that_loads_nothing(run):
-    source, page = write_and_read(run)
+    source, page = write_and_read(run, write_report)
     check_that_nothing_is_loaded(source, page)
-    assert "img" not in page.tags and source == write_and_read(run)[0]
+    assert "img" not in page.tags and source == write_and_read(run, write_report)[0]
 
 
 def test_user_text_is_inert(run):
@@ -181,23 +184,23 @@ def test_user_text_is_inert(run):
            data={"name": evil[0], "left_out": [evil[2], evil[0]]})  # fmt: skip
     change_row(run, "student before", name=evil[0])
     write_lines(run / "events.jsonl", [{"step": 3, "part": evil[0], "action": evil[2]}])
-    source, page = write_and_read(run)
+    source, page = write_and_read(run, write_report)
     assert "script" not in page.tags and "img" not in page.tags
     assert "<script" not in source and "<img src=x" not in source
     assert all(text in page.text for text in evil[:3]) and "</pre><script>x" in page.text
 
 
 def test_guard_events_are_counted_and_listed(run):
-    page = write_and_read(run)[1]
+    page = write_and_read(run, write_report)[1]
     assert "4 events on 2 parts: 2 cut out, 1 used again" in page.text
     assert "lower the temperature" in page.text and "1e+30" in page.text
     (run / "events.jsonl").write_text("")
-    assert "No events: every loss" in write_and_read(run)[1].text
+    assert "No events: every loss" in write_and_read(run, write_report)[1].text
 
 
 def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
     put(tmp_path, "config.json", {"mode": "language"})
-    source, page = write_and_read(tmp_path)
+    source, page = write_and_read(tmp_path, write_report)
     for what in (
         *("The student has no final score", "no metrics.json: the run has not ended"),
         *("no table of scores", "no loss curves", "no evaluation with a finite perplexity"),
@@ -209,7 +212,7 @@ def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
     assert page.tags.count("svg") == 0
     assert "No events" not in page.text
     put(tmp_path, "metrics.json", {"steps": 1})
-    assert "metrics.json has no table of scores." in write_and_read(tmp_path)[1].text
+    assert "metrics.json has no table of scores." in write_and_read(tmp_path, write_report)[1].text
 
 
 def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
@@ -220,7 +223,7 @@ def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 210, "ce": null, "kd": NaN, "success_rate": null}\n')
         file.write('{"step": 210, "eval": {"perplexity": null}}\n')
-    source, page = write_and_read(run)
+    source, page = write_and_read(run, write_report)
     assert "The student has no final score" in page.text
     assert "has no finite perplexity of the student" in page.text
     assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
@@ -236,7 +239,7 @@ def test_killed_run_with_half_a_line(run):
     (run / "metrics.json").unlink()
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 210, "train_lo')
-    source, page = write_and_read(run)
+    source, page = write_and_read(run, write_report)
     assert "has not ended, or ended before its evaluation" in page.text
     assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
     assert "12.35 at step 150" in page.text and "steps200" in page.text
@@ -248,7 +251,7 @@ def test_long_runs_stay_readable_and_small(run):
     write_lines(run / "metrics.jsonl", [{"step": s, "ce": 3.0, "kd": 2.0} for s in range(50_000)])
     change(run, "metrics.json",
            generations=[{"prompt": "p" * 9000, "teacher": "t" * 9000}] * 50)  # fmt: skip
-    source, page = write_and_read(run)
+    source, page = write_and_read(run, write_report)
     assert "12 of 50" in page.text and "ppp …" in page.text and len(source) < 500_000
 
 
@@ -256,7 +259,7 @@ def test_terms_that_took_no_part_in_some_steps_and_a_training_that_did_not_help_
     metrics = json.loads((run / "metrics.json").read_text())
     metrics |= {"best_step": 0, "steps": 30, "learned_from": {"ce": 30, "kd": 12}}
     (run / "metrics.json").write_text(json.dumps(metrics))
-    _, page = write_and_read(run)
+    _, page = write_and_read(run, write_report)
     assert "9.871 for the teacher; kd learned from 12 of 30 steps" in page.text
     assert "No evaluation was better than the student before training" in page.text
     assert "ce learned from" not in page.text

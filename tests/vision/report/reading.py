@@ -57,9 +57,9 @@ def check_that_nothing_is_loaded(source: str, page: Reader) -> None:
     assert set(re.findall(r'(?:href="|url\()#([^")]+)', source)) <= set(page.ids)
 
 
-def write_and_read(folder: Path, **options) -> tuple[str, Reader]:
-    """Write the report; return its source and the parsed page."""
-    path = write_report(folder, **options)
+def write_and_read(folder: Path, write=write_report, **options) -> tuple[str, Reader]:
+    """Write the report, of a clustering run if not said otherwise; return source and page."""
+    path = write(folder, **options)
     assert path == folder / "report.html"
     page = path.read_text(encoding="utf-8")
     return page, Reader(page)
