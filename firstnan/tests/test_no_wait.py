@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from firstnan import Guard
-from tests.pretended import pretended_cuda
+from tests.fake_cuda import fake_cuda
 
 READ = "norms.py: flat = "
 
 
 def _waits(of_step, **options):
     """Of the second step: the first takes a snapshot."""
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         with torch.device("cuda"):
             trunk, a, b = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 2)
             model = nn.ModuleList([trunk, nn.BatchNorm1d(5), a, b])
@@ -48,7 +48,7 @@ def test_a_step_waits_once_and_once_more_where_losses_may_be_cut_out(of_step, op
 
 
 def test_a_snapshot_asks_once_whether_all_parts_are_finite():
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         with torch.device("cuda"):
             model = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -68,7 +68,7 @@ def test_a_snapshot_asks_once_whether_all_parts_are_finite():
 
 def _cost(guarded):
     """Launches and bytes of the second step of a loop that clips, with or without a guard."""
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         with torch.device("cuda"):
             model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

@@ -13,7 +13,7 @@ from ssl_kd.core.precision import (
     promote_to_fp32,
 )
 from tests.faults.matrix import row
-from tests.modes import MODES
+from tests.torch_modes import MODES
 
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 NAMES = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}

@@ -16,7 +16,7 @@ from ssl_kd_explore.decisions import Curation
 from ssl_kd_explore.drift import ALARM, compare_shares, count_unusual
 from ssl_kd_explore.export.content import Content
 from ssl_kd_explore.watch import Watch
-from tests.kills import kill_again_and_again
+from tests.kill_writers import kill_again_and_again
 from tests.photos import QUICK, save_digits
 
 

@@ -35,7 +35,7 @@ from tests.faults.inject import (
     weights,
 )
 from tests.faults.matrix import row
-from tests.kills import kill_again_and_again, on_change
+from tests.kill_writers import kill_again_and_again, on_change
 from tests.processes import HANG, start
 
 

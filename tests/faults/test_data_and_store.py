@@ -39,7 +39,7 @@ from tests.faults.inject import (
     weights,
 )
 from tests.faults.matrix import row
-from tests.kills import kill_again_and_again
+from tests.kill_writers import kill_again_and_again
 
 SHARD = "embeddings_train_00002.pt"  # rows 32 to 47
 

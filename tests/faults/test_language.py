@@ -82,7 +82,7 @@ from tests.faults.inject_language import (  # noqa: E402
 )
 from tests.faults.matrix import row  # noqa: E402
 from tests.faults.test_checkpoint_and_process import steps_kept  # noqa: E402
-from tests.kills import kill_again_and_again  # noqa: E402
+from tests.kill_writers import kill_again_and_again  # noqa: E402
 
 # peft uses a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

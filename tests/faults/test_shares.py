@@ -10,7 +10,7 @@ from ssl_kd.core.shards import FingerprintMismatch
 from ssl_kd.vision.cache import EmbeddingStore
 from tests.faults.matrix import row
 from tests.faults.test_data_and_store import shards
-from tests.kills import kill_again_and_again
+from tests.kill_writers import kill_again_and_again
 from tests.vision.cache import test_ledger as ledger
 from tests.vision.cache.test_ledger import FINGERPRINT, content, fill, writer, x
 

@@ -21,7 +21,7 @@ from ssl_kd.vision.settings import VisionSettings
 from tests.faults.inject import assignments, content, no_run, one_line, opened, stopped
 from tests.faults.matrix import row
 from tests.faults.test_foreign_files import save_images
-from tests.modes import MODES
+from tests.torch_modes import MODES
 
 RULES = VisionSettings.rules()
 

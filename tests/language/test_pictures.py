@@ -38,7 +38,7 @@ from tests.language.conftest import FAST  # noqa: E402
 from tests.language.test_ranks import by, metrics  # noqa: E402
 from tests.language.train.test_step import Sick  # noqa: E402
 from tests.oracles import token_objectives  # noqa: E402
-from tests.seeing import (  # noqa: E402
+from tests.tiny_vlm import (  # noqa: E402
     draw,
     folder_of,
     model_of,

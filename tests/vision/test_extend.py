@@ -25,7 +25,7 @@ from ssl_kd.vision.sources import SOURCES
 from ssl_kd_explore.decisions import Curation, curation
 from ssl_kd_explore.export.content import Content
 from tests.faults.matrix import row as fault
-from tests.kills import kill_again_and_again
+from tests.kill_writers import kill_again_and_again
 from tests.vision.test_run import FAST, assignments, metrics
 
 CENTRES = 4 * np.eye(8)[:6]

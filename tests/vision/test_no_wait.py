@@ -18,7 +18,7 @@ from ssl_kd.vision.train.heads import HeadBank, TEMIHead
 from ssl_kd.vision.train.objectives import OBJECTIVES
 from ssl_kd.vision.train.pairs import PairSampler
 from ssl_kd.vision.train.step import HeadTrainer
-from tests.pretended import pretended_cuda
+from tests.fake_cuda import fake_cuda
 from tests.vision.own_loss import SINKHORN
 
 HEADS, DIM, CLUSTERS, BATCH = 5, 6, 4, 16
@@ -40,7 +40,7 @@ def _trainer(bank, **changes):
 
 def _waits_of_steps(head=TEMIHead, targets=lambda: None, **changes):
     bank = Bank(lambda: head(DIM, CLUSTERS), HEADS)
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         trainer = _trainer(bank, **changes)
         device.clear()
         for number in (0, 1, 2, SNAPSHOT_EVERY):
@@ -112,7 +112,7 @@ def test_a_look_at_ten_steps_waits_once_and_so_does_a_record(held):
     bank = Bank(lambda: TEMIHead(DIM, CLUSTERS), HEADS)
     itself = torch.arange(40)[:, None]
     sampler = PairSampler(itself, torch.ones(40, 1, dtype=torch.bool), BATCH, seed=0)
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         embeddings = torch.zeros(40, DIM, device="cuda")
 
         def gather(rows):
@@ -146,7 +146,7 @@ def test_a_step_keeps_to_its_launches_and_bytes(shape, budget):
     default = settings.hidden_dim, settings.bottleneck_dim
     widths = (512, 256) if clusters == 1000 else default
     bank = Bank(lambda: TEMIHead(dim, clusters, *widths), heads)
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         trainer = HeadTrainer(bank, settings, Precision.for_device(GPU), clusters)
         views = torch.zeros(2, batch, dim, device="cuda")
         device.clear()
@@ -168,7 +168,7 @@ def test_embeddings_are_held_on_the_device_where_they_fit(monkeypatch):
     rows = object.__new__(rows_module.TrainingRows)
     rows._in_memory = torch.rand(10, DIM)
     assert rows.on(torch.device("cpu")) is rows
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         monkeypatch.setattr(rows_module, "free_memory", lambda device: 3 * rows._in_memory.nbytes)
         gather = rows.on(torch.device("cuda"))
         device.clear()
@@ -203,7 +203,7 @@ def test_extraction_waits_for_a_batch_when_the_next_one_is_under_way(monkeypatch
     monkeypatch.setattr(torch.cuda, "Event", _Event, raising=False)
     monkeypatch.setattr(_Event, "seen", [])
     transform = Transform(size=8, resize=8)
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
 
         def embed(images):
             _Event.seen.append("begun")

@@ -28,7 +28,7 @@ from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import step as guarded
 from ssl_kd.vision.train.heads import HeadBank, TEMIHead
 from ssl_kd.vision.train.step import HeadTrainer
-from tests.kills import on_change
+from tests.kill_writers import on_change
 from tests.processes import HANG, ROOT
 from tests.ranks import run_joined
 from tests.vision.test_run import FAST as OF_RUNS

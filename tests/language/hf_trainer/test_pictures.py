@@ -19,7 +19,7 @@ from ssl_kd.language.text.picture_blocks import make_picture_blocks  # noqa: E40
 from ssl_kd.language.train.objective import Objective  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.language.hf_trainer.test_distillation import arguments  # noqa: E402
-from tests.seeing import draw, model_of, processor_of, records, write_records  # noqa: E402
+from tests.tiny_vlm import draw, model_of, processor_of, records, write_records  # noqa: E402
 
 KINDS = ("llava", "qwen2_5_vl")
 ROWS = 6

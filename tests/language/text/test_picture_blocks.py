@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from ssl_kd.language.text.picture_blocks import make_picture_blocks  # noqa: E402
 from tests.faults.matrix import row as fault
-from tests.seeing import KINDS, draw, processor_of, records, write_records  # noqa: E402
+from tests.tiny_vlm import KINDS, draw, processor_of, records, write_records  # noqa: E402
 
 SAID = {"role": "assistant", "content": "a fox"}
 PLACE = {"type": "image"}

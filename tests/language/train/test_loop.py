@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from firstnan import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.train.loop import rows_of_step, train  # noqa: E402
-from tests.modes import MODES  # noqa: E402
+from tests.torch_modes import MODES  # noqa: E402
 
 TIMES = ("tokens_per_second",)
 

@@ -13,7 +13,7 @@ from ssl_kd.language.teachers.sources import Plain
 from ssl_kd.language.train.loop import _StudentLearner
 from ssl_kd.language.train.step import Distiller
 from ssl_kd.losses import linear_distillation
-from tests.pretended import pretended_cuda
+from tests.fake_cuda import fake_cuda
 
 pytest.importorskip("transformers")
 
@@ -24,7 +24,7 @@ def _step(tiny, batches, with_teacher=True, cache=None, **changes):
     """What the second step did: the first takes a snapshot."""
     settings = tiny.settings(gradient_accumulation_steps=batches, **changes)
     blocks = tiny.blocks()
-    with pretended_cuda() as device:
+    with fake_cuda() as device:
         with torch.device("cuda"):
             teacher, student = tiny.model(), tiny.model(seed=1)
         precision = Precision.for_device(GPU, True)

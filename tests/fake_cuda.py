@@ -158,7 +158,7 @@ def _bytes(value):
 
 
 @contextmanager
-def pretended_cuda():
+def fake_cuda():
     """Allow tensors on `cuda`, their operations and gradients; yields the `Device`."""
     with FakeTensorMode():
         try:
