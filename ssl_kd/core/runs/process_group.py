@@ -12,10 +12,10 @@ import torch
 from firstnan.agreement import Agreement
 from firstnan.events import EventLog
 from ssl_kd.core.files import load_tensors
-from ssl_kd.core.settings import RunSettings
 from ssl_kd.core.runs.folder import RunFolder
 from ssl_kd.core.runs.ranks import Ranks
 from ssl_kd.core.runs.stop import Signals
+from ssl_kd.core.settings import RunSettings
 
 
 class ProcessGroup(Agreement):

@@ -1,10 +1,10 @@
 """Open data sets of images or features by name or path."""
 
-from ssl_kd.vision.data.catalog import NoSuchSplit, open_dataset
+from ssl_kd.core.errors import DatasetUnavailable, DatasetUnreachable
 from ssl_kd.core.images.decode import UnreadableImage, decode
+from ssl_kd.vision.data.catalog import NoSuchSplit, open_dataset
 from ssl_kd.vision.data.features import FeatureDataset, open_features
 from ssl_kd.vision.data.images import ArrayDataset, FolderDataset, ImageDataset
-from ssl_kd.core.errors import DatasetUnavailable, DatasetUnreachable
 
 __all__ = [
     "ArrayDataset",

@@ -11,18 +11,18 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ssl_kd.core.errors import DatasetUnavailable, DatasetUnreachable, InputError, printable
+from ssl_kd.core.files import CorruptFileError, atomic_write_bytes, strict_json
+from ssl_kd.core.images.levels import Levels
+from ssl_kd.core.settings.early import DATASETS, FILE_LIST, dataset_path
+from ssl_kd.core.settings.import_paths import check_installed
 from ssl_kd.vision.data.features import FeatureDataset, open_part
 from ssl_kd.vision.data.images import ArrayDataset, FolderDataset, ImageDataset, find_images
 from ssl_kd.vision.data.labels import NO_LABELS
-from ssl_kd.core.images.levels import Levels
 from ssl_kd.vision.data.media import PictureTable, Rows
 from ssl_kd.vision.data.shards import Part, holds_tables, named_split, shards_of, splits_in
 from ssl_kd.vision.data.tables import is_saved, one_line_errors, open_table
 from ssl_kd.vision.data.usage import LeftOut, counted
-from ssl_kd.core.errors import DatasetUnavailable, DatasetUnreachable, InputError, printable
-from ssl_kd.core.files import CorruptFileError, atomic_write_bytes, strict_json
-from ssl_kd.core.settings.early import DATASETS, FILE_LIST, dataset_path
-from ssl_kd.core.settings.import_paths import check_installed
 
 Split = Literal["train", "test"]
 LabelSource = Literal["auto", "folders", "none"]

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import load_tensors
 from ssl_kd.vision.data.images import digest_array
 from ssl_kd.vision.data.labels import NO_LABELS, Labels, class_numbers, find_labels
 from ssl_kd.vision.data.media import PictureTable, Rows, n_classes, row_names
@@ -27,8 +29,6 @@ from ssl_kd.vision.data.tables import (
     open_table,
 )
 from ssl_kd.vision.data.usage import LeftOut, Usage, counted
-from ssl_kd.core.errors import InputError
-from ssl_kd.core.files import load_tensors
 
 __all__ = ["FeatureDataset", "class_numbers", "open_features"]
 
@@ -167,8 +167,8 @@ def open_features(
     dataset = open_part(part, split, class_names, column, label_column)
     if not isinstance(dataset, FeatureDataset):
         raise InputError(
-            f"{path} holds pictures, but no features: open it with ssl_kd.vision.data.open_dataset, "
-            "and embed it with a teacher"
+            f"{path} holds pictures, but no features: open it with "
+            "ssl_kd.vision.data.open_dataset, and embed it with a teacher"
         )
     return dataset
 

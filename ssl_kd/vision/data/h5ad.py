@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as arrow
 
-from ssl_kd.vision.data.tables import PREVIEW_ROWS, Table
 from ssl_kd.core.errors import InputError, MissingPackage
+from ssl_kd.vision.data.tables import PREVIEW_ROWS, Table
 
 _PREFERRED = ("X_pca", "X_scVI")
 _DRAWN = ("X_umap", "X_tsne", "X_draw_graph", "spatial")  # layouts, which are not embeddings

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as arrow
 from pyarrow import compute, types
 
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files.state import DIGEST_BYTES, FileState
 from ssl_kd.vision.data.images import ImageDataset
 from ssl_kd.vision.data.media import Rows
 from ssl_kd.vision.data.tables import Table, is_text, readable_values
-from ssl_kd.core.errors import InputError
-from ssl_kd.core.files.state import DIGEST_BYTES, FileState
 
 
 def media_file(data: ImageDataset | Rows, row: int) -> Path | None:

@@ -16,13 +16,13 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
+from ssl_kd.core.errors import InputError
+from ssl_kd.core.files import release_pages
+from ssl_kd.core.files.state import DIGEST_BYTES, FileState
 from ssl_kd.core.images.decode import UnreadableImage, decode, find_levels
 from ssl_kd.core.images.formats import DEEP, EXTENSIONS, suffix_of, way_to_read
 from ssl_kd.core.images.levels import Levels
 from ssl_kd.vision.data.usage import SHOWN, LeftOut, Usage, counted
-from ssl_kd.core.errors import InputError
-from ssl_kd.core.files import release_pages
-from ssl_kd.core.files.state import DIGEST_BYTES, FileState
 
 logger = logging.getLogger(__name__)
 

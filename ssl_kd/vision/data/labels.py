@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ssl_kd.core.errors import InputError, printable
 from ssl_kd.vision.data.tables import LABELS, MAYBE_LABELS, as_text, check_column
 from ssl_kd.vision.data.usage import LeftOut
-from ssl_kd.core.errors import InputError, printable
 
 NO_LABELS = "none"
 """Value of LABELS, and name of a column for `find_labels`: use no labels."""

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from pyarrow import types
 
+from ssl_kd.core.errors import InputError, printable
+from ssl_kd.core.files import sha256_file
+from ssl_kd.core.files.spill import LazyStrings
 from ssl_kd.core.images.decode import UnreadableImage, decode, find_levels
 from ssl_kd.core.images.formats import (
     DEEP,
@@ -27,9 +30,9 @@ from ssl_kd.core.images.formats import (
     may_be_deep,
     suffix_of,
 )
+from ssl_kd.core.images.levels import Levels
 from ssl_kd.vision.data.images import ImageDataset, with_levels
 from ssl_kd.vision.data.labels import Labels, find_labels
-from ssl_kd.core.images.levels import Levels
 from ssl_kd.vision.data.tables import (
     FEATURES,
     IDS,
@@ -45,9 +48,6 @@ from ssl_kd.vision.data.tables import (
     value_columns,
 )
 from ssl_kd.vision.data.usage import LeftOut, Usage, counted
-from ssl_kd.core.errors import InputError, printable
-from ssl_kd.core.files import sha256_file
-from ssl_kd.core.files.spill import LazyStrings
 
 logger = logging.getLogger(__name__)
 

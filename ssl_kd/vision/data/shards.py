@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ssl_kd.vision.data.images import find_images
 from ssl_kd.core.errors import InputError
+from ssl_kd.vision.data.images import find_images
 
 SPLITS = ("train", "test", "val", "validation", "valid", "dev")
 _SHARD = re.compile(r"(?P<name>.*?)-?(?P<number>\d{3,})-of-(?P<total>\d{3,})(?P<rest>.*)")

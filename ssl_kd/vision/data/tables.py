@@ -15,9 +15,9 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from pyarrow import ipc, parquet, types
 
-from ssl_kd.core.images.decode import UnreadableImage
 from ssl_kd.core.errors import InputError, brief, printable
 from ssl_kd.core.files import CorruptFileError
+from ssl_kd.core.images.decode import UnreadableImage
 
 FEATURES = ("features", "embeddings", "embedding", "x", "X", "data")
 LABELS = ("labels", "label", "classes", "class", "class_label", "class_name")

@@ -10,9 +10,9 @@ from PIL import Image
 from pyarrow import parquet
 from safetensors.torch import save_file
 
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.data import FeatureDataset, UnreadableImage, open_features
 from ssl_kd.vision.data.features import class_numbers
-from ssl_kd.core.errors import InputError
 from tests.damage import Payload
 
 X = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.data import open_dataset, open_features
 from ssl_kd.vision.data.catalog import open_rows
-from ssl_kd.core.errors import InputError
 
 N = 40
 RNG = np.random.default_rng(0)

@@ -6,9 +6,9 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.data import FeatureDataset, NoSuchSplit, open_dataset, open_features
 from ssl_kd.vision.data.catalog import open_rows
-from ssl_kd.core.errors import InputError
 
 X = np.arange(24, dtype=np.float32).reshape(12, 2)
 

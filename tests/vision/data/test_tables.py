@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.data import (
     FeatureDataset,
     ImageDataset,
@@ -19,7 +20,6 @@ from ssl_kd.vision.data import (
 )
 from ssl_kd.vision.data.catalog import open_rows
 from ssl_kd.vision.data.media import LARGEST_SOUND
-from ssl_kd.core.errors import InputError
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 
