@@ -55,9 +55,14 @@ def _each_ensemble_is_formed_once():
             for graph in view.graphs.values():
                 digest.update(graph.indices.tobytes() + graph.data.tobytes())
         if (key := digest.digest()) not in ensembles:
-            ensembles[key] = form_ensemble(cosine, euclidean, whitened, n_clusters, sizes, progress)
-        progress(1, 1)
-        return copy.deepcopy(ensembles[key])
+            calls = []
+            inputs = cosine, euclidean, whitened, n_clusters, sizes
+            ensemble = form_ensemble(*inputs, lambda *numbers: calls.append(numbers))
+            ensembles[key] = ensemble, calls
+        ensemble, calls = ensembles[key]
+        for numbers in calls:
+            progress(*numbers)
+        return copy.deepcopy(ensemble)
 
     with mock.patch("ssl_kd.vision.partition.form_ensemble", cached):
         yield
