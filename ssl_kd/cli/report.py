@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ssl_kd.cli.flags import FlagParser
 from ssl_kd.core import explorer
@@ -28,17 +29,24 @@ def report(argv: Sequence[str]) -> int:
 
     open_screen()
     from ssl_kd.core.pages.run_files import RunFiles
-    from ssl_kd.language.report.page import write_report as write_language_report
+
+    write = _of_texts if RunFiles.read(path).is_language else _of_clusters
+    print(f"Report: {write(path)}")
+    return OK
+
+
+def _of_texts(path: Path) -> Path:
+    from ssl_kd.language.report.page import write_report
+
+    return write_report(path)
+
+
+def _of_clusters(path: Path) -> Path:
     from ssl_kd.vision.extend import DECIDED
     from ssl_kd.vision.report import run_images, write_report
 
-    if RunFiles.read(path).is_language:
-        print(f"Report: {write_language_report(path)}")
-        return OK
     decided = None
     if (path / DECIDED).is_file():
         what = f"A report with the decisions in {path / DECIDED}"
         decided = explorer.load("objects", "decided", what)(path)
-    page = write_report(path, images=run_images(path), decided=decided)
-    print(f"Report: {page}")
-    return OK
+    return write_report(path, images=run_images(path), decided=decided)

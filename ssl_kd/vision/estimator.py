@@ -273,8 +273,9 @@ class MultiHeadClusterer(
             n_clusters, self.number_ = partitions.n_clusters, partitions.number
             neighbors = partitions.neighbors
             partition, starts = first_of(partitions, settings)
-            size = len(rows), len(rows) + len(others), neighbors.shape[1]
-            nearest = nearest_in_graph(gather, *size, precision.device)
+            n = len(rows) + len(others)
+            k = neighbors.shape[1]
+            nearest = nearest_in_graph(gather, len(rows), n, k, precision.device)
         assert n_clusters is not None
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
         stages = Stages(settings, trainer, neighbors, gather, starts, partitions, others=nearest)

@@ -106,8 +106,7 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
         partitions = partitions_of(n_clusters, *inputs, settings.sizes, report)
         n_clusters, neighbors = partitions.n_clusters, partitions.neighbors
         partition, starts = first_of(partitions, settings)
-        size = rows.n, len(rows.rows), neighbors.shape[1]
-        others = nearest_in_graph(rows, *size, device)
+        others = nearest_in_graph(rows, rows.n, len(rows.rows), neighbors.shape[1], device)
     with clock("train"):
         result = LeaderResult(
             path=context.folder.path.resolve(),

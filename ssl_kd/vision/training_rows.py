@@ -77,13 +77,16 @@ def nearest_in_graph(
     `read` returns projected embeddings by row, of which the first `n_graph` are in the graph. The
     nearest by Euclidean distance comes first. Return None if all `n` samples are in the graph.
     """
+    if n == n_graph:
+        return None
     as_query, as_candidate = METRICS["euclidean"]
-    search, nearest = search_on(device), list[Tensor]()
+    search = search_on(device)
     candidates = [(0, as_candidate(read(torch.arange(n_graph))).to(device))]
-    for rows in torch.arange(n_graph, n).split(ROWS_PER_BLOCK) if n > n_graph else ():
+    nearest = []
+    for rows in torch.arange(n_graph, n).split(ROWS_PER_BLOCK):
         queries, itself = as_query(read(rows)).to(device), rows.to(device)
         nearest.append(nearest_among(queries, itself, candidates, k, search).int().cpu())
-    return torch.cat(nearest) if nearest else None
+    return torch.cat(nearest)
 
 
 def carried(clusters: Tensor, nearest: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Source:
         return nullcontext()
 
     def as_loaded(self) -> AbstractContextManager[None]:
-        """Use the teacher in the block as it was before it was trained."""
+        """Use the weights from before training in the block."""
         return nullcontext()
 
     def trained(self) -> dict[str, Tensor]:

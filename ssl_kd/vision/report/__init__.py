@@ -1,4 +1,4 @@
-"""Write the report of a run, one page that opens offline; here, that of a clustering run."""
+"""Write the report of a clustering run, one page that opens offline."""
 
 from ssl_kd.vision.report.decided import Decided
 from ssl_kd.vision.report.gallery import run_images
