@@ -49,7 +49,7 @@ export class ClusterPage {
         ...some.map((row) => this.sample(row, words.get(row))));
       this.draw(about);
     } catch (error) {
-      showMessage(error.message, true);
+      if (this.cluster === cluster) showMessage(error.message, true); // else it is gone or closed
     }
   }
 
