@@ -24,9 +24,10 @@ from firstnan.finite import compute_dtype
 from firstnan.health import Health, is_healthy, rescale_
 from firstnan.hooks import weakly
 from firstnan.norms import look, norm_of, read
-from firstnan.optimizers import Optimizers, withhold
+from firstnan.optimizers import Optimizers
 from firstnan.parts import SHARED, SNAPSHOT_EVERY, ModuleParts, Parameters, TooFewHealthyParts
 from firstnan.recovery import Recovery, with_all_kinds
+from firstnan.skipped_steps import withhold
 from firstnan.terms import LossTerms, by_name
 from firstnan.verdicts import OnRanks, Verdicts
 from firstnan.watch import Locator
@@ -457,7 +458,7 @@ class Guard:
         part, buffers = self._parts.buffers[i]
         detail = f": {buffers.names(indices)}{where}"
         self.events.extend([Stage.BUFFER.event(self.step_number, part, detail=detail)])
-        self.recovery.counts[i : i + 1, Stage.BUFFER] += 1  # no row where they are of no part
+        self.recovery.counts[i : i + 1, Stage.BUFFER] += 1  # buffers outside every part have no row
 
     def log_events(self) -> list[Event]:
         """Log the events since the last call with what was located, and return them."""

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,42 +16,30 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from firstnan.hooks import version_of
 from firstnan.norms import are_finite, norm_of
 from firstnan.recorder import is_first_run
-
-if TYPE_CHECKING:
-    from firstnan.loop import Guard
+from firstnan.skipped_steps import give_back, is_skipping, skipping
 
 _ATTACHED: weakref.WeakSet[Optimizers] = weakref.WeakSet()
-atexit.register(lambda: [optimizers.detach() for optimizers in [*_ATTACHED]])
+atexit.register(lambda: [optimizers.detach() for optimizers in list(_ATTACHED)])
 
 
-class _NoGroups(list[dict[str, Any]]):
-    """Parameter groups that no loop over them sees, but whose settings can be read by index."""
+class StepJudge(Protocol):
+    """What decides about the steps of optimizers: a `Guard`."""
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(())
+    is_judged: bool  # the present step was judged, and is not finished
+    skips: bool  # the judgement leaves nothing to update
+    withheld: list[tuple[Tensor, Tensor | None]]  # weights with the gradients taken from them
 
-    def __len__(self) -> int:
-        return 0
+    def before_step(self) -> None:
+        """Judge all gradients, and take away those that must not be used."""
+        ...
 
+    def after_step(self) -> object:
+        """Write the events of the step that was judged, and restore what stays unhealthy."""
+        ...
 
-def stand_in(optimizer: Optimizer, is_left_out: Callable[[], bool]) -> Optimizer:
-    """Return an optimizer with the same attributes, but without groups while a step is left out.
-
-    A Muon that stacks its gradients fails if one is missing, and others move weights without a
-    gradient by momentum. Only the step sees it, so nothing has to be put back after an exception.
-    """
-    owner = weakref.ref(optimizer)
-
-    def groups(_: Optimizer) -> list[dict[str, Any]]:
-        here = cast(Optimizer, owner()).param_groups
-        return _NoGroups({**group, "params": []} for group in here) if is_left_out() else here
-
-    kind = type(optimizer)
-    shared = property(groups, lambda _, new: setattr(owner(), "param_groups", new))
-    members = {"param_groups": shared, "is_stand_in": True}
-    other = object.__new__(type(kind.__name__, (kind,), members))
-    other.__dict__ = optimizer.__dict__
-    return other
+    def log_events(self) -> object:
+        """Log the events since the last call."""
+        ...
 
 
 def judged_first(
@@ -71,21 +59,6 @@ def judged_first(
     if len(args) > 1:
         return (optimizer, closure_first, *args[2:]), kwargs
     return (optimizer,), {**kwargs, "closure": closure_first}
-
-
-def withhold(weights: Iterable[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-    """Take gradients away, so that a step changes nothing, not even by momentum or decay."""
-    withheld = [(p, p.grad) for p in weights]
-    for p, _ in withheld:
-        p.grad = None
-    return withheld
-
-
-def give_back(withheld: list[tuple[Tensor, Tensor | None]]) -> None:
-    """Set gradients that a step was not to see to 0; a CUDA graph goes on to write into them."""
-    while withheld:
-        p, gradient = withheld.pop()
-        p.grad = None if gradient is None else gradient.zero_()
 
 
 def unscale_(optimizer: Optimizer) -> bool:
@@ -108,9 +81,9 @@ class Optimizers:
     """The optimizers of one guard."""
 
     def __init__(self, given: Optimizer | Iterable[Optimizer]) -> None:
-        self._guard: Guard | None = None  # while attached
+        self._guard: StepJudge | None = None  # while attached
         self._hooks: list[Any] = []
-        self.all = [*dict.fromkeys(_plain(given))]
+        self.all = list(dict.fromkeys(_plain(given)))
         for optimizer in self.all:
             _check_closure(optimizer)
         self._owner = {id(p): o for o in self.all for row in o.param_groups for p in row["params"]}
@@ -137,36 +110,36 @@ class Optimizers:
         """Return the `state` of the optimizer that holds a parameter."""
         return self._owner[id(p)].state
 
-    def step(self, guard: Guard) -> None:
+    def step(self, guard: StepJudge) -> None:
         """Call `step` of each optimizer, also without any gradient: a scheduler expects it."""
         for optimizer in self.all:
             if not guard.skips:
                 optimizer.step()
                 continue
-            other = stand_in(optimizer, lambda: True)
+            other = skipping(optimizer, lambda: True)
             hook = optimizer.register_step_pre_hook(lambda _, a, k, o=other: ((o, *a[1:]), k))
             try:
                 optimizer.step()
             finally:
                 hook.remove()
 
-    def attach(self, guard: Guard) -> None:
+    def attach(self, guard: StepJudge) -> None:
         """Let each optimizer call the guard before and after its `step`, and keep it alive."""
-        for other in [*_ATTACHED]:
+        for other in list(_ATTACHED):
             if {*other.all} & {*self.all}:
                 other.detach()
         _ATTACHED.add(self)
         self._guard = guard
-        others = {optimizer: stand_in(optimizer, lambda: guard.skips) for optimizer in self.all}
+        others = {optimizer: skipping(optimizer, lambda: guard.skips) for optimizer in self.all}
 
         def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if hasattr(optimizer, "is_stand_in"):  # its step calls `super().step()`
+            if is_skipping(optimizer):  # its step calls `super().step()`
                 return None
             judge = partial(self._before, optimizer, guard)
             return judged_first(others[optimizer], judge, args, kwargs)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
-            if self._stepped and not hasattr(optimizer, "is_stand_in"):
+            if self._stepped and not is_skipping(optimizer):
                 self._stepped.add(optimizer)
                 if len(self._stepped) == len(self.all):
                     give_back(guard.withheld)
@@ -186,7 +159,7 @@ class Optimizers:
 
     __del__ = detach  # the garbage collector comes for a guard and its optimizers together
 
-    def _before(self, optimizer: Optimizer, guard: Guard) -> None:
+    def _before(self, optimizer: Optimizer, guard: StepJudge) -> None:
         if not is_first_run():
             raise ValueError(
                 "an optimizer took a step inside of a backward pass (a hook of a parameter) or of a"
@@ -210,12 +183,12 @@ class Optimizers:
         is_new = any(g not in self._seen for g in changed)
         return is_new or (bool(changed) and not are_finite([norm_of(changed)]))
 
-    def _finish(self, guard: Guard) -> None:
+    def _finish(self, guard: StepJudge) -> None:
         self._stepped.clear()
         finish_step(guard)
 
 
-def finish_step(guard: Guard) -> None:
+def finish_step(guard: StepJudge) -> None:
     """Run the second half of a step that was judged, and log its events also if training ends."""
     if guard.is_judged:
         try:
@@ -234,10 +207,11 @@ def _plain(given: Any) -> Iterator[Optimizer]:
         for optimizer in given:
             yield from _plain(optimizer)
         return
-    found = given if hasattr(given, "_optimizer_step_pre_hooks") else getattr(given, "optimizer", 0)
-    if not hasattr(found, "_optimizer_step_pre_hooks"):
+    has_hooks = hasattr(given, "_optimizer_step_pre_hooks")
+    optimizer = given if has_hooks else getattr(given, "optimizer", None)
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(f"expected an optimizer, or a list of them; got a {type(given).__name__}")
-    yield found  # pyright: ignore[reportReturnType]
+    yield cast(Optimizer, optimizer)
 
 
 def _check_closure(optimizer: Optimizer) -> None:

@@ -38,8 +38,9 @@ from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK, UserError
 from firstnan.hooks import nodes
 from firstnan.microscope import Microscope
 from firstnan.norms import are_finite, as_reals, norm_of
-from firstnan.optimizers import give_back, judged_first, stand_in, unscale_, withhold
+from firstnan.optimizers import judged_first, unscale_
 from firstnan.recorder import is_first_run, is_transformed
+from firstnan.skipped_steps import give_back, is_skipping, skipping, withhold
 from firstnan.watch import FINITE_AGAIN, OUTSIDE, Finding, LossOrigin, Watch, first_finding
 
 _OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few halvings too large
@@ -198,7 +199,7 @@ class ScriptWatch:
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         """Judge the gradients before a step, or each time that its closure has computed them."""
-        if hasattr(optimizer, "is_stand_in") or isinstance(optimizer, Iterable):  # steps others
+        if is_skipping(optimizer) or isinstance(optimizer, Iterable):  # steps others
             return None
         step, self._skips = self.steps, False
 
@@ -209,11 +210,11 @@ class ScriptWatch:
                 self._judge(optimizer)
 
         if optimizer not in self._others:
-            self._others[optimizer] = stand_in(optimizer, lambda: self._skips)
+            self._others[optimizer] = skipping(optimizer, lambda: self._skips)
         return judged_first(self._others[optimizer], judge, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not hasattr(optimizer, "is_stand_in"):
+        if not is_skipping(optimizer):
             give_back(self._withheld)
 
     def _judge(self, optimizer: Optimizer) -> None:
